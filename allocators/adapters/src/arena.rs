@@ -1,4 +1,4 @@
-//! Bump allocation over any allocator.
+//! A bump allocator over any allocator.
 //!
 //! ```text
 //!   Arena ──► Bump ──► next ─┐            a block is one addition and one comparison
@@ -8,8 +8,8 @@
 //!             └──────────────┴─────┘   └──────────────────────┘
 //! ```
 //!
-//! Bookkeeping lies beside the chunks, never in them: chunks may be pinned memory that a device
-//! still writes.
+//! Metadata is stored outside the chunks, because chunks may be pinned memory that a device still
+//! writes.
 
 mod allocator;
 mod bump;
@@ -24,13 +24,13 @@ pub use settings::{ArenaSettings, ArenaStats, OnReset};
 
 mod handle;
 
-/// Where an arena stood, for [`Arena::rewind`].
+/// A position in an arena, for [`Arena::rewind`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mark {
-    /// Chunks in use.
+    /// The number of chunks in use.
     entered: usize,
-    /// Bytes of the last of them that were handed out.
+    /// The allocated bytes in the last of them.
     offset: usize,
-    /// The last one's base address.
+    /// The base address of the last of them.
     base: usize,
 }

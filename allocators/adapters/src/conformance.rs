@@ -1,20 +1,20 @@
-//! What the allocator contract says, asked of a running allocator.
+//! A conformance suite for the allocator contract.
 //!
-//! [`check`] runs a battery of allocations, frees, growths and shrinkages in a seeded random order
-//! against any allocator, and beside it keeps a ledger of what must be true:
+//! [`check`] runs allocations, frees, growths and shrinks in a seeded random order against any
+//! allocator. It keeps a ledger of all blocks and verifies these rules:
 //!
-//! - live blocks never overlap, are aligned as asked and at least as long;
-//! - contents stay until the block is given back; growing and shrinking keep the common prefix;
-//! - zeroed means zero, after a growth as well;
-//! - a block may be given back, grown or shrunk with any size from the one asked for to the one
-//!   returned;
-//! - a call that fails changes nothing;
-//! - a block of no bytes can be had, aligned, and given back, grown and shrunk to;
-//! - clones are interchangeable ([`check_clone`]);
-//! - nothing unwinds.
+//! - live blocks never overlap, have the requested alignment, and have at least the requested size
+//! - contents stay unchanged until the block is freed, and growing and shrinking keep the common
+//!   prefix
+//! - zeroed memory is zero, also after a growth
+//! - a block may be freed, grown or shrunk with any size from the requested to the returned one
+//! - a failed call changes nothing
+//! - an empty block can be allocated with any alignment, freed, grown, and shrunk to
+//! - clones are interchangeable ([`check_clone`])
+//! - nothing unwinds
 //!
-//! The first thing that is not true ends the run with a [`Violation`], which names the seed and the
-//! operation, so that the same run can be had again.
+//! The first broken rule ends the run with a [`Violation`]. It contains the seed and the operation,
+//! so that the run can be repeated.
 //!
 //! ```
 //! use aquifer_adapters::{Arena, conformance};
@@ -42,7 +42,7 @@ pub fn check<A: Allocator>(allocator: &A) -> Result<(), Violation> {
     Suite::new().check(allocator)
 }
 
-/// Runs the default [`Suite`] against an allocator and its clones, in turn.
+/// Runs the default [`Suite`] against an allocator and clones of it.
 ///
 /// # Errors
 /// The first [`Violation`].

@@ -5,10 +5,9 @@
 //!   device              └──── work of step 0 ───┘
 //! ```
 //!
-//! The host runs ahead of the device by as many steps as there are frames, and no further. What a
-//! step is waited for is noted when it ends, by an event behind its work: one that is recorded when
-//! somebody waits would come after the steps that followed, and the host would wait for all of
-//! them.
+//! The host runs ahead of the device by at most as many steps as there are frames. The end of each
+//! step is recorded immediately, by an event behind its work. An event recorded only when the frame
+//! is reused would also cover the later steps, and the host would wait for all of them.
 
 use crate::{Arena, ArenaSettings};
 use allocator_api2::alloc::{Allocator, Global};
@@ -20,15 +19,14 @@ use std::{
     time::Duration,
 };
 
-/// The first pause before a future looks again whether a frame's work is done, and the longest.
+/// The first and the longest pause between two polls of a frame by a future.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
-/// A ring of arenas for work that is done in steps while the steps before are still being copied or
-/// computed.
+/// A ring of arenas for work in steps, where earlier steps may still be in progress.
 ///
-/// Each call of [`next`](Frames::next) gives the arena that was used longest ago, empty. If a
-/// device still uses what lay in it, the call waits: with three frames, for the step three ago, and
-/// for nothing that came after that.
+/// Each call of [`next`](Frames::next) returns the least recently used arena, empty. If a device
+/// still uses its memory, the call waits for that step only: with three frames, for the step three
+/// steps ago.
 ///
 /// ```
 /// use aquifer_adapters::Frames;
@@ -42,32 +40,32 @@ const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// Frames of device memory are a ring of the device's own arenas, made one by one: [`Frames::of`].
+/// For frames of device memory, create the device arenas and pass them to [`Frames::of`].
 #[derive(Debug)]
 pub struct Frames<M = Arena<Global>> {
     /// Never empty.
     ring: Vec<M>,
-    /// The frame that is next.
+    /// The index of the next frame.
     at: usize,
 }
 
 /// One arena of a ring, for one step.
 ///
-/// Its example is that of [`Frames`].
+/// See [`Frames`] for an example.
 #[derive(Debug)]
 pub struct Frame<'f, M = Arena<Global>> {
     arena: &'f mut M,
 }
 
 impl<A: Allocator + Clone> Frames<Arena<A>> {
-    /// A ring of `count` arenas, one at least, over clones of `upstream`. Takes no memory of it
+    /// Creates a ring of `count` arenas, at least one, over clones of `upstream`. Allocates nothing
     /// yet.
     pub fn new_in(count: usize, upstream: A) -> Self {
         Self::with_settings_in(count, ArenaSettings::new(), upstream)
     }
 
-    /// A ring of `count` arenas, one at least, that take their chunks as `settings` say, each for
-    /// itself.
+    /// Creates a ring of `count` arenas, at least one. Each takes its chunks according to
+    /// `settings`.
     pub fn with_settings_in(count: usize, settings: ArenaSettings, upstream: A) -> Self {
         let first = Arena::with_settings_in(settings, upstream.clone());
         Self::of(first, (1..count).map(|_| Arena::with_settings_in(settings, upstream.clone())))
@@ -75,18 +73,18 @@ impl<A: Allocator + Clone> Frames<Arena<A>> {
 }
 
 impl<M: StepMemory> Frames<M> {
-    /// A ring of these, in their order.
+    /// Creates a ring of these arenas, in this order.
     pub fn of(first: M, others: impl IntoIterator<Item = M>) -> Self {
         let mut ring = vec![first];
         ring.extend(others);
         Self { ring, at: 0 }
     }
 
-    /// The arena that was used longest ago, empty, and the end of the step that the last one was
-    /// for. Waits until no device uses what lay in the one that it gives.
+    /// Ends the current step, and returns the least recently used arena, empty. Waits until no
+    /// device uses the memory of that arena.
     ///
     /// # Errors
-    /// As the arena's `reset`, or [`StepMemory::end_step`]; the same frame is next again.
+    /// As the arena's `reset`, or [`StepMemory::end_step`]. The next call returns the same frame.
     #[expect(
         clippy::should_implement_trait,
         reason = "a frame borrows the ring, which no iterator can say"
@@ -99,8 +97,8 @@ impl<M: StepMemory> Frames<M> {
         Ok(Frame { arena: &mut self.ring[at] })
     }
 
-    /// As [`Frames::next`], by a future: nothing blocks while a device uses what lay in the arena.
-    /// A ring whose future is dropped before it is ready gives the same frame next.
+    /// Like [`Frames::next`], as a future: it does not block while a device uses the arena's
+    /// memory. If the future is dropped before it is ready, the next call returns the same frame.
     ///
     /// ```
     /// use aquifer_adapters::Frames;
@@ -119,19 +117,19 @@ impl<M: StepMemory> Frames<M> {
         NextFrame { ring: Some(self), pause: PAUSES.0, alarm: Alarm::new() }
     }
 
-    /// Arenas in the ring.
+    /// Returns the number of arenas in the ring.
     #[must_use]
     pub fn count(&self) -> usize {
         self.ring.len()
     }
 }
 
-/// The next frame of a ring, as a future that needs no runtime: [`Frames::next_async`]. It ends
-/// with [`Frames::next`]'s answer, and stays pending if it is polled after that.
+/// The future of [`Frames::next_async`]. It needs no runtime. It resolves to the result of
+/// [`Frames::next`], and stays pending if it is polled after that.
 #[derive(Debug)]
 #[must_use = "a future waits only while it is polled"]
 pub struct NextFrame<'f, M = Arena<Global>> {
-    /// `None` once it has been ready.
+    /// `None` after it was ready.
     ring: Option<&'f mut Frames<M>>,
     pause: Duration,
     alarm: Alarm,
@@ -163,18 +161,18 @@ impl<'f, M: StepMemory> Future for NextFrame<'f, M> {
 }
 
 impl<'f, M> Frame<'f, M> {
-    /// This step's arena.
+    /// Returns the arena of this step.
     #[must_use]
     pub fn arena(&self) -> &M {
         self.arena
     }
 
-    /// This step's arena, for its [`scope`](Arena::scope)s.
+    /// Returns the arena of this step mutably, to open a [`scope`](Arena::scope).
     pub fn arena_mut(&mut self) -> &mut M {
         self.arena
     }
 
-    /// This step's arena, for as long as the ring is borrowed.
+    /// Returns the arena of this step for as long as the ring is borrowed.
     #[must_use]
     pub fn into_arena(self) -> &'f M {
         self.arena

@@ -1,17 +1,17 @@
-//! Arenas and wrappers over any allocator, and the suite that any allocator must pass.
+//! Arenas and adapters over any allocator, and a conformance suite for the allocator contract.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`arena`] | [`Arena`]: bump allocation over any allocator, with scopes, marks and gates |
+//! | [`arena`] | [`Arena`]: a bump allocator over any allocator, with scopes, marks and gates |
 //! | [`frames`] | [`Frames`]: a ring of arenas, one for each step in flight |
-//! | [`pages`] | [`PageArena`]: runs of pages by their offset in one block, with bounds-checked views |
-//! | [`wrappers`] | [`Limit`], [`Counted`], [`Tagged`], [`Fallback`], [`Segregate`], [`Guarded`], [`Cached`]: one rule each, laid over another allocator |
-//! | [`conformance`] | what the allocator contract says, asked of a running allocator at random |
+//! | [`pages`] | [`PageArena`]: runs of pages at offsets in one block, with bounds-checked views |
+//! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] and [`Guarded`] |
+//! | [`conformance`] | randomised tests of the allocator contract |
 //!
-//! # How they compose
-//! Everything here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is one, so
-//! that a stack is written from the outside in, and a borrowed allocator (`&pool`) is an allocator
-//! too:
+//! # Composition
+//! Every type here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is an
+//! allocator itself. So a stack is written from the outside in. A reference to an allocator
+//! (`&pool`) is an allocator too:
 //!
 //! ```
 //! use aquifer_adapters::{Arena, Counted, Limit};
@@ -27,10 +27,9 @@
 //! ```
 //!
 //! # Memory that a device may still read
-//! Where the allocator below can hold a block back until queued work is done
-//! ([`DeferReuse`](aquifer_core::DeferReuse)), an arena or a wrapper over it can too: the promise
-//! reaches through the whole stack, and it holds when any part of the stack is dropped or
-//! forgotten.
+//! If the upstream allocator can hold back a block until queued work is complete
+//! ([`DeferReuse`](aquifer_core::DeferReuse)), so can an arena or adapter over it. The guarantee
+//! holds through the whole stack, even if a part of the stack is dropped or forgotten.
 
 pub mod arena;
 pub mod conformance;

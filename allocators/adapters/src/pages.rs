@@ -1,4 +1,4 @@
-//! Runs of pages in one block, told apart by their offset.
+//! An arena of fixed-size pages: runs of pages in one block, identified by their offset.
 //!
 //! ```text
 //!   page      0     1     2     3     4     5     6     7
@@ -7,8 +7,8 @@
 //!          └─────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┘
 //! ```
 //!
-//! An offset can be kept in other data, sent to a device or to another process, where an address
-//! could not. Bookkeeping lies beside the block, never in it.
+//! An offset, unlike an address, can be stored in other data, or sent to a device or another
+//! process. Metadata is stored outside the block.
 #![expect(unsafe_code, reason = "makes references to its pages")]
 
 use allocator_api2::alloc::{Allocator, Global};
@@ -22,14 +22,13 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// A fixed number of pages of one size, given out in runs.
+/// A fixed number of pages of one size, allocated in runs.
 ///
-/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed
-/// neighbours are one run again at once. Pages are zero when the arena is made, and afterwards what
-/// their last owner wrote.
-///
-/// It is `Sync` where the allocator below is: threads take and free pages at a time, and each looks
-/// at its own.
+/// - The lowest run that is long enough is allocated, so the same operations give the same offsets.
+/// - Adjacent free pages are merged immediately.
+/// - Pages are zeroed when the arena is created. Later they contain what their last owner wrote.
+/// - It is `Sync` if the upstream allocator is. Threads take and free pages one at a time, and
+///   access their own pages concurrently.
 ///
 /// ```
 /// use aquifer_adapters::PageArena;
@@ -44,7 +43,7 @@ use std::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Pages are a token: without a copy of it nobody can look at them once they are freed.
+/// `Pages` is a token that cannot be copied, so freed pages cannot be accessed.
 ///
 /// ```compile_fail
 /// # use aquifer_adapters::PageArena;
@@ -66,7 +65,8 @@ pub struct PageArena<A: Allocator = Global> {
 
 /// A run of pages of one [`PageArena`].
 ///
-/// It is given back by [`PageArena::free`]; one that is dropped stays taken until the arena goes.
+/// Return it with [`PageArena::free`]. If it is dropped, its pages stay allocated until the arena
+/// is dropped.
 #[must_use = "pages that are dropped stay taken"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Pages {
@@ -75,68 +75,69 @@ pub struct Pages {
     bytes: usize,
 }
 
-/// Why an arena of pages refused.
+/// The error of a [`PageArena`].
 ///
-/// Its example is that of [`PageArena`].
+/// See [`PageArena`] for an example.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PageError {
     /// No run of free pages is long enough.
     Full {
-        /// Pages asked for.
+        /// Requested pages.
         pages: usize,
-        /// Pages that are free, in however many runs.
+        /// Free pages, in any number of runs.
         free: usize,
-        /// Pages that wait for a gate.
+        /// Freed pages that wait for a gate.
         waiting: usize,
     },
-    /// A view reaches behind the pages' last byte, or ends before it begins.
+    /// A view ends after the last byte of the pages, or before it begins.
     OutOfBounds {
-        /// Where it begins and ends, in bytes from the pages' start.
+        /// The range of the view, in bytes from the start of the pages.
         range: Range<usize>,
-        /// Bytes that there are.
+        /// Bytes of the pages.
         bytes: usize,
     },
-    /// The pages are another arena's.
+    /// The pages belong to another arena.
     Foreign,
-    /// The arena cannot be made: its pages are no power of two in size, or the allocator below
+    /// The arena cannot be created: the page size is not a power of two, or the upstream allocator
     /// refused.
     NoMemory {
-        /// Pages.
+        /// Number of pages.
         pages: usize,
-        /// Bytes of each.
+        /// Bytes of each page.
         page: usize,
     },
-    /// The allocator below does not hold the block back.
+    /// The upstream allocator cannot hold back the block.
     Memory(MemoryError),
 }
 
-/// Pages that could not be given back, and why. They are still taken, by whoever has this.
+/// Pages that could not be freed, and the error. The pages stay allocated.
 ///
-/// Its example is that of [`PageArena`].
+/// See [`PageArena`] for an example.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Unfreed {
     /// The pages.
     pub pages: Pages,
-    /// Why not.
+    /// The reason.
     pub why: PageError,
 }
 
 struct State {
     runs: Runs,
-    /// Freed pages and the gate that they wait for.
+    /// Freed pages, and the gates that they wait for.
     waiting: Vec<(Range<usize>, Arc<dyn Gate>)>,
 }
 
-// SAFETY: 1. the block is `A`'s and goes where `A` goes; the rest is `Send`.
+// SAFETY: 1. the block belongs to `A` and moves with it, and the rest is `Send`.
 unsafe impl<A: Allocator + Send> Send for PageArena<A> {}
-// SAFETY: 1. bookkeeping is behind a lock. 2. Bytes are reached through `Pages` alone, of which
-// there is one for each: by `&Pages` to be read, by `&mut Pages` to be written. 3. The allocator
-// below is reached by `&` alone.
+// SAFETY: 1. the metadata is behind a lock. 2. Bytes are accessed only through their unique
+// `Pages`: `&Pages` for reading, `&mut Pages` for writing. 3. The upstream allocator is accessed
+// only through `&`.
 unsafe impl<A: Allocator + Sync> Sync for PageArena<A> {}
 
 impl PageArena {
-    /// `pages` pages of `page` bytes, a power of two, from the global allocator.
+    /// Creates an arena of `pages` pages of `page` bytes, a power of two, from the global
+    /// allocator.
     ///
     /// # Errors
     /// [`PageError::NoMemory`].
@@ -146,11 +147,11 @@ impl PageArena {
 }
 
 impl<A: Allocator> PageArena<A> {
-    /// `pages` pages of `page` bytes, a power of two, in one zeroed block of `upstream`, aligned to
-    /// a page.
+    /// Creates an arena of `pages` pages of `page` bytes, a power of two, in one zeroed block of
+    /// `upstream` that is aligned to a page.
     ///
     /// # Errors
-    /// [`PageError::NoMemory`]; nothing is held then.
+    /// [`PageError::NoMemory`]. No memory is held then.
     pub fn new_in(pages: usize, page: usize, upstream: A) -> Result<Self, PageError> {
         let refused = PageError::NoMemory { pages, page };
         let bytes = pages.checked_mul(page).filter(|&bytes| bytes > 0);
@@ -162,19 +163,18 @@ impl<A: Allocator> PageArena<A> {
         Ok(Self { upstream, base, layout, page, space: IdSpace::new(), state })
     }
 
-    /// The lowest run of pages that holds `bytes`, which is one page at least. In time linear in
-    /// the pages.
+    /// Allocates the lowest run of pages that holds `bytes`, at least one page. Takes time linear
+    /// in the number of pages.
     ///
     /// # Errors
-    /// [`PageError::Full`]. Nothing waits for gates: a run that is freed behind one counts once the
-    /// gate is open.
+    /// [`PageError::Full`]. Does not wait for gates: pages freed behind a gate are available once
+    /// it is open.
     pub fn take(&self, bytes: usize) -> Result<Pages, PageError> {
         let pages = bytes.div_ceil(self.page).max(1);
         let mut state = self.lock();
         let mut at = state.runs.take(pages);
         if at.is_none() && !state.waiting.is_empty() {
-            // Gates are foreign code: they are asked outside of the lock. One that is open stays
-            // so.
+            // Gates are foreign code, so they are polled outside the lock. An open gate stays open.
             let mut gates: Vec<_> = state.waiting.iter().map(|(_, gate)| gate.clone()).collect();
             drop(state);
             gates.retain(|gate| gate.is_open());
@@ -189,10 +189,10 @@ impl<A: Allocator> PageArena<A> {
         Ok(Pages { id: self.space.mint(0, 0), offset: at * self.page, bytes: pages * self.page })
     }
 
-    /// Gives pages back.
+    /// Frees pages.
     ///
     /// # Errors
-    /// [`PageError::Foreign`] for those of another arena, which come back with it.
+    /// [`PageError::Foreign`] for pages of another arena. The error returns them.
     pub fn free(&self, pages: Pages) -> Result<(), Unfreed> {
         match self.run(&pages) {
             Ok(run) => self.lock().runs.free(run),
@@ -201,7 +201,7 @@ impl<A: Allocator> PageArena<A> {
         Ok(())
     }
 
-    /// Part of the bytes of some pages, by their offset from the pages' start.
+    /// Returns part of the bytes of some pages, by the offset from their start.
     ///
     /// # Errors
     /// [`PageError::OutOfBounds`], [`PageError::Foreign`].
@@ -211,13 +211,13 @@ impl<A: Allocator> PageArena<A> {
         range: Range<usize>,
     ) -> Result<&'v [u8], PageError> {
         let block = self.part(pages, range)?;
-        // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They are
-        // these pages' alone, and who holds the token by `&` sees nobody write. 3. Neither the
-        // arena nor the token goes while the view is there.
+        // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They belong
+        // only to these pages, and holding the token by `&` excludes writes. 3. The view borrows
+        // both the arena and the token.
         Ok(unsafe { block.as_ref() })
     }
 
-    /// As [`view`](PageArena::view), to be written.
+    /// Like [`view`](PageArena::view), for writing.
     ///
     /// # Errors
     /// As [`view`](PageArena::view).
@@ -227,46 +227,46 @@ impl<A: Allocator> PageArena<A> {
         range: Range<usize>,
     ) -> Result<&'v mut [u8], PageError> {
         let mut block = self.part(pages, range)?;
-        // SAFETY: 1. and 3. as in `view`. 2. The bytes are these pages' alone, and the token is
-        // held by `&mut`.
+        // SAFETY: 1. and 3. as in `view`. 2. The bytes belong only to these pages, and the token is
+        // borrowed mutably.
         Ok(unsafe { block.as_mut() })
     }
 
-    /// Pages that are free.
+    /// Returns the number of free pages.
     #[must_use]
     pub fn free_pages(&self) -> usize {
         self.lock().runs.free_pages()
     }
 
-    /// Bytes of a page.
+    /// Returns the bytes of one page.
     #[must_use]
     pub fn page_bytes(&self) -> usize {
         self.page
     }
 
-    /// Bytes of all pages.
+    /// Returns the bytes of all pages.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.layout.size()
     }
 
-    /// Where offset 0 is: what a device is given, together with offsets.
+    /// Returns the address of offset 0. A device needs it together with offsets.
     #[must_use]
     pub fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// The allocator that the block comes from.
+    /// Returns the upstream allocator.
     pub fn upstream(&self) -> &A {
         &self.upstream
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing unwinds while it is held.
+        // Nothing unwinds while the lock is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which pages these are.
+    /// Returns the page numbers of a run.
     fn run(&self, pages: &Pages) -> Result<Range<usize>, PageError> {
         self.space.resolve(pages.id).ok_or(PageError::Foreign)?;
         Ok(pages.offset / self.page..(pages.offset + pages.bytes) / self.page)
@@ -284,14 +284,14 @@ impl<A: Allocator> PageArena<A> {
 }
 
 impl<A: DeferReuse> PageArena<A> {
-    /// Gives pages back once `until` is open: a device may read them before. Never blocks; the gate
-    /// is asked when pages run out.
+    /// Frees pages once `until` is open, because a device may read them before. Never blocks. The
+    /// gate is polled when pages run out.
     ///
-    /// The whole block stays behind the gate too, so that the arena may be dropped meanwhile.
+    /// The whole block is held back until the gate opens too, so the arena may be dropped before.
     ///
     /// # Errors
-    /// [`PageError::Foreign`], or [`PageError::Memory`] from the allocator below. The pages come
-    /// back with it.
+    /// [`PageError::Foreign`], or [`PageError::Memory`] from the upstream allocator. The error
+    /// returns the pages.
     pub fn free_after(&self, pages: Pages, until: Arc<dyn Gate>) -> Result<(), Unfreed> {
         let deferred = self.run(&pages).and_then(|run| {
             self.upstream.defer(self.base, until.clone()).map_err(PageError::Memory)?;
@@ -306,7 +306,7 @@ impl<A: DeferReuse> PageArena<A> {
 }
 
 impl State {
-    /// Releases what waits for these gates.
+    /// Frees the pages that wait for these gates.
     fn release_behind(&mut self, open: &[Arc<dyn Gate>]) {
         let (ready, waiting) = std::mem::take(&mut self.waiting)
             .into_iter()
@@ -318,13 +318,13 @@ impl State {
 }
 
 impl Pages {
-    /// Bytes from the arena's base to the first page.
+    /// Returns the bytes from the arena's base to the first page.
     #[must_use]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Bytes of all pages.
+    /// Returns the bytes of all pages.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -333,8 +333,8 @@ impl Pages {
 
 impl<A: Allocator> Drop for PageArena<A> {
     fn drop(&mut self) {
-        // SAFETY: 1. The block is one of `upstream`'s with this layout. 2. No view of it is left.
-        // Where a device still reads it, `upstream` was told by `defer`.
+        // SAFETY: 1. `upstream` allocated the block with this layout. 2. No view of it is left. If
+        // a device may still read it, it was deferred in `upstream`.
         unsafe { self.upstream.deallocate(self.base, self.layout) };
     }
 }

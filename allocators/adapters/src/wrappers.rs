@@ -1,18 +1,18 @@
-//! One rule each, laid over another allocator.
+//! Adapters that each add one rule to another allocator.
 //!
 //! | wrapper | rule |
 //! |---|---|
-//! | [`Limit`] | no more live bytes than a [`Budget`](aquifer_core::Budget) grants |
-//! | [`Counted`] | live bytes and blocks, their peak, and how many of each call there were |
-//! | [`Tagged`] | what is allocated here belongs to one [`Tag`](aquifer_core::Tag), for the pools below |
-//! | [`Fallback`] | a second allocator serves what the first refuses |
+//! | [`Limit`] | live bytes are bounded by a [`Budget`](aquifer_core::Budget) |
+//! | [`Counted`] | counts live bytes and blocks, their peak, and the calls of each kind |
+//! | [`Tagged`] | attributes allocations to one [`Tag`](aquifer_core::Tag) in the pools below |
+//! | [`Fallback`] | a second allocator serves requests that the first refuses |
 //! | [`Segregate`] | small blocks come from one allocator, larger ones from another |
-//! | [`Guarded`] | canaries around blocks, poison in them |
-//! | [`Cached`] | what a thread gives back it gets again, without a call of the allocator below |
+//! | [`Guarded`] | canaries around blocks, and poison in them |
+//! | [`Cached`] | caches freed blocks per thread, without calling the upstream allocator |
 //!
-//! The first five wrap memory of both kinds: an `Allocator` below makes them one, and a source of
-//! [`Opaque`](aquifer_core::Opaque) blocks, such as a device's pool, makes them that. Each has one
-//! rule for both, and the opaque kind never becomes an allocator of host memory by it:
+//! The first five wrap both kinds of memory. Over an `Allocator` they are allocators. Over a source
+//! of [`Opaque`](aquifer_core::Opaque) blocks, such as a device pool, they are such a source. An
+//! opaque source never becomes an allocator of host memory:
 //!
 //! ```compile_fail,E0277
 //! use aquifer_adapters::Limit;
@@ -22,14 +22,14 @@
 //! }
 //! ```
 //!
-//! Guards and caches have no opaque kind: the host cannot look at a device's bytes, and a device's
-//! pool checks its blocks and is a cache itself.
+//! `Guarded` and `Cached` do not wrap opaque memory: the host cannot read device memory, and a
+//! device pool checks its blocks and caches them itself.
 //!
-//! A wrapper that counts bytes hands out blocks of exactly the size that was asked for, even if the
-//! allocator below gave more: a block may be given back with any size in between, and so only an
-//! exact one can be counted exactly.
+//! An adapter that counts bytes returns blocks of exactly the requested size, even if the upstream
+//! allocator returned more. A block may be freed with any size between both, so only equal sizes
+//! can be counted exactly.
 //!
-//! Nothing here blocks or unwinds, unless the memory below does.
+//! No adapter blocks or unwinds, unless the upstream allocator does.
 
 mod blocks;
 mod cached;

@@ -1,4 +1,4 @@
-//! The engine of an arena: untyped blocks, marks, and the chunks they lie in.
+//! The untyped bump allocator of an arena: blocks, marks and chunks.
 #![expect(unsafe_code, reason = "moves a pointer through memory of the allocator below")]
 
 use super::{
@@ -16,36 +16,36 @@ use std::{
     time::Instant,
 };
 
-/// What every chunk is aligned to, at least: most requests then fit from its first byte on.
+/// The minimum alignment of a chunk, so that most requests fit at its first byte.
 const CHUNK_ALIGN: usize = 16;
 
-/// Bump allocation over `A`.
+/// A bump allocator over `A`.
 ///
-/// Everything takes `&self` and one thread: the type is not `Sync`. Nothing here unwinds, unless a
-/// gate of the user's does. The allocator below and gates are foreign code that could call back in,
-/// so no borrow of `chunks` outlives a call of the allocator below, and one that cannot be had (a
-/// gate that allocates from the arena that polls it) counts as a refusal.
+/// - All methods take `&self`. The type is not `Sync`, so only one thread uses it at a time.
+/// - Nothing unwinds, except a gate of the user.
+/// - The upstream allocator and gates are foreign code that may call back. So no borrow of `chunks`
+///   is held across a call of the upstream allocator. If a borrow fails (a gate allocates from the
+///   arena that polls it), the operation is refused.
 pub(super) struct Bump<A: Allocator> {
     upstream: A,
     settings: ArenaSettings,
-    /// The first free byte of the current chunk, with the provenance of the whole chunk; dangling
-    /// if there is none.
+    /// The first free byte of the current chunk, with the provenance of the whole chunk. Dangling
+    /// if there is no chunk.
     next: Cell<NonNull<u8>>,
-    /// The address one past the current chunk, at most `isize::MAX`; that of `next` if there is
-    /// none, so that nothing fits.
+    /// The address one past the current chunk, at most `isize::MAX`. Equal to the address of `next`
+    /// if there is no chunk, so that nothing fits.
     end: Cell<usize>,
-    /// The address below which `next` is not to fall: the current chunk's base plus what is held
-    /// for gates.
+    /// The lowest address that `next` may go back to: the base of the current chunk plus the bytes
+    /// held back for gates.
     floor: Cell<usize>,
-    /// The current chunk's base address.
+    /// The base address of the current chunk.
     base: Cell<usize>,
-    /// The furthest that `next` stood in the current chunk before a block was given back; 0 if
-    /// none was.
+    /// The highest `next` in the current chunk before a block was freed. 0 if none was freed.
     furthest: Cell<usize>,
     chunks: RefCell<Chunks>,
 }
 
-// SAFETY: the chunks are `A`'s blocks and go where `A` goes; the gates are `Send`; the rest is
+// SAFETY: the chunks are blocks of `A` and move with it, the gates are `Send`, and the rest are
 // numbers.
 unsafe impl<A: Allocator + Send> Send for Bump<A> {}
 
@@ -56,7 +56,7 @@ impl<A: Allocator> Bump<A> {
             upstream,
             settings,
             next: Cell::new(next),
-            // The address of `next`, which a const function cannot ask for.
+            // The address of `next`, which a const function cannot compute.
             end: Cell::new(align_of::<u128>()),
             floor: Cell::new(align_of::<u128>()),
             base: Cell::new(align_of::<u128>()),
@@ -69,16 +69,16 @@ impl<A: Allocator> Bump<A> {
         &self.upstream
     }
 
-    /// Bytes of the current chunk that are handed out.
+    /// Returns the allocated bytes of the current chunk.
     fn offset(&self) -> usize {
         self.next.get().addr().get() - self.base.get()
     }
 
-    /// A block of this layout; its bytes are whatever they were. Constant time while the current
-    /// chunk lasts.
+    /// Allocates a block of this layout, with unspecified contents. Constant time until the current
+    /// chunk is full.
     #[inline]
     pub(super) fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
-        // Not even the padding of its alignment.
+        // Adds no padding for an empty block.
         if layout.size() == 0 {
             return Some(nowhere(layout));
         }
@@ -89,15 +89,15 @@ impl<A: Allocator> Bump<A> {
     fn advance(&self, layout: Layout) -> Option<NonNull<u8>> {
         let next = self.next.get();
         let at = next.addr().get();
-        // Neither sum overflows: `next` is at most `isize::MAX`, and so is a layout's size rounded
-        // up to its alignment.
+        // Neither sum overflows: `next` is at most `isize::MAX`, and so is the size of a layout
+        // rounded up to its alignment.
         let start = (at + (layout.align() - 1)) & !(layout.align() - 1);
         let stop = start + layout.size();
         if stop > self.end.get() {
             return None;
         }
         // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk,
-        // whose provenance `next` has; without a chunk both are zero. 2. A chunk has at most
+        // whose provenance `next` has. Without a chunk both are zero. 2. A chunk has at most
         // `isize::MAX` bytes.
         let block = unsafe { next.add(start - at) };
         sanitizer::unpoison(block, layout.size());
@@ -106,9 +106,9 @@ impl<A: Allocator> Bump<A> {
         Some(block)
     }
 
-    /// [`Bump::allocate`] for a layout whose size is a multiple of its alignment, as those of types
-    /// and of slices are. From one `next` to the following one, which a loop of small objects waits
-    /// for, it is two steps instead of three.
+    /// Like [`Bump::allocate`], for a layout whose size is a multiple of its alignment, as for
+    /// types and slices. This shortens the dependency chain from one `next` to the following one,
+    /// which limits a loop of small allocations.
     #[inline]
     pub(super) fn allocate_whole(&self, layout: Layout) -> Option<NonNull<u8>> {
         if layout.size() == 0 {
@@ -117,14 +117,14 @@ impl<A: Allocator> Bump<A> {
         debug_assert!(layout.size().is_multiple_of(layout.align()), "{layout:?}");
         let next = self.next.get();
         let at = next.addr().get();
-        // The end rounded up is the start rounded up, and a size further on. No sum overflows, as
-        // in `advance`.
+        // The rounded-up end equals the rounded-up start plus the size. No sum overflows, as in
+        // `advance`.
         let stop = (at + (layout.size() + (layout.align() - 1))) & !(layout.align() - 1);
         if stop > self.end.get() {
             return self.allocate_in_next_chunk(layout);
         }
         // SAFETY: 1. `at <= stop - size <= stop <= end`, so both offsets stay inside the current
-        // chunk, whose provenance `next` has; without a chunk both are zero. 2. A chunk has at most
+        // chunk, whose provenance `next` has. Without a chunk both are zero. 2. A chunk has at most
         // `isize::MAX` bytes.
         let block = unsafe { next.add(stop - layout.size() - at) };
         sanitizer::unpoison(block, layout.size());
@@ -141,8 +141,8 @@ impl<A: Allocator> Bump<A> {
         }
         let mut chunks = self.chunks.try_borrow_mut().ok()?;
         if chunks.entered == 1 && self.offset() == 0 {
-            // The first chunk has been entered by a reset, and is too small: it is as good as a
-            // spare one.
+            // A reset entered the first chunk, which is empty but too small. Treat it as a spare
+            // one.
             self.note_high_water(&mut chunks);
             chunks.entered = 0;
             self.point_nowhere();
@@ -158,8 +158,8 @@ impl<A: Allocator> Bump<A> {
             chunks.taken += asked.size();
             chunks.merged = 0;
             chunks.grown = asked.size().min(self.settings.max_chunk);
-            // `take_chunk` made room, so this does not allocate. Written where it stays: a chunk
-            // that is moved is read back before its stores are done.
+            // `take_chunk` reserved space, so this does not allocate. The chunk is constructed in
+            // place, because moving it would read back stores that are not complete yet.
             let (at, last) = (chunks.entered, chunks.list.len());
             chunks.list.push(Chunk::new(block.cast(), asked, block.len()));
             if at < last {
@@ -171,8 +171,8 @@ impl<A: Allocator> Bump<A> {
         self.advance(layout)
     }
 
-    /// The same in an arena that has no chunk yet, if all is as usual. An arena that is soon
-    /// dropped has no other slow path, and this is half as long.
+    /// Allocates in the first chunk of an arena without chunks, in the common case. For a
+    /// short-lived arena this is the only slow path, so it is kept short.
     fn allocate_in_first_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
         let size =
             layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
@@ -198,13 +198,13 @@ impl<A: Allocator> Bump<A> {
         self.floor.set(base.addr().get());
         self.furthest.set(0);
         sanitizer::unpoison(base, layout.size());
-        // SAFETY: the chunk has as many bytes, and is aligned for the layout: the block begins
-        // where it does.
+        // SAFETY: the chunk has at least as many bytes and is aligned for the layout, and the block
+        // begins at its base.
         self.next.set(unsafe { base.add(layout.size()) });
         Some(base)
     }
 
-    /// Makes the first spare the current chunk.
+    /// Makes the first spare chunk the current one.
     fn enter_next(&self, chunks: &mut Chunks) {
         self.note_high_water(chunks);
         let offset = self.offset();
@@ -219,7 +219,7 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Lets the next block start at `offset` of this chunk.
+    /// Makes the next block start at `offset` of this chunk.
     fn point_at(&self, chunk: &Chunk, offset: usize) {
         chunk.poison_from(offset);
         let base = chunk.base.addr().get();
@@ -227,7 +227,7 @@ impl<A: Allocator> Bump<A> {
         self.end.set(chunk.end());
         self.floor.set(base + chunk.held);
         self.furthest.set(0);
-        // SAFETY: `offset` was an offset of this chunk when it was noted, so it is at most `bytes`.
+        // SAFETY: `offset` was recorded as an offset of this chunk, so it is at most `bytes`.
         self.next.set(unsafe { chunk.base.add(offset) });
     }
 
@@ -240,8 +240,8 @@ impl<A: Allocator> Bump<A> {
         self.furthest.set(0);
     }
 
-    /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's
-    /// size if it can be had, less if the limit or the allocator says so.
+    /// Allocates a chunk for at least this layout from the upstream allocator. Its size is twice
+    /// that of the last one, or less if the limit or the upstream allocator requires it.
     fn take_chunk(&self, layout: Layout) -> Option<(NonNull<[u8]>, Layout)> {
         let align = layout.align().max(CHUNK_ALIGN);
         let need = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
@@ -253,20 +253,21 @@ impl<A: Allocator> Bump<A> {
             let wish = doubled.max(settings.first_chunk).max(chunks.merged);
             (settings.limit.saturating_sub(chunks.taken), wish)
         };
-        // A limit that is no multiple of the chunk alignment can still be used to its last byte.
+        // A limit that is not a multiple of the chunk alignment can still be used up to its last
+        // byte.
         let need = if need > room { layout.size() } else { need };
         while room < need {
-            // Spares are too small for this one. What is held in them stays held: the allocator
-            // below knows of it.
+            // Spare chunks are too small for this layout. Bytes held back in them stay held back,
+            // because they are also deferred in the upstream allocator.
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
             room = room.saturating_add(spare.layout.size());
             self.return_chunk(spare.block(), spare.layout);
         }
         let mut size = wish.clamp(need, room.max(need));
-        // There is no such block: no spare is worth giving back for it.
+        // No such layout exists, so return no spare chunks for it.
         Layout::from_size_align(need, align).ok()?;
         loop {
-            // Chunks that no layout can be as large as are refused like any other.
+            // A size that no layout can have is treated as a refusal.
             let asked = Layout::from_size_align(size, align).ok();
             if let Some(asked) = asked
                 && let Ok(block) = self.upstream.allocate(asked)
@@ -274,8 +275,8 @@ impl<A: Allocator> Bump<A> {
                 if block.addr().get() + block.len() <= isize::MAX as usize {
                     return Some((block, asked));
                 }
-                // No system maps a program's memory there: a bound that costs nothing here spares
-                // two checks in `advance`.
+                // No system maps user memory there. This bound costs nothing here and saves two
+                // checks in `advance`.
                 self.return_chunk(block, asked);
                 return None;
             }
@@ -290,81 +291,81 @@ impl<A: Allocator> Bump<A> {
 
     fn return_chunk(&self, block: NonNull<[u8]>, layout: Layout) {
         sanitizer::unpoison(block.cast(), block.len());
-        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left
-        // the list, or the arena is going. 2. The layout is the one that it was asked for with. 3.
-        // Nobody uses it: it was never entered, or it is spare, or the arena is borrowed
-        // exclusively. Where a device still may, `upstream` was told by `defer`.
+        // SAFETY: 1. `upstream` allocated the block, and it is deallocated only here: it was
+        // removed from the list, or the arena is being dropped. 2. It was allocated with this
+        // layout. 3. It is not in use: it was never entered, or it is spare, or the arena is
+        // borrowed exclusively. If a device may still use it, it was deferred in `upstream`.
         unsafe { self.upstream.deallocate(block.cast(), layout) };
     }
 
-    /// Whether this is the block of the current chunk that ends where the next one starts.
+    /// Returns whether this block of the current chunk ends where the next one starts.
     fn is_last(&self, block: NonNull<u8>, size: usize) -> bool {
         let start = block.addr().get();
-        // The block before a chunk's first byte may end there as well: that of a neighbouring
-        // chunk.
+        // A block of an adjacent chunk may also end at the first byte of this chunk.
         size > 0 && start >= self.base.get() && start + size == self.next.get().addr().get()
     }
 
-    /// Lets the next block start `bytes` earlier, though not among bytes that are held.
+    /// Makes the next block start `bytes` earlier, but not within bytes that are held back.
     ///
     /// # Safety
-    /// The last `bytes` handed out lie in one block, and nobody uses them any more.
+    /// The last `bytes` allocated lie in one block and are not used any more.
     unsafe fn retreat(&self, bytes: usize) {
         let next = self.next.get();
         let back = bytes.min(next.addr().get() - self.floor.get());
         // SAFETY: 1. the target is at or above the floor, which lies in the current chunk like
-        // `next` itself. 2. the caller's promise.
+        // `next` itself. 2. guaranteed by the caller.
         unsafe { self.go_back(back) };
     }
 
-    /// Lets the next block start `bytes` earlier.
+    /// Makes the next block start `bytes` earlier.
     ///
     /// # Safety
-    /// 1. As many of the current chunk's have been handed out. 2. Nobody uses the last of them any
-    ///    more.
+    /// 1. At least as many bytes of the current chunk are allocated.
+    /// 2. The last of them are not used any more.
     #[inline]
     unsafe fn go_back(&self, bytes: usize) {
         let next = self.next.get();
         self.furthest.set(self.furthest.get().max(next.addr().get()));
-        // SAFETY: the caller's promise: it does not leave the chunk.
+        // SAFETY: guaranteed by the caller: the result lies in the chunk.
         let next = unsafe { next.sub(bytes) };
         sanitizer::poison(next, bytes);
         self.next.set(next);
     }
 
-    /// The most that was ever handed out at once.
+    /// Returns the maximum number of bytes that were allocated at once.
     fn high_water(&self, chunks: &Chunks) -> usize {
         chunks.high_water.max(chunks.filled + self.furthest())
     }
 
-    /// The most bytes of the current chunk that were handed out at once.
+    /// Returns the maximum number of bytes of the current chunk that were allocated at once.
     fn furthest(&self) -> usize {
         self.furthest.get().max(self.next.get().addr().get()) - self.base.get()
     }
 
-    /// Before the current chunk is left, or what it has handed out comes back without
-    /// [`retreat`](Self::retreat).
+    /// Updates the high-water mark. Must be called before the current chunk is left, and before its
+    /// blocks are freed without [`retreat`](Self::retreat).
     fn note_high_water(&self, chunks: &mut Chunks) {
         chunks.high_water = self.high_water(chunks);
     }
 
-    /// Takes a block back. Only the last one makes room.
+    /// Deallocates a block. Only the last block frees memory.
     ///
     /// # Safety
-    /// The block is one of this arena's, of this size, and is not used any more.
+    /// The block was allocated by this arena with this size, and is not used any more.
     pub(super) unsafe fn deallocate(&self, block: NonNull<u8>, size: usize) {
         let next = self.next.get();
         let start = block.addr().get();
-        // A block that begins among bytes that are held, and ends behind them, stays: nothing of it
-        // is worth a look here.
+        // A block that begins within held-back bytes and ends behind them is left allocated, for
+        // simplicity.
         if start >= self.floor.get() && start + size == next.addr().get() {
-            // SAFETY: 1. the block lies in the current chunk, since it begins behind its floor, and
-            // ends at `next`. 2. the caller's promise.
+            // SAFETY: 1. the block lies in the current chunk, because it begins at or above its
+            // floor and ends at `next`. 2. guaranteed by the caller.
             unsafe { self.go_back(size) };
         }
     }
 
-    /// Makes a block larger: in place if it is the last one and the chunk has room, else by a move.
+    /// Grows a block: in place if it is the last one and the chunk has room, otherwise by moving
+    /// it.
     ///
     /// # Safety
     /// As for [`Allocator::grow`].
@@ -384,16 +385,16 @@ impl<A: Allocator> Bump<A> {
                 sanitizer::unpoison(block, new.size());
                 // SAFETY: `stop` lies in the current chunk.
                 self.next.set(unsafe { block.add(new.size()) });
-                // From `next`, whose provenance is the whole chunk: the caller's pointer may reach
-                // no further than the old block.
+                // Derived from `next`, which has the provenance of the whole chunk. The caller's
+                // pointer may be valid only for the old block.
                 return Some(block);
             }
         }
-        // SAFETY: the caller's promise; `old` is the smaller one.
+        // SAFETY: guaranteed by the caller, and `old` is the smaller size.
         unsafe { self.relocate(block, old, new, old.size()) }
     }
 
-    /// Makes a block smaller; what the last one gives up is handed out again.
+    /// Shrinks a block. If it is the last one, the freed tail can be reused.
     ///
     /// # Safety
     /// As for [`Allocator::shrink`].
@@ -404,23 +405,24 @@ impl<A: Allocator> Bump<A> {
         new: Layout,
     ) -> Option<NonNull<u8>> {
         if new.size() == 0 {
-            // SAFETY: the caller hands the block over.
+            // SAFETY: the caller gives up the block.
             unsafe { self.deallocate(block, old.size()) };
             return Some(nowhere(new));
         }
         if !block.addr().get().is_multiple_of(new.align()) {
-            // SAFETY: the caller's promise; `new` is the smaller one.
+            // SAFETY: guaranteed by the caller, and `new` is the smaller size.
             return unsafe { self.relocate(block, old, new, new.size()) };
         }
         if self.is_last(block, old.size()) {
-            // SAFETY: the tail belongs to the last block and its owner gives it up.
+            // SAFETY: the tail belongs to the last block, and its owner gives it up.
             unsafe { self.retreat(old.size() - new.size()) };
         }
         Some(block)
     }
 
     /// # Safety
-    /// `block` is a block of layout `old`, readable for `keep` bytes; `new` has at least as many.
+    /// `block` has the layout `old` and is readable for `keep` bytes, and `new` has at least as
+    /// many.
     unsafe fn relocate(
         &self,
         block: NonNull<u8>,
@@ -429,48 +431,49 @@ impl<A: Allocator> Bump<A> {
         keep: usize,
     ) -> Option<NonNull<u8>> {
         let moved = self.allocate(new)?;
-        // SAFETY: 1. `block` is readable for `keep` bytes, by the caller's promise. 2. `moved` is
-        // writable for as many, since `new` has them. 3. Bytes need no alignment. 4. The blocks are
-        // both live, so they do not overlap.
+        // SAFETY: 1. `block` is readable for `keep` bytes, as the caller guarantees. 2. `moved` is
+        // writable for as many, because `new` has them. 3. Bytes need no alignment. 4. Both blocks
+        // are live, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(block.as_ptr(), moved.as_ptr(), keep) };
-        // SAFETY: the caller hands the block over, and nothing reads it after the copy.
+        // SAFETY: the caller gives up the block, and nothing reads it after the copy.
         unsafe { self.deallocate(block, old.size()) };
         Some(moved)
     }
 
-    /// Where the arena stands. `None` from inside a gate that this arena is asking.
+    /// Returns the current position. Inside a gate that this arena is polling, returns a mark to
+    /// which a rewind has no effect.
     #[inline]
     pub(super) fn mark(&self) -> Mark {
-        // A refused borrow means that chunk bookkeeping is on the stack; the current chunk is then
-        // not reliable, and the furthest mark possible makes a later rewind do nothing.
+        // A failed borrow means that chunk metadata is being changed up the stack, so the current
+        // chunk is not reliable. The highest possible mark makes a later rewind do nothing.
         let Ok(chunks) = self.chunks.try_borrow() else {
             return Mark { entered: usize::MAX, offset: 0, base: usize::MAX };
         };
         Mark { entered: chunks.entered, offset: self.offset(), base: self.base.get() }
     }
 
-    /// Goes back to a mark. Chunks entered since are spare from then on.
+    /// Rewinds to a mark. Chunks entered since then become spare.
     ///
     /// # Safety
-    /// Nobody uses what was handed out since the mark, and the arena has not gone further back
-    /// meanwhile.
+    /// Nothing allocated since the mark is used any more, and the arena was not rewound further
+    /// since then.
     #[inline]
     pub(super) unsafe fn rewind(&self, mark: Mark) {
-        // The same chunk in the same place. Its base alone does not say so: a first chunk that
-        // nothing lies in makes way for a larger one, and comes second then.
+        // Checks that the same chunk has the same index. Its base alone is not enough: an empty
+        // first chunk that is too small is swapped with a larger one and becomes the second.
         let is_there =
             || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
         if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
             let back = (self.next.get().addr().get() - mark.base).saturating_sub(mark.offset);
-            // SAFETY: 1. at or above the chunk's base, and at or below `next`. 2. the caller's
-            // promise.
+            // SAFETY: 1. the target is at or above the chunk's base, and at or below `next`. 2.
+            // guaranteed by the caller.
             return unsafe { self.go_back(back) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.rewind_over_chunks(mark) };
     }
 
-    /// The same where chunks have been entered since the mark, or something is held for gates.
+    /// Rewinds when chunks were entered since the mark, or bytes are held back for gates.
     ///
     /// # Safety
     /// As for [`rewind`](Self::rewind).
@@ -499,8 +502,8 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Asks every gate once: one that is a point in a stream notes where that is, and opens when
-    /// what is queued by now is done. Never blocks.
+    /// Polls every gate once. A gate that is a point in a stream then records its position, and
+    /// opens when the work queued so far is complete. Never blocks.
     pub(super) fn look_at_gates(&mut self) {
         for chunk in &self.chunks.get_mut().list {
             for gate in &chunk.gates {
@@ -509,8 +512,8 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Waits for every gate, then takes everything back and does with the chunks as the settings
-    /// say.
+    /// Waits for every gate, frees everything, and keeps or returns the chunks according to the
+    /// settings.
     #[inline]
     pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
         let furthest = self.furthest();
@@ -519,7 +522,7 @@ impl<A: Allocator> Bump<A> {
             && only.gates.is_empty()
             && chunks.entered == 1
         {
-            // It stays, whatever the settings say, and is where the next block goes.
+            // A single chunk is kept by every setting, and the next block starts at its base.
             chunks.high_water = chunks.high_water.max(furthest);
             self.furthest.set(0);
             only.poison_from(0);
@@ -555,7 +558,7 @@ impl<A: Allocator> Bump<A> {
             }
             OnReset::Merge | OnReset::KeepLargest => 1,
         };
-        // The largest one first, so that it is the one which stays.
+        // Move the largest chunk to the front, so that it is the one that is kept.
         if let Some((largest, _)) =
             chunks.list.iter().enumerate().max_by_key(|(_, chunk)| chunk.bytes)
         {
@@ -570,7 +573,7 @@ impl<A: Allocator> Bump<A> {
         if !chunks.list.is_empty() {
             chunks.entered = 1;
         }
-        // Where the next block goes, so that a reset after each few blocks has no slow path.
+        // Enter the first chunk, so that frequent resets do not take the slow path.
         if let Some(first) = self.chunks.borrow().list.first() {
             self.point_at(first, 0);
         }
@@ -588,7 +591,8 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Whether a chunk in use holds this address. In time linear in the chunks.
+    /// Returns whether a chunk in use contains this address. Takes time linear in the number of
+    /// chunks.
     pub(super) fn owns(&self, address: usize) -> bool {
         self.chunks.try_borrow().is_ok_and(|chunks| {
             chunks.list[..chunks.entered].iter().any(|chunk| chunk.holds(address))
@@ -597,11 +601,11 @@ impl<A: Allocator> Bump<A> {
 }
 
 impl<A: DeferReuse> Bump<A> {
-    /// Holds back what lies in the address's chunk now, and the chunk itself, until the gate is
-    /// open.
+    /// Holds back everything allocated so far in the chunk of this address, and the chunk itself,
+    /// until the gate is open.
     ///
-    /// An arena does not know where its blocks begin and end, so it holds all that precedes the
-    /// next block.
+    /// An arena does not record where its blocks begin, so it holds back everything before the next
+    /// block.
     pub(super) fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
         let address = address.addr().get();
         let foreign = MemoryError::ForeignBlock { address: address as u64 };
@@ -619,7 +623,7 @@ impl<A: DeferReuse> Bump<A> {
             }
             (place, used[place].base)
         };
-        // The allocator below first: from here on the bytes are safe even if this arena is
+        // Defer in the upstream allocator first: then the bytes are safe even if this arena is
         // forgotten.
         self.upstream.defer(base, until.clone())?;
         let mut chunks = self.chunks.try_borrow_mut().map_err(|_| busy)?;
@@ -627,8 +631,7 @@ impl<A: DeferReuse> Bump<A> {
         let Some(chunk) = chunks.list.get_mut(place).filter(|chunk| chunk.base == base) else {
             return Err(foreign);
         };
-        // Gates that are open already need no place: a step after step of copies must not make the
-        // list longer.
+        // Remove open gates, so that the list does not grow with repeated copies.
         chunk.gates.retain(|gate| !gate.is_open());
         chunk.gates.push(until);
         if last {
@@ -651,7 +654,7 @@ impl<A: Allocator> Drop for Bump<A> {
     }
 }
 
-/// An aligned address for a block of no bytes.
+/// Returns an aligned address for an empty block.
 fn nowhere(layout: Layout) -> NonNull<u8> {
     // An alignment is never zero.
     NonNull::without_provenance(NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN))

@@ -1,4 +1,4 @@
-//! The chunks of an arena: which are filled, which is being filled, which are spare.
+//! The chunks of an arena: filled, current and spare.
 //!
 //! ```text
 //!   entered = 3                 spare
@@ -6,37 +6,37 @@
 //!        0            1            2            3          4
 //! ```
 //!
-//! A mark names a chunk by its place, so the places of entered chunks never change; only spares
-//! trade places.
+//! A mark refers to a chunk by its index, so the indices of entered chunks never change. Only spare
+//! chunks are swapped.
 
 use aquifer_core::{Gate, sanitizer};
 use smallvec::SmallVec;
 use std::{alloc::Layout, ptr::NonNull, sync::Arc};
 
-/// One block of the allocator below.
+/// One block of the upstream allocator.
 pub(super) struct Chunk {
     pub(super) base: NonNull<u8>,
-    /// As it was asked for, and so as it is given back.
+    /// The layout that the block was allocated with.
     pub(super) layout: Layout,
-    /// Usable bytes: `layout.size()` or more.
+    /// Usable bytes, at least `layout.size()`.
     pub(super) bytes: usize,
-    /// Bytes filled when the arena moved on to the next chunk. Not kept for the current chunk, nor
-    /// for spares.
+    /// Bytes filled when the arena moved on to the next chunk. Not valid for the current chunk and
+    /// for spare ones.
     pub(super) filled: usize,
-    /// Bytes from `base` on that are not handed out again before every one of `gates` is open. 0
-    /// if there are none.
+    /// Bytes from `base` that are not reused before all of `gates` are open. 0 if there are no
+    /// gates.
     pub(super) held: usize,
     pub(super) gates: Vec<Arc<dyn Gate>>,
 }
 
 impl Chunk {
-    /// A block that the allocator below has just given. Nothing of it is handed out.
+    /// Creates a chunk from a block of the upstream allocator. Nothing in it is allocated.
     pub(super) fn new(base: NonNull<u8>, layout: Layout, bytes: usize) -> Self {
         sanitizer::poison(base, bytes);
         Self { base, layout, bytes, filled: 0, held: 0, gates: Vec::new() }
     }
 
-    /// The offset from which on bytes may be handed out; asks the gates. Never blocks.
+    /// Returns the lowest offset that may be allocated. Polls the gates. Never blocks.
     pub(super) fn floor(&mut self) -> usize {
         if self.held > 0 && self.gates.iter().all(|gate| gate.is_open()) {
             self.gates.clear();
@@ -45,7 +45,7 @@ impl Chunk {
         self.held
     }
 
-    /// `AddressSanitizer` is told that nothing from `offset` on is handed out.
+    /// Poisons the bytes from `offset` on in `AddressSanitizer`, because they are not allocated.
     pub(super) fn poison_from(&self, offset: usize) {
         sanitizer::poison(
             self.base.map_addr(|base| base.saturating_add(offset)),
@@ -53,7 +53,7 @@ impl Chunk {
         );
     }
 
-    /// Whether a block of this layout fits above `floor`.
+    /// Returns whether a block of this layout fits above `floor`.
     pub(super) fn fits(&self, floor: usize, layout: Layout) -> bool {
         let start = self.base.addr().get() + floor;
         start
@@ -62,12 +62,12 @@ impl Chunk {
             .is_some_and(|stop| stop <= self.end())
     }
 
-    /// All of it.
+    /// Returns the whole block.
     pub(super) fn block(&self) -> NonNull<[u8]> {
         NonNull::slice_from_raw_parts(self.base, self.bytes)
     }
 
-    /// The address one past the last byte.
+    /// Returns the address one past the last byte.
     pub(super) fn end(&self) -> usize {
         self.base.addr().get() + self.bytes
     }
@@ -79,18 +79,19 @@ impl Chunk {
 
 /// All chunks of an arena.
 pub(super) struct Chunks {
-    /// The first one lies in the arena itself: many an arena never has a second.
+    /// The first chunk is stored inline, because many arenas never need a second one.
     pub(super) list: SmallVec<[Chunk; 1]>,
-    /// Chunks in use: `list[..entered]`; the last of them is the current one.
+    /// The number of chunks in use, `list[..entered]`. The last of them is the current one.
     pub(super) entered: usize,
-    /// The sum of `filled` over the chunks in use but the current one.
+    /// The sum of `filled` over the chunks in use, except the current one.
     pub(super) filled: usize,
-    /// The sum of `layout.size()` over all chunks: what the limit speaks of.
+    /// The sum of `layout.size()` over all chunks, which the limit bounds.
     pub(super) taken: usize,
-    /// The size of the newest chunk that was taken by growth, from which the next one follows. 0
+    /// The size of the newest chunk taken by growth, which determines the size of the next. 0
     /// before the first.
     pub(super) grown: usize,
-    /// The size of the chunk that a reset has made one of several; 0 once it is taken.
+    /// The size of the single chunk that replaces several after a reset. 0 once it has been
+    /// allocated.
     pub(super) merged: usize,
     /// See [`ArenaStats::high_water`](super::ArenaStats::high_water).
     pub(super) high_water: usize,
@@ -109,8 +110,7 @@ impl Chunks {
         }
     }
 
-    /// Whether nothing has been taken since the arena was made, nor since a reset that kept nothing
-    /// for the next chunk.
+    /// Returns whether there is no chunk, and no merged chunk is to be allocated next.
     #[inline]
     pub(super) fn is_new(&self) -> bool {
         self.list.is_empty() && self.merged == 0
@@ -121,7 +121,8 @@ impl Chunks {
         self.list[..self.entered].last_mut()
     }
 
-    /// Finds a spare that the layout fits into and moves it to where the next chunk is entered.
+    /// Finds a spare chunk that the layout fits into, and moves it to the index that is entered
+    /// next. Returns whether there is one.
     pub(super) fn spare_for(&mut self, layout: Layout) -> bool {
         for at in self.entered..self.list.len() {
             let chunk = &mut self.list[at];
@@ -134,7 +135,7 @@ impl Chunks {
         false
     }
 
-    /// Takes a spare out, for the allocator below.
+    /// Removes a spare chunk, to be returned to the upstream allocator.
     pub(super) fn pop_spare(&mut self) -> Option<Chunk> {
         if self.list.len() == self.entered {
             return None;

@@ -1,4 +1,4 @@
-//! The arena itself.
+//! The arena type.
 #![expect(unsafe_code, reason = "makes references to its blocks; declares `rewind`")]
 
 use super::{
@@ -8,27 +8,29 @@ use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
 use aquifer_core::{MemoryError, Result as MemoryResult, StepMemory};
 use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};
 
-/// A bump allocator over `A`: the fastest way to allocate many things that go away together.
+/// A bump allocator over `A`, for many allocations that are freed together.
 ///
-/// # No `Drop`s
-/// What is put into an arena by [`alloc`](Arena::alloc) and its kin is **never dropped**, neither
-/// at a reset nor when the arena goes. Put plain data there, or use the arena as the allocator of
-/// collections that drop what they hold: `&Arena` implements the allocator traits.
+/// # No destructors
+/// Values that [`alloc`](Arena::alloc) and related methods store in an arena are **never dropped**,
+/// neither at a reset nor when the arena is dropped. Store plain data, or use the arena as the
+/// allocator of collections, which drop their elements: `&Arena` implements the allocator traits.
 ///
-/// # What it promises
-/// - A block is taken in constant time and without a call of the allocator below, until a chunk is
-///   full. Chunks double in size up to [`ArenaSettings::max_chunk`].
-/// - Of blocks given back only the last one makes room; it also grows and shrinks in place. The
-///   rest comes back at [`reset`](Arena::reset), at the end of a [`scope`](Arena::scope), or when
-///   the arena is dropped.
-/// - Nothing is written into chunks but what the user writes: no headers, no free lists.
-/// - Where `A` can hold blocks back for a gate ([`DeferReuse`](aquifer_core::DeferReuse)), so can
-///   `&Arena<A>`: bytes that a device may still read are handed out again only when the gate is
-///   open. `reset` waits for that; a drop does not, since `A` itself keeps the chunk back.
+/// # Guarantees
+/// - Allocation takes constant time and does not call the upstream allocator until a chunk is full.
+///   Chunks double in size up to [`ArenaSettings::max_chunk`].
+/// - Only the last block can be freed individually, or grown and shrunk in place. All others are
+///   freed by [`reset`](Arena::reset), at the end of a [`scope`](Arena::scope), or when the arena
+///   is dropped.
+/// - Chunks contain only user data: no headers and no free lists.
+/// - If `A` can hold back blocks until a gate opens ([`DeferReuse`](aquifer_core::DeferReuse)), so
+///   can `&Arena<A>`: bytes that a device may still read are reused only when the gate is open.
+///   `reset` waits for the gate. Dropping the arena does not wait, because `A` itself holds back
+///   the chunk.
 ///
-/// # What surprises
-/// It is not `Sync`: one thread at a time allocates from it. It does not know where its blocks
-/// begin, so a deferral of one block holds all earlier ones in the same chunk too.
+/// # Limitations
+/// - It is not `Sync`: only one thread at a time allocates from it.
+/// - It does not record where its blocks begin, so deferring one block also holds back all earlier
+///   blocks in the same chunk.
 ///
 /// ```
 /// use aquifer_adapters::Arena;
@@ -49,7 +51,7 @@ pub struct Arena<A: Allocator = Global> {
 }
 
 impl Arena {
-    /// An arena over the global allocator. Takes no memory before the first allocation.
+    /// Creates an arena over the global allocator. Takes no memory before the first allocation.
     #[must_use]
     pub const fn new() -> Self {
         Self::new_in(Global)
@@ -63,12 +65,12 @@ impl Default for Arena {
 }
 
 impl<A: Allocator> Arena<A> {
-    /// An arena over `upstream`. Takes no memory before the first allocation.
+    /// Creates an arena over `upstream`. Takes no memory before the first allocation.
     pub const fn new_in(upstream: A) -> Self {
         Self::with_settings_in(ArenaSettings::new(), upstream)
     }
 
-    /// An arena over `upstream` that takes its chunks as `settings` say.
+    /// Creates an arena over `upstream` that takes its chunks according to `settings`.
     pub const fn with_settings_in(settings: ArenaSettings, upstream: A) -> Self {
         Self { bump: Bump::new(settings, upstream) }
     }
@@ -77,68 +79,67 @@ impl<A: Allocator> Arena<A> {
         &self.bump
     }
 
-    /// Runs `work` with a scope of this arena. At its end, also on unwind, the arena is where it
-    /// was, and what the scope filled can be filled again.
+    /// Runs `work` with a scope of this arena. At the end, also on unwind, everything allocated in
+    /// the scope is freed.
     ///
-    /// Chunks taken meanwhile stay with the arena as spares, so that a loop of scopes settles and
-    /// then takes nothing. Memory that is held for a gate is not handed out again before the gate
-    /// is open; nothing waits for it here.
+    /// Chunks taken in the scope stay with the arena as spares, so a loop of scopes soon takes no
+    /// more chunks. Memory that is held back for a gate is not reused before the gate is open. This
+    /// call does not wait for gates.
     #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
         scope::run(&self.bump, work)
     }
 
-    /// Where the arena stands, for [`rewind`](Arena::rewind).
+    /// Returns the current position, for [`rewind`](Arena::rewind).
     #[inline]
     #[must_use]
     pub fn mark(&self) -> Mark {
         self.bump.mark()
     }
 
-    /// Goes back to where the arena stood at `mark`. [`scope`](Arena::scope) is the safe way to do
-    /// so.
+    /// Frees everything allocated since `mark`. [`scope`](Arena::scope) is the safe alternative.
     ///
-    /// Bytes that are held for a gate which is not open are passed over.
+    /// Bytes that are held back for a gate that is not open are skipped.
     ///
     /// # Safety
-    /// 1. `mark` is one of this arena's. 2. Since it was taken the arena has been neither reset nor
-    ///    rewound to an earlier mark. 3. Nobody uses what was handed out since.
+    /// 1. `mark` was taken from this arena.
+    /// 2. Since then the arena has been neither reset nor rewound to an earlier mark.
+    /// 3. Nothing allocated since then is used any more.
     #[inline]
     pub unsafe fn rewind(&self, mark: Mark) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.bump.rewind(mark) };
     }
 
-    /// Takes everything back, keeps the largest chunk and returns the others to the allocator
-    /// below; or what [`ArenaSettings::on_reset`] says.
+    /// Frees everything, keeps the largest chunk and returns the others to the upstream allocator.
+    /// [`ArenaSettings::on_reset`] can change this.
     ///
-    /// Waits for the gates of deferred blocks, as long as that takes; without any it does not
-    /// block.
+    /// Blocks until the gates of deferred blocks are open. Never blocks without such gates.
     ///
     /// # Errors
-    /// A gate's, if it can no longer tell: the device is lost. Nothing has changed then, and the
-    /// arena can still be dropped.
+    /// The error of a gate that can no longer report completion, because the device is lost.
+    /// Nothing changes then, and the arena can still be dropped.
     #[inline]
     pub fn reset(&mut self) -> MemoryResult<()> {
         self.bump.reset(None)
     }
 
-    /// As [`reset`](Arena::reset), but waits until `deadline` at most.
+    /// Like [`reset`](Arena::reset), but waits at most until `deadline`.
     ///
     /// # Errors
-    /// [`TimedOut`](aquifer_core::MemoryError::TimedOut) if a gate is still closed then, or a
-    /// gate's own error. Nothing has changed.
+    /// [`TimedOut`](aquifer_core::MemoryError::TimedOut) if a gate is still closed then, or the
+    /// error of a gate. Nothing changes then.
     pub fn reset_before(&mut self, deadline: Instant) -> MemoryResult<()> {
         self.bump.reset(Some(deadline))
     }
 
-    /// What the arena holds. In time linear in the chunks.
+    /// Returns the statistics of the arena. Takes time linear in the number of chunks.
     #[must_use]
     pub fn stats(&self) -> ArenaStats {
         self.bump.stats()
     }
 
-    /// The allocator that chunks come from.
+    /// Returns the upstream allocator.
     pub fn upstream(&self) -> &A {
         self.bump.upstream()
     }

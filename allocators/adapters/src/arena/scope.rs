@@ -1,19 +1,16 @@
-//! Part of an arena's life, after which the arena is where it was.
+//! Arena scopes, which free everything allocated in them when they end.
 #![expect(unsafe_code, reason = "rewinds when the borrow checker has shown that nobody is left")]
 
 use super::{bump::Bump, typed};
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
 use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 
-/// Part of an arena's life: what it hands out lives until the scope ends, and then the arena is
-/// where it was.
+/// A scope of an arena. Its allocations live until the scope ends, and are then freed together.
 ///
-/// Made by [`Arena::scope`](super::Arena::scope) and [`Scope::scope`]. What an outer scope handed
-/// out stays usable in an inner one, while the outer scope itself does not: it is borrowed for as
-/// long as the inner one lasts. So a value can never be put into the wrong one, and a vector of the
-/// outer scope cannot grow into the inner one's memory.
-///
-/// `&Scope` is an allocator.
+/// Created by [`Arena::scope`](super::Arena::scope) and [`Scope::scope`]. Allocations of an outer
+/// scope stay usable in an inner one. The outer scope itself is mutably borrowed while the inner
+/// one is open. So a value cannot be allocated in the wrong scope, and a vector of the outer scope
+/// cannot grow into the memory of the inner one.
 ///
 /// ```
 /// use aquifer_adapters::Arena;
@@ -31,13 +28,13 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 /// ```
 ///
 /// Nothing leaves a scope:
-///
+/// Allocations cannot escape a scope:
 /// ```compile_fail
 /// let mut arena = aquifer_adapters::Arena::new();
 /// let escaped = arena.scope(|scope| scope.alloc(1));
 /// ```
 ///
-/// and an outer scope hands out nothing while an inner one is open:
+/// An outer scope cannot allocate while an inner one is open:
 ///
 /// ```compile_fail
 /// let mut arena = aquifer_adapters::Arena::new();
@@ -47,7 +44,7 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 /// ```
 pub struct Scope<'s, A: Allocator = Global> {
     bump: &'s Bump<A>,
-    /// Invariant: a scope is never taken for one that ends at another time.
+    /// Invariant: a scope cannot be coerced to one with another lifetime.
     life: PhantomData<fn(&'s ()) -> &'s ()>,
 }
 
@@ -58,8 +55,8 @@ impl<'s, A: Allocator> Scope<'s, A> {
 
     allocating_methods!('s, []);
 
-    /// Runs `work` with a scope inside this one. At its end, also on unwind, the arena is where it
-    /// was.
+    /// Runs `work` with a scope inside this one. At the end, also on unwind, everything allocated
+    /// in it is freed.
     #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
         run(self.bump, work)
@@ -68,7 +65,7 @@ impl<'s, A: Allocator> Scope<'s, A> {
 
 use typed::allocating_methods;
 
-/// Runs `work` in a scope that begins where the arena stands.
+/// Runs `work` in a scope that starts at the current position.
 #[inline]
 pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
     struct Rewind<'b, A: Allocator> {
@@ -77,10 +74,10 @@ pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<
     }
     impl<A: Allocator> Drop for Rewind<'_, A> {
         fn drop(&mut self) {
-            // SAFETY: 1. Whatever was handed out since the mark came from the scope below or from
-            // one inside it, and carries a lifetime that the closure could not name, so nothing of
-            // it is left. 2. Inner scopes have gone back to marks of their own, all later than this
-            // one, and `&mut` of the outer handle kept everybody else away meanwhile.
+            // SAFETY: 1. Everything allocated since the mark came from this scope or one inside it,
+            // and has a lifetime that the closure cannot name, so none of it is used any more. 2.
+            // Inner scopes have rewound to their own later marks, and the `&mut` borrow of the
+            // outer handle excluded all other use.
             unsafe { self.bump.rewind(self.mark) };
         }
     }

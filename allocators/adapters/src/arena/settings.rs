@@ -1,11 +1,11 @@
-//! How an arena takes its chunks, and what it says about itself.
+//! The settings and statistics of an arena.
 
-/// Bytes of the first chunk, unless set.
+/// The default size of the first chunk, in bytes.
 const FIRST_CHUNK: usize = 4 << 10;
-/// Bytes up to which chunks double, unless set.
+/// The default size at which chunks stop doubling, in bytes.
 const MAX_CHUNK: usize = 16 << 20;
 
-/// How an [`Arena`](crate::Arena) takes its chunks.
+/// The settings that determine how an [`Arena`](crate::Arena) takes its chunks.
 ///
 /// ```
 /// use aquifer_adapters::{Arena, ArenaSettings};
@@ -23,26 +23,26 @@ pub struct ArenaSettings {
     pub(super) on_reset: OnReset,
 }
 
-/// What a [`reset`](crate::Arena::reset) does with an arena's chunks.
+/// What a [`reset`](crate::Arena::reset) does with the chunks of an arena.
 ///
-/// Its example is that of [`ArenaSettings`].
+/// See [`ArenaSettings`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub enum OnReset {
-    /// Keeps the largest one, returns the others to the allocator below.
+    /// Keeps the largest chunk and returns the others to the upstream allocator.
     #[default]
     KeepLargest,
-    /// Keeps them all: what comes next takes nothing from the allocator below until it needs more
-    /// than ever before. A request that is larger than each of them takes another one all the same.
+    /// Keeps all chunks. The next step takes nothing from the upstream allocator until it needs
+    /// more memory than any step before. A request larger than every chunk still takes another one.
     KeepAll,
-    /// Keeps a single one. Where there are several they are returned, and the next one that is
-    /// taken is as large as all of them were: steps that need the same come to fit into one chunk,
-    /// side by side. If so much cannot be had in one piece, smaller ones do.
+    /// Keeps a single chunk. If there are several, all are returned, and the next chunk is as large
+    /// as all of them together. So steps of the same size soon fit into one contiguous chunk. If
+    /// the upstream allocator refuses that size, smaller chunks are used.
     Merge,
 }
 
 impl ArenaSettings {
-    /// A first chunk of 4 KiB, each further one twice as large up to 16 MiB, no limit, and the
+    /// Returns the defaults: a first chunk of 4 KiB, doubling up to 16 MiB, no limit, and the
     /// largest chunk kept by a reset.
     #[must_use]
     pub const fn new() -> Self {
@@ -54,30 +54,30 @@ impl ArenaSettings {
         }
     }
 
-    /// Bytes of the first chunk. A request that is larger gets a chunk of its own size.
+    /// Sets the size of the first chunk in bytes. A larger request gets a chunk of its own size.
     #[must_use]
     pub const fn first_chunk(mut self, bytes: usize) -> Self {
         self.first_chunk = bytes;
         self
     }
 
-    /// Bytes at which chunks stop growing. A request that is larger still gets a chunk of its own
-    /// size.
+    /// Sets the size in bytes at which chunks stop growing. A larger request still gets a chunk of
+    /// its own size.
     #[must_use]
     pub const fn max_chunk(mut self, bytes: usize) -> Self {
         self.max_chunk = bytes;
         self
     }
 
-    /// Bytes that the arena asks of the allocator below at most, counted over all its chunks.
-    /// Beyond it allocations fail.
+    /// Sets the maximum number of bytes taken from the upstream allocator, summed over all chunks.
+    /// Allocations beyond it fail.
     #[must_use]
     pub const fn limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;
         self
     }
 
-    /// What a reset does with the chunks.
+    /// Sets what a reset does with the chunks.
     #[must_use]
     pub const fn on_reset(mut self, what: OnReset) -> Self {
         self.on_reset = what;
@@ -91,17 +91,16 @@ impl Default for ArenaSettings {
     }
 }
 
-/// What an [`Arena`](crate::Arena) holds. Bytes, unless a name says otherwise.
+/// The statistics of an [`Arena`](crate::Arena), in bytes unless stated otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct ArenaStats {
-    /// Handed out since the last reset, with the padding between blocks and with what is held for
-    /// gates.
+    /// Allocated since the last reset, including alignment padding and memory held back for gates.
     pub allocated: usize,
-    /// In all chunks.
+    /// The size of all chunks.
     pub capacity: usize,
-    /// The most that `allocated` has been since the arena was made.
+    /// The maximum of `allocated` since the arena was created.
     pub high_water: usize,
-    /// Chunks (a count).
+    /// The number of chunks.
     pub chunks: usize,
 }

@@ -1,30 +1,30 @@
-//! Values in an arena: what `Arena` and `Scope` have in common.
+//! Typed allocation, shared by `Arena` and `Scope`.
 #![expect(unsafe_code, reason = "makes references to blocks of the arena")]
 
 use super::bump::Bump;
 use allocator_api2::alloc::{AllocError, Allocator};
 use std::{alloc::Layout, ptr::NonNull};
 
-/// Moves a value into a block of its own.
+/// Moves a value into its own block.
 #[inline]
 pub(super) fn value<T, A: Allocator>(bump: &Bump<A>, value: T) -> Result<NonNull<T>, AllocError> {
     let place = bump.allocate_whole(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
-    // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one. 2. It holds
-    // nothing to drop.
+    // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one value. 2. It
+    // contains no value that would have to be dropped.
     unsafe { place.write(value) };
     Ok(place)
 }
 
-/// Copies a slice into a block of its own.
+/// Copies a slice into its own block.
 #[inline]
 pub(super) fn slice_copy<T: Copy, A: Allocator>(
     bump: &Bump<A>,
     source: &[T],
 ) -> Result<NonNull<[T]>, AllocError> {
     let place = bump.allocate_whole(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
-    // SAFETY: 1. `source` is readable for its length. 2. The block has its layout, so it is
-    // writable for as much.
-    // 3. Both are aligned for `T`. 4. The block is fresh, so `source` is elsewhere.
+    // SAFETY: 1. `source` is readable for its length. 2. The block has the same layout, so it is
+    // writable for as many bytes. 3. Both are aligned for `T`. 4. The block is new, so it does not
+    // overlap `source`.
     unsafe { place.copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) };
     Ok(NonNull::slice_from_raw_parts(place, source.len()))
 }
@@ -38,49 +38,50 @@ pub(super) fn slice_fill_with<T, A: Allocator>(
     let layout = Layout::array::<T>(len).map_err(|_| AllocError)?;
     let place = bump.allocate_whole(layout).ok_or(AllocError)?.cast::<T>();
     for at in 0..len {
-        // If this unwinds the values so far stay where they are, undropped like all values of an
-        // arena.
+        // If this unwinds, the values written so far stay in the arena and are not dropped, as
+        // usual.
         let value = fill(at);
-        // SAFETY: `at < len`, so the place lies in the block, which is aligned and writable for
+        // SAFETY: `at < len`, so the element lies in the block, which is aligned and writable for
         // `len` values.
         unsafe { place.add(at).write(value) };
     }
     Ok(NonNull::slice_from_raw_parts(place, len))
 }
 
-/// The layout to report when a slice of `len` values cannot be had.
+/// Returns the layout to report when a slice of `len` values cannot be allocated.
 pub(super) fn slice_layout<T>(len: usize) -> Layout {
     Layout::array::<T>(len).unwrap_or(Layout::new::<T>())
 }
 
-/// The allocating methods of `Arena` and of `Scope`, which differ in how long what they return
-/// lives: as long as this borrow of an arena, as long as the scope that a scope stands for. The
-/// second argument declares the lifetime where it is the borrow's.
+/// Defines the allocation methods of `Arena` and of `Scope`. They differ in the lifetime of the
+/// returned references: the borrow of the arena, or the scope. The second argument declares the
+/// lifetime if it is that of the borrow.
 macro_rules! allocating_methods {
     ($life:lifetime, [$($own:lifetime)?]) => {
-        /// Moves a value into the arena. It is never dropped.
+        /// Moves a value into the arena. The value is never dropped.
         ///
-        /// Ends the process by [`handle_alloc_error`] if there is no memory; [`try_alloc`](Self::try_alloc) does not.
+        /// Calls [`handle_alloc_error`] if there is no memory. [`try_alloc`](Self::try_alloc)
+        /// returns an error instead.
         #[inline]
         pub fn alloc<$($own,)? T>(&$($own)? self, value: T) -> &$life mut T {
             self.try_alloc(value).unwrap_or_else(|_| handle_alloc_error(Layout::new::<T>()))
         }
 
-        /// Moves a value into the arena. It is never dropped.
+        /// Moves a value into the arena. The value is never dropped.
         ///
         /// # Errors
-        /// [`AllocError`] if there is no memory; the value is dropped.
+        /// [`AllocError`] if there is no memory. The value is dropped then.
         #[inline]
         pub fn try_alloc<$($own,)? T>(&$($own)? self, value: T) -> Result<&$life mut T, AllocError> {
             let mut place = typed::value(self.bump(), value)?;
-            // SAFETY: 1. The place holds a `T` and is aligned for it. 2. The block was handed out just now and only
-            // once, and it is taken back only when the lifetime is over.
+            // SAFETY: 1. The place holds a `T` and is aligned for it. 2. The block was allocated
+            // just now and only once, and it is not freed before the lifetime ends.
             Ok(unsafe { place.as_mut() })
         }
 
         /// Copies a slice into the arena.
         ///
-        /// Ends the process by [`handle_alloc_error`] if there is no memory.
+        /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
         pub fn alloc_slice_copy<$($own,)? T: Copy>(&$($own)? self, source: &[T]) -> &$life mut [T] {
             self.try_alloc_slice_copy(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
@@ -97,31 +98,33 @@ macro_rules! allocating_methods {
             Ok(unsafe { place.as_mut() })
         }
 
-        /// Fills a slice of `len` values in the arena, in order. They are never dropped.
+        /// Allocates a slice and fills it with `len` values, in order. The values are never
+        /// dropped.
         ///
-        /// Ends the process by [`handle_alloc_error`] if there is no memory.
+        /// Calls [`handle_alloc_error`] if there is no memory.
         pub fn alloc_slice_fill_with<$($own,)? T>(&$($own)? self, len: usize, fill: impl FnMut(usize) -> T) -> &$life mut [T] {
             self.try_alloc_slice_fill_with(len, fill)
                 .unwrap_or_else(|_| handle_alloc_error(typed::slice_layout::<T>(len)))
         }
 
-        /// Fills a slice of `len` values in the arena, in order. They are never dropped.
+        /// Allocates a slice and fills it with `len` values, in order. The values are never
+        /// dropped.
         ///
         /// # Errors
-        /// [`AllocError`] if there is no memory; `fill` has not been called.
+        /// [`AllocError`] if there is no memory. `fill` is not called then.
         pub fn try_alloc_slice_fill_with<$($own,)? T>(
             &$($own)? self,
             len: usize,
             fill: impl FnMut(usize) -> T,
         ) -> Result<&$life mut [T], AllocError> {
             let mut place = typed::slice_fill_with(self.bump(), len, fill)?;
-            // SAFETY: as in `try_alloc`, for each element: all of them have been written.
+            // SAFETY: as in `try_alloc`, for each element: all of them were written.
             Ok(unsafe { place.as_mut() })
         }
 
         /// Copies a string into the arena.
         ///
-        /// Ends the process by [`handle_alloc_error`] if there is no memory.
+        /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
         pub fn alloc_str<$($own)?>(&$($own)? self, source: &str) -> &$life mut str {
             self.try_alloc_str(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
@@ -138,15 +141,17 @@ macro_rules! allocating_methods {
             Ok(unsafe { std::str::from_utf8_unchecked_mut(bytes) })
         }
 
-        /// A block of this layout, for as long as this borrow lasts; its bytes are whatever they were.
+        /// Allocates a block of this layout that lives as long as this borrow. Its bytes are
+        /// unspecified.
         ///
-        /// Ends the process by [`handle_alloc_error`] if there is no memory.
+        /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
         pub fn alloc_layout(&self, layout: Layout) -> NonNull<u8> {
             self.try_alloc_layout(layout).unwrap_or_else(|_| handle_alloc_error(layout))
         }
 
-        /// A block of this layout, for as long as this borrow lasts; its bytes are whatever they were.
+        /// Allocates a block of this layout that lives as long as this borrow. Its bytes are
+        /// unspecified.
         ///
         /// # Errors
         /// [`AllocError`] if there is no memory.

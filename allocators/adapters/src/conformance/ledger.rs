@@ -1,4 +1,4 @@
-//! The blocks that a run holds, and what must stand in them.
+//! The live blocks of a run, and their expected contents.
 #![expect(unsafe_code, reason = "reads and writes blocks of the allocator under test")]
 
 use super::{Call, Fault};
@@ -6,15 +6,15 @@ use allocator_api2::vec::Vec;
 use bumpalo::Bump;
 use std::{alloc::Layout, ptr::NonNull};
 
-/// A live block, full of its own pattern.
+/// A live block, filled with its own pattern.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) start: NonNull<u8>,
-    /// As it was asked for last.
+    /// The layout of the last request.
     pub(super) layout: Layout,
-    /// Bytes that were returned; never fewer than `layout.size()`.
+    /// The returned size, at least `layout.size()`.
     pub(super) bytes: usize,
-    /// Whose pattern stands in it.
+    /// The seed of its pattern.
     pattern: u64,
 }
 
@@ -30,8 +30,8 @@ impl Block {
             && address < self.address() + self.bytes
     }
 
-    /// The layout with another size between the one asked for and the one returned: it fits the
-    /// block as well.
+    /// Returns the layout with another size between the requested and the returned one, which also
+    /// fits the block.
     pub(super) fn fitting(&self, extra: usize) -> Layout {
         let size = self.layout.size() + extra.min(self.bytes - self.layout.size());
         Layout::from_size_align(size, self.layout.align()).unwrap_or(self.layout)
@@ -41,10 +41,10 @@ impl Block {
         pattern(self.pattern, offset)
     }
 
-    /// The first byte below `bytes` that is not the pattern's.
+    /// Returns the first byte below `bytes` that differs from the pattern.
     pub(super) fn first_change(&self, bytes: usize) -> Option<usize> {
-        // SAFETY: the block is live and was checked to have at least `self.bytes` when it came; the
-        // ledger has initialised them all.
+        // SAFETY: the block is live and was checked to have `self.bytes` bytes, all of which the
+        // ledger has initialised.
         let held =
             unsafe { NonNull::slice_from_raw_parts(self.start, bytes.min(self.bytes)).as_ref() };
         held.iter()
@@ -53,7 +53,7 @@ impl Block {
             .map(|(offset, _)| offset)
     }
 
-    /// Writes its pattern from `offset` on.
+    /// Writes its pattern from `from` on.
     fn fill(&self, from: usize) {
         for offset in from..self.bytes {
             // SAFETY: the block is live and has `self.bytes` bytes.
@@ -62,15 +62,15 @@ impl Block {
     }
 }
 
-/// Never zero, so that a forgotten zeroing shows, and different from block to block at almost every
-/// offset.
+/// Returns a byte of a pattern. It is never zero, so that missing zeroing is detected, and it
+/// differs between blocks at almost every offset.
 fn pattern(of: u64, offset: usize) -> u8 {
     let mixed = (of ^ (offset as u64)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     1 + ((mixed >> 56) % 255) as u8
 }
 
-/// All live blocks of a run. What it holds lies in a scratch arena of its own, never in the
-/// allocator under test.
+/// All live blocks of a run, stored in a separate scratch arena and never in the allocator under
+/// test.
 pub(super) struct Ledger<'s> {
     pub(super) live: Vec<Block, &'s Bump>,
     patterns: u64,
@@ -82,7 +82,7 @@ impl<'s> Ledger<'s> {
         Self { live: Vec::new_in(scratch), patterns: 0, served: 0 }
     }
 
-    /// Checks where a block lies that `call` answered with, before a byte of it is touched.
+    /// Checks the placement of a block that `call` returned, before any of its bytes is accessed.
     pub(super) fn placed(
         &self,
         call: Call,
@@ -112,7 +112,7 @@ impl<'s> Ledger<'s> {
         self.live.iter().find(|block| block.overlaps(address, bytes))
     }
 
-    /// Checks a fresh block, fills it and keeps it.
+    /// Checks a new block, fills it and records it.
     pub(super) fn admit(
         &mut self,
         call: Call,
@@ -128,8 +128,8 @@ impl<'s> Ledger<'s> {
         Ok(())
     }
 
-    /// Checks a block that another one became, of which `kept` bytes must be the old one's, and
-    /// keeps it.
+    /// Checks a block after a growth or shrink, whose first `kept` bytes must be those of the old
+    /// one, and records it.
     pub(super) fn readmit(
         &mut self,
         call: Call,
@@ -153,20 +153,20 @@ impl<'s> Ledger<'s> {
 
     fn keep(&mut self, answer: NonNull<[u8]>, layout: Layout, from: usize) {
         self.patterns += 1;
-        // Far apart, so that patterns do not run in parallel.
+        // Far apart, so that the patterns of two blocks differ.
         let pattern = self.patterns.wrapping_mul(0xD134_2543_DE82_EF95);
         let block = Block { start: answer.cast(), layout, bytes: answer.len(), pattern };
         block.fill(from);
         self.live.push(block);
     }
 
-    /// Checks that every live block is as it was left.
+    /// Checks that every live block is unchanged.
     pub(super) fn verify(&self, call: Call) -> Result<(), Fault> {
         self.live.iter().try_for_each(|block| verify(call, block))
     }
 }
 
-/// Checks that a block is as it was left.
+/// Checks that a block is unchanged.
 pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
     match block.first_change(block.bytes) {
         None => Ok(()),
@@ -175,8 +175,8 @@ pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
 }
 
 fn check_zero(call: Call, answer: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
-    // SAFETY: the block is live, its length has been checked, and a call that answers with zeroed
-    // memory has initialised it.
+    // SAFETY: the block is live, its length was checked, and a call that returns zeroed memory has
+    // initialised it.
     let bytes = unsafe { answer.as_ref() };
     match bytes.iter().enumerate().skip(from).find(|&(_, &byte)| byte != 0) {
         None => Ok(()),

@@ -1,6 +1,7 @@
-//! The order of a run, from a seed.
+//! The seeded random numbers of a run.
 
-/// `SplitMix64`: a run must be the same everywhere, and nothing here needs better.
+/// `SplitMix64`. Runs must be reproducible on every machine, and statistical quality matters
+/// little.
 pub(super) struct Random(u64);
 
 impl Random {
@@ -16,16 +17,16 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..=most`.
+    /// Returns a number in `0..=most`.
     pub(super) fn up_to(&mut self, most: usize) -> usize {
         let most = most as u64;
-        // Slightly uneven for a huge `most`, which does no harm.
+        // Slightly biased for a huge `most`, which does not matter.
         let drawn = if most == u64::MAX { self.next() } else { self.next() % (most + 1) };
-        // Not above `most`, which was a `usize`.
+        // At most `most`, which was a `usize`.
         usize::try_from(drawn).unwrap_or(usize::MAX)
     }
 
-    /// A size in `1..=most` that is small as often as large.
+    /// Returns a size in `1..=most`, with small and large sizes equally likely.
     pub(super) fn size(&mut self, most: usize) -> usize {
         let bits = usize::BITS - most.leading_zeros();
         let shift = self.up_to(bits.saturating_sub(1) as usize);

@@ -1,4 +1,4 @@
-//! The battery.
+//! The randomised test suite.
 #![expect(unsafe_code, reason = "calls the unsafe methods of the allocator under test")]
 
 use super::{
@@ -14,10 +14,10 @@ use std::{
     ptr::NonNull,
 };
 
-/// Blocks held at once, so that a run both fills and drains an allocator.
+/// The maximum number of live blocks, so that a run both fills and drains an allocator.
 const HELD: usize = 48;
 
-/// A battery of operations in a seeded random order.
+/// A test suite that runs operations in a seeded random order.
 ///
 /// ```
 /// use aquifer_adapters::conformance::Suite;
@@ -35,11 +35,11 @@ pub struct Suite {
 }
 
 impl Suite {
-    /// 2,000 operations on blocks of up to 8 KiB, aligned to up to 1 KiB, and growths to half the
-    /// address space.
+    /// Creates the default suite: 2,000 operations on blocks of up to 8 KiB, aligned to up to 1
+    /// KiB, and growths to half the address space.
     ///
-    /// Under Miri there are 100 on up to 64 bytes, and no growth to an impossible size, which Miri
-    /// takes for an error of its own.
+    /// Under Miri it is 100 operations on up to 64 bytes, without growths to an impossible size,
+    /// which Miri reports as an error.
     #[must_use]
     pub const fn new() -> Self {
         if cfg!(miri) {
@@ -54,52 +54,53 @@ impl Suite {
         }
     }
 
-    /// Another order.
+    /// Sets the seed of the random order.
     #[must_use]
     pub const fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// How many operations.
+    /// Sets the number of operations.
     #[must_use]
     pub const fn operations(mut self, operations: usize) -> Self {
         self.operations = operations;
         self
     }
 
-    /// The most bytes asked for at once, but for growths that must fail. At least 1.
+    /// Sets the largest requested size in bytes, except for growths that must fail. At least 1.
     #[must_use]
     pub const fn largest(mut self, bytes: usize) -> Self {
         self.largest = if bytes == 0 { 1 } else { bytes };
         self
     }
 
-    /// The largest alignment asked for, in bytes; rounded down to a power of two.
+    /// Sets the largest requested alignment in bytes, rounded down to a power of two.
     #[must_use]
     pub const fn alignment(mut self, bytes: usize) -> Self {
         self.alignment = if bytes == 0 { 1 } else { 1 << bytes.ilog2() };
         self
     }
 
-    /// A size that the allocator has to refuse, in bytes; `None` leaves out what needs a refusal.
+    /// Sets a size in bytes that the allocator must refuse. `None` skips the tests that need a
+    /// refusal.
     #[must_use]
     pub const fn impossible(mut self, bytes: Option<usize>) -> Self {
         self.impossible = bytes;
         self
     }
 
-    /// Runs the battery against an allocator. On success everything has been given back.
+    /// Runs the suite against an allocator. On success all blocks have been freed.
     ///
     /// # Errors
-    /// The first [`Violation`]. The blocks of that moment are not given back: to an allocator that
-    /// has broken the contract nothing more is said.
+    /// The first [`Violation`]. The live blocks are leaked then, because the allocator has broken
+    /// the contract and is not called again.
     pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), Violation> {
         self.run(&mut Single(allocator))
     }
 
-    /// Runs the battery against an allocator and clones of it, which come and go: each call goes to
-    /// any of them.
+    /// Runs the suite against an allocator and clones of it, which are created and dropped during
+    /// the run. Each call goes to a random one of them.
     ///
     /// # Errors
     /// As [`check`](Suite::check).
@@ -135,7 +136,7 @@ impl Default for Suite {
     }
 }
 
-/// Where the next call goes.
+/// Selects the allocator for the next call.
 trait Source<A> {
     fn pick(&mut self, random: &mut Random) -> Result<&A, Fault>;
 }
@@ -156,7 +157,8 @@ struct Cloning<'a, A> {
 impl<A: Clone> Source<A> for Cloning<'_, A> {
     fn pick(&mut self, random: &mut Random) -> Result<&A, Fault> {
         if random.up_to(7) == 0 {
-            // A clone of the clone as often as not; the old clone goes, and its blocks must not.
+            // Clones the clone as often as the original. The old clone is dropped, and its blocks
+            // must stay valid.
             let next = contained(Call::Clone, 0, 0, || {
                 self.clone.as_ref().unwrap_or(self.original).clone()
             })?;
@@ -168,14 +170,14 @@ impl<A: Clone> Source<A> for Cloning<'_, A> {
     }
 }
 
-/// Runs a call of the allocator under test, which must not unwind.
+/// Runs a call of the allocator under test, and reports a panic as a fault.
 fn contained<R>(
     call: Call,
     size: usize,
     returned: usize,
     work: impl FnOnce() -> R,
 ) -> Result<R, Fault> {
-    // Nothing of the run is changed inside, so it cannot be left half changed.
+    // The closure changes no state of the run, so a panic leaves it consistent.
     catch_unwind(AssertUnwindSafe(work)).map_err(|_| Fault::Unwound { call, size, returned })
 }
 
@@ -192,14 +194,14 @@ impl Run<'_> {
         self.aligned(size)
     }
 
-    /// A layout of this size, aligned to little more often than to much.
+    /// Returns a layout of this size. Small alignments are more likely than large ones.
     fn aligned(&mut self, size: usize) -> Layout {
         let most = self.suite.alignment.ilog2() as usize;
         let drawn = self.random.up_to(most).min(self.random.up_to(most));
         Layout::from_size_align(size, 1 << drawn).unwrap_or(Layout::new::<u8>())
     }
 
-    /// Blocks of no bytes.
+    /// Tests empty blocks.
     fn nothing<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         for shift in 0..=self.suite.alignment.ilog2() {
             for call in [Call::Allocate, Call::AllocateZeroed] {
@@ -217,17 +219,17 @@ impl Run<'_> {
                 self.deallocate(source)?;
             }
         }
-        // Those were no allocations that show anything.
+        // These empty allocations do not count as served.
         self.ledger.served = 0;
         Ok(())
     }
 
     fn step<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         if !self.ledger.live.is_empty() {
-            // The block that the operation is about becomes the last one.
+            // The operation uses the last block of the list.
             let at = self.random.up_to(self.ledger.live.len() - 1);
             let last = self.ledger.live.len() - 1;
-            // The newest as it stands, half of the time: arenas treat it apart.
+            // Half of the time the newest block is used, because arenas handle it specially.
             if self.random.up_to(1) == 0 {
                 self.ledger.live.swap(at, last);
             }
@@ -286,16 +288,16 @@ impl Run<'_> {
         let allocator = source.pick(&mut self.random)?;
         self.ledger.live.pop();
         contained(Call::Deallocate, layout.size(), block.bytes, || {
-            // SAFETY: 1. The block is live in this allocator or a clone of it, and is forgotten
-            // here. 2. The layout fits it.
+            // SAFETY: 1. The block is live in this allocator or a clone of it, and the ledger has
+            // removed it. 2. The layout fits it.
             unsafe { allocator.deallocate(block.start, layout) };
         })
     }
 
-    /// A layout that fits the block.
+    /// Returns a layout that fits the block.
     fn fitting(&mut self, block: &Block) -> Layout {
         let spare = block.bytes - block.layout.size();
-        // Both ends more often than the middle.
+        // The smallest and the largest size are more likely than those between.
         let extra = match self.random.up_to(2) {
             0 => 0,
             1 => spare,
@@ -304,7 +306,7 @@ impl Run<'_> {
         block.fitting(extra)
     }
 
-    /// A layout at least as large as the last block.
+    /// Returns a layout at least as large as the last block.
     fn larger(&mut self) -> Layout {
         let least = self.ledger.live.last().map_or(0, |block| block.bytes);
         let more = self.random.up_to(self.suite.largest);
@@ -318,7 +320,7 @@ impl Run<'_> {
         new: Layout,
     ) -> Result<(), Fault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
-        // A run that only grows would end with blocks of any size.
+        // Limits the size, because growth would otherwise be unbounded.
         if new.size() > self.suite.largest.saturating_mul(2) || new.size() < block.bytes {
             return Ok(());
         }
@@ -327,7 +329,7 @@ impl Run<'_> {
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
-        // `new` is no smaller.
+        // `new` is not smaller.
         let answer = contained(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
@@ -361,7 +363,7 @@ impl Run<'_> {
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
-        // `new` is no larger.
+        // `new` is not larger.
         let answer = contained(Call::Shrink, old.size(), block.bytes, || unsafe {
             allocator.shrink(block.start, old, new)
         })?;
@@ -377,15 +379,14 @@ impl Run<'_> {
         }
     }
 
-    /// A growth that must be refused, and must leave the block as it is.
+    /// Tests a growth that must be refused and must leave the block unchanged.
     fn grow_too_far<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         let (Some(block), Some(impossible)) =
             (self.ledger.live.last().copied(), self.suite.impossible)
         else {
             return Ok(());
         };
-        // The largest layout there is: a size that rounded up to its alignment is still at most
-        // `isize::MAX`.
+        // The largest layout: its size rounded up to the alignment is at most `isize::MAX`.
         let size = impossible.min(isize::MAX as usize - (block.layout.align() - 1));
         let Ok(new) = Layout::from_size_align(size, block.layout.align()) else { return Ok(()) };
         if block.bytes == 0 || new.size() < block.bytes {
@@ -396,7 +397,7 @@ impl Run<'_> {
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
-        // `new` is no smaller.
+        // `new` is not smaller.
         let answer = contained(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
@@ -404,8 +405,8 @@ impl Run<'_> {
             }
         })?;
         if let Ok(answer) = answer {
-            // It can be had after all. Writing so much would take too long, so it is only checked
-            // and given back.
+            // The allocator granted it after all. Filling so many bytes would take too long, so the
+            // block is only checked and freed.
             self.ledger.live.pop();
             self.ledger.placed(call, answer, new)?;
             let allocator = source.pick(&mut self.random)?;
@@ -415,7 +416,8 @@ impl Run<'_> {
             });
         }
         verify(call, &block)?;
-        // If the block was freed nonetheless, the next one of its layout is likely to be the same.
+        // If the failed growth freed the block, the next allocation of its layout is likely to
+        // return it.
         let Ok(probe) = self.allocated(source, Call::Allocate, block.layout)? else {
             return Ok(());
         };
@@ -425,7 +427,7 @@ impl Run<'_> {
         self.ledger.admit(Call::Allocate, probe, block.layout)
     }
 
-    /// Gives everything back.
+    /// Frees all blocks.
     fn drain<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         self.ledger.verify(self.last)?;
         while !self.ledger.live.is_empty() {

@@ -1,4 +1,4 @@
-//! What an allocator did wrong.
+//! Violations of the allocator contract.
 
 use std::{error, fmt};
 
@@ -17,7 +17,7 @@ pub enum Call {
     GrowZeroed,
     /// `shrink`
     Shrink,
-    /// `clone`, or the drop of a clone
+    /// `clone`, or dropping a clone
     Clone,
 }
 
@@ -35,93 +35,92 @@ impl fmt::Display for Call {
     }
 }
 
-/// A rule of the allocator contract that was broken.
+/// A broken rule of the allocator contract.
 ///
-/// Its example is that of [`check`](super::check).
+/// See [`check`](super::check) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A block shares bytes with a live one.
+    /// A block overlaps a live one.
     Overlap {
-        /// The call that answered with it.
+        /// The call that returned it.
         call: Call,
-        /// Where it begins.
+        /// Address of the block.
         address: usize,
-        /// Its bytes.
+        /// Bytes of the block.
         bytes: usize,
-        /// Where the live one begins.
+        /// Address of the live block.
         live_address: usize,
-        /// The live one's bytes.
+        /// Bytes of the live block.
         live_bytes: usize,
     },
-    /// A block is not aligned as asked.
+    /// A block does not have the requested alignment.
     Misaligned {
-        /// The call that answered with it.
+        /// The call that returned it.
         call: Call,
-        /// Where it begins.
+        /// Address of the block.
         address: usize,
-        /// The alignment asked for.
+        /// Requested alignment.
         align: usize,
     },
-    /// A block is shorter than asked.
+    /// A block is shorter than requested.
     Short {
-        /// The call that answered with it.
+        /// The call that returned it.
         call: Call,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: usize,
         /// Bytes returned.
         returned: usize,
     },
-    /// A growth or shrinkage did not keep what both sizes have in common.
+    /// A growth or shrink did not keep the common prefix.
     PrefixLost {
         /// The call.
         call: Call,
-        /// The first byte that differs, counted from the block's start.
+        /// The first byte that differs, from the block's start.
         offset: usize,
     },
     /// A byte that must be zero is not.
     NotZero {
         /// The call.
         call: Call,
-        /// The byte, counted from the block's start.
+        /// The byte, from the block's start.
         offset: usize,
-        /// What it is.
+        /// Its value.
         value: u8,
     },
-    /// The contents of a live block changed though nobody wrote them.
+    /// The contents of a live block changed, although its owner did not write to it.
     Changed {
-        /// The call before it was seen.
+        /// The last call before the change was detected.
         call: Call,
-        /// Where the block begins.
+        /// Address of the block.
         address: usize,
-        /// The first byte that differs, counted from the block's start.
+        /// The first byte that differs, from the block's start.
         offset: usize,
     },
-    /// A growth was refused, and the block was given away all the same.
+    /// A growth was refused, but the block was freed.
     FailedGrowFreed {
-        /// Where the block begins.
+        /// Address of the block.
         address: usize,
-        /// Its bytes.
+        /// Bytes of the block.
         bytes: usize,
     },
-    /// A block of no bytes was refused.
+    /// An empty block was refused.
     ZeroSizeRefused {
         /// The call that refused it.
         call: Call,
-        /// The alignment asked for.
+        /// Requested alignment.
         align: usize,
     },
     /// A call unwound.
     Unwound {
         /// The call.
         call: Call,
-        /// The size in its layout: the old one's where it has two.
+        /// The size in its layout, or in its old layout if it has two.
         size: usize,
-        /// The size of the block that the call was about, as it was returned; 0 if there was none
-        /// yet.
+        /// The returned size of the block that the call was given, or 0 if there was none.
         returned: usize,
     },
-    /// No allocation at all was served, so nothing was checked.
+    /// No allocation succeeded, so nothing was checked.
     NothingServed,
 }
 
@@ -164,14 +163,14 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A [`Fault`], and how to see it again.
+/// A [`Fault`], with the information to reproduce it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Violation {
     /// The seed of the run, for [`Suite::seed`](super::Suite::seed).
     pub seed: u64,
-    /// The operation at which it was found, counted from 0.
+    /// The operation at which it was detected, counted from 0.
     pub operation: usize,
-    /// What was wrong.
+    /// The broken rule.
     pub fault: Fault,
 }
 

@@ -1,9 +1,9 @@
-//! What several wrappers do with blocks.
+//! Block helpers shared by several adapters.
 #![expect(unsafe_code, reason = "copies from block to block")]
 
 use std::{alloc::Layout, num::NonZero, ptr::NonNull};
 
-/// A block of no bytes, which belongs to nobody.
+/// Returns an empty block, which belongs to no allocator.
 pub(super) fn nothing(layout: Layout) -> NonNull<[u8]> {
     // An alignment is never zero.
     let address = NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN);
@@ -15,6 +15,6 @@ pub(super) fn nothing(layout: Layout) -> NonNull<[u8]> {
 /// # Safety
 /// `from` is readable and `to` writable for `bytes`, and both are live blocks.
 pub(super) unsafe fn copy(from: NonNull<u8>, to: NonNull<[u8]>, bytes: usize) {
-    // SAFETY: the caller's promise; live blocks do not overlap, and bytes need no alignment.
+    // SAFETY: guaranteed by the caller. Live blocks do not overlap, and bytes need no alignment.
     unsafe { to.cast::<u8>().copy_from_nonoverlapping(from, bytes) };
 }

@@ -1,4 +1,4 @@
-//! Blocks kept by the thread that gave them back.
+//! A cache of freed blocks per thread.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
@@ -20,27 +20,28 @@ use std::{
 
 mod slot;
 
-/// Bytes that a slot keeps, unless set.
+/// The default number of bytes that a slot keeps.
 const ROOM: usize = 256 << 10;
-/// Slots at most: what a machine with more processors is spread over.
+/// The maximum number of slots. On a machine with more processors, threads share slots.
 const MAX_SLOTS: usize = 64;
 
-/// An allocator that keeps what a thread gives back, for when that thread asks for the same again.
+/// An allocator that caches the blocks a thread frees, for later requests of that thread with the
+/// same layout.
 ///
-/// It is worth its while over an allocator whose calls take a lock, a search, or count something: a
-/// block that is kept costs neither. Blocks are kept by their exact layout, and so handed out to
-/// the byte: what the allocator below was asked for is what there is, and no byte of it is written
-/// here.
+/// It pays off over an allocator whose calls take a lock, search, or count: a cached block needs
+/// none of that. Blocks are cached by their exact layout. A cached block is reused for exactly the
+/// layout it was requested with, and the cache writes no byte of it.
 ///
-/// - Each thread has a slot; there are as many as processors, and threads beyond that share. A slot
-///   that another thread is in at this moment is passed by: no call waits.
-/// - A slot keeps at most its room in bytes, 32 blocks of a layout and 64 layouts. What does not
-///   fit goes down at once.
-/// - When the allocator below refuses, all that is kept is given back to it and it is asked again.
-/// - What is kept is returned when the last clone goes, or by [`trim`](Cached::trim). Until then a
-///   [`Limit`](super::Limit) below still counts it.
-/// - A block that a device may still read ([`DeferReuse`]) is never kept: it goes to the allocator
-///   below, which waits.
+/// - Each thread has a slot. There are about as many slots as processors, and more threads share
+///   them. A slot that another thread is using is skipped, so no call waits.
+/// - A slot keeps at most its capacity in bytes, 32 blocks of a layout, and 64 layouts. Other
+///   blocks are returned to the upstream allocator immediately.
+/// - When the upstream allocator refuses, all cached blocks are returned to it, and the request is
+///   retried.
+/// - Cached blocks are returned when the last clone is dropped, or by [`trim`](Cached::trim). Until
+///   then a [`Limit`](super::Limit) below still counts them.
+/// - A block that a device may still read ([`DeferReuse`]) is never cached. It goes to the upstream
+///   allocator, which holds it back.
 ///
 /// ```
 /// use aquifer_adapters::{Cached, Counted};
@@ -60,32 +61,32 @@ pub struct Cached<A: UpstreamAllocator> {
 
 struct Shared<A: UpstreamAllocator> {
     inner: A,
-    /// A power of two of them.
+    /// The number of slots is a power of two.
     slots: Box<[Slot]>,
-    /// Bytes that each may keep.
+    /// The capacity of each slot in bytes.
     room: usize,
     /// Addresses in live blocks that a device may still read.
     deferred: Mutex<Vec<usize>>,
-    /// How many these are. Relaxed: whoever frees a block comes after whoever deferred it, and the
+    /// The number of these addresses. Relaxed: freeing a block happens after deferring it, and the
     /// count stays above zero until that free.
     deferrals: AtomicUsize,
 }
 
-/// What a [`Cached`] keeps at this moment.
+/// The current contents of a [`Cached`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct CacheStats {
-    /// Blocks (a count).
+    /// Number of cached blocks.
     pub blocks: usize,
     /// Their bytes.
     pub bytes: usize,
 }
 
-/// This thread's number, from which its slot follows.
+/// Returns the number of this thread, which selects its slot.
 fn thread_number() -> usize {
     static THREADS: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        // No destructor, so that it is there for as long as the thread allocates.
+        // No destructor, so it stays accessible as long as the thread allocates.
         static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
     }
     NUMBER.with(|number| {
@@ -97,12 +98,12 @@ fn thread_number() -> usize {
 }
 
 impl<A: UpstreamAllocator> Cached<A> {
-    /// Keeps blocks of `inner`, up to 256 KiB in each slot.
+    /// Creates a cache over `inner` with a capacity of 256 KiB in each slot.
     pub fn new(inner: A) -> Self {
         Self::with_room(inner, ROOM)
     }
 
-    /// Keeps blocks of `inner`, up to `room` bytes in each slot.
+    /// Creates a cache over `inner` with a capacity of `room` bytes in each slot.
     pub fn with_room(inner: A, room: usize) -> Self {
         let threads = thread::available_parallelism().map_or(1, NonZero::get);
         let slots = (0..threads.next_power_of_two().min(MAX_SLOTS)).map(|_| Slot::new()).collect();
@@ -110,13 +111,13 @@ impl<A: UpstreamAllocator> Cached<A> {
         Self { shared: Arc::new(Shared { inner, slots, room, deferred, deferrals }) }
     }
 
-    /// Gives what is kept back to the allocator below, but for a slot that another thread is in at
-    /// this moment.
+    /// Returns all cached blocks to the upstream allocator, except those of a slot that another
+    /// thread is using.
     pub fn trim(&self) {
         self.shared.trim();
     }
 
-    /// What is kept, but for a slot that another thread is in at this moment.
+    /// Returns the current contents, except those of a slot that another thread is using.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let mut stats = CacheStats::default();
@@ -127,7 +128,7 @@ impl<A: UpstreamAllocator> Cached<A> {
         stats
     }
 
-    /// The allocator below.
+    /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.shared.inner
     }
@@ -135,7 +136,7 @@ impl<A: UpstreamAllocator> Cached<A> {
 
 impl<A: UpstreamAllocator> Shared<A> {
     fn slot(&self) -> &Slot {
-        // There is one at least, and their number is a power of two.
+        // There is at least one slot, and the number of slots is a power of two.
         &self.slots[thread_number() & (self.slots.len() - 1)]
     }
 
@@ -144,8 +145,8 @@ impl<A: UpstreamAllocator> Shared<A> {
     }
 
     fn give_back(&self, block: NonNull<u8>, layout: Layout) {
-        // SAFETY: the block is one of `inner` that was given back with this layout, and it has left
-        // its slot.
+        // SAFETY: the block belongs to `inner` and was freed with this layout, and it has been
+        // removed from its slot.
         unsafe { self.inner.deallocate(block, layout) };
     }
 
@@ -155,7 +156,7 @@ impl<A: UpstreamAllocator> Shared<A> {
         }
     }
 
-    /// Asks the allocator below; again when it refuses and something could be given back to it.
+    /// Calls the upstream allocator. If it refuses, returns the cached blocks to it and retries.
     fn ask<T, E>(&self, call: impl Fn(&A) -> Result<T, E>) -> Result<T, E> {
         call(&self.inner).or_else(|_| {
             self.trim();
@@ -164,12 +165,12 @@ impl<A: UpstreamAllocator> Shared<A> {
     }
 
     fn deferred(&self) -> MutexGuard<'_, Vec<usize>> {
-        // Nothing unwinds while it is held.
+        // Nothing unwinds while the lock is held.
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes the notes that lie in a block, before the allocator below can hand the block to
-    /// another owner. Returns how many there were.
+    /// Removes the recorded addresses that lie in a block, before the upstream allocator can give
+    /// the block to another owner. Returns how many there were.
     fn take_deferrals(&self, block: NonNull<u8>, bytes: usize) -> usize {
         if self.deferrals.load(Ordering::Relaxed) == 0 {
             return 0;
@@ -182,8 +183,8 @@ impl<A: UpstreamAllocator> Shared<A> {
         before - deferred.len()
     }
 
-    /// Puts notes back that were taken out of a block which has stayed where it is. They go to its
-    /// first byte, so that a block that has shrunk still holds them.
+    /// Restores the addresses of a block that stayed in place. They are set to its first byte, so
+    /// that a block that shrank still contains them.
     fn put_deferrals(&self, block: NonNull<u8>, notes: usize) {
         if notes == 0 {
             return;
@@ -193,9 +194,9 @@ impl<A: UpstreamAllocator> Shared<A> {
         self.deferrals.store(deferred.len(), Ordering::Relaxed);
     }
 
-    /// Resizes a block by `call`. Its notes are out of the list while the allocator below works:
-    /// once the block has moved, its old address may belong to another owner, who may defer it
-    /// before this call is back.
+    /// Resizes a block with `call`. Its addresses are removed while the upstream allocator works:
+    /// once the block has moved, its old address may belong to another owner that defers it
+    /// before this call returns.
     fn resize<E>(
         &self,
         block: NonNull<u8>,
@@ -207,7 +208,7 @@ impl<A: UpstreamAllocator> Shared<A> {
         let resized = self.ask(call);
         let left = match &resized {
             Ok(resized) if resized.cast() != block => 0,
-            // A block of no bytes goes below when it is freed, whatever is noted.
+            // An empty block always goes to the upstream allocator when it is freed.
             Ok(_) if new.size() == 0 => 0,
             _ => notes,
         };
@@ -222,16 +223,16 @@ impl<A: UpstreamAllocator> Drop for Shared<A> {
     }
 }
 
-/// A block, as long as it was asked for: it is kept under that length.
+/// Cuts a block to the requested size, by which it is cached.
 fn exact(block: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
     NonNull::slice_from_raw_parts(block, layout.size())
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for. 2. A block in a slot is
-    // nobody's: it was given back, and leaves its slot when it is handed out. Its pointer is the one that it came back
-    // with, good for the bytes of its layout, and it is handed out for that layout alone. 3. Clones share the slots and the
-    // allocator below.
+    // SAFETY: 1. Every block belongs to the upstream allocator, cut to the requested size. 2. A
+    // block in a slot has no owner: it was freed, and it is removed from its slot before it is
+    // returned. Its pointer is the one that it was freed with, valid for the bytes of its layout,
+    // and it is reused only for that layout. 3. Clones share the slots and the upstream allocator.
     unsafe impl [A: UpstreamAllocator] for Cached<A> {
         #[inline]
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
@@ -244,7 +245,7 @@ impl_allocator! {
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if let Some(block) = self.shared.take(layout) {
-                // SAFETY: the block has as many bytes, and is nobody else's.
+                // SAFETY: the block has that many bytes, and no other owner.
                 unsafe { block.write_bytes(0, layout.size()) };
                 return Ok(exact(block, layout));
             }
@@ -264,12 +265,12 @@ impl_allocator! {
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise; a call that was refused has left the block as it was.
+            // SAFETY: guaranteed by the caller. A refused call has left the block unchanged.
             self.shared.resize(block, old, new, |inner| unsafe { inner.grow(block, old, new) }).map_err(|_| AllocError)
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: as in `grow`. `old` is exact, so everything after it becomes zero.
+            // SAFETY: as in `grow`. `old` is exact, so all bytes after it become zero.
             let grown = self.shared.resize(block, old, new, |inner| unsafe { inner.grow_zeroed(block, old, new) });
             grown.map_err(|_| AllocError)
         }
@@ -281,10 +282,9 @@ impl_allocator! {
     }
 }
 
-// SAFETY: 1. a block with a deferral goes to the allocator below, whose promise this is, and not
-// into a slot: the note of it stands from before the deferral until its owner gives the block back
-// or has it resized, and again behind a resize that left the block in place. No other call of the
-// owner runs meanwhile.
+// SAFETY: 1. a deferred block goes to the upstream allocator, which gives this guarantee, and not
+// into a slot: its address is recorded from before the deferral until its owner frees or resizes
+// it, and again after a resize that left it in place. No other call of the owner runs meanwhile.
 unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let note = address.addr().get();
@@ -296,7 +296,7 @@ unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
         let outcome = self.shared.inner.defer(address, until);
         if outcome.is_err() {
             let mut deferred = self.shared.deferred();
-            // One of them: the block may have been deferred before.
+            // Remove only one: the block may have been deferred before.
             if let Some(at) = deferred.iter().rposition(|&other| other == note) {
                 deferred.swap_remove(at);
             }
@@ -306,7 +306,7 @@ unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
     }
 }
 
-// SAFETY: blocks are those of the allocator below.
+// SAFETY: all blocks belong to the upstream allocator.
 unsafe impl<A: UpstreamAllocator + Owns> Owns for Cached<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.shared.inner.owns(block)

@@ -1,4 +1,4 @@
-//! Statistics of what passes.
+//! Allocation statistics.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
@@ -14,11 +14,11 @@ use std::{
     },
 };
 
-/// An allocator that counts what passes through it; or a source of [`Opaque`] memory, whose blocks
-/// are live until their bytes are really free.
+/// An allocator, or a source of [`Opaque`] memory, that counts its allocations. An opaque block
+/// counts as live until its memory is actually free.
 ///
-/// Clones count together. The figures are exact whenever no call is under way, and the peak always
-/// is: each change of the live bytes is seen by exactly one thread.
+/// Clones share the counters. All values are exact while no call is in progress. The peak is always
+/// exact, because each change of the live bytes is atomic.
 ///
 /// ```
 /// use aquifer_adapters::Counted;
@@ -36,7 +36,8 @@ pub struct Counted<A> {
     counters: Arc<Counters>,
 }
 
-// Relaxed throughout: counters guard no other memory, and each is in one order of its own.
+// Relaxed throughout: the counters protect no other memory, and each has its own modification
+// order.
 #[derive(Default, Debug)]
 struct Counters {
     live: AtomicU64,
@@ -47,14 +48,14 @@ struct Counters {
 }
 
 impl<A> Counted<A> {
-    /// Counts what is allocated from `inner` from now on.
+    /// Creates an adapter that counts allocations from `inner`.
     pub fn new(inner: A) -> Self {
         Self { inner, counters: Arc::default() }
     }
 
-    /// Live bytes (`live` and `requested`), their peak, live blocks, and counts of allocations,
-    /// frees and failures. Growing and shrinking count as neither allocation nor free. The other
-    /// fields are 0.
+    /// Returns the live bytes (`live` and `requested`), their peak, the live blocks, and the
+    /// numbers of allocations, frees and failures. Growing and shrinking count neither as
+    /// allocation nor as free. The other fields are 0.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let counters = &*self.counters;
@@ -63,7 +64,7 @@ impl<A> Counted<A> {
         stats.requested = stats.live;
         stats.peak_live = counters.peak.load(Ordering::Relaxed);
         stats.peak_requested = stats.peak_live;
-        // In this order, so that frees never seem to outnumber allocations.
+        // Read in this order, so that frees never exceed allocations.
         stats.frees = counters.frees.load(Ordering::Relaxed);
         stats.allocations = counters.allocations.load(Ordering::Relaxed);
         stats.blocks = stats.allocations.saturating_sub(stats.frees);
@@ -71,7 +72,7 @@ impl<A> Counted<A> {
         stats
     }
 
-    /// The allocator below.
+    /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
     }
@@ -97,7 +98,7 @@ impl Counters {
         self.frees.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a refusal, and passes it on.
+    /// Counts a refusal and returns it.
     fn failed<E>(&self, refusal: E) -> E {
         self.failures.fetch_add(1, Ordering::Relaxed);
         refusal
@@ -105,8 +106,8 @@ impl Counters {
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for, which fits it. 2. A
-    // clone has a clone of that allocator.
+    // SAFETY: 1. Every block belongs to the upstream allocator, cut to the requested size, which
+    // fits it. 2. A clone contains a clone of that allocator.
     unsafe impl [A: Allocator] for Counted<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.inner.allocate(layout).map_err(|e| self.counters.failed(e))?;
@@ -121,27 +122,27 @@ impl_allocator! {
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            // SAFETY: the caller's promise; the block is one of the allocator below.
+            // SAFETY: guaranteed by the caller. The block belongs to the upstream allocator.
             unsafe { self.inner.deallocate(block, layout) };
             self.counters.freed(layout.size());
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.failed(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise. `old` is exact, so everything after it becomes zero.
+            // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.failed(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.failed(e))?;
             self.counters.take(old.size() - new.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
@@ -149,21 +150,21 @@ impl_allocator! {
     }
 }
 
-// SAFETY: blocks are those of the allocator below, whose promise this is.
+// SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
 unsafe impl<A: DeferReuse> DeferReuse for Counted<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.inner.defer(address, until)
     }
 }
 
-// SAFETY: blocks are those of the allocator below.
+// SAFETY: all blocks belong to the upstream allocator.
 unsafe impl<A: Owns> Owns for Counted<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
     }
 }
 
-/// A block that the host cannot reach, as long as it is kept.
+/// A live opaque block. Dropped when its memory is free.
 struct Live {
     counters: Arc<Counters>,
     bytes: usize,
@@ -195,7 +196,7 @@ impl<M: Opaque> Opaque for Counted<M> {
         Ok(block)
     }
 
-    /// What has passed through here.
+    /// Returns the statistics of this adapter.
     fn stats(&self) -> PoolStats {
         self.stats()
     }

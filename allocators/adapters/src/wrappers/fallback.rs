@@ -1,4 +1,4 @@
-//! A second allocator for what the first refuses.
+//! A second allocator for requests that the first refuses.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::{
@@ -10,14 +10,14 @@ use aquifer_core::{
 };
 use std::{ptr::NonNull, sync::Arc};
 
-/// Two allocators: the second serves what the first refuses.
+/// Two allocators, of which the second serves the requests that the first refuses.
 ///
-/// A block goes back where it came from, and grows and shrinks there; one that the first cannot
-/// grow or shrink moves to the second. The first one tells its blocks by their address ([`Owns`]).
-/// Blocks of no bytes belong to neither.
+/// A block is freed, grown and shrunk by the allocator it came from. If the first cannot grow or
+/// shrink a block, the block moves to the second. The first must identify its blocks by their
+/// address ([`Owns`]). Empty blocks belong to neither.
 ///
-/// Blocks of [`Opaque`] memory know their way home by themselves. Where the first refuses, for
-/// whatever reason, the second answers; both are of one device, so that a stream serves both.
+/// [`Opaque`] blocks return to their pool by themselves. If the first source refuses for any
+/// reason, the second is tried. Both must be of one device, so that a stream fits both.
 ///
 /// ```
 /// use aquifer_adapters::{Arena, ArenaSettings, Fallback, Owns};
@@ -36,25 +36,25 @@ pub struct Fallback<A, B> {
 }
 
 impl<A, B> Fallback<A, B> {
-    /// Asks `first`, then `second`.
+    /// Creates an allocator that tries `first`, then `second`.
     pub const fn new(first: A, second: B) -> Self {
         Self { first, second }
     }
 
-    /// The allocator that is asked first.
+    /// Returns the first allocator.
     pub fn first(&self) -> &A {
         &self.first
     }
 
-    /// The allocator that is asked for what the first refuses.
+    /// Returns the allocator for requests that the first refuses.
     pub fn second(&self) -> &B {
         &self.second
     }
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block is one of `first` or of `second`, or has no bytes, and `Owns` tells which for as long as it
-    // lives. 2. A clone has clones of both.
+    // SAFETY: 1. Every block belongs to `first` or to `second`, or is empty, and `Owns` identifies
+    // which for as long as it lives. 2. A clone contains clones of both.
     unsafe impl [A: Allocator + Owns, B: Allocator] for Fallback<A, B> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
@@ -75,10 +75,10 @@ impl_allocator! {
                 return;
             }
             if self.first.owns(block) {
-                // SAFETY: the caller's promise, and the block is `first`'s.
+                // SAFETY: guaranteed by the caller, and the block belongs to `first`.
                 unsafe { self.first.deallocate(block, layout) };
             } else {
-                // SAFETY: the caller's promise, and the block is not `first`'s.
+                // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
                 unsafe { self.second.deallocate(block, layout) };
             }
         }
@@ -88,17 +88,18 @@ impl_allocator! {
                 return self.allocate(new);
             }
             if !self.first.owns(block) {
-                // SAFETY: the caller's promise, and the block is not `first`'s.
+                // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
                 return unsafe { self.second.grow(block, old, new) };
             }
-            // SAFETY: the caller's promise, and the block is `first`'s. If it refuses the block is as it was.
+            // SAFETY: guaranteed by the caller, and the block belongs to `first`. A refusal leaves
+            // it unchanged.
             if let Ok(grown) = unsafe { self.first.grow(block, old, new) } {
                 return Ok(grown);
             }
             let moved = self.second.allocate(new)?;
             // SAFETY: both blocks are live and have `old.size()` bytes.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)
         }
@@ -108,46 +109,48 @@ impl_allocator! {
                 return self.allocate_zeroed(new);
             }
             if !self.first.owns(block) {
-                // SAFETY: the caller's promise, and the block is not `first`'s.
+                // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
                 return unsafe { self.second.grow_zeroed(block, old, new) };
             }
-            // SAFETY: the caller's promise, and the block is `first`'s. If it refuses the block is as it was.
+            // SAFETY: guaranteed by the caller, and the block belongs to `first`. A refusal leaves
+            // it unchanged.
             if let Ok(grown) = unsafe { self.first.grow_zeroed(block, old, new) } {
                 return Ok(grown);
             }
             let moved = self.second.allocate_zeroed(new)?;
             // SAFETY: both blocks are live and have `old.size()` bytes.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if new.size() == 0 {
-                // SAFETY: the caller hands the block over.
+                // SAFETY: the caller gives up the block.
                 unsafe { self.deallocate(block, old) };
                 return Ok(nothing(new));
             }
             if !self.first.owns(block) {
-                // SAFETY: the caller's promise, and the block is not `first`'s.
+                // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
                 return unsafe { self.second.shrink(block, old, new) };
             }
-            // SAFETY: the caller's promise, and the block is `first`'s. If it refuses the block is as it was.
+            // SAFETY: guaranteed by the caller, and the block belongs to `first`. A refusal leaves
+            // it unchanged.
             if let Ok(shrunk) = unsafe { self.first.shrink(block, old, new) } {
                 return Ok(shrunk);
             }
             let moved = self.second.allocate(new)?;
             // SAFETY: both blocks are live and have `new.size()` bytes.
             unsafe { copy(block, moved, new.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)
         }
     }
 }
 
-// SAFETY: every block is one of an allocator that makes this promise, and it is asked.
+// SAFETY: the call is forwarded to the allocator of the block, which gives this guarantee.
 unsafe impl<A: DeferReuse + Owns, B: DeferReuse> DeferReuse for Fallback<A, B> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         if self.first.owns(address) {
@@ -158,7 +161,7 @@ unsafe impl<A: DeferReuse + Owns, B: DeferReuse> DeferReuse for Fallback<A, B> {
     }
 }
 
-// SAFETY: every block of at least one byte is one of the two.
+// SAFETY: every block of at least one byte belongs to one of the two.
 unsafe impl<A: Owns, B: Owns> Owns for Fallback<A, B> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.first.owns(block) || self.second.owns(block)

@@ -1,4 +1,4 @@
-//! Canaries around blocks, and poison in them.
+//! A debugging allocator with canaries around blocks and poison in them.
 #![expect(unsafe_code, reason = "implements the allocator traits, writes around blocks")]
 
 use super::{
@@ -16,27 +16,28 @@ use std::{
 
 /// Bytes of each canary.
 const CANARY: usize = 16;
-/// What canaries are made of. No byte of it is a likely value, nor equal to the poison.
+/// The canary byte. An unlikely value, different from the poison.
 const CANARY_BYTE: u8 = 0xC5;
-/// Findings that are kept.
+/// The maximum number of findings that are kept.
 const KEPT: usize = 64;
 
-/// An allocator that finds writes outside of blocks, frees of what is no block, and shows reads of
-/// what was never written or has been freed.
+/// A debugging allocator that detects writes outside blocks and invalid frees, and exposes reads of
+/// uninitialised or freed memory.
 ///
-/// - Each block has 16 bytes before it and behind it that nobody may write; they are looked at when
-///   the block is given back, grown or shrunk, and by [`check`](Guarded::check).
-/// - Fresh bytes are [`FRESH`](Guarded::FRESH), those of a block that is given back
+/// - Each block has a canary of 16 bytes before and after it. The canaries are checked when the
+///   block is freed, grown or shrunk, and by [`check`](Guarded::check).
+/// - New bytes are filled with [`FRESH`](Guarded::FRESH), bytes of a freed block with
 ///   [`FREED`](Guarded::FREED).
-/// - A block that grows or shrinks always moves, so that a stale pointer to it shows.
-/// - What is given back and is no live block is refused: the allocator below never hears of it.
+/// - Growing or shrinking a block always moves it, which exposes stale pointers.
+/// - Freeing an address that is not a live block is refused and not forwarded to the upstream
+///   allocator.
 ///
-/// Nothing unwinds and nothing is printed: [`findings`](Guarded::findings) tells. A tool, not for
-/// the fast path: each call takes a lock and a lookup, and the table of live blocks comes from the
-/// process's own allocator.
+/// It neither unwinds nor prints. [`findings`](Guarded::findings) returns the results. It is a
+/// debugging tool, not for the fast path: each call takes a lock and a lookup, and the table of
+/// live blocks is allocated from the global allocator.
 ///
-/// Bytes that a device may still read ([`DeferReuse`]) are not poisoned before its gate is open;
-/// then only the allocator below touches them.
+/// Bytes that a device may still read ([`DeferReuse`]) are not poisoned before their gates are
+/// open. If a gate is still closed when the block is freed, the block is not poisoned.
 ///
 /// ```
 /// use aquifer_adapters::{Guarded, wrappers::Finding};
@@ -44,7 +45,7 @@ const KEPT: usize = 64;
 /// let guarded = Guarded::new(Global);
 /// let mut list: Vec<u8, _> = Vec::with_capacity_in(10, &guarded);
 /// assert!(guarded.check().is_ok());
-/// // An overrun by one.
+/// // Overruns the block by one byte.
 /// unsafe { list.as_mut_ptr().add(10).write(1) };
 /// drop(list);
 /// assert!(matches!(guarded.findings()[..], [Finding::WrittenBehind { size: 10, offset: 0, .. }]));
@@ -57,62 +58,62 @@ pub struct Guarded<A> {
 
 #[derive(Default, Debug)]
 struct Table {
-    /// Live blocks by the address that the user has.
+    /// Live blocks by the address that the user holds.
     live: BTreeMap<usize, Record>,
     findings: Vec<Finding>,
 }
 
 #[derive(Debug)]
 struct Record {
-    /// The block of the allocator below, with its provenance: a caller's pointer reaches no
-    /// further than the user's bytes.
+    /// The block of the upstream allocator, with its provenance. The caller's pointer may be valid
+    /// only for the user's bytes.
     base: NonNull<u8>,
-    /// As the user asked for it.
+    /// The layout that the user requested.
     layout: Layout,
     gates: Vec<Arc<dyn Gate>>,
 }
 
-// SAFETY: `base` is an address and nothing else to the table; it is followed by the allocator that
-// it came from, or a clone of that, alone. Gates are `Send`.
+// SAFETY: the table uses `base` only as an address. Only the allocator that returned it, or a clone
+// of that, dereferences it. Gates are `Send`.
 unsafe impl Send for Record {}
 
-/// Something that a [`Guarded`] allocator has found.
+/// A problem detected by a [`Guarded`] allocator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Finding {
-    /// A byte before a block was written.
+    /// A byte before a block was overwritten.
     WrittenBefore {
-        /// Where the block begins.
+        /// Address of the block.
         address: usize,
-        /// Its bytes.
+        /// Bytes of the block.
         size: usize,
-        /// How many bytes before its start the write lies; the farthest one.
+        /// The distance of the farthest overwritten byte before the block, in bytes.
         offset: usize,
     },
-    /// A byte behind a block was written.
+    /// A byte after a block was overwritten.
     WrittenBehind {
-        /// Where the block begins.
+        /// Address of the block.
         address: usize,
-        /// Its bytes.
+        /// Bytes of the block.
         size: usize,
-        /// How many bytes behind its end the first write lies: 0 for the first byte that is not
-        /// its own.
+        /// The distance of the first overwritten byte from the block's end. 0 is the first byte
+        /// after the block.
         offset: usize,
     },
-    /// No live block begins here: it was freed before, or is another allocator's. The call was
-    /// refused.
+    /// No live block begins at this address: it was already freed, or belongs to another allocator.
+    /// The call was refused.
     NoBlock {
-        /// What was given back.
+        /// The address passed to the call.
         address: usize,
     },
-    /// A block was given back with another layout than it was asked for with. The right one was
+    /// A block was freed with a layout that differs from the requested one. The requested one was
     /// used.
     WrongLayout {
-        /// Where the block begins.
+        /// Address of the block.
         address: usize,
-        /// As it was asked for.
+        /// The layout of the allocation.
         asked: Layout,
-        /// As it was given back.
+        /// The layout of the free.
         given: Layout,
     },
 }
@@ -153,41 +154,41 @@ impl fmt::Display for Finding {
 impl error::Error for Finding {}
 
 impl Record {
-    /// Bytes before the user's: the canary, and what alignment needs.
+    /// Returns the bytes before the user's: the canary, and padding for the alignment.
     fn front(layout: Layout) -> usize {
         layout.align().max(CANARY)
     }
 
-    /// The layout of the block below.
+    /// Returns the layout of the upstream block.
     fn outer(layout: Layout) -> Option<Layout> {
         let bytes = layout.size().checked_add(Self::front(layout))?.checked_add(CANARY)?;
         Layout::from_size_align(bytes, layout.align()).ok()
     }
 
-    /// The user's first byte.
+    /// Returns the user's first byte.
     fn start(&self) -> NonNull<u8> {
-        // SAFETY: the block below is longer than its front.
+        // SAFETY: the upstream block is longer than its front.
         unsafe { self.base.add(Self::front(self.layout)) }
     }
 
-    /// Both canaries: where they begin.
+    /// Returns the addresses of both canaries.
     fn canaries(&self) -> [NonNull<u8>; 2] {
-        // SAFETY: the front has at least `CANARY` bytes, and as many lie behind the user's.
+        // SAFETY: the front has at least `CANARY` bytes, and `CANARY` bytes follow the user's.
         unsafe { [self.start().sub(CANARY), self.start().add(self.layout.size())] }
     }
 
     fn write_canaries(&self) {
         for canary in self.canaries() {
-            // SAFETY: `CANARY` bytes of the block below, which no user has a pointer to.
+            // SAFETY: `CANARY` bytes of the upstream block, to which no user has a pointer.
             unsafe { canary.write_bytes(CANARY_BYTE, CANARY) };
         }
     }
 
-    /// What has been written around it.
+    /// Returns a finding if a canary was overwritten.
     fn look(&self) -> Option<Finding> {
         let changed = |canary: NonNull<u8>| {
-            // SAFETY: 1. `CANARY` bytes of the block below, which `write_canaries` has initialised.
-            // 2. Nobody has a reference to them.
+            // SAFETY: 1. `CANARY` bytes of the upstream block, which `write_canaries` has
+            // initialised. 2. No reference to them exists.
             (0..CANARY).find(|&at| unsafe { canary.add(at).read() } != CANARY_BYTE)
         };
         let (address, size) = (self.start().addr().get(), self.layout.size());
@@ -216,7 +217,7 @@ impl Table {
         }
     }
 
-    /// The live block that holds this address.
+    /// Returns the live block that contains this address.
     fn holding(&mut self, address: usize) -> Option<&mut Record> {
         let (_, record) = self.live.range_mut(..=address).next_back()?;
         record.holds(address).then_some(record)
@@ -224,48 +225,49 @@ impl Table {
 }
 
 impl<A> Guarded<A> {
-    /// What the bytes of a fresh block are, unless zeroed ones were asked for.
+    /// The value of the bytes of a new block, unless zeroed memory was requested.
     pub const FRESH: u8 = 0xCD;
-    /// What the bytes of a block are when it goes back to the allocator below.
+    /// The value of the bytes of a block that is returned to the upstream allocator.
     pub const FREED: u8 = 0xDD;
 
-    /// Guards what is allocated from `inner`.
+    /// Creates a debugging allocator over `inner`.
     pub fn new(inner: A) -> Self {
         Self { inner, table: Arc::default() }
     }
 
-    /// The first 64 things that were found.
+    /// Returns the first 64 findings.
     #[must_use]
     pub fn findings(&self) -> Vec<Finding> {
         self.lock().findings.clone()
     }
 
-    /// Looks around every live block.
+    /// Checks the canaries of every live block.
     ///
     /// # Errors
-    /// The first finding. It is not among the [`findings`](Guarded::findings) before the block is
-    /// given back.
+    /// The first finding. It is added to the [`findings`](Guarded::findings) only when the block is
+    /// freed.
     pub fn check(&self) -> Result<(), Finding> {
         self.lock().live.values().find_map(Record::look).map_or(Ok(()), Err)
     }
 
-    /// Live blocks: at the end of a program, what it has leaked.
+    /// Returns the number of live blocks. At the end of a program these are leaks.
     #[must_use]
     pub fn live(&self) -> usize {
         self.lock().live.len()
     }
 
-    /// The allocator below.
+    /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // Nothing unwinds while it is held.
+        // Nothing unwinds while the lock is held.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a block of the allocator below in, whose user's bytes are what they are to be.
+    /// Records an upstream block and writes its canaries. The user's bytes must be initialised by
+    /// the caller.
     fn admit(&self, base: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
         let record = Record { base, layout, gates: Vec::new() };
         record.write_canaries();
@@ -274,7 +276,7 @@ impl<A> Guarded<A> {
         NonNull::slice_from_raw_parts(start, layout.size())
     }
 
-    /// Takes a block out that is given back with this layout.
+    /// Removes the record of a block that is freed with this layout.
     fn take(&self, block: NonNull<u8>, given: Layout) -> Option<Record> {
         let address = block.addr().get();
         let mut table = self.lock();
@@ -291,7 +293,7 @@ impl<A> Guarded<A> {
         Some(record)
     }
 
-    /// Whether this is a live block: a growth or a shrinkage of another one is refused.
+    /// Returns whether this is a live block. Resizing any other block is refused.
     fn knows(&self, block: NonNull<u8>) -> bool {
         let address = block.addr().get();
         let mut table = self.lock();
@@ -303,19 +305,19 @@ impl<A> Guarded<A> {
     }
 }
 
-/// Fills a fresh block, or one that goes.
+/// Fills a new or a freed block.
 ///
 /// # Safety
 /// `start` is writable for `bytes`.
 unsafe fn poison(start: NonNull<u8>, bytes: usize, with: u8) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { start.write_bytes(with, bytes) };
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block lies within one of the allocator below, which stays until the record that names it is taken.
-    // 2. Clones have clones of that allocator and the same table. 3. Every block has exactly the bytes that were asked
-    // for, so one layout fits it.
+    // SAFETY: 1. Every block lies within an upstream block, which stays allocated until its record
+    // is removed. 2. Clones contain clones of that allocator and share the table. 3. Every block
+    // has exactly the requested size, so only one layout fits it.
     unsafe impl [A: Allocator] for Guarded<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
@@ -323,7 +325,7 @@ impl_allocator! {
             }
             let outer = Record::outer(layout).ok_or(AllocError)?;
             let block = self.admit(self.inner.allocate(outer)?.cast(), layout);
-            // SAFETY: the block has as many bytes, and nobody else has seen it.
+            // SAFETY: the block has that many bytes, and no other thread has its address.
             unsafe { poison(block.cast(), layout.size(), Self::FRESH) };
             Ok(block)
         }
@@ -343,11 +345,11 @@ impl_allocator! {
             let Some(record) = self.take(block, layout) else { return };
             let Some(outer) = Record::outer(record.layout) else { return };
             if !record.is_held() {
-                // SAFETY: the block is the caller's, who gives it up, and no device reads it.
+                // SAFETY: the caller owns the block and gives it up, and no device reads it.
                 unsafe { poison(record.start(), record.layout.size(), Self::FREED) };
             }
-            // SAFETY: 1. The block is one of the allocator below, or of a clone of it, asked for with this layout. 2. It has
-            // left the table, so it is given back once.
+            // SAFETY: 1. The upstream allocator, or a clone of it, allocated the block with this
+            // layout. 2. Its record was removed from the table, so it is deallocated once.
             unsafe { self.inner.deallocate(record.base, outer) };
         }
 
@@ -358,7 +360,7 @@ impl_allocator! {
             let moved = self.allocate(new)?;
             // SAFETY: both are live and have `old.size()` bytes.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
@@ -370,7 +372,7 @@ impl_allocator! {
             let moved = self.allocate_zeroed(new)?;
             // SAFETY: both are live and have `old.size()` bytes.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
@@ -382,18 +384,17 @@ impl_allocator! {
             let moved = self.allocate(new)?;
             // SAFETY: both are live and have `new.size()` bytes.
             unsafe { copy(block, moved, new.size()) };
-            // SAFETY: the caller hands the block over, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
     }
 }
 
-// SAFETY: 1. Bytes go to nobody before the gate is open: the block below is held by the allocator
-// that makes this promise.
-// 2. They are not written either: a freed block is poisoned only when its gates are open, one that
-//    grows or shrinks moves,
-// and canaries lie outside of the user's bytes.
+// SAFETY: 1. The bytes are not reused before the gate is open: the upstream allocator, which gives
+// this guarantee, holds back the block. 2. They are not written either: a freed block is poisoned
+// only when its gates are open, a block that grows or shrinks moves, and canaries lie outside the
+// user's bytes.
 unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let foreign = MemoryError::ForeignBlock { address: address.addr().get() as u64 };
@@ -402,7 +403,7 @@ unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
             let record = table.holding(address.addr().get()).ok_or_else(|| foreign.clone())?;
             record.start()
         };
-        // Outside of the lock. The block is live, so it is the same one when the lock is taken
+        // Outside the lock. The block is live, so it is still the same when the lock is taken
         // again.
         self.inner.defer(start, until.clone())?;
         match self.lock().holding(start.addr().get()) {
@@ -413,7 +414,7 @@ unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
     }
 }
 
-// SAFETY: the table holds every live block of at least one byte, and nothing else.
+// SAFETY: the table contains every live block of at least one byte, and nothing else.
 unsafe impl<A> Owns for Guarded<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.lock().holding(block.addr().get()).is_some()

@@ -1,4 +1,4 @@
-//! No more live bytes than a budget grants.
+//! A limit on live bytes, charged to a budget.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
@@ -11,20 +11,18 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// An allocator whose live bytes are charged to a [`Budget`], each to the byte; or a source of
-/// [`Opaque`] memory.
+/// An allocator, or a source of [`Opaque`] memory, whose live bytes are charged to a [`Budget`].
 ///
-/// What is counted is what was asked for, from the moment before the allocator below is called
-/// until the moment after it took the block back. Several limits may share a budget; clones of one
-/// share its account. A block that is leaked stays charged, even when the limit itself is gone.
+/// - The requested size is charged before the upstream allocator is called. It is released after
+///   the upstream allocator has freed the block.
+/// - Several limits may share a budget. Clones of a limit share its account.
+/// - A leaked block stays charged, even after the limit is dropped.
+/// - A block of device memory is charged until its memory is actually free. If another stream still
+///   uses it, this is later than its drop.
+/// - Before a request for device memory is refused, the pool is trimmed once, so that it collects
+///   completed frees. The refusal is [`MemoryError::OutOfMemory`], as from the pool itself.
 ///
-/// A block of a device's memory is charged until its bytes are really free, which for one that
-/// another stream still uses is later than its drop. Before a request is refused the pool looks
-/// once which work is done; it is not asked for the block. The refusal is
-/// [`MemoryError::OutOfMemory`], as the pool's own.
-///
-/// A pool that holds physical memory charges that itself; use this one where live bytes are the
-/// thing to bound.
+/// A pool charges its physical memory itself. Use this adapter to bound live bytes.
 ///
 /// ```
 /// use aquifer_adapters::Limit;
@@ -47,29 +45,29 @@ pub struct Limit<A> {
 #[derive(Debug)]
 struct Account {
     budget: Budget,
-    /// The charge for all live blocks. `None` never, but in `drop`.
+    /// The charge for all live blocks. `None` only before the first charge and in `drop`.
     held: Mutex<Option<Charge>>,
 }
 
 impl<A> Limit<A> {
-    /// Charges what is allocated from `inner` to `budget`.
+    /// Creates an adapter that charges allocations from `inner` to `budget`.
     pub fn new(inner: A, budget: Budget) -> Self {
         Self { inner, account: Arc::new(Account { budget, held: Mutex::new(None) }) }
     }
 
-    /// The budget that is charged. Others may charge it too.
+    /// Returns the budget. It may have other users.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.account.budget
     }
 
-    /// Bytes in live blocks of this limit and its clones.
+    /// Returns the bytes in live blocks of this limit and its clones.
     #[must_use]
     pub fn live(&self) -> u64 {
         self.account.lock().as_ref().map_or(0, Charge::bytes)
     }
 
-    /// The allocator below.
+    /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
     }
@@ -77,7 +75,7 @@ impl<A> Limit<A> {
 
 impl Account {
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Charge>> {
-        // Nothing unwinds while it is held.
+        // Nothing unwinds while the lock is held.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -85,12 +83,12 @@ impl Account {
         self.budget.charge(bytes as u64)
     }
 
-    /// Keeps what has become a live block.
+    /// Adds the charge of a new live block.
     fn keep(&self, charge: Charge) {
         let mut held = self.lock();
         match held.as_mut() {
             None => *held = Some(charge),
-            // Both are of `self.budget`, so none is refused.
+            // Both are charges of `self.budget`, so merging them cannot fail.
             Some(all) => drop(all.merge(charge)),
         }
     }
@@ -101,7 +99,7 @@ impl Account {
     }
 }
 
-/// Charges for blocks that are still there, and that nobody is left to take back.
+/// Charges for leaked blocks of dropped limits.
 static LEAKED: Mutex<Vec<Charge>> = Mutex::new(Vec::new());
 
 impl Drop for Account {
@@ -114,8 +112,8 @@ impl Drop for Account {
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for, which fits it. 2. A
-    // clone has a clone of that allocator.
+    // SAFETY: 1. Every block belongs to the upstream allocator, cut to the requested size, which
+    // fits it. 2. A clone contains a clone of that allocator.
     unsafe impl [A: Allocator] for Limit<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
@@ -132,14 +130,14 @@ impl_allocator! {
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            // SAFETY: the caller's promise; the block is one of the allocator below.
+            // SAFETY: guaranteed by the caller. The block belongs to the upstream allocator.
             unsafe { self.inner.deallocate(block, layout) };
             self.account.release(layout.size());
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new)? };
             self.account.keep(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
@@ -147,14 +145,14 @@ impl_allocator! {
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
-            // SAFETY: the caller's promise. `old` is exact, so everything after it becomes zero.
+            // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new)? };
             self.account.keep(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.shrink(block, old, new)? };
             self.account.release(old.size() - new.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
@@ -162,21 +160,21 @@ impl_allocator! {
     }
 }
 
-// SAFETY: blocks are those of the allocator below, whose promise this is.
+// SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
 unsafe impl<A: DeferReuse> DeferReuse for Limit<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.inner.defer(address, until)
     }
 }
 
-// SAFETY: blocks are those of the allocator below.
+// SAFETY: all blocks belong to the upstream allocator.
 unsafe impl<A: Owns> Owns for Limit<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
     }
 }
 
-/// What a block that the host cannot reach has been charged for, as long as it is kept.
+/// The charge of a live opaque block. Dropped when its memory is free.
 struct Charged {
     account: Arc<Account>,
     bytes: usize,
@@ -189,7 +187,7 @@ impl Drop for Charged {
 }
 
 impl<M: Opaque> Limit<M> {
-    /// The error of every source of device memory that has no room.
+    /// Returns the out-of-memory error that every source of device memory uses.
     fn refuse(&self, bytes: usize, refused: OutOfBudget) -> MemoryError {
         let (stats, bytes) = (self.inner.stats(), bytes as u64);
         let mut error = OutOfMemory::new(self.inner.device().to_string(), bytes);
@@ -215,8 +213,9 @@ impl<M: Opaque> Opaque for Limit<M> {
         let charge = match self.account.charge(bytes) {
             Ok(charge) => charge,
             Err(_) => {
-                // Blocks whose last use is over may be charged still: nothing has looked since. A
-                // refused request would never reach the pool, and so nothing ever would.
+                // Blocks whose last use has ended may still be charged, because their frees were
+                // not collected yet. A refused request never reaches the pool, so collect them
+                // here.
                 self.inner.trim(u64::MAX)?;
                 self.account.charge(bytes).map_err(|refused| self.refuse(bytes, refused))?
             }

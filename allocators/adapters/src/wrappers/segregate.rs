@@ -7,13 +7,13 @@ use aquifer_core::{
 };
 use std::{ptr::NonNull, sync::Arc};
 
-/// Two allocators: one serves what is small, the other what is larger than a threshold.
+/// Two allocators: one for blocks up to a threshold, one for larger blocks.
 ///
-/// Where a block came from follows from its size alone, so neither allocator has to know its
-/// blocks: a small block is cut to the threshold where the allocator gives more. A block that grows
-/// or shrinks past the threshold moves.
+/// The size of a block alone determines its allocator, so neither allocator needs to identify its
+/// blocks. For this, a small block is cut to the threshold if the allocator returned more. A block
+/// that grows or shrinks across the threshold moves.
 ///
-/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that. Both may be
+/// If one refuses, the other is not tried. [`Fallback`](super::Fallback) does that. Both may be
 /// sources of [`Opaque`] memory of one device.
 ///
 /// ```
@@ -34,36 +34,38 @@ pub struct Segregate<S, L> {
 }
 
 impl<S, L> Segregate<S, L> {
-    /// Blocks of up to `threshold` bytes come from `small`, others from `large`.
+    /// Creates an allocator that takes blocks of up to `threshold` bytes from `small`, and others
+    /// from `large`.
     pub const fn new(threshold: usize, small: S, large: L) -> Self {
         Self { threshold, small, large }
     }
 
-    /// Bytes up to which a block is small.
+    /// Returns the largest size of a small block.
     pub const fn threshold(&self) -> usize {
         self.threshold
     }
 
-    /// The allocator of small blocks.
+    /// Returns the allocator of small blocks.
     pub const fn small(&self) -> &S {
         &self.small
     }
 
-    /// The allocator of large blocks.
+    /// Returns the allocator of large blocks.
     pub const fn large(&self) -> &L {
         &self.large
     }
 
-    /// A block of `small`, of at most the threshold: any size that fits it is then small as well.
+    /// Cuts a block of `small` to at most the threshold, so that every size that fits it is small
+    /// too.
     fn cut(&self, block: NonNull<[u8]>) -> NonNull<[u8]> {
         NonNull::slice_from_raw_parts(block.cast(), block.len().min(self.threshold))
     }
 }
 
 impl_allocator! {
-    // SAFETY: 1. Every block is one of `small` or of `large`. 2. Which one follows from any size that fits it: those of
-    // `small` are cut to the threshold, those of `large` are longer than it. 3. A clone has clones of both and the same
-    // threshold.
+    // SAFETY: 1. Every block belongs to `small` or to `large`. 2. Any size that fits it determines
+    // which: blocks of `small` are cut to the threshold, and blocks of `large` are longer. 3. A
+    // clone contains clones of both and the same threshold.
     unsafe impl [S: Allocator, L: Allocator] for Segregate<S, L> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() > self.threshold {
@@ -81,68 +83,71 @@ impl_allocator! {
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             if layout.size() > self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 unsafe { self.large.deallocate(block, layout) };
             } else {
-                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
                 unsafe { self.small.deallocate(block, layout) };
             }
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.grow(block, old, new) };
             }
             if new.size() <= self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
                 return unsafe { self.small.grow(block, old, new) }.map(|block| self.cut(block));
             }
             let moved = self.large.allocate(new)?;
-            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, by its size one of `small`, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, which by its size belongs to `small`, and
+            // nothing reads it any more.
             unsafe { self.small.deallocate(block, old) };
             Ok(moved)
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.grow_zeroed(block, old, new) };
             }
             if new.size() <= self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
                 return unsafe { self.small.grow_zeroed(block, old, new) }.map(|block| self.cut(block));
             }
             let moved = self.large.allocate_zeroed(new)?;
-            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
             unsafe { copy(block, moved, old.size()) };
-            // SAFETY: the caller hands the block over, by its size one of `small`, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, which by its size belongs to `small`, and
+            // nothing reads it any more.
             unsafe { self.small.deallocate(block, old) };
             Ok(moved)
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() <= self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
                 return unsafe { self.small.shrink(block, old, new) }.map(|block| self.cut(block));
             }
             if new.size() > self.threshold {
-                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.shrink(block, old, new) };
             }
             let moved = self.small.allocate(new).map(|block| self.cut(block))?;
-            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
             unsafe { copy(block, moved, new.size()) };
-            // SAFETY: the caller hands the block over, by its size one of `large`, and nothing reads it any more.
+            // SAFETY: the caller gives up the block, which by its size belongs to `large`, and
+            // nothing reads it any more.
             unsafe { self.large.deallocate(block, old) };
             Ok(moved)
         }
     }
 }
 
-// SAFETY: every block is one of an allocator that makes this promise, and it is asked.
+// SAFETY: the call is forwarded to the allocator of the block, which gives this guarantee.
 unsafe impl<S: DeferReuse + Owns, L: DeferReuse> DeferReuse for Segregate<S, L> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         if self.small.owns(address) {
@@ -153,7 +158,7 @@ unsafe impl<S: DeferReuse + Owns, L: DeferReuse> DeferReuse for Segregate<S, L> 
     }
 }
 
-// SAFETY: every block is one of the two.
+// SAFETY: every block belongs to one of the two.
 unsafe impl<S: Owns, L: Owns> Owns for Segregate<S, L> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.small.owns(block) || self.large.owns(block)

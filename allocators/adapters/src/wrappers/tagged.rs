@@ -1,4 +1,4 @@
-//! Whose the allocations are.
+//! Attribution of allocations to a tag.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
@@ -8,10 +8,10 @@ use aquifer_core::{
 };
 use std::{ptr::NonNull, sync::Arc};
 
-/// An allocator whose allocations belong to one [`Tag`], whatever scope they are made in.
+/// An allocator whose allocations all have one [`Tag`], independent of the current scope.
 ///
-/// The pools below see it as [`Tag::current`] and count under it. Over [`Opaque`] memory it is the
-/// request's tag, whatever that was.
+/// The pools below see it as [`Tag::current`] and count under it. Over [`Opaque`] memory it
+/// replaces the tag of the request.
 ///
 /// ```
 /// use aquifer_adapters::Tagged;
@@ -28,25 +28,25 @@ pub struct Tagged<A> {
 }
 
 impl<A> Tagged<A> {
-    /// Allocates from `inner` under `tag`.
+    /// Creates an adapter that allocates from `inner` under `tag`.
     pub fn new(inner: A, tag: Tag) -> Self {
         Self { inner, tag }
     }
 
-    /// The tag.
+    /// Returns the tag.
     #[must_use]
     pub fn tag(&self) -> Tag {
         self.tag
     }
 
-    /// The allocator below.
+    /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
     }
 }
 
 impl_allocator! {
-    // SAFETY: every call is one of the allocator below, whose promise this is.
+    // SAFETY: every call is forwarded to the upstream allocator, which gives these guarantees.
     unsafe impl [A: Allocator] for Tagged<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             tagged(self.tag, || self.inner.allocate(layout))
@@ -57,35 +57,35 @@ impl_allocator! {
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.inner.deallocate(block, layout) };
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.grow(block, old, new) })
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.grow_zeroed(block, old, new) })
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.shrink(block, old, new) })
         }
     }
 }
 
-// SAFETY: blocks are those of the allocator below, whose promise this is.
+// SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
 unsafe impl<A: DeferReuse> DeferReuse for Tagged<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.inner.defer(address, until)
     }
 }
 
-// SAFETY: blocks are those of the allocator below.
+// SAFETY: all blocks belong to the upstream allocator.
 unsafe impl<A: Owns> Owns for Tagged<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)

@@ -1,4 +1,4 @@
-//! What one thread keeps.
+//! One slot of the cache.
 #![expect(unsafe_code, reason = "a try-lock is a promise about a cell")]
 
 use std::{
@@ -8,15 +8,15 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Layouts of which blocks are kept.
+/// The number of layouts that a slot caches.
 const LAYOUTS: usize = 64;
-/// Blocks kept of each.
+/// The number of blocks cached of each layout.
 const DEPTH: usize = 32;
-/// Calls for another layout after which a place goes over to that one.
+/// After this many calls for another layout, a bin switches to that layout.
 const PATIENCE: u8 = 8;
 
-/// Blocks kept by layout, behind a lock that nobody waits for.
-// A cache line of its own, and the one that is fetched with it.
+/// Cached blocks by layout, behind a try-lock.
+// Two cache lines of its own, because the hardware prefetches them in pairs.
 #[repr(align(128))]
 pub(super) struct Slot {
     taken: AtomicBool,
@@ -26,7 +26,7 @@ pub(super) struct Slot {
 struct Kept {
     /// The sum of `layout.size() * count`.
     bytes: usize,
-    /// Made by the first block that is kept: a slot that no thread comes to takes no memory.
+    /// Allocated when the first block is cached, so that unused slots take no memory.
     places: Option<Box<[Place; LAYOUTS]>>,
 }
 
@@ -35,13 +35,13 @@ struct Place {
     layout: Layout,
     count: usize,
     blocks: [Option<NonNull<u8>>; DEPTH],
-    /// Calls for another layout since the last one for this.
+    /// Calls for another layout since the last one for this layout.
     passed: u8,
 }
 
-// SAFETY: `kept` is reached by `with` alone, from one thread at a time. The blocks in it are
-// followed by the allocator that they came from alone, which the cache shares between threads only
-// if that is `Sync`.
+// SAFETY: only `with` accesses `kept`, from one thread at a time. Only the allocator of its blocks
+// dereferences their pointers, and the cache shares that allocator between threads only if it is
+// `Sync`.
 unsafe impl Sync for Slot {}
 // SAFETY: as above.
 unsafe impl Send for Slot {}
@@ -54,20 +54,21 @@ impl Slot {
         }
     }
 
-    /// Runs `work` on what is kept, unless somebody else is there. `work` must not unwind nor come
-    /// back here.
+    /// Runs `work` on the contents, unless another thread is using the slot. `work` must neither
+    /// unwind nor call this again.
     #[inline]
     fn with<R>(&self, work: impl FnOnce(&mut Kept) -> R) -> Option<R> {
         if self.taken.swap(true, Ordering::Acquire) {
             return None;
         }
-        // SAFETY: the flag was down and is up, so nobody else is here until it is down again.
+        // SAFETY: this thread changed the flag from false to true, so no other thread accesses the
+        // contents until it is reset.
         let outcome = work(unsafe { &mut *self.kept.get() });
         self.taken.store(false, Ordering::Release);
         Some(outcome)
     }
 
-    /// A kept block of exactly this layout.
+    /// Removes and returns a cached block of exactly this layout.
     #[inline]
     pub(super) fn take(&self, layout: Layout) -> Option<NonNull<u8>> {
         self.with(|kept| {
@@ -84,8 +85,9 @@ impl Slot {
         .flatten()
     }
 
-    /// Keeps a block, if there is room for it in `room` bytes. What is not kept, this block or
-    /// others of which no more are asked for, goes to `away`, one by one and outside of the lock.
+    /// Caches a block if the capacity of `room` bytes allows it. A rejected block, and evicted
+    /// blocks of a layout that is no longer requested, are passed to `away`, one by one and outside
+    /// the lock.
     #[inline]
     pub(super) fn keep(
         &self,
@@ -130,8 +132,8 @@ impl Slot {
         }
     }
 
-    /// Takes everything out at once and hands it to `away`, one by one and outside of the lock: an
-    /// allocator below that comes back and has something kept meanwhile is not called for ever.
+    /// Removes all blocks at once and passes them to `away`, one by one and outside the lock. So it
+    /// terminates even if the upstream allocator calls back and caches more blocks.
     pub(super) fn drain(&self, away: impl Fn(NonNull<u8>, Layout)) {
         let places = self.with(|kept| {
             kept.bytes = 0;
@@ -144,7 +146,8 @@ impl Slot {
         }
     }
 
-    /// Blocks that are kept, and their bytes; `None` while somebody is there.
+    /// Returns the number of cached blocks and their bytes, or `None` while another thread is using
+    /// the slot.
     pub(super) fn held(&self) -> Option<(usize, usize)> {
         self.with(|kept| {
             let blocks = kept
@@ -167,7 +170,8 @@ impl Place {
     }
 }
 
-/// Where blocks of this layout are kept: sizes that are multiples of a word lie side by side.
+/// Returns the bin of this layout. Sizes that are consecutive multiples of a word use consecutive
+/// bins.
 #[inline]
 fn place_of(layout: Layout) -> usize {
     let size = layout.size();
