@@ -27,8 +27,8 @@ use std::{
 /// - The lowest run that is long enough is allocated, so the same operations give the same offsets.
 /// - Adjacent free pages are merged immediately.
 /// - Pages are zeroed when the arena is created. Later they contain what their last owner wrote.
-/// - It is `Sync` if the upstream allocator is. Threads take and free pages one at a time, and
-///   access their own pages concurrently.
+/// - It is `Sync` if the upstream allocator is. Threads may take and free pages concurrently, and
+///   each accesses its own pages.
 ///
 /// ```
 /// use aquifer_adapters::PageArena;

@@ -8,13 +8,13 @@
 //!   recorded behind all queued work, and the event is published as proof of that epoch and all
 //!   earlier ones.
 //! - If recording fails, the epoch is closed and has no event. The next event covers it.
+//!
 //! ```text
 //!   host      queue K1   free A(e1)   queue K2   free B(e1)   | close e1 | record E | publish (E, e1) |  free C(e2)
 //!   stream    ─── K1 ────────────────── K2 ───────────────────────────────── E ──────────────────────── …
 //!                                                             └ from here on frees note e2
 //! ```
 //!
-//! **The order matters: close, then record, then publish.** Had the event been recorded first, a
 //! **The order matters: close, then record, then publish.** If the event were recorded first, work
 //! could be queued between the record and the close. A block freed after that work would store the
 //! epoch that the event proves, but the event does not cover that work. If the close comes first, a

@@ -224,7 +224,7 @@ impl Gate for Point {
 /// ```
 /// use aquifer_core::Result;
 /// use aquifer_stream::Stream;
-/// /// Returns when all that is queued on the stream by now is done. Blocks no thread.
+/// /// Returns when all work queued so far is complete. Blocks no thread.
 /// async fn finished(stream: &Stream) -> Result<()> {
 ///     stream.point().await
 /// }

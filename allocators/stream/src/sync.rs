@@ -1,4 +1,4 @@
-//! The atomics of this crate: the standard ones, or loom's when every interleaving is tried.
+//! The atomics of this crate: those of `std`, or those of loom in model tests.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic;
@@ -6,14 +6,14 @@ pub(crate) use std::sync::atomic;
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic;
 
-/// Lets another thread run.
+/// Yields to other threads.
 #[cfg(not(loom))]
 pub(crate) use std::thread::yield_now;
 
 #[cfg(loom)]
 pub(crate) use loom::thread::yield_now;
 
-/// A cell that a lock guards, under the interface that loom checks.
+/// An `UnsafeCell` with the interface of loom's.
 #[cfg(not(loom))]
 #[derive(Debug)]
 pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);

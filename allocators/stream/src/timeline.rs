@@ -69,7 +69,7 @@ const CAPTURED_EVENT: u32 = 907;
 /// it captures.
 const CAPTURE_IMPLICIT: u32 = 906;
 
-/// The number of serials given out. 2^64 of them do not run out.
+/// The number of serials given out. 64 bits never overflow in practice.
 static SERIALS: AtomicU64 = AtomicU64::new(0);
 
 /// A stream and its epochs. A pool stores an epoch with a freed block instead of recording an
@@ -645,7 +645,7 @@ impl Timeline {
     }
 
     /// Waits until the recorded work of the stream is complete, even if its handle may be
-    /// destroyed. A stream that fences immediately is waited for through its events, any other
+    /// destroyed. A [`Life::Fenced`] stream is waited for through its events, any other stream
     /// through [`Timeline::synchronize`]. Blocks.
     ///
     /// # Errors

@@ -27,8 +27,8 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 /// assert_eq!((longest, arena.stats().allocated), (Some(9), 0));
 /// ```
 ///
-/// Nothing leaves a scope:
 /// Allocations cannot escape a scope:
+///
 /// ```compile_fail
 /// let mut arena = aquifer_adapters::Arena::new();
 /// let escaped = arena.scope(|scope| scope.alloc(1));

@@ -19,8 +19,9 @@ use std::{
 /// - A leaked block stays charged, even after the limit is dropped.
 /// - A block of device memory is charged until its memory is actually free. If another stream still
 ///   uses it, this is later than its drop.
-/// - Before a request for device memory is refused, the pool is trimmed once, so that it collects
-///   completed frees. The refusal is [`MemoryError::OutOfMemory`], as from the pool itself.
+/// - Before a request for device memory is refused, the pool collects its completed frees once. It
+///   is not asked for the block. The refusal is [`MemoryError::OutOfMemory`], as from the pool
+///   itself.
 ///
 /// A pool charges its physical memory itself. Use this adapter to bound live bytes.
 ///

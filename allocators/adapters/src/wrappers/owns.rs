@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 /// it has allocated and that was not freed, and `false` for every such block of an allocator whose
 /// memory comes from elsewhere. Never unwinds.
 pub unsafe trait Owns {
-    /// Returns whether the block at or around this address belongs to this allocator.
+    /// Returns whether the block that contains this address belongs to this allocator.
     fn owns(&self, block: NonNull<u8>) -> bool;
 }
 

@@ -52,7 +52,7 @@ impl Stream {
     /// use aquifer_driver::{OperandMut, Typed};
     /// use aquifer_stream::{Grid, Stream};
     ///
-    /// /// Takes a tile of 64 × 16 out of the left upper corner of an image that is 1920 wide.
+    /// /// Copies a tile of 64 × 16 from the upper left corner of an image 1920 wide.
     /// fn tile<T: Typed<Item = f32> + OperandMut>(s: &Stream, image: &T, tile: &mut T) -> Result<()> {
     ///     s.copy_2d(image, tile, Grid::new(64, 16).source_pitch(1920))
     /// }

@@ -214,7 +214,7 @@ impl<H> InFlight<H> {
 /// use aquifer_driver::{OperandMut, Typed};
 /// use aquifer_stream::Stream;
 ///
-/// /// Other tasks run while the copy is on its way.
+/// /// Other tasks run during the copy.
 /// async fn send<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<Vec<u8, A>> {
 ///     s.upload(v, to)?.await
 /// }

@@ -11,7 +11,7 @@ use aquifer_driver::Rows;
 /// ```
 /// use aquifer_stream::Grid;
 ///
-/// // A tile of 64 × 16, out of an image 1920 wide, packed.
+/// // A tile of 64 × 16 from an image 1920 wide, stored packed.
 /// let tile = Grid::new(64, 16).source_pitch(1920);
 /// assert_eq!((tile.width, tile.height, tile.from_pitch, tile.to_pitch), (64, 16, 1920, 64));
 /// ```
