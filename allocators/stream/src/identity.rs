@@ -1,4 +1,4 @@
-//! The driver's id of a stream, which tells whether a handle still means the same stream.
+//! The driver's id of a stream, used to check that a handle still means the same stream.
 //!
 //! The driver reuses the handle of a destroyed stream, but never its id. While a stream captures,
 //! the driver returns no id, and querying it would invalidate the capture.

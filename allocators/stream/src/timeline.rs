@@ -28,7 +28,8 @@ use std::{
 /// See [`Timeline`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Fence {
-    /// The epoch is complete or already has an event. No driver call was made.
+    /// The epoch is complete or already has an event, or the stream has ended. No driver call was
+    /// made.
     Standing,
     /// A new event was recorded.
     Recorded,
@@ -350,7 +351,7 @@ impl Timeline {
         let _calling = match self.calling() {
             Ok(calling) => calling,
             Err(MemoryError::OtherThread { .. }) => return Ok(Fence::OutOfReach),
-            // A retired stream has nothing left to prove.
+            // A retired or lost stream has nothing left to prove.
             Err(_) => return Ok(Fence::Standing),
         };
         let fleeting = matches!(self.life, Life::Fenced);
