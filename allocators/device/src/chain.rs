@@ -1,21 +1,20 @@
-//! What is tried, and in which order, when a stream's own cache has no room.
+//! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
-//! Each step is followed by another look, and the cheapest come first. Only waiting for the oldest
-//! work blocks, and handlers may; no lock is held over any of them:
+//! After each step the request is tried again, and the cheapest steps come first. Only the waits
+//! for queued work and reclaim handlers block. No lock is held over any step:
 //!
-//! 1. what other streams have finished with of this stream's own freed blocks;
-//! 2. an event behind each stream that has freed since its last, and a look which have passed;
-//! 3. new physical memory, what is free in other caches, what this stream has to wait for on the
-//!    device, and handles from under free memory, in the order of one of the lists of [`Step`]s
-//!    below: which one, [`crate::leasing`] decides;
-//! 4. handles under what is free given back, and new ones made, where all that is free would do and
-//!    lies apart;
-//! 5. others that are registered with the budget, asked to give something back without waiting;
-//! 6. the oldest work that frees something, waited for on the host, up to a deadline;
-//! 7. others again, who may wait until then as well;
-//! 8. an error that says what stood in the way.
+//! 1. release this stream's own freed blocks that other streams have finished with;
+//! 2. record an event behind each stream that has freed since its last event, and poll the events;
+//! 3. new physical memory, free memory of other caches, memory in use that this stream waits for on
+//!    the device, and handles from under free memory, in the order of one of the lists of [`Step`]s
+//!    below, which [`crate::leasing`] chooses;
+//! 4. release free handles and create new ones, where the free memory suffices but is fragmented;
+//! 5. reclaim from others registered with the budget, without waiting;
+//! 6. wait on the host, up to a deadline, for the oldest work that frees something;
+//! 7. reclaim from others again, which may now wait until the deadline;
+//! 8. an error that names the causes.
 //!
-//! Stable and reserved memory, which only new handles are for, goes the way of 5 to 8 as well.
+//! Stable and reserved memory, which needs new handles, goes through steps 5 to 8 as well.
 
 mod refusal;
 
@@ -48,7 +47,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What slow paths count.
+/// Counters of the slow path.
 #[derive(Default, Debug)]
 pub(crate) struct Counters {
     pub(crate) reaped: AtomicU64,
@@ -75,14 +74,14 @@ impl Counters {
     }
 }
 
-/// One step towards room.
+/// A step of the slow path.
 #[derive(Clone, Copy)]
 enum Step {
-    /// Look in all caches that share.
+    /// Search all caches that share.
     In(Attempt),
-    /// Look in the stream's own cache only.
+    /// Search the stream's own cache only.
     InOwn(Attempt),
-    /// Make each stream wait, on the device, for the other users of what it has freed.
+    /// Make each stream wait on the device for the other users of what it has freed.
     Wait,
 }
 
@@ -90,24 +89,24 @@ const fn attempt(reach: Reach, grain: Grain, grow: bool, steal: bool) -> Attempt
     Attempt { reach, grain, grow, steal }
 }
 
-/// Whole slots that are free and done, in whatever cache.
+/// Whole slots in any cache that are free, and whose work is done.
 const TAKE: Attempt = attempt(Reach::Done, Grain::Slots, false, false);
-/// The same by the unit.
+/// As [`TAKE`], by the unit.
 const TAKE_UNITS: Attempt = attempt(Reach::Done, Grain::Units, false, false);
-/// The same, and what is still in use: the stream waits for it on the device.
+/// As [`TAKE_UNITS`], and memory still in use: the stream waits for it on the device.
 const TAKE_IN_USE: Attempt = attempt(Reach::Wait, Grain::Units, false, false);
 /// New memory where it is missing.
 const GROW: Attempt = attempt(Reach::Done, Grain::Slots, true, false);
 /// Handles from under free memory where it is missing.
 const MOVE: Attempt = attempt(Reach::Done, Grain::Units, false, true);
-/// The same, under what is still in use.
+/// As [`MOVE`], also from under memory that is still in use.
 const MOVE_IN_USE: Attempt = attempt(Reach::Wait, Grain::Units, false, true);
-/// New memory, and handles where that is refused.
+/// New memory, and handles where new memory is refused.
 const GROW_AND_MOVE: Attempt = attempt(Reach::Done, Grain::Units, true, true);
-/// Everything.
+/// All of the above.
 const ALL: Attempt = attempt(Reach::Wait, Grain::Units, true, true);
 
-/// While memory is ample streams keep apart: a stream takes new memory before anybody else's.
+/// While memory is ample, streams keep apart: a stream takes new memory before that of others.
 const AMPLE: &[Step] = &[
     Step::InOwn(GROW),
     Step::In(TAKE),
@@ -117,8 +116,8 @@ const AMPLE: &[Step] = &[
     Step::Wait,
     Step::In(ALL),
 ];
-/// The same where memory has been enough before: what belongs to nobody is taken first, and waited
-/// for on the device.
+/// As [`AMPLE`], where memory has been enough before: shared free ranges come first, also with a
+/// wait on the device.
 const SETTLED: &[Step] = &[
     Step::InOwn(TAKE_UNITS),
     Step::InOwn(TAKE_IN_USE),
@@ -130,7 +129,7 @@ const SETTLED: &[Step] = &[
     Step::Wait,
     Step::In(ALL),
 ];
-/// Where much lies idle it is used before there is more of it, if the stream has to wait for
+/// Where much memory is idle: it is used before new memory, even if the stream has to wait for
 /// another.
 const IDLE: &[Step] = &[
     Step::In(TAKE_UNITS),
@@ -140,7 +139,7 @@ const IDLE: &[Step] = &[
     Step::In(GROW_AND_MOVE),
     Step::In(ALL),
 ];
-/// And where very much does, or on demand, handles move as well.
+/// Where most memory is idle, or on request: handles move as well.
 const COMPACT: &[Step] = &[
     Step::In(TAKE_UNITS),
     Step::Wait,
@@ -150,7 +149,7 @@ const COMPACT: &[Step] = &[
     Step::In(GROW_AND_MOVE),
     Step::In(ALL),
 ];
-/// What is free has been brought together, and looked through.
+/// Where all free memory is shared, and has been searched already.
 const TOGETHER: &[Step] = &[Step::In(GROW_AND_MOVE), Step::Wait, Step::In(ALL)];
 
 fn count(counter: &AtomicU64, by: u64) {
@@ -159,45 +158,45 @@ fn count(counter: &AtomicU64, by: u64) {
     }
 }
 
-/// How many times others' memory in hand is waited for before a request is refused.
+/// How many times moves of other threads are waited for before a request is refused.
 const OTHERS_TURNS: u32 = 64;
 
-/// How often a pool gives back what it holds idle itself, between asking others: once for each
-/// budget above it, and for the rare case that another thread takes what was given.
+/// How often a pool gives back its own idle memory between reclaims from others: once for each
+/// budget above it, with a margin for the case that another thread takes what was given.
 const OWN_TURNS: u32 = 8;
 
-/// Counts down; says whether there was anything left.
+/// Counts down. Returns whether any turn was left.
 fn spend(turns: &mut u32) -> bool {
     let left = *turns > 0;
     *turns = turns.saturating_sub(1);
     left
 }
 
-/// How many steps a chain notes before it takes memory for them: as many as it has, and some of
-/// others'.
+/// Number of steps noted without a heap allocation: the steps of one slow path, and some of
+/// reclaimers.
 const STEPS: usize = 16;
 
-/// Between two looks whether others still have memory in hand.
+/// Bounds of the pause between two checks of the moves of other threads.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
-/// Attempts that have taken memory in hand, and those of them that are over.
+/// The number of moves begun, and the number of moves ended.
 type Traffic = (u64, u64);
 
-/// How a chain has gone so far.
+/// The state of a slow path.
 #[derive(Default)]
 pub(crate) struct Progress<'a> {
     reserved: Option<&'a Mutex<Reservation>>,
-    /// When the last search began.
+    /// The counts when the last search began.
     traffic: Traffic,
-    /// How often this chain has itself taken memory in hand since.
+    /// Number of moves that this slow path itself has begun since.
     own: u64,
     tried: SmallVec<[Tried; STEPS]>,
     pub(crate) refused: Option<NoHandle>,
 }
 
 impl Progress<'_> {
-    /// Adds what a step gave.
+    /// Adds the bytes that a step gave.
     pub(crate) fn note(&mut self, step: &'static str, gave: u64) {
         match self.tried.iter_mut().find(|t| t.step == step) {
             Some(tried) => tried.gave += gave,
@@ -206,8 +205,9 @@ impl Progress<'_> {
     }
 }
 
-/// Whether there was something to wait for. Nobody can wait for a stream that captures, fence
-/// another thread's, or one that may be gone, so what those hold is not to be had.
+/// Runs `wait`, and returns whether there was something to wait for. A stream that captures cannot
+/// be waited for, one of another thread cannot be fenced, and one may have been destroyed: what
+/// those hold is not available, and is no error.
 pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
     match wait() {
         Err(
@@ -219,17 +219,17 @@ pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
     }
 }
 
-/// Of which streams that cannot be fenced the work is waited for.
+/// Which of the streams that cannot be fenced are waited for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Unfenced {
     /// All of them.
     All,
-    /// Those without a lease: nothing will ever fence them.
+    /// Streams without a lease, which nothing will fence later.
     Abandoned,
 }
 
-/// Waits for the device until these epochs are proved, as far as no event can prove them. Returns
-/// whether there were any.
+/// Waits until these epochs are proved, as far as no event can prove them. Waits for the device.
+/// Returns whether there were any.
 fn outlast(work: impl IntoIterator<Item = (Arc<Timeline>, u64)>, whose: Unfenced) -> Result<bool> {
     let mut waited = false;
     for (timeline, epoch) in work {
@@ -255,7 +255,8 @@ impl Inner {
         let mut progress = Progress { reserved, ..Progress::default() };
         let mut block = self.run_chain(home, request, &mut progress);
         let until = deadline(self.config.wait);
-        // Memory that others had in hand meanwhile was nobody's, and may be there now.
+        // Another thread may have been moving memory between caches. Retry, since that memory may
+        // be available now.
         for _ in 0..OTHERS_TURNS {
             if !matches!(block, Ok(None)) || !self.had_traffic(&progress) {
                 break;
@@ -272,7 +273,7 @@ impl Inner {
             Ok(None) => {
                 count(&self.counters.failures, 1);
                 self.report_pool(Action::Fail, request.size(), request.owner());
-                // What the chain took aside for this request goes back before it is refused.
+                // Handles set aside for this request are released before it is refused.
                 self.drop_spare();
                 Err(MemoryError::OutOfMemory(Box::new(self.explain(
                     request.size(),
@@ -288,14 +289,14 @@ impl Inner {
         }
     }
 
-    /// Whether another thread had memory in hand since the traffic was noted.
+    /// Returns whether another thread has moved memory since the counts were noted.
     fn had_traffic(&self, progress: &Progress<'_>) -> bool {
         let Progress { traffic: (departed, arrived), own, .. } = progress;
         departed != arrived || self.traffic() != (departed + own, arrived + own)
     }
 
-    /// Waits until as many attempts are over as have memory in hand now: they may be in long calls
-    /// of the driver's. Blocks until the deadline, at most.
+    /// Waits until as many moves have ended as have begun by now. A move may be in a long driver
+    /// call. Blocks until the deadline, at most.
     fn wait_for_traffic(&self, until: Option<Instant>) {
         let (departed, _) = self.traffic();
         let mut pause = SHORTEST_PAUSE;
@@ -329,8 +330,8 @@ impl Inner {
         })
     }
 
-    /// Tries to get `wanted` bytes, and in between asks others and waits for queued work: the steps
-    /// that block, whatever the memory is for. The work of `first` comes first.
+    /// Retries `attempt` with reclaim from others and waits for queued work in between. These are
+    /// the blocking steps, for memory of any kind. The work of `first` is waited for first.
     pub(crate) fn insist<'a, T>(
         &self,
         wanted: u64,
@@ -355,7 +356,7 @@ impl Inner {
             }
         }
         let mut others = self.others();
-        // What is to be had without waiting comes before this pool waits for its own work.
+        // Memory that is available without a wait comes before a wait for this pool's own work.
         let mut own = OWN_TURNS;
         while self.ask(&mut others, wanted, progress, Some(Instant::now()))
             || spend(&mut own) && self.give_own(wanted, progress)?
@@ -384,8 +385,8 @@ impl Inner {
         Ok(None)
     }
 
-    /// Asks another to give memory back: one of those below the budget that has refused, or on the
-    /// device that has none left. Says whether there was one.
+    /// Reclaims from one other user of the budget that refused, or of the device that is full.
+    /// Returns whether there was one.
     fn ask(
         &self,
         others: &mut Others<'_>,
@@ -409,7 +410,8 @@ impl Inner {
         })
     }
 
-    /// The steps that never block, but where devices that cannot map are to take memory back.
+    /// Runs the steps that never block, except where a device without virtual memory takes memory
+    /// back.
     fn make_room(
         self: &Arc<Self>,
         home: &'static Home,
@@ -423,8 +425,7 @@ impl Inner {
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
-        // Where much is held something of it is ready as a rule, which costs no driver call to
-        // know.
+        // Where much is held, part of it is usually ready, and finding it takes no driver call.
         let gathers =
             sharing && !self.leasing.is_together() && self.leasing.takes_over(request.size());
         if gathers && let Some(block) = self.take_shared(home, givers, request, progress) {
@@ -460,8 +461,8 @@ impl Inner {
                 First::Moves => COMPACT,
             },
         };
-        // An isolated stream waits for nobody, nor does one that captures. Asks the driver, so not
-        // before it matters.
+        // An isolated stream never waits for another, nor does one that captures. Evaluated lazily,
+        // since it calls the driver.
         let waits = std::cell::LazyCell::new(|| {
             self.config.adoption == Adoption::Wait && home.timeline().waits_unasked()
         });
@@ -492,9 +493,9 @@ impl Inner {
         self.make_anew(home, request, progress)
     }
 
-    /// Where what lies idle and what is left would be enough together, and are in each other's way:
-    /// gives handles back to the driver, for new ones where nothing is mapped. Nothing goes back
-    /// for a request that would not fit then either.
+    /// Releases free handles and creates new ones, where the free memory and the rest of the budget
+    /// suffice together but are fragmented. Releases nothing if the request would not fit then
+    /// either.
     fn make_anew(
         &self,
         home: &'static Home,
@@ -504,7 +505,7 @@ impl Inner {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
         let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;
-        // Blocks that earlier steps of this chain have settled are free, but not yet known to be
+        // Blocks that earlier steps have settled are free, but their work is not yet known to be
         // done.
         self.look(&pass, &homes)?;
         let wanted = self.whole(request);
@@ -513,7 +514,7 @@ impl Inner {
         if gone + idle == 0 || idle < short {
             return Ok(None);
         }
-        // Where it is not the budget that is short, the device is.
+        // If the budget is not short, the device is.
         let short = if short > 0 || gone > 0 { short } else { wanted };
         let gave = if short > 0 { self.press(self.held().saturating_sub(short))? } else { 0 };
         progress.note("give back what is free", gone + gave);
@@ -536,10 +537,9 @@ impl Inner {
         }
     }
 
-    /// Gives back idle memory of this pool's own, where the budget that refuses has nothing else
-    /// below it that could: the others that are to give the rest are found only once the next
-    /// budget above refuses. Gives nothing unless it is enough for that budget. Returns whether it
-    /// gave any.
+    /// Gives back idle memory of this pool where the budget that refuses has no other user that
+    /// could: the others that have to give the rest are found only once the next budget above
+    /// refuses. Gives nothing unless it is enough for that budget. Returns whether it gave any.
     fn give_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(NoHandle::Budget(refused)) = progress.refused else { return Ok(false) };
         let wanted = self.whole(&Request::bytes(wanted)).max(refused.requested);
@@ -556,7 +556,8 @@ impl Inner {
         Ok(gave > 0)
     }
 
-    /// A block out of what streams share, which caches give to first if it is to come from there.
+    /// Allocates a block from the shared free list. Caches first give up their ranges to it where
+    /// the request is to be served from there.
     fn take_shared(
         self: &Arc<Self>,
         home: &'static Home,
@@ -574,8 +575,8 @@ impl Inner {
         Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket()))
     }
 
-    /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that
-    /// are free by that.
+    /// Makes each stream wait on the device for the other users of what it has freed. Returns the
+    /// bytes that become free.
     fn wait_on_device(&self, homes: &[&'static Home]) -> Result<u64> {
         let mut settled = 0;
         for &home in homes {
@@ -590,12 +591,12 @@ impl Inner {
         if settled == 0 { None } else { home.try_alloc(self, request) }
     }
 
-    /// Records an event behind every stream that has freed since its last, looks which have passed,
-    /// and settles what they let go of. Answers with those bytes. Never blocks.
+    /// Records an event behind every stream that has freed since its last event, polls the events,
+    /// and settles blocks whose uses are over. Returns the bytes of these blocks. Never blocks.
     pub(crate) fn look(&self, bump: &Bump, homes: &[&'static Home]) -> Result<u64> {
         let mut held = List::with_capacity_in(homes.len(), bump);
-        // All fences before the first poll: a device needs a moment to pass the event of an idle
-        // stream.
+        // All fences come before the first poll, since a device needs a moment to complete the
+        // event of an idle stream.
         let mut fenced = List::new_in(bump);
         let mut fence = |timeline: Arc<Timeline>, epoch: u64| -> Result<()> {
             count(&self.counters.fences, u64::from(epoch > 0 && timeline.fence(epoch)?.is_new()));
@@ -630,7 +631,7 @@ impl Inner {
             Physical::Mapped(mapped) => mapped.spare_bytes(),
             Physical::Plain(_) => 0,
         };
-        // What is held ahead of the need does not lie idle.
+        // Bytes of the warm reserve do not count as idle.
         self.leasing.decide(&self.budget, &held, shared.saturating_sub(self.retention.reserve()));
         let mut settled = 0;
         for &home in homes {
@@ -639,7 +640,7 @@ impl Inner {
         Ok(settled)
     }
 
-    /// Takes over what other caches have, and backs addresses, for the request.
+    /// Takes over memory of other caches and maps memory, so that the request finds room.
     fn place(
         &self,
         home: &'static Home,
@@ -658,7 +659,7 @@ impl Inner {
                 plain.adopt(home, givers, request, how.reach, &mut effort)?
             }
             Physical::Plain(plain) if how.grow => plain.place(home, request, &mut effort)?,
-            // Segments stay where they are.
+            // Segments cannot be moved.
             Physical::Plain(_) => None,
         };
         let (step, gave) = match how {
@@ -690,8 +691,8 @@ impl Inner {
             .map(|place| self.hand_out(home, &Freed::found(home, &place, request), self.ticket())))
     }
 
-    /// Waits for the oldest work that keeps something from being free: of `first`, of what has
-    /// addresses of its own, of all others. Says whether there was any. Blocks.
+    /// Waits for the oldest work that keeps memory from being free: first of `first`, then of
+    /// dedicated memory, then of all other caches. Returns whether there was any. Blocks.
     pub(crate) fn wait_for_oldest(
         &self,
         first: Option<&'static Home>,
@@ -728,10 +729,10 @@ impl Inner {
         self.outlast(&pass, &homes, Unfenced::All)
     }
 
-    /// Waits for the device where caches hold memory of streams that this thread cannot fence, such
-    /// as the default streams of threads that have ended: nothing else proves that their work is
-    /// over. Not while a capture is announced. Returns whether there was any. Blocks, with no
-    /// deadline.
+    /// Waits for the device if caches hold memory of streams that this thread cannot fence, such as
+    /// the default streams of threads that have ended: nothing else proves that their work is done.
+    /// Does nothing while a capture is announced. Returns whether there was any such memory.
+    /// Blocks, with no deadline.
     pub(crate) fn outlast(
         &self,
         bump: &Bump,

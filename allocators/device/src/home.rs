@@ -1,15 +1,16 @@
-//! Where a stream's blocks live and where they return to.
+//! A stream's cache: its heap, its pending frees, and the recycling of caches.
 //!
-//! Each stream has a cache of its own, so that allocating and freeing on it touch nothing that
-//! another stream touches. The cache stands in a *shell*: leaked once, used again for another
-//! stream after the last of its blocks has come home, never freed. So a block needs no reference
-//! count to find its way: a plain `&'static` does.
-//!
-//! **What is in the heap of a cache is in order with its stream.** A block whose only user was the
-//! stream goes back at once, and the stream may have it again at once. A block that others use as
-//! well waits outside the heap until they are done, or until the stream has been made to wait for
-//! them. Each free range carries the epoch of the stream that covers its last use, for the day when
-//! somebody else wants it.
+//! - Each stream has a cache of its own, so its allocations and frees touch no memory that another
+//!   stream uses.
+//! - Caches are allocated once, never freed, and recycled. When the last block of a closed pool's
+//!   cache is returned, the cache can serve another stream. A block can therefore store a plain
+//!   `&'static Home` instead of a reference count.
+//! - **Memory in a cache's heap is ordered on its stream.** If only the owner stream used a block,
+//!   its free returns the block to the heap at once, and the stream can reuse it at once. If other
+//!   streams used it too, the block stays pending outside the heap until their uses are done, or
+//!   until the owner stream has been made to wait for them.
+//! - Each free range carries the epoch of the stream that covers its last use. Another stream needs
+//!   that epoch to take the range over.
 //!
 //! ```text
 //!   block ──drop──▶ other uses done? ──yes──▶ heap (epoch e of this stream)
@@ -20,57 +21,12 @@
 //!
 //! # The block that was freed last
 //!
-//! It waits in front of the heap, as its token was, for an allocation that asks for the same bytes
-//! under the same tag: a loop over one block has no heap to ask, which would cut and merge it each
-//! time. By every account it is live until it is given up, which is the first thing that happens
-//! whenever anything else is wanted of the cache: [`Home::with`] sees to it. So nobody else can
-//! tell that it is there, and it costs no other block a better place, but where a tighter hole
-//! was free: the three recorded programs fit in 1.0092, 1.0065 and 1.0082 times their peaks
-//! (1.0092, 1.0073 and 1.0089 without), on one stream in 1.0092, 1.0056 and 1.0102 (1.0092, 1.0031
-//! and 1.0102).
+//! The last freed block stays in front of the heap as a token. The next allocation with the same
+//! size, tag and default alignment takes it without a heap operation, so a loop over one block does
+//! not split and merge extents each time. The heap and the account count this block as live.
+//! [`Home::with`] first returns it to the heap, so every other use of the cache sees it as free.
 //!
-//! More than one is quicker and packs worse. 256 blocks that waited, found by size, took recorded
-//! programs in fewer nanoseconds an operation (`llama_train` 37 in place of 62, `resnet_train` 47
-//! in place of 52), and made all of them take more memory where it is not short, in place of 1.16,
-//! 1.06 and 1.60 times their peaks:
-//!
-//! | blocks that wait | `llama_train` | `resnet_train` | `serve_mixed` |
-//! |---|---|---|---|
-//! | 8 | 1.25 | 1.08 | 1.71 |
-//! | 16 | 1.26 | 1.08 | 1.65 |
-//! | 32 | 1.33 | 1.10 | 1.82 |
-//! | 256 | 1.34 | 1.11 | 1.89 |
-//!
-//! # What a pair costs
-//!
-//! Instructions of one allocation and one free, counted by callgrind over `benches/hot_path.rs`,
-//! which says how:
-//!
-//! | part | a pair of any size | random ≤ 1 MiB, an operation |
-//! |---|---|---|
-//! | request, pool, finding the stream's cache, lock, what waits, token | 88 | with the account and the next row 125 |
-//! | lock, epoch, what waits, the token's end | 62 | |
-//! | the heap finds a place | – | 248 |
-//! | the heap takes it back | – | 161 |
-//! | the loop itself | 31 | 49 |
-//! | all | 181 | 583 |
-//!
-//! Two of these are locked, one for each time the cache is taken. On a 2-core virtual machine a
-//! pair takes 16 ns, where a `malloc` pair of 64 bytes takes 10. It took 426 instructions and 41 ns
-//! at 256 bytes, 524 and 43 at 4 KiB and 346 and 30 from 64 KiB on when the heap was asked each
-//! time.
-//!
-//! Instructions are not all: a value that is stored in parts and loaded as one waits until the
-//! parts have left the store buffer, some 8 ns. With no more instructions a pair took 41 ns while
-//! the token was put together from its parts, which whoever moves it loads as halves of sixteen
-//! bytes, and while it came home by the stack. So a token comes and goes by halves that are copied
-//! whole, from the place where it waits and to it, and what a stream's timeline keeps for a pool is
-//! a number: to ask a `dyn Any` for its type is such a wait as well.
-//!
-//! Of a random operation most is the heap's splitting and merging: taking extents out of their bins
-//! and filing them again, finding the best fit, and the records. Leaving an extent that is alone in
-//! its bin there when it shrinks or grows changed random rows by -4 to +4 %; a leaf of the map from
-//! pages to records remembered from call to call by less than 1 %. Neither is worth its rules.
+//! Only one block is kept: keeping more of them is faster, but fragments memory.
 
 mod figures;
 pub(crate) mod vacancy;
@@ -91,99 +47,101 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// A stream's cache, at an address that stays valid for the life of the process.
+/// A stream's cache. Its address is valid for the life of the process.
 pub(crate) struct Home {
     state: CachePadded<Spin<State>>,
 }
 
-/// The cache itself. All of it is reached under the lock.
+/// The contents of a cache. All of it is protected by the cache's lock.
 pub(crate) struct State {
     pub(crate) heap: Heap,
-    /// Freed blocks that others still use.
+    /// Freed blocks that other streams still use.
     pub(crate) pending: Vec<Pending>,
-    /// Threads that have taken the pending blocks out to settle them.
+    /// Number of threads that have removed the pending blocks from the list to settle them.
     settling: u32,
-    /// Calls of [`Home::settle_now_and_then`] that are still to be skipped.
+    /// Calls of [`Home::settle_now_and_then`] still to be skipped.
     skip: usize,
     pub(crate) account: Account,
-    /// The epoch of the last free, also of blocks that are pending: what has to be fenced before
-    /// other streams may have what is free here.
+    /// The epoch of the last free, including frees of pending blocks. It must be fenced before
+    /// other streams can take free memory from this cache.
     pub(crate) last_free: u64,
-    /// `None` in a shell that waits for a stream.
+    /// The current binding; `None` while the cache is idle.
     serving: Option<Serving>,
     /// The block that was freed last.
     last: Option<Freed>,
-    /// Whether it waits here for the next allocation: live by every account, and nobody's.
+    /// Whether `last` is free and ready for the next allocation. The heap and the account still
+    /// count it as live.
     last_waits: bool,
-    /// A free has more to do than to give its bytes back: somebody listens, the pool is closed, or
-    /// the stream has to be fenced at once.
+    /// Whether a free has more to do than to return its bytes: report an event, retire the cache of
+    /// a closed pool, or fence the stream at once.
     attention: bool,
-    /// Blocks that are out as bare addresses.
+    /// Blocks that were converted into raw addresses.
     pub(crate) raw: crate::raw::Table,
 }
 
-/// What a shell serves.
+/// What a cache is bound to.
 struct Serving {
     pool: Arc<Inner>,
-    /// Its number among the caches of the pool.
+    /// The index of the cache in its pool.
     number: usize,
     timeline: Arc<Timeline>,
-    /// Whether the pool is open: a closed pool's shell is retired with its last block.
+    /// Whether the pool is open. The cache of a closed pool is retired with its last block.
     open: bool,
 }
 
-/// What a cache counts beside what its heap counts anyway. Plain numbers: they change under its
+/// Counters beside those of the heap. They are plain integers, since they change under the cache's
 /// lock.
 ///
-/// A block is an addition or two: what follows from other numbers is not counted, and peaks are
-/// looked at where a number grows.
+/// To keep the cost for a block at one or two additions, derived numbers are not stored, and peaks
+/// are updated only where a number grows.
 #[derive(Default)]
 pub(crate) struct Account {
-    /// Bytes that were asked for, of the live blocks.
+    /// Bytes that the live blocks were requested with.
     pub(crate) requested: u64,
     peak_live: u64,
     peak_requested: u64,
     allocations: u64,
-    /// Bytes of pending blocks: the heap still has them as live.
+    /// Bytes of pending blocks. The heap still counts them as live.
     pub(crate) pending: u64,
     pending_blocks: u64,
-    /// Of every tag but [`Tag::NONE`], whose share is what is left.
+    /// Holdings of every tag but [`Tag::NONE`], which has the remainder.
     tagged: Vec<Holding>,
-    /// Where in `tagged` the last block was counted: the next one is of the same tag as a rule.
+    /// Index in `tagged` of the last block's tag. The next block usually has the same tag.
     last: usize,
 }
 
-/// A freed block that is held back for its other users.
+/// A freed block that other streams still use.
 pub(crate) struct Pending {
     pub(crate) freed: Freed,
-    /// Bytes that it holds.
+    /// Bytes of the heap that it occupies.
     bytes: u64,
     /// As [`Extras::generation`].
     generation: u64,
-    /// The epoch of the home stream that covers the block's own work.
+    /// The epoch of the owner stream that covers the block's own work.
     epoch: u64,
-    /// Uses that were not known to be done at the last look.
+    /// Uses that were not known to be done when last polled.
     pub(crate) uses: Uses,
     until_free: UntilFree,
 }
 
-/// Pending blocks that one allocation may look at in vain, averaged over many.
+/// Number of pending blocks that one call may examine without releasing any, averaged over many
+/// calls.
 const STEPS_A_CALL: usize = 256;
 
-/// How far to go for a pending block.
+/// How pending blocks are released.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Settle {
-    /// Take those whose uses are known to be done.
+    /// Release blocks whose uses are known to be done.
     Done,
-    /// Also make the stream wait for uses that are stamped.
+    /// Also make the owner stream wait on the device for stamped uses.
     Wait,
 }
 
-/// Shells without a stream.
+/// Idle caches that any pool can take.
 static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 
-/// What is left to do of the end of a cache because the driver has refused to wait: within a host
-/// callback it refuses every call.
+/// The remaining steps of closing a cache, kept because the driver refused to wait. Within a host
+/// callback the driver refuses every call.
 enum Unended {
     Close(&'static Home, Arc<Inner>),
     Finish(&'static Home, Box<Retired>),
@@ -195,7 +153,8 @@ fn end_later(unended: Unended) {
     UNENDED.lock().unwrap_or_else(PoisonError::into_inner).push(unended);
 }
 
-/// Ends caches whose end the driver has refused. What it refuses again is kept for the next time.
+/// Retries the closing of caches that the driver refused. What it refuses again is kept for the
+/// next call.
 pub(crate) fn sweep() {
     let unended = mem::take(&mut *UNENDED.lock().unwrap_or_else(PoisonError::into_inner));
     for one in unended {
@@ -206,17 +165,17 @@ pub(crate) fn sweep() {
     }
 }
 
-/// What is to be done once the lock is open again.
+/// Work to be done after the lock is released.
 pub(crate) struct AfterFree {
-    /// An event that cannot be recorded later.
+    /// An epoch that has to be fenced now, since no event can be recorded for it later.
     fence: Option<(Arc<Timeline>, u64)>,
     freed: Freed,
     reports: Option<Reports>,
     retired: Option<Retired>,
 }
 
-/// Events that somebody waits for, with their places. By the time they are told the shell may serve
-/// another stream.
+/// Recorder events with their tickets. The pool is stored, since the cache may serve another stream
+/// by the time they are reported.
 struct Reports {
     pool: Arc<Inner>,
     /// The stream's number.
@@ -235,7 +194,7 @@ impl Reports {
     }
 }
 
-/// A shell of a closed pool, which is told when a use of a pending block has ended.
+/// A cache of a closed pool, registered to be notified when a use of a pending block ends.
 struct Closed(&'static Home, Arc<Inner>);
 
 impl LastUse for Closed {
@@ -244,15 +203,14 @@ impl LastUse for Closed {
     }
 }
 
-/// What is left of a shell's service when its last block has come home: to be dropped outside the
-/// lock.
+/// What a retired cache held. It must be dropped after the lock is released.
 pub(crate) struct Retired {
     heap: Heap,
     serving: Option<Serving>,
 }
 
 impl Home {
-    /// A shell that serves `timeline` for `pool`.
+    /// Returns a cache bound to `timeline` for `pool`, recycled or new.
     pub(crate) fn open(pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) -> &'static Home {
         let old = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let home = old.unwrap_or_else(|| {
@@ -276,7 +234,7 @@ impl Home {
         home
     }
 
-    /// Serves `timeline` from now on. Nobody knows the shell.
+    /// Binds the cache to `timeline`. No other thread may have a reference to it yet.
     fn serve(&'static self, pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) {
         self.state.with(|s| {
             s.attention = pool.is_recorded() || timeline.fences_at_once();
@@ -284,7 +242,8 @@ impl Home {
         });
     }
 
-    /// Runs `work` under the lock. Never a driver call in there.
+    /// Runs `work` under the lock, after the last freed block has been returned to the heap. `work`
+    /// must not call the driver.
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         self.state.with(|s| {
             s.give_up_last();
@@ -292,34 +251,34 @@ impl Home {
         })
     }
 
-    /// As [`Home::with`], where the block that was freed last may wait on: for what looks neither
-    /// at the heap nor at the account.
+    /// As [`Home::with`], but leaves the last freed block where it is. `work` must use neither the
+    /// heap nor the account.
     #[inline]
     pub(crate) fn with_last<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         self.state.with(work)
     }
 
-    /// The stream it serves.
+    /// Returns the stream of this cache.
     pub(crate) fn timeline(&self) -> Arc<Timeline> {
-        // A shell serves a stream as long as a block or an open pool refers to it, and only those
-        // call this.
+        // A cache stays bound while a block or an open pool refers to it, and only those call this.
         self.with_last(|s| s.serving.as_ref().map(|serving| serving.timeline.clone()))
             .unwrap_or_else(|| unreachable!("a block outlived its shell's service"))
     }
 
-    /// The streams of its pool.
+    /// Returns the stream pool of this cache's pool.
     pub(crate) fn streams(&self) -> Option<StreamPool> {
         self.with_last(|s| s.serving.as_ref().map(|serving| serving.pool.streams().clone()))
     }
 
-    /// A block out of the cache, if it has room. The hot path where nobody listens.
+    /// Allocates a block from the cache, or returns `None` if it has no room. The hot path, for
+    /// pools without recorder and observer.
     #[inline]
     pub(crate) fn quick_alloc(&'static self, request: &Request) -> Option<Block> {
         self.state.with(|s| s.take(self, request).map(Block::at_home))
     }
 
-    /// As [`Home::quick_alloc`], and whoever wants to know of it is told. Not for what comes from
-    /// the commons.
+    /// As [`Home::quick_alloc`], and reports the block to the recorder and the observer. Returns
+    /// `None` if the request is to be served from the ranges that streams share.
     pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<Block> {
         if pool.leasing.takes_over(request.size()) {
             return None;
@@ -331,19 +290,19 @@ impl Home {
         Some(pool.hand_out(self, &freed, ticket))
     }
 
-    /// Bytes that a block of this cache holds.
+    /// Returns the bytes that a block of this cache occupies.
     pub(crate) fn size_of(&self, address: u64, key: Key) -> u64 {
         self.with(|s| s.heap.size_of_keyed(address, key)).unwrap_or(0)
     }
 
-    /// Takes a block back that nobody else uses. The hot path.
+    /// Returns a block to the cache. No other stream may use it. The hot path.
     #[inline]
     pub(crate) fn put_back(&'static self, way: &Way, place: &Place) {
         let after = self.state.with(|s| s.put_back(way, place));
         self.attend(after);
     }
 
-    /// Does what a free has left to do.
+    /// Does what remains to be done after a free.
     #[inline]
     pub(crate) fn attend(&'static self, after: Option<Box<AfterFree>>) {
         if let Some(after) = after {
@@ -354,8 +313,8 @@ impl Home {
     #[cold]
     fn attend_to(&'static self, after: Box<AfterFree>) {
         if let Some((timeline, epoch)) = after.fence {
-            // A refusal leaves the range without a proof, so nobody else gets it before a later
-            // event covers it.
+            // After a refusal the range has no proof of completion, so no other stream can take it
+            // until a later event covers it.
             let _ = timeline.fence_at_once(epoch);
         }
         if let Some(reports) = after.reports {
@@ -366,7 +325,7 @@ impl Home {
         }
     }
 
-    /// Takes a block back that others may use, or that somebody wants to know of.
+    /// Returns a block that other streams may use, or that has extra metadata.
     #[cold]
     pub(crate) fn put_back_with_extras(
         &'static self,
@@ -376,7 +335,7 @@ impl Home {
     ) {
         let timeline = self.timeline();
         let uses = uses.take(&timeline);
-        // Live bytes end here, behind everything else.
+        // The counts of live bytes end when this is dropped, at the end of the function.
         let Extras { generation, until_free, live: _live } = extras.or_default();
         let range = DeviceRange {
             device: timeline.raw().device(),
@@ -397,8 +356,8 @@ impl Home {
             note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
         }
         let epoch = timeline.open();
-        // A refusal leaves the range without a proof, so nobody else gets it before a later event
-        // covers it.
+        // After a refusal the range has no proof of completion, so no other stream can take it
+        // until a later event covers it.
         let _ = timeline.fence_at_once(epoch);
         let (reports, closed) = self.with(|s| {
             let bytes = s.heap.size_of_keyed(freed.place.address, freed.way.key).unwrap_or(0);
@@ -416,14 +375,14 @@ impl Home {
             reports.tell(&freed);
         }
         if let Some(pool) = closed {
-            // Nobody else looks at it again.
+            // The pool no longer polls this cache.
             self.close(&pool);
         }
     }
 
-    /// [`Home::settle`] with [`Settle::Done`], at a cost for each call that does not grow with the
-    /// number of pending blocks: a walk that has released nothing is not repeated in the next
-    /// calls, one for each [`STEPS_A_CALL`] blocks that it went over. Returns the bytes.
+    /// Calls [`Home::settle`] with [`Settle::Done`], at a cost a call that does not grow with the
+    /// number of pending blocks: after a walk that released nothing, one call is skipped for each
+    /// [`STEPS_A_CALL`] blocks that the walk examined. Returns the bytes released.
     pub(crate) fn settle_now_and_then(&'static self) -> aquifer_core::Result<u64> {
         let due = self.with(|s| {
             let due = s.skip == 0;
@@ -438,8 +397,8 @@ impl Home {
         Ok(bytes)
     }
 
-    /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and
-    /// with the waits it had to queue. Calls the driver, never under the lock.
+    /// Moves pending blocks to the heap whose other uses are over. Returns the bytes released, and
+    /// the number of stream waits queued. Calls the driver, but never under the lock.
     pub(crate) fn settle(&'static self, how: Settle) -> aquifer_core::Result<(u64, u64)> {
         let (mut pending, timeline) = {
             let taken = self.with(|s| {
@@ -454,10 +413,11 @@ impl Home {
             let Some(taken) = taken else { return Ok((0, 0)) };
             taken
         };
-        // A stream that is fenced at once may be gone by now, and is not called for.
+        // A stream that is fenced at once may have been destroyed already, so no wait is queued on
+        // it.
         let may_wait =
             how == Settle::Wait && !timeline.fences_at_once() && timeline.waits_unasked();
-        // Meanwhile these blocks are nobody's: no other thread can settle them twice.
+        // The blocks are in no list now, so no other thread can settle them a second time.
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
         let over = pending.extract_if(.., |entry| {
@@ -491,7 +451,7 @@ impl Home {
         }
         let retired = self.with(|s| {
             if s.pending.is_empty() {
-                // With its room, so that the next block that is held back makes none.
+                // Keeps the vector's allocation for the next pending block.
                 mem::swap(&mut s.pending, &mut pending);
             } else {
                 s.pending.append(&mut pending);
@@ -505,14 +465,14 @@ impl Home {
         outcome.map(|()| (bytes, waits))
     }
 
-    /// Whether another stream may be made to wait for what is free here: see
+    /// Returns whether another stream may be made to wait for the free memory of this cache: see
     /// [`Timeline::is_waited_for_unasked`].
     pub(crate) fn is_waited_for(&self) -> bool {
         let (timeline, last_free) = self.with(|s| (s.timeline().cloned(), s.last_free));
         timeline.is_some_and(|timeline| timeline.is_waited_for_unasked(last_free))
     }
 
-    /// A pending block's last use is over.
+    /// Moves a pending block whose last use is over to the heap.
     fn complete(&'static self, timeline: &Arc<Timeline>, entry: Pending) {
         let Pending { freed, bytes, generation, epoch, until_free, .. } = entry;
         let range =
@@ -535,12 +495,12 @@ impl Home {
         }
     }
 
-    /// `pool` is closed: if the shell serves it still, it retires when its last block has come
-    /// home, perhaps now.
+    /// Closes the cache if it is still bound to `pool`: it retires when its last block has been
+    /// returned, perhaps now.
     pub(crate) fn close(&'static self, pool: &Arc<Inner>) {
-        // Uses that nobody has finished cannot be waited for: their blocks, and this shell, stay
-        // until the last of them ends, and says so. By then another use's end may have let the
-        // shell go, to serve another pool.
+        // Open uses cannot be waited for. Their blocks and this cache stay until the last open use
+        // ends and notifies this object. By then another use's end may have recycled the cache for
+        // another pool, hence the check.
         let whom: Arc<dyn LastUse> = Arc::new(Closed(self, pool.clone()));
         let serves = self.with(|s| {
             let serves = s.serves(pool);
@@ -552,13 +512,14 @@ impl Home {
         if !serves {
             return;
         }
-        // Whoever else uses a pending block must be waited for, or its memory could not go.
+        // The memory of a pending block cannot be released while other streams use it, so their
+        // uses are waited for.
         loop {
             match self.wait_for_pending(None) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(MemoryError::DeviceLost { .. }) => {
-                    // Nothing runs there any more.
+                    // After the loss of the device no work runs on it.
                     let users: Vec<Arc<Timeline>> = self.with(|s| {
                         s.pending
                             .iter()
@@ -592,8 +553,8 @@ impl Home {
         }
     }
 
-    /// Waits for the oldest stamped uses of pending blocks, then settles. Says whether there was
-    /// one to wait for.
+    /// Waits for the stamped uses of the first pending block that has no open use, then settles.
+    /// Returns whether there was such a use. Blocks until `deadline`.
     pub(crate) fn wait_for_pending(
         &'static self,
         deadline: Option<std::time::Instant>,
@@ -611,8 +572,8 @@ impl Home {
         Ok(!oldest.is_empty())
     }
 
-    /// Ends a shell's service: everything queued on its stream is waited for, and its ranges go
-    /// back to the pool.
+    /// Ends the service of a retired cache: waits for all work queued on its stream, returns its
+    /// ranges to the pool, and adds the cache to the idle ones.
     #[cold]
     pub(crate) fn finish(&'static self, mut retired: Retired) {
         if let Some(serving) = retired.serving.take() {
@@ -620,17 +581,17 @@ impl Home {
             match timeline.quiesce() {
                 Ok(()) => pool.take_home_back(self, timeline, &retired.heap),
                 Err(MemoryError::DeviceLost { .. }) => {
-                    // Nothing runs there any more.
+                    // After the loss of the device no work runs on it.
                     timeline.abandon();
                     pool.take_home_back(self, timeline, &retired.heap);
                 }
                 // Work may still run on this memory, so it stays mapped and charged until the
-                // driver is asked again.
+                // driver call succeeds.
                 Err(MemoryError::Driver(_)) => {
                     retired.serving = Some(serving);
                     return end_later(Unended::Finish(self, Box::new(retired)));
                 }
-                // Nor can it ever be told when that work is done.
+                // The completion of that work can never be proved, so the pool keeps the memory.
                 Err(_) => pool.keep_home(self, timeline),
             }
             let Serving { pool, timeline, .. } = serving;
@@ -643,9 +604,8 @@ impl Home {
 }
 
 impl State {
-    /// A block for `request`: the one that was freed last if that is what was asked for then, or
-    /// out of the heap. A loop that allocates and frees one block would have the heap merge and cut
-    /// it each time.
+    /// Takes the last freed block if it fits `request`, or allocates from the heap. For a loop that
+    /// allocates and frees one block this avoids a split and a merge each time.
     #[inline]
     pub(crate) fn take(&mut self, home: &'static Home, request: &Request) -> Option<&Freed> {
         let fits = |last: &Freed| {
@@ -653,7 +613,7 @@ impl State {
                 && request.alignment() == BLOCK_ALIGN
         };
         if self.last_waits && self.last.as_ref().is_some_and(fits) {
-            // Nothing has changed since it was its owner's: no other account, and no peak.
+            // The block was never counted as freed, so only the number of allocations changes.
             self.account.allocations += 1;
         } else {
             self.find(home, request)?;
@@ -662,8 +622,7 @@ impl State {
         self.last.as_ref()
     }
 
-    /// Has the heap find a block for `request`, and puts it where the one that was freed last
-    /// stood.
+    /// Allocates from the heap for `request`, and stores the block's token in `last`.
     #[inline(never)]
     fn find(&mut self, home: &'static Home, request: &Request) -> Option<()> {
         self.give_up_last();
@@ -672,7 +631,7 @@ impl State {
         Some(())
     }
 
-    /// Ends the block that was freed last by every account.
+    /// Returns the last freed block to the heap and the account, if it is free.
     #[inline]
     fn give_up_last(&mut self) {
         if mem::take(&mut self.last_waits) {
@@ -684,12 +643,12 @@ impl State {
     fn give_up(&mut self) {
         if let Some(last) = self.last {
             self.account.freed(last.place.asked);
-            // No free has come since, so this is its own epoch, or a later one.
+            // No free has come since, so this is the block's own epoch, or a later one.
             self.give_to_heap(&last, self.last_free);
         }
     }
 
-    /// A range for `request` out of the heap, and counted.
+    /// Allocates a range for `request` from the heap, and counts it.
     #[inline]
     pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::Block> {
         let place = self.heap.alloc(request.size(), request.alignment())?;
@@ -708,7 +667,7 @@ impl State {
         Some(place)
     }
 
-    /// Counts a block that the heap has just made.
+    /// Counts a block that the heap has just allocated.
     #[inline]
     fn count(&mut self, request: &Request) {
         let live = self.live();
@@ -724,13 +683,14 @@ impl State {
         }
     }
 
-    /// The open epoch of the stream.
+    /// Returns the open epoch of the stream.
     #[inline]
     fn open_epoch(&self) -> u64 {
         self.serving.as_ref().map_or(0, |serving| serving.timeline.open())
     }
 
-    /// Takes a block back. What is answered is to be attended to.
+    /// Takes a block back. The caller must pass the result to [`Home::attend`] after it has
+    /// released the lock.
     #[inline]
     pub(crate) fn put_back(&mut self, way: &Way, place: &Place) -> Option<Box<AfterFree>> {
         self.give_up_last();
@@ -740,7 +700,7 @@ impl State {
         if self.attention { self.after_free() } else { None }
     }
 
-    /// Remembers for the pool that an address of this cache is out.
+    /// Registers in the pool's directory that a block of this cache has become a raw address.
     pub(crate) fn note_raw(&self, address: u64) {
         if let Some(serving) = &self.serving {
             serving.pool.directory.note(address, serving.number);
@@ -750,13 +710,13 @@ impl State {
     #[inline]
     fn give_to_heap(&mut self, freed: &Freed, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
-        // A block is freed once, by the token that owns it; should the heap refuse all the same,
-        // the bytes stay out of use, which is the one outcome that corrupts nothing.
+        // A block is freed once, by the only token that owns it. If the heap refuses nevertheless,
+        // the bytes stay unused, so nothing is corrupted.
         let freed = self.heap.free_keyed(freed.place.address, freed.way.key, epoch);
         debug_assert!(freed.is_ok(), "the heap refused a block's only token: {freed:?}");
     }
 
-    /// What a free has to do where something else depends on it. Boxed, since hardly any has.
+    /// Collects what a free has to do beyond returning the block. Boxed, since few frees need it.
     #[cold]
     fn after_free(&mut self) -> Option<Box<AfterFree>> {
         self.give_up_last();
@@ -767,8 +727,7 @@ impl State {
         Some(Box::new(AfterFree { fence, freed, reports, retired: self.retire_if_done() }))
     }
 
-    /// Places in the order of events for a free, for its completion, or for both, if anybody
-    /// listens.
+    /// Takes tickets for a free, for its completion, or for both, if the pool has a recorder.
     fn reports(&self, freed: bool, completed: bool) -> Option<Reports> {
         let Serving { pool, timeline, .. } = self.serving.as_ref()?;
         if !pool.is_recorded() {
@@ -783,19 +742,19 @@ impl State {
         self.serving.as_ref().is_some_and(|serving| Arc::ptr_eq(&serving.pool, pool))
     }
 
-    /// The stream it serves, if any.
+    /// Returns the stream that the cache is bound to, if any.
     pub(crate) fn timeline(&self) -> Option<&Arc<Timeline>> {
         self.serving.as_ref().map(|serving| &serving.timeline)
     }
 
-    /// Adds memory in order with the stream from `stamp` on. The caller has made sure that it is
-    /// nobody's.
+    /// Adds memory that is ordered on the stream from `stamp` on. The caller makes sure that the
+    /// memory has no other owner.
     pub(crate) fn add(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add(range, stamp);
         debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
     }
 
-    /// Adds memory that no block may cross the ends of.
+    /// As [`State::add`], for memory whose ends no block may cross.
     pub(crate) fn add_segment(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add_segment(range, stamp);
         debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
@@ -833,7 +792,7 @@ impl Account {
         &mut self.tagged[self.last]
     }
 
-    /// Few tags, so a search from the front.
+    /// Searches from the front, since there are few tags.
     #[inline(never)]
     fn find(&mut self, tag: Tag) -> usize {
         self.tagged.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
@@ -844,6 +803,9 @@ impl Account {
 }
 
 /// Refuses a stream of another device or machine.
+///
+/// # Errors
+/// [`MemoryError::WrongDevice`] for another device; that of [`same_machine`] for another machine.
 pub(crate) fn check_home(
     driver: &dyn Driver,
     expected: DeviceId,
@@ -856,7 +818,7 @@ pub(crate) fn check_home(
     same_machine(driver, &**stream.driver())
 }
 
-/// Tells a driver that checks whose a range is.
+/// Reports the owner of a range to the driver's observer, if the block has a generation.
 pub(crate) fn note(
     driver: &Arc<dyn Driver>,
     generation: u64,

@@ -1,4 +1,4 @@
-//! What is said when there is no room.
+//! Errors of requests that found no room.
 
 use super::Progress;
 use super::count;
@@ -14,7 +14,7 @@ use aquifer_core::{
     error::{InUse, Stranded},
 };
 
-/// Adds what a tag holds to what it holds elsewhere.
+/// Adds a holding to the sum of its tag.
 fn add(holders: &mut Vec<Holding>, holding: Holding) {
     match holders.iter_mut().find(|h| h.tag == holding.tag) {
         Some(sum) => {
@@ -25,7 +25,7 @@ fn add(holders: &mut Vec<Holding>, holding: Holding) {
     }
 }
 
-/// Adds what a stream uses of a freed block to what it uses of others.
+/// Adds bytes of a freed block to what the stream uses of other freed blocks.
 fn use_more(users: &mut Vec<InUse>, stream: u32, bytes: u64) {
     match users.iter_mut().find(|user| user.stream == stream) {
         Some(sum) => sum.bytes += bytes,
@@ -34,7 +34,8 @@ fn use_more(users: &mut Vec<InUse>, stream: u32, bytes: u64) {
 }
 
 impl Inner {
-    /// That a tenant's or a tag's live bytes leave no room for `request`, whatever the pool has.
+    /// Returns the error for a request refused by a tenant's or a tag's limit of live bytes,
+    /// whatever the pool has free.
     pub(crate) fn refuse(
         &self,
         request: &Request,
@@ -53,8 +54,8 @@ impl Inner {
         MemoryError::OutOfMemory(Box::new(error))
     }
 
-    /// Returns a refusal for a request of `bytes` that the device could not hold if it were empty;
-    /// `None` where it could. Nothing is given back for such a request.
+    /// Returns an error for a request of `bytes` that exceeds the device's whole memory, or `None`
+    /// for a smaller one. No memory is reclaimed for such a request.
     pub(crate) fn refuse_beyond(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {
         if bytes <= self.info.memory {
             return None;
@@ -64,7 +65,7 @@ impl Inner {
         Some(MemoryError::OutOfMemory(Box::new(self.explain(bytes, None, Progress::default()))))
     }
 
-    /// Whether other streams can have parts of what is free in a cache now.
+    /// Returns whether other streams can now take parts of the free memory of a cache.
     fn gives_parts(&self, state: &State) -> bool {
         let done = || state.timeline().is_none_or(|timeline| timeline.is_done(state.last_free));
         match (&self.physical, self.config.adoption) {
@@ -74,8 +75,8 @@ impl Inner {
         }
     }
 
-    /// Turns the refusal of `bytes`, for which nothing else was tried, into the error of a request
-    /// that found no room. Leaves other errors as they are.
+    /// Turns the refusal of `bytes` into the error of a request that found no room, where no other
+    /// step was tried. Returns other errors unchanged.
     pub(crate) fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let refused = match error {
             MemoryError::OutOfBudget(refused) => NoHandle::Budget(refused),
@@ -86,8 +87,8 @@ impl Inner {
         MemoryError::OutOfMemory(Box::new(self.explain(bytes, None, progress)))
     }
 
-    /// That there is no room for `bytes`, with what the pool holds and who has it: a block of the
-    /// cache `own`, or stable or reserved memory.
+    /// Returns the error for `bytes` that found no room, with the pool's contents and their
+    /// holders. `own` is the cache of the request, or `None` for stable and reserved memory.
     pub(crate) fn explain(
         &self,
         bytes: u64,
@@ -102,7 +103,7 @@ impl Inner {
         match progress.refused {
             Some(NoHandle::Budget(refused)) => {
                 error.refused = Some(refused);
-                // What lies idle is given back for a request that fits with it.
+                // Idle memory is given back for a request that fits with it.
                 let whole = self.whole(&Request::bytes(bytes));
                 error.raise = self.budget.raises(whole, self.idle_handles(&homes));
             }
@@ -128,8 +129,7 @@ impl Inner {
                 let cached = s.heap.stats().free_bytes;
                 let pending = s.account.pending;
                 let is_own = own.is_some_and(|own| std::ptr::eq(other, own));
-                // Memory with addresses of its own takes nothing out of caches but what they give
-                // back whole.
+                // Dedicated memory can only use whole handles that caches give back.
                 if own.is_some() && (is_own || self.gives_parts(s)) {
                     error.available = error.available.max(s.heap.largest_free());
                 }

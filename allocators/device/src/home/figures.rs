@@ -1,28 +1,28 @@
-//! What a cache tells of what it holds.
+//! Statistics of a stream's cache.
 
 use super::State;
 use crate::leasing::Holds;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
 impl State {
-    /// Bytes that have an owner, and bytes in the cache or on their way there.
+    /// Returns the bytes of live blocks, and the bytes that are free or pending.
     pub(crate) fn holds(&self) -> Holds {
         let live = self.live();
         Holds { live, free: self.heap.managed_bytes() - live }
     }
 
-    /// Bytes of the blocks that have an owner.
+    /// Returns the bytes of the live blocks.
     #[inline]
     pub(super) fn live(&self) -> u64 {
         self.heap.live_bytes() - self.account.pending
     }
 
-    /// Blocks that have an owner.
+    /// Returns the number of live blocks.
     pub(super) fn blocks(&self) -> u64 {
         self.heap.live_blocks() - self.account.pending_blocks
     }
 
-    /// Adds what is counted here.
+    /// Adds the counters of this cache to `stats`.
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
         let blocks = self.blocks();
         stats.live += self.live();
@@ -36,13 +36,13 @@ impl State {
         stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
     }
 
-    /// Counts peaks from what is held now.
+    /// Sets the peaks to what is held now.
     pub(crate) fn reset_peaks(&mut self) {
         self.account.peak_live = self.live();
         self.account.peak_requested = self.account.requested;
     }
 
-    /// What each tag holds.
+    /// An iterator over what each tag holds.
     pub(crate) fn holdings(&self) -> impl Iterator<Item = Holding> {
         let tagged = &self.account.tagged;
         let untagged = Holding {
@@ -62,7 +62,8 @@ impl State {
         (bytes > 0).then(|| (timeline.number(), bytes))
     }
 
-    /// The numbers of the streams that use pending blocks, with the bytes of each block.
+    /// An iterator over the uses of pending blocks: the number of the using stream, and the bytes
+    /// of the block.
     pub(crate) fn users(&self) -> impl Iterator<Item = (u32, u64)> {
         self.pending.iter().flat_map(|p| p.uses.iter().map(|used| (used.on().number(), p.bytes)))
     }

@@ -1,11 +1,15 @@
-//! Shells whose stream is gone while their pool goes on: they wait there for the next stream.
+//! Recycling of caches whose stream is gone while their pool stays open.
 //!
-//! A shell may serve another stream when nobody can come to it for the last one any more: its
-//! blocks are home, its cache is empty, and nobody else holds the stream's account. A lease holds
-//! that, and so does every range in the commons, every wait and every look at the cache which is
-//! under way, as long as the stream's work is not known to be done. So it is enough to be the last
-//! who holds it, and a thread that has met the shell in a list of the pool's finds it empty, or at
-//! the service of another stream of the same pool, which is as good.
+//! A cache can serve another stream when nothing refers to its last one any more:
+//!
+//! - all blocks have been returned, and the cache holds no memory;
+//! - the [`Timeline`] has no other owner. A lease owns a reference to it. So does each shared free
+//!   range whose work is not known to be done, each wait, and each walk over the cache that is
+//!   under way.
+//!
+//! It is therefore enough to be the last owner of the timeline. A thread that still has the cache
+//! from the pool's list finds it empty, or bound to another stream of the same pool. Both are
+//! correct.
 
 use super::{Account, Home, RETIRED, Serving};
 use crate::{physical::Physical, pool::Inner};
@@ -13,21 +17,21 @@ use aquifer_core::scratch::{Bump, List, list};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 
-/// A shell without a stream, and its number among the caches of its pool.
+/// An idle cache, and its index in its pool.
 pub(crate) struct Vacant {
     pub(crate) home: &'static Home,
     pub(crate) number: usize,
 }
 
 impl Home {
-    /// Whether nobody leases its stream, while something is free here.
+    /// Returns whether the stream has no lease while the cache has free memory.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.with(|s| s.timeline().is_some_and(|t| !t.is_leased()) && s.heap.free_bytes() > 0)
     }
 
-    /// Lets go of its stream if nobody can come here for it any more. What was noted of the stream
-    /// is answered, to be dropped where driver calls may be made: that destroys its events, and the
-    /// stream if it is the pool's own.
+    /// Unbinds the cache from its stream if nothing refers to the stream any more. Returns the
+    /// timeline, to be dropped where driver calls are allowed: the drop destroys its events, and
+    /// the stream if the pool owns it.
     pub(crate) fn vacate(&'static self) -> Option<(Vacant, Timeline)> {
         let (number, timeline, pool) = self.with(|s| {
             let leaves = s.serving.as_ref().is_some_and(|v| v.open && !v.timeline.is_leased());
@@ -52,13 +56,13 @@ impl Home {
 }
 
 impl Vacant {
-    /// Serves another stream of the same pool. What was counted goes on.
+    /// Binds the cache to another stream of the same pool. Its counters are kept.
     pub(crate) fn serve(self, pool: &Arc<Inner>, timeline: &Arc<Timeline>) -> &'static Home {
         self.home.serve(pool.clone(), timeline.clone(), self.number);
         self.home
     }
 
-    /// The pool is closed: any other may have it.
+    /// Makes the cache available to all pools, after its own pool was closed.
     pub(crate) fn retire(self) {
         self.home.with(|s| s.account = Account::default());
         RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(self.home);
@@ -66,9 +70,9 @@ impl Vacant {
 }
 
 impl Inner {
-    /// Lets go of streams that nobody leases any more and whose work is known to be done, so that
-    /// there are never more caches than streams at once. Ends their events, and streams that are
-    /// the pool's own.
+    /// Unbinds caches from streams that have no lease and whose work is known to be done, so that
+    /// there are never more caches than streams at one time. Destroys their events, and the streams
+    /// that the pool owns.
     pub(crate) fn vacate(&self) {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
@@ -87,9 +91,9 @@ impl Inner {
         }
     }
 
-    /// Brings what is free in the caches of streams that nobody leases any more to all others; on
-    /// devices that cannot map to `heir`. Answers with what that got, and how often memory was
-    /// taken in hand. No driver call.
+    /// Moves the free memory in the caches of streams without a lease to the shared free list, or
+    /// to `heir` on devices without virtual memory. Returns the bytes that `heir` got, and the
+    /// number of moves begun. Makes no driver call.
     pub(crate) fn share_abandoned(
         &self,
         bump: &Bump,
@@ -130,11 +134,11 @@ mod tests {
         work: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<()> {
         let raw = pool.driver().stream_create(DeviceId(0), 0)?;
-        // SAFETY: 1. made just now. 2. retired below.
+        // SAFETY: 1. The stream was created just now. 2. It is retired below.
         let stream = unsafe { pool.streams().adopt(raw, Life::Retired) }?;
         work(&stream)?;
         stream.retire()?;
-        // SAFETY: 1. made above, and retired.
+        // SAFETY: 1. The stream was created above, and has been retired.
         unsafe { pool.driver().stream_destroy(raw) }?;
         Ok(())
     }
@@ -159,10 +163,10 @@ mod tests {
                     Ok(())
                 })?;
             }
-            // Those of which a block is out, the last, and the one before it.
+            // The caches with a block that is still out, the last cache, and the one before it.
             let caches = pool.inner().homes(&pool.inner().scratch.begin()).len();
             assert!(caches <= kept.len() + 2, "{caches} caches");
-            // A block finds its own by its address still.
+            // A block's cache is still found by its address.
             for (address, stream) in kept {
                 assert_eq!(pool.from_raw(address)?.home().number(), stream);
             }
