@@ -11,14 +11,13 @@ use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
 
-/// A block of device memory that goes home when it is dropped.
+/// A block of device memory that returns to its pool when it is dropped.
 ///
-/// It belongs to the stream it was allocated for: work on that stream may use it at once and until
-/// the drop. Work on any other stream goes through [`Block::prepare`], or is noted by
-/// [`Block::record_use`]; the pool gives the bytes to somebody else only after it.
+/// A block belongs to the stream it was allocated for. Work on that stream may use it at once,
+/// until the drop. Work on any other stream needs [`Block::prepare`], or must be recorded with
+/// [`Block::record_use`]. The pool reuses the memory only after all of this work.
 ///
-/// A kernel that touches several blocks is ordered with all of them by one
-/// [`Launch`](aquifer_stream::Launch):
+/// One [`Launch`](aquifer_stream::Launch) orders a kernel with all blocks that it uses:
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -37,18 +36,18 @@ use std::{any::Any, fmt, sync::Arc};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// Dropping it never calls the driver and never blocks, except once its pool has been closed: then
-/// for the last block, and for one that other streams use.
-/// Forgetting it leaks the memory. The bytes are not initialised.
+/// The drop never calls the driver and never blocks, with one exception: once the pool is closed,
+/// the drop of the last block and of blocks that other streams use may do both. Forgetting a block
+/// leaks its memory. The contents are not initialised.
 pub struct Block {
     pub(crate) owner: Owner,
     pub(crate) place: Place,
     pub(crate) uses: UseList,
-    /// Made when a block first needs it: most never do.
+    /// Created when a block first needs it. Most blocks never do.
     pub(crate) extras: Rare<Extras>,
 }
 
-/// What is hardly ever there, and costs a comparison in place to drop where it is not.
+/// An optional value that is boxed on demand. If it is absent, the drop costs one comparison.
 pub(crate) struct Rare<T>(Option<Box<T>>);
 
 impl<T> Rare<T> {
@@ -78,7 +77,7 @@ impl<T> Rare<T> {
         self.0.get_or_insert_default()
     }
 
-    /// What is there, or its default.
+    /// Returns the value, or its default.
     pub(crate) fn or_default(mut self) -> T
     where
         T: Default,
@@ -96,25 +95,25 @@ impl<T> Drop for Rare<T> {
     }
 }
 
-/// Out of line, or every drop would carry it.
+/// Kept out of line, so that the inlined drop stays small.
 #[cold]
 #[inline(never)]
 fn discard<T>(there: Box<T>) {
     drop(there);
 }
 
-/// Where a block lies and what was asked for.
+/// Address and request of a block.
 ///
-/// This and [`Way`] are what a cache keeps of a block, two halves of sixteen bytes. Each is copied
-/// whole: one that is stored in parts, and loaded whole where the block is moved on, is waited for
-/// until the parts have left the store buffer, some 8 ns.
+/// A cache stores this and [`Way`] for a block, two halves of sixteen bytes. Each half is always
+/// copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
+/// buffer, which would stall every free.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) address: u64,
     pub(crate) asked: Asked,
 }
 
-/// How many bytes were asked for, and for whom, in eight bytes: no request reaches 2⁴⁸.
+/// The size and the tag of a request, packed into eight bytes: no request reaches 2⁴⁸.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Asked {
     low: u32,
@@ -140,35 +139,35 @@ impl Asked {
     }
 }
 
-/// What few blocks have.
+/// Metadata that few blocks have.
 #[derive(Default)]
 pub(crate) struct Extras {
-    /// Tells it from every other block that will be or has been at its address, where somebody
-    /// watches; 0 where not.
+    /// Distinguishes the block from all others at its address, if the driver has an observer; 0 if
+    /// not.
     pub(crate) generation: u64,
-    /// What ends when the memory is really free: charges of wrappers.
+    /// Values dropped when the memory is really free, such as charges of wrappers.
     pub(crate) until_free: UntilFree,
-    /// Live bytes of a tenant and of a tag: they end with the block, whoever still uses its
-    /// memory.
+    /// Live bytes of a tenant and of a tag. They end with the block, even if other streams still
+    /// use its memory.
     pub(crate) live: LiveBytes,
 }
 
-/// Whose live bytes a block counts as.
+/// The accounts that a block's live bytes are charged to.
 #[derive(Default)]
 pub(crate) struct LiveBytes {
     pub(crate) of_tenant: Option<Leased>,
     pub(crate) of_tag: Option<Leased>,
-    /// Its place in the list of live blocks, where leaks are reported and no cache is asked.
+    /// The block's entry in the list of live blocks, if leaks are reported and it is in no cache.
     pub(crate) listed: Option<Listed>,
 }
 
 impl LiveBytes {
-    /// Whether neither is charged.
+    /// Returns whether neither account is charged.
     pub(crate) fn is_none(&self) -> bool {
         self.of_tenant.is_none() && self.of_tag.is_none()
     }
 
-    /// Takes `bytes` of each charge off, where it has as many.
+    /// Splits `bytes` off each charge that has as many.
     pub(crate) fn split(&mut self, bytes: u64) -> Self {
         let split = |charge: &mut Option<Leased>| charge.as_mut()?.split(bytes);
         Self {
@@ -180,34 +179,34 @@ impl LiveBytes {
 }
 
 impl Extras {
-    /// Whether the cache has nothing to do with it.
+    /// Returns whether the cache need not process the extras.
     fn is_account_only(&self) -> bool {
         self.generation == 0 && self.until_free.is_none()
     }
 }
 
-/// What ends when a block's memory is really free.
+/// Values dropped when a block's memory is really free.
 ///
-/// A panic as one of them is dropped ends there: the pool may be within a drop itself.
+/// A panic in one of these drops is contained, since the pool may itself be within a drop.
 pub(crate) type UntilFree = Option<Box<Vec<Contained<Box<dyn Any + Send + Sync>>>>>;
 
-/// A stream's cache in a caching pool, and where that keeps the block's record.
+/// A reference to a stream's cache, and the key of the block in its heap.
 #[derive(Clone, Copy)]
 pub(crate) struct Way {
     pub(crate) home: &'static Home,
     pub(crate) key: Key,
 }
 
-/// The way home.
+/// Where a block returns to.
 pub(crate) enum Owner {
     /// A stream's cache in a caching pool.
     Pool(Way),
-    /// The driver's own allocators.
+    /// One of the driver's own allocators.
     Backend(Box<Backed>),
 }
 
 impl Block {
-    /// The token of a block that nobody watches.
+    /// Makes a block without extras from its token.
     #[inline]
     pub(crate) fn at_home(freed: &Freed) -> Self {
         Self {
@@ -218,7 +217,7 @@ impl Block {
         }
     }
 
-    /// The token of a block that goes home another way than a cache's.
+    /// Makes a block that returns to one of the driver's allocators.
     pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
         let extras = if generation == 0 {
             Rare::NONE
@@ -229,33 +228,34 @@ impl Block {
         Self { owner: Owner::Backend(Box::new(backed)), place, uses: UseList::new(), extras }
     }
 
-    /// What is noted of it beside its address.
+    /// Returns the block's extras, created on demand.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_default()
     }
 
-    /// Ends these live bytes of its tag with it.
+    /// Ties these live bytes of its tag to the block.
     pub(crate) fn count_for_tag(&mut self, bytes: Option<Leased>) {
         if let Some(bytes) = bytes {
             self.extras_mut().live.of_tag = Some(bytes);
         }
     }
 
-    /// Its first address on the device.
+    /// Returns the block's first address on the device.
     #[inline]
     #[must_use]
     pub fn address(&self) -> u64 {
         self.place.address
     }
 
-    /// Bytes that were asked for.
+    /// Returns the number of bytes requested.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.place.asked.bytes()
     }
 
-    /// Bytes that it holds, at least as many. Looked up under the lock of the stream's cache.
+    /// Returns the number of bytes that the block occupies, at least those requested. Takes the
+    /// lock of the stream's cache.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         match &self.owner {
@@ -264,19 +264,19 @@ impl Block {
         }
     }
 
-    /// Who it is for.
+    /// Returns the tag that the block was requested with.
     #[must_use]
     pub fn tag(&self) -> Tag {
         self.place.asked.tag()
     }
 
-    /// The device.
+    /// Returns the device of the block.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.home().raw().device()
     }
 
-    /// The stream that it belongs to.
+    /// Returns the stream that owns the block.
     #[must_use]
     pub fn home(&self) -> Arc<Timeline> {
         match &self.owner {
@@ -285,15 +285,16 @@ impl Block {
         }
     }
 
-    /// A number that no other block at this address has, on a driver that checks; 0 on others.
+    /// Returns a number that distinguishes the block from all others at this address, on a driver
+    /// with an observer; 0 on other drivers.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.extras.get().map_or(0, |extras| extras.generation)
     }
 
-    /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own
-    /// until the answer is finished or dropped, even if the block is freed meanwhile. The host does
-    /// not wait.
+    /// Makes `stream` wait for the work that must precede `access`. The block's memory is not
+    /// reused until the returned [`Use`] is finished or dropped, even if the block is freed before.
+    /// The host does not wait.
     ///
     /// # Errors
     /// [`MemoryError::Busy`] if a prepared use conflicts; [`MemoryError::WrongDevice`]; the
@@ -306,12 +307,12 @@ impl Block {
         self.uses.prepare(self.address(), &home, stream.timeline(), access)
     }
 
-    /// Notes that work queued on `stream` uses the block. That work must have been ordered with the
-    /// block's other uses: by `stream` waiting for the block's own stream, or by
+    /// Records that work queued on `stream` uses the block. The caller must have ordered that work
+    /// with the block's other uses, by a wait of `stream` for the owner stream or by
     /// [`Block::prepare`].
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`]; the driver's, where the stream has to be fenced at once.
+    /// [`MemoryError::WrongDevice`]; the driver's, if the stream has to be fenced at once.
     #[track_caller]
     pub fn record_use(&self, stream: &Stream, access: Access) -> Result<()> {
         let _site = site::enter();
@@ -334,8 +335,8 @@ impl Block {
         }
     }
 
-    /// Orders a use whose end is the end of a borrow. `alone`: every borrow that it conflicts with
-    /// is over.
+    /// Orders a use that ends with a borrow. `alone` states that every conflicting borrow has
+    /// ended.
     pub(crate) fn order_as(
         &self,
         stream: RawStream,
@@ -362,13 +363,11 @@ impl OpaqueBlock for Block {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the range is the block's own until it is dropped, and its pool gives it to nobody else
-// before.
-// 2. `UseList::lend` makes the stream wait for the home stream and for conflicting uses, and the
-//    pool holds the bytes
-// back until every noted use is done. 3. a stream that is not fenced at once is good until it is
-// retired.
-// 4. it is the driver's that the memory comes from.
+// SAFETY: 1. The block owns the range until it is dropped, and its pool does not reuse the range
+// before. 2. `UseList::lend` makes the stream wait for the owner stream and for conflicting uses,
+// and the pool does not reuse the bytes until every recorded use is done. 3. A stream that is not
+// fenced at once is valid until it is retired. 4. It is the machine of the driver that the memory
+// comes from.
 unsafe impl Operand for Block {
     fn range(&self) -> DeviceRange {
         DeviceRange { device: self.device(), address: self.address(), bytes: self.bytes() }
@@ -380,19 +379,19 @@ unsafe impl Operand for Block {
 
     fn home_stream(&self) -> Option<RawStream> {
         let home = self.home();
-        // Those that are fenced at once are for their own threads, or may be gone by now.
+        // A stream that is fenced at once belongs to its own thread, or may have been destroyed.
         (!home.fences_at_once() && !home.is_retired()).then(|| home.raw())
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-        // Whoever may read knows that no borrow to be written lives; whoever says that he writes
-        // proves nothing by it.
+        // Holding `&self` proves that no mutable borrow is live. The declared access mode proves
+        // nothing.
         self.order_as(stream, alive, access, !access.writes())
     }
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. a block is its owner's alone, and its parts borrow it.
+// SAFETY: 1. The owner has exclusive access to the block, and its slices borrow it.
 unsafe impl OperandMut for Block {
     fn order_mut(
         &mut self,
@@ -406,12 +405,12 @@ unsafe impl OperandMut for Block {
 
 impl Tracked for Block {
     fn account(&self) -> Account<'_> {
-        // Whoever may read the block knows that nobody has borrowed it to be written.
+        // Holding `&self` proves that no mutable borrow is live.
         Account { address: self.address(), home: self.home(), uses: &self.uses, alone: true }
     }
 }
 impl Owner {
-    /// The streams of the pool that the block came from.
+    /// Returns the streams of the block's pool.
     fn streams(&self) -> Result<StreamPool> {
         match self {
             Self::Pool(Way { home, .. }) => home.streams().ok_or(MemoryError::Closed),
@@ -434,7 +433,7 @@ impl Drop for Block {
 }
 
 impl Block {
-    /// Ends a block that is more than a place in a cache.
+    /// Frees a block that has uses, extras or another owner than a cache.
     #[inline(never)]
     fn end(&mut self) {
         match &self.owner {
@@ -444,7 +443,8 @@ impl Block {
             {
                 let live = self.extras.take();
                 way.home.put_back(way, &self.place);
-                // After the memory is there again: whoever is granted these bytes finds it.
+                // Released after the memory, so that a request granted these bytes finds the
+                // memory.
                 drop(live);
             }
             Owner::Pool(way) => {
@@ -461,7 +461,7 @@ impl Block {
     }
 }
 
-/// What of a block comes home, and is all that a cache gives out.
+/// The part of a block that a cache stores and allocates.
 #[derive(Clone, Copy)]
 pub(crate) struct Freed {
     pub(crate) way: Way,
@@ -469,7 +469,7 @@ pub(crate) struct Freed {
 }
 
 impl Freed {
-    /// What the heap of `home` has found for `request`.
+    /// Makes the token of the block that the heap of `home` allocated for `request`.
     #[inline]
     pub(crate) fn found(
         home: &'static Home,

@@ -1,11 +1,11 @@
-//! How a pool behaves.
+//! Settings of a pool.
 
 use crate::Debugging;
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
 use aquifer_driver::{Driver, ExportTypes};
 use std::{sync::Arc, time::Duration};
 
-/// How far one stream may take over what another's cache holds, when its own has no room.
+/// How far a stream that has no room may take over memory of other streams' caches.
 ///
 /// ```
 /// use aquifer_device::{Adoption, DevicePool, PoolConfig};
@@ -18,90 +18,91 @@ use std::{sync::Arc, time::Duration};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Adoption {
-    /// Never. Streams that must not be ordered with each other, such as those of collectives, need
-    /// this. What the host has seen done goes to others through the driver before a request is
-    /// refused, and at once where its stream is gone.
+    /// Never. Needed by streams that must not be ordered with each other, such as those of
+    /// collectives. Memory whose work is known to be done still reaches other streams through the
+    /// driver before a request is refused, and at once if its stream is gone.
     Never,
-    /// What the host has seen done. No stream waits for another.
+    /// Memory whose work the host has seen done. No stream waits for another.
     DoneOnly,
-    /// Also what is still in use: the taker waits for the giver, on the device.
+    /// Also memory that is still in use: the taking stream waits on the device for the giving
+    /// stream.
     #[default]
     Wait,
 }
 
-/// A pool's settings.
+/// The settings of a pool.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PoolConfig {
-    /// What physical memory is charged to. `None`: 80 % of what the device has free when the pool
-    /// is opened.
+    /// The budget that physical memory is charged to. `None` means 80 % of the device's free memory
+    /// when the pool is opened.
     ///
-    /// Whoever can give memory back when the pool is short of it registers there
-    /// ([`Budget::on_need`]); pools do so themselves.
+    /// Code that can release memory when the pool is short of it registers there
+    /// ([`Budget::on_need`]). Pools register themselves.
     pub budget: Option<Budget>,
-    /// How far streams share.
+    /// How far streams share memory.
     pub adoption: Adoption,
     /// How long an allocation that finds no room waits for queued work, at most.
     pub wait: Duration,
-    /// Bytes of every physical handle; rounded up to the device's granularity. 0: from the
-    /// granularity, 2 MiB as a rule, up to 64 MiB, by how much memory is left to give.
+    /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
+    /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take.
     pub handle_bytes: u64,
-    /// Move free memory to where it is missing before taking more from the driver: the least
-    /// memory, at the cost of about 40 µs for each handle moved.
+    /// Moves free memory to where it is missing before more is taken from the driver. This uses the
+    /// least memory, at a cost of about 40 µs for each handle moved.
     pub compact: bool,
-    /// Bytes that may lie idle in the pool: what is held and not in live blocks. When a slow path
-    /// of any stream has served its request, whole handles above that go back to the driver as far
-    /// as their work is known to be done (`cuMemUnmap`, `cuMemRelease`): nothing blocks, and no
-    /// request that a stream's cache serves looks at it.
-    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever it is told to
-    /// keep, so a program without slow paths can choose the moment. What was given back so and is
-    /// taken again is kept on top of it until the next trim that is asked for less than there is,
-    /// so that a loop pays for it once.
+    /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
+    /// stream has served its request, whole handles above this bound go back to the driver as far
+    /// as their work is known to be done (`cuMemUnmap`, `cuMemRelease`). Nothing blocks, and a
+    /// request served by a stream's cache does not check the bound.
     ///
-    /// Devices that cannot map wait for the device when memory goes back, so there only a trim
-    /// does it.
+    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever its argument, so
+    /// a program without slow paths can choose the moment. Memory that was given back for this
+    /// bound and taken again is kept on top of it, so that a loop pays once. This ends with the
+    /// next trim to fewer bytes than are held.
     ///
-    /// `u64::MAX`, which keeps all, unless set.
+    /// Devices without virtual memory wait for the device when memory goes back, so only a trim
+    /// applies the bound there.
+    ///
+    /// Default: `u64::MAX`, which keeps all.
     pub release_threshold: u64,
-    /// Bytes taken from the driver and mapped when the pool is opened, at the driver's price of
-    /// about 1 ms a GiB and more; see [`DevicePool::warm`](crate::DevicePool::warm), which does
-    /// the same later and says what may take them.
+    /// Bytes taken from the driver and mapped when the pool is opened, which takes about 1 ms a GiB
+    /// or more. [`DevicePool::warm`](crate::DevicePool::warm) does the same later, and lists what
+    /// may take these bytes.
     ///
-    /// At most the budget's limit and the release threshold; only on devices that can map, and not
-    /// beside bypass. 0 unless set.
+    /// At most the budget's limit and the release threshold. Only on devices with virtual memory,
+    /// and not beside bypass. Default: 0.
     pub warm_reserve: u64,
-    /// Bytes that may lie idle in the cache of one stream. When a slow path of any stream finds
-    /// more there, free ranges whose work is known to be done go to all streams, largest first:
-    /// their next blocks there come from a slow path, which makes no memory call. No driver call
-    /// and no wait; no request that a stream's cache serves looks at it.
+    /// Bytes that may be idle in the cache of one stream. When a slow path of any stream finds
+    /// more, free ranges whose work is known to be done become shared by all streams, the largest
+    /// first. The next blocks there come from a slow path, which makes no memory call. Makes no
+    /// driver call and never waits. A request served by a stream's cache does not check the bound.
     ///
-    /// Only on devices that can map: elsewhere other streams take whole segments, or nothing.
-    /// `u64::MAX`, which is no cap, unless set.
+    /// Only on devices with virtual memory: elsewhere other streams take whole segments or nothing.
+    /// Default: `u64::MAX`, which is no cap.
     pub stream_cache: u64,
-    /// Other devices whose kernels may touch the pool's memory: each mapping is opened to them.
-    /// Copies between devices need no such thing ([`Stream::copy`](aquifer_stream::Stream::copy)).
+    /// Other devices whose kernels may access the pool's memory: each mapping grants them access.
+    /// Copies between devices do not need it ([`Stream::copy`](aquifer_stream::Stream::copy)).
     ///
-    /// It is dear. `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size: on
-    /// four H200s 0.05 ms for a handle of 2 MiB without peers, 1.1, 2.0 and 2.9 with one, two and
-    /// three; of 64 MiB 0.15, 1.2, 2.1 and 3.2. Growth and moves cost that much more, so
-    /// [`handle_bytes`](Self::handle_bytes) should be large beside it, or what peers touch be
-    /// [stable](crate::DevicePool::alloc_stable) memory of a pool of its own.
+    /// It is expensive: `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size.
+    /// Growth and moves cost that much more. So use a large [`handle_bytes`](Self::handle_bytes)
+    /// with it, or put what peers access into [stable](crate::DevicePool::alloc_stable) memory of a
+    /// pool of its own.
     ///
-    /// Only on devices that can map, and not beside bypass; each must name the pool's device among
-    /// its [peers](aquifer_driver::DeviceInfo::peers). None unless set.
+    /// Only on devices with virtual memory, and not beside bypass. Each device must list the pool's
+    /// device among its [peers](aquifer_driver::DeviceInfo::peers). Default: none.
     pub peers: Vec<DeviceId>,
-    /// For whom stable blocks are made, besides this process. Set before there is memory, since no
-    /// memory can be made exportable later; all others of the pool's are not.
+    /// The handle types that stable blocks can be exported as. No memory can be made exportable
+    /// later, so it is set here. All other memory of the pool cannot be exported.
     pub export: ExportTypes,
-    /// How many streams can be leased at once.
+    /// Maximum number of streams leased at once.
     pub streams: u32,
-    /// Each block an allocation of its own from the driver: slow, and what memory checkers can see
-    /// through.
+    /// Makes each block an allocation of its own from the driver. This is slow, but visible to
+    /// memory checkers.
     pub bypass: bool,
-    /// What is checked about blocks. Nothing, which costs nothing, unless told otherwise here or
-    /// by the environment.
+    /// The checks of blocks. Default: none, which costs nothing. The environment can enable checks
+    /// too.
     pub debug: Debugging,
-    /// Where every event goes.
+    /// The recorder of all events.
     pub recorder: Option<Arc<Recorder>>,
 }
 
@@ -127,16 +128,17 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// The defaults under this budget.
+    /// Returns the default settings with this budget.
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
         Self { budget: Some(budget), ..Self::default() }
     }
 
-    /// Whom mappings are opened to: the pool's own device first.
+    /// Returns the devices that mappings grant access to, the pool's own first.
     ///
     /// # Errors
-    /// A peer that is not there or could not reach it, or peers where memory is not mapped.
+    /// A peer that does not exist or cannot access the pool's device, or peers on a device without
+    /// virtual memory.
     pub(crate) fn reach(
         &self,
         driver: &dyn Driver,
@@ -168,7 +170,10 @@ impl PoolConfig {
         Ok(reach.into())
     }
 
-    /// Refuses settings that contradict each other, the budget's limit, or what the device can.
+    /// Checks the retention settings against each other, the budget's limit and the device.
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`] or [`MemoryError::Unsupported`].
     pub(crate) fn check_retention(&self, limit: u64, maps: bool) -> Result<()> {
         if (self.warm_reserve > 0 || self.stream_cache < u64::MAX) && !maps {
             return Err(MemoryError::Unsupported {

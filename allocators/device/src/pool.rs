@@ -41,13 +41,13 @@ use std::{
     time::Duration,
 };
 
-/// Keys under which pools attach their caches to streams. Never used twice.
+/// Keys under which pools attach their caches to streams. A key is never reused.
 static KEYS: AtomicU64 = AtomicU64::new(1);
 
-/// Device memory in per-stream caches over physical memory that goes where the need is.
+/// Device memory in per-stream caches, over physical memory that moves between the caches.
 ///
-/// Clones share the pool. It closes with the last of them; blocks may outlive it and are still
-/// right, and the last of them takes what is left down.
+/// Clones share the pool. The last clone closes it when it is dropped. Blocks may outlive the pool
+/// and stay valid. The last of them releases what is left.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -62,7 +62,7 @@ static KEYS: AtomicU64 = AtomicU64::new(1);
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// It is no allocator for collections, whose elements the host reads and writes:
+/// The pool is no allocator for collections, whose elements the host reads and writes:
 ///
 /// ```compile_fail,E0277
 /// # use aquifer_device::DevicePool;
@@ -75,25 +75,25 @@ pub struct DevicePool {
     handle: Arc<Closer>,
 }
 
-/// Closes the pool with the last handle to it.
+/// Closes the pool when the last [`DevicePool`] is dropped.
 struct Closer {
     inner: Arc<Inner>,
-    /// The line that opened the pool, which names what its end does.
+    /// The source line that opened the pool, reported as the site of what its end does.
     opened_at: &'static Location<'static>,
-    /// What blocks come through instead, if anything. It may hold the pool, which therefore must
-    /// not hold it.
+    /// The allocation path instead of the caches, if any. It may own a reference to `Inner`, so
+    /// `Inner` must not own it.
     detour: Option<Detour>,
 }
 
-/// Where blocks come from, other than from the streams' caches alone.
+/// An allocation path other than the streams' caches alone.
 enum Detour {
-    /// Each is an allocation of its own.
+    /// Each block is an allocation of its own.
     Direct(Arc<dyn Resource>),
-    /// They are checked.
+    /// Blocks are checked.
     Checked(Arc<Checked>),
 }
 
-/// What caches and handles share.
+/// The shared core of a pool.
 pub(crate) struct Inner {
     key: u64,
     pub(crate) driver: Arc<dyn Driver>,
@@ -101,50 +101,52 @@ pub(crate) struct Inner {
     streams: StreamPool,
     pub(crate) physical: Physical,
     pub(crate) budget: Budget,
-    /// What has addresses of its own.
+    /// Dedicated memory: stable blocks and reserved elements.
     pub(crate) apart: Arc<Apart>,
-    /// What can be parked.
+    /// Pools of memory that can be parked.
     pub(crate) lodgings: Lodgings,
     pub(crate) config: PoolConfig,
-    /// Its caches, also those that wait for another stream.
+    /// All caches of the pool, also idle ones.
     homes: RwLock<Vec<&'static Home>>,
-    /// What passes over them list.
+    /// Scratch memory for lists of caches.
     pub(crate) scratch: Scratch,
     vacant: Mutex<Vec<Vacant>>,
-    /// Where addresses are out.
+    /// Finds the cache of a raw address.
     pub(crate) directory: Directory,
-    /// Somebody wants to know whose each block is.
+    /// Whether the driver has an observer, which needs the owner of each block.
     observed: bool,
-    /// Why blocks cannot come straight out of caches: they come from elsewhere, somebody wants to
-    /// know of each, a tag is limited, captures are announced. How many such reasons there are.
+    /// Number of reasons to take the slow allocation path: another source of blocks, an observer or
+    /// recorder, the limit of a tag, announced captures.
     detours: AtomicU32,
-    /// Captures that draw from memory of graphs.
+    /// Announced captures, which allocate from memory of graphs.
     pub(crate) announcements: Announcements,
     pub(crate) tenants: Tenants,
     generations: AtomicU64,
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
     pub(crate) retention: Retention,
-    /// What blocks come from when each is to be an allocation of its own, without what is around
-    /// it.
+    /// The source of blocks in bypass mode, without its wrapper.
     bypass: Option<Direct>,
-    /// What gives way before anybody else is asked. It holds the pool.
+    /// The quarantine, which releases its blocks before reclaim from others. It owns a reference to
+    /// the pool.
     pub(crate) quarantine: OnceLock<Weak<Checked>>,
-    /// Live blocks from elsewhere than the caches, where leaks are reported.
+    /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
     listing: OnceLock<Arc<Listing>>,
-    /// Under what others find it.
+    /// The pool's registration as a reclaimer.
     pub(crate) registration: OnceLock<Registration>,
 }
 
 impl DevicePool {
-    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory
+    /// Opens a pool on `device`. Reserves addresses on devices with virtual memory. Takes no memory
     /// but the [warm reserve](PoolConfig::warm_reserve).
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, a
-    /// reserve above the budget or the release threshold, or a variable of the environment, or for
-    /// debugging or a reserve that cannot be had beside bypass; [`MemoryError::Unsupported`] for an
-    /// export or a retention that the device cannot; those of [`DevicePool::warm`]; the driver's.
+    /// - [`MemoryError::BadSetting`] for a budget of 0 bytes, a handle size that is not a power of
+    ///   two, a reserve above the budget or the release threshold, an invalid environment variable,
+    ///   and for debugging or a reserve that bypass excludes.
+    /// - [`MemoryError::Unsupported`] for an export or a retention that the device does not
+    ///   support.
+    /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         graphs::sweep();
@@ -285,21 +287,22 @@ impl DevicePool {
         self.inner().streams.lease()
     }
 
-    /// The streams of this device.
+    /// Returns the streams of this device.
     #[must_use]
     pub fn streams(&self) -> &StreamPool {
         &self.inner().streams
     }
 
-    /// A block that work queued on `stream` from now on may use.
+    /// Allocates a block for work queued on `stream` from now on.
     ///
-    /// From the stream's own cache it makes no driver call. When that has no room, a chain of steps
-    /// makes some, and only its last ones block: see the crate's text.
+    /// Makes no driver call if the stream's own cache has room. If not, a series of steps makes
+    /// room, of which only the last block. See the crate's documentation.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`];
-    /// [`MemoryError::WrongDevice`]; [`MemoryError::OutOfMemory`] when the whole chain made no
-    /// room; the driver's.
+    /// - [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`] and
+    ///   [`MemoryError::WrongDevice`] for an invalid request.
+    /// - [`MemoryError::OutOfMemory`] if no step made room.
+    /// - The driver's.
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
@@ -311,7 +314,7 @@ impl DevicePool {
         self.alloc_fully(stream, request)
     }
 
-    /// The stream's cache, where it may be asked at once and nobody needs to know of it.
+    /// Returns the stream's cache if the fast path may serve the request from it.
     #[inline]
     pub(crate) fn quick_home(&self, stream: &Stream, request: &Request) -> Option<&'static Home> {
         let inner = self.inner();
@@ -321,7 +324,7 @@ impl DevicePool {
         if quick { inner.known_home(stream) } else { None }
     }
 
-    /// As [`DevicePool::alloc`], with everything that the common case has no need of.
+    /// Allocates on the full path: tags, graphs, debugging, bypass and the slow path.
     #[track_caller]
     #[inline(never)]
     fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
@@ -343,12 +346,12 @@ impl DevicePool {
         Ok(block)
     }
 
-    /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What
-    /// the request needs less than its size, since the cache had some, is given back to the budget,
-    /// so that `held` goes down by the size in any case.
+    /// Allocates as [`DevicePool::alloc`], and draws new memory from `held` before the budget.
+    /// `held` goes down by the request's size in any case: what was not needed, since the cache had
+    /// some memory, is returned to the budget.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`]; `held` is then as it was, but for what others drew.
+    /// As [`DevicePool::alloc`]. `held` is then as before, except for what other threads drew.
     #[track_caller]
     pub fn alloc_reserved(
         &self,
@@ -362,8 +365,8 @@ impl DevicePool {
         let mut block = match (of_graph, &self.handle.detour) {
             (Some(mut block), _) => {
                 self.inner().list(&mut block, None);
-                // A graph's memory is charged as it grows: what is reserved makes room for it and
-                // no more.
+                // A graph's memory is charged as it grows, so this releases the reservation to make
+                // room for it.
                 drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
                 block
             }
@@ -377,29 +380,28 @@ impl DevicePool {
         Ok(block)
     }
 
-    /// Drops a block, or what holds one, and names the caller's line in what
-    /// [debugging](crate::Debugging) reports of it from now on. A plain drop is as good, but for
-    /// that.
+    /// Drops a block, or a value that holds one, and records the caller's line as the place of the
+    /// free for [debugging](crate::Debugging). Otherwise equal to a plain drop.
     #[track_caller]
     pub fn free<T>(&self, held: T) {
         let _site = site::enter();
         drop(held);
     }
 
-    /// What [debugging](crate::Debugging) has found so far: the first 1,024 findings, in the order
-    /// of finding. Never blocks.
+    /// Returns the findings of [debugging](crate::Debugging) so far: the first 1,024, in the order
+    /// of their discovery. Never blocks.
     #[must_use]
     pub fn findings(&self) -> Vec<Finding> {
         self.checked().map(|checked| checked.findings()).unwrap_or_default()
     }
 
-    /// Looks at the guards of all live blocks and at all that is in quarantine, and answers with
-    /// what is wrong and was not reported before; nothing where neither is switched on. Blocks
-    /// until the work that is queued on the blocks' own streams is done; what other streams do to a
-    /// live block meanwhile is seen when it comes back.
+    /// Checks the guards of all live blocks and everything in quarantine. Returns the faults that
+    /// were not reported before, or nothing if neither check is enabled. Blocks until the work
+    /// queued on the blocks' own streams is done. What other streams write at the same time is
+    /// found when the live block is freed.
     ///
     /// # Errors
-    /// The driver's, when blocks cannot be read back; what was found before is in
+    /// The driver's, if blocks cannot be read back. Earlier findings stay in
     /// [`DevicePool::findings`].
     #[track_caller]
     pub fn check(&self) -> Result<Vec<Finding>> {
@@ -407,14 +409,14 @@ impl DevicePool {
         self.checked().map_or_else(|| Ok(Vec::new()), |checked| checked.check())
     }
 
-    /// The blocks that are live, by the lines that asked for them; `None` unless
-    /// [`leaks`](crate::Debugging::leaks) is switched on. Never blocks.
+    /// Returns the live blocks by the source lines that allocated them, or `None` unless
+    /// [`leaks`](crate::Debugging::leaks) is enabled. Never blocks.
     #[must_use]
     pub fn leaks(&self) -> Option<LeakReport> {
         self.checked()?.leaks()
     }
 
-    /// A buffer of `len` elements for work that is queued on `stream` from now on.
+    /// Allocates a buffer of `len` elements for work queued on `stream` from now on.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`].
@@ -423,11 +425,10 @@ impl DevicePool {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// Looks which queued work is done, so that freed blocks whose last use is over are free, and
-    /// drops what was [kept until then](aquifer_core::OpaqueBlock::keep_until_free). Nothing else
-    /// does so while a program neither allocates slowly nor trims: a free makes no driver call.
-    /// Gives no cached memory back, and never blocks; with [debugging](crate::Debugging) it waits
-    /// as [`DevicePool::trim`] does.
+    /// Polls queued work, frees pending blocks whose last use is over, and drops what was [kept
+    /// until then](aquifer_core::OpaqueBlock::keep_until_free). Only slow paths and trims do so
+    /// otherwise, since a free makes no driver call. Gives no cached memory back, and never blocks.
+    /// With [debugging](crate::Debugging) it waits as [`DevicePool::trim`] does.
     ///
     /// ```
     /// use aquifer_core::OpaqueBlock;
@@ -461,16 +462,17 @@ impl DevicePool {
         }
     }
 
-    /// Free memory back to the driver until no more than `keep` bytes are held, or the [release
-    /// threshold](PoolConfig::release_threshold) if that is less, as far as that needs no waiting
-    /// and leaves the [warm reserve](DevicePool::warm). It waits for the device where memory is
-    /// left of streams that nothing else can prove done: default streams of threads that have
-    /// ended. Answers with the bytes given back. With [debugging](crate::Debugging) it waits for
-    /// blocks that are to be looked at.
+    /// Gives free memory back to the driver until at most `keep` bytes are held, or the [release
+    /// threshold](PoolConfig::release_threshold) if that is less. Returns the bytes given back. The
+    /// [warm reserve](DevicePool::warm) and memory whose work is not done are left.
+    ///
+    /// Waits for the device if memory is left of streams whose work nothing else can prove done,
+    /// such as the default streams of threads that have ended. With [debugging](crate::Debugging)
+    /// it also waits for blocks that are to be read.
     ///
     /// # Errors
-    /// The driver's, also where it refuses to release what it has unmapped: that stays charged, and
-    /// is tried again by the next trim. What was given back before stays given back.
+    /// The driver's, also if it refuses to release unmapped memory: that memory stays charged, and
+    /// the next trim tries again. What was given back before the error stays given back.
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
@@ -481,25 +483,25 @@ impl DevicePool {
         }
     }
 
-    /// What physical memory is charged to.
+    /// Returns the budget that physical memory is charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.inner().budget
     }
 
-    /// The device.
+    /// Returns the device of this pool.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.inner().info.device
     }
 
-    /// What the device is and can do.
+    /// Returns the properties of the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.inner().info
     }
 
-    /// The driver.
+    /// Returns the driver.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.inner().driver
@@ -526,27 +528,28 @@ impl Opaque for DevicePool {
 }
 
 impl Inner {
-    /// The streams of the device.
+    /// Returns the streams of the device.
     pub(crate) fn streams(&self) -> &StreamPool {
         &self.streams
     }
 
-    /// What physical memory is charged to.
+    /// Returns the budget that physical memory is charged to.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// One reason more why blocks cannot come straight out of caches.
+    /// Registers a reason to take the slow allocation path.
     pub(crate) fn add_detour(&self) {
         self.detours.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// One less.
+    /// Removes a reason that was registered by [`Inner::add_detour`].
     pub(crate) fn end_detour(&self) {
         self.detours.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A block from the stream's cache. The request has been checked.
+    /// Allocates a block from the stream's cache, or on the slow path. The request has been
+    /// checked.
     #[track_caller]
     #[inline]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
@@ -560,7 +563,8 @@ impl Inner {
         }
     }
 
-    /// The same, with new memory drawn from `held` first, which goes down by `bytes` or more.
+    /// As [`Inner::allocate`], and draws new memory from `held` first, which goes down by `bytes`
+    /// or more.
     #[track_caller]
     pub(crate) fn allocate_drawing(
         self: &Arc<Self>,
@@ -585,7 +589,7 @@ impl Inner {
         Ok(block)
     }
 
-    /// The cache of a stream, made at its first use.
+    /// Returns the cache of a stream, and creates it at its first use.
     fn home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
         match self.known_home(stream) {
             Some(home) => Ok(home),
@@ -593,29 +597,29 @@ impl Inner {
         }
     }
 
-    /// The cache of a stream that has had a block.
+    /// Returns the cache of a stream that has one already.
     #[inline]
     fn known_home(&self, stream: &Stream) -> Option<&'static Home> {
         let number = stream.timeline().attachment(self.key)? as usize;
         self.directory.home(number).or_else(|| self.further_home(number))
     }
 
-    /// A cache that the directory has no room for. They stand in the order of their numbers.
+    /// Returns a cache whose number exceeds the directory. The list is ordered by number.
     #[cold]
     fn further_home(&self, number: usize) -> Option<&'static Home> {
         self.homes.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
     }
 
-    /// Gives free memory back where each block is an allocation of the driver's.
+    /// Gives free memory back in bypass mode: the pool's own, and then that of `direct`.
     pub(crate) fn trim_over(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
-        // What has addresses of its own comes from the pool itself in any case.
+        // Dedicated memory comes from the pool itself in any case.
         let gone = self.trim(keep)?;
         let keep = keep.saturating_sub(self.apart.held().now());
         Ok(gone + direct.trim(keep)?)
     }
 
-    /// Lists a block that comes from elsewhere than the streams' caches, until it is freed, where
-    /// leaks are reported. Of reserved memory what is committed counts.
+    /// Lists a block that does not come from a stream's cache until it is freed, if leaks are
+    /// reported. Reserved memory counts with its committed bytes.
     #[track_caller]
     pub(crate) fn list(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
         if let Some(listing) = self.listing.get() {
@@ -624,12 +628,12 @@ impl Inner {
         }
     }
 
-    /// Where each block is an allocation of its own.
+    /// Returns the source of blocks in bypass mode.
     pub(crate) fn bypass(&self) -> Option<&Direct> {
         self.bypass.as_ref()
     }
 
-    /// Whether every event is reported.
+    /// Returns whether every event is recorded.
     pub(crate) fn is_recorded(&self) -> bool {
         self.config.recorder.is_some()
     }
@@ -638,7 +642,8 @@ impl Inner {
     fn new_home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
         check_home(&*self.driver, self.info.device, stream.timeline())?;
         self.vacate();
-        // Under the list's lock, so that two threads do not make two. No driver call in here.
+        // The lock prevents two threads from creating a cache for one stream. No driver call is
+        // made under it.
         let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
         let known = stream.timeline().attachment(self.key);
         if let Some(&home) = known.and_then(|number| homes.get(number as usize)) {
@@ -650,8 +655,8 @@ impl Inner {
                 (vacant.serve(self, stream.timeline()), number)
             }
             None => {
-                // Caches leave the list when the pool closes, and none is made then: numbers are
-                // not given twice.
+                // Caches leave the list only when the pool closes, and none is created then, so a
+                // number is never reused.
                 let number = homes.len();
                 let home = Home::open(self.clone(), stream.timeline().clone(), number);
                 self.directory.name(number, home);
@@ -667,12 +672,12 @@ impl Inner {
         self.vacant.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Every cache of the pool.
+    /// Lists all caches of the pool.
     pub(crate) fn homes<'s>(&self, bump: &'s Bump) -> List<'s, &'static Home> {
         list(bump, self.homes.read().unwrap_or_else(PoisonError::into_inner).iter().copied())
     }
 
-    /// Makes the block's token, and tells whoever wants to know.
+    /// Makes a block from the token, and reports it to the observer and the recorder.
     pub(crate) fn hand_out(
         &self,
         home: &'static Home,
@@ -702,13 +707,13 @@ impl Inner {
         generation
     }
 
-    /// A place in the order of events, if anybody listens.
+    /// Takes a ticket in the order of events, if there is a recorder.
     #[inline]
     pub(crate) fn ticket(&self) -> Option<Ticket> {
         self.config.recorder.as_deref().map(Recorder::ticket)
     }
 
-    /// Reports an event in the place that its ticket holds.
+    /// Records an event under its ticket, if there is one.
     #[inline]
     pub(crate) fn report(
         &self,
@@ -725,7 +730,7 @@ impl Inner {
         }
     }
 
-    /// Reports something that no block is concerned by.
+    /// Records an event that concerns no block.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         if let Some(recorder) = &self.config.recorder {
             let event =
@@ -734,7 +739,7 @@ impl Inner {
         }
     }
 
-    /// Bytes held from the driver.
+    /// Returns the bytes held from the driver.
     pub(crate) fn held(&self) -> u64 {
         let cached = match &self.physical {
             Physical::Mapped(mapped) => mapped.held().now(),
@@ -743,8 +748,8 @@ impl Inner {
         cached + self.apart.held().now()
     }
 
-    /// A cache has retired whose stream could not be waited for: work may still run on what it
-    /// held.
+    /// Removes a retired cache whose stream could not be waited for. Its memory is kept, since work
+    /// may still use it.
     pub(crate) fn keep_home(&self, home: &'static Home, timeline: &Timeline) {
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.keep();
@@ -764,7 +769,7 @@ impl Inner {
             .retain(|other| !std::ptr::eq(*other, home));
     }
 
-    /// What a retired cache held.
+    /// Removes a retired cache, and returns its ranges to the pool.
     pub(crate) fn take_home_back(
         &self,
         home: &'static Home,
@@ -824,8 +829,7 @@ thread_local! {
     static WAITS_FOR_NOTHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work`, in which allocations of this thread wait for nothing, whatever the pool's settings
-/// say.
+/// Runs `work`. Allocations of this thread within it never wait, whatever the pool's settings.
 pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {
@@ -837,7 +841,7 @@ pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// When an allocation stops waiting; `None` for never.
+/// Returns when an allocation stops waiting, or `None` for never.
 pub(crate) fn deadline(wait: Duration) -> Option<std::time::Instant> {
     let now = std::time::Instant::now();
     if WAITS_FOR_NOTHING.get() { Some(now) } else { now.checked_add(wait) }

@@ -1,12 +1,12 @@
-//! What a pool tells of what it holds.
+//! Statistics of a pool.
 
 use super::{Detour, Inner};
 use crate::{DevicePool, physical::Physical};
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
 impl DevicePool {
-    /// Bytes held from the driver now, as [`PoolStats::physical`] says, without looking at what
-    /// they are used for.
+    /// Returns the bytes held from the driver now, as [`PoolStats::physical`], without a walk over
+    /// the caches.
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
@@ -17,8 +17,8 @@ impl DevicePool {
         }
     }
 
-    /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the
-    /// driver.
+    /// Returns the bytes that live blocks of this tag hold in this pool. Walks all caches. Never
+    /// waits for the driver.
     #[must_use]
     pub fn held_by(&self, tag: Tag) -> u64 {
         let inner = self.inner();
@@ -32,7 +32,7 @@ impl DevicePool {
         cached + inner.apart.holdings().iter().map(of).sum::<u64>()
     }
 
-    /// What the pool holds.
+    /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         match &self.handle.detour {
@@ -42,7 +42,7 @@ impl DevicePool {
         }
     }
 
-    /// Counts the peaks of [`DevicePool::stats`] from what is held now. Never blocks.
+    /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never blocks.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -76,7 +76,7 @@ impl Inner {
         self.stats_over(PoolStats::default())
     }
 
-    /// What the pool holds besides what `stats` says.
+    /// Adds what the pool holds to `stats`.
     pub(crate) fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
         for home in self.homes(&self.scratch.begin()) {
             home.with(|s| s.add_to(&mut stats));
