@@ -1,11 +1,11 @@
-//! Memory at addresses of its own, which takes no part in the caches: stable blocks and reserved
-//! elements.
+//! Dedicated memory: blocks and reserved elements at addresses of their own, outside the caches.
 //!
-//! Each such thing is a [`Span`]: addresses that nobody else is given, and what is mapped there.
-//! Nothing in it is handed to another stream, moved or recycled. What its owner lets go of
-//! *leaves*: it stays mapped and charged until the host has seen the work done that used it and
-//! nobody keeps its address, and is unmapped by whoever comes next through a slow path of the pool,
-//! a trim or the end of the pool. So no drop calls the driver, and nobody waits.
+//! - Each is a [`Span`]: an exclusive range of addresses, and what is mapped there. Nothing in it
+//!   is given to another stream, moved or recycled.
+//! - What the owner frees becomes *leaving*: it stays mapped and charged until the host has seen
+//!   the work done that used it and no registration keeps its address. A slow path of the pool, a
+//!   trim or the end of the pool then unmaps it.
+//! - So no drop calls the driver, and none waits.
 //!
 //! ```text
 //!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner lets go──▶ leaving
@@ -47,30 +47,30 @@ use std::{
     time::Instant,
 };
 
-/// Everything of one pool's that has addresses of its own.
+/// The dedicated memory of one pool.
 ///
-/// Owners hold it, and it holds what has left its owner: so it ends with the last of the pool, the
-/// blocks and the registrations, and takes down then what is left.
+/// Owners hold a reference to it, and it holds the leaving spans. So it is dropped after the pool,
+/// the blocks and the registrations, and then releases what is left.
 pub(crate) struct Apart {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) device: DeviceId,
-    /// Whom mappings are opened to.
+    /// The devices that mappings grant access to.
     reach: Arc<[DeviceId]>,
-    /// Size and alignment of physical handles; 0 on devices that cannot map.
+    /// Size and alignment of physical handles; 0 on devices without virtual memory.
     granularity: u64,
-    /// Bytes that reserved elements are committed by.
+    /// Bytes by which reserved elements are committed.
     step: u64,
-    /// Blocks by `cuMemAlloc`: on devices that cannot map, and in bypass mode, where memory
-    /// checkers are to see them.
+    /// Whether blocks come from `cuMemAlloc`: on devices without virtual memory, and in bypass
+    /// mode, where memory checkers must see them.
     plain: bool,
     pub(crate) export: ExportTypes,
     held: Arc<Held>,
     recorder: Option<Arc<Recorder>>,
     observed: bool,
     generations: AtomicU64,
-    /// Announcements of captures that are open. Nobody may wait for the device meanwhile.
+    /// Number of announced captures. While there are any, no thread may wait for the device.
     pub(crate) announced: AtomicU64,
-    /// How often the end of a freed block may have ended what it kept until then.
+    /// Number of times that the end of a freed block may have dropped what it kept until then.
     ends: AtomicU64,
     state: Mutex<State>,
 }
@@ -78,11 +78,11 @@ pub(crate) struct Apart {
 #[derive(Default)]
 struct State {
     account: Account,
-    /// Spans of which something is to go.
+    /// Spans with memory that is leaving.
     leaving: Vec<Arc<Span>>,
 }
 
-/// What the pool's account has of it, in bytes and counts.
+/// Statistics of dedicated memory, in bytes and counts.
 #[derive(Default)]
 pub(crate) struct Account {
     pub(crate) live: u64,
@@ -92,7 +92,7 @@ pub(crate) struct Account {
     cached: u64,
     /// Memory of graphs, live or free.
     pub(crate) graphs: u64,
-    /// Of that, what is free.
+    /// Free memory of graphs.
     pub(crate) free_of_graphs: u64,
     pub(crate) blocks: u64,
     allocations: u64,
@@ -102,12 +102,12 @@ pub(crate) struct Account {
     reaped: u64,
     peak_live: u64,
     peak_requested: u64,
-    /// What each tag has asked for.
+    /// Bytes that each tag has requested.
     holders: Vec<Holding>,
 }
 
 impl Account {
-    /// Few tags, so a search from the front.
+    /// Searches from the front, since there are few tags.
     fn holder(&mut self, tag: Tag) -> &mut Holding {
         let at = self.holders.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
             self.holders.push(Holding { tag, bytes: 0, blocks: 0 });
@@ -116,7 +116,7 @@ impl Account {
         &mut self.holders[at]
     }
 
-    /// Memory comes to be somebody's.
+    /// Counts memory that becomes live.
     pub(crate) fn took(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live += live;
         self.requested += requested;
@@ -125,7 +125,7 @@ impl Account {
         self.peak_requested = self.peak_requested.max(self.requested);
     }
 
-    /// Its owner lets go of it.
+    /// Counts live memory that its owner frees: it is pending until released.
     pub(crate) fn let_go(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live -= live;
         self.requested -= requested;
@@ -165,12 +165,13 @@ impl Apart {
         })
     }
 
-    /// Bytes held from the driver.
+    /// Returns the counter of bytes held from the driver.
     pub(crate) fn held(&self) -> &Held {
         &self.held
     }
 
-    /// Bytes that reserved elements are committed by; 0 on devices that cannot map.
+    /// Returns the bytes by which reserved elements are committed, or 0 on devices without virtual
+    /// memory.
     pub(crate) fn step(&self) -> u64 {
         self.step
     }
@@ -183,7 +184,7 @@ impl Apart {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the account.
+    /// Changes the statistics under the lock.
     pub(crate) fn count(&self, change: impl FnOnce(&mut Account)) {
         change(&mut self.state().account);
     }
@@ -207,7 +208,7 @@ impl Apart {
         stats.peak_physical += self.held.peak();
     }
 
-    /// Counts peaks from what is held now.
+    /// Sets the peaks to what is held now.
     pub(crate) fn reset_peaks(&self) {
         self.count(|a| {
             a.peak_live = a.live;
@@ -216,33 +217,33 @@ impl Apart {
         self.held.reset_peak();
     }
 
-    /// Bytes that are live.
+    /// Returns the live bytes.
     pub(crate) fn live(&self) -> u64 {
         self.state().account.live
     }
 
-    /// Bytes whose owner has let go of them and that the driver has not back yet.
+    /// Returns the bytes that owners have freed and the driver does not have back yet.
     pub(crate) fn leaving(&self) -> u64 {
         self.state().account.pending + self.held.stuck()
     }
 
-    /// What each tag holds: stable blocks by what was asked for, reserved elements by what is
-    /// committed.
+    /// Returns what each tag holds: stable blocks by their requested bytes, reserved elements by
+    /// their committed bytes.
     pub(crate) fn holdings(&self) -> Vec<Holding> {
         self.state().account.holders.iter().filter(|h| h.bytes > 0).copied().collect()
     }
 
-    /// A driver's answer as an error of this device.
+    /// Turns an error of the driver into one of this device.
     pub(crate) fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
         MemoryError::driver(self.device, error)
     }
 
-    /// The size of a block of its own for `bytes`.
+    /// Returns the size of a dedicated block for `bytes`.
     pub(crate) fn rounded(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(if self.plain { crate::BLOCK_ALIGN } else { self.granularity })
     }
 
-    /// Addresses for `bytes`, in slots of `slot` bytes, with nothing behind them.
+    /// Reserves `bytes` of addresses in slots of `slot` bytes. Maps nothing.
     pub(crate) fn reserve(
         &self,
         kind: BlockKind,
@@ -256,7 +257,7 @@ impl Apart {
         Ok(Arc::new(Span::mapped(self, kind, address, bytes, slot)))
     }
 
-    /// Physical memory for one slot of a span.
+    /// Creates a physical handle for one slot of a span.
     pub(crate) fn handle(
         &self,
         charge: Charge,
@@ -266,8 +267,8 @@ impl Apart {
             .map_err(|(error, _)| NoHandle::Driver(error))
     }
 
-    /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one
-    /// allocation of the driver's.
+    /// Allocates memory for a block of `bytes`, which is rounded: one handle at addresses of its
+    /// own, or one allocation of the driver.
     pub(crate) fn whole(
         &self,
         kind: BlockKind,
@@ -286,8 +287,8 @@ impl Apart {
         self.around(kind, handle, bytes, align).map_err(NoHandle::Driver)
     }
 
-    /// Maps one handle, whole, at addresses of its own. If that fails, nothing is mapped, or it
-    /// leaves.
+    /// Maps one whole handle at addresses of its own. On failure nothing stays mapped, except for
+    /// what the driver refuses to unmap, which leaves.
     pub(crate) fn around(
         &self,
         kind: BlockKind,
@@ -309,8 +310,8 @@ impl Apart {
         }
     }
 
-    /// Maps handles at slots of a span that have none. If that fails, none is mapped; what the
-    /// driver would not unmap again leaves.
+    /// Maps handles at empty slots of a span. On failure nothing stays mapped, except for what the
+    /// driver refuses to unmap, which leaves.
     pub(crate) fn map(
         &self,
         span: &Arc<Span>,
@@ -325,7 +326,7 @@ impl Apart {
         })
     }
 
-    /// Something of this span is to go.
+    /// Lists a span with memory that is leaving.
     pub(crate) fn leave(&self, span: &Arc<Span>) {
         let mut state = self.state();
         if !state.leaving.iter().any(|other| Arc::ptr_eq(other, span)) {
@@ -333,16 +334,17 @@ impl Apart {
         }
     }
 
-    /// Takes down what has left and whose work is done. Blocks where the driver's own allocations
-    /// go, until the device is idle. Answers with the bytes.
+    /// Releases leaving memory whose work is done. Returns the bytes. Blocks until the device is
+    /// idle if an allocation of the driver is freed.
     ///
     /// # Errors
-    /// The driver's first refusal; all others have been tried.
+    /// The driver's first refusal; all other memory has been tried.
     pub(crate) fn reap(&self) -> Result<u64> {
         self.reap_some(|_| true)
     }
 
-    /// The same for what needs no waiting. A refusal is met again by whoever asks next.
+    /// As [`Apart::reap`], for memory whose release does not block. A refusal is ignored, since the
+    /// next attempt meets it again.
     pub(crate) fn reap_quietly(&self) {
         let _ = self.reap_some(Span::goes_quietly);
     }
@@ -367,8 +369,8 @@ impl Apart {
         outcome.map(|()| gone)
     }
 
-    /// Takes down what has left of a span and whose work is done. The bytes, and the driver's first
-    /// refusal: what it refused is tried again by whoever reaps next.
+    /// Releases the leaving memory of a span whose work is done. Returns the bytes, and the
+    /// driver's first refusal. The next call retries what the driver refused.
     pub(crate) fn take_down(&self, span: &Arc<Span>) -> (u64, Result<()>) {
         let before = self.held.stuck();
         let (gone, outcome) = span.reap();
@@ -377,8 +379,7 @@ impl Apart {
         }
         if gone > 0 {
             self.note_end();
-            // Unmapped, but not taken back by the driver: still held, and pending in the pool's
-            // account.
+            // Unmapped, but not released by the driver: still held, and pending in the statistics.
             let stuck = self.held.stuck().saturating_sub(before).min(gone);
             let given = gone - stuck;
             self.count(|a| {
@@ -393,20 +394,20 @@ impl Apart {
         (gone, outcome)
     }
 
-    /// Notes that the end of a freed block may have ended what it kept until then.
+    /// Counts the end of a freed block that may have kept other values until then.
     pub(crate) fn note_end(&self) {
         self.ends.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Does `round` again for as long as it ends blocks that may have kept others until they were
-    /// free. Those were freed after the round had fenced their streams, so they are found done by
-    /// the next. A block keeps only blocks that were there before, so the last round comes with the
-    /// end of the chain. Returns the sum of what the rounds return.
+    /// Repeats `round` while it ends blocks that may have kept other blocks until they were free.
+    /// Those are freed after the round has fenced their streams, so the next round finds them done.
+    /// A block keeps only blocks that existed before it, so the rounds end. Returns the sum of what
+    /// the rounds return.
     pub(crate) fn in_rounds(&self, mut round: impl FnMut() -> Result<u64>) -> Result<u64> {
         let mut sum = 0;
         loop {
-            // Relaxed: a thread sees what it has noted itself. Another thread's end costs a round
-            // more.
+            // Relaxed: a thread sees its own increments. Those of another thread cost one more
+            // round.
             let before = self.ends.load(Ordering::Relaxed);
             sum += round()?;
             if self.ends.load(Ordering::Relaxed) == before {
@@ -415,8 +416,8 @@ impl Apart {
         }
     }
 
-    /// Waits for the device where something has left that there may be untold work on, unless
-    /// somebody captures. Blocks then.
+    /// Waits for the device if untracked work may use memory that is leaving, unless a capture is
+    /// announced. Blocks.
     pub(crate) fn outlast(&self) -> Result<()> {
         if self.announced.load(Ordering::Relaxed) > 0 {
             return Ok(());
@@ -425,14 +426,13 @@ impl Apart {
         spans.iter().try_for_each(|span| span.outlast())
     }
 
-    /// Returns what the memory waits for that has left, but for uses that are open.
+    /// Returns the work that leaving memory waits for, except for open uses.
     pub(crate) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let spans = self.state().leaving.clone();
         spans.iter().flat_map(|span| span.leaving_work()).collect()
     }
 
-    /// Waits for the work of something that has left, until `until`. Says whether there was any.
-    /// Blocks.
+    /// Waits until `until` for the work of a leaving span. Returns whether there was any. Blocks.
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().leaving.clone();
         for span in spans {
@@ -446,17 +446,17 @@ impl Apart {
         Ok(false)
     }
 
-    /// A number for a block, where somebody watches; 0 where not.
+    /// Returns a number for a block if the driver has an observer, or else 0.
     pub(crate) fn generation(&self) -> u64 {
         if self.observed { self.generations.fetch_add(1, Ordering::Relaxed) } else { 0 }
     }
 
-    /// Tells a driver that checks whose a range is.
+    /// Reports the owner of a range to the driver's observer, if the block has a generation.
     pub(crate) fn note(&self, generation: u64, address: u64, bytes: u64, owner: Ownership<'_>) {
         note(&self.driver, generation, DeviceRange { device: self.device, address, bytes }, owner);
     }
 
-    /// Tells the recorder of something, if there is one. Called under no lock.
+    /// Records an event, if there is a recorder. Must be called without a lock.
     pub(crate) fn report(
         &self,
         kind: BlockKind,
@@ -469,8 +469,8 @@ impl Apart {
         self.send(self.event(kind, action, stream, address, bytes, tag));
     }
 
-    /// An event with its place in the order, if there is a recorder: made under the lock of what
-    /// happens, to be sent without it.
+    /// Makes an event with its ticket, if there is a recorder. It is made under the lock that
+    /// orders it, and sent without it.
     pub(crate) fn event(
         &self,
         kind: BlockKind,
@@ -491,7 +491,7 @@ impl Apart {
         }
     }
 
-    /// A block has been given out.
+    /// Counts a new block.
     pub(crate) fn took_block(&self, live: u64, requested: u64, tag: Tag) {
         self.count(|a| {
             a.took(live, requested, tag);
@@ -506,12 +506,12 @@ impl Apart {
         self.report(kind, Action::Fail, 0, 0, bytes, tag);
     }
 
-    /// A tag has one thing more.
+    /// Counts a block of `tag`.
     pub(crate) fn made(&self, tag: Tag) {
         self.count(|a| a.holder(tag).blocks += 1);
     }
 
-    /// Tells the recorder of steps that memory was put behind.
+    /// Records that steps have been committed.
     pub(crate) fn report_committed(
         &self,
         steps: impl Iterator<Item = u64>,
@@ -526,8 +526,8 @@ impl Apart {
         }
     }
 
-    /// Tells the recorder of steps in `ranges` whose owner has let go of them; `completed` where no
-    /// other stream uses them.
+    /// Records that the owner has freed the steps in `ranges`, and their completion if no other
+    /// stream uses them.
     pub(crate) fn decommitted(
         &self,
         ranges: impl IntoIterator<Item = (u64, u64)>,
@@ -549,7 +549,7 @@ impl Apart {
         }
     }
 
-    /// Elements have been committed.
+    /// Counts committed elements.
     pub(crate) fn committed(&self, new: u64, again: u64, tag: Tag) {
         self.count(|a| {
             a.pending -= again;
@@ -568,10 +568,9 @@ impl Drop for Apart {
             &mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving,
         );
         for span in left {
-            // Work that cannot be waited for is seen not to be done just below, and keeps its
-            // memory.
+            // After a failed wait, the check below finds the work not done, and the memory is kept.
             let _ = span.wait(None).and_then(|_| span.outlast());
-            // What the driver refuses is left to a later sweep. What has open uses stays mapped and
+            // A later sweep retries what the driver refuses. Memory with open uses stays mapped and
             // charged.
             leftovers::release(&self.driver, move || match span.reap() {
                 (_, Err(MemoryError::Driver(refused))) => Err(refused),
@@ -587,17 +586,17 @@ impl fmt::Debug for Apart {
     }
 }
 
-/// The way home of a block that has a span of its own.
+/// Releases a block that has a span of its own.
 pub(crate) struct Owned {
     pub(crate) apart: Arc<Apart>,
     pub(crate) span: Arc<Span>,
-    /// Bytes that were asked for; `None` where as much counts as is mapped at the end.
+    /// Bytes that were requested; `None` if the bytes mapped at the end count.
     pub(crate) asked: Option<u64>,
-    /// For whom.
+    /// The tag of the request.
     pub(crate) tag: Tag,
 }
 
-/// Says that a block's last use is over, when it is dropped.
+/// Records the completion of a block when it is dropped.
 struct Completes {
     apart: std::sync::Weak<Apart>,
     stream: u32,
@@ -622,12 +621,11 @@ impl Drop for Completes {
 }
 
 impl Owned {
-    /// A block's work and its other uses, as they stand now.
+    /// Returns the stream and its open epoch, which covers the work of the block so far.
     pub(crate) fn ends(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
         let epoch = timeline.open();
         if timeline.fences_at_once() {
-            // A refusal leaves the epoch without a proof: the memory stays until the stream is
-            // retired.
+            // After a refusal the epoch has no proof: the memory stays until the stream is retired.
             let _ = timeline.fence(epoch);
         }
         (timeline.clone(), epoch)

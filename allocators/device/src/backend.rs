@@ -1,8 +1,8 @@
-//! Blocks that come straight from the driver's own allocators.
+//! Blocks that come directly from the driver's own allocators.
 //!
-//! Such a block costs half a microsecond or much more anyway, so it carries an `Arc` of where it
-//! came from. What differs between the driver's allocators is a [`Source`]; accounting, open uses
-//! and failed frees are the same for all.
+//! Such an allocation costs half a microsecond or more, so its block carries an `Arc` of its
+//! allocator. A [`Source`] covers what differs between the driver's allocators. Statistics, open
+//! uses and failed frees are handled here for all of them.
 
 use crate::{
     Block, Request,
@@ -29,33 +29,34 @@ use std::{
 
 /// One of the driver's allocators.
 pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
-    /// Memory that work on `stream` may use, and what is charged for it alone.
+    /// Allocates memory that work on `stream` may use. Returns its address, and a charge that is
+    /// its own.
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
 
-    /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of
-    /// the device.
+    /// Frees a block behind its uses, all of which are stamped, with a wait of the host or of the
+    /// device.
     fn give(&self, block: &Deferred) -> Result<()>;
 
-    /// The alignment that every block has.
+    /// Returns the alignment that every block has.
     fn alignment(&self) -> u64 {
         crate::BLOCK_ALIGN
     }
 
-    /// What it is charged to, and under what it is registered there itself.
+    /// Returns the budget that blocks are charged to, and the source's own registration there.
     fn budget(&self) -> Option<(&Budget, Option<&Registration>)>;
 
-    /// Bytes held from the device, if they are more than those in blocks.
+    /// Returns the bytes held from the device, if they include more than the blocks.
     fn reserved(&self) -> Option<u64> {
         None
     }
 
-    /// Lets go of what is reserved and not used, down to `keep` bytes; answers with the bytes.
+    /// Releases unused reserved memory, down to `keep` bytes. Returns the bytes released.
     fn trim(&self, _keep: u64) -> Result<u64> {
         Ok(0)
     }
 }
 
-/// A source with its account.
+/// A driver-backed allocator: a source with its statistics.
 pub(crate) struct Ledger<S: Source> {
     pub(crate) source: S,
     driver: Arc<dyn Driver>,
@@ -63,11 +64,12 @@ pub(crate) struct Ledger<S: Source> {
     observed: bool,
     generations: AtomicU64,
     state: Mutex<State>,
-    /// Itself, for whoever ends a use.
+    /// A reference to itself, for the notification that a use has ended.
     me: Weak<Self>,
 }
 
-/// Told when the last open use of a freed block has ended. Keeps the ledger until then.
+/// Notified when the last open use of a freed block has ended. Keeps the allocator alive until
+/// then.
 struct Awaiting<S: Source>(Arc<Ledger<S>>);
 
 impl<S: Source> LastUse for Awaiting<S> {
@@ -79,27 +81,27 @@ impl<S: Source> LastUse for Awaiting<S> {
 #[derive(Default)]
 struct State {
     stats: PoolStats,
-    /// Freed blocks with open uses, and those whose free failed. They stay charged.
+    /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
     deferred: Vec<Deferred>,
-    /// Blocks that are out as bare addresses.
+    /// Blocks that were converted into raw addresses.
     raw: Backlog,
     freed: FreedAddresses,
 }
 
-/// A block that has been freed by its owner.
+/// A block that its owner has freed.
 pub(crate) struct Deferred {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) generation: u64,
     pub(crate) timeline: Arc<Timeline>,
-    /// That of its own stream as it was freed.
+    /// The epoch of the owner stream at the free.
     pub(crate) epoch: u64,
     pub(crate) uses: Uses,
-    /// Charges, among others.
+    /// Values dropped when the memory is really free, such as charges.
     pub(crate) until_free: UntilFree,
 }
 
-/// The part of a block's token that knows the way home.
+/// The part of a block that returns it to its allocator.
 pub(crate) struct Backed {
     pub(crate) ledger: Arc<dyn Release>,
     pub(crate) timeline: Arc<Timeline>,
@@ -107,27 +109,27 @@ pub(crate) struct Backed {
     pub(crate) bytes: u64,
 }
 
-/// Takes blocks back.
+/// Releases freed blocks.
 pub(crate) trait Release: Send + Sync {
-    /// The block at this address is about to be released: whoever looks at its uses from outside
-    /// lets go of them.
+    /// Called before the block at this address is released. References to its uses that others hold
+    /// must be dropped here.
     fn ending(&self, _address: u64) {}
 
     fn release(&self, block: Deferred);
 
-    /// Keeps a block while its address is out.
+    /// Keeps a block while its address is raw.
     fn keep_raw(&self, block: Block) {
         crate::raw::keep_backed(block);
     }
 }
 
 impl Backed {
-    /// Where its block can be left.
+    /// Returns the allocator, which can also keep the block.
     pub(crate) fn keeper(&self) -> Arc<dyn Release> {
         self.ledger.clone()
     }
 
-    /// The block is freed; `uses` are those that are not known to be done.
+    /// Releases a freed block. `uses` are those not known to be done.
     pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
         let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
         self.ledger.release(Deferred {
@@ -169,7 +171,7 @@ impl<S: Source> Ledger<S> {
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
         check_home(&*self.driver, self.device(), stream.timeline())?;
-        // The driver aligns to 256 bytes or more, and promises no more than that.
+        // The driver aligns to at least 256 bytes, and guarantees no more.
         if request.alignment() > self.source.alignment() {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
@@ -226,7 +228,7 @@ impl<S: Source> Ledger<S> {
     }
 
     /// Turns a refusal of `bytes` by the budget or the driver into the error that every pool
-    /// answers with. Leaves other errors as they are.
+    /// returns. Returns other errors unchanged.
     fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let device = self.device();
         let mut full = OutOfMemory::new(device.to_string(), bytes);
@@ -247,7 +249,7 @@ impl<S: Source> Ledger<S> {
         MemoryError::OutOfMemory(Box::new(full))
     }
 
-    /// Memory from the source, with what others can give back without waiting where there is none.
+    /// Allocates from the source, and reclaims from others without waiting while it has no memory.
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let mut taken = self.source.take(stream, bytes);
         let Some((budget, own)) = self.source.budget().filter(|_| taken.is_err()) else {
@@ -268,13 +270,13 @@ impl<S: Source> Ledger<S> {
         }
     }
 
-    /// Bytes in blocks, and in those that could not be given back yet.
+    /// Returns the bytes in blocks, live or pending.
     pub(crate) fn in_blocks(&self) -> u64 {
         let stats = &self.state().stats;
         stats.live + stats.pending
     }
 
-    /// The block that is out as this address.
+    /// Takes the block back that was converted into this address.
     pub(crate) fn take_raw(&self, address: u64) -> Result<Block> {
         let mut state = self.state();
         let block = state.raw.take(address);
@@ -287,7 +289,7 @@ impl<S: Source> Ledger<S> {
     }
 
     pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
-        // Its end takes the lock again.
+        // The drop of the block takes the lock again.
         let block = {
             let mut state = self.state();
             state.raw.let_go(address).ok_or_else(|| state.freed.refuse(address))
@@ -295,7 +297,7 @@ impl<S: Source> Ledger<S> {
         block.map(drop)
     }
 
-    /// Tries to give back what could not be given back before.
+    /// Retries to free the deferred blocks.
     fn retry_deferred(&self) {
         let deferred = std::mem::take(&mut self.state().deferred);
         for block in deferred {
@@ -303,7 +305,7 @@ impl<S: Source> Ledger<S> {
         }
     }
 
-    /// Gives a block back, or keeps it for later.
+    /// Frees a block, or defers it.
     fn give(&self, mut block: Deferred) {
         block.uses.forget_done();
         if block.uses.is_open() {
@@ -324,11 +326,11 @@ impl<S: Source> Ledger<S> {
         }
     }
 
-    /// Keeps a block until its uses have ended; gives it back if they have by now.
+    /// Defers a block until its uses have ended. Returns it if they have ended by now.
     fn keep_open(&self, block: Deferred) -> Option<Deferred> {
         let whom: Option<Arc<dyn LastUse>> =
             self.me.upgrade().map(|me| Arc::new(Awaiting(me)) as _);
-        // Whoever ends the use looks for the block under this lock.
+        // The end of a use looks up the block under this lock.
         let mut state = self.state();
         if whom.is_some_and(|whom| !block.uses.tell(&whom)) {
             return Some(block);
@@ -347,7 +349,7 @@ impl<S: Source> Ledger<S> {
         stats
     }
 
-    /// Counts peaks from what is held now, but for what the driver counts itself.
+    /// Sets the peaks to what is held now, except for those that the driver counts.
     pub(crate) fn reset_peaks(&self) {
         let stats = &mut self.state().stats;
         stats.peak_live = stats.live;
@@ -390,8 +392,8 @@ impl<S: Source> Release for Ledger<S> {
 impl<S: Source> Drop for Ledger<S> {
     fn drop(&mut self) {
         self.retry_deferred();
-        // What is left here has open uses that nobody can finish any more, or was refused by the
-        // driver: it stays charged, as the device still holds it.
+        // Blocks left here have open uses that cannot end any more, or the driver refused them.
+        // They stay charged, since the device still holds them.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for block in state.deferred.drain(..) {
             let _still_charged = std::mem::ManuallyDrop::new(block.until_free);

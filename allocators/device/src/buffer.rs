@@ -1,4 +1,4 @@
-//! Device memory with elements of one type.
+//! Typed device memory.
 
 mod adopted;
 mod slice;
@@ -14,14 +14,14 @@ use bytemuck::Pod;
 use slice::Part;
 use std::{fmt, marker::PhantomData, ops::Range};
 
-/// A block of `len` elements of `T`, which go home with it.
+/// A block of `len` elements of `T`. They are freed with it.
 ///
-/// **The elements are not initialised**: what the bytes held before is still there. That is no
-/// danger to Rust, since the host cannot read them but by a copy, and every pattern of bits is a
-/// `T: Pod`; it is a danger to results. [`Stream::fill`] and the copies give them a value.
+/// **The elements are not initialised**: they hold the previous contents of the memory. This is
+/// memory-safe, since the host reads elements only through copies and every bit pattern is a valid
+/// `T: Pod`. It can still make results wrong. [`Stream::fill`] and copies initialise elements.
 ///
-/// Work of [`Stream`] takes a buffer or a part of it as it is; kernels of other libraries take what
-/// it lends.
+/// Work of [`Stream`] takes a buffer or a slice of it directly. Kernels of other libraries take the
+/// types that it lends.
 ///
 /// ```
 /// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
@@ -44,7 +44,8 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// The types refuse what would race. One buffer on both sides of a copy:
+/// The types reject data races at compile time. The same buffer as source and destination of a
+/// copy:
 ///
 /// ```compile_fail,E0502
 /// # use aquifer_core::Result;
@@ -55,7 +56,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// }
 /// ```
 ///
-/// A part that is borrowed to be read, as the destination:
+/// A shared slice as the destination:
 ///
 /// ```compile_fail,E0277
 /// # use aquifer_core::Result;
@@ -66,7 +67,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// }
 /// ```
 ///
-/// Two parts to be written that might overlap:
+/// Two mutable slices that may overlap:
 ///
 /// ```compile_fail,E0499
 /// # use aquifer_core::Result;
@@ -80,7 +81,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// }
 /// ```
 ///
-/// A part that outlives its buffer:
+/// A slice that outlives its buffer:
 ///
 /// ```compile_fail,E0505
 /// # use aquifer_core::Result;
@@ -93,7 +94,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// }
 /// ```
 ///
-/// Elements that are more than their bytes:
+/// Elements that are not plain data:
 ///
 /// ```compile_fail,E0277
 /// # use aquifer_core::Result;
@@ -110,8 +111,8 @@ pub struct DeviceBuffer<T> {
 }
 
 impl<T: Pod> DeviceBuffer<T> {
-    /// `len` elements from `resource`, for work on `stream` from now on. Alignment is that of every
-    /// block.
+    /// Allocates `len` elements from `resource`, for work on `stream` from now on. The alignment is
+    /// that of every block.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`];
@@ -122,12 +123,12 @@ impl<T: Pod> DeviceBuffer<T> {
         stream: &Stream,
         len: usize,
     ) -> Result<Self> {
-        // Not by a closure, whose own line would be named as the caller's.
+        // Not in a closure: `track_caller` would report the closure's own line.
         let request = Self::request(len)?;
         Self::in_block(len, resource.allocate(stream, request)?, request)
     }
 
-    /// `len` elements in the block that `alloc` gives for them.
+    /// Makes a buffer of `len` elements in the block that `alloc` returns.
     ///
     /// # Errors
     /// As [`DeviceBuffer::new_in`]; [`MemoryError::OutOfBounds`] for a block that is too short.
@@ -155,11 +156,11 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(Self { block, len, elements: PhantomData })
     }
 
-    /// `block` as elements of `T`, as many as its bytes hold.
+    /// Turns `block` into as many elements of `T` as its bytes hold.
     ///
     /// # Errors
-    /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if that leaves bytes
-    /// over; [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
+    /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if bytes are left over;
+    /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
     pub fn from_block(block: Block) -> Result<Self, Declined<Block>> {
         match slice::counted::<T>(block.address(), block.bytes()) {
             Ok(len) => Ok(Self { block, len, elements: PhantomData }),
@@ -167,7 +168,7 @@ impl<T: Pod> DeviceBuffer<T> {
         }
     }
 
-    /// The same bytes as elements of another type.
+    /// Reinterprets the bytes as elements of another type.
     ///
     /// # Errors
     /// [`Declined`] with the buffer in it: [`MemoryError::LengthMismatch`] if bytes are left over;
@@ -179,19 +180,19 @@ impl<T: Pod> DeviceBuffer<T> {
         }
     }
 
-    /// All elements, to be read.
+    /// Returns all elements as a shared slice.
     #[must_use]
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {
         DeviceSlice { part: Part::whole(&self.block, self.len), elements: PhantomData }
     }
 
-    /// All elements, to be written.
+    /// Returns all elements as a mutable slice.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
         DeviceSliceMut { part: Part::whole(&self.block, self.len), elements: PhantomData }
     }
 
-    /// The elements in `range`, to be read.
+    /// Returns the elements in `range` as a shared slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -199,7 +200,7 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_slice().slice(range)
     }
 
-    /// The elements in `range`, to be written.
+    /// Returns the elements in `range` as a mutable slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -207,7 +208,7 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_mut_slice().into_slice(range)
     }
 
-    /// The elements before `mid` and those from there on, to be read.
+    /// Splits the buffer at `mid` into two shared slices.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -215,8 +216,8 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_slice().split_at(mid)
     }
 
-    /// The elements before `mid` and those from there on, to be written. See [`DeviceSliceMut`] on
-    /// their order.
+    /// Splits the buffer at `mid` into two mutable slices. See [`DeviceSliceMut`] on the order of
+    /// their uses.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -227,51 +228,53 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_mut_slice().into_split(mid)
     }
 
-    /// Parts of `len` elements, to be read; the last may be shorter.
+    /// An iterator over shared slices of `len` elements. The last may be shorter.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
         self.as_slice().chunks(len)
     }
 
-    /// Parts of `len` elements, to be written; the last may be shorter. See [`DeviceSliceMut`] on
-    /// their order.
+    /// An iterator over mutable slices of `len` elements. The last may be shorter. See
+    /// [`DeviceSliceMut`] on the order of their uses.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
         self.as_mut_slice().into_chunks(len)
     }
 }
 
 impl<T> DeviceBuffer<T> {
-    /// How many elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: a buffer of no elements cannot be had.
+    /// Returns `false`, since there are no empty buffers.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its first address on the device, for kernels and libraries that take a pointer. Work that is
-    /// launched with it on another stream than the buffer's own is announced by [`Block::prepare`].
+    /// Returns the first address on the device, for kernels and libraries that take a pointer. Call
+    /// [`Block::prepare`] before work with this address is queued on another stream than the
+    /// buffer's own.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.block.address()
     }
 
-    /// A number that nothing else at this address has, on a driver that checks; 0 on others.
+    /// Returns a number that distinguishes the block from all others at this address, on a driver
+    /// with an observer; 0 on other drivers.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.block.generation()
     }
 
-    /// The block underneath.
+    /// Returns the underlying block.
     #[must_use]
     pub fn block(&self) -> &Block {
         &self.block
@@ -281,7 +284,7 @@ impl<T> DeviceBuffer<T> {
         &mut self.block
     }
 
-    /// The block underneath, without the type.
+    /// Returns the underlying block, without the type.
     #[must_use]
     pub fn into_block(self) -> Block {
         self.block
@@ -295,7 +298,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. its elements lie in a block that it owns. 2. and 3. the block's own promise.
+// SAFETY: 1. The elements lie in a block that the buffer owns. 2. and 3. As for the block.
 unsafe impl<T> Operand for DeviceBuffer<T> {
     fn range(&self) -> DeviceRange {
         DeviceRange { bytes: (self.len * size_of::<T>()) as u64, ..self.block.range() }
@@ -312,7 +315,7 @@ unsafe impl<T> Operand for DeviceBuffer<T> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. a buffer is its owner's alone, and its parts borrow it.
+// SAFETY: 1. The owner has exclusive access to the buffer, and its slices borrow it.
 unsafe impl<T> OperandMut for DeviceBuffer<T> {
     fn order_mut(
         &mut self,

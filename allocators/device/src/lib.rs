@@ -148,7 +148,7 @@
 //! # What debugging finds
 //! | check | finds | costs |
 //! |---|---|---|
-//! | `poison` | reads of [unwritten](POISON_ALLOCATED) or [freed](POISON_FREED) memory | two fills |
+//! | `poison` | reads of [unwritten](POISON_ALLOCATED) or [freed](POISON_FREED) memory | fills |
 //! | `canaries` | writes right before and right behind a block | two fills and two reads |
 //! | `quarantine` | writes to a block after its free | a fill and a read of the block |
 //! | `overlap` | a block that overlaps another one in use | a look-up in a tree |

@@ -1,4 +1,4 @@
-//! The account of memory that several blocks share: what parkable blocks lie in.
+//! Statistics of memory that several parkable blocks share.
 //!
 //! ```text
 //!   nothing ──backed──▶ cached ──took──▶ live
@@ -11,7 +11,8 @@ use super::Apart;
 use aquifer_core::{Action, Tag, event::BlockKind};
 
 impl Apart {
-    /// Slots have memory: `new` bytes of it from the driver, `again` that were about to leave.
+    /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
+    /// leaving.
     pub(crate) fn lodged_backed(&self, kind: BlockKind, new: u64, again: u64) {
         self.count(|a| {
             a.cached += new + again;
@@ -23,7 +24,7 @@ impl Apart {
         }
     }
 
-    /// Slots that nobody lives in leave.
+    /// Counts empty slots that become leaving.
     pub(crate) fn lodged_left(&self, bytes: u64) {
         self.count(|a| {
             a.cached -= bytes;
@@ -31,7 +32,7 @@ impl Apart {
         });
     }
 
-    /// A block is given out.
+    /// Counts an allocated block.
     pub(crate) fn lodged_took(&self, bytes: u64, requested: u64, tag: Tag) {
         self.count(|a| {
             a.cached -= bytes;
@@ -42,7 +43,7 @@ impl Apart {
         });
     }
 
-    /// A block is freed, whose memory, if it has any, is not free yet.
+    /// Counts a freed block, whose memory, if any, is pending.
     pub(crate) fn lodged_freed(&self, bytes: u64, requested: u64, tag: Tag) {
         self.count(|a| {
             a.let_go(bytes, requested, tag);
@@ -52,7 +53,7 @@ impl Apart {
         });
     }
 
-    /// It is free.
+    /// Counts pending memory that has become free.
     pub(crate) fn lodged_settled(&self, bytes: u64) {
         self.count(|a| {
             a.pending -= bytes;
@@ -60,7 +61,7 @@ impl Apart {
         });
     }
 
-    /// Blocks that live on have no memory from here on.
+    /// Counts live blocks that lose their memory when they are parked.
     pub(crate) fn lodged_parked(&self, bytes: u64, requested: u64, tag: Tag) {
         self.count(|a| {
             a.let_go(bytes, requested, tag);
@@ -69,7 +70,7 @@ impl Apart {
         });
     }
 
-    /// And have it again.
+    /// Counts live blocks that get memory again.
     pub(crate) fn lodged_resumed(&self, bytes: u64, requested: u64, tag: Tag) {
         self.count(|a| {
             a.cached -= bytes;

@@ -1,4 +1,4 @@
-//! Room for what has addresses of its own.
+//! Makes room for dedicated memory.
 
 use super::Span;
 use crate::{
@@ -15,12 +15,12 @@ use std::{
 };
 
 impl Inner {
-    /// Calls `take`, which draws from `reserved` first, for `wanted` bytes until it has them,
-    /// making room in between: what has left and what caches hold goes back to the driver, then
-    /// others are asked, then queued work is waited for. The last two block.
+    /// Calls `take` for `wanted` bytes until it succeeds. `take` draws from `reserved` first.
+    /// Between the calls it makes room: it gives leaving and cached memory back to the driver, then
+    /// reclaims from others, then waits for queued work. The last two steps block.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`] when all of that made no room; the driver's.
+    /// [`MemoryError::OutOfMemory`] if all steps made no room; the driver's.
     pub(crate) fn with_room<T>(
         &self,
         kind: BlockKind,
@@ -46,7 +46,7 @@ impl Inner {
             if let Some(taken) = attempt(progress)? {
                 return Ok(Some(taken));
             }
-            // Where a limit was lowered below what is used, that excess has to go as well.
+            // If a limit was lowered below what is used, that excess has to be released as well.
             let short = match progress.refused {
                 Some(NoHandle::Budget(_)) => self.budget().shortfall(wanted),
                 _ => wanted,
@@ -64,10 +64,11 @@ impl Inner {
         }
     }
 
-    /// Runs `work` with `bytes` of funds: what `held` has of them, and the rest charged to the
-    /// budget. If `work` fails, `held` is as it was, unless others have taken what a call of the
-    /// driver gave back as it failed. Where the budget refuses the rest, `work` runs with what
-    /// `held` has.
+    /// Runs `work` with a reservation of `bytes`: what `held` has of them, and the rest charged to
+    /// the budget. If the budget refuses the rest, `work` runs with what `held` has.
+    ///
+    /// If `work` fails, `held` is as before, unless other threads have taken what a failing driver
+    /// call gave back.
     pub(crate) fn drawing<T>(
         &self,
         held: &Mutex<Reservation>,
@@ -83,7 +84,8 @@ impl Inner {
         let mut funds = taken.map(Reservation::from)?;
         let had = funds.remaining();
         if had < bytes {
-            // Without it the rest asks for all of it, and what is held here waits.
+            // Without these bytes the charge for the rest would be for all of `bytes`, and those of
+            // `held` would be unused.
             let lacks = || self.budget().charge(bytes - had);
             let more = lacks().or_else(|refused| {
                 let short = self.budget().shortfall(bytes - had);
@@ -91,7 +93,8 @@ impl Inner {
                 lacks()
             });
             if let Ok(more) = more {
-                // Of the same budget, or its own: then the chain charges it again.
+                // A charge of the same budget joins the reservation. Any other is dropped here, and
+                // charged again later.
                 let _ = funds.put_back(more);
             }
         }
@@ -103,19 +106,19 @@ impl Inner {
             let back =
                 left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
             let mut held = inside();
-            // Theirs is the budget that they were drawn from.
+            // The charges belong to the budget that they were drawn from.
             back.for_each(|charge| drop(held.put_back(charge)));
         }
         done
     }
 
-    /// Puts memory behind all of `missing`, slots of a span, ascending: what was about to leave
-    /// there, of which `home` waits for other streams' uses, and new handles. Answers with the
-    /// bytes that are new. Makes room as [`Inner::with_room`] does.
+    /// Puts memory behind all slots in `missing`, which is ascending: leaving memory of the span,
+    /// for whose other users `home` waits, and new handles. Makes room as [`Inner::with_room`]
+    /// does. Returns the bytes that are new.
     ///
     /// # Errors
-    /// As [`Inner::with_room`]; [`MemoryError::Busy`] where an open use is left of what was about
-    /// to leave. Nothing has changed then.
+    /// As [`Inner::with_room`]; [`MemoryError::Busy`] if leaving memory still has an open use.
+    /// Nothing has changed then.
     pub(crate) fn back(
         &self,
         span: &Arc<Span>,
@@ -138,7 +141,7 @@ impl Inner {
             Err(error) => {
                 if !again.is_empty() {
                     span.put_back(again);
-                    // Somebody may have found nothing there that was to go.
+                    // The span may have been removed from the list while nothing in it was leaving.
                     self.apart.leave(span);
                 }
                 Err(error)
@@ -158,7 +161,7 @@ impl Inner {
         }
         let (step, wanted) = (span.slot, slots.len() as u64 * span.slot);
         let take = |funds: Funds<'_>| {
-            // All of it or nothing, so that a refusal is one of the whole need.
+            // Charged as a whole, so that a refusal states the whole need.
             let mut paid = funds.charge(wanted).map_err(NoHandle::Budget)?;
             let mut parts = Vec::with_capacity(slots.len());
             for (&slot, charge) in slots.iter().zip(std::iter::from_fn(|| paid.split(step))) {

@@ -1,4 +1,4 @@
-//! A range of addresses that is somebody's own, and what is mapped there.
+//! A dedicated range of addresses, and the memory mapped there.
 #![expect(unsafe_code, reason = "maps, unmaps and frees")]
 
 use super::Apart;
@@ -24,68 +24,69 @@ use std::{
     time::Instant,
 };
 
-/// What is behind a slot.
+/// The memory behind a slot.
 pub(crate) enum Memory {
     /// A physical handle, mapped whole.
     Handle(Arc<Handle>),
-    /// An allocation of the driver's, with its addresses.
+    /// An allocation of the driver, with its addresses.
     Allocation { charge: Charge, held: Arc<Held> },
 }
 
-/// Slots whose owner has let go of them.
+/// Slots that their owner has freed.
 pub(crate) struct Leaving {
     pub(crate) slots: Vec<(u64, Memory)>,
-    /// What covers the work of the streams that it belonged to; nothing where there was none.
+    /// The epochs that cover the work of the owner streams. Empty if there was none.
     pub(crate) until: Past,
     /// Uses by other streams.
     pub(crate) uses: Vec<Noted>,
     until_free: UntilFree,
 }
 
-/// Addresses, and what is mapped there.
+/// A range of addresses, and the memory mapped there.
 ///
-/// What the driver would not take back when the span is dropped stays, and stays charged.
+/// Memory that the driver refuses to release when the span is dropped stays mapped and charged.
 pub(crate) struct Span {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     reach: Arc<[DeviceId]>,
-    /// What it is for.
+    /// The kind of block that the span is for.
     kind: BlockKind,
     pub(crate) address: u64,
-    /// Bytes of addresses.
+    /// Bytes of the address range.
     pub(crate) bytes: u64,
     /// Bytes of a slot, and of every handle in it.
     pub(crate) slot: u64,
-    /// Whether its addresses are reserved, and not those of an allocation.
+    /// Whether the addresses were reserved, and are not those of an allocation.
     reserved: bool,
-    /// Whether there may be work on it that nobody has told of: it outlasts all that is queued on
-    /// the device.
+    /// Whether untracked work may use the range, so that it must outlive all work queued on the
+    /// device.
     outlasts: AtomicBool,
-    /// Who keeps the addresses. None comes any more once the owner has let go and it has been 0.
+    /// Number of registrations of the address. It does not rise again after the owner has freed the
+    /// span and it has been 0.
     tokens: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// By slot.
+    /// Memory by slot.
     mapped: BTreeMap<u64, Memory>,
     leaving: Vec<Leaving>,
-    /// Threads that have taken leaving slots out to unmap them.
+    /// Number of threads that have removed leaving slots from the list to unmap them.
     reaping: u32,
-    /// The owner is gone: so are the addresses, when nothing is mapped any more.
+    /// Whether the owner is gone. The addresses are freed when nothing is mapped any more.
     closed: bool,
-    /// The addresses have been given back.
+    /// Whether the addresses have been freed.
     freed: bool,
 }
 
 impl Leaving {
-    /// Whether the host has seen all of its work done. Makes no driver call.
+    /// Returns whether the host has seen all of its work done. Makes no driver call.
     fn is_over(&self) -> bool {
         commons::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
     }
 
-    /// The streams and epochs of its work, but for uses that are still open.
+    /// Returns the streams and epochs of its work, except for open uses.
     fn work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let uses = self.uses.iter().filter_map(|u| Some((u.on().clone(), u.epoch()?)));
         self.until
@@ -96,7 +97,7 @@ impl Leaving {
             .collect()
     }
 
-    /// Looks whether its work is done. Never blocks.
+    /// Polls whether its work is done. Never blocks.
     fn poll(&self) -> Result<()> {
         for (timeline, epoch) in self.work() {
             timeline.fence(epoch)?;
@@ -107,7 +108,7 @@ impl Leaving {
 }
 
 impl Span {
-    /// Reserved addresses with nothing behind them.
+    /// Makes a span of reserved addresses with nothing mapped.
     pub(super) fn mapped(
         apart: &Apart,
         kind: BlockKind,
@@ -143,7 +144,7 @@ impl Span {
         }
     }
 
-    /// An allocation of the driver's.
+    /// Makes a span of an allocation of the driver.
     pub(super) fn whole(
         apart: &Apart,
         kind: BlockKind,
@@ -156,7 +157,7 @@ impl Span {
         Self::new(apart, kind, address, bytes, bytes, Some(allocation))
     }
 
-    /// What it is for.
+    /// Returns the kind of block that the span is for.
     pub(crate) fn kind(&self) -> BlockKind {
         self.kind
     }
@@ -165,12 +166,12 @@ impl Span {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Somebody keeps the addresses.
+    /// Registers a holder of the address.
     pub(crate) fn keep(&self) {
         self.tokens.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// And does so no longer.
+    /// Removes a holder that was registered by [`Span::keep`].
     pub(crate) fn forget(&self) {
         self.tokens.fetch_sub(1, Ordering::Release);
     }
@@ -179,24 +180,22 @@ impl Span {
         self.tokens.load(Ordering::Acquire)
     }
 
-    /// Whether taking it down waits for nothing.
+    /// Returns whether the span can be released without a wait.
     pub(crate) fn goes_quietly(&self) -> bool {
         self.reserved
     }
 
-    /// Whether the device has to be waited for before it goes.
+    /// Returns whether the device must be synchronised before the span is released.
     pub(super) fn outlasts(&self) -> bool {
         self.outlasts.load(Ordering::Relaxed)
     }
 
-    /// There may be work on it that nobody has told of: before it goes the whole device is waited
-    /// for.
+    /// Untracked work may use this range: the device is synchronised before it is unmapped.
     pub(crate) fn outlast_everything(&self) {
         self.outlasts.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for the device, if there may be work that nobody has told of (`cuCtxSynchronize`).
-    /// Blocks.
+    /// Waits for the device if untracked work may use the range (`cuCtxSynchronize`). Blocks.
     pub(super) fn outlast(&self) -> Result<()> {
         if self.outlasts() {
             let _relaxed = Relaxed::enter(&*self.driver);
@@ -207,7 +206,7 @@ impl Span {
         Ok(())
     }
 
-    /// The handle behind the first slot.
+    /// Returns the handle behind the first slot.
     pub(crate) fn handle(&self) -> Option<Arc<Handle>> {
         match self.state().mapped.get(&0) {
             Some(Memory::Handle(handle)) => Some(handle.clone()),
@@ -215,12 +214,12 @@ impl Span {
         }
     }
 
-    /// Bytes that are mapped and charged.
+    /// Returns the bytes that are mapped and charged.
     pub(crate) fn charged_bytes(&self) -> u64 {
         self.state().mapped.values().map(|memory| memory.charged(self.slot)).sum()
     }
 
-    /// Bytes that are still charged though their owner has let go of them.
+    /// Returns the bytes that the owner has freed and that are still charged.
     pub(crate) fn leaving_bytes(&self) -> u64 {
         let state = self.state();
         state
@@ -231,7 +230,7 @@ impl Span {
             .sum()
     }
 
-    /// Runs of mapped slots, as addresses and bytes.
+    /// Returns the runs of mapped slots, as addresses and bytes.
     pub(crate) fn ranges(&self) -> Vec<(u64, u64)> {
         let runs = self.runs();
         runs.into_iter()
@@ -239,20 +238,20 @@ impl Span {
             .collect()
     }
 
-    /// Runs of mapped slots.
+    /// Returns the runs of mapped slots.
     pub(crate) fn runs(&self) -> Vec<Range<u64>> {
         runs(self.state().mapped.keys().copied())
     }
 
-    /// The slots of a range that have nothing behind them.
+    /// Returns the slots of a range that have no memory.
     pub(crate) fn missing(&self, slots: Range<u64>) -> Vec<u64> {
         let state = self.state();
         slots.filter(|slot| !state.mapped.contains_key(slot)).collect()
     }
 
-    /// Maps handles at slots that have none, and lets the device at them. If that fails, none is
-    /// mapped but for those that the driver would not unmap again: these leave, and their bytes are
-    /// told.
+    /// Maps handles at empty slots, and grants the devices access. On failure nothing stays mapped,
+    /// except for what the driver refuses to unmap: those slots leave, and their bytes are returned
+    /// with the error.
     pub(super) fn map(&self, parts: Vec<(u64, Arc<Handle>)>) -> Result<(), (DriverError, u64)> {
         let mut mapped = Vec::with_capacity(parts.len());
         match self.map_each(parts, &mut mapped) {
@@ -281,15 +280,15 @@ impl Span {
         mapped: &mut Vec<(u64, Arc<Handle>)>,
     ) -> Result<(), DriverError> {
         for (slot, handle) in parts {
-            // SAFETY: 1. the slot is the owner's, who found nothing mapped there and whom nobody
-            // else may commit for; no work is queued for addresses with nothing behind them.
+            // SAFETY: 1. The owner has exclusive access to the slot and found nothing mapped there.
+            // No work is queued for addresses without memory.
             unsafe { self.driver.map(self.address + slot * self.slot, self.slot, handle.raw()) }?;
             mapped.push((slot, handle));
         }
         self.open(mapped.iter().map(|(slot, _)| *slot))
     }
 
-    /// Lets the device and its peers at mapped slots, ascending.
+    /// Grants the device and its peers access to mapped slots, which are ascending.
     fn open(&self, slots: impl Iterator<Item = u64>) -> Result<(), DriverError> {
         for run in runs(slots) {
             let (address, bytes) =
@@ -299,12 +298,12 @@ impl Span {
         Ok(())
     }
 
-    /// Makes slots that were taken again ready for use by the stream `home`, which waits on the
-    /// device for others' uses that are not done.
+    /// Makes slots that were taken again ready for the stream `home`, which waits on the device for
+    /// uses by other streams that are not done.
     pub(crate) fn ready(&self, again: &[Leaving], home: &Timeline) -> Result<()> {
         for leaving in again {
             if leaving.until.is_empty() {
-                // It may leave because something failed after it was mapped, perhaps this.
+                // The slots may leave because a step after their mapping failed, perhaps this one.
                 let opened = self.open(leaving.slots.iter().map(|(slot, _)| *slot));
                 opened.map_err(|e| MemoryError::driver(self.device, e))?;
             }
@@ -316,12 +315,12 @@ impl Span {
         Ok(())
     }
 
-    /// Puts slots among those that leave.
+    /// Adds slots to those that leave.
     pub(crate) fn add_leaving(&self, slots: Vec<(u64, Memory)>, until: Past, uses: Vec<Noted>) {
         self.state().leaving.push(Leaving { slots, until, uses, until_free: None });
     }
 
-    /// The mapped slots of a range leave.
+    /// Makes the mapped slots of a range leave.
     pub(crate) fn leave(&self, slots: Range<u64>, until: Past, uses: Vec<Noted>) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
@@ -331,7 +330,7 @@ impl Span {
         state.leaving.push(Leaving { slots, until, uses, until_free: None });
     }
 
-    /// All that is mapped leaves, and the addresses with it.
+    /// Makes all mapped slots leave, and closes the span.
     pub(crate) fn leave_whole(&self, until: Past, uses: Vec<Noted>, until_free: UntilFree) {
         let mut state = self.state();
         state.closed = true;
@@ -339,13 +338,13 @@ impl Span {
         state.leaving.push(Leaving { slots, until, uses, until_free });
     }
 
-    /// The addresses go when nothing is mapped there any more.
+    /// Closes the span: the addresses are freed when nothing is mapped there any more.
     pub(super) fn close(&self) {
         self.state().closed = true;
     }
 
-    /// Takes those of `slots` that leave out again, for the owner, who wants them back. Waits for
-    /// threads that are unmapping some just now, a few driver calls at most.
+    /// Takes those of `slots` that are leaving off the list, for the owner to use again. Waits for
+    /// threads that are unmapping slots at this moment, a few driver calls at most.
     pub(crate) fn take_again(&self, slots: &[u64]) -> Vec<Leaving> {
         loop {
             let mut state = self.state();
@@ -373,28 +372,28 @@ impl Span {
         }
     }
 
-    /// Puts back what was taken again, as it was.
+    /// Returns slots from [`Span::take_again`] to the list of leaving slots.
     pub(crate) fn put_back(&self, again: Vec<Leaving>) {
         self.state().leaving.extend(again);
     }
 
-    /// Makes slots the owner's that were taken again.
+    /// Makes slots from [`Span::take_again`] the owner's again.
     pub(crate) fn restore(&self, again: Vec<Leaving>) {
         self.state().mapped.extend(again.into_iter().flat_map(|leaving| leaving.slots));
     }
 
-    /// Whether nothing of it is to go any more.
+    /// Returns whether nothing of the span is left to be released.
     pub(super) fn is_over(&self) -> bool {
         let state = self.state();
         state.leaving.is_empty() && (!state.closed || state.freed)
     }
 
-    /// Returns what the slots that leave wait for, but for uses that are open.
+    /// Returns the work that leaving slots wait for, except for open uses.
     pub(super) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         self.state().leaving.iter().flat_map(Leaving::work).collect()
     }
 
-    /// Waits for the work of what leaves, until `until`. Says whether there was any to wait for.
+    /// Waits until `until` for the work of leaving slots. Returns whether there was any.
     pub(super) fn wait(&self, until: Option<Instant>) -> Result<bool> {
         if self.kept_by() > 0 {
             return Ok(false);
@@ -406,8 +405,8 @@ impl Span {
         Ok(!work.is_empty())
     }
 
-    /// Takes down what leaves and whose work is done, unless somebody keeps the addresses. The
-    /// bytes that are charged no more, and the driver's first refusal.
+    /// Releases leaving slots whose work is done, unless the address is registered. Returns the
+    /// bytes no longer charged, and the driver's first refusal.
     pub(super) fn reap(&self) -> (u64, Result<()>) {
         if self.kept_by() > 0 {
             return (0, Ok(()));
@@ -420,7 +419,7 @@ impl Span {
         let (mut gone, mut outcome, mut rest, mut over) = (0, Ok(()), Vec::new(), Vec::new());
         for mut entry in leaving {
             match entry.poll() {
-                // Nothing runs on a lost device any more.
+                // After the loss of the device no work runs on it.
                 Err(MemoryError::DeviceLost { .. }) => {}
                 Ok(()) if entry.is_over() && !self.outlasts() => {}
                 looked => {
@@ -454,7 +453,8 @@ impl Span {
         };
         drop(over);
         if last && self.reserved {
-            // SAFETY: 1. reserved for this span; nothing is mapped in it, and its owner is gone.
+            // SAFETY: 1. The range was reserved for this span. Nothing is mapped in it, and its
+            // owner is gone.
             match unsafe { self.driver.address_free(self.device, self.address, self.bytes) } {
                 Err(e) if !e.is_device_lost() => {
                     self.state().freed = false;
@@ -466,8 +466,8 @@ impl Span {
         (gone, outcome)
     }
 
-    /// Unmaps slots that nothing is queued for any more, and lets go of what was behind them. The
-    /// bytes that are charged no more, what the driver would not take, and its first refusal.
+    /// Unmaps slots for which no work is queued any more, and releases their memory. Returns the
+    /// bytes no longer charged, the slots that the driver refused, and its first refusal.
     fn take_down(
         &self,
         mut slots: Vec<(u64, Memory)>,
@@ -481,12 +481,13 @@ impl Span {
             let these: Vec<_> = slots.by_ref().take(count as usize).collect();
             let address = self.address + run.start * self.slot;
             let ended = if self.reserved {
-                // SAFETY: 1. the callers have seen all work done that used these slots, or there
-                // never was any.
+                // SAFETY: 1. The callers have seen all work done that used these slots, or there
+                // was none.
                 unsafe { self.driver.unmap(self.device, address, count * self.slot) }
             } else {
                 let _relaxed = Relaxed::enter(&*self.driver);
-                // SAFETY: 1. from `mem_alloc`, and gone from the table. 2. as above.
+                // SAFETY: 1. The address came from `mem_alloc`, and has left the table. 2. As
+                // above.
                 unsafe { self.driver.mem_free(self.device, address) }
             };
             match ended {
@@ -507,7 +508,7 @@ impl Span {
 }
 
 impl Memory {
-    /// Bytes that the pool is charged for.
+    /// Returns the bytes that the pool is charged for.
     fn charged(&self, slot: u64) -> u64 {
         match self {
             Self::Handle(handle) => handle.bytes(),
@@ -515,7 +516,7 @@ impl Memory {
         }
     }
 
-    /// It is mapped no more, or has been freed.
+    /// Ends memory that has been unmapped or freed.
     fn end(self, slot: u64) {
         match self {
             Self::Handle(handle) => drop(handle),
@@ -527,7 +528,7 @@ impl Memory {
     }
 }
 
-/// Merges slots, ascending, into runs.
+/// Merges ascending slots into runs.
 fn runs(slots: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for slot in slots {

@@ -1,9 +1,10 @@
-//! Memory of other libraries as our buffers.
+//! Memory of other libraries as buffers of this crate.
 //!
-//! The stream in whose order the other library uses its memory becomes the block's home, so that
-//! everything that a pool's block can do is there: uses on other streams are noted, waited for and
-//! held against what comes next. What differs is the way home: instead of into a cache, the memory
-//! goes back to its library, behind all of its uses.
+//! - The stream that the other library uses its memory on becomes the owner stream of a block. So
+//!   everything that works for a pool's block works here: uses on other streams are recorded,
+//!   waited for, and ordered before later uses.
+//! - At the end the memory does not enter a cache. It returns to its library, behind all of its
+//!   uses.
 
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
@@ -23,17 +24,18 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Another library's memory, handed over by value: [`External`](aquifer_driver::External) by its
+/// Memory of another library, handed over by value: [`External`](aquifer_driver::External) by its
 /// address, or a `CudaSlice` of cudarc.
 ///
-/// Copies, fills, other streams and kernels take it like a [`DeviceBuffer`]. Its home is its
-/// library's stream, so what that queues on it is in order with all that is done here. It is not
-/// counted or charged by any pool, and the oracle of a simulated GPU checks order and mapping for
-/// it, not ownership.
+/// Copies, fills, other streams and kernels accept it like a [`DeviceBuffer`]. Its owner stream is
+/// that of its library, so the library's work on that stream is ordered with all work here. No pool
+/// counts or charges it. For this memory the oracle of a simulated GPU checks order and mapping,
+/// not ownership.
 ///
-/// Dropped, it goes back to its library: in stream order, without a wait of the host, unless it
-/// ends at once ([`Foreign::ends_at_once`]). While a [`Use`](aquifer_stream::Use) is still open, it
-/// is kept, and looked at again whenever another one is made or dropped. Forgotten, it is leaked.
+/// The drop returns the memory to its library in stream order, without a wait of the host, unless
+/// it ends at once ([`Foreign::ends_at_once`]). While a [`Use`](aquifer_stream::Use) is open, the
+/// memory is kept, and polled whenever another value of this type is created or dropped. Forgetting
+/// the value leaks the memory.
 ///
 /// ```
 /// use aquifer_device::{Adopted, DevicePool, PoolConfig};
@@ -43,12 +45,12 @@ use std::{
 /// let sim = Sim::h200(1);
 /// let driver = sim.driver();
 /// let pool = DevicePool::open(driver.clone(), DeviceId(0), PoolConfig::default())?;
-/// // Another library's stream, memory, and what frees it.
+/// // The stream and the memory of another library, and the guard that frees the memory.
 /// let theirs = driver.stream_create(DeviceId(0), 0)?;
 /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 400)?, bytes: 400 };
 /// # #[expect(unsafe_code)]
-/// // SAFETY: 1. nobody else knows the address. 2. nothing is queued. 3. the guard frees nothing. 4. the stream is never
-/// // destroyed.
+/// // SAFETY: 1. No other code has the address. 2. No work is queued. 3. The guard frees nothing.
+/// // 4. The stream is never destroyed.
 /// let external = unsafe { External::<f32, _>::new(range, theirs, Some(Arc::new(())), "their tensor") };
 ///
 /// let s = pool.stream()?;
@@ -64,25 +66,25 @@ pub struct Adopted<F: Foreign> {
     theirs: Arc<Theirs<F>>,
 }
 
-/// What could not be taken in, or given back yet, as it was handed in.
+/// A value that could not be adopted or returned, with the error.
 ///
-/// Its example is that of [`Adopted`].
+/// See [`Adopted`] for an example.
 pub struct Declined<V> {
-    /// What was handed in.
+    /// The value that was handed in.
     pub value: V,
-    /// Why.
+    /// The reason.
     pub error: MemoryError,
 }
 
-/// What is given back to its library: once.
+/// The foreign value, which is returned to its library once.
 struct Theirs<F: Foreign> {
-    /// The stream that it is used in the order of.
+    /// The library's stream.
     timeline: Arc<Timeline>,
     ends_at_once: bool,
     foreign: Mutex<Option<F>>,
 }
 
-/// Memory whose owner has let go of it while uses were open, or a wait was refused.
+/// Dropped memory that still had open uses, or for which a wait was refused.
 struct Kept {
     address: u64,
     timeline: Arc<Timeline>,
@@ -91,7 +93,7 @@ struct Kept {
     foreign: Box<dyn Any + Send>,
 }
 
-/// All of them.
+/// All kept memory of the process.
 static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
 fn kept() -> MutexGuard<'static, Vec<Kept>> {
@@ -99,10 +101,10 @@ fn kept() -> MutexGuard<'static, Vec<Kept>> {
 }
 
 impl Kept {
-    /// Puts the home stream behind every use, and lets the library have its memory.
+    /// Makes the library's stream wait for every use, and returns the memory to the library.
     fn go(mut self) -> Result<(), Self> {
         match behind(self.address, &self.timeline, &mut self.uses, self.ends_at_once) {
-            // Nothing runs on a lost device, and its memory goes with its context.
+            // After the loss of the device no work runs, and its memory ends with its context.
             Ok(()) | Err(MemoryError::DeviceLost { .. }) => {
                 drop(self.foreign);
                 Ok(())
@@ -111,7 +113,7 @@ impl Kept {
         }
     }
 
-    /// Tries those again that could not go.
+    /// Retries all kept memory.
     fn retry() {
         let waiting = std::mem::take(&mut *kept());
         for one in waiting {
@@ -122,10 +124,10 @@ impl Kept {
     }
 }
 
-/// Makes the home stream wait for every use, and the host for the home stream where it has to.
+/// Makes the owner stream wait for every use, and the host for the owner stream if required.
 fn behind(address: u64, home: &Timeline, uses: &mut Uses, ends_at_once: bool) -> Result<()> {
     uses.forget_done();
-    // No use of memory that has been let go of is opened any more, so what is stamped then is all.
+    // No new use of dropped memory is opened, so the stamped uses are all there are.
     if uses.is_open() {
         return Err(MemoryError::Busy { address });
     }
@@ -147,7 +149,7 @@ impl<F: Foreign> Theirs<F> {
 impl<F: Foreign> Release for Theirs<F> {
     fn release(&self, block: Deferred) {
         Kept::retry();
-        // `into_inner` leaves nothing here.
+        // `into_inner` has taken the value.
         let Some(foreign) = self.take() else { return };
         let Deferred { address, uses, .. } = block;
         let (timeline, ends_at_once) = (self.timeline.clone(), self.ends_at_once);
@@ -159,12 +161,12 @@ impl<F: Foreign> Release for Theirs<F> {
 }
 
 impl<F: Foreign> Adopted<F> {
-    /// Takes `foreign` in, for use with the streams of `streams`. The host does not wait.
+    /// Adopts `foreign`, for use with the streams of `streams`. The host does not wait.
     ///
     /// # Errors
     /// [`Declined`] with `foreign` in it: [`MemoryError::WrongDevice`]; [`MemoryError::ZeroSize`];
-    /// [`MemoryError::UnknownId`] for a stream that nobody keeps alive and that has not been
-    /// adopted; the library's.
+    /// [`MemoryError::UnknownId`] for a stream that has neither a keep-alive nor been adopted; the
+    /// library's.
     #[track_caller]
     pub fn new(streams: &StreamPool, mut foreign: F) -> Result<Self, Declined<F>> {
         let _site = site::enter();
@@ -207,12 +209,12 @@ impl<F: Foreign> Adopted<F> {
         Ok(Self { buffer, theirs })
     }
 
-    /// Gives the memory back, its library's stream behind all of its uses. The host does not wait,
-    /// unless the memory [ends at once](Foreign::ends_at_once).
+    /// Returns the memory, with its library's stream ordered behind all of its uses. The host does
+    /// not wait, unless the memory [ends at once](Foreign::ends_at_once).
     ///
     /// # Errors
-    /// [`Declined`] with this in it: [`MemoryError::Busy`] while a use is open; the driver's; the
-    /// library's.
+    /// [`Declined`] with this value in it: [`MemoryError::Busy`] while a use is open; the driver's;
+    /// the library's.
     #[track_caller]
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();
@@ -224,7 +226,7 @@ impl<F: Foreign> Adopted<F> {
         if let Err(error) = ordered {
             return Err(Declined { value: self, error });
         }
-        // It is there from the making to the end, and this is the end.
+        // The value is present from construction until here.
         let Some(mut foreign) = self.theirs.take() else {
             return Err(Declined { value: self, error: MemoryError::Closed });
         };
@@ -235,7 +237,7 @@ impl<F: Foreign> Adopted<F> {
         Ok(foreign)
     }
 
-    /// As a buffer, to be read.
+    /// Returns the memory as a shared buffer.
     #[must_use]
     pub fn buffer(&self) -> &DeviceBuffer<F::Item> {
         &self.buffer
@@ -243,7 +245,7 @@ impl<F: Foreign> Adopted<F> {
 }
 
 impl<F: Foreign<Item: Pod>> Adopted<F> {
-    /// The elements in `range`, to be read.
+    /// Returns the elements in `range` as a shared slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -251,7 +253,7 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
         self.buffer.slice(range)
     }
 
-    /// The elements in `range`, to be written.
+    /// Returns the elements in `range` as a mutable slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -261,8 +263,9 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the library has handed its memory over, by its own promise. 2. that of the block
-// underneath; the memory goes back behind every noted use. 3. the block's own promise.
+// SAFETY: 1. The library has handed its memory over, by the contract of `Foreign`. 2. As for the
+// underlying block. The memory returns to the library behind every recorded use. 3. As for the
+// block.
 unsafe impl<F: Foreign> Operand for Adopted<F> {
     fn range(&self) -> DeviceRange {
         self.buffer.range()
@@ -279,7 +282,7 @@ unsafe impl<F: Foreign> Operand for Adopted<F> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. it is its owner's alone, and its parts borrow it.
+// SAFETY: 1. The owner has exclusive access to the value, and its slices borrow it.
 unsafe impl<F: Foreign> OperandMut for Adopted<F> {
     fn order_mut(
         &mut self,

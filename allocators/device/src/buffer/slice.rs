@@ -1,4 +1,4 @@
-//! Parts of buffers.
+//! Slices of buffers.
 
 use crate::Block;
 use aquifer_core::{MemoryError, Result};
@@ -7,40 +7,41 @@ use aquifer_stream::{Account, Tracked};
 use bytemuck::Pod;
 use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
 
-/// Where a part lies.
+/// The position of a slice in its block.
 #[derive(Clone, Copy)]
 pub(super) struct Part<'a> {
     block: &'a Block,
-    /// In bytes, from the block's start.
+    /// Offset in bytes from the start of the block.
     offset: u64,
-    /// Elements.
+    /// Number of elements.
     len: usize,
-    /// Whether no other part of the block can be written, or this one written while another is
-    /// used: then borrows that a use of it conflicts with are over.
+    /// Whether no other part of the block can be written, nor this part be written while another
+    /// one is used. If so, all borrows that conflict with a use of this part have ended.
     alone: bool,
 }
 
-/// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be read. Copies of it are the same part.
+/// A shared slice of a [`DeviceBuffer`](crate::DeviceBuffer). Copies of it denote the same
+/// elements.
 ///
-/// A use of a part is one of its whole block: another stream that writes any of the block waits for
-/// it.
+/// A use of a slice counts as a use of its whole block: another stream that writes any part of the
+/// block waits for it.
 pub struct DeviceSlice<'a, T> {
     pub(super) part: Part<'a>,
     pub(super) elements: PhantomData<&'a [T]>,
 }
 
-/// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be written.
+/// A mutable slice of a [`DeviceBuffer`](crate::DeviceBuffer).
 ///
-/// A use of a part is one of its whole block. So two parts of one buffer may be written on two
-/// streams, and nothing races, but nothing runs at once either: each stream waits for what has been
-/// queued on the other. Where that matters, take two buffers.
+/// A use of a slice counts as a use of its whole block. Two slices of one buffer can therefore be
+/// written on two streams without a race, but not concurrently: each stream waits for the work
+/// queued on the other. For concurrent writes, use two buffers.
 pub struct DeviceSliceMut<'a, T> {
-    // Nobody else has these elements, by the marker below.
+    // The marker below makes the access exclusive.
     pub(super) part: Part<'a>,
     pub(super) elements: PhantomData<&'a mut [T]>,
 }
 
-/// How many elements of `T` so many bytes at an address hold, with none left over.
+/// Returns how many elements of `T` these bytes at this address hold, with none left over.
 pub(super) fn counted<T>(address: u64, bytes: u64) -> Result<usize> {
     let size = size_of::<T>() as u64;
     if size == 0 {
@@ -57,7 +58,8 @@ pub(super) fn counted<T>(address: u64, bytes: u64) -> Result<usize> {
 }
 
 impl<'a> Part<'a> {
-    /// The first `len` elements, by whoever has the block to himself, or shares it with readers.
+    /// Makes a slice of the first `len` elements. The caller has exclusive or shared read access to
+    /// the whole block.
     pub(super) fn whole(block: &'a Block, len: usize) -> Self {
         Self { block, offset: 0, len, alone: true }
     }
@@ -89,7 +91,7 @@ impl<'a> Part<'a> {
     }
 
     fn split<T>(self, mid: usize) -> Result<(Self, Self)> {
-        // Beyond the end: refused as out of bounds, and not as a range that ends before it begins.
+        // A `mid` beyond the end is refused as out of bounds, not as a reversed range.
         let end = self.len.max(mid);
         Ok((self.slice::<T>(0..mid.min(self.len))?, self.slice::<T>(mid..end)?))
     }
@@ -99,7 +101,7 @@ impl<'a> Part<'a> {
         Ok(Self { len: counted::<U>(self.address(), bytes)?, ..self })
     }
 
-    /// As one of several that are written.
+    /// Marks the part as one of several that are written.
     fn beside(self) -> Self {
         Self { alone: false, ..self }
     }
@@ -121,27 +123,28 @@ impl<'a> Part<'a> {
 }
 
 impl<'a, T> DeviceSlice<'a, T> {
-    /// `len` elements from byte `offset` of a block on, which are within its bounds.
+    /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
+    /// bounds.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
         Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
     }
 
-    /// The same, where other parts of the block may be written meanwhile.
+    /// As [`DeviceSlice::of`], while other parts of the block may be written.
     pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
         Self { part: Self::of(block, offset, len).part.beside(), elements: PhantomData }
     }
 }
 
 impl<'a, T> DeviceSliceMut<'a, T> {
-    /// `len` elements from byte `offset` of a block on, which are within its bounds and which
-    /// nobody else borrows.
+    /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
+    /// bounds, and has exclusive access to the elements.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
         Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
     }
 }
 
 impl<'a, T> DeviceSliceMut<'a, T> {
-    /// The same, where other parts of the block may be written too.
+    /// As [`DeviceSliceMut::of`], while other parts of the block may be written.
     pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
         let part = Part { block, offset, len, alone: true };
         Self { part: part.beside(), elements: PhantomData }
@@ -149,7 +152,7 @@ impl<'a, T> DeviceSliceMut<'a, T> {
 }
 
 impl<'a, T: Pod> DeviceSlice<'a, T> {
-    /// The elements in `range` of it.
+    /// Returns the elements in `range` of the slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -157,7 +160,7 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
         Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
     }
 
-    /// The elements before `mid` and those from there on.
+    /// Splits the slice at `mid`.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -169,15 +172,15 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
         ))
     }
 
-    /// Parts of `len` elements; the last may be shorter.
+    /// An iterator over slices of `len` elements. The last may be shorter.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn chunks(&self, len: usize) -> Result<Chunks<'a, T>> {
         Ok(Chunks { rest: *self, len: at_least_one(len)? })
     }
 
-    /// The same bytes as elements of another type.
+    /// Reinterprets the bytes as elements of another type.
     ///
     /// # Errors
     /// [`MemoryError::LengthMismatch`] if bytes are left over; [`MemoryError::BadAlignment`];
@@ -188,19 +191,19 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
 }
 
 impl<'a, T: Pod> DeviceSliceMut<'a, T> {
-    /// The same elements, to be read while this is borrowed.
+    /// Borrows the same elements as a shared slice.
     #[must_use]
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {
         DeviceSlice { part: self.part, elements: PhantomData }
     }
 
-    /// The same elements, for as long as this is borrowed.
+    /// Borrows the same elements as a mutable slice.
     #[must_use]
     pub fn reborrow(&mut self) -> DeviceSliceMut<'_, T> {
         DeviceSliceMut { part: self.part, elements: PhantomData }
     }
 
-    /// The elements in `range` of it, to be read.
+    /// Borrows the elements in `range` as a shared slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -208,7 +211,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
         self.as_slice().slice(range)
     }
 
-    /// The elements in `range` of it, to be written.
+    /// Borrows the elements in `range` as a mutable slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -224,7 +227,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
         Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
     }
 
-    /// The elements before `mid` and those from there on, to be written.
+    /// Splits the slice at `mid` into two mutable slices.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -247,18 +250,18 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
         ))
     }
 
-    /// Parts of `len` elements, to be read; the last may be shorter.
+    /// An iterator over shared slices of `len` elements. The last may be shorter.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
         self.as_slice().chunks(len)
     }
 
-    /// Parts of `len` elements, to be written; the last may be shorter.
+    /// An iterator over mutable slices of `len` elements. The last may be shorter.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
         self.reborrow().into_chunks(len)
     }
@@ -266,13 +269,13 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// As [`DeviceSliceMut::chunks_mut`], for as long as the buffer is borrowed.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn into_chunks(self, len: usize) -> Result<ChunksMut<'a, T>> {
         let rest = Self { part: self.part.beside(), elements: PhantomData };
         Ok(ChunksMut { rest, len: at_least_one(len)? })
     }
 
-    /// The same bytes as elements of another type.
+    /// Reinterprets the bytes as elements of another type.
     ///
     /// # Errors
     /// As [`DeviceSlice::cast`].
@@ -285,18 +288,19 @@ fn at_least_one(len: usize) -> Result<usize> {
     if len == 0 { Err(MemoryError::ZeroSize) } else { Ok(len) }
 }
 
-/// Parts of a buffer one after the other, to be read. Made by [`DeviceSlice::chunks`].
+/// An iterator over consecutive shared slices of a buffer. Created by [`DeviceSlice::chunks`].
 ///
-/// Its example is that of [`DeviceBuffer::slice`](crate::DeviceBuffer::slice).
+/// See [`DeviceBuffer::slice`](crate::DeviceBuffer::slice) for an example.
 #[derive(Debug)]
 pub struct Chunks<'a, T> {
     rest: DeviceSlice<'a, T>,
     len: usize,
 }
 
-/// Parts of a buffer one after the other, to be written. Made by [`DeviceSliceMut::chunks_mut`].
+/// An iterator over consecutive mutable slices of a buffer. Created by
+/// [`DeviceSliceMut::chunks_mut`].
 ///
-/// Its example is that of [`DeviceBuffer::slice`](crate::DeviceBuffer::slice).
+/// See [`DeviceBuffer::slice`](crate::DeviceBuffer::slice) for an example.
 #[derive(Debug)]
 pub struct ChunksMut<'a, T> {
     rest: DeviceSliceMut<'a, T>,
@@ -332,10 +336,10 @@ chunks!(ChunksMut, DeviceSliceMut);
 macro_rules! part {
     ($slice:ident) => {
         #[expect(unsafe_code, reason = "makes the promises of an operand")]
-        // SAFETY: 1. a part, within its bounds, of a block that is borrowed as Rust's rules say: to
-        // be read, with others who read, or to be written, and then no other part has these
-        // elements. 2. the block's own promise; a use of a part is noted as one of the whole, which
-        // is stricter, and ends no borrow of another part. 3. the block's own promise.
+        // SAFETY: 1. A slice lies within the bounds of a block that is borrowed by Rust's rules:
+        // shared with other readers, or mutable, and then no other slice has these elements. 2. As
+        // for the block. A use of a slice is recorded as a use of the whole block, which is
+        // stricter, and ends no borrow of another slice. 3. As for the block.
         unsafe impl<T> Operand for $slice<'_, T> {
             fn range(&self) -> DeviceRange {
                 self.part.range::<T>()
@@ -389,8 +393,8 @@ impl<T> Clone for DeviceSlice<'_, T> {
 impl<T> Copy for DeviceSlice<'_, T> {}
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. nobody else has its elements while it is held by `&mut`: it borrows its buffer by
-// `&mut`, and is split from others whole.
+// SAFETY: 1. A `&mut` of the slice has exclusive access to its elements: the slice borrows its
+// buffer mutably, and was split from other slices without overlap.
 unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
     fn order_mut(
         &mut self,
