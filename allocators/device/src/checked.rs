@@ -1,9 +1,8 @@
-//! Blocks that are checked: where they lie, what is written around them, in them and after them,
-//! and who keeps them.
+//! Checked blocks: guards, poison, a quarantine, overlap checks and leak reports.
 //!
-//! With any of [`Debugging`]'s checks on, a pool's blocks take a detour. What the pool hands out is
-//! held here, with guards around it; the user has the middle of it. A freed block comes here first,
-//! and goes home when it has been looked at:
+//! With any of [`Debugging`]'s checks enabled, a pool's blocks are allocated here. This module
+//! holds the block from the pool, with guards around it, and the user gets the middle of it. A
+//! freed block returns here first, and to the pool after it has been read:
 //!
 //! ```text
 //!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ looked at ──▶ home
@@ -12,24 +11,20 @@
 //!               waiting ──── at the next look, when they are ────────┘
 //! ```
 //!
-//! **A drop never blocks**: it queues a fill at most. Looking means to read bytes back, so it
-//! blocks until the work queued on the block's stream is done, and happens inside an allocation
-//! that finds the quarantine over its bound, under memory pressure, at a trim, a check or the end
-//! of the pool.
+//! - **A drop never blocks**: it queues a fill at most. Reading bytes back blocks until the work
+//!   queued on the block's stream is done. It happens inside an allocation that finds the
+//!   quarantine over its bound, under memory pressure, at a trim, a check or the end of the pool.
+//! - **The quarantine gives way first**: its blocks are released, oldest first, before the pool
+//!   reclaims from others or refuses. Wrappers' limits are not charged for them.
+//! - **Guards cost memory**: [`GUARD_BYTES`] behind each block, and before it as many or the
+//!   block's alignment. A recorder sees the blocks of the pool: with guards, and freed when they
+//!   return to the pool.
 //!
-//! **What the quarantine holds is the pool's own waste**: it gives way, oldest first, before the
-//! pool asks anybody else for memory or refuses, and limits of wrappers are no longer charged for
-//! it.
-//!
-//! **Guards cost room**: [`GUARD_BYTES`] behind each block, and before it as many or the block's
-//! alignment. A recorder sees the blocks as the pool does: guards included, and freed when they go
-//! home.
-//!
-//! # What is not seen
-//! A write of the very byte that is there; one into another live block; reads, but by what they
-//! get. A block of a stream that has been retired is not filled at the free, so late writes to it
-//! are not seen. A block of a stream whose handle may be gone at any time goes home unseen, and so
-//! does one that outlives its pool.
+//! # Limits
+//! These are not detected: a write of the byte value that is already there, a write into another
+//! live block, and reads, except by the poison that they return. A block of a retired stream is not
+//! filled at the free, so late writes to it are not detected. A block of a stream whose handle may
+//! become invalid at any time returns without a check, and so does a block that outlives its pool.
 
 mod finding;
 mod guards;
@@ -73,20 +68,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Findings that are kept for [`DevicePool::findings`](crate::DevicePool::findings): the first say
-/// most.
+/// Number of findings kept for [`DevicePool::findings`](crate::DevicePool::findings). The first are
+/// the most informative.
 const KEPT_FINDINGS: usize = 1024;
 
-/// Where the memory comes from.
+/// The source of the memory.
 #[derive(Debug)]
 pub(crate) enum Under {
-    /// The caching pool's streams.
+    /// The streams' caches of the caching pool.
     Pool(Arc<Inner>),
-    /// An allocation of the driver's for each block.
+    /// An allocation of the driver for each block.
     Direct(Arc<dyn Resource>),
 }
 
-/// The detour of a pool whose blocks are checked.
+/// The allocation path of a pool whose blocks are checked.
 pub(crate) struct Checked {
     under: Under,
     settings: Debugging,
@@ -94,12 +89,12 @@ pub(crate) struct Checked {
     device: DeviceId,
     streams: StreamPool,
     recorder: Option<Arc<Recorder>>,
-    /// Whether a stream may be made to wait for another on the device, when memory is short.
+    /// Whether a stream may be made to wait for another on the device when memory is short.
     waits: bool,
-    /// How long the host waits for other streams' uses then.
+    /// How long the host waits for other streams' uses if not.
     patience: Duration,
     listing: Arc<Listing>,
-    /// What blocks are read back on, while the pool is open.
+    /// The stream that blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
     state: Mutex<State>,
@@ -110,39 +105,39 @@ pub(crate) struct Checked {
 #[derive(Clone)]
 struct Reader {
     stream: Stream,
-    /// The stream's account among the pool's, which blocks are asked to be in order with.
+    /// The stream's timeline in the pool's stream pool, which orders blocks with it.
     _known: Arc<Timeline>,
 }
 
 struct State {
-    /// By the address that the user has.
+    /// Live blocks by their user address.
     live: BTreeMap<u64, Live>,
-    /// All that is held, with [`Debugging::overlap`].
+    /// All held ranges, with [`Debugging::overlap`].
     ranges: Ranges<BlockRecord>,
     /// Freed blocks with uses that are not known to be done.
     waiting: Vec<Freed>,
     /// Freed blocks, oldest first.
     quarantine: VecDeque<Freed>,
-    /// Bytes in the quarantine, as they are held.
+    /// Bytes in the quarantine, with guards.
     quarantined: u64,
-    /// Threads that have taken freed blocks out to look at them.
+    /// Number of threads that have removed freed blocks from the lists to read them.
     looking: u32,
-    /// Bytes that have gone home so far.
+    /// Bytes returned to the pool so far.
     gone: u64,
-    /// Addresses whose blocks have been freed, and that no block has had since.
+    /// Addresses of freed blocks that no later block has had.
     freed: FreedAddresses,
     closed: bool,
-    /// What the users of the pool hold and have held.
+    /// Statistics of the users' blocks.
     own: PoolStats,
 }
 
-/// A block that its user has.
+/// A live block.
 struct Live {
     record: BlockRecord,
     capacity: u64,
-    /// `None` while somebody looks at its guards.
+    /// `None` while a thread reads its guards.
     held: Option<Held>,
-    /// It was freed meanwhile.
+    /// Set if it was freed during that time.
     freed: Option<Deferred>,
 }
 
@@ -154,7 +149,7 @@ struct Held {
     told: Told,
 }
 
-/// What has been reported of a block, and is not again.
+/// Faults of a block that have been reported, and are not reported again.
 #[derive(Clone, Copy, Default)]
 struct Told {
     before: bool,
@@ -170,9 +165,9 @@ struct Freed {
     uses: Uses,
     until_free: UntilFree,
     generation: u64,
-    /// It has been filled with [`POISON_FREED`].
+    /// Whether it has been filled with [`POISON_FREED`].
     filled: bool,
-    /// It could not be read back once.
+    /// Whether one attempt to read it back has failed.
     refused: bool,
 }
 
@@ -193,7 +188,7 @@ impl Under {
         }
     }
 
-    /// An allocation of the driver's, for which a reservation makes room.
+    /// Makes an allocation of the driver, for which a reservation makes room.
     pub(crate) fn draw_and_allocate(
         direct: &Arc<dyn Resource>,
         stream: &Stream,
@@ -202,8 +197,8 @@ impl Under {
         bytes: u64,
     ) -> Result<Block> {
         if let Some(drawn) = drawn {
-            // The driver's allocations are charged whole: the lease makes room for this one and no
-            // more.
+            // The driver's allocations are charged as a whole, so this releases the reservation to
+            // make room for it.
             drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
         }
         direct.allocate(stream, request)
@@ -216,7 +211,7 @@ impl Under {
         }
     }
 
-    /// Bytes held from the driver besides what the pool itself holds.
+    /// Returns the bytes held from the driver besides those of the pool itself.
     pub(crate) fn physical(&self) -> u64 {
         match self {
             Self::Pool(_) => 0,
@@ -224,7 +219,7 @@ impl Under {
         }
     }
 
-    /// Live bytes that do not come through the checks, where a refusal counts them.
+    /// Returns the unchecked live bytes that the error of a refused request counts.
     fn live_apart(&self) -> u64 {
         match self {
             Self::Pool(inner) => inner.apart.live(),
@@ -241,8 +236,10 @@ impl Under {
 }
 
 impl Checked {
+    /// Creates the checks, with a stream to read blocks back on if they need one.
+    ///
     /// # Errors
-    /// The driver's, for the stream that blocks are read back on.
+    /// The driver's, for that stream.
     pub(crate) fn new(
         under: Under,
         settings: Debugging,
@@ -290,7 +287,7 @@ impl Checked {
         }))
     }
 
-    /// Has others under this budget ask for what it holds back.
+    /// Registers the quarantine as a reclaimer of `budget`.
     pub(crate) fn register(self: &Arc<Self>, budget: &Budget) {
         if self.settings.looks_at_freed() {
             let _only_once = self.registration.set(budget.on_need(self));
@@ -305,7 +302,7 @@ impl Checked {
         self.device
     }
 
-    /// Bytes that have been freed and are not given out again yet.
+    /// Returns the bytes that have been freed and not been returned to the pool.
     pub(crate) fn held_back(&self) -> u64 {
         let state = self.state();
         state.quarantined + state.waiting.iter().map(|freed| freed.capacity).sum::<u64>()
@@ -315,7 +312,7 @@ impl Checked {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A block with all that is asked for around it. The request has been checked.
+    /// Allocates a block with its guards. The request has been checked.
     #[track_caller]
     pub(crate) fn allocate(
         self: &Arc<Self>,
@@ -332,7 +329,7 @@ impl Checked {
             match self.under.allocate(stream, around, drawn, request.size()) {
                 Ok(held) => break held,
                 Err(error) if is_shortage(&error) && self.give_way(around.size()) > 0 => {}
-                // In the user's figures.
+                // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
                     let users = self.state().own.live + self.under.live_apart();
@@ -360,7 +357,7 @@ impl Checked {
             freed_by: None,
         };
         if let Err(other) = self.number(start, start + capacity, &mut record) {
-            // It cannot go home: what it lies over is somebody's.
+            // The block must not return to the pool, since it overlaps a live block.
             let _kept = ManuallyDrop::new(held);
             let (address, held) = (record.address, other.address);
             self.report(Fault::Overlap { held: Box::new(other) }, record);
@@ -396,8 +393,8 @@ impl Checked {
         Ok(Block::backed(address, Asked::new(request.size(), request.owner()), backed, generation))
     }
 
-    /// Gives a block its number and its place among what is held, or answers with what is there
-    /// already.
+    /// Gives a block its number, and enters its range. Returns the record of the held block that it
+    /// overlaps, if any.
     fn number(&self, start: u64, end: u64, record: &mut BlockRecord) -> Result<(), BlockRecord> {
         record.number = self.listing.number();
         let mut state = self.state();
@@ -439,7 +436,7 @@ impl Checked {
         self.settings.backtraces.then(|| Arc::new(Backtrace::force_capture()))
     }
 
-    /// A block that its user has freed. Never blocks.
+    /// Processes a block that its user has freed. Never blocks.
     fn freed(&self, live: Live, deferred: Deferred) {
         let Live { record, capacity, held: Some(held), .. } = live else { return };
         let Deferred { uses, until_free, generation, .. } = deferred;
@@ -456,16 +453,16 @@ impl Checked {
         let waits = !freed.uses.is_empty();
         let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
         let kept = kept && can_be_used(&freed.held.home);
-        // While it is the user's still: to a driver that checks, its stream has no business there
-        // any more afterwards.
+        // Filled before the observer learns of the free: afterwards the owner stream may not use
+        // the block.
         if !waits {
             self.fill_freed(&mut freed);
         }
         if kept && !self.state().closed {
             self.note_kept(&freed, None);
         }
-        // Without debugging the memory would be free now; limits of wrappers are not to notice the
-        // difference.
+        // Without debugging the memory would be free now, and charges of wrappers must end at the
+        // same time.
         let over = if kept && !waits { freed.until_free.take() } else { None };
         drop(over);
         let goes = {
@@ -485,22 +482,22 @@ impl Checked {
         }
     }
 
-    /// Tells a driver that checks who may still touch a freed block: other streams whose uses are
-    /// open, the pool's reader, and `filler`. The stream that it belonged to may not.
+    /// Reports to the driver's observer which streams may still use a freed block: other streams
+    /// with open uses, the reader, and `filler`. The owner stream may not.
     fn note_kept(&self, freed: &Freed, filler: Option<&Timeline>) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
         users.extend(filler.map(Timeline::raw));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let address = freed.held.memory.block().address();
         let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
-        // Whatever call this happens in. A plain drop has no line, and is named by the one that the
-        // block came from.
+        // Calls are attributed to the line of the free. A plain drop has no line, so the line of
+        // the allocation is used.
         let _named = site::enter_as(freed.record.freed_at);
         note(&self.driver, freed.generation, range, Ownership::Pending { users: &users });
     }
 
-    /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are
-    /// not seen then.
+    /// Fills a freed block whose uses are done. If the driver refuses, late writes to it are not
+    /// detected.
     fn fill_freed(&self, freed: &mut Freed) {
         let Held { memory, layout, home, .. } = &freed.held;
         if self.settings.fills_freed() && can_be_used(home) {
@@ -509,7 +506,7 @@ impl Checked {
         }
     }
 
-    /// The same for one that has been kept until its uses were done.
+    /// As [`Checked::fill_freed`], for a block that was kept until its uses were done.
     fn fill_kept(&self, freed: &mut Freed) {
         if self.settings.fills_freed() && can_be_used(&freed.held.home) {
             let home = freed.held.home.clone();
@@ -519,8 +516,8 @@ impl Checked {
         }
     }
 
-    /// Gives the memory back to the pool, with the uses that are not over and what is to end when
-    /// they are.
+    /// Returns the memory to the pool, with the uses that are not over and the values to be dropped
+    /// when they are.
     fn go_home(&self, freed: Freed) {
         let Freed { record, held, uses, until_free, capacity, .. } = freed;
         let _named = site::enter_as(record.freed_at);
@@ -534,21 +531,21 @@ impl Checked {
         self.state().gone += capacity;
     }
 
-    /// Counts peaks of what the users hold from now.
+    /// Sets the peaks to what the users hold now.
     pub(crate) fn reset_peaks(&self) {
         let own = &mut self.state().own;
         own.peak_live = own.live;
         own.peak_requested = own.requested;
     }
 
-    /// What the users hold, over what the pool holds: `apart` beside the checks, and through them
-    /// what is told here.
+    /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
+    /// blocks with the counters here.
     pub(crate) fn stats(&self, pool: &Inner) -> PoolStats {
         let own = self.state().own;
         let mut apart = PoolStats::default();
         pool.apart.add_to(&mut apart);
         let mut stats = self.under.stats(pool);
-        // What comes through the checks, is held and has no owner is held back.
+        // Memory that is held through the checks and has no user is pending.
         stats.pending += (stats.live - apart.live).saturating_sub(own.live);
         stats.live = own.live + apart.live;
         stats.requested = own.requested + apart.requested;
@@ -560,23 +557,22 @@ impl Checked {
         stats
     }
 
-    /// Whether a block at this address has been freed, and none has been there since.
+    /// Returns whether a block at this address has been freed, and no block has been there since.
     pub(crate) fn was_freed(&self, address: u64) -> bool {
         self.state().freed.has(address)
     }
 
-    /// What numbers the blocks, and lists those that do not come through here, if leaks are to be
-    /// reported.
+    /// Returns the listing of blocks that bypass the checks, if leaks are reported.
     pub(crate) fn listing(&self) -> Option<&Arc<Listing>> {
         self.settings.leaks.then_some(&self.listing)
     }
 
-    /// Everything found so far, as far as it is kept.
+    /// Returns the findings kept so far.
     pub(crate) fn findings(&self) -> Vec<Finding> {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The live blocks, if they are to be reported.
+    /// Returns the live blocks, if leaks are reported.
     pub(crate) fn leaks(&self) -> Option<LeakReport> {
         let live = |live: &Live| live.freed.is_none().then(|| live.record.clone());
         self.settings.leaks.then(|| {
@@ -601,8 +597,8 @@ impl Checked {
             recorder.record(recorder.ticket(), event);
         }
         if let Some(hook) = &self.settings.hook {
-            // It may be called from a drop, which must not unwind. Whoever panics has been told so
-            // by the panic's own message.
+            // The hook may be called from a drop, which must not unwind. The panic's own message
+            // has been printed.
             let _panicked = catch_unwind(AssertUnwindSafe(|| hook(&finding)));
         }
         finding
@@ -613,21 +609,22 @@ impl Checked {
     }
 }
 
-/// The number of a stream by which findings name it: the driver's own, which violations of the
-/// simulated GPU name it by too. One that the driver tells none of, since it captures, is named by
-/// its number in its pool.
+/// Returns the number by which findings name a stream: the driver's own, which violations of the
+/// simulated GPU use too. A stream without one, since it captures, is named by its number in its
+/// pool.
 pub(crate) fn stream_of(stream: &Timeline) -> u64 {
     stream.id().unwrap_or_else(|| u64::from(stream.number()))
 }
 
-/// Whether work may be queued on the stream later, when no call of its owner's is in progress. One
-/// that has been retired refuses it by itself.
+/// Returns whether work may be queued on the stream outside of its owner's calls. A retired stream
+/// refuses work by itself.
 fn can_be_used(home: &Timeline) -> bool {
     !home.fences_at_once()
 }
 
 impl Freed {
-    /// Names calls that are made for it by the line that freed it, or the one that it came from.
+    /// Attributes calls for this block to the line that freed it, or else to the line that
+    /// allocated it.
     fn name_site(&self) -> site::Entered {
         site::enter_as(self.record.freed_at.or(Some(self.record.allocated_at)))
     }
@@ -658,7 +655,7 @@ impl Release for Checked {
             own.frees += 1;
             state.freed.note(address);
             if looked_at {
-                // Whoever looks at it goes on with this.
+                // The thread that reads the guards continues with the free.
                 if let Some(live) = state.live.get_mut(&address) {
                     live.freed = Some(deferred);
                 }

@@ -1,91 +1,89 @@
-//! What has been found, and about which block.
+//! Findings, and the records of the blocks that they concern.
 
 use aquifer_core::{Bytes, MemoryError, Tag};
 use std::{backtrace::Backtrace, fmt, panic::Location, sync::Arc, time::Instant};
 
-/// A block as debugging knows it.
+/// The debugging record of a block.
 ///
-/// Its example is that of [`LeakReport`](crate::LeakReport).
+/// See [`LeakReport`](crate::LeakReport) for an example.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BlockRecord {
     /// The block's first address.
     pub address: u64,
-    /// Bytes that were asked for.
+    /// Number of bytes requested.
     pub bytes: u64,
-    /// Who it is for.
+    /// The tag of the request.
     pub tag: Tag,
-    /// How many blocks the pool had given out when it gave out this one, itself included.
+    /// The number of blocks that the pool had allocated with this one, itself included.
     pub number: u64,
-    /// The driver's number of the stream that it belongs to (`cuStreamGetId`), by which the
-    /// simulated GPU names it too.
+    /// The driver's number of the owner stream (`cuStreamGetId`), which the simulated GPU uses too.
     pub stream: u64,
-    /// That stream's number in its pool, as recorders and snapshots name it.
+    /// The number of that stream in its pool, which recorders and snapshots use.
     pub(crate) of_pool: u32,
-    /// When it was given out.
+    /// When it was allocated.
     pub born: Instant,
-    /// The line that asked for it.
+    /// The line that allocated it.
     pub allocated_at: &'static Location<'static>,
-    /// The line that freed it: where it was freed by
-    /// [`DevicePool::free`](crate::DevicePool::free), or inside a function of this library's that
-    /// was called there. A plain drop tells nobody its line.
+    /// The line that freed it, if it was freed by [`DevicePool::free`](crate::DevicePool::free) or
+    /// inside a function of this library. A plain drop does not pass its line.
     pub freed_at: Option<&'static Location<'static>>,
-    /// The call stack that asked for it, with
+    /// The call stack of the allocation, with
     /// [`Debugging::backtraces`](crate::Debugging::backtraces).
     pub allocated_by: Option<Arc<Backtrace>>,
-    /// The call stack that freed it, likewise.
+    /// The call stack of the free, likewise.
     pub freed_by: Option<Arc<Backtrace>>,
 }
 
-/// Something that is wrong with a block, or might be.
+/// A fault of a block, or a possible fault.
 ///
-/// Its `Display` is a report of a few lines for a person.
+/// Its `Display` is a readable report of a few lines.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Finding {
-    /// What.
+    /// The fault.
     pub fault: Fault,
-    /// With which block.
+    /// The block concerned.
     pub block: BlockRecord,
 }
 
-/// What is wrong with a block. Offsets count bytes from the block's first.
+/// The kinds of faults. Offsets count bytes from the first of the block.
 ///
-/// Its example is that of [`Debugging`](crate::Debugging).
+/// See [`Debugging`](crate::Debugging) for an example.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Somebody has written before the block.
+    /// Memory before the block was written.
     Underrun {
-        /// The wrong byte that lies lowest; -1 is right before the block.
+        /// The lowest wrong byte; -1 is right before the block.
         offset: i64,
-        /// What is there.
+        /// The value found.
         found: u8,
     },
-    /// Somebody has written behind the block.
+    /// Memory behind the block was written.
     Overrun {
         /// The first wrong byte; the block's length is right behind it.
         offset: u64,
-        /// What is there.
+        /// The value found.
         found: u8,
     },
-    /// Somebody has written to the block after it was freed and all of its noted uses were done.
+    /// The block was written after it was freed and all of its recorded uses were done.
     LateWrite {
         /// The first wrong byte.
         offset: u64,
-        /// What is there.
+        /// The value found.
         found: u8,
     },
-    /// The block would have overlapped one that is held; it has been refused.
+    /// The block would have overlapped a block in use, and has been refused.
     Overlap {
-        /// The one that is held.
+        /// The block in use.
         held: Box<BlockRecord>,
     },
-    /// The block is live and its pool is closing.
+    /// The block was live when its pool closed.
     Leak,
-    /// The block has gone home without being looked at, since the driver refused.
+    /// The block returned to the pool without a check, since the driver refused to read it.
     Unchecked {
-        /// How.
+        /// The driver's error.
         error: MemoryError,
     },
 }

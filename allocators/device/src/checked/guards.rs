@@ -1,4 +1,4 @@
-//! What lies around a block and in it, and how it is put there and looked at.
+//! Guards and poison: their layout, the fills, and the checks.
 #![expect(unsafe_code, reason = "fills device memory")]
 
 use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, request::Sensible};
@@ -6,20 +6,20 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline};
 use std::ops::Range;
 
-/// What a block is filled with when it is given out: as a float it is a tiny negative number that
-/// nobody computes.
+/// The byte that fills a block when it is allocated. As a float it is a tiny negative number that
+/// no computation yields.
 pub const POISON_ALLOCATED: u8 = 0xa5;
-/// What a block is filled with when it is freed: as a pointer it leads nowhere.
+/// The byte that fills a block when it is freed. As a pointer it is invalid.
 pub const POISON_FREED: u8 = 0xde;
-/// What the guards before and behind a block consist of.
+/// The byte that fills the guards before and behind a block.
 pub const CANARY: u8 = 0xc3;
 /// Bytes of each of the two guards.
 pub const GUARD_BYTES: u64 = BLOCK_ALIGN;
 
-/// Bytes that are looked at in one go.
+/// Bytes that are read in one step.
 const PIECE: u64 = 16 << 20;
 
-/// How a block lies in the memory that is held for it.
+/// The position of a block in the memory held for it.
 ///
 /// ```text
 ///   held    [ ..... | front | block ............. | tail | .. ]
@@ -27,7 +27,7 @@ const PIECE: u64 = 16 << 20;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    /// Bytes before the block, a multiple of its alignment; its guard is the last of them.
+    /// Bytes before the block, a multiple of its alignment. The guard is the last of them.
     pub(super) front: u64,
     /// The block's bytes.
     pub(super) bytes: u64,
@@ -41,10 +41,10 @@ impl Layout {
         Self { front, bytes: request.size(), guarded }
     }
 
-    /// What has to be held for such a block.
+    /// Returns the request for the block with its guards.
     pub(super) fn around(&self, request: &Request) -> Result<Request> {
         let more = if self.guarded { self.front + GUARD_BYTES } else { 0 };
-        // The largest request and the guards are far from overflowing.
+        // The largest request with guards is far from an overflow.
         let held =
             Request::bytes(self.bytes + more).align(request.alignment()).tag(request.owner());
         held.checked()
@@ -64,9 +64,9 @@ impl Layout {
     }
 }
 
-/// Fills a part of `held` in order on the stream that it belongs to. Never blocks.
+/// Fills a part of `held` in order on its owner stream. Never blocks.
 ///
-/// `held` must not be in use by other streams that have not been waited for.
+/// `held` must have no other stream's use that has not been waited for.
 pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) -> Result<()> {
     let device = held.device();
     if part.start > part.end || part.end > held.bytes() {
@@ -78,17 +78,17 @@ pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) ->
         });
     }
     let _calling = home.calling()?;
-    // SAFETY: 1. a part of a block, which goes home in order with its stream: what is mapped there
-    // stays until the stream's work is done. 2. the block is in order with its own stream, and
-    // other streams' uses are over.
+    // SAFETY: 1. The range is a part of a block, which returns to its pool in stream order: the
+    // memory stays mapped until the stream's work is done. 2. The block is ordered on its own
+    // stream, and other streams' uses are over.
     let filled = unsafe {
         home.driver().fill(home.raw(), held.address() + part.start, byte, part.end - part.start)
     };
     filled.map_err(|e| MemoryError::driver(device, e))
 }
 
-/// The first byte of a part of `held` that is not `expected`: where it is, and what. Reads it on
-/// `reader`, behind all that is queued on the block's own stream. Blocks.
+/// Returns the offset and the value of the first byte in a part of `held` that is not `expected`.
+/// Reads on `reader`, behind all work queued on the block's own stream. Blocks.
 pub(super) fn first_wrong(
     held: &DeviceBuffer<u8>,
     reader: &Stream,
@@ -101,7 +101,8 @@ pub(super) fn first_wrong(
         let piece = PIECE.min(part.end - at);
         let (from, to) = (at as usize, (at + piece) as usize);
         bytes.clear();
-        // As it should be, so that a device without bytes behind its addresses has nothing wrong.
+        // Preset to the expected value, so that a symbolic device, which has no contents, shows no
+        // fault.
         bytes.resize(to - from, expected);
         let there = held.slice(from..to)?;
         reader.scope(|c| c.download(&there, &mut bytes))??;
@@ -113,8 +114,8 @@ pub(super) fn first_wrong(
     Ok(None)
 }
 
-/// Returns the index of the first byte that is not `expected`. Reads whole blocks without a branch
-/// for each byte, which compilers vectorize.
+/// Returns the index of the first byte that is not `expected`. Compares blocks without a branch for
+/// each byte, which compilers vectorise.
 fn first_other(bytes: &[u8], expected: u8) -> Option<usize> {
     const BLOCK: usize = 4096;
     let differs = |block: &[u8]| block.iter().fold(0, |bits, &byte| bits | (byte ^ expected)) != 0;

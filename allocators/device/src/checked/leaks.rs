@@ -1,4 +1,4 @@
-//! Blocks that are live, by the lines that asked for them.
+//! Reports of live blocks, by the lines that allocated them.
 
 use super::BlockRecord;
 use crate::apart::Span;
@@ -17,10 +17,10 @@ use std::{
     time::Instant,
 };
 
-/// The blocks of a pool that are live, grouped by the lines that asked for them, most bytes first.
+/// The live blocks of a pool, grouped by the lines that allocated them, most bytes first.
 ///
-/// Stable and reserved memory, memory of graphs and parked memory are among them; reserved memory
-/// counts by what is committed.
+/// They include stable and reserved memory, memory of graphs and parked memory. Reserved memory
+/// counts with its committed bytes.
 ///
 /// ```
 /// use aquifer_device::{Debugging, DevicePool, PoolConfig};
@@ -40,22 +40,22 @@ pub struct LeakReport {
     groups: Vec<LeakGroup>,
 }
 
-/// The live blocks that one line has asked for.
+/// The live blocks that one line has allocated.
 ///
-/// Its example is that of [`LeakReport`].
+/// See [`LeakReport`] for an example.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LeakGroup {
     /// The line.
     pub at: &'static Location<'static>,
-    /// Bytes that were asked for, all blocks together.
+    /// Sum of the bytes requested.
     pub bytes: u64,
-    /// The blocks, largest first, older ones first among equals.
+    /// The blocks, largest first, and older ones first among equals.
     pub blocks: Vec<BlockRecord>,
 }
 
-/// The live blocks of a pool that do not come through its checks: stable and reserved memory,
-/// memory of graphs and what can be parked. It numbers all blocks of the pool.
+/// The live blocks of a pool that bypass its checks: stable and reserved memory, memory of graphs
+/// and parkable memory. Numbers all blocks of the pool.
 #[derive(Default)]
 pub(crate) struct Listing {
     numbers: AtomicU64,
@@ -63,14 +63,14 @@ pub(crate) struct Listing {
     live: Mutex<BTreeMap<u64, Unchecked>>,
 }
 
-/// A block that does not come through the checks.
+/// A block that bypasses the checks.
 struct Unchecked {
     record: BlockRecord,
-    /// Of reserved memory, where it is committed.
+    /// For reserved memory, the span that it is committed in.
     committed: Option<Weak<Span>>,
 }
 
-/// Ends with the block that it lists.
+/// Removes its block from the listing when it is dropped.
 pub(crate) struct Listed {
     listing: Arc<Listing>,
     number: u64,
@@ -91,12 +91,12 @@ impl Listing {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of the next block.
+    /// Returns the number of the next block.
     pub(super) fn number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Lists a block of `bytes`, or of what is `committed`, as long as the answer lives.
+    /// Lists a block of `bytes`, or of the committed bytes, until the returned value is dropped.
     #[track_caller]
     pub(crate) fn list(
         self: &Arc<Self>,
@@ -124,8 +124,8 @@ impl Listing {
         Listed { listing: self.clone(), number }
     }
 
-    /// What is live now. Reserved memory counts by what is committed, and not at all where nothing
-    /// is.
+    /// Returns the live blocks. Reserved memory counts with its committed bytes, and is left out if
+    /// it has none.
     pub(super) fn records(&self) -> Vec<BlockRecord> {
         let live = self.live();
         let records = live.values().filter_map(|block| {
@@ -153,38 +153,38 @@ impl LeakReport {
                 LeakGroup { at, bytes: blocks.iter().map(|b| b.bytes).sum(), blocks }
             })
             .collect();
-        // The line breaks ties, so that the same program is told the same.
+        // Ties are ordered by line, so that the report is deterministic.
         groups
             .sort_by_key(|g| (std::cmp::Reverse(g.bytes), g.at.file(), g.at.line(), g.at.column()));
         Self { groups }
     }
 
-    /// The groups, most bytes first.
+    /// Returns the groups, most bytes first.
     #[must_use]
     pub fn groups(&self) -> &[LeakGroup] {
         &self.groups
     }
 
-    /// Whether nothing is live.
+    /// Returns whether no block is live.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// Bytes that were asked for, all blocks together.
+    /// Returns the sum of the bytes requested.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.groups.iter().map(|g| g.bytes).sum()
     }
 
-    /// How many blocks are live.
+    /// Returns the number of live blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.groups.iter().map(|g| g.blocks.len()).sum()
     }
 }
 
-/// Blocks of one group that are told one by one.
+/// Number of blocks of a group that are printed.
 const TOLD: usize = 3;
 
 impl fmt::Display for LeakReport {

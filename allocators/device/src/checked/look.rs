@@ -1,4 +1,4 @@
-//! When freed blocks are looked at and go home, and what live ones' guards look like.
+//! The checks of freed and live blocks, and the release of freed ones.
 
 use super::{
     CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used,
@@ -13,29 +13,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks whether another thread is done.
+/// Pause between two checks whether another thread is done.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// What to do with a freed block that cannot be looked at.
+/// What to do with a freed block that cannot be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Unseen {
-    /// It stays for one more try, and goes after that, or one that cannot be read would keep all
-    /// behind it.
+    /// It stays for one more attempt, and is released after that. Otherwise it would keep all
+    /// blocks behind it.
     Stays,
-    /// It goes home, and that is reported.
+    /// It is released, and that is reported.
     Goes,
 }
 
 impl Checked {
-    /// Moves blocks whose other uses are done by now from waiting into the quarantine. Records
-    /// events behind the other streams where there are none, and looks which have passed; never
-    /// blocks.
+    /// Moves blocks whose other uses are done from the waiting list into the quarantine. Records
+    /// events behind the other streams where there are none, and polls them. Never blocks.
     pub(super) fn settle(&self) {
         self.settle_by(false);
     }
 
-    /// The same; where streams `wait` for each other, uses that are stamped are waited for on the
-    /// device, and over.
+    /// As [`Checked::settle`]. With `wait`, the owner stream waits for stamped uses on the device,
+    /// which ends them.
     fn settle_by(&self, wait: bool) {
         let waiting = {
             let mut state = self.state();
@@ -48,14 +47,14 @@ impl Checked {
         let mut still = Vec::new();
         for mut freed in waiting {
             for (on, epoch) in freed.uses.stamped().filter(|(on, epoch)| !on.is_done(*epoch)) {
-                // A refusal leaves the block waiting; the next look tries again.
+                // After a refusal the block stays on the list, and the next call tries again.
                 let _ = on.fence(epoch).and_then(|_| on.poll());
             }
             freed.uses.forget_done();
-            // No use of a freed block is opened any more, so what is stamped then is all.
+            // No new use of a freed block is opened, so the stamped uses are all there are.
             if wait && !freed.uses.is_open() {
                 let home = &freed.held.home;
-                // A refusal leaves the block waiting.
+                // After a refusal the block stays on the list.
                 if freed.uses.stamped().all(|(on, epoch)| home.wait_for(&on, epoch).is_ok()) {
                     freed.uses.clear();
                 }
@@ -71,10 +70,10 @@ impl Checked {
         state.looking -= 1;
     }
 
-    /// A freed block's last use is over.
+    /// Processes a freed block whose last use is over.
     fn unused(&self, mut freed: Freed) {
-        // Without debugging the memory would be free now; limits of wrappers are not to notice the
-        // difference.
+        // Without debugging the memory would be free now, and charges of wrappers must end at the
+        // same time.
         drop(freed.until_free.take());
         self.fill_kept(&mut freed);
         if self.settings.looks_at_freed() {
@@ -84,8 +83,8 @@ impl Checked {
         }
     }
 
-    /// Lets the oldest blocks out of the quarantine until it is within its bound. Blocks until the
-    /// work before their frees is done. A block that cannot be read back stays until another time.
+    /// Releases the oldest blocks of the quarantine until it is within its bound. Blocks until the
+    /// work before their frees is done. A block that cannot be read stays for a later call.
     pub(super) fn keep_bound(&self) {
         while let Some(freed) = self.take_oldest(self.settings.quarantine) {
             if !self.let_out(freed, Unseen::Stays) {
@@ -94,10 +93,9 @@ impl Checked {
         }
     }
 
-    /// Lets blocks out until so many bytes have gone home, or nothing is left that can; answers
-    /// with how many have. Blocks. Other streams' uses of freed blocks are waited for on the
-    /// device, or up to the pool's deadline on the host where streams are not to wait for each
-    /// other.
+    /// Releases blocks until `bytes` have been returned to the pool or none is left. Returns the
+    /// bytes. Blocks. Waits for other streams' uses of freed blocks on the device. If streams may
+    /// not wait for each other, the host waits up to the pool's deadline instead.
     pub(crate) fn give_way(&self, bytes: u64) -> u64 {
         let before = self.state().gone;
         let enough = || self.state().gone - before >= bytes;
@@ -118,7 +116,7 @@ impl Checked {
                 self.let_out(freed, Unseen::Goes);
             }
         }
-        // What other threads have in hand comes home as well.
+        // Blocks that other threads are reading are returned as well.
         while !enough() && self.state().looking > 0 {
             thread::sleep(PAUSE);
         }
@@ -130,12 +128,13 @@ impl Checked {
         let uses: Vec<_> =
             self.state().waiting.iter().flat_map(|freed| freed.uses.stamped()).collect();
         for (on, epoch) in uses {
-            // A refusal leaves the block waiting.
+            // After a refusal the block stays on the list.
             let _ = on.wait(epoch, deadline);
         }
     }
 
-    /// The oldest block of a quarantine that holds more than `bound` bytes. It is to be let out.
+    /// Removes the oldest block of a quarantine that holds more than `bound` bytes. The caller must
+    /// release it.
     fn take_oldest(&self, bound: u64) -> Option<Freed> {
         let mut state = self.state();
         if state.quarantined <= bound {
@@ -147,12 +146,12 @@ impl Checked {
         Some(freed)
     }
 
-    /// Looks at a block and lets it go home. Says whether it went.
+    /// Reads a block and releases it. Returns whether it was released.
     fn let_out(&self, mut freed: Freed, unseen: Unseen) -> bool {
         let looked = self.look_at_freed(&mut freed);
         let goes = match looked {
             Ok(_) => true,
-            // Nothing can be learned from a device that is gone.
+            // A lost device cannot be read.
             Err(MemoryError::DeviceLost { .. }) => unseen == Unseen::Goes,
             Err(_) if unseen == Unseen::Stays && !freed.refused => false,
             Err(error) => {
@@ -173,7 +172,7 @@ impl Checked {
         goes
     }
 
-    /// Reports what is wrong with a freed block. Blocks.
+    /// Reports the faults of a freed block. Blocks.
     fn look_at_freed(&self, freed: &mut Freed) -> Result<Vec<Finding>> {
         let body = self.settings.quarantine > 0 && freed.filled;
         let mut faults = Vec::new();
@@ -186,9 +185,8 @@ impl Checked {
         looked.map(|()| found)
     }
 
-    /// Looks at the guards of live blocks and at all of the quarantine, and answers with what is
-    /// wrong and has not been reported before. Blocks until the work queued on the blocks' own
-    /// streams is done.
+    /// Checks the guards of live blocks and all blocks in quarantine. Returns the faults that were
+    /// not reported before. Blocks until the work queued on the blocks' own streams is done.
     pub(crate) fn check(&self) -> Result<Vec<Finding>> {
         let mut found = Vec::new();
         self.settle();
@@ -200,7 +198,7 @@ impl Checked {
         for (address, number) in numbers {
             found.append(&mut self.look_at_live(address, number)?);
         }
-        // Those that are freed meanwhile are for another time.
+        // Blocks that are freed during this call are left for a later one.
         let newest =
             self.state().quarantine.iter().map(|freed| freed.record.number).collect::<Vec<_>>();
         for number in newest {
@@ -219,7 +217,7 @@ impl Checked {
             {
                 let mut state = self.state();
                 state.quarantined += freed.capacity;
-                // Others may have let older ones out meanwhile.
+                // Other threads may have released older blocks in between.
                 let at = at.min(state.quarantine.len());
                 state.quarantine.insert(at, freed);
                 state.looking -= 1;
@@ -229,8 +227,8 @@ impl Checked {
         Ok(found)
     }
 
-    /// Reports what is wrong with the guards of a live block. Its user may free it meanwhile: it is
-    /// taken back afterwards.
+    /// Reports the faults of a live block's guards. Its user may free it during the check: the free
+    /// is then processed afterwards.
     fn look_at_live(&self, address: u64, number: u64) -> Result<Vec<Finding>> {
         let Some(reader) = self.reader() else { return Ok(Vec::new()) };
         let taken = {
@@ -239,7 +237,7 @@ impl Checked {
             let live = live.filter(|l| l.held.as_ref().is_some_and(|held| can_be_used(&held.home)));
             live.and_then(|live| Some((live.held.take()?, live.record.clone())))
         };
-        // Gone, or another thread looks at it.
+        // The block is gone, or another thread reads it.
         let Some((mut held, record)) = taken else { return Ok(Vec::new()) };
         let mut faults = Vec::new();
         let looked = held.look(&reader.stream, false, &mut faults);
@@ -261,12 +259,12 @@ impl Checked {
         looked.map(|()| found)
     }
 
-    /// Free memory back to the driver, the quarantine's included, until the pool holds no more than
+    /// Gives free memory back to the driver, also from the quarantine, until the pool holds at most
     /// `keep` bytes.
     pub(crate) fn trim(&self, pool: &Inner, keep: u64) -> Result<u64> {
         self.settle();
         let mut given = self.under.trim(pool, keep)?;
-        // One after the other, so that what need not go stays.
+        // One block at a time, so that no more are released than necessary.
         while self.under.stats(pool).physical > keep
             && let Some(freed) = self.take_oldest(0)
         {
@@ -278,7 +276,7 @@ impl Checked {
         Ok(given)
     }
 
-    /// Looks at all that is freed and lets it go home, and reports what is live. Blocks.
+    /// Checks and releases all freed blocks, and reports live ones. Blocks.
     pub(crate) fn close(&self) {
         self.state().closed = true;
         self.wait_for_uses(None);
@@ -286,7 +284,7 @@ impl Checked {
         while let Some(freed) = self.take_oldest(0) {
             self.let_out(freed, Unseen::Goes);
         }
-        // Uses that nobody has finished go home with their blocks, which are held back there.
+        // Blocks with open uses return to the pool with them, where they stay pending.
         let waiting = std::mem::take(&mut self.state().waiting);
         waiting.into_iter().for_each(|freed| self.go_home(freed));
         for group in self.leaks().unwrap_or_default().groups() {
@@ -300,12 +298,11 @@ impl Checked {
 }
 
 impl Held {
-    /// Adds what is wrong with the guards, and with the body if it is to be as it was filled at the
-    /// free. Blocks.
+    /// Adds the faults of the guards, and of the body if it was filled at the free. Blocks.
     fn look(&mut self, reader: &Stream, body: bool, faults: &mut Vec<Fault>) -> Result<()> {
         let looked = self.read(reader, body, faults);
         if looked.is_ok() {
-            // The reader has been waited for, and nobody else has used what is held.
+            // The reader has been waited for, and no other stream has used this memory.
             let home = self.home.clone();
             let _over = self.memory.block_mut().uses.take(&home);
         }

@@ -1,11 +1,11 @@
-//! What is held, by address: whether something new would lie over it.
+//! A map of held address ranges that finds overlaps.
 
 use std::collections::BTreeMap;
 
-/// Ranges that do not overlap, each with what it is for.
+/// Ranges that do not overlap, each with a value.
 #[derive(Debug)]
 pub(super) struct Ranges<T> {
-    /// By first address: the address behind the last.
+    /// Start address to end address and value.
     by_start: BTreeMap<u64, (u64, T)>,
 }
 
@@ -14,10 +14,10 @@ impl<T> Ranges<T> {
         Self { by_start: BTreeMap::new() }
     }
 
-    /// Takes a range in, or answers with the lowest one that it overlaps.
+    /// Inserts a range, or returns the value of the lowest range that it overlaps.
     pub(super) fn enter(&mut self, start: u64, end: u64, what: T) -> Result<(), &T> {
-        // Only the last range that begins before the end can reach in, since none of them overlaps
-        // another: but the lowest is the more telling one.
+        // One look-up at the end of the new range would detect an overlap, but the lowest
+        // overlapping range is the more useful report.
         let first = self.by_start.range(..=start).next_back().filter(|(_, held)| held.0 > start);
         let lowest =
             first.or_else(|| self.by_start.range(start..end).next()).map(|(&held, _)| held);
@@ -30,7 +30,7 @@ impl<T> Ranges<T> {
         }
     }
 
-    /// Lets go of the range that begins here.
+    /// Removes the range that begins at `start`.
     pub(super) fn leave(&mut self, start: u64) {
         self.by_start.remove(&start);
     }

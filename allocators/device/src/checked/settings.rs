@@ -1,17 +1,17 @@
-//! What is checked.
+//! Settings of the checks.
 
 use super::Finding;
 use aquifer_core::{Bytes, MemoryError, Result};
 use std::{fmt, sync::Arc};
 
-/// What a quarantine holds when no size is named.
+/// Size of the quarantine if none is given.
 const DEFAULT_QUARANTINE: u64 = 64 << 20;
 
-/// What a pool checks. Nothing, unless told otherwise, and that costs nothing.
+/// The checks of a pool. By default there are none, at no cost.
 ///
-/// The environment adds to it: see the crate's text. Findings go to [`DevicePool::findings`], to
-/// the pool's recorder as [`Action::Finding`], and to [`Debugging::on_finding`]. None is ever a
-/// panic.
+/// The environment can enable more: see the crate's documentation. Findings go to
+/// [`DevicePool::findings`], to the pool's recorder as [`Action::Finding`], and to
+/// [`Debugging::on_finding`]. A finding never panics.
 ///
 /// ```
 /// use aquifer_device::{Debugging, DevicePool, PoolConfig};
@@ -32,34 +32,34 @@ const DEFAULT_QUARANTINE: u64 = 64 << 20;
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct Debugging {
-    /// Fill blocks with [`POISON_ALLOCATED`](crate::POISON_ALLOCATED) when they are given out and
+    /// Fill blocks with [`POISON_ALLOCATED`](crate::POISON_ALLOCATED) when they are allocated and
     /// with [`POISON_FREED`](crate::POISON_FREED) when they are freed.
     pub poison: bool,
     /// Put [`GUARD_BYTES`](crate::GUARD_BYTES) of [`CANARY`](crate::CANARY) right before and right
-    /// behind each block, and look whether they are intact when the block comes back.
+    /// behind each block, and check them when the block is freed.
     pub canaries: bool,
-    /// Keep freed blocks from use up to so many bytes, guards included, and look on their way out
-    /// whether anybody has written to them. They are filled with
-    /// [`POISON_FREED`](crate::POISON_FREED) for that. 0: none.
+    /// Keep up to this many bytes of freed blocks from reuse, guards included, and check them for
+    /// writes when they are released. The blocks are filled with
+    /// [`POISON_FREED`](crate::POISON_FREED) for that. 0 disables the quarantine.
     pub quarantine: u64,
-    /// Refuse a block that overlaps one which is held.
+    /// Refuse a block that overlaps a block in use.
     pub overlap: bool,
     /// Report the blocks that are live when the pool closes, and on demand by
     /// [`DevicePool::leaks`](crate::DevicePool::leaks).
     pub leaks: bool,
-    /// Keep the call stacks of allocation and free: microseconds each, and the only way to learn
-    /// where a plain drop was.
+    /// Keep the call stacks of allocation and free. Each takes microseconds. This is the only way
+    /// to find the line of a plain drop.
     pub backtraces: bool,
-    /// Called with each finding, by the thread that comes across it, under no lock. A panic in it
-    /// ends there. It must not use the pool.
+    /// Called with each finding by the thread that detects it, without a lock. A panic in it is
+    /// contained. It must not use the pool.
     pub hook: Option<FindingHook>,
 }
 
-/// What is called with each finding.
+/// A callback for findings.
 pub type FindingHook = Arc<dyn Fn(&Finding) + Send + Sync>;
 
 impl Debugging {
-    /// Everything but call stacks, with a quarantine of 64 MiB.
+    /// Returns all checks but call stacks, with a quarantine of 64 MiB.
     #[must_use]
     pub fn all() -> Self {
         Self {
@@ -73,19 +73,19 @@ impl Debugging {
         }
     }
 
-    /// The same, with `hook` called at each finding.
+    /// Returns these settings with `hook`, which is called with each finding.
     #[must_use]
     pub fn on_finding(self, hook: impl Fn(&Finding) + Send + Sync + 'static) -> Self {
         Self { hook: Some(Arc::new(hook)), ..self }
     }
 
-    /// Whether anything is checked at all.
+    /// Returns whether any check is enabled.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.poison || self.canaries || self.quarantine > 0 || self.overlap || self.leaks
     }
 
-    /// What either of two asks for.
+    /// Returns the union of both settings.
     pub(crate) fn or(self, other: Self) -> Self {
         Self {
             poison: self.poison || other.poison,
@@ -98,12 +98,12 @@ impl Debugging {
         }
     }
 
-    /// Refuses what cannot be had where each block is an allocation of its own.
+    /// Refuses checks that bypass mode excludes.
     pub(crate) fn beside_bypass(&self) -> Result<()> {
         let refuse =
             |name, value: String, expected| Err(MemoryError::BadSetting { name, value, expected });
         if self.canaries {
-            // A checker that sees allocations would take the guards for the block's.
+            // A memory checker that sees allocations would take the guards for a part of the block.
             return refuse(
                 "canaries",
                 "on".into(),
@@ -111,7 +111,7 @@ impl Debugging {
             );
         }
         if self.quarantine > 0 {
-            // It would see freed blocks as live ones.
+            // A memory checker would take freed blocks for live ones.
             return refuse(
                 "quarantine",
                 self.quarantine.to_string(),
@@ -121,18 +121,18 @@ impl Debugging {
         Ok(())
     }
 
-    /// Whether freed blocks are looked at before they go home.
+    /// Returns whether freed blocks are read before they are released.
     pub(super) fn looks_at_freed(&self) -> bool {
         self.canaries || self.quarantine > 0
     }
 
-    /// Whether freed blocks are filled.
+    /// Returns whether freed blocks are filled.
     pub(super) fn fills_freed(&self) -> bool {
         self.poison || self.quarantine > 0
     }
 
-    /// Reads a list like `poison,canaries,quarantine=64MiB,overlap,leaks`, or `all`. `None`: there
-    /// is an item in it that says nothing.
+    /// Parses a list like `poison,canaries,quarantine=64MiB,overlap,leaks`, or `all`. Returns
+    /// `None` if an item is invalid.
     pub(crate) fn parse(list: &str) -> Option<Self> {
         let mut found = Self::default();
         for item in list.split(',') {

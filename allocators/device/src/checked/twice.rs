@@ -1,4 +1,4 @@
-//! A resource that gives the same memory out twice, and what becomes of the second.
+//! Tests of a resource that allocates the same memory twice.
 
 use super::{Checked, Debugging, Fault, POISON_ALLOCATED, Under};
 use crate::{
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// Gives out the right block first, and then ones that begin in the middle of it.
+/// Allocates a valid block first, and then blocks that begin in the middle of it.
 #[derive(Debug)]
 struct Twice {
     pool: DevicePool,
@@ -25,7 +25,7 @@ struct Twice {
     home: Arc<Freed>,
 }
 
-/// Where the wrong ones go when they are freed.
+/// Counts the releases of the invalid blocks.
 #[derive(Default, Debug)]
 struct Freed(AtomicUsize);
 
@@ -98,10 +98,10 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     );
     assert_eq!(sim.driver().calls().get(aquifer_driver::Call::Fill), fills);
 
-    // Once the first has gone home, its place is free.
+    // Once the first block has been freed, its range is free.
     drop(first);
     drop(checked.allocate(&s, Request::bytes(64), None).unwrap());
     assert_eq!(home.0.load(Ordering::Relaxed), 1);
-    // The driver that checks sees the memory given out again as well.
+    // The driver's observer detects the double allocation too.
     assert!(!sim.take_violations().is_empty());
 }
