@@ -1,4 +1,5 @@
-//! One block, handed out in parts from its low end up, and taken back whole.
+//! An arena of device memory: one block that is allocated in parts from its low end, and reset as a
+//! whole.
 
 use crate::{BLOCK_ALIGN, Block, DeviceSliceMut, Request, Resource};
 use aquifer_core::{MemoryError, Result, StepMemory};
@@ -12,17 +13,17 @@ use std::{
     time::Instant,
 };
 
-/// Device memory for the buffers of one step: parts of one block, bounds-checked, that are all
-/// taken back at once.
+/// Device memory for the buffers of one step: bounds-checked parts of one block, which are freed
+/// together.
 ///
-/// A part is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream takes
-/// it, waits for what it must, and its use is noted. As with those, a use is one of the whole
-/// block, so two streams that write parts of one arena take turns; where they are to run at once,
-/// take an arena for each.
+/// A part is used like a slice of a [`DeviceBuffer`](crate::DeviceBuffer): work on any stream can
+/// take it and is ordered with other uses. A use of a part counts as a use of the whole block, so
+/// two streams that write parts of one arena take turns. For concurrent writes, use an arena for
+/// each stream.
 ///
-/// [`reset`](DeviceArena::reset) takes everything back. It waits on the host until all work that
-/// used the parts is done: several of these in turn, in aquifer-adapters' `Frames`, let the host
-/// run ahead by as many steps and no further.
+/// [`reset`](DeviceArena::reset) frees all parts. It waits on the host until all work that used
+/// them is done. With several arenas in rotation, as in aquifer-adapters' `Frames`, the host can
+/// run ahead by as many steps.
 ///
 /// ```
 /// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
@@ -57,7 +58,7 @@ pub struct DeviceArena {
     block: Block,
     home: Stream,
     bump: Mutex<Bump>,
-    /// Where the work of the step ends, once the step has.
+    /// The end of the step's work, after the step has ended.
     ended: Option<Ended>,
 }
 
@@ -69,7 +70,7 @@ struct Ended {
 }
 
 impl DeviceArena {
-    /// An arena of `bytes` from `resource`, for work on `stream` first of all.
+    /// Creates an arena of `bytes` from `resource`. `stream` becomes its owner stream.
     ///
     /// # Errors
     /// The resource's.
@@ -80,11 +81,11 @@ impl DeviceArena {
         Ok(Self { block, home: stream.clone(), bump, ended: None })
     }
 
-    /// The next `len` elements, aligned as every block is. They hold what was there before.
+    /// Allocates the next `len` elements, aligned as every block is. They are not initialised.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]
-    /// if no more than that limit is left.
+    /// if fewer bytes are left, with their number as the limit.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<DeviceSliceMut<'_, T>> {
         let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
         if bytes == 0 {
@@ -100,15 +101,16 @@ impl DeviceArena {
                 limit: bump.remaining().saturating_sub(padding),
             }
         })?;
-        // The engine never hands out bytes twice before `reset`, which no part outlives.
+        // The bump allocator never returns the same bytes twice before `reset`, which no part
+        // outlives.
         Ok(DeviceSliceMut::of_several(&self.block, address - self.block.address(), len))
     }
 
-    /// Takes everything back. Blocks until all work that used the parts is done: what had been
-    /// queued when [`end_step`](StepMemory::end_step) was called, or is now.
+    /// Frees all parts. Blocks until all work that used them is done: the work queued when
+    /// [`end_step`](StepMemory::end_step) was called, or until now without such a call.
     ///
     /// # Errors
-    /// [`MemoryError::Busy`] while a use that somebody [prepared](Block::prepare) is not finished;
+    /// [`MemoryError::Busy`] while a [prepared](Block::prepare) use is not finished;
     /// [`MemoryError::Capturing`]; the driver's. Nothing has changed then.
     #[track_caller]
     pub fn reset(&mut self) -> Result<()> {
@@ -116,7 +118,7 @@ impl DeviceArena {
         self.reset_by(None).map(drop)
     }
 
-    /// As [`DeviceArena::reset`], until `deadline`: returns whether the work was done by then.
+    /// As [`DeviceArena::reset`], until `deadline`. Returns whether the work was done by then.
     fn reset_by(&mut self, deadline: Option<Instant>) -> Result<bool> {
         self.end_step()?;
         if let Some(ended) = &self.ended {
@@ -136,32 +138,32 @@ impl DeviceArena {
         Ok(true)
     }
 
-    /// The block underneath.
+    /// Returns the underlying block.
     #[must_use]
     pub fn block(&self) -> &Block {
         &self.block
     }
 
-    /// Bytes handed out since the last reset, with what alignment takes.
+    /// Returns the bytes allocated since the last reset, with alignment padding.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.bump().used()
     }
 
-    /// Bytes in all.
+    /// Returns the size of the arena in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.block.bytes()
     }
 
-    /// The most that [`used`](DeviceArena::used) has been.
+    /// Returns the peak of [`used`](DeviceArena::used).
     #[must_use]
     pub fn high_water(&self) -> u64 {
         self.bump().high_water()
     }
 
     fn bump(&self) -> MutexGuard<'_, Bump> {
-        // Nothing unwinds while it is held.
+        // No code panics while the lock is held.
         self.bump.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -175,8 +177,7 @@ impl StepMemory for DeviceArena {
         let _site = site::enter();
         let home = self.home.timeline();
         let others = self.block.uses.current(home);
-        // An event now: one that is recorded when it is waited for would come after the steps to
-        // come, too.
+        // Recorded now: an event recorded at the wait would also cover the following steps.
         for noted in &others {
             noted.epoch().map_or(Ok(()), |epoch| noted.on().fence(epoch).map(drop))?;
         }

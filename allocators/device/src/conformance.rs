@@ -1,5 +1,4 @@
-//! Whether a source of device memory keeps what every [`Resource`] promises: for those that users
-//! write.
+//! A conformance test for [`Resource`] implementations of users.
 
 use crate::{Block, DeviceBuffer, Request, Resource};
 use aquifer_core::{BLOCK_ALIGN, DeviceId, MemoryError, PoolStats, Result};
@@ -8,72 +7,72 @@ use std::{error, fmt, ops::Range};
 
 /// The largest request, in bytes.
 const LARGEST: u64 = 64 << 10;
-/// The most blocks that are live at once.
+/// Maximum number of live blocks.
 const LIVE: usize = 16;
 
-/// A promise that a [`Resource`] has broken.
+/// A violation of the contract of [`Resource`].
 ///
-/// Its example is that of [`conformance`].
+/// See [`conformance`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum BrokenPromise {
-    /// A request that should be granted was refused.
+    /// A valid request was refused.
     Refused {
-        /// Bytes that were asked for.
+        /// Number of bytes requested.
         bytes: u64,
-        /// Why.
+        /// The error.
         error: MemoryError,
     },
-    /// A request that makes no sense was granted.
+    /// An invalid request was granted.
     Granted {
-        /// The bytes that were asked for.
+        /// Number of bytes requested.
         bytes: u64,
-        /// The alignment that was asked for.
+        /// The alignment requested.
         align: u64,
     },
-    /// A block is shorter than was asked for.
+    /// A block is shorter than requested.
     TooShort {
-        /// Bytes that were asked for.
+        /// Number of bytes requested.
         requested: u64,
         /// Bytes of the block.
         bytes: u64,
     },
-    /// A block does not lie at a multiple of [`BLOCK_ALIGN`].
+    /// A block's address is not a multiple of [`BLOCK_ALIGN`].
     Misaligned {
-        /// Where it lies.
+        /// The block's address.
         address: u64,
     },
-    /// A block is another device's.
+    /// A block is on another device.
     OfAnotherDevice {
         /// The source's device.
         expected: DeviceId,
-        /// The block's.
+        /// The block's device.
         actual: DeviceId,
     },
-    /// Two live blocks share bytes.
+    /// Two live blocks overlap.
     Overlap {
-        /// The new one.
+        /// The new block.
         new: Range<u64>,
-        /// The one that was there.
+        /// The older block.
         held: Range<u64>,
     },
-    /// A live block does not hold what was written to it.
+    /// A live block does not hold the bytes written to it.
     Overwritten {
-        /// Where it lies.
+        /// The block's address.
         address: u64,
     },
-    /// Work on the block failed.
+    /// Work on a block failed.
     Unusable {
-        /// Where it lies.
+        /// The block's address.
         address: u64,
-        /// Why.
+        /// The error.
         error: MemoryError,
     },
-    /// The count of live blocks is wrong.
+    /// The number of live blocks is wrong.
     Miscounted {
-        /// Blocks that are live.
+        /// Number of live blocks.
         expected: u64,
-        /// Blocks that the statistics tell.
+        /// Number of blocks in the statistics.
         told: u64,
     },
 }
@@ -119,7 +118,7 @@ impl fmt::Display for BrokenPromise {
 
 impl error::Error for BrokenPromise {}
 
-/// A live block, the byte that fills it, and the stream that wrote it.
+/// A live block, its fill byte, and the stream that wrote it.
 struct Filled<'s> {
     buffer: DeviceBuffer<u8>,
     byte: u8,
@@ -145,7 +144,7 @@ impl Filled<'_> {
     }
 }
 
-/// The xorshift generator (Marsaglia, 2003): the same program for the same seed.
+/// The xorshift generator (Marsaglia, 2003). The same seed yields the same sequence.
 struct Xorshift(u64);
 
 impl Xorshift {
@@ -157,12 +156,13 @@ impl Xorshift {
     }
 }
 
-/// Runs `rounds` allocations and frees of random sizes, up to 64 KiB and 16 at a time, on `streams`
-/// in turn, writes every block and reads it back before its free. Returns the first promise that
-/// `resource` breaks.
+/// Checks that `resource` keeps the contract of [`Resource`]. Returns the first violation.
 ///
-/// It needs memory whose bytes are there: a GPU's or a simulated one's, but for a symbolic one.
-/// Wrappers of one's own are checked like sources. Blocks; nothing is live afterwards.
+/// Runs `rounds` allocations and frees of random sizes, up to 64 KiB and 16 at a time, on random
+/// streams of `streams`. Writes every block and reads it back before its free.
+///
+/// The memory must have contents: that of a GPU, or of a simulated one that is not symbolic.
+/// Wrappers can be checked like sources. Blocks. No block is live afterwards.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, conformance};
@@ -173,7 +173,7 @@ impl Xorshift {
 /// ```
 ///
 /// # Errors
-/// The first broken promise.
+/// The first violation.
 pub fn conformance(
     resource: &(impl Resource + ?Sized),
     streams: &[Stream],
@@ -187,7 +187,7 @@ pub fn conformance(
         }
     }
     let before = resource.stats().blocks;
-    // Zero is the generator's only fixed point.
+    // The seed must not be 0, the generator's only fixed point.
     let mut random = Xorshift(seed | 1);
     let mut live: Vec<Filled<'_>> = Vec::new();
     for round in 0..rounds {
@@ -196,7 +196,7 @@ pub fn conformance(
             live.swap_remove(at).check()?;
         } else {
             let stream = &streams[random.below(streams.len() as u64) as usize];
-            // Small ones are the most frequent, as in programs.
+            // Small requests are the most frequent, as in real programs.
             let most = LARGEST >> random.below(10);
             let bytes = 1 + random.below(most);
             live.push(take(resource, stream, bytes, round as u8, &live)?);
@@ -210,7 +210,7 @@ pub fn conformance(
     live.iter().try_for_each(Filled::check)
 }
 
-/// Allocates a block, checks where it lies, and fills it.
+/// Allocates a block, checks its address, and fills it.
 fn take<'s>(
     resource: &(impl Resource + ?Sized),
     stream: &'s Stream,

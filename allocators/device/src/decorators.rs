@@ -1,5 +1,5 @@
-//! Resources that wrap another and add one thing each that only device memory has. What any memory
-//! has, limits and the like, aquifer-adapters wraps.
+//! Wrappers of resources that only device memory needs. General wrappers, such as limits, are in
+//! aquifer-adapters.
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{
@@ -8,10 +8,10 @@ use aquifer_core::{
 use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
 
-/// Reports every allocation, free and failure of another resource.
+/// A wrapper that records every allocation, free and failure of another resource.
 ///
-/// A free is told when the last use of the block is over, since it is then that `inner` has it
-/// back.
+/// A free is recorded when the last use of the block is over, since `inner` has the block back only
+/// then.
 ///
 /// ```
 /// use aquifer_core::{Action, Opaque, Recorder, event::RingSink};
@@ -33,7 +33,7 @@ pub struct Log<R> {
 }
 
 impl<R: Resource> Log<R> {
-    /// `inner`, reported to `recorder`.
+    /// Wraps `inner`, and records its events with `recorder`.
     pub fn new(inner: R, recorder: Arc<Recorder>) -> Self {
         Self { inner, recorder }
     }
@@ -46,7 +46,7 @@ impl<R: Resource> Log<R> {
     }
 }
 
-/// Reports the end of a block when it is dropped with it.
+/// Records the end of a block when it is dropped with the block.
 struct Ends {
     recorder: Arc<Recorder>,
     place: Place,
@@ -106,16 +106,17 @@ impl<R: Resource> Opaque for Log<R> {
 
 /// What to do about a failed allocation.
 ///
-/// Its example is that of [`FailureCallback`].
+/// See [`FailureCallback`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnFailure {
-    /// Something was freed: ask again.
+    /// Try again, since something was freed.
     Retry,
-    /// Answer with the error.
+    /// Return the error.
     GiveUp,
 }
 
-/// Asks a callback when an allocation fails, and tries again if it says so.
+/// A wrapper that calls a callback when an allocation fails, and tries again if the callback says
+/// so.
 ///
 /// ```
 /// use aquifer_core::{Budget, Opaque};
@@ -137,7 +138,7 @@ pub enum OnFailure {
 pub struct FailureCallback<R, F> {
     inner: R,
     callback: F,
-    /// Tries after the first, at most: a callback that always says retry must not hang its
+    /// Maximum number of retries, so that a callback that always returns `Retry` cannot hang the
     /// program.
     tries: u32,
 }
@@ -147,7 +148,7 @@ where
     R: Resource,
     F: Fn(&Request, &MemoryError) -> OnFailure + Send + Sync,
 {
-    /// `inner`, with `callback` asked after each failure, for at most `tries` more tries.
+    /// Wraps `inner`. Calls `callback` after each failure, and retries at most `tries` times.
     pub fn new(inner: R, tries: u32, callback: F) -> Self {
         Self { inner, callback, tries }
     }

@@ -1,4 +1,4 @@
-//! Each block an allocation of its own: `cuMemAlloc` and `cuMemFree`.
+//! A resource whose every block is an allocation of its own: `cuMemAlloc` and `cuMemFree`.
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
@@ -12,10 +12,11 @@ use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
-/// Memory by `cuMemAlloc`, 50 µs and more a block, and a free that waits for the whole device.
+/// A resource that allocates each block by `cuMemAlloc`. An allocation takes 50 µs or more, and a
+/// free waits for the whole device.
 ///
-/// What it is good for is that memory checkers see each block: inside a pool they see one large
-/// one. Dropping a block blocks until its streams have finished with it.
+/// Memory checkers see each of its blocks, while a pool looks like one large allocation to them.
+/// The drop of a block blocks until all of its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
     ledger: Arc<Ledger<Calls>>,
@@ -29,7 +30,7 @@ struct Calls {
 }
 
 impl Direct {
-    /// Blocks for `streams`, charged to `budget` if there is one.
+    /// Creates a resource for `streams`, charged to `budget` if there is one.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Option<Budget>) -> Self {
         let calls = Calls { driver: driver.clone(), device: streams.device(), budget };
@@ -38,11 +39,11 @@ impl Direct {
 }
 
 impl Direct {
-    /// The block of these that was [turned into](Block::into_raw) this address.
+    /// Returns the block that was [converted](Block::into_raw) into this address.
     ///
     /// # Errors
-    /// [`MemoryError::DoubleFree`] if it has been freed, as long as that is remembered;
-    /// [`MemoryError::ForeignBlock`] if there is none.
+    /// [`MemoryError::DoubleFree`] if the block has been freed and the address is still remembered;
+    /// [`MemoryError::ForeignBlock`] if there is no such block.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         self.ledger.take_raw(address)
     }
@@ -80,7 +81,7 @@ impl Source for Calls {
 
     fn give(&self, block: &Deferred) -> Result<()> {
         let (home, address, uses) = (&block.timeline, block.address, &block.uses);
-        // `cuMemFree` stalls the device, but that it does is no promise; these waits are one.
+        // `cuMemFree` waits for the device in practice, but does not guarantee it. These waits do.
         let waited = (|| {
             for noted in uses.iter() {
                 noted.on().wait(noted.epoch().unwrap_or(0), None)?;
@@ -89,13 +90,13 @@ impl Source for Calls {
         })();
         match waited {
             Ok(_) => {}
-            // Nothing runs on a lost device, and its memory goes with its context.
+            // After the loss of the device no work runs, and its memory ends with its context.
             Err(MemoryError::DeviceLost { .. }) => return Ok(()),
             Err(error) => return Err(error),
         }
         let _relaxed = Relaxed::enter(&*self.driver);
-        // SAFETY: 1. from `mem_alloc`; each block is given back once, and kept whole if this fails.
-        // 2. its home stream and every other user have been waited for.
+        // SAFETY: 1. The address came from `mem_alloc`. Each block is freed once, and kept whole if
+        // the call fails. 2. The owner stream and every other user have been waited for.
         unsafe { self.driver.mem_free(self.device, address) }
             .map_err(|e| MemoryError::driver(self.device, e))
     }

@@ -1,15 +1,18 @@
-//! What the environment says to every pool of the process.
+//! Environment variables for all pools of the process.
 //!
-//! | variable | is | default |
-//! |---|---|---|
-//! | `AQUIFER_TRACE` | a file that the life of every block is written to, also of pinned pools, for `aquifer replay`: see [`TraceFile`](aquifer_core::event::TraceFile) for its name and format. The pool's own recorder gets all events as well | none |
-//! | `AQUIFER_BYPASS` | `1`: each block an allocation of its own from the driver, which memory checkers can see | `0` |
-//! | `AQUIFER_DEBUG` | what every pool checks: any of `poison`, `canaries`, `quarantine`, `overlap`, `leaks` and `backtraces` with commas between them, or `all` for the first five; `quarantine=AMOUNT` with an amount like `64MiB`, which is what it is without one | nothing |
+//! - `AQUIFER_TRACE` names a file for the events of every block, also of pinned pools, which
+//!   `aquifer replay` reads. [`TraceFile`](aquifer_core::event::TraceFile) describes its name and
+//!   format. The pool's own recorder gets all events as well. Default: none.
+//! - `AQUIFER_BYPASS=1` makes each block an allocation of its own from the driver, which memory
+//!   checkers can see. Default: `0`.
+//! - `AQUIFER_DEBUG` lists the checks of every pool: any of `poison`, `canaries`, `quarantine`,
+//!   `overlap`, `leaks` and `backtraces`, separated by commas, or `all` for the first five.
+//!   `quarantine=AMOUNT` sets its size, `64MiB` if it is not given. Default: nothing.
 //!
-//! What is found where `AQUIFER_DEBUG` is set goes to the standard error stream as well, unless the
-//! program has a hook.
+//! With `AQUIFER_DEBUG`, findings are also written to the standard error stream, unless the program
+//! has a hook.
 //!
-//! A value that cannot be followed is an error of whoever opens a pool, never ignored.
+//! An invalid value is an error of the call that opens a pool. It is never ignored.
 
 use crate::{Debugging, Finding};
 use aquifer_core::{MemoryError, Result};
@@ -18,7 +21,7 @@ use std::{
     io::{self, Write},
 };
 
-/// The variables of this process.
+/// The settings from the environment.
 #[derive(Debug, Default)]
 pub(crate) struct Environment {
     pub(crate) bypass: bool,
@@ -61,8 +64,9 @@ fn debug() -> Result<Debugging> {
     }
 }
 
-/// Who switches debugging on from outside listens from outside.
+/// Writes findings to the standard error stream, since debugging was enabled from outside the
+/// program.
 fn tell(finding: &Finding) {
-    // Nobody is there to hear of a refusal.
+    // A failed write cannot be reported anywhere.
     let _ = writeln!(io::stderr().lock(), "aquifer: {finding}");
 }
