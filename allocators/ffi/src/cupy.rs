@@ -1,5 +1,5 @@
-//! What `cupy.cuda.CFunctionAllocator` calls, over the runtime that serves PyTorch: a process may
-//! have both.
+//! The functions for `cupy.cuda.CFunctionAllocator`. They use the runtime that serves PyTorch,
+//! since a process may use both.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::torch::{aq_torch_alloc, aq_torch_free};
@@ -15,8 +15,7 @@ pub unsafe extern "C" fn aq_cupy_alloc(
     size: usize,
     device: c_int,
 ) -> *mut c_void {
-    // What does not fit an `isize` is refused there as negative.
-    // SAFETY: 1. the caller's.
+    // A size above `isize::MAX` becomes negative, and is refused.
     unsafe { aq_torch_alloc(size as isize, device, stream) }
 }
 

@@ -27,13 +27,14 @@ pub(crate) fn access(access: u32) -> Answer<Access> {
     }
 }
 
-/// A handle as the number that it is.
+/// Returns a stream's handle as a number.
 #[inline]
 pub(crate) fn handle(stream: *mut c_void) -> u64 {
     stream.addr() as u64
 }
 
-/// What is wrong with an address that a device's pool does not know: it may be another's.
+/// Returns the failure for an address that a device's pool does not have. Another device may have
+/// it.
 #[cold]
 pub(crate) fn strange(shared: &Shared, device: u32, error: MemoryError) -> Failure {
     let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error
@@ -50,7 +51,7 @@ pub(crate) fn strange(shared: &Shared, device: u32, error: MemoryError) -> Failu
     }
 }
 
-/// A block for work on a stream.
+/// Allocates a block for work on a stream.
 ///
 /// # Safety
 /// As [`aq_alloc_aligned`].
@@ -62,15 +63,15 @@ pub unsafe extern "C" fn aq_alloc(
     stream: *mut c_void,
     address: *mut u64,
 ) -> aq_status {
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     enter(|| unsafe { allocate(runtime, device, Request::bytes(bytes), stream, address) })
 }
 
-/// A block at a multiple of `align`, for work on a stream.
+/// Allocates a block at a multiple of `align`, for work on a stream.
 ///
 /// # Safety
-/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive, and
-///    lives as the runtime's options or a registration say.
+/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive, with
+///    a lifetime as stated by the runtime's options or a registration.
 /// 2. `address` is null, or points to a `uint64_t` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_alloc_aligned(
@@ -82,7 +83,7 @@ pub unsafe extern "C" fn aq_alloc_aligned(
     address: *mut u64,
 ) -> aq_status {
     let request = Request::bytes(bytes).align(align);
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     enter(|| unsafe { allocate(runtime, device, request, stream, address) })
 }
 
@@ -97,12 +98,13 @@ pub(crate) unsafe fn allocate(
     address: *mut u64,
 ) -> Answer {
     wanted(address, "address")?;
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     let taken = unsafe {
         here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
             let address = pool.alloc_raw(stream, request)?;
-            // Whoever destroys the runtime counts blocks afterwards, under the lock that the block
-            // has just been given out under: this block is counted, or this is seen.
+            // The destruction of a runtime counts live blocks after it has set `closed`, under the
+            // lock that this block was allocated under. So either it counts this block, or `closed`
+            // is seen here.
             if shared.closed.load(Ordering::Acquire) {
                 let _ = pool.free_raw(address);
                 shared.leave();
@@ -111,7 +113,7 @@ pub(crate) unsafe fn allocate(
             Ok(address)
         })
     }?;
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     unsafe { put(address, taken, "address") }
 }
 
@@ -139,7 +141,7 @@ pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> Answer {
     }
 }
 
-/// Frees a block of a runtime that has been destroyed.
+/// Frees a block of a destroyed runtime.
 #[cold]
 fn free_late(runtime: aq_runtime, device: u32, address: u64) -> Answer {
     let shared = runtime::with_blocks(runtime)?;
@@ -148,7 +150,7 @@ fn free_late(runtime: aq_runtime, device: u32, address: u64) -> Answer {
     Ok(())
 }
 
-/// Notes that work queued on a stream uses a block.
+/// Records that work queued on a stream uses a block.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`] for `stream`.
@@ -162,7 +164,7 @@ pub unsafe extern "C" fn aq_record_use(
 ) -> aq_status {
     enter(|| {
         let access = self::access(access)?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
                 let block =
@@ -188,7 +190,7 @@ pub unsafe extern "C" fn aq_free_on(
         if address == 0 {
             return Ok(());
         }
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
                 let block =
@@ -200,7 +202,7 @@ pub unsafe extern "C" fn aq_free_on(
     })
 }
 
-/// How long a block is.
+/// Returns the requested size and the capacity of a block.
 ///
 /// # Safety
 /// 1. `asked` and `capacity` are null, or point to `uint64_t`s that the caller may write.
@@ -216,7 +218,7 @@ pub unsafe extern "C" fn aq_block_size(
         here::with(runtime, |shared| {
             let found = shared.pool(device)?.share_raw(address);
             let block = found.map_err(|error| strange(shared, device, error))?;
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. Guaranteed by the caller.
             unsafe {
                 put_if_wanted(asked, block.bytes());
                 put_if_wanted(capacity, block.capacity());

@@ -1,7 +1,7 @@
-//! The door: what every call from C passes, both ways.
+//! The entry of every call from C: panics, status codes and error texts.
 //!
-//! A panic ends here as [`Status::Panic`]. The process's panic hook, which would print it, is asked
-//! only for panics of other code: the text of one in here is for [`aq_last_error`].
+//! A panic in a call ends here as [`Status::Panic`]. The process's panic hook is called only for
+//! panics of other code. The text of a panic in a call goes to [`aq_last_error`] instead.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::status::{Failure, Status, aq_status};
@@ -13,15 +13,16 @@ use std::{
     sync::Once,
 };
 
-/// The interface's major version: raised when something that was there changes or goes.
+/// The interface's major version. It changes when something existing changes or is removed.
 pub const AQ_VERSION_MAJOR: u32 = 0;
-/// The interface's minor version: raised when something is added.
+/// The interface's minor version. It changes when something is added.
 pub const AQ_VERSION_MINOR: u32 = 3;
 
 thread_local! {
-    /// Calls that this thread is in. Const and without a destructor, so that it is there at any time of a thread's life.
+    /// Depth of calls that this thread is in. Const and without a destructor, so that it is
+    /// accessible at any time in a thread's life.
     static INSIDE: Cell<u32> = const { Cell::new(0) };
-    /// What the last panic in here said.
+    /// The text of the last panic within a call.
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
     /// The text of this thread's last failure.
     static LAST: RefCell<CString> = RefCell::default();
@@ -29,18 +30,18 @@ thread_local! {
 
 pub(crate) type Answer<T = ()> = Result<T, Failure>;
 
-/// Runs a call's work and answers with its code.
+/// Runs a call's work and returns its status code.
 #[inline(always)]
 pub(crate) fn enter(work: impl FnOnce() -> Answer) -> aq_status {
     enter_with(|| work().map(|()| Status::Ok))
 }
 
-/// The same, for work with more than one good end.
+/// As [`enter`], for work with more than one status of success.
 #[inline(always)]
 pub(crate) fn enter_with(work: impl FnOnce() -> Answer<Status>) -> aq_status {
     INSIDE.set(INSIDE.get() + 1);
-    // What a panic leaves half done lies behind locks that count a poisoned value as a value, or is
-    // this call's own.
+    // State that a panic leaves unfinished is behind locks that ignore poisoning, or is local to
+    // this call.
     let ended = panic::catch_unwind(AssertUnwindSafe(work));
     INSIDE.set(INSIDE.get() - 1);
     match ended {
@@ -64,7 +65,7 @@ fn tell(failure: Failure) -> aq_status {
 
 #[cold]
 fn tell_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
-    // Dropping it runs code of whoever panicked, which may do so again.
+    // The drop runs code of the payload, which may panic again.
     let _left = panic::catch_unwind(AssertUnwindSafe(|| drop(payload))).map_err(ManuallyDrop::new);
     let said =
         PANIC.try_with(|said| said.try_borrow_mut().map(|mut said| std::mem::take(&mut *said)));
@@ -72,8 +73,8 @@ fn tell_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
     tell(Failure::new(Status::Panic, format!("a bug of the library: {said}")))
 }
 
-/// Keeps the process's hook from printing what [`enter`] will answer with. Once for the process;
-/// the hook that was there is asked for all other panics.
+/// Keeps the process's panic hook from printing what [`enter`] returns. Done once for the process.
+/// The previous hook is called for all other panics.
 pub(crate) fn keep_panics_quiet() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -91,7 +92,7 @@ pub(crate) fn keep_panics_quiet() {
     });
 }
 
-/// Writes an answer where the caller wants it.
+/// Writes a required result to the caller's memory.
 ///
 /// # Safety
 /// 1. `to` is null, or points to a `T` that the caller may write.
@@ -99,23 +100,23 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T, name: &'static str) -> Answer 
     if to.is_null() {
         return Err(null(name));
     }
-    // SAFETY: 1. not null, and the caller's.
+    // SAFETY: 1. Not null, and guaranteed by the caller.
     unsafe { to.write(value) };
     Ok(())
 }
 
-/// Writes an answer that the caller may do without.
+/// Writes an optional result to the caller's memory.
 ///
 /// # Safety
 /// 1. As [`put`].
 pub(crate) unsafe fn put_if_wanted<T>(to: *mut T, value: T) {
     if !to.is_null() {
-        // SAFETY: 1. not null, and the caller's.
+        // SAFETY: 1. Not null, and guaranteed by the caller.
         unsafe { to.write(value) };
     }
 }
 
-/// Whether an answer can be written, asked before anything is done for it.
+/// Checks that a result can be written, before any work is done for it.
 #[inline]
 pub(crate) fn wanted<T>(to: *mut T, name: &'static str) -> Answer {
     if to.is_null() { Err(null(name)) } else { Ok(()) }
@@ -126,19 +127,19 @@ pub(crate) fn null(name: &'static str) -> Failure {
     Failure::new(Status::Null, format!("{name} is null"))
 }
 
-/// A text of the caller's.
+/// Returns a text of the caller.
 ///
 /// # Safety
-/// 1. `text` is null, or points to bytes that end with a zero and stay as they are for `'a`.
+/// 1. `text` is null, or points to bytes that end with a zero and stay unchanged for `'a`.
 pub(crate) unsafe fn text_of<'a>(text: *const c_char, name: &'static str) -> Answer<&'a CStr> {
     if text.is_null() {
         return Err(null(name));
     }
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     Ok(unsafe { CStr::from_ptr(text) })
 }
 
-/// A struct of the caller's: how many bytes of it both sides know.
+/// Returns how many bytes of a caller's struct both sides have.
 ///
 /// # Safety
 /// 1. `at` points to a `size_t`, the first field of the caller's struct.
@@ -147,7 +148,7 @@ pub(crate) unsafe fn size_of_theirs(
     ours: usize,
     name: &'static str,
 ) -> Answer<usize> {
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     let size = unsafe { at.read() };
     if size < size_of::<usize>() {
         let text = format!("{name}->size is {size}; set it to sizeof({name})");
@@ -156,19 +157,19 @@ pub(crate) unsafe fn size_of_theirs(
     Ok(size.min(ours))
 }
 
-/// Fills a struct of the caller's as far as it goes, and says in its first field how far that is.
+/// Fills a caller's struct up to its size, and writes the number of bytes to its first field.
 ///
 /// # Safety
-/// 1. `to` is null, or points to a struct that begins with its size in bytes, which the caller may
-///    write whole.
+/// 1. `to` is null, or points to a struct that begins with its size in bytes and that the caller
+///    may write as a whole.
 /// 2. `T` is `repr(C)`, begins with a `usize`, and has no padding.
 pub(crate) unsafe fn fill<T>(to: *mut T, mut value: T, name: &'static str) -> Answer {
     wanted(to, name)?;
-    // SAFETY: 1. the struct begins with its size.
+    // SAFETY: 1. The struct begins with its size.
     let size = unsafe { size_of_theirs(to.cast(), size_of::<T>(), name) }?;
     let from = &raw mut value;
-    // SAFETY: 1. 2. both begin with a `usize`. 3. no more bytes than either has. 4. `value` is this
-    // function's own, so they do not overlap.
+    // SAFETY: 1. 2. Both begin with a `usize`. 3. No more bytes than either has. 4. `value` is a
+    // local, so they do not overlap.
     unsafe {
         from.cast::<usize>().write(size);
         std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast::<u8>(), size);
@@ -176,43 +177,43 @@ pub(crate) unsafe fn fill<T>(to: *mut T, mut value: T, name: &'static str) -> An
     Ok(())
 }
 
-/// A text for the caller, who gives it back to [`aq_text_free`].
+/// Allocates a text that the caller frees with [`aq_text_free`].
 pub(crate) fn text(text: &str) -> *mut c_char {
     CString::new(text.replace('\0', " ")).unwrap_or_default().into_raw()
 }
 
-/// The version of the library that is loaded, major in the upper and minor in the lower 16 bits.
+/// Returns the version of the loaded library: major in the upper, minor in the lower 16 bits.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_version() -> u32 {
     AQ_VERSION_MAJOR << 16 | AQ_VERSION_MINOR
 }
 
-/// A status's name.
+/// Returns the name of a status.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_status_name(status: aq_status) -> *const c_char {
     let known = Status::ALL.iter().find(|known| **known as aq_status == status);
     known.map_or(c"unknown status", |known| known.name()).as_ptr()
 }
 
-/// Why this thread's last failing call failed.
+/// Returns the text of this thread's last failing call.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_last_error() -> *const c_char {
-    // The text stays where it is until the next failure of this thread.
+    // The text stays valid until the next failure of this thread.
     LAST.try_with(|last| last.try_borrow().map(|last| last.as_ptr()))
         .ok()
         .and_then(Result::ok)
         .unwrap_or(CStr::as_ptr(c""))
 }
 
-/// Gives a text back.
+/// Frees a text.
 ///
 /// # Safety
-/// 1. `text` is null, or came from a call of this library that says so, and has not been given
-///    back.
+/// 1. `text` is null, or was returned by a call of this library that requires it to be freed here,
+///    and has not been freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_text_free(text: *mut c_char) {
     if !text.is_null() {
-        // SAFETY: 1. from `CString::into_raw`, and given back once.
+        // SAFETY: 1. The text came from `CString::into_raw`, and is freed once.
         drop(unsafe { CString::from_raw(text) });
     }
 }

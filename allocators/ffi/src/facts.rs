@@ -1,4 +1,4 @@
-//! Devices, limits, statistics, snapshots.
+//! Devices, limits, statistics and snapshots.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
@@ -15,7 +15,7 @@ use std::{
     path::Path,
 };
 
-/// What a device is and can do.
+/// The properties of a device.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct aq_device_facts {
@@ -23,71 +23,71 @@ pub struct aq_device_facts {
     pub size: usize,
     /// Bytes of memory.
     pub memory: u64,
-    /// Bytes that nobody holds, as the driver says.
+    /// Free bytes as reported by the driver.
     pub free_memory: u64,
-    /// Bytes of a physical handle; 0 without virtual memory management.
+    /// Granularity of physical handles in bytes; 0 without virtual memory management.
     pub granularity: u64,
-    /// The driver's number for the device.
+    /// The driver's number of the device.
     pub ordinal: u32,
-    /// Compute capability: 9 of 9.0.
+    /// Major compute capability: 9 of 9.0.
     pub major: u32,
-    /// And 0 of it.
+    /// Minor compute capability: 0 of 9.0.
     pub minor: u32,
-    /// The NUMA node whose memory is near; -1 if nobody tells.
+    /// The NUMA node of the nearest host memory; -1 if unknown.
     pub node: i32,
-    /// Whether it is simulated.
+    /// Whether the device is simulated.
     pub simulated: u32,
     /// Whether it has virtual memory management.
     pub virtual_memory: u32,
-    /// Its name, cut to fit, ended by a zero.
+    /// Its name, truncated to fit, zero-terminated.
     pub name: [c_char; 128],
     /// Its PCI address, likewise.
     pub pci_address: [c_char; 32],
 }
 
-/// What a pool holds and has done.
+/// Statistics of a pool.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct aq_stats {
     /// `sizeof(aq_stats)`.
     pub size: usize,
-    /// Bytes in blocks, as they were rounded.
+    /// Bytes in blocks, rounded.
     pub live: u64,
-    /// The same, as they were asked for.
+    /// Bytes in blocks, as requested.
     pub requested: u64,
-    /// Bytes that can be given out again.
+    /// Free bytes in caches.
     pub cached: u64,
-    /// Bytes freed and held back for uses on other streams.
+    /// Bytes freed, and pending for uses on other streams.
     pub pending: u64,
     /// Bytes held from the driver or kernel.
     pub physical: u64,
-    /// The most of `live`.
+    /// Peak of `live`.
     pub peak_live: u64,
-    /// The most of `requested`.
+    /// Peak of `requested`.
     pub peak_requested: u64,
-    /// The most of `physical`.
+    /// Peak of `physical`.
     pub peak_physical: u64,
-    /// Blocks that are out.
+    /// Number of live blocks.
     pub blocks: u64,
-    /// Allocations that succeeded.
+    /// Number of successful allocations.
     pub allocations: u64,
-    /// Blocks freed.
+    /// Number of blocks freed.
     pub frees: u64,
-    /// Allocations that failed.
+    /// Number of failed allocations.
     pub failures: u64,
-    /// Times that memory was taken from the driver or kernel.
+    /// Number of times that memory was taken from the driver or kernel.
     pub growths: u64,
     /// Bytes given back to them.
     pub reaped: u64,
-    /// Physical handles moved.
+    /// Number of physical handles moved.
     pub moves: u64,
-    /// Ranges that one stream took over from another.
+    /// Number of ranges that one stream took over from another.
     pub adoptions: u64,
-    /// Events recorded.
+    /// Number of events recorded.
     pub fences: u64,
-    /// Waits of one stream for another.
+    /// Number of waits of one stream for another.
     pub stream_waits: u64,
-    /// Waits of the host.
+    /// Number of waits of the host.
     pub host_waits: u64,
 }
 
@@ -118,7 +118,7 @@ impl From<PoolStats> for aq_stats {
     }
 }
 
-/// A text in a field of fixed length, cut to fit, ended by a zero.
+/// Copies a text into a field of fixed length, truncated to fit, zero-terminated.
 fn field<const N: usize>(text: &str) -> [c_char; N] {
     let mut field = [0; N];
     for (to, from) in field[..N - 1].iter_mut().zip(text.bytes()) {
@@ -154,7 +154,7 @@ fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
     })
 }
 
-/// How many devices a runtime has.
+/// Returns the number of devices of a runtime.
 ///
 /// # Safety
 /// 1. `count` is null, or points to a `uint32_t` that the caller may write.
@@ -162,12 +162,12 @@ fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
 pub unsafe extern "C" fn aq_device_count(runtime: aq_runtime, count: *mut u32) -> aq_status {
     enter(|| {
         let devices = here::with(runtime, |shared| Ok(shared.runtime.devices().len()))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(count, devices as u32, "count") }
     })
 }
 
-/// What a device is and can do.
+/// Returns the properties of a device.
 ///
 /// # Safety
 /// 1. `facts` is null, or points to a struct that begins with its size, which the caller may write.
@@ -180,14 +180,14 @@ pub unsafe extern "C" fn aq_device(
     enter(|| {
         here::with(runtime, |shared| {
             let found = self::facts(shared, shared.pool(device)?)?;
-            // SAFETY: 1. the caller's. 2. `repr(C)` and a `usize` first; four of its ten words are
-            // pairs of `u32`, and the arrays end at a multiple of eight.
+            // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)` and a `usize` first; four of its
+            // ten words are pairs of `u32`, and the arrays end at a multiple of eight.
             unsafe { fill(facts, found, "facts") }
         })
     })
 }
 
-/// What a device's pool holds.
+/// Returns the statistics of a device's pool.
 ///
 /// # Safety
 /// 1. `stats` is null, or points to a struct that begins with its size, which the caller may write.
@@ -200,13 +200,13 @@ pub unsafe extern "C" fn aq_device_stats(
     enter(|| {
         here::with(runtime, |shared| {
             let found = shared.pool(device)?.stats().into();
-            // SAFETY: 1. the caller's. 2. `repr(C)`, and words only.
+            // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)`, and words only.
             unsafe { fill(stats, found, "stats") }
         })
     })
 }
 
-/// Counts the peaks of a device's pool from now.
+/// Sets the peaks of a device's pool to what it holds now.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_reset_peaks(runtime: aq_runtime, device: u32) -> aq_status {
     enter(|| {
@@ -217,7 +217,7 @@ pub extern "C" fn aq_reset_peaks(runtime: aq_runtime, device: u32) -> aq_status 
     })
 }
 
-/// What the pool of pinned memory near a device holds.
+/// Returns the statistics of the pool of pinned memory near a device.
 ///
 /// # Safety
 /// 1. `stats` is null, or points to a struct that begins with its size, which the caller may write.
@@ -230,7 +230,7 @@ pub unsafe extern "C" fn aq_pinned_stats(
     enter(|| {
         here::with(runtime, |shared| {
             let found = shared.runtime.pinned_near(device as usize).stats().memory.into();
-            // SAFETY: 1. the caller's. 2. `repr(C)`, and words only.
+            // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)`, and words only.
             unsafe { fill(stats, found, "stats") }
         })
     })
@@ -239,14 +239,14 @@ pub unsafe extern "C" fn aq_pinned_stats(
 /// # Safety
 /// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
 unsafe fn limit_of(budget: &Budget, limit: *mut u64, used: *mut u64) {
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     unsafe {
         put_if_wanted(limit, budget.limit());
         put_if_wanted(used, budget.used());
     }
 }
 
-/// A device's limit, and what is used of it.
+/// Returns a device's limit, and its used bytes.
 ///
 /// # Safety
 /// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
@@ -259,7 +259,7 @@ pub unsafe extern "C" fn aq_limit(
 ) -> aq_status {
     enter(|| {
         here::with(runtime, |shared| {
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. Guaranteed by the caller.
             unsafe { limit_of(shared.pool(device)?.budget(), limit, used) };
             Ok(())
         })
@@ -280,13 +280,13 @@ pub unsafe extern "C" fn aq_set_limit(
     enter(|| {
         let above =
             here::with(runtime, |shared| Ok(shared.pool(device)?.budget().set_limit(limit)))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put_if_wanted(excess, above) };
         Ok(())
     })
 }
 
-/// The limit of pinned memory, and what is used of it.
+/// Returns the limit of pinned memory, and its used bytes.
 ///
 /// # Safety
 /// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
@@ -298,7 +298,7 @@ pub unsafe extern "C" fn aq_pinned_limit(
 ) -> aq_status {
     enter(|| {
         here::with(runtime, |shared| {
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. Guaranteed by the caller.
             unsafe { limit_of(pinned(shared).budget(), limit, used) };
             Ok(())
         })
@@ -317,18 +317,18 @@ pub unsafe extern "C" fn aq_set_pinned_limit(
 ) -> aq_status {
     enter(|| {
         let above = here::with(runtime, |shared| Ok(pinned(shared).budget().set_limit(limit)))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put_if_wanted(excess, above) };
         Ok(())
     })
 }
 
-/// Any pinned pool: all of a runtime's are under one budget.
+/// Returns any pinned pool. All pools of a runtime are under one budget.
 fn pinned(shared: &Shared) -> &PinnedPool {
     shared.runtime.pinned_near(0)
 }
 
-/// Gives free device memory back.
+/// Gives free device memory back to the driver.
 ///
 /// # Safety
 /// 1. `given` is null, or points to a `uint64_t` that the caller may write.
@@ -341,7 +341,7 @@ pub unsafe extern "C" fn aq_trim(
 ) -> aq_status {
     enter(|| {
         let bytes = here::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put_if_wanted(given, bytes) };
         Ok(())
     })
@@ -399,7 +399,7 @@ fn pinned_json(pool: &PinnedPool) -> Value {
 fn snapshot(shared: &Shared) -> Value {
     let runtime = &shared.runtime;
     let mut pools: Vec<&PinnedPool> = Vec::new();
-    // Index past the last device: the pool of no node in particular.
+    // The index past the last device selects the pool without a node.
     for index in (0..=runtime.devices().len()).rev() {
         let pool = runtime.pinned_near(index);
         if !pools.iter().any(|other| other.node() == pool.node()) {
@@ -414,7 +414,7 @@ fn snapshot(shared: &Shared) -> Value {
     })
 }
 
-/// All that a runtime knows of itself, as JSON.
+/// Returns the state of a runtime as JSON.
 ///
 /// # Safety
 /// 1. `json` is null, or points to a `char *` that the caller may write.
@@ -423,15 +423,15 @@ pub unsafe extern "C" fn aq_snapshot(runtime: aq_runtime, json: *mut *mut c_char
     enter(|| {
         wanted(json, "json")?;
         let said = here::with(runtime, |shared| Ok(snapshot(shared).to_string()))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(json, text(&said), "json") }
     })
 }
 
-/// Writes what a device's pool has done and holds to a file, for PyTorch's memory viewer.
+/// Writes the events and the contents of a device's pool to a file for PyTorch's memory viewer.
 ///
 /// # Safety
-/// 1. `path` is null, or a text that ends with a zero.
+/// 1. `path` is null, or a zero-terminated text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_memory_snapshot(
     runtime: aq_runtime,
@@ -439,7 +439,7 @@ pub unsafe extern "C" fn aq_memory_snapshot(
     path: *const c_char,
 ) -> aq_status {
     enter(|| {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let path = Path::new(OsStr::from_bytes(unsafe { text_of(path, "path") }?.to_bytes()));
         here::with(runtime, |shared| {
             let pool = shared.pool(device)?;

@@ -1,8 +1,8 @@
 //! Memory of captured graphs and of PyTorch's memory pools, by PyTorch's names for them.
 //!
-//! PyTorch tells when a capture begins and ends and when its graph is gone, not which graph it was
-//! nor when it is launched: so the device is waited for before the memory goes back, as PyTorch's
-//! own allocator does by `cudaFree`.
+//! PyTorch reports when a capture begins and ends, and when its graph is destroyed. It does not
+//! report which graph that was, nor its launches. So the device is synchronised before the memory
+//! is given back, as PyTorch's own allocator does by `cudaFree`.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
@@ -20,28 +20,29 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Whether work on a stream belongs.
+/// Returns whether work on a stream is a part of the capture.
 pub type aq_torch_filter =
     Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> c_int>;
-/// The end of what a filter is called with.
+/// Frees the data of a filter.
 pub type aq_torch_drop = Option<unsafe extern "C" fn(data: *mut c_void)>;
 
-/// A filter of the caller's, and what it is called with.
+/// A filter of the caller, with its data.
 struct Filter {
     call: aq_torch_filter,
     data: *mut c_void,
     drop: aq_torch_drop,
 }
 
-// SAFETY: 1. the caller of `aq_torch_pool_begin` promises that any thread may call it, and one may
-// end it.
+// SAFETY: 1. The caller of `aq_torch_pool_begin` guarantees that any thread may call it, and any
+// one thread may drop it.
 unsafe impl Send for Filter {}
-// SAFETY: 1. as above, also at once.
+// SAFETY: 1. As above, also concurrently.
 unsafe impl Sync for Filter {}
 
 impl Filter {
     fn includes(&self, stream: u64) -> bool {
-        // SAFETY: 1. the caller's, until `drop` is called, which is when this value ends.
+        // SAFETY: 1. Guaranteed by the caller until `drop` is called, which is at the end of this
+        // value.
         self.call.is_some_and(|call| unsafe {
             call(self.data, with_exposed_provenance_mut(stream as usize)) != 0
         })
@@ -51,27 +52,27 @@ impl Filter {
 impl Drop for Filter {
     fn drop(&mut self) {
         if let Some(drop) = self.drop {
-            // SAFETY: 1. the caller's, once: nobody calls the filter any more.
+            // SAFETY: 1. Guaranteed by the caller, once: the filter is not called any more.
             unsafe { drop(self.data) };
         }
     }
 }
 
-/// A pool that has users.
+/// A pool with its users.
 #[derive(Default)]
 struct Pool {
     users: u32,
-    /// Made by the first that begins: memory pools that no graph is captured into need none.
+    /// Created by the first capture. Pools without a captured graph need none.
     memory: Option<GraphPool>,
     begun: Begun,
 }
 
-/// Whether captures are served out of a pool.
+/// Whether captures are served from a pool.
 #[derive(Default)]
 enum Begun {
     #[default]
     No,
-    /// A thread is about to, and calls the driver for it.
+    /// A thread is beginning to serve captures, and calls the driver for it.
     Coming,
     Yes(#[expect(dead_code, reason = "it is open as long as it is held")] Announced),
 }
@@ -101,11 +102,11 @@ fn no_pool((_, device, first, second): Name, what: &str) -> Failure {
     Failure::new(Status::BadArgument, text)
 }
 
-/// Serves captures out of a pool from now on.
+/// Serves captures from a pool from now on.
 ///
 /// # Safety
-/// 1. `filter` may be called with `data` by any thread, by several at once, until `drop` is called
-///    with it.
+/// 1. `filter` may be called with `data` by any thread, concurrently, until `drop` is called with
+///    it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_pool_begin(
     device: c_int,
@@ -115,7 +116,7 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
     data: *mut c_void,
     drop: aq_torch_drop,
 ) -> aq_status {
-    // From here on it ends by itself, whatever happens.
+    // From here on `drop` is called in any case.
     let filter = Filter { call: filter, data, drop };
     enter(|| {
         if filter.call.is_none() {
@@ -155,7 +156,7 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
     })
 }
 
-/// What calls the driver, under no lock.
+/// Makes the driver calls, without a lock.
 fn begin(name: Name, known: Option<GraphPool>, filter: Filter) -> Answer<(GraphPool, Announced)> {
     let memory = match known {
         Some(memory) => memory,
@@ -165,13 +166,13 @@ fn begin(name: Name, known: Option<GraphPool>, filter: Filter) -> Answer<(GraphP
     Ok((memory, announced))
 }
 
-/// A pool without users, to be dropped outside of the lock.
+/// Removes a pool without users. The caller drops it outside of the lock.
 fn take_if_over(pools: &mut Option<HashMap<Name, Pool>>, name: Name) -> Option<Pool> {
     let pools = pools.as_mut()?;
     if pools.get(&name).is_some_and(Pool::is_over) { pools.remove(&name) } else { None }
 }
 
-/// Serves them no longer.
+/// Stops serving captures from a pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
@@ -185,14 +186,14 @@ pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> a
             let ended = std::mem::take(&mut pool.begun);
             (ended, take_if_over(&mut pools, name))
         };
-        // Nobody will say when what was captured is launched: an announcement that is dropped
-        // counts on that.
+        // The launches of what was captured are not reported. A dropped announcement allows for
+        // that.
         drop((ended, gone));
         Ok(())
     })
 }
 
-/// A user more.
+/// Adds a user of a pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
@@ -203,7 +204,7 @@ pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -
     })
 }
 
-/// A user less.
+/// Removes a user of a pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_release(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
@@ -217,13 +218,13 @@ pub extern "C" fn aq_torch_pool_release(device: c_int, first: u64, second: u64) 
             pool.users -= 1;
             take_if_over(&mut pools, name)
         };
-        // Its memory goes at a trim or a slow path, when the last block of it has gone too.
+        // A trim or a slow path releases its memory, after its last block has been freed too.
         drop(gone);
         Ok(())
     })
 }
 
-/// How many users there are.
+/// Returns the number of users.
 ///
 /// # Safety
 /// 1. `uses` is null, or points to an `int` that the caller may write.
@@ -238,7 +239,7 @@ pub unsafe extern "C" fn aq_torch_pool_uses(
         let name = name(device, first, second)?;
         let users =
             pools().as_ref().and_then(|pools| pools.get(&name)).map_or(0, |pool| pool.users);
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(uses, users as c_int, "uses") }
     })
 }

@@ -1,9 +1,11 @@
-//! What a thread knows: the runtime it called for last, and streams by their handles.
+//! Thread-local state: the runtime that a thread used last, and its streams by handle.
 //!
-//! Nothing is locked or counted to find a stream that the thread has used before. What it remembers
-//! is good while the runtime's version stays; retiring a stream and destroying the runtime change
-//! that. Meanwhile a thread keeps what it remembers alive, so a call that has begun meets nothing
-//! that has gone.
+//! - A stream that the thread has used before is found without a lock and without a reference
+//!   count.
+//! - The state is valid while the runtime's version is unchanged. Retiring a stream and destroying
+//!   the runtime change the version.
+//! - The state keeps the runtime and the streams alive, so a call under way never sees a destroyed
+//!   one.
 
 use crate::{
     entry::Answer,
@@ -16,7 +18,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-/// Streams that a thread remembers. More take turns.
+/// Number of streams that a thread remembers. Further ones replace them.
 const STREAMS: usize = 16;
 
 thread_local! {
@@ -35,7 +37,7 @@ struct Seen {
     known: Known,
 }
 
-/// Where a stream is remembered. Handles are addresses, or small numbers.
+/// Returns the slot of a stream. Handles are addresses or small numbers.
 #[inline]
 fn place(device: u32, handle: u64) -> usize {
     (handle ^ handle >> 4 ^ handle >> 12 ^ u64::from(device)) as usize % STREAMS
@@ -47,7 +49,7 @@ impl Here {
         self.shared.id == runtime && self.shared.version.load(Ordering::Acquire) == self.version
     }
 
-    /// A stream that is remembered, if the handle still means it.
+    /// Returns a remembered stream, if the handle still denotes it.
     #[inline]
     fn seen(&self, device: u32, handle: u64) -> Option<&Seen> {
         let seen = self.streams[place(device, handle)].as_ref()?;
@@ -55,32 +57,32 @@ impl Here {
     }
 }
 
-/// What this thread knows, unless it is ending or knows nothing. While the answer is held it knows
-/// nothing else.
+/// Borrows this thread's state, unless it is empty or the thread is ending. The state cannot change
+/// while the result is held.
 ///
-/// Work is not done within `LocalKey::with`: the compiler keeps a closure that long apart, and
-/// every call would go through a function more, with its arguments in memory.
+/// The work is not done within `LocalKey::with`: the compiler does not inline a closure of that
+/// size, which would cost every call another function call with its arguments in memory.
 ///
 /// # Safety
-/// 1. The answer does not outlive the call of the library that asks.
+/// 1. The result does not outlive the current call of the library.
 #[inline(always)]
 #[expect(unsafe_code, reason = "takes a thread's own value out of the closure that sees it")]
 unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
     let here = HERE.try_with(ptr::from_ref).ok()?;
-    // SAFETY: 1. it is there until the thread ends, which it does not before the call that it is in
-    // is over. 2. nobody but this thread has it.
+    // SAFETY: 1. The value exists until the thread ends, which is after the current call. 2. Only
+    // this thread has access to it.
     let here = unsafe { &*here };
     Ref::filter_map(here.try_borrow().ok()?, Option::as_ref).ok()
 }
 
-/// Runs `work` with a runtime that is open.
+/// Runs `work` with an open runtime.
 #[inline(always)]
 #[expect(unsafe_code, reason = "asks what the thread knows")]
 pub(crate) fn with<R>(
     runtime: aq_runtime,
     work: impl FnOnce(&Arc<Shared>) -> Answer<R>,
 ) -> Answer<R> {
-    // SAFETY: 1. it is dropped in here.
+    // SAFETY: 1. The result is dropped in this function.
     match unsafe { known() } {
         Some(here) if here.is(runtime) => return work(&here.shared),
         _ => {}
@@ -88,7 +90,8 @@ pub(crate) fn with<R>(
     work(&remember(runtime)?)
 }
 
-/// Runs `work` with a runtime that is open, the pool of a device and what a raw handle means there.
+/// Runs `work` with an open runtime, the pool of a device, and the stream that a raw handle
+/// denotes.
 ///
 /// # Safety
 /// As [`Shared::stream`].
@@ -100,7 +103,7 @@ pub(crate) unsafe fn with_stream<R>(
     handle: u64,
     work: impl FnOnce(&Arc<Shared>, &DevicePool, &Stream) -> Answer<R>,
 ) -> Answer<R> {
-    // SAFETY: 1. it is dropped in here.
+    // SAFETY: 1. The result is dropped in this function.
     match unsafe { known() } {
         Some(here) if here.is(runtime) => {
             if let Some(seen) = here.seen(device, handle) {
@@ -109,12 +112,12 @@ pub(crate) unsafe fn with_stream<R>(
         }
         _ => {}
     }
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     let (shared, known) = unsafe { remember_with_stream(runtime, device, handle) }?;
     work(&shared, shared.pool(device)?, &known.stream)
 }
 
-/// Looks a runtime and a stream up, and remembers them.
+/// Looks up a runtime and a stream, and remembers them.
 ///
 /// # Safety
 /// As [`Shared::stream`].
@@ -126,13 +129,13 @@ unsafe fn remember_with_stream(
     handle: u64,
 ) -> Answer<(Arc<Shared>, Known)> {
     let shared = remember(runtime)?;
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     let known = unsafe { shared.stream(device, handle) }?;
     remember_stream(&shared, Seen { device, handle, known: known.clone() });
     Ok((shared, known))
 }
 
-/// Looks a runtime up, and remembers it.
+/// Looks up a runtime, and remembers it.
 #[cold]
 fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
     let found = runtime::open(runtime);
@@ -141,20 +144,20 @@ fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
         if here.as_ref().is_some_and(|here| here.is(runtime)) {
             return None;
         }
-        // Before it is looked at whether the runtime is open: who closes it changes the version
-        // afterwards.
+        // The version is read before `closed` is checked below: a destruction sets `closed` first,
+        // and then changes the version.
         let new = found.as_ref().ok().map(|shared| Here {
             shared: shared.clone(),
             version: shared.version.load(Ordering::Acquire),
             streams: Default::default(),
         });
-        // A number that is none is no reason to forget one that is good.
+        // An invalid number does not replace a valid runtime.
         let stale = here
             .as_ref()
             .is_some_and(|here| here.version != here.shared.version.load(Ordering::Acquire));
         if new.is_some() || stale { std::mem::replace(&mut *here, new) } else { None }
     });
-    // The last of a runtime may go with it, which calls the driver.
+    // This may be the last reference to a runtime, whose drop calls the driver.
     drop(before);
     let shared = found?;
     if shared.closed.load(Ordering::Acquire) {
@@ -164,7 +167,7 @@ fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
     Ok(shared)
 }
 
-/// Remembers a stream, if its runtime is the one that is remembered.
+/// Remembers a stream, if its runtime is the one remembered.
 fn remember_stream(shared: &Arc<Shared>, seen: Seen) {
     let before = HERE.try_with(|here| {
         let mut here = here.try_borrow_mut().ok()?;
@@ -174,7 +177,7 @@ fn remember_stream(shared: &Arc<Shared>, seen: Seen) {
     drop(before);
 }
 
-/// Lets go of a runtime, as far as this thread goes.
+/// Removes a runtime from this thread's state.
 pub(crate) fn forget(runtime: aq_runtime) {
     let before = HERE.try_with(|here| {
         let mut here = here.try_borrow_mut().ok()?;

@@ -1,23 +1,23 @@
 #![doc = include_str!("../README.md")]
 //!
 //! # This crate
-//! The header is the document: what each function does, needs and answers stands there, and only
-//! what Rust adds stands here. Tests compare the two.
+//! The header documents what each function does, requires and returns. The comments here add only
+//! what concerns Rust. Tests compare header and sources.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | [`status`] | the codes, and what becomes one |
-//! | [`entry`] | the door: panics end here, and texts are kept for [`aq_last_error`](entry::aq_last_error) |
-//! | [`runtime`] | runtimes by their numbers, in any order of destruction |
-//! | `here` | what a thread knows: the way from a raw handle to a stream without a lock |
+//! | [`status`] | the status codes, and their errors |
+//! | [`entry`] | the entry of each call: panics, error texts |
+//! | [`runtime`] | runtimes by number, destroyed in any order |
+//! | `here` | thread-local state: finds the stream of a raw handle without a lock |
 //! | [`device`] | device memory |
-//! | [`stream`] | the life of foreign streams |
+//! | [`stream`] | the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
 //! | [`graphs`] | memory of captured graphs, by PyTorch's names |
 //! | [`pinned`] | pinned host memory |
-//! | [`staging`] | pageable memory to the device and back |
-//! | [`torch`] | what PyTorch's pluggable allocator calls |
-//! | [`cupy`] | what CuPy's C function allocator calls |
+//! | [`staging`] | copies of pageable memory to and from the device |
+//! | [`torch`] | the functions for PyTorch's pluggable allocator |
+//! | [`cupy`] | the functions for CuPy's C function allocator |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 

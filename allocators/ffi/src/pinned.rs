@@ -1,7 +1,7 @@
 //! Pinned host memory.
 //!
-//! A free knows no size, and blocks outlive their runtime; so this table knows every block that is
-//! out, of whichever runtime.
+//! A free has no size, and blocks outlive their runtime. So this table holds every live block of
+//! all runtimes.
 #![expect(unsafe_code, reason = "exports functions to C, and frees host memory")]
 
 use crate::{
@@ -21,7 +21,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-/// A block that is out.
+/// A live block.
 #[derive(Clone, Copy)]
 struct Out {
     allocator: PinnedAllocator,
@@ -40,7 +40,7 @@ fn foreign(memory: *mut c_void) -> Failure {
     MemoryError::ForeignBlock { address: memory.addr() as u64 }.into()
 }
 
-/// A block of pinned memory near a device.
+/// Allocates a block of pinned memory near a device.
 ///
 /// # Safety
 /// 1. `memory` is null, or points to a `void *` that the caller may write.
@@ -72,7 +72,7 @@ pub unsafe extern "C" fn aq_pinned_alloc(
                 .insert(block.addr().get(), Out { allocator: pool.allocator(), layout, is_pinned });
             Ok(block)
         })?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(memory, block.as_ptr().cast(), "memory") }
     })
 }
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn aq_pinned_alloc(
 /// Frees a block of pinned memory.
 ///
 /// # Safety
-/// 1. Nobody uses `memory`, if it is a live block, but work that has been noted by
+/// 1. If `memory` is a live block, nothing uses it any more, except for work that was recorded by
 ///    [`aq_pinned_record_use`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
@@ -89,14 +89,14 @@ pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
         let Some(Out { allocator, layout, .. }) = out().remove(&memory.addr()) else {
             return Err(foreign(memory));
         };
-        // SAFETY: 1. allocated by this allocator with this layout, and out of the table, so nobody
-        // else frees it. 2. the caller's.
+        // SAFETY: 1. The block was allocated by this allocator with this layout, and was removed
+        // from the table, so it is freed only here. 2. Guaranteed by the caller.
         unsafe { allocator.deallocate(block, layout) };
         Ok(())
     })
 }
 
-/// Whether the device reaches a block without staging.
+/// Returns whether the device can access a block without staging.
 ///
 /// # Safety
 /// 1. `pinned` is null, or points to an `int` that the caller may write.
@@ -104,12 +104,12 @@ pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
 pub unsafe extern "C" fn aq_pinned_is_pinned(memory: *mut c_void, pinned: *mut i32) -> aq_status {
     enter(|| {
         let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(pinned, i32::from(found.is_pinned), "pinned") }
     })
 }
 
-/// Notes that work queued on a stream uses a block of pinned memory.
+/// Records that work queued on a stream uses a block of pinned memory.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
@@ -123,11 +123,11 @@ pub unsafe extern "C" fn aq_pinned_record_use(
     enter(|| {
         let block = NonNull::new(memory.cast::<u8>()).ok_or_else(|| foreign(memory))?;
         let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             here::with_stream(runtime, device, handle(stream), |_, _, stream| {
                 let point = stream.point();
-                // The handle may be gone when somebody asks the gate.
+                // Fenced now, since the handle may be invalid when the gate is polled.
                 let timeline = stream.timeline();
                 timeline.fence_at_once(timeline.open())?;
                 Ok(found.allocator.defer(block, Arc::new(point))?)
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn aq_pinned_trim(
         let bytes = here::with(runtime, |shared| {
             Ok(shared.runtime.pinned_near(device as usize).trim(keep)?)
         })?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put_if_wanted(given, bytes) };
         Ok(())
     })

@@ -1,8 +1,9 @@
-//! Runtimes by their numbers.
+//! The table of runtimes, by number.
 //!
-//! A number is never given twice, so one that is used after its runtime has been destroyed is told
-//! apart, from any thread and at any time. A runtime that is destroyed while blocks are out serves
-//! nobody any more and stays in the table until the last of them has been freed:
+//! - A number is never reused, so a number of a destroyed runtime is recognised from any thread at
+//!   any time.
+//! - A runtime that is destroyed while blocks are live refuses further calls, and stays in the
+//!   table until the last block has been freed:
 //!
 //! ```text
 //!   open ──destroy──▶ closed, blocks are out ──the last free──▶ gone
@@ -31,30 +32,30 @@ use std::{
     time::Duration,
 };
 
-/// A runtime's number.
+/// The number of a runtime.
 pub type aq_runtime = u64;
 
-/// The machine's CUDA driver; without one there are no devices.
+/// The machine's CUDA driver. Without one there are no devices.
 pub const AQ_DRIVER_MACHINE: u32 = 0;
-/// The simulated one.
+/// The simulated driver.
 pub const AQ_DRIVER_SIM: u32 = 1;
-/// The machine's, or the simulated one where there is none.
+/// The machine's CUDA driver, or the simulated driver if there is none.
 pub const AQ_DRIVER_MACHINE_OR_SIM: u32 = 2;
 
-/// Streams may be destroyed at any time that no call is in progress.
+/// Streams may be destroyed at any time when no call is in progress.
 pub const AQ_STREAMS_UNTOLD: u32 = 0;
-/// The caller retires each stream before destroying it.
+/// The caller retires each stream before it destroys it.
 pub const AQ_STREAMS_RETIRED: u32 = 1;
 
 /// Simulated devices without virtual memory management.
 pub const AQ_SIM_PLAIN: u32 = 1;
-/// Simulated devices that check nothing: to measure.
+/// Simulated devices without checks, for measurements.
 pub const AQ_SIM_UNCHECKED: u32 = 2;
 
-/// Events that a runtime keeps at most: 1 GiB of them.
+/// Maximum number of events that a runtime keeps: 1 GiB of them.
 const LONGEST_HISTORY: u64 = 1 << 24;
 
-/// How a runtime is to be made. Zeros are defaults.
+/// Options of a new runtime. Zero selects the default of a field.
 #[derive(Clone, Copy, Default, Debug)]
 #[repr(C)]
 pub struct aq_runtime_options {
@@ -62,38 +63,39 @@ pub struct aq_runtime_options {
     pub size: usize,
     /// One of `AQ_DRIVER_…`.
     pub driver: u32,
-    /// One of `AQ_STREAMS_…`, for streams that nothing is said of.
+    /// One of `AQ_STREAMS_…`, for streams that are not registered.
     pub streams: u32,
-    /// Devices of the simulated driver.
+    /// Number of devices of the simulated driver.
     pub sim_devices: u32,
-    /// `AQ_SIM_…`, any of them.
+    /// Any of `AQ_SIM_…`.
     pub sim_flags: u32,
-    /// Bytes of memory of each.
+    /// Bytes of memory of each simulated device.
     pub sim_memory: u64,
-    /// With what seed queued work runs late and in another order; 0 for at once.
+    /// Seed by which queued work runs late and in another order; 0 runs it at once.
     pub sim_seed: u64,
-    /// Bytes of each device at most.
+    /// Maximum number of bytes of each device.
     pub device_limit: u64,
-    /// Bytes of pinned host memory at most.
+    /// Maximum number of bytes of pinned host memory.
     pub pinned_limit: u64,
     /// Nanoseconds that an allocation waits for memory still in use.
     pub wait_ns: u64,
     /// Idle bytes of each device above which memory goes back to the driver.
     pub release_threshold: u64,
-    /// Events that are kept for memory snapshots.
+    /// Number of events kept for memory snapshots.
     pub history: u64,
 }
 
-/// What a stream's handle means here.
+/// The stream that a handle denotes.
 #[derive(Clone)]
 pub(crate) struct Known {
     pub(crate) stream: Stream,
-    /// It may have been destroyed without a word, and its handle be another's now.
+    /// Whether the stream may be destroyed without a call, so that another stream may have its
+    /// handle.
     pub(crate) doubtful: bool,
 }
 
 impl Known {
-    /// Whether the handle still means this stream.
+    /// Returns whether the handle still denotes this stream.
     #[inline]
     pub(crate) fn is_current(&self) -> bool {
         !self.doubtful || self.is_same()
@@ -113,18 +115,18 @@ pub(crate) struct Shared {
     /// The last events of all devices, if they are kept.
     pub(crate) history: Option<Arc<RingSink>>,
     life: u32,
-    /// What threads remember of it is good while this stays.
+    /// Thread-local state of this runtime is valid while this is unchanged.
     pub(crate) version: AtomicU64,
     pub(crate) closed: AtomicBool,
-    /// By device.
+    /// By device number.
     devices: Box<[Device]>,
 }
 
 #[derive(Default)]
 struct Device {
-    /// Streams that are retired before they are destroyed, by their handles. Of others, of whose
-    /// end nobody is told, only threads know, and the pool as long as it has something of theirs:
-    /// or they would add up.
+    /// Streams that are retired before they are destroyed, by handle. The end of other streams is
+    /// not announced, and entries for them would accumulate. So those are known only to
+    /// thread-local state, and to the pool as long as it has memory of theirs.
     streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
 }
@@ -133,16 +135,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runtimes that are open, and those that blocks are out of.
+/// Open runtimes, and closed ones with live blocks.
 static RUNTIMES: OnceLock<RwLock<HashMap<aq_runtime, Arc<Shared>>>> = OnceLock::new();
-/// The number of the next one.
+/// The number of the next runtime.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn runtimes() -> &'static RwLock<HashMap<aq_runtime, Arc<Shared>>> {
     RUNTIMES.get_or_init(RwLock::default)
 }
 
-/// A runtime that is open.
+/// Returns an open runtime.
 pub(crate) fn open(id: aq_runtime) -> Answer<Arc<Shared>> {
     match with_blocks(id) {
         Ok(shared) if shared.closed.load(Ordering::Acquire) => Err(absent(id)),
@@ -150,13 +152,13 @@ pub(crate) fn open(id: aq_runtime) -> Answer<Arc<Shared>> {
     }
 }
 
-/// A runtime that is open or that blocks are out of.
+/// Returns a runtime that is open or has live blocks.
 pub(crate) fn with_blocks(id: aq_runtime) -> Answer<Arc<Shared>> {
     let found = runtimes().read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
     found.ok_or_else(|| absent(id))
 }
 
-/// Why there is no such runtime.
+/// Returns the reason why there is no such runtime.
 #[cold]
 pub(crate) fn absent(id: aq_runtime) -> Failure {
     if id == 0 || id >= NEXT.load(Ordering::Relaxed) {
@@ -166,7 +168,7 @@ pub(crate) fn absent(id: aq_runtime) -> Failure {
 }
 
 impl Shared {
-    /// The pool of a device.
+    /// Returns the pool of a device.
     #[inline]
     pub(crate) fn pool(&self, device: u32) -> Result<&DevicePool, MemoryError> {
         match self.runtime.devices().get(device as usize) {
@@ -184,7 +186,7 @@ impl Shared {
         self.devices.get(device as usize).ok_or_else(|| self.no_device(device))
     }
 
-    /// The stager of a device, made at its first use.
+    /// Returns the stager of a device, created at its first use.
     pub(crate) fn stager(&self, device: u32) -> Answer<&Stager> {
         let stager = &self.device(device)?.stager;
         if let Some(stager) = stager.get() {
@@ -194,12 +196,12 @@ impl Shared {
         Ok(stager.get_or_init(|| made))
     }
 
-    /// What a raw handle means to the thread that asks.
+    /// Returns the stream that a raw handle denotes for the calling thread.
     ///
     /// # Safety
-    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated
-    ///    one.
-    /// 2. It lives as the runtime's options say, or as was said of it.
+    /// 1. `handle` is a stream of this driver and device that is alive. For a simulated driver any
+    ///    number is allowed.
+    /// 2. Its lifetime is as stated by the runtime's options or by its registration.
     pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> Answer<Known> {
         let pool = self.pool(device)?;
         match handle {
@@ -213,57 +215,58 @@ impl Shared {
         if let Some(stream) = seen.filter(|stream| !stream.timeline().is_retired()) {
             return Ok(Known { stream, doubtful: false });
         }
-        // SAFETY: 1. 2. the caller's.
+        // SAFETY: 1. 2. Guaranteed by the caller.
         unsafe { self.adopt(device, handle, self.life) }
     }
 
-    /// Takes a stream in.
+    /// Adopts a stream.
     ///
     /// # Safety
-    /// 1. As [`Shared::stream`]. 2. It lives as `life` says.
+    /// 1. As [`Shared::stream`]. 2. Its lifetime is as stated by `life`.
     unsafe fn adopt(&self, device: u32, handle: u64, life: u32) -> Answer<Known> {
         let pool = self.pool(device)?;
         let doubtful = life != AQ_STREAMS_RETIRED;
         let life = if doubtful { Life::Fenced } else { Life::Retired };
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
-        // SAFETY: 1. 2. the caller's.
+        // SAFETY: 1. 2. Guaranteed by the caller.
         let stream = unsafe { pool.streams().adopt(raw, life) }
             .map_err(|error| no_stream(error, device, handle))?;
         if !doubtful {
             let before = lock(&self.device(device)?.streams).insert(handle, stream.clone());
-            // It may be the last to hold what it knew.
+            // The drop may be that of the last reference to the stream's state.
             drop(before);
         }
         Ok(Known { stream, doubtful })
     }
 
-    /// Takes a stream in whose owner will retire it.
+    /// Adopts a stream whose owner will retire it.
     ///
     /// # Safety
     /// 1. `handle` is a stream of this driver and device that is alive. 2. It is retired before it
     ///    is destroyed.
     pub(crate) unsafe fn register(&self, device: u32, handle: u64) -> Answer {
-        // SAFETY: 1. 2. the caller's: he keeps it alive for longer than either kind asks.
+        // SAFETY: 1. 2. Guaranteed by the caller: the stream is alive for longer than either
+        // lifetime requires.
         let known = unsafe { self.stream(device, handle) }?;
         if known.doubtful {
-            // Its account ends, with its work, and another begins.
-            // SAFETY: 1. the caller's.
+            // Ends the stream's timeline, with its work, and begins a new one.
+            // SAFETY: 1. Guaranteed by the caller.
             unsafe { self.retire(device, handle) }?;
-            // SAFETY: 1. 2. the caller's.
+            // SAFETY: 1. 2. Guaranteed by the caller.
             unsafe { self.adopt(device, handle, AQ_STREAMS_RETIRED) }?;
         }
         Ok(())
     }
 
-    /// Ends the account of a stream.
+    /// Retires a stream.
     ///
     /// # Safety
-    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated
-    ///    one.
+    /// 1. `handle` is a stream of this driver and device that is alive. For a simulated driver any
+    ///    number is allowed.
     pub(crate) unsafe fn retire(&self, device: u32, handle: u64) -> Answer {
         let pool = self.pool(device)?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         let timeline =
             pool.streams().timeline(raw, None).map_err(|error| no_stream(error, device, handle))?;
@@ -278,13 +281,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether no block is out.
+    /// Returns whether no block is live.
     fn is_empty(&self) -> bool {
         self.runtime.devices().iter().all(|pool| pool.stats().blocks == 0)
     }
 
-    /// Forgets a runtime that has been destroyed, if the block that has just been freed was its
-    /// last.
+    /// Removes a destroyed runtime from the table, if the block just freed was its last.
     #[cold]
     pub(crate) fn leave(&self) {
         if self.is_empty() {
@@ -300,7 +302,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// What the driver's or the pool's refusal of a handle means.
+/// Turns the refusal of a handle by the driver or the pool into a failure.
 #[cold]
 fn no_stream(error: MemoryError, device: u32, handle: u64) -> Failure {
     match error {
@@ -310,7 +312,7 @@ fn no_stream(error: MemoryError, device: u32, handle: u64) -> Failure {
             );
             Failure::new(Status::UnknownStream, text)
         }
-        // Invalid value, context, handle.
+        // Invalid value, context or handle.
         MemoryError::Driver(error) if matches!(error.code, 1 | 201 | 400) => {
             let text = format!("{handle:#x} is no stream of device {device}: {error}");
             Failure::new(Status::UnknownStream, text)
@@ -324,7 +326,7 @@ fn bad(what: &str, value: u32, expected: &str) -> Failure {
 }
 
 impl aq_runtime_options {
-    /// The caller's options, as far as his version knows them.
+    /// Reads the caller's options, as far as its version has them.
     ///
     /// # Safety
     /// 1. `theirs` is null or points to options that begin with their size in bytes.
@@ -333,17 +335,17 @@ impl aq_runtime_options {
         if theirs.is_null() {
             return Ok(ours);
         }
-        // SAFETY: 1. the first field is a `size_t`.
+        // SAFETY: 1. The first field is a `size_t`.
         let known = unsafe { size_of_theirs(theirs.cast(), size_of::<Self>(), "options") }?;
-        // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these
-        // fields. 3. `ours` is this function's own, so they do not overlap.
+        // SAFETY: 1. Both sides have that many bytes. 2. Any bytes are valid values of these
+        // fields. 3. `ours` is a local, so they do not overlap.
         unsafe {
             std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
         };
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let size = unsafe { theirs.cast::<usize>().read() };
-        // A newer caller asks for nothing that is not known here.
-        // SAFETY: 1. the caller's struct has `size` bytes.
+        // Fields of a newer version must be 0.
+        // SAFETY: 1. The caller's struct has `size` bytes.
         let asks = (known..size).any(|at| unsafe { theirs.cast::<u8>().add(at).read() } != 0);
         if asks {
             let text = format!(
@@ -379,7 +381,7 @@ impl aq_runtime_options {
         Ok(sim)
     }
 
-    /// What is to keep events.
+    /// Returns the sink that keeps events.
     fn history(&self) -> Answer<Option<Arc<RingSink>>> {
         if self.history == 0 {
             return Ok(None);
@@ -464,7 +466,7 @@ impl aq_runtime_options {
 }
 
 impl aq_runtime_options {
-    /// Makes a runtime and enters it in the table.
+    /// Creates a runtime and enters it in the table.
     pub(crate) fn create(self) -> Answer<aq_runtime> {
         keep_panics_quiet();
         let shared = Arc::new(self.build()?);
@@ -474,16 +476,15 @@ impl aq_runtime_options {
     }
 }
 
-/// The ordinal of a device, for a handle of the driver.
+/// Returns the driver's ordinal of a device.
 pub(crate) fn ordinal(shared: &Shared, device: u32) -> Answer<DeviceId> {
     Ok(shared.pool(device)?.device())
 }
 
-/// Makes a runtime.
+/// Creates a runtime.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there
-///    are.
+/// 1. `options` is null, or points to a struct whose first field is its size in bytes.
 /// 2. `runtime` is null, or points to an `aq_runtime` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_runtime_create(
@@ -492,9 +493,9 @@ pub unsafe extern "C" fn aq_runtime_create(
 ) -> aq_status {
     enter(|| {
         wanted(runtime, "runtime")?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let id = unsafe { aq_runtime_options::read(options) }?.create()?;
-        // SAFETY: 2. the caller's.
+        // SAFETY: 2. Guaranteed by the caller.
         unsafe { put(runtime, id, "runtime") }
     })
 }
@@ -509,15 +510,14 @@ pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
         }
         shared.version.fetch_add(1, Ordering::Release);
         here::forget(runtime);
-        // What other threads remember of it keeps its books until they come again or end; its
-        // memory goes now.
+        // Thread-local state of other threads keeps the runtime's metadata until their next call or
+        // their end. Its memory is released now.
         for pool in shared.runtime.devices() {
-            // A refusal leaves the memory with the pool, which ends when the last who knows it lets
-            // go.
+            // A refusal leaves the memory with the pool, which ends with the last reference to it.
             let _ = pool.trim(0);
         }
-        // Whoever allocates or frees on another thread and has not seen it closed by now has been
-        // counted: both take the lock of the block's cache.
+        // A concurrent allocation or free that has not seen the runtime closed is counted by this
+        // call, since both take the lock of the block's cache.
         shared.leave();
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! The simulated device, for tests of those who use the library from C.
+//! The simulated device, for tests of programs that use the library from C.
 #![expect(
     unsafe_code,
     reason = "exports functions to C, and destroys streams of the simulated driver"
@@ -25,13 +25,13 @@ fn sim(shared: &Shared) -> Answer<&Sim> {
     })
 }
 
-/// A stream of a simulated device, by its handle: any number is one, or is refused.
+/// Returns the stream of a simulated device with this handle. The driver refuses invalid handles.
 fn raw(shared: &Shared, device: u32, stream: *mut c_void) -> Answer<RawStream> {
-    // SAFETY: 1. the simulated driver knows its streams, and refuses what is none.
+    // SAFETY: 1. The simulated driver checks handles, and refuses those that are no stream.
     Ok(unsafe { RawStream::from_raw(ordinal(shared, device)?, handle(stream)) })
 }
 
-/// Runs `work` with the simulated driver and a device's own number.
+/// Runs `work` with the simulated driver and a device's ordinal.
 fn with<R>(
     runtime: aq_runtime,
     device: u32,
@@ -44,7 +44,7 @@ fn with<R>(
     })
 }
 
-/// A stream of the simulated driver, as another library's.
+/// Creates a stream of the simulated driver, as another library would.
 ///
 /// # Safety
 /// 1. `stream` is null, or points to a `void *` that the caller may write.
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn aq_sim_stream_create(
         wanted(stream, "stream")?;
         let made = with(runtime, device, |_, sim, device| sim.driver().stream_create(device, 0))?;
         let made = std::ptr::without_provenance_mut(made.handle() as usize);
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(stream, made, "stream") }
     })
 }
@@ -72,13 +72,13 @@ pub extern "C" fn aq_sim_stream_destroy(
 ) -> aq_status {
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
-        // SAFETY: 1. the simulated driver refuses what is none of its streams; whoever uses one
-        // after its end is told.
+        // SAFETY: 1. The simulated driver refuses handles that are no stream, and reports uses
+        // after the destruction.
         with(runtime, device, |_, sim, _| unsafe { sim.driver().stream_destroy(raw) })
     })
 }
 
-/// Makes work queued on a stream from now on wait for all that is queued on another now.
+/// Makes work queued on a stream from now on wait for all work queued on another by now.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_stream_wait(
     runtime: aq_runtime,
@@ -96,13 +96,13 @@ pub extern "C" fn aq_sim_stream_wait(
             let waits = driver
                 .event_record(event, other)
                 .and_then(|()| driver.stream_wait_event(stream, event));
-            // SAFETY: 1. made above, and nobody else knows it.
+            // SAFETY: 1. The event was created above, and no other code has it.
             waits.and(unsafe { driver.event_destroy(event) })
         })
     })
 }
 
-/// Waits until all that is queued on a stream is done.
+/// Waits until all work queued on a stream is done.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_stream_synchronize(
     runtime: aq_runtime,
@@ -115,7 +115,7 @@ pub extern "C" fn aq_sim_stream_synchronize(
     })
 }
 
-/// Opens a capture on a stream.
+/// Begins a capture on a stream.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_capture_begin(
     runtime: aq_runtime,
@@ -128,7 +128,7 @@ pub extern "C" fn aq_sim_capture_begin(
     })
 }
 
-/// Ends it, and makes a graph that can be launched.
+/// Ends a capture, and instantiates its graph.
 ///
 /// # Safety
 /// 1. `graph` is null, or points to a `uint64_t` that the caller may write.
@@ -146,11 +146,11 @@ pub unsafe extern "C" fn aq_sim_capture_end(
             let driver = sim.driver();
             let template = driver.capture_end(raw)?;
             let made = driver.graph_instantiate(template);
-            // SAFETY: 1. made above, and nobody else knows it.
+            // SAFETY: 1. The graph was created above, and no other code has it.
             unsafe { driver.graph_destroy(template) }?;
             made
         })?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(graph, made.handle(), "graph") }
     })
 }
@@ -166,10 +166,10 @@ pub extern "C" fn aq_sim_graph_launch(
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, device| {
-            // SAFETY: 1. the simulated driver refuses what is none of its graphs.
+            // SAFETY: 1. The simulated driver refuses handles that are no graph.
             let graph = unsafe { RawGraphExec::from_raw(device, graph) };
-            // SAFETY: 1. 2. the simulated device has no memory of anybody's but its own, and
-            // reports what is wrong.
+            // SAFETY: 1. 2. The simulated device accesses only its own memory, and reports
+            // violations.
             unsafe { sim.driver().graph_launch(graph, raw) }
         })
     })
@@ -180,15 +180,15 @@ pub extern "C" fn aq_sim_graph_launch(
 pub extern "C" fn aq_sim_graph_destroy(runtime: aq_runtime, device: u32, graph: u64) -> aq_status {
     enter(|| {
         with(runtime, device, |_, sim, device| {
-            // SAFETY: 1. the simulated driver refuses what is none of its graphs.
+            // SAFETY: 1. The simulated driver refuses handles that are no graph.
             let graph = unsafe { RawGraphExec::from_raw(device, graph) };
-            // SAFETY: 1. whoever uses it after its end is refused.
+            // SAFETY: 1. A later use of the handle is refused.
             unsafe { sim.driver().graph_exec_destroy(graph) }
         })
     })
 }
 
-/// Queues work that touches a range.
+/// Queues work that accesses a range.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_touch(
     runtime: aq_runtime,
@@ -203,7 +203,8 @@ pub extern "C" fn aq_sim_touch(
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |shared, sim, device| {
             let pool = shared.runtime.by_ordinal(device).ok();
-            // Of a block that is out it is known whose it is; what touches it later is told apart.
+            // For a live block the access carries its generation, so a late access is distinguished
+            // from one to the next block.
             let generation =
                 pool.and_then(|pool| pool.share_raw(address).ok()).map(|block| block.generation());
             sim.access(raw, DeviceRange { device, address, bytes }, access, generation)
@@ -211,11 +212,11 @@ pub extern "C" fn aq_sim_touch(
     })
 }
 
-/// What the simulated devices have found wrong.
+/// Returns the violations that the simulated devices have found.
 ///
 /// # Safety
 /// 1. `count` is null, or points to a `uint64_t` that the caller may write. 2. `report` is null, or
-///    points to a `char *` that he may write.
+///    points to a `char *` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_sim_violations(
     runtime: aq_runtime,
@@ -224,11 +225,11 @@ pub unsafe extern "C" fn aq_sim_violations(
 ) -> aq_status {
     enter(|| {
         let found = here::with(runtime, |shared| Ok(sim(shared)?.violations()))?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(count, found.len() as u64, "count") }?;
         if !report.is_null() {
             let said: Vec<String> = found.iter().map(ToString::to_string).collect();
-            // SAFETY: 2. the caller's.
+            // SAFETY: 2. Guaranteed by the caller.
             unsafe { put(report, text(&said.join("\n")), "report") }?;
         }
         Ok(())
@@ -246,7 +247,7 @@ pub extern "C" fn aq_sim_lose(runtime: aq_runtime, device: u32) -> aq_status {
     })
 }
 
-/// Panics inside of the library, to see that it goes no further.
+/// Panics inside of the library, to test that the panic is contained.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_panic(runtime: aq_runtime) -> aq_status {
     #[expect(clippy::panic, reason = "what it is for")]

@@ -1,7 +1,7 @@
-//! Pageable memory to the device and back.
+//! Copies of pageable memory to the device and back.
 //!
-//! A transfer holds its block: one that is freed meanwhile goes home when the transfer has come to
-//! its end.
+//! A transfer owns a reference to its block. A block that is freed during the transfer returns to
+//! its pool when the transfer ends.
 #![expect(
     unsafe_code,
     reason = "exports functions to C, and lends what the caller's pointers name"
@@ -32,10 +32,10 @@ use std::{
     },
 };
 
-/// A transfer's number.
+/// The number of a transfer.
 pub type aq_ticket = u64;
 
-/// A part of a block, as somebody uses it in the order of his stream.
+/// A part of a block, used in the order of the caller's stream.
 struct Part {
     block: Arc<Block>,
     range: DeviceRange,
@@ -43,9 +43,9 @@ struct Part {
     stream: Stream,
 }
 
-// SAFETY: 1. the range lies in a block that this keeps from being freed; C code that names a part
-// twice is told that the bytes are then anybody's. 2. the block's own promise. 3. of a stream that
-// may be gone at any time none is named.
+// SAFETY: 1. The range lies in a block that this reference keeps from being freed. The header
+// states that parts that C code names twice have undefined contents. 2. As for the block. 3. A
+// stream that may be destroyed at any time is not returned.
 unsafe impl Operand for Part {
     fn range(&self) -> DeviceRange {
         self.range
@@ -66,7 +66,7 @@ unsafe impl Operand for Part {
     }
 }
 
-// SAFETY: 1. as above: who names overlapping parts gets bytes of either.
+// SAFETY: 1. As above: overlapping parts have undefined contents.
 unsafe impl OperandMut for Part {}
 
 impl Typed for Part {
@@ -76,14 +76,14 @@ impl Typed for Part {
     }
 }
 
-/// The caller's memory, while he leaves it alone.
+/// The caller's memory, lent for the duration of a transfer.
 struct Lent(NonNull<[u8]>);
 
-// SAFETY: 1. bytes that the caller has lent until the transfer is finished, on whichever thread.
+// SAFETY: 1. The caller has lent the bytes until the transfer is finished, to any thread.
 unsafe impl Send for Lent {}
 
-// SAFETY: 1. bytes are initialised as far as anybody can tell, lent to this alone, and stay where
-// they are.
+// SAFETY: 1. Bytes have no invalid values. They are lent exclusively to this value, and do not
+// move.
 unsafe impl HostBuffer for Lent {
     type Item = u8;
     fn elements(&mut self) -> NonNull<[u8]> {
@@ -91,11 +91,11 @@ unsafe impl HostBuffer for Lent {
     }
 }
 
-/// What is under way.
+/// A transfer under way.
 enum Under {
     Up(Ticket<(Lent, Part)>),
     Down(Ticket<(Part, Lent)>),
-    /// It had nothing to do.
+    /// There was nothing to copy.
     Nothing,
 }
 
@@ -108,8 +108,7 @@ impl Under {
         }
     }
 
-    /// Cancels it, waits for its end, and lets go of both sides: of what came of it nobody asks any
-    /// more.
+    /// Cancels the transfer, waits for its end, and releases both sides. The outcome is ignored.
     fn end(self) {
         match self {
             Self::Up(ticket) => {
@@ -141,7 +140,7 @@ fn no_ticket(ticket: aq_ticket) -> Failure {
     Failure::new(Status::UnknownTicket, format!("{ticket} is no ticket, or has been freed"))
 }
 
-/// Both sides of a copy as the caller named them.
+/// Both sides of a copy, as the caller gave them.
 #[derive(Clone, Copy)]
 struct Copy {
     runtime: aq_runtime,
@@ -175,8 +174,8 @@ impl Copy {
         Ok(Part { block, range, pool: pool.clone(), stream: stream.clone() })
     }
 
-    /// Does `work` with both sides, unless there is nothing to be copied. No thread's books are
-    /// held meanwhile.
+    /// Runs `work` with both sides, unless there is nothing to copy. No thread-local state is
+    /// borrowed during `work`.
     ///
     /// # Safety
     /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for the stream.
@@ -185,7 +184,7 @@ impl Copy {
         nothing: R,
         work: impl FnOnce(&Shared, Part, NonNull<[u8]>) -> Answer<R>,
     ) -> Answer<R> {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let (shared, part) = unsafe {
             here::with_stream(self.runtime, self.device, self.stream, |shared, pool, stream| {
                 Ok((shared.clone(), self.part(shared, pool, stream)?))
@@ -198,7 +197,7 @@ impl Copy {
     }
 }
 
-/// Copies to the device, and waits for it.
+/// Copies to the device, and waits until the copy is done.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
@@ -216,10 +215,10 @@ pub unsafe extern "C" fn aq_upload(
     let (host, stream) = (host.cast_mut(), handle(stream));
     let copy = Copy { runtime, device, block, offset, host, bytes, stream };
     enter(|| {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             copy.with((), |shared, mut part, host| {
-                // SAFETY: 1. the caller's `bytes` readable bytes, not null, no more than
+                // SAFETY: 1. The caller's `bytes` readable bytes, not null, no more than
                 // `isize::MAX`.
                 let from = slice::from_raw_parts(host.as_ptr().cast::<u8>(), host.len());
                 let staged = shared
@@ -231,11 +230,11 @@ pub unsafe extern "C" fn aq_upload(
     })
 }
 
-/// Copies from the device, and waits for it.
+/// Copies from the device, and waits until the copy is done.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-/// 2. `host` is null, or `bytes` bytes can be written there that nobody else uses.
+/// 2. `host` is null, or `bytes` bytes can be written there that no other code uses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_download(
     runtime: aq_runtime,
@@ -248,11 +247,11 @@ pub unsafe extern "C" fn aq_download(
 ) -> aq_status {
     let copy = Copy { runtime, device, block, offset, host, bytes, stream: handle(stream) };
     enter(|| {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             copy.with((), |shared, part, host| {
-                // SAFETY: 1. the caller's `bytes` writable bytes, not null, no more than
-                // `isize::MAX`, and his alone.
+                // SAFETY: 1. The caller's `bytes` writable bytes, not null, no more than
+                // `isize::MAX`, and exclusive.
                 let to = slice::from_raw_parts_mut(host.as_ptr().cast::<u8>(), host.len());
                 let staged =
                     shared.stager(device)?.scope(|stage| stage.download(&part, to).map(drop))?;
@@ -296,13 +295,13 @@ pub unsafe extern "C" fn aq_upload_begin(
     let copy = Copy { runtime, device, block, offset, host, bytes, stream };
     enter(|| {
         wanted(ticket, "ticket")?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let under = unsafe {
             copy.with(Under::Nothing, |shared, part, host| {
                 Ok(Under::Up(begun(shared.stager(device)?.upload(Lent(host), part))?))
             })
         }?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(ticket, keep(under), "ticket") }
     })
 }
@@ -311,8 +310,8 @@ pub unsafe extern "C" fn aq_upload_begin(
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-/// 2. `host` is null, or `bytes` bytes can be written there, by nobody else, until the ticket has
-///    been waited for or freed.
+/// 2. `host` is null, or `bytes` bytes can be written there, and no other code uses them until the
+///    ticket has been waited for or freed.
 /// 3. `ticket` is null, or points to an `aq_ticket` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_download_begin(
@@ -328,13 +327,13 @@ pub unsafe extern "C" fn aq_download_begin(
     let copy = Copy { runtime, device, block, offset, host, bytes, stream: handle(stream) };
     enter(|| {
         wanted(ticket, "ticket")?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let under = unsafe {
             copy.with(Under::Nothing, |shared, part, host| {
                 Ok(Under::Down(begun(shared.stager(device)?.download(part, Lent(host)))?))
             })
         }?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(ticket, keep(under), "ticket") }
     })
 }
@@ -343,7 +342,7 @@ fn ended(outcome: std::result::Result<(), StageError>) -> Answer<Status> {
     outcome.map_err(Failure::from).map(|()| Status::Ok)
 }
 
-/// Whether a transfer has come to its end.
+/// Returns whether a transfer has ended, and its outcome.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_ticket_poll(ticket: aq_ticket) -> aq_status {
     enter_with(|| match watched(ticket)? {
@@ -352,7 +351,7 @@ pub extern "C" fn aq_ticket_poll(ticket: aq_ticket) -> aq_status {
     })
 }
 
-/// Waits for a transfer's end.
+/// Waits for the end of a transfer.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_ticket_wait(ticket: aq_ticket) -> aq_status {
     enter_with(|| match watched(ticket)? {
@@ -361,7 +360,7 @@ pub extern "C" fn aq_ticket_wait(ticket: aq_ticket) -> aq_status {
     })
 }
 
-/// Lets go of a ticket; its transfer, if it has not ended, is cancelled and waited for.
+/// Frees a ticket. A transfer that has not ended is cancelled and waited for.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_ticket_free(ticket: aq_ticket) -> aq_status {
     enter(|| {

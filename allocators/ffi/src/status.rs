@@ -1,14 +1,14 @@
-//! What a call answers with.
+//! Status codes of calls.
 
 use aquifer::{MemoryError, staging::StageError};
 use std::fmt;
 
-/// A status as it crosses the border.
+/// A status code in the C interface.
 pub type aq_status = i32;
 
 macro_rules! statuses {
     ($($(#[$doc:meta])* $variant:ident = $number:literal, $name:literal;)*) => {
-        /// The codes. Their numbers are for good: new ones are added behind.
+        /// The status codes. Their numbers never change, and new codes are appended.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[repr(i32)]
         pub enum Status {
@@ -16,10 +16,10 @@ macro_rules! statuses {
         }
 
         impl Status {
-            /// All of them.
+            /// All status codes.
             pub const ALL: &[Status] = &[$(Self::$variant),*];
 
-            /// The name in the header.
+            /// Returns the name in the header.
             #[must_use]
             pub const fn name(self) -> &'static std::ffi::CStr {
                 match self {
@@ -31,27 +31,27 @@ macro_rules! statuses {
 }
 
 statuses! {
-    /// It is done.
+    /// Success.
     Ok = 0, c"AQ_OK";
-    /// Not yet. No error.
+    /// Not finished yet. Not an error.
     NotReady = 1, c"AQ_NOT_READY";
-    /// A pointer that is needed is null.
+    /// A required pointer is null.
     Null = 2, c"AQ_ERROR_NULL";
-    /// An argument that has no meaning.
+    /// An argument is invalid.
     BadArgument = 3, c"AQ_ERROR_BAD_ARGUMENT";
-    /// A struct of a version that is not known.
+    /// A struct of an unknown version.
     Version = 4, c"AQ_ERROR_VERSION";
-    /// A number that is no runtime's.
+    /// A number that never belonged to a runtime.
     BadRuntime = 5, c"AQ_ERROR_BAD_RUNTIME";
     /// The runtime has been destroyed.
     Closed = 6, c"AQ_ERROR_CLOSED";
-    /// A request for no bytes.
+    /// A request for 0 bytes.
     ZeroSize = 7, c"AQ_ERROR_ZERO_SIZE";
-    /// A request that nothing could hold.
+    /// A request that is too large for any memory.
     TooLarge = 8, c"AQ_ERROR_TOO_LARGE";
-    /// An alignment that cannot be had.
+    /// An unsupported alignment.
     BadAlignment = 9, c"AQ_ERROR_BAD_ALIGNMENT";
-    /// Nothing that was tried made room.
+    /// No step made room.
     OutOfMemory = 10, c"AQ_ERROR_OUT_OF_MEMORY";
     /// A budget refused.
     OutOfBudget = 11, c"AQ_ERROR_OUT_OF_BUDGET";
@@ -65,41 +65,41 @@ statuses! {
     NoDevice = 15, c"AQ_ERROR_NO_DEVICE";
     /// A block or stream of another device.
     WrongDevice = 16, c"AQ_ERROR_WRONG_DEVICE";
-    /// An address that is no live block's.
+    /// An address that is not that of a live block.
     ForeignBlock = 17, c"AQ_ERROR_FOREIGN_BLOCK";
     /// A block that has been freed already.
     DoubleFree = 18, c"AQ_ERROR_DOUBLE_FREE";
-    /// Bytes beyond a block's end.
+    /// A range beyond the end of a block.
     OutOfBounds = 19, c"AQ_ERROR_OUT_OF_BOUNDS";
-    /// A use that excludes this one.
+    /// Another use excludes this one.
     Busy = 20, c"AQ_ERROR_BUSY";
-    /// As many as there may be.
+    /// The maximum number is reached.
     Capacity = 21, c"AQ_ERROR_CAPACITY";
     /// The stream captures a graph.
     Capturing = 22, c"AQ_ERROR_CAPTURING";
-    /// A stream that nobody knows.
+    /// An unknown stream.
     UnknownStream = 23, c"AQ_ERROR_UNKNOWN_STREAM";
-    /// Another thread's default stream.
+    /// The default stream of another thread.
     OtherThread = 24, c"AQ_ERROR_OTHER_THREAD";
-    /// The driver or device lacks it.
+    /// The driver or device does not support it.
     Unsupported = 25, c"AQ_ERROR_UNSUPPORTED";
-    /// A deadline passed.
+    /// A deadline has passed.
     TimedOut = 26, c"AQ_ERROR_TIMED_OUT";
-    /// A setting, or a variable of the environment, that cannot be followed.
+    /// An invalid setting or environment variable.
     BadSetting = 27, c"AQ_ERROR_BAD_SETTING";
-    /// A transfer did not come to its end.
+    /// A transfer failed.
     Staging = 28, c"AQ_ERROR_STAGING";
     /// A transfer was cancelled.
     Cancelled = 29, c"AQ_ERROR_CANCELLED";
-    /// A number that is no ticket's.
+    /// An unknown ticket number.
     UnknownTicket = 30, c"AQ_ERROR_UNKNOWN_TICKET";
-    /// A bug of the library, which went no further.
+    /// A panic within the library, which is a bug. It was contained.
     Panic = 31, c"AQ_ERROR_PANIC";
-    /// None of the others.
+    /// Another error.
     Other = 32, c"AQ_ERROR_OTHER";
 }
 
-/// Why a call did nothing: a code and a text. As large as a pointer, since most calls have none.
+/// A status code and a text. One pointer in size, since most calls return none.
 pub(crate) struct Failure(Box<(Status, String)>);
 
 impl Failure {
@@ -143,7 +143,7 @@ fn status_of(error: &MemoryError) -> Status {
         MemoryError::Capacity { .. } => Status::Capacity,
         MemoryError::Capturing { .. } | MemoryError::CaptureInvalidated { .. } => Status::Capturing,
         MemoryError::AlreadyAnnounced { .. } => Status::Busy,
-        // Ids do not cross this border: what is unknown here is a stream.
+        // Ids are not part of this interface. What is unknown here is a stream.
         MemoryError::UnknownId => Status::UnknownStream,
         MemoryError::OtherThread { .. } => Status::OtherThread,
         MemoryError::Unsupported { .. } => Status::Unsupported,

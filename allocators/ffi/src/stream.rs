@@ -1,25 +1,25 @@
-//! The life of foreign streams.
+//! The lifetime of foreign streams.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{device::handle, entry::enter, here, runtime::aq_runtime, status::aq_status};
 use std::ffi::c_void;
 
-/// Takes a stream in whose owner will retire it.
+/// Registers a stream whose owner will retire it.
 ///
 /// # Safety
 /// 1. `stream` is one of the driver's default streams or a stream of the device that is alive.
-/// 2. It stays alive until `aq_stream_retire` has answered for it.
+/// 2. It stays alive until `aq_stream_retire` has returned for it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_stream_register(
     runtime: aq_runtime,
     device: u32,
     stream: *mut c_void,
 ) -> aq_status {
-    // SAFETY: 1. 2. the caller's.
+    // SAFETY: 1. 2. Guaranteed by the caller.
     enter(|| here::with(runtime, |shared| unsafe { shared.register(device, handle(stream)) }))
 }
 
-/// Ends the account of a stream.
+/// Retires a stream.
 ///
 /// # Safety
 /// 1. `stream` is one of the driver's default streams or a stream of the device that is alive.
@@ -29,6 +29,6 @@ pub unsafe extern "C" fn aq_stream_retire(
     device: u32,
     stream: *mut c_void,
 ) -> aq_status {
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     enter(|| here::with(runtime, |shared| unsafe { shared.retire(device, handle(stream)) }))
 }

@@ -1,8 +1,8 @@
-//! What `torch.cuda.memory.CUDAPluggableAllocator` calls, over one runtime of the process.
+//! The functions for `torch.cuda.memory.CUDAPluggableAllocator`, over one runtime of the process.
 //!
-//! PyTorch's own class takes no codes from its hooks: null, and
-//! [`aq_last_error`](crate::entry::aq_last_error), stand for one. Whoever looks at the codes, as
-//! the C++ companion in `python/` does, can raise them.
+//! PyTorch's own class ignores status codes. It takes null as a failure, with the text in
+//! [`aq_last_error`](crate::entry::aq_last_error). A caller that reads the codes can raise them as
+//! exceptions, as the C++ companion in `python/` does.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
@@ -25,15 +25,15 @@ use std::{
 
 /// The process's runtime; 0 before there is one.
 static RUNTIME: AtomicU64 = AtomicU64::new(0);
-/// Held by whoever makes it.
+/// Held while the runtime is created.
 static MAKING: Mutex<()> = Mutex::new(());
 
-/// Blocks that have been recorded on other streams, by their addresses.
+/// Blocks that were recorded on other streams, by address.
 static RECORDED: Mutex<Option<HashMap<u64, Recorded>>> = Mutex::new(None);
-/// Blocks in there: mostly none, and then nobody looks.
+/// Number of blocks in `RECORDED`. Usually 0, which saves the lock.
 static BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Where a block is, and which streams it has been recorded on.
+/// The device of a block, and the streams that it was recorded on.
 struct Recorded {
     device: u32,
     streams: Vec<u64>,
@@ -43,7 +43,7 @@ fn recorded() -> MutexGuard<'static, Option<HashMap<u64, Recorded>>> {
     RECORDED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The runtime, made at the first call unless [`aq_torch_setup`] has.
+/// Returns the runtime, created at the first call unless [`aq_torch_setup`] has created it.
 #[inline]
 pub(crate) fn the_runtime() -> Answer<aq_runtime> {
     match RUNTIME.load(Ordering::Acquire) {
@@ -52,7 +52,8 @@ pub(crate) fn the_runtime() -> Answer<aq_runtime> {
     }
 }
 
-/// Makes the runtime with these options, or with PyTorch's habits: it keeps its streams for good.
+/// Creates the runtime with these options. The defaults fit PyTorch, which never destroys its
+/// streams.
 #[cold]
 fn make(options: Option<aq_runtime_options>) -> Answer<aq_runtime> {
     let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,37 +85,36 @@ pub(crate) fn device_of(device: c_int) -> Answer<u32> {
     })
 }
 
-/// Makes the process's runtime with these options, before PyTorch's first allocation.
+/// Creates the process's runtime with these options, before PyTorch's first allocation.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there
-///    are.
+/// 1. `options` is null, or points to a struct whose first field is its size in bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_setup(options: *const aq_runtime_options) -> aq_status {
     enter(|| {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let options = unsafe { aq_runtime_options::read(options) }?;
         make(Some(options)).map(drop)
     })
 }
 
-/// The process's runtime.
+/// Returns the process's runtime.
 ///
 /// # Safety
 /// 1. `runtime` is null, or points to an `aq_runtime` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_runtime(runtime: *mut aq_runtime) -> aq_status {
-    // SAFETY: 1. the caller's.
+    // SAFETY: 1. Guaranteed by the caller.
     enter(|| unsafe { put(runtime, the_runtime()?, "runtime") })
 }
 
-/// `init`: makes the runtime.
+/// `init`: creates the runtime.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_init(_device_count: c_int) -> aq_status {
     enter(|| the_runtime().map(drop))
 }
 
-/// A block of `size` bytes, which may be none.
+/// Allocates a block of `size` bytes, or returns null for 0 bytes.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
@@ -127,7 +127,7 @@ unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c
         return Ok(null_mut());
     }
     let mut address = 0;
-    // SAFETY: 1. the caller's. 2. a local.
+    // SAFETY: 1. Guaranteed by the caller. 2. A local.
     unsafe {
         allocate(
             the_runtime()?,
@@ -153,14 +153,14 @@ pub unsafe extern "C" fn aq_torch_alloc(
 ) -> *mut c_void {
     let mut memory = null_mut();
     enter(|| {
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         memory = unsafe { take(size, device, stream) }?;
         Ok(())
     });
     memory
 }
 
-/// `alloc`, with a code.
+/// `alloc`, with a status code.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
@@ -174,15 +174,15 @@ pub unsafe extern "C" fn aq_torch_malloc(
 ) -> aq_status {
     enter(|| {
         wanted(memory, "memory")?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         let taken = unsafe { take(size, device, stream) }?;
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. Guaranteed by the caller.
         unsafe { put(memory, taken, "memory") }
     })
 }
 
-/// `free`: behind all that is queued on the streams that the block was recorded on. A device of -1
-/// is whichever it is of.
+/// `free`: frees the block behind all work queued on the streams that it was recorded on. With a
+/// device of -1 the block may be of any device.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_free(
     memory: *mut c_void,
@@ -205,20 +205,21 @@ pub extern "C" fn aq_torch_free(
     })
 }
 
-/// Devices by the addresses that they have had out last, one more than their numbers: where a bare
-/// address is probably of.
+/// A hint table from address to device: the device of the last block there, plus one. Finds the
+/// probable device of a raw address.
 static DEVICES: [AtomicU8; 1 << 14] = [const { AtomicU8::new(0) }; 1 << 14];
 
 #[inline]
 fn device_hint(address: u64) -> &'static AtomicU8 {
-    // Physical handles are of 2 MiB or more, and ranges of devices begin at multiples of much more.
+    // Physical handles have 2 MiB or more, and devices' address ranges begin at much larger
+    // multiples.
     &DEVICES[(address >> 21 ^ address >> 35) as usize % DEVICES.len()]
 }
 
 #[inline]
 fn note_device(address: u64, device: c_int) {
     let (hint, noted) = (device_hint(address), (device + 1) as u8);
-    // Mostly it is there already, and a line that nobody writes is everybody's.
+    // The entry is usually correct already, and a cache line that is not written stays shared.
     if hint.load(Ordering::Relaxed) != noted {
         hint.store(noted, Ordering::Relaxed);
     }
@@ -240,7 +241,8 @@ fn device_by_asking(runtime: aq_runtime, address: u64) -> Answer<u32> {
     })
 }
 
-/// Notes what the block's streams have been given by now. One that cannot be noted keeps the block.
+/// Records the work queued by now on the streams that the block was recorded on. If a use cannot be
+/// recorded, the block is not freed.
 #[cold]
 fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
     let found = recorded().as_mut().and_then(|recorded| recorded.remove(&address));
@@ -249,7 +251,8 @@ fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
     };
     BLOCKS.fetch_sub(1, Ordering::Release);
     for stream in streams {
-        // SAFETY: 1. whoever recorded the block on it keeps the stream until the block is freed.
+        // SAFETY: 1. The caller that recorded the block on the stream keeps the stream alive until
+        // the block is freed.
         unsafe {
             here::with_stream(runtime, device, stream, |_, pool, stream| {
                 Ok(pool.share_raw(address)?.record_use(stream, Access::ReadWrite)?)
@@ -259,8 +262,7 @@ fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
     Ok(())
 }
 
-/// `record_stream`: the block goes to nobody before what is queued on `stream` when it is freed is
-/// done.
+/// `record_stream`: the block is not reused before the work queued on `stream` at its free is done.
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`, until the block is
@@ -273,7 +275,8 @@ pub unsafe extern "C" fn aq_torch_record_stream(
     enter(|| {
         let (address, stream) = (memory.addr() as u64, handle(stream));
         here::with(the_runtime()?, |shared| {
-            // A free of something else at this address would take the note with it.
+            // Only live blocks are recorded: the free of a later block at this address would take
+            // the record.
             let found =
                 shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
             let device = found.ok_or(aquifer::MemoryError::ForeignBlock { address })? as u32;
@@ -290,7 +293,7 @@ pub unsafe extern "C" fn aq_torch_record_stream(
     })
 }
 
-/// `base_alloc`: the block that begins at `memory`, and its bytes.
+/// `base_alloc`: returns the block that begins at `memory`, and its capacity.
 ///
 /// # Safety
 /// 1. `size` is null, or points to a `size_t` that the caller may write.
@@ -304,7 +307,7 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
                 shared.runtime.devices().iter().find_map(|pool| pool.share_raw(address).ok());
             let block = block.ok_or(aquifer::MemoryError::ForeignBlock { address })?;
             if !size.is_null() {
-                // SAFETY: 1. the caller's.
+                // SAFETY: 1. Guaranteed by the caller.
                 unsafe { put(size, block.capacity() as usize, "size") }?;
             }
             base = memory;
@@ -314,7 +317,7 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
     base
 }
 
-/// `memory_fraction`: this part of the device's memory at most.
+/// `memory_fraction`: limits the device to this part of its memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) -> aq_status {
     enter(|| {
@@ -330,7 +333,7 @@ pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) -> aq_s
     })
 }
 
-/// `reset`, which is `empty_cache`: free memory of all devices back to the driver.
+/// `reset`, which is `empty_cache`: gives free memory of all devices back to the driver.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_reset() -> aq_status {
     enter(|| {
@@ -338,8 +341,8 @@ pub extern "C" fn aq_torch_reset() -> aq_status {
             for pool in shared.runtime.devices() {
                 pool.trim(0)?;
                 if pool.stats().cached > 0 {
-                    // What was covered by no event is by now, and where the device is idle that
-                    // event is done.
+                    // The first trim has recorded events for work that none covered. On an idle
+                    // device they are complete now.
                     pool.trim(0)?;
                 }
             }
