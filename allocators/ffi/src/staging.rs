@@ -43,9 +43,9 @@ struct Part {
     stream: Stream,
 }
 
-// SAFETY: 1. The range lies in a block that this reference keeps from being freed. The header
-// states that parts that C code names twice have undefined contents. 2. As for the block. 3. A
-// stream that may be destroyed at any time is not returned.
+// SAFETY: 1. The range lies in a block that this reference keeps from being freed. If C code names
+// overlapping parts, their contents are undefined. 2. As for the block. 3. A stream that may be
+// destroyed at any time is not returned.
 unsafe impl Operand for Part {
     fn range(&self) -> DeviceRange {
         self.range
