@@ -1,58 +1,61 @@
-//! Limits on bytes, in a tree, exact at every instant.
+//! Byte budgets: hierarchical limits on memory, exact at every instant.
 //!
-//! [`Budget::charge`] takes bytes from a budget and from all above it, and answers with a
-//! [`Charge`], which gives exactly those bytes back when it is dropped. The bytes stand in the
-//! charge, so releasing one never depends on what others did meanwhile: an account kept as the
-//! difference of two readings of a shared counter drifts as soon as two threads allocate
-//! at once. [`Budget::reserve`] takes bytes all at once or not at all, and hands them out later: a
-//! [`Reservation`] draws charges that cannot be refused any more.
-//!
+//! [`Budget::charge`] takes bytes from a budget and from all its ancestors. It returns a
+//! [`Charge`], which gives exactly those bytes back when it is dropped. The charge stores its own
+//! size, so a release does not depend on concurrent operations and the accounts cannot drift.
+//! [`Budget::reserve`] takes bytes all at once or not at all. The resulting [`Reservation`] then
+//! draws charges that cannot fail.
 //! ```text
 //!   process ── host node or device ── pool ── tenant or tag
 //!     96 GiB        80 GiB            80 GiB      8 GiB, of which 2 guaranteed
 //!
-//!   used:  0 ────── charge(60) ── 60 ── reserve(40) ── 100 ── draw(30) ── 100 ── drop reservation ── 90
-//!   limit: 100                              ▲ a charge of one byte is refused from here ……………………… to here
+//!   used:  0 ─ charge(60) ─ 60 ─ reserve(40) ─ 100 ─ draw(30) ─ 100 ─ drop reservation ─ 90
+//!   limit: 100                                ▲ a charge of one byte is refused ▲ until here
 //! ```
 //!
 //! | module | holds |
 //! |---|---|
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `lock` | the lock of a tree |
-//! | `node` | how nodes come and go |
-//! | `admission` | the way in and out |
+//! | `lock` | the lock of a tree |
+//! | `node` | creation and recycling of nodes |
+//! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
 //! | `together` | [`Budget::reserve_all`]: several nodes at once |
 //! | `refusal` | [`OutOfBudget`], [`Raise`] |
-//! | `wait` | [`Waiting`]: the line |
-//! | `lease` | [`Lease`]: bytes paid for in advance |
-//! | `level` | [`Level`]: soft limits and who is told |
-//! | `reclaim` | [`Reclaim`]: who can give bytes back |
-//! | `hooks` | calling what others have registered |
+//! | `wait` | [`Waiting`]: the wait queue |
+//! | `lease` | [`Lease`]: prepaid bytes |
+//! | `level` | [`Level`]: soft limits and their hooks |
+//! | `reclaim` | [`Reclaim`]: holders of memory that can be reclaimed |
+//! | `hooks` | calls of registered hooks |
 //!
 //! # The protocol
-//! All of a tree has one spin lock. A charge looks at every node from its own up to the root inside
-//! of it, and adds to all or to none. So it is atomic: nobody ever sees a node above its limit,
-//! nobody is refused for bytes that a charge under way is about to give back, and of several nodes
-//! that have no room the lowest one refuses. What is inside the lock is loads and plain stores,
-//! some 10 ns for four nodes; four counters that are each exact would take four locked instructions
-//! each way, and a charge that is refused at the root would have been seen, and refused others, at
-//! the three below it.
+//! Each tree has one spin lock. A charge checks every node from its own up to the root under this
+//! lock, and adds to all of them or to none. So a charge is atomic:
 //!
-//! Nothing is called inside the lock and nothing allocates there. Wakers, hooks and reclaimers are
-//! called after it, with no lock held. A release never blocks: not on the line of those who wait,
-//! nor on a hook that another thread is in.
+//! - No thread sees a node above its limit.
+//! - A charge is not refused because of another charge that is later rolled back.
+//! - If several nodes lack room, the lowest one is reported.
 //!
-//! # What a node promises
-//! 1. `used` is the sum of the charges and reservations here and below, and of what leases hold.
-//! 2. `used` grows only where it stays at or below the limit. A limit that was set below it refuses
-//!    until it is met.
-//! 3. Guaranteed bytes are had whatever others charge: they are set aside at the parent from the
-//!    moment they are guaranteed. Only a limit above that is lowered below its guarantees can take
-//!    them away.
+//! The critical section is a few loads and plain stores. Separate exact counters per node would
+//! need one atomic read-modify-write each, and a charge refused at the root would be visible below
+//! for a moment.
+//!
+//! Under the lock no callback runs and nothing allocates. Wakers, hooks and reclaimers are called
+//! afterwards, with no lock held. A release never blocks: neither on the wait queue nor on a hook
+//! that runs in another thread.
+//!
+//! # Invariants
+//! 1. `used` is the sum of the charges and reservations here and below, and of the bytes that
+//!    leases hold.
+//! 2. `used` grows only while the sum stays at or below the limit. A limit set below `used` refuses
+//!    charges until enough bytes are released.
+//! 3. Guaranteed bytes are available whatever other budgets charge: they are set aside at the
+//!    parent from the moment of the guarantee. Only lowering an ancestor's limit below its
+//!    guarantees can take them away.
 //! 4. A refusal names the node that has no room, and changes nothing.
-//! 5. Whoever waits is served by priority, then in order, and never lost; see `wait`.
-//! 6. Bytes that could not be freed stay charged until they are.
+//! 5. Waiters are served by priority, then in order of arrival, and no wakeup is lost (see `wait`).
+//! 6. Bytes that could not be freed stay charged until they are freed.
 
 mod admission;
 mod charge;
@@ -80,14 +83,16 @@ use crate::{Tag, sync::atomic::Ordering::Relaxed};
 use node::Node;
 use std::{fmt, time::Instant};
 
-/// A limit on bytes, shared by whoever clones it; a node of a tree of them.
+/// A shared limit on bytes: a node in a tree of budgets.
+///
+/// Clones are handles to the same node.
 ///
 /// ```
 /// use aquifer_core::Budget;
 /// let device = Budget::new("device 0", 100);
 /// let tenant = device.child("tenant a", 80);
 /// let other = device.child("tenant b", 100);
-/// other.set_guarantee(30)?;                    // set aside, so that nobody else takes it
+/// other.set_guarantee(30)?;                    // set aside: other budgets cannot charge it
 /// let most = tenant.charge(70)?;
 /// assert_eq!(tenant.charge(5).unwrap_err().budget, "device 0");
 /// assert_eq!((device.used(), device.remaining(), other.remaining()), (70, 0, 30));
@@ -99,61 +104,61 @@ pub struct Budget {
     node: &'static Node,
 }
 
-/// What stands at one node, at one moment. Bytes, unless a name says otherwise.
+/// The figures of one node at one moment, in bytes unless noted.
 ///
-/// Its example is that of [`Budget`].
+/// See the example of [`Budget`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Figures {
-    /// The name given at the start.
+    /// The name given at creation.
     pub name: &'static str,
-    /// In charges and reservations here and below, and in leases.
+    /// Bytes in charges and reservations here and below, and in leases.
     pub used: u64,
-    /// The same, and what is set aside for the guarantees of those below.
+    /// `used`, plus the bytes set aside for the guarantees of the descendants.
     pub held: u64,
     /// The limit.
     pub limit: u64,
-    /// What nobody else can take.
+    /// The bytes that no other budget can take.
     pub guarantee: u64,
-    /// The most that was used at once.
+    /// The maximum of `used`.
     pub peak: u64,
-    /// Used, though a free was tried: it has failed so far.
+    /// Bytes whose release has failed so far. They are part of `used`.
     pub stranded: u64,
-    /// The level.
+    /// The pressure level.
     pub level: Level,
     /// The priority of charges and waits (a number).
     pub priority: i32,
 }
 
 impl Budget {
-    /// A budget of `limit` bytes with none above it, and a name for its errors: a literal, or a
-    /// tag's.
+    /// Creates a root budget of `limit` bytes. `name` appears in its errors: a literal, or the name
+    /// of a tag.
     #[must_use]
     pub fn new(name: &'static str, limit: u64) -> Self {
         Self { node: Node::claim(None, name, limit) }
     }
 
-    /// A budget that only counts.
+    /// Creates a root budget without a limit, which only counts.
     #[must_use]
     pub fn unlimited(name: &'static str) -> Self {
         Self::new(name, u64::MAX)
     }
 
-    /// A budget below this one: what is charged to it is charged here as well. Its priority is this
-    /// one's. It lasts as long as anybody has it or has bytes of it.
+    /// Creates a budget below this one: what is charged to it is charged here as well. It inherits
+    /// this budget's priority. It lives as long as a handle to it or a charge of it exists.
     #[must_use]
     pub fn child(&self, name: &'static str, limit: u64) -> Self {
         Self { node: Node::claim(Some(self.node), name, limit) }
     }
 
-    /// Takes `bytes` here and in every budget above, or nothing. Never blocks.
+    /// Takes `bytes` here and from every ancestor, or nothing. Never blocks.
     ///
-    /// Where others wait for room that the bytes would take, only a higher priority passes them.
+    /// If others wait for room that the bytes would take, only a charge with a higher priority is
+    /// granted.
     ///
-    /// It takes the tree's lock for some 10 ns, and its release does. One thread hardly notices;
-    /// sixteen that charge all the time take turns, 386 ns for each charge and release on an H200's
-    /// host. Threads that charge often charge a [lease](Budget::lease) of their own, which asks the
-    /// tree once for many charges: 1.8 ns then.
+    /// Each charge and each release takes the tree's lock for a short time. Threads that charge
+    /// often contend for it. They should charge a [lease](Budget::lease) of their own, which goes
+    /// to the tree once for many charges.
     ///
     /// # Errors
     /// [`OutOfBudget`] of the nearest budget that has no room, with its figures of that moment.
@@ -163,7 +168,7 @@ impl Budget {
         Ok(Charge::granted(self.node, bytes))
     }
 
-    /// As [`Budget::charge`], by this priority instead of the budget's own.
+    /// Like [`Budget::charge`], but with this priority instead of the budget's own.
     ///
     /// # Errors
     /// As [`Budget::charge`].
@@ -173,7 +178,7 @@ impl Budget {
         Ok(Charge::granted(self.node, bytes))
     }
 
-    /// Takes `bytes` at once to be drawn later, or nothing. Never blocks.
+    /// Takes `bytes` at once, to be drawn later, or nothing. Never blocks.
     ///
     /// # Errors
     /// As [`Budget::charge`].
@@ -182,7 +187,7 @@ impl Budget {
         self.charge(bytes).map(Reservation::from)
     }
 
-    /// As [`Budget::reserve`], waiting as [`Budget::charge_by`] does. By a future:
+    /// Like [`Budget::reserve`], but waits as [`Budget::charge_by`] does. The asynchronous form is
     /// `budget.charge_async(bytes).await.map(Reservation::from)`.
     ///
     /// # Errors
@@ -195,63 +200,65 @@ impl Budget {
         self.charge_by(bytes, deadline).map(Reservation::from)
     }
 
-    /// The name given at the start.
+    /// Returns the name given at creation.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.node.name()
     }
 
-    /// Bytes in charges and reservations, here and below, and in leases.
+    /// Returns the bytes in charges and reservations, here and below, and in leases.
     #[inline]
     #[must_use]
     pub fn used(&self) -> u64 {
         self.node.used.load(Relaxed)
     }
 
-    /// Bytes of [`Budget::used`] that leases here and below have spare: live bytes are the
-    /// difference.
+    /// Returns the part of [`Budget::used`] that leases here and below hold as spare. The
+    /// difference is the live bytes.
     #[must_use]
     pub fn spare(&self) -> u64 {
         self.node.spare()
     }
 
-    /// The limit, in bytes.
+    /// Returns the limit, in bytes.
     #[inline]
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.node.limit.load(Relaxed)
     }
 
-    /// Bytes that a charge could take now, here and in every budget above. What leases have spare
-    /// comes on top.
+    /// Returns the bytes that a charge could take now, here and in every ancestor. The spare bytes
+    /// of leases are not included, but a charge can take them too.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         let _inside = self.node.tree.lock.enter();
         self.node.room(self.node.priority.load(Relaxed))
     }
 
-    /// As [`Budget::remaining`], from figures that are read one after another while others move
-    /// them, without the tree's lock: for whoever compares many budgets, and charges one of them
-    /// afterwards, which decides. By another priority than the budget's own, if one is given.
+    /// Returns an estimate of [`Budget::remaining`] without taking the tree's lock.
+    ///
+    /// The figures are read one after another while other threads change them. Use it to compare
+    /// many budgets before charging one of them, since the charge itself is exact. `priority`
+    /// replaces the budget's own priority if given.
     #[inline]
     #[must_use]
     pub fn estimate(&self, priority: Option<i32>) -> u64 {
         self.node.glance(|| priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
-    /// Sets the limit for charges from now on. Below what is used it refuses all of them until
-    /// enough has been given back; answers with that excess, in bytes, after what leases had spare.
-    /// [`Budget::shrink`] asks for it too.
+    /// Sets the limit for charges from now on, and returns the excess in bytes: how far `used` is
+    /// above the limit, after the spare bytes of leases are recalled.
     ///
-    /// A guarantee above the limit is lowered to it. Whoever waits is served if there is room now,
-    /// and refused if there can be none.
+    /// While there is an excess, every charge is refused. [`Budget::shrink`] also reclaims the
+    /// excess. A guarantee above the limit is lowered to it. Waiters are served if there is room
+    /// now, and refused if there can never be room.
     pub fn set_limit(&self, limit: u64) -> u64 {
         let node = self.node;
         {
             let _inside = node.tree.lock.enter();
             node.limit.store(limit, Relaxed);
             if node.guarantee.load(Relaxed) > limit {
-                // Less than before is never refused.
+                // Lowering a guarantee cannot fail.
                 let _ = node.guarantee(limit);
             }
             node.refresh();
@@ -263,12 +270,11 @@ impl Budget {
         self.used().saturating_sub(limit)
     }
 
-    /// Guarantees `bytes` to this budget and those below it, instead of what was guaranteed before:
-    /// they are set aside in every budget above, so that no charge but these can take them.
-    ///
+    /// Guarantees `bytes` to this budget and its descendants, and replaces the previous guarantee.
+    /// The bytes are set aside in every ancestor, so that no other charge can take them.
     /// # Errors
-    /// [`OutOfBudget`] of the nearest budget above that cannot set as much aside, or of this one
-    /// where its limit is lower.
+    /// [`OutOfBudget`] of the nearest ancestor that cannot set that much aside, or of this budget
+    /// if its limit is lower.
     pub fn set_guarantee(&self, bytes: u64) -> Result<(), OutOfBudget> {
         let node = self.node;
         let set = || {
@@ -279,56 +285,57 @@ impl Budget {
         if answer.is_err() && node.recall_all() > 0 {
             answer = set();
         }
-        // Less set aside is room for others, and more may be too much for somebody who waits.
+        // A lower guarantee frees room for waiters. A higher one may make a wait unsatisfiable.
         if answer.is_ok() {
             node.tree.line.look();
         }
         answer
     }
 
-    /// The bytes guaranteed to this budget.
+    /// Returns the bytes guaranteed to this budget.
     #[must_use]
     pub fn guarantee(&self) -> u64 {
         self.node.guarantee.load(Relaxed)
     }
 
-    /// Sets the priority of this budget's charges and waits from now on; higher is served first.
-    /// Children made later inherit it.
+    /// Sets the priority of this budget's charges and waits from now on. Higher priorities are
+    /// served first. Children created later inherit it.
     pub fn set_priority(&self, priority: i32) {
         self.node.priority.store(priority.into(), Relaxed);
     }
 
-    /// The most bytes that were used at once since the start or the last [`Budget::reset_peak`].
+    /// Returns the maximum of [`Budget::used`] since creation or the last [`Budget::reset_peak`].
     #[must_use]
     pub fn peak(&self) -> u64 {
         self.node.peak.load(Relaxed)
     }
 
-    /// Starts the peak anew from what is used now.
+    /// Resets the peak to what is used now.
     pub fn reset_peak(&self) {
         let _inside = self.node.tree.lock.enter();
         self.node.peak.store(self.used(), Relaxed);
         self.node.refresh();
     }
 
-    /// Bytes whose free has failed, here and below; they are part of [`Budget::used`].
+    /// Returns the bytes whose release has failed, here and below. They are part of
+    /// [`Budget::used`].
     #[must_use]
     pub fn stranded(&self) -> u64 {
         self.node.stranded.load(Relaxed)
     }
 
-    /// The budget above, if there is one.
+    /// Returns the parent budget, or `None` for a root.
     #[must_use]
     pub fn parent(&self) -> Option<Budget> {
         self.node.above.first().map(|parent| parent.know())
     }
 
-    /// The budgets right below that anybody has, or has bytes of.
+    /// An iterator over the live children: those with a handle or with charged bytes.
     pub fn children(&self) -> impl Iterator<Item = Budget> {
         self.node.children()
     }
 
-    /// All figures of this node, of one moment.
+    /// Returns all figures of this node, read at one moment.
     #[must_use]
     pub fn figures(&self) -> Figures {
         let (node, name) = (self.node, self.name());
@@ -343,12 +350,12 @@ impl Budget {
             peak: self.peak(),
             stranded: self.stranded(),
             level: self.level(),
-            // It was one.
+            // The value was stored from an `i32`.
             priority: i32::try_from(node.priority.load(Relaxed)).unwrap_or_default(),
         }
     }
 
-    /// Whether both are handles to one account.
+    /// Returns `true` if both are handles to the same node.
     #[must_use]
     pub fn is(&self, other: &Budget) -> bool {
         std::ptr::eq(self.node, other.node)
@@ -378,12 +385,12 @@ impl fmt::Debug for Budget {
     }
 }
 
-/// Bytes and how many blocks one tag holds.
+/// The live bytes and blocks of one tag.
 ///
-/// Its example is that of [`OutOfMemory`](crate::OutOfMemory).
+/// See the example of [`OutOfMemory`](crate::OutOfMemory).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Holding {
-    /// Whose.
+    /// The tag.
     pub tag: Tag,
     /// Live bytes.
     pub bytes: u64,

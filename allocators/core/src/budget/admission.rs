@@ -1,5 +1,5 @@
-//! The way in and out: every charge, reservation, draw from the tree by a lease and release goes
-//! through here. What takes bytes of several nodes at once does its own adding, in `together`.
+//! Charging and releasing: every charge, reservation, lease refill and release goes through here.
+//! Only `together`, which charges several nodes at once, adds to the sums itself.
 
 use super::{
     lock::Inside,
@@ -10,8 +10,8 @@ use super::{
 use crate::sync::atomic::Ordering::Relaxed;
 
 impl Tree {
-    /// What a refusal leaves to try before it stands: at `nodes` at most, which is how many could
-    /// refuse.
+    /// Retries a refused charge after recalling spare bytes, at most `nodes` times: as many nodes
+    /// could refuse.
     #[cold]
     pub(super) fn insist(
         &self,
@@ -19,8 +19,8 @@ impl Tree {
         nodes: usize,
         again: impl Fn() -> Result<(), Refused>,
     ) -> Result<(), OutOfBudget> {
-        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks.
-        // Then the next one may.
+        // Any charge may use the spare bytes of leases. Those below the refusing node are what it
+        // lacks. Afterwards the next node may refuse.
         for _ in 0..nodes {
             if refused.0.recall() == 0 {
                 break;
@@ -30,7 +30,7 @@ impl Tree {
                 Err(next) => refused = next,
             }
         }
-        // The first in line may be one whose deadline has passed, with nobody there to see it.
+        // The first waiter may have an expired deadline that no thread has acted on yet.
         if self.line.is_waited_for() {
             self.line.look();
             return again().map_err(|(_, refusal)| refusal);
@@ -40,7 +40,7 @@ impl Tree {
 }
 
 impl Node {
-    /// Takes `bytes` here and above, or nothing. Never blocks.
+    /// Takes `bytes` here and from every ancestor, or nothing. Never blocks.
     #[inline]
     pub(super) fn take(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let inside = self.tree.lock.enter();
@@ -50,7 +50,7 @@ impl Node {
         self.take_slowly(inside, bytes, self.priority.load(Relaxed))
     }
 
-    /// The same by another priority than the node's own.
+    /// Like [`Node::take`], but with `priority` instead of the node's own.
     #[inline]
     pub(super) fn take_as(&'static self, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
         let inside = self.tree.lock.enter();
@@ -71,7 +71,7 @@ impl Node {
         })
     }
 
-    /// As [`Node::take`], without taking back what leases hold.
+    /// Like [`Node::take`], without recalling the spare bytes of leases.
     pub(super) fn take_now(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let priority = self.priority.load(Relaxed);
         self.take_inside(self.tree.lock.enter(), bytes, priority).map_err(|(_, refusal)| refusal)
@@ -92,7 +92,7 @@ impl Node {
         Ok(())
     }
 
-    /// Gives back what was taken. Never blocks.
+    /// Releases charged bytes. Never blocks.
     #[inline]
     pub(super) fn give(&'static self, bytes: u64) {
         let inside = self.tree.lock.enter();
@@ -104,7 +104,8 @@ impl Node {
         if crossed || waited {
             self.follow_up(crossed, waited);
         }
-        // From here on somebody else may have the node; then it is not idle, and stays.
+        // From here on another thread may recycle and reuse the node. It is live then, and
+        // `leave_if_unknown` leaves it alone.
         if last && self.handles.load(Relaxed) == 0 {
             self.leave_if_unknown();
         }
@@ -120,7 +121,7 @@ impl Node {
         }
     }
 
-    /// Takes back what leases here and below have spare; answers with how much that was.
+    /// Recalls the spare bytes of leases here and below. Returns how many there were.
     #[cold]
     pub(super) fn recall(&'static self) -> u64 {
         let mut bytes = 0;
@@ -132,12 +133,12 @@ impl Node {
         bytes
     }
 
-    /// Takes back what leases of the whole tree have spare.
+    /// Recalls the spare bytes of all leases of the tree.
     pub(super) fn recall_all(&'static self) -> u64 {
         self.above.last().copied().unwrap_or(self).recall()
     }
 
-    /// Bytes that leases here and below have spare.
+    /// Returns the spare bytes of leases here and below.
     pub(super) fn spare(&'static self) -> u64 {
         let mut bytes = 0;
         self.walk(&mut |node| bytes += node.leases.iter().map(|shell| shell.spare()).sum::<u64>());

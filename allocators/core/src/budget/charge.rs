@@ -1,23 +1,23 @@
-//! Bytes that were taken: charges, reservations, and charges whose free has failed.
+//! Charged bytes: charges, reservations, and charges whose release has failed.
 
 use super::{Budget, node::Node, refusal::OutOfBudget};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::{fmt, mem::ManuallyDrop};
 
-/// Bytes taken from a [`Budget`] and from all above it, given back when this is dropped.
+/// Bytes taken from a [`Budget`] and all its ancestors, given back when this is dropped.
 ///
-/// Keep it beside what it pays for: a physical handle, a region, a block. Forgetting one keeps the
-/// bytes charged. Dropping one never blocks; it may call hooks of levels, and wake whoever waits.
+/// Store it next to the resource that it pays for: a physical handle, a region, a block. Forgetting
+/// it keeps the bytes charged. Dropping it never blocks, but may call level hooks and wake waiters.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Charge {
-    /// No handle of its own, since the bytes keep the node; a handle if there are no bytes.
+    /// A counted handle only if `bytes` is zero. Otherwise the bytes keep the node live.
     budget: ManuallyDrop<Budget>,
-    /// Exactly what `drop` gives back.
+    /// Exactly the bytes that `drop` gives back.
     bytes: u64,
 }
 
 impl Charge {
-    /// What [`Node::take`] has let pass.
+    /// Creates the charge that [`Node::take`] has granted.
     #[inline]
     pub(super) fn granted(node: &'static Node, bytes: u64) -> Self {
         if bytes == 0 {
@@ -26,20 +26,20 @@ impl Charge {
         Self { budget: ManuallyDrop::new(Budget { node }), bytes }
     }
 
-    /// Bytes it holds.
+    /// Returns the charged bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The budget it is charged to.
+    /// Returns the budget that is charged.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it
-    /// is.
+    /// Splits off a charge of `bytes`, or returns `None` if this one holds fewer. The total does
+    /// not change.
     #[must_use]
     pub fn split(&mut self, bytes: u64) -> Option<Charge> {
         let rest = self.bytes.checked_sub(bytes)?;
@@ -51,27 +51,27 @@ impl Charge {
         Some(Charge::granted(node, bytes))
     }
 
-    /// Takes in another charge of the same budget; hands it back untouched if it is of another.
+    /// Merges another charge of the same budget into this one.
     ///
     /// # Errors
-    /// The other charge.
+    /// The other charge, unchanged, if it belongs to a different budget.
     pub fn merge(&mut self, mut other: Charge) -> Result<(), Charge> {
         if !self.budget.is(&other.budget) {
             return Err(other);
         }
         if self.bytes == 0 {
-            // Whichever has no bytes has a handle, and goes.
+            // The charge without bytes owns a handle, and is dropped.
             std::mem::swap(&mut self.bytes, &mut other.bytes);
         } else if other.bytes > 0 {
             let other = ManuallyDrop::new(other);
-            // Both are parts of one u64 that did not overflow when they were taken.
+            // Cannot overflow: both are parts of the same `u64` sum.
             self.bytes += other.bytes;
         }
         Ok(())
     }
 
-    /// Says that what this pays for could not be freed. The bytes stay charged, and are counted as
-    /// stranded here and above, until the owner has freed it after all.
+    /// Marks the bytes as stranded: the resource that they pay for could not be freed. They stay
+    /// charged, and are counted as stranded here and in every ancestor until a later free succeeds.
     #[must_use = "the owner can try again"]
     pub fn strand(self) -> StrandedCharge {
         self.budget.node.strand(self.bytes);
@@ -96,13 +96,13 @@ impl fmt::Debug for Charge {
     }
 }
 
-/// Bytes taken all at once and drawn bit by bit; what is left is given back when this is dropped.
+/// Bytes taken all at once and drawn in parts. The rest is given back when this is dropped.
 ///
 /// ```
 /// use aquifer_core::Budget;
 /// let budget = Budget::new("device 0", 100);
 /// let mut held = budget.reserve(80)?;
-/// let first = held.draw(30)?;                  // cannot be refused by anybody else's charges
+/// let first = held.draw(30)?;                  // cannot be refused because of other charges
 /// assert_eq!((held.remaining(), budget.used()), (50, 80));
 /// drop(held);
 /// assert_eq!(budget.used(), first.bytes());
@@ -115,17 +115,18 @@ pub struct Reservation {
 }
 
 impl From<Charge> for Reservation {
-    /// All of a charge's bytes, to be drawn later: how a reservation is waited for by a future.
+    /// Creates a reservation of all bytes of a charge. This is how a reservation is awaited.
     fn from(rest: Charge) -> Self {
         Self { rest }
     }
 }
 
 impl Reservation {
-    /// Takes `bytes` out of what is held, as a charge of their own.
+    /// Splits `bytes` off the reservation as a charge.
     ///
     /// # Errors
-    /// [`OutOfBudget`] with the reservation's own figures if it holds fewer; it is as it was.
+    /// [`OutOfBudget`] with the reservation's own figures if it holds fewer. The reservation is
+    /// unchanged then.
     pub fn draw(&mut self, bytes: u64) -> Result<Charge, OutOfBudget> {
         let held = self.rest.bytes;
         self.rest.split(bytes).ok_or_else(|| OutOfBudget {
@@ -137,29 +138,29 @@ impl Reservation {
         })
     }
 
-    /// Puts back what was drawn and not used; hands it back untouched if it is of another budget.
+    /// Returns a drawn charge to the reservation.
     ///
     /// # Errors
-    /// The charge.
+    /// The charge, unchanged, if it belongs to a different budget.
     pub fn put_back(&mut self, drawn: Charge) -> Result<(), Charge> {
         self.rest.merge(drawn)
     }
 
-    /// Bytes not drawn yet.
+    /// Returns the bytes that are not drawn yet.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         self.rest.bytes
     }
 
-    /// The budget that the bytes are charged to.
+    /// Returns the budget that the bytes are charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.rest.budget
     }
 }
 
-/// A charge for what could not be freed. Its bytes stay charged, also when this is dropped: the
-/// memory is still held.
+/// A charge for a resource that could not be freed. Its bytes stay charged, even when this is
+/// dropped, since the memory is still allocated.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -179,22 +180,22 @@ pub struct StrandedCharge {
 }
 
 impl StrandedCharge {
-    /// Bytes that are still charged.
+    /// Returns the bytes that are still charged.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.charge.bytes
     }
 
-    /// The budget that they are charged to.
+    /// Returns the budget that they are charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.charge.budget
     }
 
-    /// Tries again: gives the bytes back if `free` succeeds.
+    /// Retries the release: gives the bytes back if `free` succeeds.
     ///
     /// # Errors
-    /// The charge, as it was, and the error of `free`.
+    /// The unchanged charge, and the error of `free`.
     pub fn retry<T, E>(self, free: impl FnOnce() -> Result<T, E>) -> Result<T, (Self, E)> {
         match free() {
             Ok(value) => {
@@ -205,7 +206,7 @@ impl StrandedCharge {
         }
     }
 
-    /// Gives the bytes back: what they pay for has been freed.
+    /// Gives the bytes back after the resource has been freed.
     pub fn freed(self) {
         let charge = ManuallyDrop::into_inner(self.charge);
         charge.budget.node.unstrand(charge.bytes);

@@ -1,19 +1,22 @@
-//! Budgets in a process that forks.
+//! Fork safety of budgets.
 //!
-//! A child of a fork has one thread. The lock of a tree that another thread of its parent held at
-//! that moment would stay taken for ever there, and the figures that it guards half changed. So the
-//! forking thread takes the locks of all trees before the fork, and both processes give them back
-//! after it. This crate makes no system calls: `aquifer_driver::forks` has the C library call these
-//! two, as soon as a driver or a pool of host memory is there.
+//! The child of a fork has one thread. If another thread of the parent held a tree's lock at that
+//! moment, the lock would stay locked in the child, with the figures half changed. So the forking
+//! thread locks all trees before the fork, and both processes unlock them afterwards.
 //!
-//! Nothing is allocated meanwhile: an allocation may be charged. A thread that holds the lock of a
-//! tree takes no other lock and calls nothing, so the locks can be waited for in any order.
+//! This crate makes no system calls. `aquifer_driver::forks` registers these two functions with the
+//! C library (`pthread_atfork`) as soon as a driver or a pool of host memory exists.
+//!
+//! - Nothing allocates between the two calls, since an allocation may be charged.
+//! - A thread that holds the lock of a tree takes no other lock and makes no calls, so the locks
+//!   may be taken in any order.
 
 use super::node::{Node, ROOTS};
 use std::cell::Cell;
 
 thread_local! {
-    /// How many trees this thread holds while it forks. Const and without a destructor: nothing is allocated for it.
+    /// The number of trees that this thread has locked for a fork. `const` and without a
+    /// destructor, so that access does not allocate.
     static HELD: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -21,17 +24,17 @@ fn roots() -> impl Iterator<Item = &'static Node> {
     ROOTS.iter()
 }
 
-/// Takes the locks of all trees of budgets that there are. Blocks for as long as charges take. To
-/// be followed by [`after`] on the same thread, and by no other call of a budget before that.
+/// Locks all trees of budgets. Blocks until running charges are done. The same thread must call
+/// [`after`] next, with no other call of a budget in between.
 pub fn before() {
-    // A tree that is made from here on is known to another thread alone, which a child does not
-    // have.
+    // A tree created from here on is known only to another thread, which the child does not have.
     let held = roots().map(|root| root.tree.lock.enter().keep()).count();
     HELD.set(held);
 }
 
-/// Gives back what [`before`] has taken on this thread, or on the thread of the parent that forked.
+/// Unlocks what [`before`] has locked on this thread. In the child, this is the copy of the forking
+/// thread.
 pub fn after() {
-    // Lists of trees only grow at their end.
+    // Trees are only appended to the list.
     roots().take(HELD.replace(0)).for_each(|root| root.tree.lock.give_back());
 }

@@ -1,4 +1,4 @@
-//! What somebody has asked to be called, by the one who calls it.
+//! Lists of registered hooks, and their calls.
 
 use crate::{
     panics::contain,
@@ -13,12 +13,11 @@ use std::sync::Arc;
 /// All hooks, with their numbers.
 type All<H> = Option<Arc<[(u64, H)]>>;
 
-/// A list that is read without allocating: a charge may be made by the allocator that an allocation
-/// here would call.
+/// A list of hooks that is read without allocating, since the allocator itself may charge a budget.
 pub(super) struct Hooks<H> {
-    /// Whole lists take each other's place.
+    /// Immutable lists, replaced as a whole.
     list: Mutex<All<H>>,
-    /// Held by whoever makes the next list.
+    /// Serialises writers. Holds the last number issued.
     changing: Mutex<u64>,
     panics: AtomicU64,
 }
@@ -28,12 +27,12 @@ impl<H: Clone> Hooks<H> {
         Self { list: Mutex::new(None), changing: Mutex::new(0), panics: AtomicU64::new(0) }
     }
 
-    /// The hooks of this moment.
+    /// Returns the current hooks.
     pub(super) fn now(&self) -> All<H> {
         lock(&self.list).clone()
     }
 
-    /// Adds one; answers with its number, which is given once.
+    /// Adds a hook and returns its unique number.
     pub(super) fn add(&self, hook: H) -> u64 {
         let mut number = lock(&self.changing);
         *number += 1;
@@ -56,7 +55,7 @@ impl<H: Clone> Hooks<H> {
                 .collect();
             (self.put(Some(next)), all)
         };
-        // What a hook has captured may call back when it goes.
+        // Dropping a hook may run foreign code, so it happens outside the lock.
         drop(gone);
     }
 
@@ -69,7 +68,7 @@ impl<H: Clone> Hooks<H> {
         std::mem::replace(&mut *lock(&self.list), next)
     }
 
-    /// Calls a hook. One that panics is counted, and the caller goes on.
+    /// Calls a hook. A panic is caught and counted.
     pub(super) fn call<R>(&self, hook: impl FnOnce() -> R) -> Option<R> {
         let answer = contain(hook);
         if answer.is_none() {

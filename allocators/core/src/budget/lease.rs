@@ -1,4 +1,4 @@
-//! Bytes paid for in advance, so that a live-byte limit costs its tenant next to nothing.
+//! Leases: prepaid bytes, so that a limit on live bytes costs little per charge.
 //!
 //! ```text
 //!   the tree    ──── used: 128 KiB ──────────────────────────────────────────
@@ -7,15 +7,18 @@
 //!                      charge ──►│◄── release            one atomic of its own
 //! ```
 //!
-//! A lease takes its bytes from the tree by grains, and serves charges from what it has spare.
-//! Spare bytes are anybody's who needs them: before a charge is refused, when somebody gets in line
-//! and when a limit is lowered, they are recalled, by the one who needs them and without the owner.
-//! While anybody waits, or more is used than a limit that was lowered allows, nothing is kept
-//! spare. So a limit on live bytes is exact: a charge is refused only where live bytes leave no
-//! room for it, though it cost a look at every lease to see that.
+//! A lease takes bytes from the tree in units of a grain, and serves charges from its spare bytes.
 //!
-//! Whoever makes bytes spare looks afterwards whether anybody waits or a limit was lowered; whoever
-//! waits or lowers one says so and recalls afterwards. One of the two sees the other.
+//! - Spare bytes are available to every charge of the tree. Before a charge is refused, when a
+//!   waiter enters the queue and when a limit is lowered, the spare bytes are recalled by the
+//!   thread that needs them, without the lease's owner.
+//! - While there is a waiter, or use exceeds a lowered limit, a lease keeps no spare bytes.
+//! - So a limit on live bytes is exact: a charge is refused only if the live bytes leave no room
+//!   for it. A refusal has to visit every lease.
+//!
+//! A thread that makes bytes spare checks afterwards for waiters and lowered limits. A thread that
+//! waits or lowers a limit publishes that first and recalls afterwards. So one of the two sees the
+//! other.
 
 use super::{Budget, node::Node, refusal::OutOfBudget};
 use crate::sync::{
@@ -27,37 +30,36 @@ use crate::sync::{
 };
 use std::fmt;
 
-/// Set in `spare` when the lease is closed: nothing is kept from then on.
+/// Set in `spare` when the lease is closed: from then on no bytes are kept.
 const CLOSED: u64 = 1 << 63;
 const IDLE: u8 = 0;
 const TAKEN: u8 = 1;
 
-/// A lease's place. Leaked once and used again, as nodes are.
+/// The state of a lease. Allocated once, never freed, and recycled, as nodes are.
 #[repr(align(128))]
 pub(super) struct Shell {
-    /// Bytes that are paid for and not charged, and [`CLOSED`].
+    /// Bytes that are prepaid and not charged, and the [`CLOSED`] bit.
     spare: AtomicU64,
-    /// Bytes taken from the tree and not given back, and one more while the lease is open. Whoever
-    /// brings it to zero has the shell.
+    /// Bytes taken from the tree and not given back, plus one while the lease is open. The thread
+    /// that brings it to zero recycles the state.
     out: AtomicU64,
     grain: AtomicU64,
     node: &'static Node,
     state: AtomicU8,
 }
 
-/// A part of a budget that is paid for in advance: for a thread, a stream or a shard of a tenant's
-/// live bytes.
+/// A prepaid part of a budget, for the live bytes of a thread, a stream or a shard.
 ///
-/// Several threads may share one; each is fastest with its own. The budget counts what is spare as
-/// used; a charge that would be refused takes it back first.
+/// Several threads may share one, but one per thread is fastest. The budget counts spare bytes as
+/// used. A charge that would be refused recalls them first.
 ///
 /// ```
 /// use aquifer_core::Budget;
 /// let tenant = Budget::new("tenant a", 1 << 20);
 /// let lease = tenant.lease(64 << 10);
-/// let live = lease.charge(1000)?;              // from here on a few instructions each
+/// let live = lease.charge(1000)?;              // from here on a few instructions per charge
 /// assert_eq!((live.bytes(), lease.spare()), (1000, 64 << 10));
-/// let all = tenant.charge((1 << 20) - 1000)?;  // takes what is spare, rather than to be refused
+/// let all = tenant.charge((1 << 20) - 1000)?;  // recalls the spare bytes instead of failing
 /// assert_eq!(lease.spare(), 0);
 /// assert!(lease.charge(1).is_err());
 /// drop((live, all, lease));
@@ -68,8 +70,8 @@ pub struct Lease {
     shell: &'static Shell,
 }
 
-/// Bytes charged to a [`Lease`], given back to it when this is dropped, and to its budget if the
-/// lease is gone.
+/// Bytes charged to a [`Lease`]. Dropping it gives them back to the lease, or to the budget if the
+/// lease is closed.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Leased {
     shell: &'static Shell,
@@ -77,8 +79,8 @@ pub struct Leased {
 }
 
 impl Budget {
-    /// Opens a lease that takes `grain` bytes at a time, and keeps twice that at most. Takes
-    /// nothing yet.
+    /// Opens a lease that takes `grain` bytes at a time and keeps at most twice that. Takes nothing
+    /// yet.
     #[must_use]
     pub fn lease(&self, grain: u64) -> Lease {
         let node = self.node;
@@ -93,7 +95,7 @@ impl Budget {
         });
         node.handles.fetch_add(1, Relaxed);
         node.tree.leases.fetch_add(1, Relaxed);
-        // A sum of spare bytes stays below the mark of a closed one.
+        // Bounded, so that a sum of spare bytes cannot reach the `CLOSED` bit.
         shell.grain.store(grain.min(CLOSED >> 3), Relaxed);
         shell.out.store(1, Relaxed);
         shell.spare.store(0, Release);
@@ -105,8 +107,8 @@ impl Lease {
     /// Takes `bytes`, or nothing. Never blocks.
     ///
     /// # Errors
-    /// [`OutOfBudget`] of the budget, or of the one above it that refused, when no lease has any to
-    /// spare.
+    /// [`OutOfBudget`] of the budget or of the ancestor that refused, once no lease has spare bytes
+    /// left.
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<Leased, OutOfBudget> {
         let shell = self.shell;
@@ -121,19 +123,19 @@ impl Lease {
         Ok(Leased { shell, bytes })
     }
 
-    /// Bytes that are paid for and charged to nothing.
+    /// Returns the bytes that are prepaid and not charged.
     #[must_use]
     pub fn spare(&self) -> u64 {
         self.shell.spare()
     }
 
-    /// A handle to the budget that pays.
+    /// Returns a handle to the budget that is charged.
     #[must_use]
     pub fn budget(&self) -> Budget {
         self.shell.node.know()
     }
 
-    /// Gives back what is spare.
+    /// Gives the spare bytes back to the budget.
     pub fn trim(&self) {
         self.shell.recall();
     }
@@ -158,14 +160,14 @@ impl fmt::Debug for Lease {
 }
 
 impl Leased {
-    /// Bytes it holds.
+    /// Returns the charged bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it
-    /// is.
+    /// Splits off a charge of `bytes`, or returns `None` if this one holds fewer. The total does
+    /// not change.
     ///
     /// ```
     /// use aquifer_core::Budget;
@@ -189,7 +191,7 @@ impl Drop for Leased {
     #[inline]
     fn drop(&mut self) {
         let shell = self.shell;
-        // What no grain covers is not kept.
+        // Bytes beyond a grain are not kept.
         if self.bytes > shell.grain.load(Relaxed) {
             shell.settle(self.bytes);
         } else if self.bytes > 0 {
@@ -209,7 +211,7 @@ impl Shell {
         self.spare.load(Relaxed) & !CLOSED
     }
 
-    /// Takes `bytes` from the tree, and a grain beyond them if that is easily had.
+    /// Takes `bytes` from the tree, and a grain on top if that fits without a recall.
     #[cold]
     fn refill(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let grain = self.grain.load(Relaxed);
@@ -225,26 +227,25 @@ impl Shell {
         Ok(())
     }
 
-    /// Keeps bytes for the next charge, or gives them back where they are not to be kept.
+    /// Keeps bytes for the next charge, or gives them back if they must not be kept.
     #[inline]
     fn make_spare(&'static self, bytes: u64) {
         let before = self.spare.fetch_add(bytes, SeqCst);
         between_write_and_read();
         let most = 2 * self.grain.load(Relaxed);
-        // A closed one is above every bound.
+        // The `CLOSED` bit exceeds every bound.
         if before + bytes > most || self.keeps_nothing() {
             self.give_back(most / 2);
         }
     }
 
-    /// Whether others have more need of what is spare: somebody waits, or a limit was lowered below
-    /// what is used.
+    /// Returns whether spare bytes must go back: there is a waiter, or use exceeds a lowered limit.
     #[inline]
     fn keeps_nothing(&self) -> bool {
         self.node.tree.line.is_waited_for() || self.node.is_over()
     }
 
-    /// Gives back what is spare above `keep`, or all of it where nothing is to be kept.
+    /// Gives back the spare bytes above `keep`, or all of them if none may be kept.
     #[cold]
     fn give_back(&'static self, keep: u64) {
         let mut spare = self.spare.load(Acquire);
@@ -258,7 +259,7 @@ impl Shell {
         }
     }
 
-    /// Takes back what is spare: for whoever needs it.
+    /// Gives back all spare bytes. Called by the thread that needs them.
     pub(super) fn recall(&'static self) -> u64 {
         between_write_and_read();
         if self.spare.load(SeqCst) & !CLOSED == 0 {

@@ -1,4 +1,4 @@
-//! Levels of use: soft limits, with hysteresis, and who is told.
+//! Pressure levels of a budget: soft limits with hysteresis, and hooks on their changes.
 //!
 //! ```text
 //!   critical ─────────────────╮ up above it ── Critical
@@ -8,11 +8,12 @@
 //!                                              Nominal
 //! ```
 //!
-//! A level changes under the tree's lock, together with the bytes. Hooks are called after it, with
-//! no lock held, by the thread whose charge or release has changed the level; one thread at a time,
-//! so that the last that a hook hears is the level that stands. Whatever changes meanwhile, by a
-//! hook too, is told by the same thread when the hook has returned: no hook is called within a hook
-//! of its own node.
+//! - A level changes under the tree's lock, together with the bytes.
+//! - Hooks are called afterwards, with no lock held, by the thread whose charge or release changed
+//!   the level.
+//! - One thread at a time calls the hooks of a node, so the last call reports the current level.
+//!   Changes that happen during a hook, also by the hook itself, are reported by the same thread
+//!   after the hook has returned. Hooks of one node are never nested.
 
 use super::{Budget, hooks::Hooks, node::Node};
 use crate::sync::atomic::{
@@ -21,14 +22,14 @@ use crate::sync::atomic::{
 };
 use std::sync::Arc;
 
-/// How near a budget is to its edge.
+/// How close the use of a budget is to its limit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Level {
     /// Below the soft limit.
     Nominal,
-    /// Above the soft limit: what can be given back cheaply should be.
+    /// Above the soft limit: cached memory that is cheap to release should be released.
     Warning,
-    /// Above the critical threshold: what is charged next may be refused.
+    /// Above the critical threshold: the next charge may be refused.
     Critical,
 }
 
@@ -42,14 +43,14 @@ impl Level {
     }
 }
 
-/// Where levels change, in bytes.
+/// The thresholds of the levels, in bytes.
 ///
 /// ```
 /// use aquifer_core::{Budget, budget::{Level, Levels}};
 /// let budget = Budget::new("device 0", 100);
 /// budget.set_levels(Levels { soft: 70, critical: 90, slack: 10 });
 /// let most = budget.charge(60)?;
-/// let more = budget.charge(15)?;               // above the soft limit: granted, and told
+/// let more = budget.charge(15)?;               // above the soft limit: granted, hooks are called
 /// assert_eq!(budget.level(), Level::Warning);
 /// drop(more);                                  // 60 is not above 70 − 10
 /// assert_eq!(budget.level(), Level::Nominal);
@@ -61,18 +62,18 @@ pub struct Levels {
     pub soft: u64,
     /// Use above this is [`Level::Critical`].
     pub critical: u64,
-    /// How far below a threshold use has to fall before the level does.
+    /// How far use has to fall below a threshold before the level falls.
     pub slack: u64,
 }
 
 impl Default for Levels {
-    /// Thresholds that are never passed.
+    /// Thresholds that are never reached.
     fn default() -> Self {
         Self { soft: u64::MAX, critical: u64::MAX, slack: 0 }
     }
 }
 
-/// The same, of a node.
+/// The thresholds of a node.
 pub(super) struct Thresholds {
     soft: AtomicU64,
     critical: AtomicU64,
@@ -95,29 +96,29 @@ impl Thresholds {
     }
 }
 
-/// A level that has changed. Several changes in quick succession are told as one.
+/// A change of level, passed to hooks. Several quick changes may be reported as one.
 ///
-/// Its example is that of [`Budget::on_level`](super::Budget::on_level).
+/// See the example of [`Budget::on_level`](super::Budget::on_level).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LevelChange {
-    /// The level that was told last.
+    /// The level that was last reported.
     pub from: Level,
-    /// The level now.
+    /// The new level.
     pub to: Level,
-    /// Bytes used, a moment ago.
+    /// Bytes used when the change was reported.
     pub used: u64,
     /// The limit, in bytes.
     pub limit: u64,
 }
 
-/// What is called when a level has changed. It may charge, release, set limits and panic; it should
-/// not wait.
+/// A hook that is called when a level has changed. It may charge, release, set limits and panic. It
+/// should not block.
 pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 
-/// Keeps a hook in its place, and removes it when dropped; another thread may then still be inside
-/// of it.
+/// A registered hook or reclaimer, removed when this is dropped. Another thread may still be
+/// running it at that time.
 ///
-/// Its example is that of [`Budget::on_need`](super::Budget::on_need).
+/// See the example of [`Budget::on_need`](super::Budget::on_need).
 #[must_use = "a registration that is dropped at once removes what it has registered"]
 pub struct Registration {
     pub(super) budget: Budget,
@@ -143,8 +144,8 @@ impl Drop for Registration {
 }
 
 impl Budget {
-    /// Sets where this budget's level changes. A critical threshold below the soft limit counts as
-    /// at it. Calls hooks if the level is another now.
+    /// Sets the thresholds of this budget's levels. A critical threshold below the soft limit is
+    /// raised to it. Calls hooks if this changes the level.
     pub fn set_levels(&self, levels: Levels) {
         let crossed = {
             let _inside = self.node.tree.lock.enter();
@@ -158,22 +159,23 @@ impl Budget {
         }
     }
 
-    /// The level now.
+    /// Returns the current level.
     #[must_use]
     pub fn level(&self) -> Level {
         Level::of(self.node.level.load(Relaxed))
     }
 
-    /// Has `hook` called after each change of this budget's level, until the registration is
-    /// dropped. It is called with no lock of this crate held, by the thread whose charge or release
-    /// has changed the level: whoever charges or releases under a lock of its own has the hook
-    /// called under that.
+    /// Registers `hook`, which is called after each change of this budget's level until the
+    /// registration is dropped.
+    ///
+    /// No lock of this crate is held during the call. The thread whose charge or release changed
+    /// the level calls the hook, so a lock that this thread holds is held during the hook.
     pub fn on_level(&self, hook: Arc<LevelHook>) -> Registration {
         let number = self.node.level_hooks.add(hook);
         Registration { budget: self.clone(), number, of_levels: true }
     }
 
-    /// How often a hook or a reclaimer of this budget has panicked (a count).
+    /// Returns how often a hook or a reclaimer of this budget has panicked.
     #[must_use]
     pub fn panics(&self) -> u64 {
         self.node.level_hooks.panics() + self.node.reclaimers.panics()
@@ -181,13 +183,13 @@ impl Budget {
 }
 
 impl Node {
-    /// The bytes above which the level rises, and those below which it falls. Under the tree's
-    /// lock.
+    /// Returns the bytes above which the level rises, and those below which it falls. Requires the
+    /// tree's lock.
     pub(super) fn thresholds(&self) -> (u64, u64) {
         let Thresholds { soft, critical, slack } = &self.thresholds;
         let (soft, critical, slack) =
             (soft.load(Relaxed), critical.load(Relaxed), slack.load(Relaxed));
-        // At or below the difference is down.
+        // The level falls at or below the difference.
         let down = |threshold: u64| threshold.saturating_sub(slack).saturating_add(1);
         match Level::of(self.level.load(Relaxed)) {
             Level::Nominal => (soft, 0),
@@ -196,11 +198,11 @@ impl Node {
         }
     }
 
-    /// Moves the level to where the bytes are; says whether it has changed. Under the tree's lock.
+    /// Updates the level to match `used`. Returns whether it has changed. Requires the tree's lock.
     pub(super) fn cross(&self) -> bool {
         let before = self.level.load(Relaxed);
         let used = self.used.load(Relaxed);
-        // A level whose thresholds lie within each other's slack changes once, not for ever.
+        // Overlapping hysteresis ranges could oscillate, so at most two steps are taken.
         for _ in 0..2 {
             let (rise, fall) = self.thresholds();
             let level = self.level.load(Relaxed);
@@ -213,15 +215,15 @@ impl Node {
         self.level.load(Relaxed) != before
     }
 
-    /// Back to no thresholds, with nobody told. Under the tree's lock.
+    /// Removes the thresholds without calling hooks. Requires the tree's lock.
     pub(super) fn clear_levels(&self) {
         self.thresholds.set(Levels::default());
         self.level.store(0, Relaxed);
         self.told.store(0, Relaxed);
     }
 
-    /// Calls the hooks of this node and those above it whose level is not the one that was told.
-    /// With no lock held.
+    /// Calls the hooks of this node and its ancestors whose level differs from the one last
+    /// reported. Must be called with no lock held.
     #[cold]
     pub(super) fn tell_path(&'static self) {
         for node in self.path() {
@@ -230,11 +232,11 @@ impl Node {
     }
 
     pub(super) fn tell(&'static self) {
-        // Whoever knows a node keeps it from becoming another's while hooks run.
+        // The handle prevents recycling of the node while hooks run.
         let Some(budget) = self.meet() else { return };
-        // Whoever has changed a level asks here, whatever was told last: a read-modify-write on
-        // both sides, so that whoever finds somebody at it has made the change visible to them
-        // before they leave.
+        // Every thread that changed a level comes here. The swaps are read-modify-write operations
+        // on both sides: a thread that finds another one in the loop has made its change visible
+        // before that thread leaves.
         while self.telling.swap(1, AcqRel) == 0 {
             self.tell_all(&budget);
             self.telling.swap(0, AcqRel);

@@ -1,9 +1,8 @@
-//! The lock of a tree.
+//! The spin lock of a tree.
 //!
-//! What it guards are atomics that only its holder writes, with plain stores; anybody may read them
-//! at any time. A charge through four nodes so costs one locked instruction on the way in and none
-//! on the way out, where four counters of their own would cost one each, and roll-backs that others
-//! can see.
+//! It guards atomics that only the lock holder writes, with plain stores. Any thread may read them
+//! at any time. A charge through four nodes costs one atomic read-modify-write, and no partial
+//! charge is ever rolled back.
 
 use crate::sync::{
     atomic::{AtomicBool, Ordering},
@@ -11,17 +10,17 @@ use crate::sync::{
 };
 use std::mem::ManuallyDrop;
 
-/// Lets one thread in at a time. Whoever is inside does a few dozen loads and stores, calls nothing
-/// and allocates nothing.
+/// A spin lock. The critical sections are a few dozen loads and stores. They call no foreign code
+/// and do not allocate.
 #[derive(Debug)]
 pub(super) struct Lock {
     taken: AtomicBool,
 }
 
-/// Being inside; ends when dropped.
+/// The guard of a locked [`Lock`].
 pub(super) struct Inside<'a>(&'a Lock);
 
-/// Looks at a taken lock before the processor is left to others: its holder may be waiting for one.
+/// Spin iterations before yielding the processor, which a preempted lock holder may need.
 const SPINS: u32 = 64;
 
 impl Lock {
@@ -41,7 +40,8 @@ impl Lock {
     fn wait(&self) {
         let mut looks = 0u32;
         loop {
-            // Looking does not take the line away from the holder; trying does.
+            // A load leaves the cache line shared, while a failed exchange takes it from the
+            // holder.
             if !self.taken.load(Ordering::Relaxed)
                 && self
                     .taken
@@ -57,14 +57,14 @@ impl Lock {
 }
 
 impl Lock {
-    /// Ends what [`Inside::keep`] has left open, on the same thread.
+    /// Unlocks what [`Inside::keep`] has left locked, on the same thread.
     pub(super) fn give_back(&self) {
         self.taken.store(false, Ordering::Release);
     }
 }
 
 impl Inside<'_> {
-    /// Stays inside until [`Lock::give_back`].
+    /// Leaves the lock locked until [`Lock::give_back`].
     pub(super) fn keep(self) {
         let _stays = ManuallyDrop::new(self);
     }

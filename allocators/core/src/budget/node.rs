@@ -1,18 +1,19 @@
-//! A node, and how it comes and goes.
+//! Nodes of a budget tree, and their creation and recycling.
 //!
-//! A node is leaked once and used again: when nobody knows it any more and nothing is charged to
-//! it, it lies idle until its parent has a child again. So a charge finds its node by a plain
-//! reference, and no count of references moves when one is taken or given back. There are as many
-//! nodes as were in use at once.
+//! - Nodes are allocated once, never freed, and recycled: when the last handle is gone and nothing
+//!   is charged, a node is idle until its parent creates another child.
+//! - A charge can therefore store a plain `&'static` reference. Charging and releasing change no
+//!   reference count.
+//! - There are as many nodes as were live at once.
 //!
 //! ```text
 //!             claim               last handle gone, nothing charged
 //!   idle ──► between ──► live ───────────────────────────────────► between ──► idle
 //! ```
 //!
-//! A node is known by budgets, its live children, leases and waits: each is a handle. A charge of
-//! no bytes is one too; any other charge keeps its node by the bytes themselves. Lists of children
-//! only grow, and are walked without a lock.
+//! Budgets, live children, leases and waits each count as one handle. So does a charge of no bytes.
+//! Any other charge keeps its node live by its bytes. Lists of children only grow, and are walked
+//! without a lock.
 
 use super::{
     Budget,
@@ -33,60 +34,61 @@ use crate::sync::{
 };
 use std::sync::{Arc, OnceLock};
 
-/// The priority of the first in line where nobody is.
+/// The waiter priority of a node that has no waiter.
 pub(super) const NOBODY: i64 = i64::MIN;
 
-/// A [`Node::brim`] that says nothing: somebody is in line, or a guarantee is not used up.
+/// A [`Node::brim`] without a bound: a waiter or an unused guarantee requires the slow path.
 pub(super) const ASK: u64 = u64::MAX;
 
 const IDLE: u8 = 0;
 const LIVE: u8 = 1;
 const BETWEEN: u8 = 2;
 
-/// What all nodes from one root on share.
+/// The state that all nodes of one root share.
 pub(super) struct Tree {
     pub(super) lock: Lock,
-    /// Who waits for bytes of any node.
+    /// The wait queue of all nodes.
     pub(super) line: Line,
-    /// Nodes that hold more than a limit which was lowered. Written inside the lock.
+    /// The number of nodes that use more than their limit, which was lowered. Written under the
+    /// lock.
     pub(super) over: AtomicUsize,
-    /// Leases that are open. Zero spares whoever is refused the search for what they hold.
+    /// The number of open leases. If it is zero, a refused charge skips the search for spare bytes.
     pub(super) leases: AtomicUsize,
 }
 
-/// One node. Its figures change under the tree's lock only, and are read at any time.
+/// One node. Its figures change only under the tree's lock, and may be read at any time.
 #[repr(align(128))]
 pub(super) struct Node {
-    /// Bytes in charges and reservations, here and below. Never above the limit that stood when it
-    /// was last raised.
+    /// Bytes in charges and reservations, here and below. At or below the limit that applied when
+    /// it last grew.
     pub(super) used: AtomicU64,
-    /// Up to here a charge meets no edge; see [`super::tree`].
+    /// The bound for the fast path of charges (see [`super::tree`]).
     pub(super) easy: AtomicU64,
-    /// Down to here a release meets no edge.
+    /// The bound for the fast path of releases.
     pub(super) floor: AtomicU64,
-    /// What `used` could be at most, whoever charges, as far as this node goes; or [`ASK`].
+    /// The most that `used` could reach as far as this node is concerned, or [`ASK`].
     pub(super) brim: AtomicU64,
-    /// Whether more is used than the limit allows: it was lowered, and has not been met yet.
+    /// Whether `used` is above the limit, because the limit was lowered.
     pub(super) over: AtomicBool,
     pub(super) tree: &'static Tree,
-    /// From the parent to the root.
+    /// The ancestors, from the parent to the root.
     pub(super) above: &'static [&'static Node],
-    /// Who knows this node. Changes at any time; that it is zero counts under the lock.
+    /// The number of handles. Changes at any time, but zero is only acted on under the lock.
     pub(super) handles: AtomicUsize,
     pub(super) limit: AtomicU64,
-    /// Bytes that children are guaranteed and have not used.
+    /// Bytes guaranteed to children and not used by them.
     pub(super) extra: AtomicU64,
     pub(super) guarantee: AtomicU64,
-    /// The sum of what the children are guaranteed, used or not.
+    /// The sum of the children's guarantees, used or not.
     pub(super) promised: AtomicU64,
-    /// The most that `used` has been since the last reset.
+    /// The maximum of `used` since the last reset.
     pub(super) peak: AtomicU64,
-    /// Bytes of charges whose free has failed, here and below.
+    /// Bytes of charges whose release has failed, here and below.
     pub(super) stranded: AtomicU64,
     pub(super) priority: AtomicI64,
-    /// The priority of the first who waits for this node to have room, or [`NOBODY`].
+    /// The priority of the first waiter for room at this node, or [`NOBODY`].
     pub(super) line: AtomicI64,
-    /// The level that `used` is at, and the one that hooks were told last.
+    /// The level of `used`. `told` is the level last reported to the hooks.
     pub(super) level: AtomicU8,
     pub(super) told: AtomicU8,
     pub(super) telling: AtomicU8,
@@ -99,7 +101,7 @@ pub(super) struct Node {
     pub(super) leases: Shells<Shell>,
 }
 
-/// Things that are leaked once and used again, in a list that only grows.
+/// A list of leaked objects that are recycled. The list only grows.
 pub(super) struct Shells<T: 'static> {
     first: OnceLock<&'static Cell<T>>,
 }
@@ -119,7 +121,8 @@ impl<T> Shells<T> {
             .map(|cell| &cell.thing)
     }
 
-    /// One that `claim` takes, or a new one, which is claimed already.
+    /// Returns the first object that `claim` accepts, or appends a new one, which is claimed
+    /// already.
     pub(super) fn claim(&self, claim: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &'static T {
         if let Some(thing) = self.iter().find(|thing| claim(thing)) {
             return thing;
@@ -137,17 +140,17 @@ impl<T> Shells<T> {
     }
 }
 
-/// All that have no parent.
+/// All nodes without a parent.
 pub(super) static ROOTS: Shells<Node> = Shells::new();
 
 impl Node {
-    /// A live node with one handle and nothing in it.
+    /// Returns a live, empty node with one handle.
     pub(super) fn claim(
         parent: Option<&'static Node>,
         name: &'static str,
         limit: u64,
     ) -> &'static Node {
-        // What belongs to one model must not be met in the next one.
+        // A loom execution must not reuse nodes of an earlier execution.
         let fresh = Shells::new();
         let list = match parent {
             Some(parent) => &parent.children,
@@ -219,28 +222,29 @@ impl Node {
         *lock(&self.name)
     }
 
-    /// One more who knows this node, by one who does.
+    /// Creates another handle. The caller must hold one already.
     pub(super) fn know(&'static self) -> Budget {
         self.handles.fetch_add(1, Relaxed);
         Budget { node: self }
     }
 
-    /// A budget of this node if it is live: for whoever meets it in a list.
+    /// Returns a handle if the node is live. For nodes found in a list.
     pub(super) fn meet(&'static self) -> Option<Budget> {
         let _inside = self.tree.lock.enter();
         (self.state.load(Acquire) == LIVE).then(|| self.know())
     }
 
-    /// One less who knows this node.
+    /// Drops one handle.
     pub(super) fn forget(&'static self) {
-        // Release and acquire: what others did with it comes before whatever the last one does.
+        // Acquire and release: all use of the node through other handles happens before the
+        // recycling.
         if self.handles.fetch_sub(1, AcqRel) == 1 {
             self.leave_if_unknown();
         }
     }
 
-    /// Goes idle if nobody knows this node and nothing is charged to it. To be called after the
-    /// last handle went and after the last byte did, whichever is later.
+    /// Makes the node idle if it has no handles and no charged bytes. Called after the last handle
+    /// is dropped and after the last byte is released.
     #[cold]
     pub(super) fn leave_if_unknown(&'static self) {
         {
@@ -250,14 +254,14 @@ impl Node {
                 return;
             }
             self.state.store(BETWEEN, Relaxed);
-            // Never above what it was, so never refused.
+            // Lowering a guarantee cannot fail.
             let _ = self.guarantee(0);
             self.clear_levels();
             self.stranded.store(0, Relaxed);
         }
         self.level_hooks.clear();
         self.reclaimers.clear();
-        // Others may wait for what it was guaranteed.
+        // Waiters may be able to use the bytes that were guaranteed to this node.
         self.tree.line.look();
         self.state.store(IDLE, Release);
         if let Some(parent) = self.above.first() {
@@ -265,7 +269,7 @@ impl Node {
         }
     }
 
-    /// This node and all below it, with idle ones among them.
+    /// Visits this node and all below it, including idle ones.
     pub(super) fn walk(&'static self, visit: &mut dyn FnMut(&'static Node)) {
         visit(self);
         for child in self.children.iter() {
@@ -273,12 +277,12 @@ impl Node {
         }
     }
 
-    /// The live children.
+    /// An iterator over the live children.
     pub(super) fn children(&self) -> impl Iterator<Item = Budget> {
         self.children.iter().filter_map(Node::meet)
     }
 
-    /// Whether this node is `other`, or below it.
+    /// Returns `true` if this node is `other` or a descendant of it.
     pub(super) fn is_below(&'static self, other: &'static Node) -> bool {
         self.path().any(|node| std::ptr::eq(node, other))
     }

@@ -1,24 +1,25 @@
-//! Who can give bytes back, and how they are asked.
+//! Reclaim under pressure: the registry of memory holders, and the search that reclaims from them.
 //!
 //! Pools and programs register with the budget that their memory is charged to. When room is needed
-//! below a node, all who are registered there are asked what they have and what it costs; then one
-//! after another is asked for it, the cheapest first, until the bytes fit or the deadline has
-//! passed. No lock is held meanwhile, nobody is asked twice at once, not the one who asks, and
-//! nobody is believed: what counts is what the budget's own count has fallen by.
+//! below a node, each reclaimer registered there reports how much it can release and at what cost.
+//! The search then reclaims from one after another, the cheapest first, until the bytes fit or the
+//! deadline has passed.
 //!
-//! Cheapest is who gives what is missing for the least: of an offer that is larger than that only
-//! its part counts.
+//! - No lock is held during a reclaim.
+//! - A reclaimer is never called by two threads at once, and never by the pool that is searching.
+//! - A reclaimer's report is not trusted: the gain is the measured drop of the budget's `used`.
+//! - The cheapest reclaimer is the one that releases the missing bytes for the least. Of an offer
+//!   that is larger than needed, only that part is counted.
 //!
-//! # Why two who ask each other get somewhere
-//! 1. *No deadlock.* Whoever is being asked is marked, and is not asked by others meanwhile: they
-//!    wait for its answer, up to their deadline. Who waits like that is asked itself by nobody on
-//!    that thread: a thread that is inside of somebody's [`Reclaim::reclaim`] passes over marked
-//!    ones and waits for none, so there is no circle of those who wait.
-//! 2. *No livelock.* One who was asked is asked again only if what it offers has changed, or if it
-//!    may wait now and might not before, and one search asks [`MOST`] times at most. So each search
-//!    ends, whatever others take meanwhile.
-//! 3. A charge is taken whole or not at all, so two who look for the same bytes do not each end up
-//!    with a half: one of them gets all.
+//! # Progress
+//! 1. *No deadlock.* A reclaimer is marked while it runs, and other threads wait for it up to their
+//!    deadline. A thread inside a [`Reclaim::reclaim`] skips marked reclaimers and waits for none,
+//!    so there is no cycle of waits.
+//! 2. *No livelock.* A reclaimer is called again only if its offer has changed, or if it may wait
+//!    now and could not before. One search makes at most [`MOST`] calls. So each search ends,
+//!    whatever other threads take in the meantime.
+//! 3. A charge is granted as a whole or not at all. Two searches for the same bytes cannot end with
+//!    one half each: one of them gets all.
 
 use super::{
     Budget,
@@ -41,85 +42,86 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often one search asks, at most.
+/// The most calls of one search.
 const MOST: u32 = 1024;
 
-/// Between two looks whether one that another thread asks has answered.
+/// The pauses between polls of a reclaimer that another thread is running.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
 thread_local! {
-    /// This thread is asking somebody.
+    /// Whether this thread is inside a reclaimer.
     static ASKS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What somebody could give back.
+/// What a reclaimer could release.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Offer {
-    /// About how many bytes.
+    /// The approximate number of bytes.
     pub bytes: u64,
-    /// About how long all of it takes, and what it costs later counted in: memory that has to be
-    /// taken anew, work done again.
+    /// The approximate duration of releasing all of it, including later costs: memory to be
+    /// allocated again, work to be repeated.
     pub cost: Duration,
 }
 
 impl Offer {
-    /// What so many bytes of it cost.
+    /// Returns the cost of `bytes` of this offer.
     fn cost_of(&self, bytes: u64) -> u128 {
         let part = u128::from(bytes.min(self.bytes));
         self.cost.as_nanos().saturating_mul(part) / u128::from(self.bytes.max(1))
     }
 }
 
-/// Something that holds charged memory and can give some of it back.
+/// A holder of charged memory that can release some of it.
 pub trait Reclaim: Send + Sync {
-    /// What it is called in an error: `cache of stream 3`.
+    /// Returns the name that errors show: `cache of stream 3`.
     fn name(&self) -> &'static str;
 
-    /// What it could give back now, or soon where it [waits](Reclaim::waits). Must not block, nor
+    /// Returns what can be released now, or soon if it [waits](Reclaim::waits). Must not block, nor
     /// take a lock that is held over a driver call.
     fn offer(&self) -> Offer;
 
-    /// Gives back about `bytes`, and waits for a device or a thread only if `deadline` has not
-    /// passed (`None`: never does). Called with no lock of the budget held; it may charge and
-    /// release, and it may panic, which is counted and otherwise passed over. It is called again as
-    /// long as it offers less each time.
+    /// Releases about `bytes`. May wait for a device or a thread only while `deadline` has not
+    /// passed (`None`: no deadline).
+    ///
+    /// Called with no lock of the budget held. It may charge and release. A panic is counted and
+    /// otherwise ignored. It is called again as long as its offer decreases each time.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
 
-    /// Whether it cannot give anything back without waiting. Then it is asked last, and only by who
-    /// has time.
+    /// Returns whether it can release memory only by waiting. Such a reclaimer is called last, and
+    /// only before the deadline.
     fn waits(&self) -> bool {
         false
     }
 
-    /// Whose memory it gives back: where the driver of a device has none left, those of other
-    /// places are not asked. `None`, unless it says otherwise, is asked wherever memory is short.
+    /// Returns where the memory is. When the driver of a device is out of memory, reclaimers of
+    /// other places are skipped. With the default, `None`, it is called wherever memory is short.
     fn place(&self) -> Option<Place> {
         None
     }
 }
 
-/// One who is registered.
+/// A registered reclaimer.
 pub(super) struct Reclaimer {
     who: Weak<dyn Reclaim>,
-    /// Somebody is asking already: one who asks for room itself, or another thread.
+    /// Set while a thread runs it, or while its owner itself searches for room.
     busy: AtomicBool,
 }
 
-/// What was tried to make room, and what is still missing.
+/// The result of a search for room: what was tried and what is still missing.
 ///
-/// Its example is that of [`Reclaim`].
+/// See the example of [`Reclaim`].
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Room {
-    /// Bytes that still do not fit; 0 where there is room.
+    /// Bytes that still do not fit, or 0 if there is room.
     pub missing: u64,
-    /// Who was asked, in order, and how far the count fell meanwhile.
+    /// The reclaimers called, in order, and the drop of `used` at each.
     pub tried: Vec<Tried>,
 }
 
 impl Budget {
-    /// Registers one whose memory is charged here or below, until the registration is dropped or
-    /// nobody else keeps it.
+    /// Registers a reclaimer of memory charged here or below. It stays registered until the
+    /// registration or the last other reference to it is dropped.
     ///
     /// ```
     /// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
@@ -145,12 +147,11 @@ impl Budget {
         Registration { budget: self.clone(), number, of_levels: false }
     }
 
-    /// Asks those who are registered for memory until a charge of `bytes` would fit, or nobody is
-    /// left to ask, or `deadline` has passed: where a node refuses, those of that node and below
-    /// it. `except` is not asked.
+    /// Reclaims until a charge of `bytes` would fit, no reclaimer is left, or `deadline` has
+    /// passed. If a node refuses, the reclaimers of that node and below it are called. `except` is
+    /// skipped.
     ///
-    /// Takes nothing: whoever is in line for the bytes has them first. Takes as long as those who
-    /// are asked.
+    /// Charges nothing: waiters are served first. Blocks while the reclaimers run.
     pub fn make_room(
         &self,
         bytes: u64,
@@ -160,12 +161,11 @@ impl Budget {
         self.ask(deadline, except, &|_| true, || self.node.missing(bytes))
     }
 
-    /// Asks those who are registered here and below to give back `bytes`, though nothing refuses:
-    /// `missing` is how much less than that the count here has fallen by, whoever gave. For what no
-    /// budget knows of: a driver call that was refused, a neighbour who needs memory, a machine
-    /// under pressure. `except` is not asked.
+    /// Reclaims `bytes` from the reclaimers here and below, although no budget refuses. `missing`
+    /// of the result is how much less `used` has dropped here. `except` is skipped.
     ///
-    /// Takes as long as those who are asked.
+    /// For needs that no budget sees: a refused driver call, a co-located process, a machine under
+    /// memory pressure. Blocks while the reclaimers run.
     pub fn reclaim(
         &self,
         bytes: u64,
@@ -175,8 +175,8 @@ impl Budget {
         self.reclaim_of(bytes, deadline, except, &|_| true)
     }
 
-    /// As [`Budget::reclaim`], of memory of those [places](Reclaim::place) that `helps` says yes
-    /// to, and of those who do not say where theirs is.
+    /// Like [`Budget::reclaim`], restricted to reclaimers whose [place](Reclaim::place) satisfies
+    /// `helps` or is `None`.
     pub fn reclaim_of(
         &self,
         bytes: u64,
@@ -192,8 +192,8 @@ impl Budget {
         })
     }
 
-    /// Lowers the limit, and asks those who are registered to give back what is above it: `missing`
-    /// is what is used beyond the limit still. Charges are refused from the start.
+    /// Lowers the limit and reclaims the excess. `missing` of the result is the excess that
+    /// remains. Charges are refused from the start.
     pub fn shrink(&self, limit: u64, deadline: Option<Instant>) -> Room {
         self.set_limit(limit);
         let mut room = self.make_room(0, deadline, None);
@@ -201,15 +201,15 @@ impl Budget {
         room
     }
 
-    /// Starts to ask those who are registered, one at a time: for a pool that looks in between
-    /// whether it has what it needs. `except` is not asked.
+    /// Creates a search that calls one reclaimer at a time, so that a pool can check in between
+    /// whether it has what it needs. `except` is skipped.
     #[must_use]
     pub fn asking<'a>(&'a self, except: Option<&'a Registration>) -> Asking<'a> {
         Asking { budget: self, except, asked: Vec::new(), left: MOST }
     }
 
-    /// How a charge of `bytes` would be refused now, and by whom: what [`Budget::charge`] would
-    /// say. Never blocks.
+    /// Returns the error with which [`Budget::charge`] would refuse `bytes` now, or `None` if it
+    /// would succeed. Never blocks.
     #[must_use]
     pub fn refusal(&self, bytes: u64) -> Option<OutOfBudget> {
         let admit = || {
@@ -220,13 +220,13 @@ impl Budget {
                 .map(|(_, refusal)| refusal)
         };
         let refused = admit()?;
-        // What leases have spare is anybody's.
+        // Any charge may use the spare bytes of leases.
         if self.node.recall_all() > 0 { admit() } else { Some(refused) }
     }
 
-    /// Returns how many bytes have to be given back, of what is charged here, before a charge of
-    /// `bytes` fits here and in every budget above; 0 where it fits now. Where a limit was lowered
-    /// below what is used, that excess counts too. Never blocks.
+    /// Returns how many bytes charged here have to be released before a charge of `bytes` fits here
+    /// and in every ancestor, or 0 if it fits now. This includes use beyond a lowered limit. Never
+    /// blocks.
     ///
     /// ```
     /// use aquifer_core::Budget;
@@ -244,32 +244,30 @@ impl Budget {
             self.node.shortfall(bytes, self.node.priority.load(Relaxed))
         };
         let missing = look();
-        // The spare bytes of leases are free for any charge.
+        // Any charge may use the spare bytes of leases.
         if missing > 0 && self.node.recall_all() > 0 { look() } else { missing }
     }
 
-    /// Returns the limits, of this budget and of those above, that are too low for a charge of
-    /// `bytes` now, where `spared` bytes that are charged here are given back first; none where it
-    /// fits. With all of them raised it fits, unless others are in line for the bytes. Never
-    /// blocks.
+    /// Returns the limits, of this budget and its ancestors, that are too low for a charge of
+    /// `bytes` if `spared` bytes charged here are released first. The result is empty if the charge
+    /// fits. With all of them raised it fits, unless waiters are ahead of it. Never blocks.
     ///
-    /// Its example is that of [`Raise`].
+    /// See the example of [`Raise`].
     #[must_use]
     pub fn raises(&self, bytes: u64, spared: u64) -> Vec<Raise> {
-        // What leases have spare is free for any charge.
+        // Any charge may use the spare bytes of leases.
         self.node.recall_all();
-        // Without the tree's lock, under which nothing may allocate: figures that others move
-        // meanwhile are of a moment each.
+        // Not under the tree's lock, since this allocates. Each figure is read on its own.
         self.node.raises(bytes, spared)
     }
 
-    /// The budget above all others: this one, if there is none above it.
+    /// Returns the root of the tree, which may be this budget.
     #[must_use]
     pub fn root(&self) -> Budget {
         self.node.above.last().map_or_else(|| self.clone(), |root| root.know())
     }
 
-    /// Asks for what is missing at a node until nothing is.
+    /// Reclaims until `missing` returns `None`.
     fn ask(
         &self,
         deadline: Option<Instant>,
@@ -295,8 +293,8 @@ impl Budget {
     }
 }
 
-/// Asks those who can give bytes back, one at a time and the cheapest first. Whoever asks looks in
-/// between.
+/// A search that reclaims from one reclaimer at a time, the cheapest first. The caller checks for
+/// success in between.
 ///
 /// ```
 /// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
@@ -325,32 +323,32 @@ pub struct Asking<'a> {
     budget: &'a Budget,
     except: Option<&'a Registration>,
     asked: Vec<Asked>,
-    /// How often it may ask still.
+    /// The number of calls that are left.
     left: u32,
 }
 
-/// One who was asked.
+/// A reclaimer that this search has called.
 struct Asked {
     who: Arc<Reclaimer>,
-    /// It has offered less afterwards: it may have more.
+    /// Its offer has decreased, so another call may release more.
     gave: bool,
-    /// What it has offered then.
+    /// Its offer after the call.
     offers: u64,
-    /// It was asked when it could not wait any more.
+    /// It was called after the deadline, when it could not wait.
     late: bool,
 }
 
-/// Whom a search has found.
+/// The result of one pass over the reclaimers.
 #[derive(Default)]
 struct Found {
-    /// The cheapest.
+    /// The cheapest candidate.
     best: Option<Candidate>,
-    /// One that another thread asks.
+    /// A reclaimer that another thread is running.
     busy: Option<(&'static Node, Arc<Reclaimer>, Arc<dyn Reclaim>)>,
 }
 
 struct Candidate {
-    /// Waits, and what it costs.
+    /// Whether it waits, then its cost.
     rank: (bool, u128),
     offer: Offer,
     at: &'static Node,
@@ -359,11 +357,12 @@ struct Candidate {
 }
 
 impl Asking<'_> {
-    /// Asks the next for what a charge of `bytes` is missing: where a node refuses it, one of that
-    /// node or below it; where none does, one at this budget or below it, for all of `bytes`.
-    /// `None` if nobody is left, or if the charge could not be had though all were given back.
-    /// After `deadline` nobody is asked who waits: a deadline that has passed asks for what
-    /// is to be had without waiting.
+    /// Calls the next reclaimer for what a charge of `bytes` lacks. If a node refuses the charge,
+    /// the candidates are the reclaimers of that node and below it. Otherwise they are those of
+    /// this budget and below it, and the request is for all of `bytes`.
+    ///
+    /// Returns `None` if no candidate is left, or if the charge could not be granted even with
+    /// everything released. After `deadline`, reclaimers that wait are skipped.
     pub fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         let never = {
             let _inside = self.budget.node.tree.lock.enter();
@@ -376,9 +375,9 @@ impl Asking<'_> {
         self.next_at(node, missing, deadline, &|_| true)
     }
 
-    /// Asks the next for `bytes` that a driver has refused: one of the whole tree, whose memory is
-    /// of a place that `helps`, or who does not say of which. `None` if nobody is left. The
-    /// deadline is as with [`Asking::for_charge`].
+    /// Calls the next reclaimer for `bytes` that a driver has refused. The candidates are those of
+    /// the whole tree whose place satisfies `helps` or is `None`. Returns `None` if no candidate is
+    /// left. The deadline works as in [`Asking::for_charge`].
     pub fn for_memory(
         &mut self,
         bytes: u64,
@@ -404,7 +403,8 @@ impl Asking<'_> {
             (Some(best), _) => {
                 let Candidate { offer, at, reclaimer, who, .. } = best;
                 if reclaimer.busy.swap(true, AcqRel) {
-                    // Another thread was faster, and is waited for if there is nobody else.
+                    // Another thread was faster. It is waited for only if there is no other
+                    // candidate.
                     return self.next_at(node, missing, deadline, helps);
                 }
                 let asks = ASKS.replace(true);
@@ -428,12 +428,12 @@ impl Asking<'_> {
             _ => return None,
         };
         let gave = before.saturating_sub(node.used.load(Relaxed));
-        // A name may be anybody's code too.
+        // `name` is foreign code too, and may panic.
         let step = at.reclaimers.call(|| who.name()).unwrap_or("a reclaimer that panicked");
         Some(Tried { step, gave })
     }
 
-    /// The cheapest at this node or below that may be asked.
+    /// Finds the cheapest candidate at this node or below.
     fn find(
         &self,
         node: &'static Node,
@@ -488,7 +488,7 @@ impl std::fmt::Debug for Asking<'_> {
 }
 
 impl Reclaimer {
-    /// Waits until nobody asks it any more. Says whether that was before the deadline.
+    /// Waits until no thread is running it. Returns `false` if the deadline passes first.
     fn wait(&self, deadline: Option<Instant>) -> bool {
         let mut pause = SHORTEST_PAUSE;
         while self.busy.load(Acquire) {
@@ -507,7 +507,8 @@ fn has_passed(deadline: Option<Instant>) -> bool {
 }
 
 impl Node {
-    /// The first node that refuses a charge of `bytes`, and how many are missing there.
+    /// Returns the first node that refuses a charge of `bytes`, and how many bytes are missing
+    /// there.
     fn missing(&'static self, bytes: u64) -> Option<(&'static Node, u64)> {
         self.recall_all();
         let _inside = self.tree.lock.enter();

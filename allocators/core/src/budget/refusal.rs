@@ -1,19 +1,20 @@
-//! A refusal.
+//! The refusal of a charge.
 
 use crate::Bytes;
 use std::{error, fmt};
 
-/// A charge that was refused. Nothing has changed.
+/// The error of a refused charge. The charge changed nothing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct OutOfBudget {
-    /// The budget that refused: the one that was asked, or the nearest above it that has no room.
+    /// The name of the budget that refused: the charged one, or the nearest ancestor that has no
+    /// room.
     pub budget: &'static str,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub requested: u64,
-    /// Bytes charged to it already.
+    /// Bytes charged to this budget already.
     pub current: u64,
-    /// Bytes that it would have granted. Less than the limit leaves where the rest is guaranteed
-    /// to others, or waited for.
+    /// Bytes that it would have granted. Less than `limit - current` if the rest is guaranteed to
+    /// others, or waited for.
     pub remaining: u64,
     /// Its limit, in bytes.
     pub limit: u64,
@@ -30,24 +31,25 @@ pub struct OutOfBudget {
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Raise {
-    /// The budget whose limit it is.
+    /// The name of the budget with this limit.
     pub budget: &'static str,
-    /// Bytes that are missing there.
+    /// Bytes that are missing.
     pub by: u64,
-    /// The limit with which the charge would fit, in bytes.
+    /// The limit at which the charge would fit, in bytes.
     pub to: u64,
 }
 
 impl OutOfBudget {
-    /// Returns how many bytes have to be given back there before it grants what was asked for: also
-    /// what is used beyond a limit that was lowered.
+    /// Returns how many bytes have to be released there before the request is granted. This
+    /// includes use beyond a lowered limit.
     #[must_use]
     pub fn missing(&self) -> u64 {
         let above = self.current.saturating_add(self.requested).saturating_sub(self.limit);
         self.requested.saturating_sub(self.remaining).max(above)
     }
 
-    /// Bytes below the limit that are kept for others: guaranteed to them, or waited for by them.
+    /// Returns the bytes below the limit that are kept for others: guaranteed to them, or waited
+    /// for by them.
     #[must_use]
     pub fn kept(&self) -> u64 {
         self.limit.saturating_sub(self.current).saturating_sub(self.remaining)

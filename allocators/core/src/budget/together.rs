@@ -1,4 +1,4 @@
-//! Bytes of several budgets at once, or of none.
+//! Charges to several budgets at once, or to none.
 //!
 //! ```text
 //!   under the lock:   admit a ── raise a ── admit b ── raise b ── admit c: no
@@ -6,18 +6,21 @@
 //!                     as it was ◄──────── lower a ◄──── lower b ◄────┘
 //! ```
 //!
-//! Each part is admitted with those before it in place, so two parts that have an edge in common
-//! are held against it together. Peaks, levels and whoever is told come after the last one, so a
-//! refusal leaves no trace. All of a tree is one stay under its lock; whoever reads a sum meanwhile
-//! may see parts of a reservation that is about to be refused, never more than a limit.
+//! Each part is admitted with the previous ones in place, so parts that share ancestors are checked
+//! together. Peaks, levels and hooks follow after the last part, so a refusal leaves no trace. All
+//! parts of one tree are one critical section. An unlocked reader may see parts of a reservation
+//! that is then refused, but never more than a limit.
 //!
-//! There is no waiting for several at once. Who in line could never be served is refused, or it
-//! would stand there for ever and keep others from room; that is worked out along one path from a
-//! node to its root (`never` in `tree`), where what is guaranteed to others counts once. Parts on
-//! several paths share edges, and a place in line would have to stand before several nodes, of
-//! which it takes the room of one and leaves the others to whoever comes: two such waits could take
-//! each other's, each the room that the other lacks. Whoever has to wait waits for the largest part
-//! by [`Budget::reserve_by`], and asks for all again.
+//! There is no waiting for several budgets at once.
+//!
+//! - A waiter that can never be served has to be refused, or it would block others for ever. That
+//!   test follows one path from a node to its root (`never` in `tree`), and parts on several paths
+//!   share ancestors.
+//! - A waiter for several nodes would take the room of one and leave the others to other charges.
+//!   Two such waiters could each hold the room that the other one needs.
+//!
+//! To wait, a caller waits for the largest part by [`Budget::reserve_by`], and then requests all
+//! parts again.
 
 use super::{
     Budget, Reservation,
@@ -29,20 +32,19 @@ use super::{
 };
 use crate::sync::atomic::Ordering::Relaxed;
 
-/// Bytes of a node.
+/// A budget and the bytes to take from it.
 type Part<'a> = (&'a Budget, u64);
 
 impl Budget {
-    /// Reserves the bytes of every part, or nothing: `n` shards on `n` devices, or a model's
-    /// weights and the pinned memory that they come through. The reservations are in the order of
-    /// the parts. A budget may be there more than once, and above another; no bytes are a
-    /// reservation as well. Never blocks.
+    /// Reserves the bytes of every part, or nothing. Examples are `n` shards on `n` devices, or a
+    /// model's weights and their pinned staging memory. The reservations are in the order of the
+    /// parts. A budget may occur more than once, also next to its ancestor. A part of zero bytes
+    /// yields a reservation too. Never blocks.
     ///
-    /// Of budgets that have a root in common, all is one step: nobody else's charge comes between.
-    /// Of several roots, each is one step, in the order in which the parts name them; what one has
-    /// granted goes back before the refusal of a later one is answered, so somebody else may have
-    /// been refused for it.
-    ///
+    /// All parts of one tree are one atomic step: no other charge comes in between. With several
+    /// trees, each is one step, in the order in which the parts name them. If a later tree refuses,
+    /// the earlier ones get their bytes back before the call returns, and other charges may have
+    /// been refused in between.
     /// ```
     /// use aquifer_core::Budget;
     /// let machine = Budget::new("the machine", 100);
@@ -58,8 +60,8 @@ impl Budget {
     ///
     /// # Errors
     /// [`OutOfBudget`] of the nearest budget that has no room for the first part that does not fit
-    /// with those before it. `requested` is then the sum of the parts that this budget would have
-    /// to hold.
+    /// together with the previous ones. `requested` is then the sum of the parts that this budget
+    /// would have to hold.
     pub fn reserve_all(parts: &[(&Budget, u64)]) -> Result<Vec<Reservation>, OutOfBudget> {
         let mut granted: Vec<Option<Charge>> = parts.iter().map(|_| None).collect();
         for (first, &(budget, _)) in parts.iter().enumerate() {
@@ -67,7 +69,7 @@ impl Budget {
                 continue;
             }
             let tree = budget.node.tree;
-            // What others have granted goes back with its charges.
+            // On an error, the charges of earlier trees are dropped.
             tree.take_all(parts)?;
             for (charge, &(part, bytes)) in granted.iter_mut().zip(parts) {
                 if std::ptr::eq(part.node.tree, tree) {
@@ -80,7 +82,7 @@ impl Budget {
 }
 
 impl Tree {
-    /// The parts that are of this tree.
+    /// An iterator over the parts that belong to this tree.
     fn own<'a>(
         &'static self,
         parts: &'a [Part<'a>],
@@ -89,7 +91,7 @@ impl Tree {
         own.map(|(budget, bytes)| (budget.node, *bytes))
     }
 
-    /// Takes the parts that are of this tree, or nothing.
+    /// Takes the parts that belong to this tree, or nothing.
     fn take_all(&'static self, parts: &[Part<'_>]) -> Result<(), OutOfBudget> {
         let take = || self.take_all_inside(self.lock.enter(), parts);
         match take() {
@@ -112,9 +114,10 @@ impl Tree {
                 continue;
             }
             if let Err((by, mut refusal)) = node.admit(bytes, node.priority.load(Relaxed)) {
-                // Last first: each step back finds what it left.
+                // In reverse order, so that each step undoes exactly the last one.
                 self.own(&parts[..at]).rev().for_each(|(node, bytes)| node.lower(bytes));
-                // With nothing of this call in what is there, and all of it in what was asked.
+                // The refusal is restated without the parts of this call in `current`, and with all
+                // of them in `requested`.
                 let used = by.used.load(Relaxed);
                 refusal.remaining += refusal.current - used;
                 refusal.current = used;

@@ -1,4 +1,4 @@
-//! The arithmetic of a tree: what a charge does to each node, under the tree's lock.
+//! The arithmetic of a budget tree: what a charge changes in each node, under the tree's lock.
 //!
 //! ```text
 //!   used   = bytes in charges, here and below
@@ -7,14 +7,16 @@
 //!   a node holds max(held, guarantee) of its parent
 //! ```
 //!
-//! So a charge of `bytes` adds `bytes` to `used` all the way up, and to `held` as much as no
-//! guarantee below had set aside.
+//! So a charge of `bytes` adds `bytes` to `used` on the whole path to the root. It adds to `held`
+//! only the part that no guarantee below had set aside.
 //!
-//! **The quick way.** Most charges meet no edge anywhere: no limit, no new peak, no level, no
-//! guarantee that is not used up, nobody in line. Each node keeps one figure for all of these,
-//! `easy`: up to there a charge is an addition. Another, `floor`, does the same for releases, and a
-//! third, `brim`, for whoever only asks how much room there is. They are worked out anew whenever
-//! something that they depend on has changed.
+//! **Fast path.** Most charges cross no boundary: no limit, no new peak, no level, no unused
+//! guarantee, no waiter. Each node combines all of these in three bounds, which are recomputed
+//! whenever an input changes:
+//!
+//! - `easy`: up to this value of `used`, a charge is a plain addition.
+//! - `floor`: down to this value, a release is a plain subtraction.
+//! - `brim`: the bound for [`Node::glance`], which only reads how much room there is.
 
 use super::{
     node::{ASK, NOBODY, Node},
@@ -25,24 +27,24 @@ use crate::sync::atomic::{
     Ordering::{Relaxed, SeqCst},
 };
 
-/// The node that refused, and what it says.
+/// The node that refused, and its refusal.
 pub(super) type Refused = (&'static Node, OutOfBudget);
 
-/// Moves a sum by how far one part of it has moved.
+/// Moves a sum by the change of one of its terms.
 fn shift(sum: &AtomicU64, before: u64, after: u64) {
     let (up, down) = (after.saturating_sub(before), before.saturating_sub(after));
     sum.store(sum.load(Relaxed) + up - down, Relaxed);
 }
 
-// Every function here is called with the tree's lock held.
+// Every function here requires the tree's lock, unless it says otherwise.
 impl Node {
-    /// This node and those above it, from here to the root.
+    /// An iterator over this node and its ancestors, up to the root.
     #[inline]
     pub(super) fn path(&'static self) -> impl Iterator<Item = &'static Node> + Clone {
         std::iter::once(self).chain(self.above.iter().copied())
     }
 
-    /// Adds `bytes` where that meets no edge; says whether it did.
+    /// Adds `bytes` if no bound is crossed. Returns whether it did.
     #[inline]
     pub(super) fn take_easily(&'static self, bytes: u64) -> bool {
         let fits = |node: &Node| {
@@ -64,10 +66,10 @@ impl Node {
         easy
     }
 
-    /// Takes `bytes` away where that meets no edge; says whether it did.
+    /// Subtracts `bytes` if no bound is crossed. Returns whether it did.
     #[inline]
     pub(super) fn give_easily(&'static self, bytes: u64) -> bool {
-        // What is given back was taken, so no difference is below zero.
+        // Released bytes were charged before, so the difference cannot underflow.
         let fits = |node: &Node| node.used.load(Relaxed) - bytes >= node.floor.load(Relaxed);
         let mut easy = fits(self);
         for above in self.above {
@@ -87,27 +89,26 @@ impl Node {
         self.used.load(Relaxed).saturating_add(self.extra.load(Relaxed))
     }
 
-    /// What its parent has to hold for it.
+    /// Returns the bytes that the parent has to hold for this node.
     fn share(&self) -> u64 {
         self.held().max(self.guarantee.load(Relaxed))
     }
 
-    /// Guaranteed bytes that are not used, by those below or by itself.
+    /// Returns the guaranteed bytes that are used neither here nor below.
     fn unmet(&self) -> u64 {
         self.guarantee.load(Relaxed).saturating_sub(self.held())
     }
 
-    /// Whether a charge of `bytes` by one of this priority fits everywhere. Changes nothing.
+    /// Checks whether a charge of `bytes` at `priority` fits on the whole path. Changes nothing.
     pub(super) fn admit(&'static self, bytes: u64, priority: i64) -> Result<(), Refused> {
-        // What the node at hand has to hold more than it does; the rest has been set aside for
-        // those below.
+        // The bytes that this node's `held` would grow by. The rest is covered by guarantees below.
         let mut more = bytes;
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
             let within =
                 |now: u64, more: u64| now.checked_add(more).is_some_and(|next| next <= limit);
             let in_line = node.line.load(Relaxed) >= priority;
-            // A limit below what has been guaranteed already is a limit all the same.
+            // A limit also applies if it was lowered below existing guarantees.
             if !within(node.used.load(Relaxed), bytes)
                 || (more > 0 && (in_line || !within(node.held(), more)))
             {
@@ -118,8 +119,8 @@ impl Node {
         Ok(())
     }
 
-    /// What this node says to a charge of `bytes`, of which `aside` are set aside by guarantees
-    /// below.
+    /// Returns this node's refusal of a charge of `bytes`, of which `aside` are covered by
+    /// guarantees below.
     fn refusal(&self, bytes: u64, aside: u64, in_line: bool) -> OutOfBudget {
         let (used, limit) = (self.used.load(Relaxed), self.limit.load(Relaxed));
         let room = if in_line { 0 } else { limit.saturating_sub(self.held()) };
@@ -132,7 +133,7 @@ impl Node {
         }
     }
 
-    /// The most bytes that a charge by one of this priority could take.
+    /// Returns the most bytes that a charge at `priority` could take.
     pub(super) fn room(&'static self, priority: i64) -> u64 {
         let (mut room, mut aside) = (u64::MAX, 0u64);
         for node in self.path() {
@@ -148,8 +149,8 @@ impl Node {
         room
     }
 
-    /// How many bytes have to be given back before a charge of `bytes` by one of this priority fits
-    /// everywhere.
+    /// Returns how many bytes have to be released before a charge of `bytes` at `priority` fits on
+    /// the whole path.
     pub(super) fn shortfall(&'static self, bytes: u64, priority: i64) -> u64 {
         let (mut most, mut more) = (0, bytes);
         for node in self.path() {
@@ -165,8 +166,8 @@ impl Node {
         most
     }
 
-    /// The limits on the path that are too low for a charge of `bytes`, by how much and what they
-    /// would have to be, where `spared` of what is charged here goes back first.
+    /// Returns the limits on the path that are too low for a charge of `bytes`, and by how much, if
+    /// `spared` bytes charged here are released first.
     pub(super) fn raises(&'static self, bytes: u64, spared: u64) -> Vec<Raise> {
         let (mut raises, mut more) = (Vec::new(), bytes);
         for node in self.path() {
@@ -182,8 +183,8 @@ impl Node {
         raises
     }
 
-    /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out
-    /// of the ordinary. The priority is asked for where it counts.
+    /// Like [`Node::room`], without the lock: two loads a node in the common case. `priority` is
+    /// called only if it matters.
     #[inline]
     pub(super) fn glance(&'static self, priority: impl Fn() -> i64) -> u64 {
         let look = |node: &Node| {
@@ -198,12 +199,13 @@ impl Node {
         room
     }
 
-    /// The first node by which `bytes` more would be too much, though all else were given back:
-    /// what is asked is above a limit, less what others below it are guaranteed.
+    /// Returns the refusal of the first node where `bytes` more can never fit, even if all other
+    /// bytes were released: the request exceeds a limit minus the guarantees of other nodes below
+    /// it.
     pub(super) fn never(&'static self, bytes: u64) -> Option<OutOfBudget> {
         let (mut need, mut own) = (bytes, 0);
         for node in self.path() {
-            // The least that this node holds with these bytes in it.
+            // The least that this node holds with these bytes charged.
             need = need.saturating_add(node.promised.load(Relaxed) - own);
             if need > node.limit.load(Relaxed) {
                 return Some(node.refusal(bytes, 0, false));
@@ -214,20 +216,20 @@ impl Node {
         None
     }
 
-    /// Adds what [`Node::admit`] has let pass.
+    /// Adds a charge that [`Node::admit`] has accepted. Returns whether a level has changed.
     pub(super) fn add(&'static self, bytes: u64) -> bool {
         self.raise(bytes);
         self.settle()
     }
 
-    /// Takes away what was added.
+    /// Subtracts a charge. Returns whether a level has changed.
     pub(super) fn subtract(&'static self, bytes: u64) -> bool {
         self.lower(bytes);
         self.settle()
     }
 
-    /// Adds what [`Node::admit`] has let pass to the sums alone: [`Node::lower`] leaves no trace of
-    /// it, as long as what was raised last is lowered first.
+    /// Adds a charge that [`Node::admit`] has accepted, to the sums alone. [`Node::lower`] undoes
+    /// it exactly if calls are undone in reverse order.
     pub(super) fn raise(&'static self, bytes: u64) {
         let mut more = bytes;
         for node in self.path() {
@@ -238,7 +240,7 @@ impl Node {
         }
     }
 
-    /// Takes away from the sums what was raised.
+    /// Subtracts a charge from the sums alone.
     pub(super) fn lower(&'static self, bytes: u64) {
         let mut less = bytes;
         for node in self.path() {
@@ -249,8 +251,8 @@ impl Node {
         }
     }
 
-    /// Works out what follows from sums that have moved: peaks, levels, edges. Says whether a level
-    /// has changed.
+    /// Updates what depends on the sums: peaks, levels, bounds. Returns whether a level has
+    /// changed.
     pub(super) fn settle(&'static self) -> bool {
         let mut crossed = false;
         for node in self.path() {
@@ -261,12 +263,13 @@ impl Node {
         crossed
     }
 
-    /// What its parent must always be able to hold for it: its own guarantee, or those below it.
+    /// Returns what the parent must always be able to hold for this node: its own guarantee, or the
+    /// sum of those below it if that is larger.
     fn promise(&self) -> u64 {
         self.guarantee.load(Relaxed).max(self.promised.load(Relaxed))
     }
 
-    /// Sets the guarantee, if those above can hold that much for it.
+    /// Sets the guarantee, if the ancestors can hold that much for it.
     pub(super) fn guarantee(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         if bytes > self.limit.load(Relaxed) {
             return Err(self.refusal(bytes, 0, false));
@@ -301,7 +304,8 @@ impl Node {
         }
     }
 
-    /// Works out anew up to where charges and down to where releases meet no edge.
+    /// Recomputes the bounds of the fast path: up to where charges and down to where releases cross
+    /// no boundary.
     pub(super) fn refresh(&self) {
         let (extra, guarantee) = (self.extra.load(Relaxed), self.guarantee.load(Relaxed));
         let met = self.unmet() == 0;
@@ -314,7 +318,7 @@ impl Node {
         let limit = self.limit.load(Relaxed);
         let over = self.used.load(Relaxed) > limit;
         let floor = if met { guarantee.saturating_sub(extra).max(fall) } else { u64::MAX };
-        // The release that meets a lowered limit has to be seen.
+        // The release that brings `used` down to a lowered limit has to take the slow path.
         self.floor.store(if over { floor.max(limit + 1) } else { floor }, Relaxed);
         if over != self.over.load(Relaxed) {
             self.over.store(over, Relaxed);
@@ -323,8 +327,8 @@ impl Node {
         }
     }
 
-    /// Whether this node or one above holds more than its limit allows: leases then keep nothing.
-    /// Read outside the lock.
+    /// Returns whether this node or an ancestor uses more than its limit. Leases then keep no spare
+    /// bytes. Does not need the lock.
     #[inline]
     pub(super) fn is_over(&'static self) -> bool {
         self.tree.over.load(SeqCst) != 0 && self.path().any(|node| node.over.load(Relaxed))

@@ -1,27 +1,32 @@
-//! Waiting for bytes: in line, by priority, then in order.
+//! The wait queue of a tree: ordered by priority, then by arrival.
 //!
 //! ```text
-//!   charge ── fits ──► granted                             release, a limit raised, somebody gone from the line
-//!     │ refused                                                                │
-//!     ▼                                                                        ▼
-//!   in line ◄─────────────── looked through, from the first on ────────────────┘
-//!     │                        · fits at every node, nobody before it waits for one of them: granted
-//!     │                        · does not: the node that refused is *taken*, until the next look
-//!     │                        · is above a limit, or its deadline has passed: refused
-//!     ├── granted ──► the waker is called, the charge lies ready
-//!     └── dropped ──► its place is given up; if it had been granted, the bytes go to the next
+//!   charge ── fits ──► granted         release, a limit raised, a waiter gone
+//!     │ refused                                          │
+//!     ▼                                                  ▼
+//!   in queue ◄──────────── scan, from the first on ──────┘
+//!     │          · fits at every node, and no earlier waiter needs one of them: granted
+//!     │          · does not fit: the node that refused is *taken* until the next scan
+//!     │          · exceeds a limit, or its deadline has passed: refused
+//!     ├── granted ──► the waker is called, the charge is ready
+//!     └── dropped ──► leaves the queue; if it had been granted, the bytes go to the next waiter
 //! ```
 //!
 //! A look is one stay inside the tree's lock, so nobody's charge comes between two who wait. While
 //! a node is taken, a charge that needs room there is refused unless its priority is above the
-//! first waiter's: what is given back goes to whoever waits. A charge that needs no room there,
-//! since its bytes are guaranteed, passes; so does whoever waits at another node.
+//! One scan of the queue is one critical section of the tree's lock, so no other charge is granted
+//! between two waiters. While a node is *taken*, a charge that needs room there is refused unless
+//! its priority is above that of the first waiter. So released bytes go to waiters. A charge whose
+//! bytes are guaranteed needs no room there and is granted, and so are waiters at other nodes.
 //!
-//! **Nobody is lost.** The count of those in line is written inside the lock, by the look that left
-//! them there, and whoever gives bytes back reads it inside the lock: either the look has seen the
-//! bytes, or the count is seen and there is another look. Looking never blocks: if somebody is at
-//! the line already, it is asked for, and whoever leaves the line looks whether somebody has asked.
-//! So a charge may be dropped anywhere, also by an allocator that the line itself calls.
+//! **No lost wakeups.**
+//!
+//! - The scan writes the number of waiters under the tree's lock, and every release reads it under
+//!   the same lock. So either the scan sees the released bytes, or the release sees the waiters and
+//!   requests another scan.
+//! - Requesting a scan never blocks. If another thread is in the queue, the request is counted, and
+//!   that thread checks the count when it leaves.
+//! - So a charge may be dropped anywhere, also by an allocator that the queue itself calls.
 
 use super::{
     Budget, Charge,
@@ -49,26 +54,26 @@ use std::{
     time::Instant,
 };
 
-/// A place in line: higher priorities first, then whoever came first.
+/// The key of a waiter: higher priority first, then earlier arrival.
 type Place = (Reverse<i64>, u64);
 type Answer = Result<(), OutOfBudget>;
 
-/// Who waits for bytes of a tree.
+/// The wait queue of a tree.
 pub(super) struct Line {
-    /// How many wait. Written inside the tree's lock.
+    /// The number of waiters. Written under the tree's lock.
     waiting: AtomicU64,
-    /// How often a look has been asked for.
+    /// The number of scans requested.
     asked: AtomicU64,
     queue: Mutex<Queue>,
 }
 
 struct Queue {
     next: u64,
-    /// The looks that have been made up to here were asked for.
+    /// The value of `asked` that the last scan has covered.
     looked: u64,
     waiting: BTreeMap<Place, Waiter>,
     answered: BTreeMap<u64, Answer>,
-    /// Nodes whose room somebody waits for.
+    /// Nodes that refused a waiter in the last scan.
     taken: Vec<&'static Node>,
 }
 
@@ -80,8 +85,7 @@ struct Waiter {
     answer: Option<Answer>,
 }
 
-/// What is left to do when the line has been left: wakers and hooks are called with no lock held,
-/// dropped wakers too.
+/// Wakers and hooks to call once no lock is held. Wakers are also dropped then.
 #[derive(Default)]
 struct Told {
     wakers: Vec<Waker>,
@@ -91,7 +95,7 @@ struct Told {
 impl Told {
     fn tell(self) {
         for waker in self.wakers {
-            // It is code of others; the rest is woken all the same.
+            // Foreign code: a panic must not keep the other waiters asleep.
             contain(|| waker.wake());
         }
         for node in self.crossed {
@@ -115,33 +119,33 @@ impl Line {
         }
     }
 
-    /// Whether anybody waits. Exact inside the tree's lock; sequentially consistent for leases,
-    /// which read it outside.
+    /// Returns whether there is a waiter. Exact under the tree's lock. Sequentially consistent for
+    /// leases, which read it without the lock.
     #[inline]
     pub(super) fn is_waited_for(&self) -> bool {
         self.waiting.load(SeqCst) != 0
     }
 
-    /// How many wait for `node`'s bytes, or for those of a node below it (a count).
+    /// Returns the number of waiters for bytes of `node` or of a node below it.
     pub(super) fn waiting_at(&self, node: &'static Node) -> usize {
         self.with(|queue| {
             queue.waiting.values().filter(|waiter| waiter.node.is_below(node)).count()
         })
     }
 
-    /// Has the line looked through, by this thread or by the one that is at it. Never blocks.
+    /// Requests a scan, by this thread or by the one that holds the queue. Never blocks.
     #[cold]
     pub(super) fn look(&self) {
-        // A read-modify-write here and one in `leave`: whichever is second sees the other, or the
-        // queue it has left.
+        // Read-modify-writes here and in `leave`: whichever is second sees the other, or the
+        // unlocked queue.
         self.asked.fetch_add(1, AcqRel);
         if let Some(queue) = try_lock(&self.queue) {
             self.leave(queue);
         }
     }
 
-    /// The only way in but for [`Line::look`]: also for those who change nothing, since a look that
-    /// is asked for meanwhile is left to them.
+    /// Locks the queue for `work`. Every access except [`Line::look`] goes through here, including
+    /// reads, since a scan requested in the meantime is left to the lock holder.
     fn with<R>(&self, work: impl FnOnce(&mut Queue) -> R) -> R {
         let mut queue = lock(&self.queue);
         let answer = work(&mut queue);
@@ -149,7 +153,7 @@ impl Line {
         answer
     }
 
-    /// Looks while that is asked for, and leaves.
+    /// Scans as long as scans are requested, and unlocks the queue.
     fn leave<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) {
         loop {
             let asked = self.asked.load(Acquire);
@@ -166,21 +170,20 @@ impl Line {
             }
             match try_lock(&self.queue) {
                 Some(again) => queue = again,
-                // Whoever is there looks when leaving.
+                // The new holder scans when it leaves.
                 None => return,
             }
         }
     }
 
-    /// The earliest deadline in line.
+    /// Returns the earliest deadline in the queue.
     fn next_deadline(&self) -> Option<Instant> {
         self.with(|queue| queue.waiting.values().filter_map(|waiter| waiter.deadline).min())
     }
 }
 
 impl Queue {
-    /// Goes through the line from the first on. Allocates before and after the tree's lock, not
-    /// inside.
+    /// Scans the queue from the first waiter on. Allocates only before and after the tree's lock.
     fn look(&mut self, line: &Line, at: Option<Instant>) -> Told {
         let mut told = Told::default();
         let Some((_, first)) = self.waiting.first_key_value() else {
@@ -245,7 +248,7 @@ impl Queue {
         told
     }
 
-    /// Nobody is left.
+    /// Releases the taken nodes when the queue is empty.
     fn clear(&mut self, line: &Line) {
         if let Some(first) = self.taken.first() {
             let _inside = first.tree.lock.enter();
@@ -258,13 +261,12 @@ impl Queue {
     }
 }
 
-/// A charge that waits for its bytes. A `Future` that needs no runtime: whoever gives bytes back
-/// calls its waker.
+/// A charge that waits for its bytes: a `Future` that needs no runtime, since a release calls its
+/// waker.
 ///
-/// It takes its place in line when it is polled first. Dropping it gives the place up, or hands
-/// bytes that it was granted and has not taken to the next in line. It has no clock: a deadline
-/// that has passed ends it when it is polled, when anybody looks through the line, or by
-/// [`Budget::expire_waits`].
+/// It enters the queue at its first poll. Dropping it leaves the queue, and passes granted bytes
+/// that were not taken to the next waiter. It has no timer: an expired deadline takes effect when
+/// it is polled, when any thread scans the queue, or by [`Budget::expire_waits`].
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -274,7 +276,7 @@ impl Queue {
 /// let mut waiting = pin!(budget.charge_async(50));
 /// let mut context = Context::from_waker(Waker::noop());
 /// assert!(waiting.as_mut().poll(&mut context).is_pending());
-/// assert!(budget.charge(10).is_err());         // what is left is waited for
+/// assert!(budget.charge(10).is_err());         // the remaining bytes are kept for the waiter
 /// drop(most);
 /// let Poll::Ready(charge) = waiting.poll(&mut context) else { panic!("the bytes are there") };
 /// assert_eq!(charge?.bytes(), 50);
@@ -285,7 +287,7 @@ pub struct Waiting {
     budget: Budget,
     bytes: u64,
     deadline: Option<Instant>,
-    /// Instead of the budget's own.
+    /// Overrides the budget's priority.
     priority: Option<i32>,
     stage: Stage,
 }
@@ -308,13 +310,13 @@ impl std::fmt::Debug for Waiting {
 }
 
 impl Waiting {
-    /// Ends with the refusal of that moment when `deadline` has passed.
+    /// Sets a deadline, after which the wait ends with the refusal of that moment.
     pub fn until(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
         self
     }
 
-    /// Stands in line by this priority instead of the budget's own.
+    /// Waits with this priority instead of the budget's own.
     pub fn with_priority(mut self, priority: i32) -> Self {
         self.priority = Some(priority);
         self
@@ -343,7 +345,7 @@ impl Waiting {
             node: self.budget.node,
             bytes: self.bytes,
             deadline: self.deadline,
-            // A clone may be anybody's code, so it is made before the line is entered.
+            // Cloning a waker runs foreign code, so it happens before the queue is locked.
             waker: Some(waker.clone()),
             answer: None,
         };
@@ -356,8 +358,7 @@ impl Waiting {
         });
         self.stage = Stage::InLine(place);
         told.tell();
-        // What leases hold and do not use goes to whoever waits. From here on they see that
-        // somebody does.
+        // Spare bytes of leases go to waiters. From here on the leases see that there is one.
         self.budget.node.recall_all();
         self.go_on(place, waker)
     }
@@ -377,7 +378,7 @@ impl Waiting {
             }
             (queue.answered.remove(&place.1), told)
         });
-        // The waker that was there before goes here, where its end may do what it likes.
+        // The old waker is foreign code, and is dropped with no lock held.
         contain(move || drop(next));
         told.tell();
         match answer {
@@ -386,10 +387,11 @@ impl Waiting {
         }
     }
 
-    /// Waits on this thread, as [`Budget::charge_by`] does. With no lock held.
+    /// Blocks this thread until the charge is granted or refused, as [`Budget::charge_by`] does.
+    /// Holds no lock while waiting.
     ///
     /// # Errors
-    /// As [`Budget::charge_by`].
+    /// See [`Budget::charge_by`].
     pub fn wait(mut self) -> Result<Charge, OutOfBudget> {
         let parked = Arc::new(Parked { bed: Bed::new(), woken: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&parked));
@@ -398,7 +400,8 @@ impl Waiting {
             if let Poll::Ready(answer) = Pin::new(&mut self).poll(&mut context) {
                 return answer;
             }
-            // Others' deadlines count: whoever stands behind one that has passed may be next.
+            // The deadlines of other waiters count too: this waiter may be next after an expired
+            // one.
             parked.wait(self.line().next_deadline());
             if !parked.woken.swap(false, Acquire) {
                 self.line().look();
@@ -410,7 +413,7 @@ impl Waiting {
 impl Future for Waiting {
     type Output = Result<Charge, OutOfBudget>;
 
-    /// Once it has been ready it stays pending.
+    /// After it was ready once, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match self.stage {
             Stage::New => self.begin(context.waker()),
@@ -426,7 +429,7 @@ impl Drop for Waiting {
         let line = self.line();
         let (gone, answer, told) = line.with(|queue| {
             let gone = queue.waiting.remove(&place);
-            // Those behind it may be next.
+            // Waiters behind it may be served now.
             let told = if gone.is_some() { queue.look(line, None) } else { Told::default() };
             (gone, queue.answered.remove(&place.1), told)
         });
@@ -438,7 +441,7 @@ impl Drop for Waiting {
     }
 }
 
-/// A thread that waits.
+/// A waiting thread.
 struct Parked {
     bed: Bed,
     woken: AtomicBool,
@@ -452,7 +455,7 @@ impl Wake for Parked {
 }
 
 impl Parked {
-    /// Until it is woken or the moment has come, or for no reason.
+    /// Sleeps until it is woken or `until` is reached. May wake spuriously.
     fn wait(&self, until: Option<Instant>) {
         if !self.woken.load(Acquire) {
             self.bed.sleep(until);
@@ -461,12 +464,13 @@ impl Parked {
 }
 
 impl Budget {
-    /// As [`Budget::charge`], waiting for the bytes until `deadline`, or for as long as it takes:
-    /// in line, by this budget's priority, then in order. Blocks the thread, with no lock held.
+    /// Like [`Budget::charge`], but waits for the bytes until `deadline`, or without a limit for
+    /// `None`. Waiters are served by priority, then in order of arrival. Blocks the thread, with no
+    /// lock held.
     ///
     /// # Errors
-    /// [`OutOfBudget`] with the figures of the deadline; or at once, at any time, where the bytes
-    /// are above a limit, less what others are guaranteed, and so could never be had.
+    /// [`OutOfBudget`] with the figures at the deadline. It is returned at once if the bytes can
+    /// never be granted: they exceed a limit minus the guarantees of others.
     pub fn charge_by(&self, bytes: u64, deadline: Option<Instant>) -> Result<Charge, OutOfBudget> {
         let waiting = self.charge_async(bytes);
         match deadline {
@@ -476,19 +480,19 @@ impl Budget {
         .wait()
     }
 
-    /// As [`Budget::charge_by`], by a future.
+    /// The asynchronous form of [`Budget::charge_by`].
     pub fn charge_async(&self, bytes: u64) -> Waiting {
         Waiting { budget: self.clone(), bytes, deadline: None, priority: None, stage: Stage::New }
     }
 
-    /// Ends the waits in this budget's whole tree whose deadline is not after `now`, those that are
-    /// not polled too: for programs with a timer of their own. Never blocks on a wait.
+    /// Ends the waits in this budget's whole tree whose deadline is not after `now`, including
+    /// those that are not polled. For programs with their own timer. Never blocks on a wait.
     pub fn expire_waits(&self, now: Instant) {
         let line = &self.node.tree.line;
         line.with(|queue| queue.look(line, Some(now))).tell();
     }
 
-    /// How many wait for bytes of this budget or of one below it (a count).
+    /// Returns the number of waiters for bytes of this budget or of one below it.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.node.tree.line.waiting_at(self.node)
