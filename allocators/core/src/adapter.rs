@@ -1,16 +1,16 @@
-//! One macro, every `Allocator` trait.
+//! One macro that implements every `Allocator` trait.
 //!
-//! Rust has three: allocator-api2 0.2, which today's collections take, its 0.4, and the standard
-//! library's own where the compiler has it. [`impl_allocator!`](crate::impl_allocator) takes one
-//! body and expands it once for each that this build has. The body writes `Allocator`, `AllocError`
-//! and `Layout`, and a `use` beside each expansion says whose they are: items are not hygienic in
-//! `macro_rules!`.
+//! Rust has three of them: allocator-api2 0.2, which today's collections use, its version 0.4, and
+//! the standard library's own trait on compilers that have it.
+//! [`impl_allocator!`](crate::impl_allocator) takes one body and expands it once for each trait of
+//! this build. The body names `Allocator`, `AllocError` and `Layout`. A `use` next to each
+//! expansion resolves them, since items are not hygienic in `macro_rules!`.
 //!
-//! The switches stand on helper macros of this crate, not inside the expansion: a `#[cfg]` there
-//! would read the features of the crate that expands it.
+//! The `#[cfg]`s are on helper macros of this crate and not inside the expansion, where they would
+//! read the features of the expanding crate.
 
 /// Implements every `Allocator` trait of this build for one type, from one body. The traits are
-/// unsafe to implement, so the macro asks for that word, and for a SAFETY argument beside it:
+/// unsafe to implement, so the macro requires the keyword `unsafe` and a SAFETY comment:
 ///
 /// ```
 /// use std::{alloc::Layout, ptr::NonNull};
@@ -39,8 +39,9 @@
 /// ```
 ///
 /// # Safety
-/// The body keeps the promises of `Allocator`: blocks are valid, aligned and the caller's until
-/// they are given back to any clone, moving the allocator moves none of them, and nothing unwinds.
+/// The body fulfils the contract of `Allocator`: blocks are valid and aligned, they belong to the
+/// caller until they are deallocated through any clone, moving the allocator does not move them,
+/// and no call unwinds.
 #[macro_export]
 macro_rules! impl_allocator {
     ($(#[$attr:meta])* unsafe impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {

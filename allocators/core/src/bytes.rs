@@ -1,8 +1,8 @@
-//! A count of bytes, written for a person and by one.
+//! A number of bytes, formatted and parsed with binary units.
 
 use std::fmt;
 
-/// A count of bytes whose `Display` picks the unit: `512 B`, `2.00 MiB`, `3.80 GiB`.
+/// A number of bytes whose `Display` chooses the unit: `512 B`, `2.00 MiB`, `3.80 GiB`.
 ///
 /// ```
 /// use aquifer_core::Bytes;
@@ -13,8 +13,8 @@ use std::fmt;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// Returns the smallest count that is no less and that `Display` writes without rounding, to a
-    /// byte: for an amount that a person is to read and set.
+    /// Returns the smallest number that is not less and that `Display` writes exactly. For amounts
+    /// that users read and then set.
     ///
     /// ```
     /// use aquifer_core::Bytes;
@@ -27,14 +27,13 @@ impl Bytes {
         if self.0 < 1024 {
             return self;
         }
-        // A hundredth of the unit is the least that is written. PiB is the largest unit.
+        // `Display` writes hundredths of the unit. PiB is the largest unit.
         let unit = 1u128 << (self.0.ilog2() / 10 * 10).min(50);
         let hundredths = (u128::from(self.0) * 100).div_ceil(unit);
         Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
     }
 
-    /// Returns the largest count that is no more and that `Display` writes without rounding, to a
-    /// byte.
+    /// Returns the largest number that is not more and that `Display` writes exactly.
     ///
     /// ```
     /// use aquifer_core::Bytes;
@@ -50,8 +49,8 @@ impl Bytes {
         Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
     }
 
-    /// Reads an amount as settings write it: `512`, `4096B`, `64MiB`, `1GiB`. `None` for anything
-    /// else, and for more than can be counted.
+    /// Parses an amount of a setting: `512`, `4096B`, `64MiB`, `1GiB`. Returns `None` for anything
+    /// else, and on overflow.
     ///
     /// ```
     /// use aquifer_core::Bytes;

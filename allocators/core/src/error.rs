@@ -1,4 +1,4 @@
-//! What can go wrong, with the figures a person needs to act on it.
+//! The error types, with the figures that are needed to act on them.
 
 mod json;
 mod no_gpu;
@@ -15,20 +15,20 @@ use std::{error, fmt};
 /// A result with a [`MemoryError`].
 pub type Result<T, E = MemoryError> = std::result::Result<T, E>;
 
-/// A call of the GPU driver that answered with an error code.
+/// A call of the GPU driver that returned an error code.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DriverError {
-    /// The call, as the driver's documentation spells it: `cuMemCreate`.
+    /// The call, as the driver's documentation spells it, such as `cuMemCreate`.
     pub call: &'static str,
-    /// The driver's code, also where this build has no name for it.
+    /// The driver's code, even if this build has no name for it.
     pub code: u32,
     /// The code's name, `CUDA_ERROR_…`, or `unknown`.
     pub name: &'static str,
 }
 
 impl DriverError {
-    /// Whether the code says that the device itself is gone: a sticky error, after which every call
-    /// fails.
+    /// Returns whether the code means that the device is lost: a sticky error, after which every
+    /// call fails.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
         // ECC uncorrectable; illegal address; launch timeout; assert; hardware stack error, illegal
@@ -37,16 +37,16 @@ impl DriverError {
         matches!(self.code, 214 | 700 | 702 | 710 | 714..=719 | 721)
     }
 
-    /// Whether the code says that the driver, or the context of the call, has been torn down, or
-    /// was never there in this process: whatever was queued does not run any more.
+    /// Returns whether the code means that the driver or the context of the call has been torn
+    /// down, or never existed in this process. Queued work does not run any more.
     #[must_use]
     pub fn is_driver_gone(&self) -> bool {
-        // Not initialised (a forked child), deinitialised (the process ends), context destroyed
-        // (the application's reset).
+        // Not initialised (a forked child), deinitialised (the process is exiting), context
+        // destroyed (the application has reset it).
         matches!(self.code, 3 | 4 | 709)
     }
 
-    /// Whether the code is the driver's out of memory.
+    /// Returns whether the code is the driver's out-of-memory error.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         self.code == 2
@@ -64,7 +64,7 @@ impl error::Error for DriverError {}
 /// A system call that failed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SystemError {
-    /// The call: `mmap`.
+    /// The call, such as `mmap`.
     pub call: &'static str,
     /// Its `errno`.
     pub errno: i32,
@@ -78,7 +78,7 @@ impl fmt::Display for SystemError {
 
 impl error::Error for SystemError {}
 
-/// Why a request for memory, or about memory, was refused. Nothing has changed.
+/// The reason why a request was refused. The request changed nothing.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -86,59 +86,59 @@ pub enum MemoryError {
     ZeroSize,
     /// A request that no device or host could hold, or whose arithmetic overflows.
     TooLarge {
-        /// Bytes asked for.
+        /// Bytes requested.
         requested: u64,
-        /// The most that could ever be asked for here.
+        /// The largest possible request here.
         limit: u64,
     },
-    /// An alignment that is not a power of two, or beyond what the memory has.
+    /// An alignment that is not a power of two, or that the memory does not support.
     BadAlignment {
-        /// The alignment asked for, in bytes.
+        /// The requested alignment, in bytes.
         align: u64,
     },
-    /// A budget refused, and nothing was tried to make room.
+    /// A budget refused, and no memory was reclaimed.
     OutOfBudget(OutOfBudget),
-    /// Nothing that was tried made room.
+    /// Out of memory, after every way to make room has failed.
     OutOfMemory(Box<OutOfMemory>),
     /// The driver refused.
     Driver(DriverError),
     /// The kernel refused.
     System(SystemError),
-    /// The device had a sticky error; only the application may reset it.
+    /// The device had a sticky error. Only the application may reset it.
     DeviceLost {
-        /// Which device.
+        /// The device.
         device: DeviceId,
     },
-    /// A device that is not there.
+    /// A device that does not exist.
     NoDevice {
-        /// Which was asked for, by its index.
+        /// The requested index.
         asked: u32,
-        /// How many there are.
+        /// The number of devices.
         count: u32,
     },
-    /// A device was asked for where no GPU can be used.
+    /// A device was requested where no GPU can be used.
     NoGpu {
-        /// Which was asked for, by its index.
+        /// The requested index.
         asked: u32,
-        /// Why there is none.
+        /// The reason why there is none.
         why: Box<NoGpu>,
     },
-    /// A block or stream of one machine was used with another: of two simulated ones, or of a
-    /// simulated one and this host.
+    /// A block or stream of one machine was used with another machine. At least one of them is
+    /// simulated.
     OtherMachine {
-        /// The machine of the pool or stream: 0 is this host's own GPUs, others are simulated.
+        /// The machine of the pool or stream. 0 is this host with its GPUs, others are simulated.
         expected: u64,
-        /// The machine of what was handed in.
+        /// The machine of the argument.
         actual: u64,
     },
     /// A block or stream of one device was used on another.
     WrongDevice {
         /// The device of the pool or stream.
         expected: DeviceId,
-        /// The device of what was handed in.
+        /// The device of the argument.
         actual: DeviceId,
     },
-    /// An address that this pool has not given out.
+    /// An address that this pool has not allocated.
     ForeignBlock {
         /// The address.
         address: u64,
@@ -148,37 +148,37 @@ pub enum MemoryError {
         /// The address.
         address: u64,
     },
-    /// A part of a block that reaches past its end.
+    /// A subrange that extends past the end of its block.
     OutOfBounds {
-        /// First byte asked for, counted from the block's start.
+        /// The first byte of the subrange, relative to the start of the block.
         offset: u64,
-        /// Bytes asked for.
+        /// Length of the subrange in bytes.
         len: u64,
-        /// Bytes there are.
+        /// Length of the block in bytes.
         bytes: u64,
     },
-    /// A part of reserved addresses that has no memory behind it.
+    /// A part of reserved addresses that is not backed by memory.
     Uncommitted {
-        /// First byte without memory, counted from the start of the addresses.
+        /// The first byte without memory, relative to the start of the reservation.
         offset: u64,
-        /// How many bytes from there on have none.
+        /// Number of bytes from there on without memory.
         len: u64,
     },
-    /// Two sides of a copy that differ in length.
+    /// The source and the destination of a copy differ in length.
     LengthMismatch {
         /// Bytes of the source.
         from: u64,
         /// Bytes of the destination.
         to: u64,
     },
-    /// Rows that lie closer together than they are long.
+    /// A row pitch that is smaller than the row.
     BadPitch {
-        /// Bytes from the start of one row to that of the next.
+        /// Bytes from the start of one row to the start of the next.
         pitch: u64,
         /// Bytes of a row.
         width: u64,
     },
-    /// Two sides of a copy that share bytes.
+    /// The source and the destination of a copy overlap.
     Overlap {
         /// Address of the source.
         from: u64,
@@ -187,101 +187,101 @@ pub enum MemoryError {
         /// Bytes of the larger side.
         bytes: u64,
     },
-    /// A use that conflicts with one which has been prepared and not finished.
+    /// A use that conflicts with another use that was prepared and is not finished.
     Busy {
         /// The block.
         address: u64,
     },
-    /// A use of memory that is parked: its contents are saved elsewhere or dropped, and nothing is
-    /// behind its addresses.
+    /// A use of parked memory: its contents are saved elsewhere or dropped, and its addresses are
+    /// not backed.
     Parked {
-        /// Whose memory is parked, all of it at once.
+        /// The tag whose memory is parked as a whole.
         tag: Tag,
     },
-    /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is
-    /// kept from use.
+    /// A new block would overlap a live one, which is a bug of the source of the memory. The memory
+    /// is not used.
     BlockOverlap {
-        /// Where the block begins.
+        /// The start of the new block.
         address: u64,
-        /// Where the one that it overlaps begins.
+        /// The start of the live block that it overlaps.
         held: u64,
     },
-    /// Bytes that one launch lists twice, where one of the two writes.
+    /// One launch lists the same bytes twice, and at least one of the uses writes.
     ListedTwice {
         /// The block.
         address: u64,
     },
-    /// The pool that would have to answer has been shut down.
+    /// The pool has been shut down.
     Closed,
-    /// As many as the pool may have are leased already.
+    /// The pool's maximum number of leases is in use.
     Capacity {
-        /// The pool's cap.
+        /// The maximum.
         max: u32,
     },
-    /// A stream captures a graph: what is queued there runs later, if ever, so nobody can wait for
-    /// it now, and it may wait for nothing outside of its capture. No call was made, and the
-    /// capture is whole.
+    /// A stream is capturing a graph. Work queued there runs later, if ever, so it cannot be waited
+    /// for now, and it may not wait for work outside the capture. No call was made, and the capture
+    /// is intact.
     Capturing {
         /// The stream's handle.
         stream: u64,
     },
-    /// The captures of a stream have been announced already, and that announcement is still open.
+    /// Captures of this stream have been announced before, and that announcement is still open.
     AlreadyAnnounced {
         /// The stream's handle.
         stream: u64,
     },
-    /// Some call has broken the capture that a stream takes part in. It has to be ended before the
-    /// stream can be used.
+    /// A call has invalidated the capture that a stream takes part in. The capture has to be ended
+    /// before the stream can be used.
     CaptureInvalidated {
         /// The stream's handle.
         stream: u64,
     },
-    /// A range that ends before it begins.
+    /// A range whose end is before its start.
     ReversedRange {
-        /// Its first element.
+        /// The start of the range.
         start: u64,
-        /// The element that it ends before.
+        /// The end of the range (exclusive).
         end: u64,
     },
-    /// An id of another pool, or of something that is no longer there.
+    /// An id of another pool, or of an object that no longer exists.
     UnknownId,
-    /// A pool of the process that this one was forked from. Its memory was not inherited, and its
-    /// locks may be held by threads that are not here.
+    /// A pool that was created before a fork, in the parent process. Its memory was not inherited,
+    /// and its locks may be held by threads that do not exist here.
     OtherProcess,
-    /// The per-thread default stream of another thread. Its handle means a different stream here,
-    /// so no call was made.
+    /// The per-thread default stream of another thread. The handle means a different stream on this
+    /// thread, so no call was made.
     OtherThread {
-        /// The handle, 2.
+        /// The handle, which is 2.
         stream: u64,
     },
-    /// The driver or device lacks what was asked for.
+    /// The driver or the device lacks a feature.
     Unsupported {
-        /// What is missing, in the driver's words.
+        /// The missing feature, in the driver's terms.
         feature: &'static str,
     },
     /// A wait that ended at its deadline.
     TimedOut,
-    /// Something that exists once was set twice.
+    /// A global setting was set twice.
     AlreadySet {
-        /// What.
+        /// The setting.
         what: &'static str,
-        /// Where it was set first.
+        /// The location of the first call.
         by: &'static std::panic::Location<'static>,
     },
-    /// Something that exists once is needed and has not been set.
+    /// A global setting is required and has not been set.
     NotSet {
-        /// What.
+        /// The setting.
         what: &'static str,
         /// The call that sets it.
         by: &'static str,
     },
-    /// A setting that cannot be followed.
+    /// A setting with an invalid value.
     BadSetting {
-        /// The setting, as its environment variable or field is called.
+        /// The name of the environment variable or field.
         name: &'static str,
-        /// What it was set to.
+        /// Its value.
         value: String,
-        /// What it may be set to.
+        /// The valid values.
         expected: &'static str,
     },
 }
@@ -417,8 +417,7 @@ impl error::Error for MemoryError {
 }
 
 impl MemoryError {
-    /// The driver's answer for a call on `device`: a sticky error becomes
-    /// [`MemoryError::DeviceLost`].
+    /// Converts an error of a call on `device`. A sticky error becomes [`MemoryError::DeviceLost`].
     #[must_use]
     pub fn driver(device: DeviceId, error: DriverError) -> Self {
         if error.is_device_lost() { Self::DeviceLost { device } } else { Self::Driver(error) }

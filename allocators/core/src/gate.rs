@@ -1,16 +1,16 @@
-//! Something that opens when queued work is done.
+//! A condition that becomes true when queued work is done.
 
 use crate::Result;
 use std::{fmt::Debug, time::Instant};
 
-/// A condition that becomes true once and stays so: an event has passed, a use has ended.
+/// A condition that becomes true once and stays true, such as a completed event.
 ///
-/// Arenas wait for gates before they reset, allocators before they give a block out again.
+/// Arenas wait for gates before a reset, and allocators before they reuse a block.
 ///
 /// ```
 /// use aquifer_core::{Gate, Result};
 /// use std::{sync::atomic::{AtomicBool, Ordering}, thread, time::Instant};
-/// /// Opens when another thread says so.
+/// /// Opens when another thread sets it.
 /// #[derive(Debug)]
 /// struct Flag(AtomicBool);
 /// impl Gate for Flag {
@@ -29,14 +29,14 @@ use std::{fmt::Debug, time::Instant};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 pub trait Gate: Debug + Send + Sync {
-    /// Whether it is open now. Never blocks; an error of the driver counts as not open and is told
-    /// by [`Gate::wait`].
+    /// Returns whether the gate is open now. Never blocks. An error of the driver counts as not
+    /// open, and is returned by [`Gate::wait`].
     fn is_open(&self) -> bool;
 
-    /// Blocks until it is open or `deadline` has passed; `None` waits as long as it takes. Says
+    /// Blocks until the gate is open or `deadline` has passed (`None`: without a limit). Returns
     /// whether it is open.
     ///
     /// # Errors
-    /// The driver's, when it can no longer tell: the device is lost.
+    /// The driver's error if the state is unknown because the device is lost.
     fn wait(&self, deadline: Option<Instant>) -> Result<bool>;
 }

@@ -1,15 +1,13 @@
-//! Names for things that a pool hands out.
+//! Ids of the things that a pool hands out.
 //!
-//! An id that anyone can make up is an id that any pool must believe. Here an [`IdSpace`] mints ids
-//! that carry the space's own number, so a pool tells its own from another's, and a generation, so
-//! it tells today's from yesterday's.
+//! An [`IdSpace`] creates ids that contain the number of the space, so that a pool rejects ids of
+//! other pools, and a generation, so that it rejects stale ids.
 
 use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic::Ordering};
 
-/// A device by the ordinal that the driver gives it.
+/// A device, identified by the driver's ordinal.
 ///
-/// Ordinals are the driver's to give, so anyone may name one; a driver answers with an error for
-/// one it lacks.
+/// Any ordinal can be written down. The driver returns an error for one that does not exist.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct DeviceId(pub u32);
 
@@ -82,8 +80,8 @@ const NAMES: [&str; 64] = [
 ];
 
 impl DeviceId {
-    /// Returns the name that budgets of this device carry: `device 0`. From the 65th on all have
-    /// one name.
+    /// Returns the name of this device's budgets, such as `device 0`. All devices from the 65th on
+    /// share one name.
     ///
     /// ```
     /// use aquifer_core::DeviceId;
@@ -102,9 +100,9 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// A name for one `K`, good in the space that minted it and nowhere else.
+/// An id of a `K`, valid only in the space that created it.
 ///
-/// Its example is that of [`IdSpace`].
+/// See the example of [`IdSpace`].
 pub struct Id<K> {
     space: u64,
     index: u32,
@@ -112,7 +110,7 @@ pub struct Id<K> {
     kind: PhantomData<fn() -> K>,
 }
 
-/// The only source of [`Id`]s that its owner will believe.
+/// The source of the [`Id`]s of one owner.
 ///
 /// ```
 /// use aquifer_core::IdSpace;
@@ -127,23 +125,23 @@ pub struct IdSpace<K> {
     kind: PhantomData<fn() -> K>,
 }
 
-/// Spaces made so far in this process. 2^64 of them do not run out.
+/// The number of the next space. A 64-bit counter does not overflow.
 static SPACES: AtomicU64 = AtomicU64::new(1);
 
 impl<K> IdSpace<K> {
-    /// A space that no other shares.
+    /// Creates a unique space.
     #[must_use]
     pub fn new() -> Self {
         Self { space: SPACES.fetch_add(1, Ordering::Relaxed), kind: PhantomData }
     }
 
-    /// The id of slot `index` in its `generation`.
+    /// Creates the id of slot `index` in its `generation`.
     #[must_use]
     pub fn mint(&self, index: u32, generation: u32) -> Id<K> {
         Id { space: self.space, index, generation, kind: PhantomData }
     }
 
-    /// Slot and generation of an id of this space; `None` for one that another space minted.
+    /// Returns slot and generation of an id of this space, or `None` if another space created it.
     #[must_use]
     pub fn resolve(&self, id: Id<K>) -> Option<(u32, u32)> {
         (id.space == self.space).then_some((id.index, id.generation))
@@ -163,14 +161,14 @@ impl<K> fmt::Debug for IdSpace<K> {
 }
 
 impl<K> Id<K> {
-    /// The slot, for display: pools resolve an id, they never trust this.
+    /// Returns the slot, for display only: pools resolve an id instead.
     #[must_use]
     pub fn index(self) -> u32 {
         self.index
     }
 }
 
-// By hand, since a derive would ask the same of `K`.
+// Manual impls, since a derive would require the same of `K`.
 impl<K> Clone for Id<K> {
     fn clone(&self) -> Self {
         *self

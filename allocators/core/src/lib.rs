@@ -1,23 +1,23 @@
-//! The vocabulary of aquifer: what every pool, arena and driver of it speaks.
+//! The shared vocabulary of aquifer: the types that all pools, arenas and drivers use.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`ids`] | names for devices, streams and pools that only their maker can make |
-//! | [`tag`] | who an allocation belongs to, by scope |
-//! | [`error`] | what can go wrong, with the figures a person needs |
-//! | [`budget`] | limits on bytes, exact to the byte, by RAII |
-//! | [`gate`] | something that opens when queued work is done |
-//! | [`stats`] | what a pool holds |
-//! | [`event`] | one record for everything that happens to memory, and where records go |
+//! | [`ids`] | typed ids of devices, streams and pools, which only their creator can make |
+//! | [`tag`] | the owner of an allocation, set by scope |
+//! | [`error`] | the error types, with the figures that explain them |
+//! | [`budget`] | exact limits on bytes, by RAII |
+//! | [`gate`] | a condition that becomes true when queued work is done |
+//! | [`stats`] | the statistics of a pool |
+//! | [`event`] | the record of every operation on memory, and the sinks for such records |
 //! | [`adapter`] | one macro for every `Allocator` trait |
-//! | [`defer`] | the promise of an allocator whose blocks a device may still read |
-//! | [`opaque`] | memory that the host cannot reach, as wrappers see it |
-//! | [`request`] | what is asked of such memory |
-//! | [`sanitizer`] | which memory is nobody's, for `AddressSanitizer` |
-//! | [`step`] | memory that is emptied between the steps of a loop |
+//! | [`defer`] | the contract of an allocator whose freed blocks a device may still read |
+//! | [`opaque`] | memory that the host cannot access, as wrappers see it |
+//! | [`request`] | an allocation request for such memory |
+//! | [`sanitizer`] | poisoning of free memory for `AddressSanitizer` |
+//! | [`step`] | memory that is reset between the steps of a loop |
 //! | [`wake`] | futures that wait for devices, and the thread that wakes them |
 //!
-//! Nothing here touches memory, a device or the operating system's memory calls.
+//! This crate touches no memory and no device, and makes no memory-related system calls.
 
 pub mod adapter;
 pub mod budget;
@@ -53,7 +53,7 @@ pub use stats::PoolStats;
 pub use step::StepMemory;
 pub use tag::{Tag, tagged};
 
-/// What [`impl_allocator!`] expands to names; not for use by hand.
+/// Names used by the expansion of [`impl_allocator!`]. Not for direct use.
 #[doc(hidden)]
 pub mod __api {
     pub use allocator_api2 as api2;
@@ -61,8 +61,8 @@ pub mod __api {
     pub use allocator_api2_04 as api4;
 }
 
-/// Implements `Debug` by `Display`, for errors: `main() -> Result<(), MemoryError>` then ends with
-/// a sentence. Not for use by hand.
+/// Implements `Debug` by `Display` for errors, so that `main() -> Result<(), MemoryError>` prints a
+/// sentence. Not for direct use.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __debug_as_display {
@@ -75,7 +75,7 @@ macro_rules! __debug_as_display {
     )+};
 }
 
-/// How the global allocator hears of scopes; not for use by hand.
+/// Notifies the global allocator of changes of the current tag. Not for direct use.
 #[doc(hidden)]
 pub mod __tag {
     pub use crate::tag::follow;

@@ -1,28 +1,24 @@
-//! Memory that the host cannot reach: what wrappers know of it.
+//! Memory that the host cannot access, as wrappers see it.
 //!
-//! A device's block is a token, not a pointer: it knows its way home, and it is used through a
-//! stream. So its sources are no `Allocator`s, and no collection takes one. Wrappers do not mind: a
-//! limit counts bytes, whoever may touch them.
-//!
-//! The trait lies here and not with its pools, because pools and wrappers do not know each other:
-//! what both speak lies below both. It says nothing of streams but that there are some, so that
-//! nothing of a device is needed here either.
-//!
-//! Any type may implement it, and no soundness rests on an implementation: a device's block is a
-//! token that only its pool can make, so a wrapper can hand on what it was given and nothing else.
-//! A source of memory of one's own, where soundness does rest on what it says, implements
-//! `RangeSource` of aquifer-device.
+//! - A block of device memory is a token and not a pointer: it returns to its pool when it is
+//!   dropped, and is used through a stream. So its sources are not `Allocator`s, and collections
+//!   cannot use them. Wrappers that count or limit bytes can.
+//! - The trait is in this crate because pools and wrappers do not depend on each other. It is
+//!   generic over the stream type, so this crate needs no device types.
+//! - The trait is safe to implement. Only the pool of a device can create its tokens, so a wrapper
+//!   can only return blocks that it was given. A custom source of memory, whose correctness is
+//!   relevant for soundness, implements `RangeSource` of aquifer-device instead.
 
 use crate::{DeviceId, PoolStats, Request, Result};
 use std::{any::Any, sync::Arc};
 
-/// A source of blocks that the host cannot reach: a pool of device memory, and whatever wraps one.
+/// A source of blocks that the host cannot access: a pool of device memory, or a wrapper of one.
 ///
-/// Object safe, once its types are named. Blocks know their way home, so there is no call to free
-/// one.
+/// Object safe once its associated types are specified. Blocks return to their pool when they are
+/// dropped, so there is no call to free one.
 ///
-/// Wrappers of one's own implement it over another source; what has to end with a block is given to
-/// [`OpaqueBlock::keep_until_free`]. This one counts:
+/// Custom wrappers implement it over another source. A value whose lifetime ends with that of a
+/// block is given to [`OpaqueBlock::keep_until_free`]. This wrapper counts blocks:
 ///
 /// ```
 /// use aquifer_core::{DeviceId, Opaque, OpaqueBlock, PoolStats, Request, Result};
@@ -47,39 +43,40 @@ use std::{any::Any, sync::Arc};
 /// }
 /// ```
 pub trait Opaque {
-    /// What work is queued on.
+    /// The stream type, on which work is queued.
     type Stream;
-    /// What is handed out. It goes home when it is dropped.
+    /// The block type. A block returns to its pool when it is dropped.
     type Block: OpaqueBlock;
 
-    /// The device.
+    /// Returns the device.
     fn device(&self) -> DeviceId;
 
-    /// A block that work queued on `stream` from now on may use. May call the driver, and may block
-    /// when memory is short.
+    /// Allocates a block for work that is queued on `stream` from now on. May call the driver, and
+    /// may block when memory is short.
     ///
     /// # Errors
-    /// A request that makes no sense; a stream of another device; out of memory, explained.
+    /// An invalid request, a stream of another device, or an explained out-of-memory error.
     fn allocate(&self, stream: &Self::Stream, request: Request) -> Result<Self::Block>;
 
-    /// What it holds. Of a wrapper around several: the sum.
+    /// Returns the statistics. A wrapper of several sources returns the sum.
     fn stats(&self) -> PoolStats;
 
-    /// Gives free memory back to the driver until it holds no more than `keep` bytes, as far as
-    /// that needs no waiting; answers with the bytes given back. Of a wrapper around several: from
-    /// each in turn, as if it stood alone.
+    /// Releases free memory to the driver until at most `keep` bytes are held, as far as this needs
+    /// no waiting. Returns the number of bytes released. A wrapper of several sources trims each of
+    /// them separately.
     ///
     /// # Errors
-    /// The driver's; what was given back before stays given back.
+    /// The driver's error. Memory released before it stays released.
     fn trim(&self, keep: u64) -> Result<u64>;
 }
 
-/// A block that the host cannot reach.
+/// A block that the host cannot access.
 ///
-/// Its example is that of [`Opaque`].
+/// See the example of [`Opaque`].
 pub trait OpaqueBlock {
-    /// Keeps `thing` until the block's memory is really free: for a block that queued work still
-    /// uses that is later than its drop. A block that is forgotten keeps it for good.
+    /// Keeps `thing` alive until the block's memory is really free. If queued work still uses the
+    /// block, this is after the drop of the block. If the block is forgotten, `thing` is never
+    /// dropped.
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>);
 }
 
@@ -105,6 +102,5 @@ macro_rules! behind {
     )*};
 }
 
-// What lies behind a pointer is a source too, so that wrappers compose over borrowed pools and over
-// `dyn` ones.
+// Pointers to a source are sources too, so that wrappers also work over borrowed and `dyn` pools.
 behind!(&M, Arc<M>);

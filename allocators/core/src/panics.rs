@@ -1,14 +1,14 @@
-//! Code of others, called where nothing may unwind.
+//! Containment of panics in foreign code, where an unwind is not allowed.
 
 use std::{
     mem::ManuallyDrop,
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Calls code of others. `None` if it has panicked.
+/// Calls foreign code. Returns `None` if it panicked.
 ///
-/// For hooks, wakers, sources and destructors that a program hands in: a panic of theirs must not
-/// skip what the caller still has to do. What the code has left half done is its own.
+/// For hooks, wakers, sources and destructors of the program: their panic must not skip the rest of
+/// the caller's work. State that the foreign code left inconsistent is its own responsibility.
 ///
 /// ```
 /// use aquifer_core::panics::contain;
@@ -18,7 +18,7 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Option<R> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(answer) => Some(answer),
         Err(panic) => {
-            // What was thrown may throw again when it goes; what is thrown then stays.
+            // The drop of the panic payload may panic too. That second payload is leaked.
             if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(panic))) {
                 let _kept = ManuallyDrop::new(again);
             }
@@ -27,7 +27,7 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Option<R> {
     }
 }
 
-/// Something of others whose drop does not unwind.
+/// A foreign value whose drop does not unwind.
 ///
 /// ```
 /// use aquifer_core::panics::Contained;
@@ -37,7 +37,7 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Option<R> {
 pub struct Contained<T>(Option<T>);
 
 impl<T> Contained<T> {
-    /// Keeps `thing` until this is dropped.
+    /// Holds `thing` until this is dropped.
     pub fn new(thing: T) -> Self {
         Self(Some(thing))
     }

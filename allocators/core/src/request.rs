@@ -1,11 +1,11 @@
-//! What is asked of a source of opaque memory.
+//! An allocation request for opaque memory.
 
 use crate::Tag;
 
-/// Every block of device memory is aligned to this at least, in bytes.
+/// The minimum alignment of a block of device memory, in bytes.
 pub const BLOCK_ALIGN: u64 = 512;
 
-/// How much, how aligned, and for whom.
+/// The size, alignment and tag of an allocation.
 ///
 /// ```
 /// use aquifer_core::{Request, Tag};
@@ -20,42 +20,42 @@ pub struct Request {
 }
 
 impl Request {
-    /// A block of `bytes`, aligned to [`BLOCK_ALIGN`], with this thread's current tag.
+    /// Creates a request for `bytes`, aligned to [`BLOCK_ALIGN`], with this thread's current tag.
     #[inline]
     #[must_use]
     pub fn bytes(bytes: u64) -> Self {
         Self { bytes, align: BLOCK_ALIGN, tag: Tag::current() }
     }
 
-    /// Aligned to `align` bytes: a power of two, up to what the source of the memory can do.
+    /// Sets the alignment in bytes: a power of two, up to what the source of the memory supports.
     #[inline]
     #[must_use]
     pub fn align(self, align: u64) -> Self {
         Self { align, ..self }
     }
 
-    /// Counted under `tag`.
+    /// Sets the tag under which the block is counted.
     #[inline]
     #[must_use]
     pub fn tag(self, tag: Tag) -> Self {
         Self { tag, ..self }
     }
 
-    /// Bytes asked for.
+    /// Returns the requested bytes.
     #[inline]
     #[must_use]
     pub fn size(&self) -> u64 {
         self.bytes
     }
 
-    /// The alignment asked for, in bytes.
+    /// Returns the requested alignment, in bytes.
     #[inline]
     #[must_use]
     pub fn alignment(&self) -> u64 {
         self.align
     }
 
-    /// Who it is for.
+    /// Returns the tag.
     #[inline]
     #[must_use]
     pub fn owner(&self) -> Tag {

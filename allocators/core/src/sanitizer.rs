@@ -1,15 +1,15 @@
-//! What `AddressSanitizer` is told: which memory is nobody's.
+//! Poisoning of free memory for `AddressSanitizer`.
 //!
-//! An allocator that keeps its free memory mapped hides it from the sanitizer, unless it says so. A
-//! program that touches what has been said to be nobody's is stopped at that instruction, as it is
-//! for `malloc`. Builds without the sanitizer have none of this.
+//! Without it, the free memory that an allocator keeps mapped looks valid to the sanitizer. With
+//! it, an access to free memory stops the program at that instruction, as for `malloc`. Builds
+//! without the sanitizer contain none of this.
 #![cfg_attr(asan, expect(unsafe_code, reason = "calls AddressSanitizer's runtime"))]
 
 #[cfg(asan)]
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
-/// Whether this build has the sanitizer, and whoever touches poisoned memory is stopped.
+/// Whether this build has the sanitizer, so that an access to poisoned memory stops the program.
 pub const IS_BUILT_IN: bool = cfg!(asan);
 
 #[cfg(asan)]
@@ -18,11 +18,10 @@ unsafe extern "C" {
     fn __asan_unpoison_memory_region(start: *const c_void, bytes: usize);
 }
 
-/// Nobody may touch these bytes from now on. They are told apart exactly where they end at a
-/// multiple of eight, or what is behind them is poisoned too; otherwise the last few stay as they
-/// were.
+/// Marks bytes as not accessible. The end is exact if it is a multiple of eight, or if the bytes
+/// behind it are poisoned too. Otherwise the last few bytes keep their state.
 ///
-/// Whoever gives the memory back to where it came from unpoisons it before.
+/// Memory must be unpoisoned before it is returned to its source.
 ///
 /// ```
 /// use aquifer_core::sanitizer;
@@ -36,8 +35,7 @@ unsafe extern "C" {
 #[inline(always)]
 pub fn poison(start: NonNull<u8>, bytes: usize) {
     #[cfg(asan)]
-    // SAFETY: 1. it notes in memory of its own that the bytes are not to be touched, and touches
-    // none of them.
+    // SAFETY: 1. the call marks the bytes in its own shadow memory, and accesses none of them.
     unsafe {
         __asan_poison_memory_region(start.as_ptr().cast::<c_void>(), bytes);
     }
@@ -45,7 +43,7 @@ pub fn poison(start: NonNull<u8>, bytes: usize) {
     let _ = (start, bytes);
 }
 
-/// These bytes are somebody's. So are those before the first in the same eight.
+/// Marks bytes as accessible, including those before the first one in the same group of eight.
 #[inline(always)]
 pub fn unpoison(start: NonNull<u8>, bytes: usize) {
     #[cfg(asan)]

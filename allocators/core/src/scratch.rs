@@ -1,13 +1,11 @@
-//! Memory that a pass over books needs for a moment: this workspace's own passes use it, and nobody
-//! else needs to.
+//! Temporary memory for maintenance passes. Internal to this workspace.
 //!
-//! A pass lists what is free in many places, sorts it, takes some of it, and forgets the lists. It
-//! runs when memory is short, which may be the host's too, in the middle of a chain of others who
-//! were asked, and parts of it run under the lock of a cache. The process's allocator would be
-//! asked a dozen times there, and it may be our own `Global`, at its cap or with a route to
-//! somebody else's pool. So a pass takes its lists from a [`Bump`] that is there already: made with
-//! the pool, grown where a pass was larger than all before it, emptied when the pass is over, and
-//! kept.
+//! A pass lists free ranges of many places, sorts them, takes some and drops the lists. It runs
+//! when memory is short, possibly inside another allocator's slow path, and partly under the lock
+//! of a cache. Allocations from the process's allocator would be a risk there: it may be our own
+//! `Global`, at its limit or with a route to another pool. So a pass takes its lists from a
+//! [`Bump`] that exists already. The bump arena is created with the pool, grows with the largest
+//! pass, is reset after each pass, and is kept.
 //!
 //! ```text
 //!   Scratch   ┌ idle ──────┐   begin    ┌ Pass ───────────────┐   end: emptied, its largest chunk stays
@@ -15,29 +13,29 @@
 //!             └────────────┘            └─────────────────────┘
 //! ```
 //!
-//! A pass within a pass, or beside one on another thread, has a `Bump` of its own.
+//! Nested passes, and passes on several threads at once, have a `Bump` each.
 
 use crate::sync::{Mutex, lock};
 use allocator_api2::vec::Vec as AllocVec;
 pub use bumpalo::Bump;
 use std::{fmt, mem, ops::Deref};
 
-/// Bytes that there are from the start.
+/// Bytes allocated from the start.
 const FIRST: usize = 4 << 10;
-/// How many passes at once, or within each other, find one that is kept.
+/// The number of arenas kept, for nested or concurrent passes.
 const KEPT: usize = 4;
 
-/// A list in a pass.
+/// A list of a pass.
 pub type List<'s, T> = AllocVec<T, &'s Bump>;
 
-/// A list of all these.
+/// Collects items into a list.
 pub fn list<'s, T>(bump: &'s Bump, all: impl IntoIterator<Item = T>) -> List<'s, T> {
     let mut list = List::new_in(bump);
     list.extend(all);
     list
 }
 
-/// What is kept for the passes of one owner.
+/// The arenas of one owner's passes.
 ///
 /// ```
 /// use aquifer_core::scratch::{Scratch, list};
@@ -48,21 +46,21 @@ pub fn list<'s, T>(bump: &'s Bump, all: impl IntoIterator<Item = T>) -> List<'s,
 /// assert_eq!(largest.last(), Some(&9));
 /// ```
 pub struct Scratch {
-    /// Never more than it has room for, so that to put one back takes no memory.
+    /// Never grows beyond its capacity, so returning an arena does not allocate.
     idle: Mutex<Vec<Bump>>,
 }
 
 impl Scratch {
-    /// With one to begin with, of 4 KiB.
+    /// Creates it with one arena of 4 KiB.
     #[must_use]
     pub fn new() -> Self {
         let mut idle = Vec::with_capacity(KEPT);
-        // Where that is refused, the first pass asks again.
+        // If this allocation fails, the first pass allocates instead.
         idle.extend(Bump::try_with_capacity(FIRST));
         Self { idle: Mutex::new(idle) }
     }
 
-    /// Begins a pass. Never blocks on another one.
+    /// Begins a pass. Never blocks on another pass.
     #[must_use]
     pub fn begin(&self) -> Pass<'_> {
         let idle = lock(&self.idle).pop();
@@ -82,9 +80,9 @@ impl fmt::Debug for Scratch {
     }
 }
 
-/// A pass: what lists are made in.
+/// A pass, in whose arena lists are created.
 ///
-/// Its example is that of [`Scratch`].
+/// See the example of [`Scratch`].
 #[derive(Debug)]
 pub struct Pass<'a> {
     bump: Bump,

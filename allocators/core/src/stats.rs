@@ -1,39 +1,39 @@
-//! What a pool holds.
+//! The statistics of a pool.
 
 use std::ops::Add;
 
-/// A pool's account at one moment. All fields are bytes unless their name says otherwise.
+/// The statistics of a pool at one moment. Fields are in bytes unless noted.
 ///
-/// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds
-/// from the driver or the kernel, and what its budget is charged for.
+/// `live + cached + pending` is what the pool's blocks and caches span. `physical` is what the pool
+/// holds from the driver or the kernel, and what its budget is charged for.
 ///
-/// Its example is that of any pool, such as `DevicePool` of aquifer-device.
+/// See the example of any pool, such as `DevicePool` of aquifer-device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// In blocks that are allocated now, as their sizes were rounded.
+    /// Bytes in live blocks, in rounded sizes.
     pub live: u64,
-    /// As `live`, in the sizes that were asked for.
+    /// Bytes in live blocks, in requested sizes.
     pub requested: u64,
-    /// Free and backed by memory: can be given out again. Without what is free and belongs to
-    /// graphs.
+    /// Free bytes that are backed by memory and can be allocated again. Excludes free memory that
+    /// belongs to graphs.
     pub cached: u64,
-    /// Freed, but held back until a use on another stream is done, or until the driver takes back
-    /// what it has refused to.
+    /// Freed bytes that are pending on work of another stream, or on a release that the driver has
+    /// refused.
     pub pending: u64,
-    /// Held from the driver or the kernel.
+    /// Bytes held from the driver or the kernel.
     pub physical: u64,
-    /// Held for graphs, live or free: a part of `physical` that nobody else is given while a graph
-    /// may be launched.
+    /// Bytes held for graphs, live or free. A part of `physical` that other requests cannot use
+    /// while a graph may be launched.
     pub graphs: u64,
-    /// The most that `requested` has been. Where each stream counts for itself, the sum of their
-    /// peaks, which is no less.
+    /// The maximum of `requested`. If each stream counts separately, this is the sum of their
+    /// peaks, which is an upper bound.
     pub peak_requested: u64,
-    /// The most that `live` has been, counted as `peak_requested` is.
+    /// The maximum of `live`, counted like `peak_requested`.
     pub peak_live: u64,
-    /// The most that `physical` has been.
+    /// The maximum of `physical`.
     pub peak_physical: u64,
-    /// Blocks allocated now (a count).
+    /// Live blocks (a count).
     pub blocks: u64,
     /// Allocations that succeeded (a count).
     pub allocations: u64,
@@ -41,26 +41,26 @@ pub struct PoolStats {
     pub frees: u64,
     /// Allocations that failed (a count).
     pub failures: u64,
-    /// Times the pool took memory from the driver or the kernel (a count).
+    /// How often the pool took memory from the driver or the kernel (a count).
     pub growths: u64,
-    /// Given back to the driver or the kernel so far.
+    /// Bytes given back to the driver or the kernel so far.
     pub reaped: u64,
     /// Physical handles moved from one address to another (a count).
     pub moves: u64,
-    /// Ranges that one stream took over from another (a count).
+    /// Ranges that one stream's cache took from another's (a count).
     pub adoptions: u64,
     /// Events recorded to fence a stream (a count).
     pub fences: u64,
-    /// GPU-side waits that one stream was made to do for another (a count).
+    /// GPU-side waits of one stream for another (a count).
     pub stream_waits: u64,
-    /// Times the host had to wait for queued work (a count).
+    /// How often the host waited for queued work (a count).
     pub host_waits: u64,
 }
 
 impl Add for PoolStats {
     type Output = Self;
 
-    /// Both accounts in one. Peaks add up to no less than the peak of both together.
+    /// Adds two statistics. The sum of the peaks is an upper bound of the common peak.
     fn add(self, other: Self) -> Self {
         Self {
             live: self.live + other.live,

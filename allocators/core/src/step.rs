@@ -1,29 +1,30 @@
-//! Memory for one step of a loop at a time.
+//! Memory that is reset between the steps of a loop.
 
 use crate::Result;
 
-/// Memory that serves one step of a loop and is then emptied for another: what a ring of frames
-/// holds several of.
+/// Memory that serves one step of a loop and is then reset for another. A ring of frames holds
+/// several of them.
 ///
-/// Its example is that of `Frames` in aquifer-adapters, which is a ring of any such memory.
+/// See the example of `Frames` in aquifer-adapters, which is a ring of such memory.
 pub trait StepMemory {
-    /// The step is over: all work that uses the memory has been queued. Notes where that work ends,
-    /// so that [`reset`](StepMemory::reset) waits for it and for nothing that is queued later. May
-    /// call the driver (`cuEventRecord`), and never blocks. Further calls change nothing.
+    /// Ends the step: all work that uses the memory has been queued. Records the end of that work,
+    /// so that [`reset`](StepMemory::reset) waits for it and not for work queued later. May call
+    /// the driver (`cuEventRecord`). Never blocks. Repeated calls have no effect.
     ///
     /// # Errors
-    /// The driver's; the call can be made again.
+    /// The driver's error. The call can be repeated.
     fn end_step(&mut self) -> Result<()>;
 
-    /// Takes everything back, once the work that uses it is done. Blocks until then.
+    /// Frees everything after the work that uses it is done. Blocks until then.
     ///
     /// # Errors
-    /// The driver's, or of a use that nobody has ended. Nothing has changed then.
+    /// The driver's error, or that of a use that was not ended. Nothing has changed then.
     fn reset(&mut self) -> Result<()>;
 
-    /// As [`reset`](StepMemory::reset), if the work is done: returns whether it was. Never blocks.
+    /// Like [`reset`](StepMemory::reset), but only if the work is done. Returns whether it was.
+    /// Never blocks.
     ///
     /// # Errors
-    /// As [`reset`](StepMemory::reset).
+    /// See [`reset`](StepMemory::reset).
     fn try_reset(&mut self) -> Result<bool>;
 }

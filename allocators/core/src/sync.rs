@@ -1,5 +1,4 @@
-//! What threads share here: the standard atomics and locks, or loom's when every interleaving is
-//! tried.
+//! Atomics and locks: those of the standard library, or loom's for model checking.
 
 #[cfg(not(loom))]
 pub(crate) use std::{
@@ -19,12 +18,12 @@ use std::{
     time::Instant,
 };
 
-/// Enters, also where somebody has panicked inside: nothing here leaves its data half changed.
+/// Locks a mutex, and ignores poisoning: no critical section here leaves its data half changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Enters if nobody is inside.
+/// Locks a mutex if it is free.
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(inside) => Some(inside),
@@ -33,22 +32,22 @@ pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// Between a write and a read of two atomics of which somebody else writes the second and reads the
-/// first, so that one of both sees the other. The accesses are sequentially consistent by
-/// themselves, and the first is a read-modify-write; loom takes them for weaker than they are.
+/// Orders a write of one atomic before a read of another, where another thread does the reverse: at
+/// least one of the two sees the other's write. The accesses themselves are sequentially consistent
+/// and the first is a read-modify-write, which suffices in the real memory model. Loom models them
+/// as weaker and needs the fence.
 #[inline]
 pub(crate) fn between_write_and_read() {
     #[cfg(loom)]
     atomic::fence(atomic::Ordering::SeqCst);
 }
 
-/// Where one thread, its maker, sleeps until another wakes it. What wakes it before it sleeps is
-/// not lost.
+/// A parking place for the thread that created it. A wakeup before the sleep is not lost.
 #[derive(Debug)]
 pub(crate) struct Bed {
     #[cfg(not(loom))]
     thread: std::thread::Thread,
-    // Loom's threads that are unparked while they wait for a lock believe that they have it.
+    // Under loom, unparking a thread that waits for a lock would let it enter without the lock.
     #[cfg(loom)]
     woken: loom::sync::Notify,
 }
@@ -63,7 +62,7 @@ impl Bed {
         }
     }
 
-    /// Until it is woken or the moment has come, or for no reason.
+    /// Sleeps until it is woken or `until` is reached. May wake spuriously.
     pub(crate) fn sleep(&self, until: Option<Instant>) {
         #[cfg(not(loom))]
         match until {
@@ -72,7 +71,7 @@ impl Bed {
                 std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
             }
         }
-        // Nobody has a deadline in a model.
+        // Deadlines are not modelled under loom.
         #[cfg(loom)]
         if until.is_none() {
             self.woken.wait();

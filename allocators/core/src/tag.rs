@@ -1,11 +1,11 @@
-//! Who an allocation belongs to.
+//! Tags: the owners of allocations.
 //!
-//! A tag is a number for a name, interned once for the process. [`tagged`] sets the tag of what a
-//! scope allocates on this thread; a request may name another.
+//! A tag is a small number for a name, interned for the whole process. [`tagged`] sets the tag of
+//! the allocations of a scope on this thread. A request can override it.
 
 use std::{cell::Cell, collections::BTreeMap, fmt, sync::Mutex};
 
-/// A name to count allocations under, two bytes wide.
+/// A name under which allocations are counted, as a two-byte number.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -25,21 +25,22 @@ struct Names {
 static NAMES: Mutex<Names> = Mutex::new(Names { by_name: BTreeMap::new(), by_tag: Vec::new() });
 
 thread_local! {
-    // Const and without a destructor, so that an allocator may read it at any time of a thread's life.
+    // `const` and without a destructor, so that an allocator may read it at any time in a thread's
+    // life.
     static CURRENT: Cell<u16> = const { Cell::new(0) };
     static FOLLOWER: Cell<Option<fn()>> = const { Cell::new(None) };
 }
 
-/// Has `told` called whenever this thread's current tag has changed, instead of who was told
-/// before. It must not unwind.
+/// Sets the function that is called after each change of this thread's current tag. Replaces the
+/// previous one. It must not unwind.
 ///
-/// For the global allocator, which then need not ask at each allocation. It has no example: nobody
-/// else is to call it.
+/// For the global allocator, which then needs no lookup at each allocation. Not for other use, so
+/// it has no example.
 pub fn follow(told: fn()) {
     FOLLOWER.set(Some(told));
 }
 
-/// Makes this the thread's current tag, and answers with the one before.
+/// Sets the thread's current tag and returns the previous one.
 fn change_to(tag: u16) -> u16 {
     let before = CURRENT.replace(tag);
     if let Some(told) = FOLLOWER.get() {
@@ -49,18 +50,18 @@ fn change_to(tag: u16) -> u16 {
 }
 
 impl Tag {
-    /// The tag of what nobody tagged.
+    /// The tag of untagged memory.
     pub const NONE: Tag = Tag(0);
-    /// Where names go after the 65,534th.
+    /// The shared tag of all names after the 65,534th.
     pub const OTHER: Tag = Tag(1);
-    /// Tags that exist at most: tables indexed by [`Tag::index`] need no more rows.
+    /// The maximum number of tags: tables indexed by [`Tag::index`] need no more rows.
     pub const MAX: usize = 1 << 16;
     const FIRST: usize = 2;
 
-    /// The tag of this name, made at its first use and kept for the life of the process.
+    /// Returns the tag of this name, which is created at its first use and never removed.
     ///
-    /// Takes a process-wide lock and, the first time, allocates: keep the tag, do not look it up
-    /// for each request.
+    /// Takes a process-wide lock, and allocates the first time. Callers should store the tag
+    /// instead of looking it up for each request.
     #[must_use]
     pub fn named(name: &str) -> Tag {
         let mut names = NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -74,7 +75,7 @@ impl Tag {
         Tag(tag)
     }
 
-    /// The name this tag was made from.
+    /// Returns the name of this tag.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -87,20 +88,20 @@ impl Tag {
         }
     }
 
-    /// The tag of the innermost [`tagged`] scope of this thread.
+    /// Returns the tag of the innermost [`tagged`] scope of this thread.
     #[inline]
     #[must_use]
     pub fn current() -> Tag {
         Tag(CURRENT.get())
     }
 
-    /// The tag whose [`index`](Tag::index) this is; `None` from [`Tag::MAX`] on.
+    /// Returns the tag with this [`index`](Tag::index), or `None` for [`Tag::MAX`] and above.
     #[must_use]
     pub fn from_index(index: usize) -> Option<Tag> {
         u16::try_from(index).ok().map(Tag)
     }
 
-    /// The row of this tag in a table.
+    /// Returns the index of this tag for tables.
     #[must_use]
     pub fn index(self) -> usize {
         usize::from(self.0)
@@ -119,8 +120,8 @@ impl fmt::Display for Tag {
     }
 }
 
-/// Runs `work` with `tag` as this thread's current tag; the tag before comes back at the end, also
-/// on unwind.
+/// Runs `work` with `tag` as this thread's current tag. The previous tag is restored at the end,
+/// also on unwind.
 pub fn tagged<R>(tag: Tag, work: impl FnOnce() -> R) -> R {
     struct Restore(u16);
     impl Drop for Restore {

@@ -1,23 +1,20 @@
 //! Futures that wait for devices, and the one thread that wakes them.
 //!
-//! A driver offers two ways to hear that work is done without blocking a thread on it. A host
-//! function in the stream (`cuLaunchHostFunc`) holds up the work behind it, may not call the
-//! driver, becomes part of a graph in a stream that captures, and never runs once the device is
-//! lost: a task would then sleep for ever. A question (`cuEventQuery`) has none of these faults. So
-//! one thread asks, for all tasks of the process.
+//! A driver has two ways to report completed work without blocking a thread. A host function in the
+//! stream (`cuLaunchHostFunc`) delays the work behind it, may not call the driver, becomes part of
+//! the graph in a capturing stream, and never runs once the device is lost, so a task would sleep
+//! for ever. A query (`cuEventQuery`) has none of these problems. So one thread polls, for all
+//! tasks of the process.
 //!
-//! The thread is started by the first poll of a future that is not ready, and by nothing else: a
-//! program that awaits nothing has no such thread. It sleeps while no future waits, and is never
-//! joined.
-//!
-//! - A future asks by itself at each poll, so a task that is polled for another reason sees what is
-//!   done at once.
-//! - What waits is asked for after 20 µs, then after pauses that double up to [`LONGEST_PAUSE`].
-//! - Wakers and gates are called with no lock held. A panic in one of them ends that wait, and no
-//!   other.
-//! - A future that is dropped is forgotten at once. One that is leaked keeps its gate until that
+//! - The thread is started by the first poll of a future that is not ready. A program that awaits
+//!   nothing has no such thread. It sleeps while no future waits, and is never joined.
+//! - A future also queries its gate at each poll, so a task that is polled for another reason sees
+//!   completed work at once.
+//! - A gate is polled after 20 µs, then after pauses that double up to [`LONGEST_PAUSE`].
+//! - Wakers and gates are called with no lock held. A panic in one of them ends that wait only.
+//! - Dropping a future removes its wait at once. A leaked future keeps its gate until the gate
 //!   opens.
-//! - A child of `fork` starts a thread of its own.
+//! - A child of `fork` starts its own thread.
 
 use crate::{Gate, Result};
 use std::{
@@ -36,18 +33,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The pause before the first question.
+/// The pause before the first poll.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
 
-/// The longest pause between two questions about one gate: how late a task may be woken.
+/// The longest pause between two polls of a gate, which bounds how late a task is woken.
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
-/// What a task waits for.
+/// The condition that a task waits for.
 #[derive(Clone)]
 enum Until {
-    /// Time passes.
+    /// The pause is over.
     Due,
-    /// A gate opens, or can no longer tell.
+    /// A gate opens or fails.
     Open(Arc<dyn Gate>),
 }
 
@@ -69,7 +66,7 @@ struct Entry {
 
 #[derive(Default)]
 struct State {
-    /// By number, which says nothing but who is who.
+    /// Waits by number. The numbers only identify them.
     entries: BTreeMap<u64, Entry>,
     thread: Option<Thread>,
 }
@@ -79,7 +76,8 @@ struct Watch {
     process: u32,
     numbers: AtomicU64,
     state: Mutex<State>,
-    /// That of a child of `fork`, whose parent's lock may be held by a thread that is not there.
+    /// The state of a child of `fork`, where this state's lock may be held by a thread that does
+    /// not exist.
     child: OnceLock<Box<Watch>>,
 }
 
@@ -93,7 +91,7 @@ impl Watch {
         }
     }
 
-    /// That of this process.
+    /// Returns the state of this process.
     fn here() -> &'static Self {
         static FIRST: OnceLock<Watch> = OnceLock::new();
         let (mut watch, here) = (FIRST.get_or_init(Self::new), process::id());
@@ -104,12 +102,12 @@ impl Watch {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing unwinds while it is held.
+        // No code unwinds while the lock is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a wait. Where no thread can be started the task is woken at once, and asks again and
-    /// again by itself.
+    /// Begins a wait. If the thread cannot be started, the task is woken at once, and so polls in a
+    /// busy loop.
     fn begin(&'static self, until: Until, pause: Duration, waker: &Waker) -> u64 {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let entry = Entry { due: Instant::now() + pause, pause, until, waker: waker.clone() };
@@ -133,10 +131,10 @@ impl Watch {
         number
     }
 
-    /// Has another task woken. Says whether the wait is still on.
+    /// Replaces the waker of a wait. Returns whether the wait still exists.
     fn renew(&self, number: u64, waker: &Waker) -> bool {
-        // A waker is foreign code: it is cloned before the lock, and the old one is dropped after
-        // it.
+        // Wakers are foreign code: the new one is cloned before the lock, and the old one is
+        // dropped after it.
         let new = waker.clone();
         let old = self
             .state()
@@ -148,11 +146,11 @@ impl Watch {
 
     fn end(&self, number: u64) {
         let ended = self.state().entries.remove(&number);
-        // It may be the last to hold a stream, whose end calls the driver.
+        // The gate may hold the last reference to a stream, whose drop calls the driver.
         drop(ended);
     }
 
-    /// The thread.
+    /// The main loop of the thread.
     fn run(&self) {
         loop {
             let now = Instant::now();
@@ -177,7 +175,7 @@ impl Watch {
                 };
                 if let Some(Entry { waker, until, .. }) = ended {
                     drop(until);
-                    // Its panic is its executor's to see.
+                    // A panic of a waker must not end the thread.
                     let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
                 }
             }
@@ -190,10 +188,10 @@ impl Watch {
     }
 }
 
-/// One task's place with the thread that wakes it. Dropping it gives the place up.
+/// A task's registration with the thread that wakes it. Dropping it cancels the registration.
 ///
-/// For futures that ask at each poll and have a gate or a pause to wait for in between; [`Opened`]
-/// is one.
+/// For futures that check their condition at each poll and wait for a gate or a pause in between.
+/// [`Opened`] is one.
 ///
 /// ```
 /// use aquifer_core::wake::Alarm;
@@ -218,28 +216,28 @@ pub struct Alarm {
 }
 
 impl Alarm {
-    /// An alarm that is not set.
+    /// Creates an alarm that is not set.
     #[must_use]
     pub const fn new() -> Self {
         Self { set: None }
     }
 
-    /// Has `waker` called once `pause` is over, and no other waker that was set before.
+    /// Calls `waker` once `pause` is over. Replaces a waker that was set before.
     pub fn after(&mut self, pause: Duration, waker: &Waker) {
         self.set(Until::Due, pause, waker);
     }
 
-    /// Has `waker` called once `gate` is open, or can no longer tell, and no other waker that was
-    /// set before.
+    /// Calls `waker` once `gate` is open or fails. Replaces a waker that was set before.
     pub fn when(&mut self, gate: Arc<dyn Gate>, waker: &Waker) {
-        // The same gate goes on being waited for, at its own pace.
+        // An existing wait for the gate continues with its own pause.
         let goes_on = self.set.as_ref().is_some_and(|(watch, number)| watch.renew(*number, waker));
         if !goes_on {
             self.set(Until::Open(gate), SHORTEST_PAUSE, waker);
         }
     }
 
-    /// Gives the place up: the waker is not called from now on, unless it is being called just now.
+    /// Cancels the alarm: the waker is not called from now on, except for a call that is in
+    /// progress.
     pub fn clear(&mut self) {
         if let Some((watch, number)) = self.set.take() {
             watch.end(number);
@@ -265,10 +263,9 @@ impl fmt::Debug for Alarm {
     }
 }
 
-/// A future that is ready when a [`Gate`] is open. Needs no runtime; a poll never blocks.
+/// A future that is ready when a [`Gate`] is open. Needs no runtime. A poll never blocks.
 ///
-/// Dropping it gives up nothing but the wait. Polled again after it was ready it asks the gate
-/// again.
+/// Dropping it ends only the wait. Polling it again after it was ready queries the gate again.
 ///
 /// ```
 /// use aquifer_core::{Gate, Result, wake::Opened};
@@ -290,7 +287,7 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Waits for `gate`.
+    /// Creates a future that waits for `gate`.
     pub fn of(gate: Arc<dyn Gate>) -> Self {
         Self { gate, alarm: Alarm::new() }
     }
@@ -301,7 +298,7 @@ impl Future for Opened {
     type Output = Result<()>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
-        // A deadline that has passed: the gate is asked, and nothing waits.
+        // With a deadline in the past, the gate is queried without waiting.
         match self.gate.wait(Some(Instant::now())) {
             Ok(false) => {
                 let gate = self.gate.clone();

@@ -45,6 +45,7 @@ impl Budget {
     /// trees, each is one step, in the order in which the parts name them. If a later tree refuses,
     /// the earlier ones get their bytes back before the call returns, and other charges may have
     /// been refused in between.
+    ///
     /// ```
     /// use aquifer_core::Budget;
     /// let machine = Budget::new("the machine", 100);

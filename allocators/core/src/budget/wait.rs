@@ -12,8 +12,6 @@
 //!     └── dropped ──► leaves the queue; if it had been granted, the bytes go to the next waiter
 //! ```
 //!
-//! A look is one stay inside the tree's lock, so nobody's charge comes between two who wait. While
-//! a node is taken, a charge that needs room there is refused unless its priority is above the
 //! One scan of the queue is one critical section of the tree's lock, so no other charge is granted
 //! between two waiters. While a node is *taken*, a charge that needs room there is refused unless
 //! its priority is above that of the first waiter. So released bytes go to waiters. A charge whose

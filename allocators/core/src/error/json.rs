@@ -1,16 +1,16 @@
-//! An error as JSON, written by hand: a library this far down brings no serialiser to its users.
+//! An error as JSON. Written by hand, so that this crate needs no serialiser as a dependency.
 
 use super::OutOfMemory;
 use std::fmt::Write;
 
-/// A value.
+/// A JSON value.
 enum Value<'a> {
     Null,
     Number(u64),
     Bool(bool),
     Text(&'a str),
     Object(&'a [(&'static str, Value<'a>)]),
-    /// What has been written already.
+    /// JSON text that is already serialised.
     Written(String),
 }
 
@@ -125,14 +125,15 @@ fn write(value: &Value<'_>, out: &mut String) {
     }
 }
 
-/// A text in quotes. Names are anybody's: tags and tenants come from programs.
+/// Writes a quoted string. Tags and tenant names come from the program, so every character is
+/// possible.
 fn quote(text: &str, out: &mut String) {
     out.push('"');
     for c in text.chars() {
         match c {
             '"' | '\\' => out.extend(['\\', c]),
             '\0'..='\x1f' => {
-                // A string takes all that is written to it.
+                // Writing to a string cannot fail.
                 let _ = write!(out, "\\u{:04x}", u32::from(c));
             }
             _ => out.push(c),

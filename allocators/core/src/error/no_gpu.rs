@@ -1,12 +1,11 @@
-//! Why there is no GPU to use.
+//! The reasons why no GPU can be used.
 
 use crate::DriverError;
 use std::{error, fmt};
 
-/// Why no GPU can be used here.
+/// The reason why no GPU can be used here.
 ///
-/// On a machine without a GPU this is the ordinary case, and [`NoLibrary`](Self::NoLibrary) the
-/// ordinary reason.
+/// On a machine without a GPU this is a normal result, usually [`NoLibrary`](Self::NoLibrary).
 ///
 /// ```
 /// use aquifer_core::NoGpu;
@@ -15,22 +14,23 @@ use std::{error, fmt};
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NoGpu {
-    /// This build has no CUDA: none of its features is on.
+    /// This build has no CUDA: none of its CUDA features is enabled.
     NotBuilt,
     /// The driver's library, `libcuda.so.1`, is not installed or not on the loader's path.
     NoLibrary,
-    /// The library lacks a function: the driver is older than CUDA 12.0, the first that has all of
-    /// them.
+    /// The library lacks a function: the driver is older than CUDA 12.0, the first version that has
+    /// all of them.
     MissingSymbol {
         /// The function.
         symbol: &'static str,
     },
-    /// The driver sees no device, and `CUDA_VISIBLE_DEVICES` is set: it names none that is there.
+    /// The driver sees no device, and `CUDA_VISIBLE_DEVICES` is set but names no existing device.
     Hidden,
     /// The driver was opened and has no device.
     NoDevices,
-    /// The library is there and does not start. Code 100 says that there is no device, 34 that the
-    /// library is the toolkit's stub for linking, 803 that the kernel module is another version.
+    /// The library exists but fails to initialise. Code 100 means that there is no device, 34 that
+    /// the library is the toolkit's stub for linking, 803 that the kernel module has another
+    /// version.
     Start(DriverError),
 }
 

@@ -1,4 +1,4 @@
-//! Out of memory, explained.
+//! The out-of-memory report.
 
 use super::{DriverError, Remedy, json};
 use crate::{
@@ -7,55 +7,55 @@ use crate::{
 };
 use std::{error, fmt};
 
-/// One step that was tried before giving up, and what it gave.
+/// One step that was tried before failing, and its gain.
 ///
-/// Its example is that of [`OutOfMemory`].
+/// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tried {
-    /// The step, as the allocation chain calls it.
+    /// The name of the step in the slow allocation path.
     pub step: &'static str,
-    /// Bytes it made usable for the request, though not enough.
+    /// Bytes that it made usable for the request.
     pub gave: u64,
 }
 
-/// Memory that a stream's cache holds.
+/// Memory that another stream's cache holds.
 ///
-/// Its example is that of [`OutOfMemory`].
+/// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stranded {
     /// The stream's number in its pool.
     pub stream: u32,
     /// Free bytes in its cache.
     pub cached: u64,
-    /// Bytes that wait for uses on other streams.
+    /// Freed bytes that are pending on other streams' work.
     pub pending: u64,
 }
 
-/// Freed memory that a stream's queued work still uses.
+/// Freed memory that is still in use by the queued work of a stream.
 ///
-/// Its example is that of [`OutOfMemory`].
+/// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct InUse {
     /// The stream's number in its pool.
     pub stream: u32,
-    /// Bytes of freed blocks. Those that several streams use count at each.
+    /// Bytes of freed blocks. A block that several streams use counts for each of them.
     pub bytes: u64,
 }
 
-/// What the live blocks of one tenant come to.
+/// The live bytes of one tenant.
 ///
-/// Its example is that of [`OutOfMemory`].
+/// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TenantHolding {
     /// The name of its budget.
     pub name: &'static str,
-    /// Bytes in live blocks, of every pool that charges this tenant.
+    /// Bytes in live blocks, over all pools that charge this tenant.
     pub live: u64,
     /// Its limit, in bytes.
     pub limit: u64,
 }
 
-/// Out of memory, with everything needed to see why. Its text ends in one action a person can take,
+/// Out of memory, with the figures that explain it. Its text ends with one recommended action, the
 /// [`Remedy`].
 ///
 /// ```
@@ -69,52 +69,52 @@ pub struct TenantHolding {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemory {
-    /// Where: `device 0`, `node 1`.
+    /// The place, such as `device 0` or `node 1`.
     pub place: String,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub requested: u64,
-    /// The budget's refusal, if one stood in the way.
+    /// The budget's refusal, if a budget refused.
     pub refused: Option<OutOfBudget>,
-    /// Whether `refused` limits live bytes, of a tenant or a tag: what the pool has free is no
-    /// help then, and nothing of it was tried.
+    /// Whether `refused` limits the live bytes of a tenant or a tag. Free memory of the pool does
+    /// not help then, and no memory was reclaimed.
     pub of_live_bytes: bool,
-    /// The driver's refusal, if one stood in the way.
+    /// The driver's refusal, if the driver refused.
     pub driver: Option<DriverError>,
-    /// The limits that are too low, the one that refused first: with all of them raised the
-    /// request would fit, as far as limits go. Empty where that is not known.
+    /// The limits that are too low, starting with the one that refused. With all of them raised, no
+    /// limit refuses the request. Empty if unknown.
     pub raise: Vec<Raise>,
-    /// Bytes of memory that the place has in all; 0 where that is not known.
+    /// The total memory of the place, in bytes. 0 if unknown.
     pub capacity: u64,
     /// Bytes in live blocks.
     pub live: u64,
     /// Free bytes in caches.
     pub cached: u64,
-    /// Bytes that wait for uses on other streams.
+    /// Freed bytes that are pending on other streams' work.
     pub pending: u64,
-    /// Bytes of `physical` held for graphs, live or free: nobody else is given them before the
-    /// graphs are gone.
+    /// Bytes of `physical` held for graphs, live or free. Other requests cannot use them while the
+    /// graphs exist.
     pub graphs: u64,
     /// Bytes held from the driver or the kernel.
     pub physical: u64,
     /// The largest free range, in bytes.
     pub largest_free: u64,
-    /// The most that a smaller request of the same kind could have now, in bytes; 0 where that is
-    /// nothing or not known.
+    /// The largest request of the same kind that would succeed now, in bytes. 0 if none would, or
+    /// if unknown.
     pub available: u64,
-    /// What each other stream's cache holds, largest first.
+    /// The contents of every other stream's cache, largest first.
     pub stranded: Vec<Stranded>,
-    /// Whose queued work uses freed bytes still, pending or cached, most first.
+    /// The streams whose queued work still uses freed bytes, pending or cached, largest first.
     pub in_use: Vec<InUse>,
-    /// Which tags hold most, largest first, memory with addresses of its own included.
+    /// The tags with the most live bytes, largest first. Includes memory with its own addresses.
     pub holders: Vec<Holding>,
-    /// Which tenants and limited tags hold most, largest first.
+    /// The tenants and limited tags with the most live bytes, largest first.
     pub tenants: Vec<TenantHolding>,
-    /// The steps of the chain, in order.
+    /// The steps of the slow allocation path, in order.
     pub tried: Vec<Tried>,
 }
 
 impl OutOfMemory {
-    /// An error with no figures but the request's; fill in what is known.
+    /// Creates an error with the figures of the request alone. The caller fills in the rest.
     #[must_use]
     pub fn new(place: String, requested: u64) -> Self {
         Self {
@@ -140,28 +140,29 @@ impl OutOfMemory {
         }
     }
 
-    /// Returns whether more was asked for than the place has in all.
+    /// Returns whether the request exceeds the total memory of the place.
     pub(super) fn is_beyond(&self) -> bool {
         self.capacity > 0 && self.requested > self.capacity
     }
 
-    /// The one thing to do about it.
+    /// Returns the recommended action.
     #[must_use]
     pub fn remedy(&self) -> Remedy<'_> {
         Remedy::of(self)
     }
 
-    /// All of it as one JSON object on one line: for logs that a program reads. Every field by its
-    /// name, bytes as whole numbers, what there is none of as `null` or an empty list, all entries
-    /// of a list where the text has the first few, and the [remedy](OutOfMemory::remedy)'s text
-    /// under `do`.
+    /// Returns the whole error as one JSON object on one line, for logs that a program reads.
+    ///
+    /// Every field has its name as key. Bytes are integers, and missing values are `null` or an
+    /// empty list. Lists are complete, while the text shows the first few entries. The text of the
+    /// [remedy](OutOfMemory::remedy) is under `do`.
     #[must_use]
     pub fn to_json(&self) -> String {
         json::of(self)
     }
 }
 
-/// Entries of a list that the text shows.
+/// Entries of each list that the text shows.
 const SHOWN: usize = 3;
 
 crate::__debug_as_display!(OutOfMemory);

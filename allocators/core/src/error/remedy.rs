@@ -1,4 +1,4 @@
-//! What a person can do about memory that is not there.
+//! The recommended action for an out-of-memory error.
 
 use super::OutOfMemory;
 use crate::{
@@ -7,8 +7,8 @@ use crate::{
 };
 use std::fmt;
 
-/// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is. Its text is
-/// the error's last line.
+/// The recommended action for an [`OutOfMemory`]: the first of these that applies. Its text is the
+/// last line of the error.
 ///
 /// ```
 /// use aquifer_core::{Budget, OutOfMemory, error::{Limits, Remedy}};
@@ -23,82 +23,82 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Remedy<'a> {
-    /// More was asked than the place has in all.
+    /// The request exceeds the total memory of the place.
     BeyondPlace {
         /// The place.
         place: &'a str,
         /// Bytes that it has.
         capacity: u64,
     },
-    /// More was asked than the limit has in all.
+    /// The request exceeds the limit itself.
     RaiseLimit {
-        /// The limits, and what each has to be.
+        /// The limits, and their required values.
         raise: Limits<'a>,
     },
-    /// A limit on live bytes has been met: no memory is missing, this tenant's or tag's share is
-    /// used up.
+    /// A limit on live bytes is reached: memory is available, but the share of this tenant or tag
+    /// is used up.
     FreeOrRaise {
-        /// Bytes that it holds.
+        /// Live bytes of the tenant or tag.
         live: u64,
         /// Bytes that are missing.
         missing: u64,
-        /// Its limit, and those above it that are too low.
+        /// Its limit, and those of the ancestors that are too low.
         raise: Limits<'a>,
     },
-    /// Enough is freed, and waits for a stream's queued work.
+    /// Enough memory is freed, but pending on the queued work of a stream.
     Synchronise {
-        /// The stream that keeps enough of it, where one stream does.
+        /// The stream that holds back enough of it, if one stream does.
         stream: Option<u32>,
-        /// Bytes that it keeps.
+        /// Bytes held back.
         bytes: u64,
     },
-    /// Enough is free in one range, in the cache of a stream that keeps it from others.
+    /// Enough memory is free in one range, but in the cache of another stream.
     AskOn {
-        /// The stream that has most.
+        /// The stream whose cache has the most.
         stream: u32,
         /// Bytes that are free there.
         bytes: u64,
     },
-    /// Enough is free, and lies apart.
+    /// Enough memory is free in total, but fragmented.
     AskForLess {
-        /// The most that can be had, in bytes.
+        /// The largest request that can succeed, in bytes.
         largest: u64,
-        /// Bytes free in all.
+        /// Free bytes in total.
         free: u64,
         /// The limits that could be raised instead.
         or_raise: Option<Limits<'a>>,
     },
-    /// What is live is too much.
+    /// Too much memory is live.
     Free {
-        /// The tag that holds most.
+        /// The tag with the most live bytes.
         holder: Holding,
         /// Bytes that are missing.
         missing: u64,
-        /// The limits that could be raised instead. Without any the place itself is full.
+        /// The limits that could be raised instead. If there are none, the place itself is full.
         or_raise: Option<Limits<'a>>,
     },
-    /// A limit is met, by something that is not known here.
+    /// A limit is reached, and the holder of the memory is unknown.
     Raise {
-        /// The limits, and what each has to be.
+        /// The limits, and their required values.
         raise: Limits<'a>,
     },
-    /// What is missing is not here.
+    /// The missing memory is held by other programs.
     FreeElsewhere {
-        /// Where it is missing.
+        /// The place where it is missing.
         place: &'a str,
     },
 }
 
-/// Limits that are too low, and what each has to be. All of them have to be raised.
+/// Limits that are too low, and their required values. All of them have to be raised.
 ///
-/// Its example is that of [`Remedy`].
+/// See the example of [`Remedy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits<'a> {
     /// The budget that refused.
     pub budget: &'a str,
-    /// What its limit has to be, in bytes.
+    /// The required limit, in bytes.
     pub to: u64,
-    /// Those above it that would refuse next.
+    /// The ancestors that would refuse next.
     pub more: &'a [Raise],
 }
 
@@ -136,7 +136,7 @@ impl<'a> Remedy<'a> {
         if let (Some(refused), Some(raise)) = (refused.filter(|_| error.of_live_bytes), raise) {
             return Self::FreeOrRaise { live: refused.current, missing, raise };
         }
-        // A limit beyond what the place has in all is no help.
+        // Raising a limit beyond the total memory of the place does not help.
         let within = |raise: &Limits<'_>| error.capacity == 0 || raise.to <= error.capacity;
         let others: u64 = error.stranded.iter().map(|stream| stream.cached).sum();
         let waiting = error.pending.max(error.in_use.iter().map(|user| user.bytes).sum());
