@@ -1,20 +1,22 @@
-//! One record for everything that happens to memory, and where records go.
+//! Events: one record for every operation on memory, and the sinks that receive them.
 //!
-//! Pools make an [`Event`] for each allocation, free, growth, reap, move and failure, if they were
-//! given a [`Recorder`]; without one the cost is a test of an `Option`. A recorder hands its
-//! [`Sink`] the events one at a time and in the order in which they happened, though they come from
-//! many threads and are handed over outside the pools' locks: a pool takes a [`Ticket`] while it
-//! holds the lock, and the recorder waits for tickets that are still out.
+//! Pools create an [`Event`] for each allocation, free, growth, release, move and failure if they
+//! have a [`Recorder`]. Without one, the cost is a test of an `Option`.
 //!
-//! | sink | what becomes of an event |
+//! A recorder passes the events to its [`Sink`] one at a time and in the order in which they
+//! happened, although they come from many threads and are passed on outside the pools' locks. To do
+//! so, a pool takes a [`Ticket`] while it holds the lock, and the recorder waits for outstanding
+//! tickets.
+//!
+//! | sink | effect |
 //! |---|---|
-//! | [`RingSink`] | kept in memory, the last so many, without a lock |
-//! | [`TraceFile`] | a row of our own format, that `aquifer replay` reads |
-//! | [`RmmLog`] | a row as RAPIDS' memory manager writes it |
-//! | [`TracingSink`] | whatever the program logs with |
-//! | [`NullSink`] | nothing |
+//! | [`RingSink`] | keeps the last events in memory, without a lock |
+//! | [`TraceFile`] | writes a row in our own format, which `aquifer replay` reads |
+//! | [`RmmLog`] | writes a row in the format of RAPIDS' memory manager |
+//! | [`TracingSink`] | passes it to the program's logging |
+//! | [`NullSink`] | none |
 //!
-//! What a ring has kept, a [`MemorySnapshot`] writes for the memory viewer of PyTorch.
+//! A [`MemorySnapshot`] writes the events of a ring for PyTorch's memory viewer.
 
 mod clock;
 mod environment;
@@ -46,32 +48,31 @@ use std::{
 };
 use turns::Turns;
 
-/// What happened.
+/// The kind of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// A block was given out.
+    /// A block was allocated.
     Allocate,
     /// A block was freed by its owner. Its bytes may still be in use on other streams.
     Free,
-    /// The last use of a freed block is done: from here on anybody may have its bytes.
+    /// The last use of a freed block is done. Its bytes can be reused from here on.
     Complete,
-    /// The pool took memory from the driver or the kernel.
+    /// The pool allocated memory from the driver or the kernel.
     Grow,
-    /// The pool gave memory back to the driver or the kernel.
+    /// The pool released memory to the driver or the kernel.
     Reap,
     /// A physical handle moved to another address.
     Move,
-    /// A free range went from one stream to another.
+    /// A free range moved from one stream's cache to another's.
     Adopt,
     /// An allocation failed.
     Fail,
-    /// A pool that debugs has found something wrong with a block: its bytes, its place or its
-    /// owner.
+    /// A debugging pool found an error: the bytes, the location or the owner of a block are wrong.
     Finding,
 }
 
-/// What a block is, by the way it is held.
+/// The kind of a block, by the way its memory is held.
 ///
 /// ```
 /// use aquifer_core::event::BlockKind;
@@ -81,13 +82,13 @@ pub enum Action {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[non_exhaustive]
 pub enum BlockKind {
-    /// Device memory of a stream's cache, or an allocation of the driver's in its place.
+    /// Device memory of a stream's cache, or a driver allocation used instead.
     Cached,
-    /// Device memory whose physical memory and addresses are its own.
+    /// Device memory with its own physical memory and addresses.
     Stable,
-    /// A committed step of reserved device memory. Committing allocates it, decommitting frees it.
+    /// A committed step of reserved device memory. Commit allocates it, decommit frees it.
     Reserved,
-    /// Device memory that can be parked. Parking frees it, resuming allocates it again at the same
+    /// Device memory that can be parked. Parking frees it. Resuming allocates it again at the same
     /// address.
     Parkable,
     /// Device memory of captured graphs.
@@ -110,7 +111,7 @@ impl BlockKind {
         Self::Global,
     ];
 
-    /// Returns its name, as traces have it.
+    /// Returns the name that traces use.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -124,54 +125,54 @@ impl BlockKind {
         }
     }
 
-    /// Returns the kind of that name.
+    /// Returns the kind with this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 }
 
-/// Where something happened.
+/// The location of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Place {
     /// Memory of a device.
     Device(DeviceId),
-    /// Pinned memory of a NUMA node, or of none that is known.
+    /// Pinned memory of a NUMA node, or of an unknown node.
     Host(Option<u32>),
     /// The global allocator.
     Global,
 }
 
-/// One thing that happened to memory.
+/// One operation on memory.
 ///
-/// Its example is that of [`Recorder`].
+/// See the example of [`Recorder`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Event {
-    /// When, in nanoseconds since the recorder was made.
+    /// The time, in nanoseconds since the recorder was created.
     pub at_ns: u64,
-    /// What.
+    /// The action.
     pub action: Action,
-    /// Where.
+    /// The location.
     pub place: Place,
-    /// Which thread made it happen: a number of the process, from 1 on, in the order of threads'
-    /// first events.
+    /// The thread: a number unique in the process, from 1 on, in the order of the threads' first
+    /// events.
     pub thread: u32,
-    /// The stream's number in its pool; 0 where there are no streams.
+    /// The stream's number in its pool, or 0 if there are no streams.
     pub stream: u32,
-    /// The block's or range's address.
+    /// The address of the block or range.
     pub address: u64,
-    /// Bytes: what was asked for when a block is allocated, freed or completed, else what was
-    /// taken or given.
+    /// Bytes: the requested size for allocations, frees and completions, otherwise the size taken
+    /// or released.
     pub bytes: u64,
-    /// What kind of memory it is about.
+    /// The kind of memory.
     pub kind: BlockKind,
-    /// Whose.
+    /// The tag.
     pub tag: Tag,
 }
 
 impl Event {
-    /// Returns the same event for memory of this kind.
+    /// Returns the event with another kind.
     #[inline]
     #[must_use]
     pub fn of_kind(self, kind: BlockKind) -> Self {
@@ -179,48 +180,48 @@ impl Event {
     }
 }
 
-/// Where events go. Called with one event at a time, in order, never under a lock of a pool or of
-/// the recorder.
+/// A receiver of events. Called with one event at a time, in order, and never under a lock of a
+/// pool or of the recorder.
 ///
-/// A sink may use the pool that it listens to: events of that come after the one that it is being
-/// called with. A panic in it ends there, and it is called with the next event all the same.
+/// A sink may use the pool whose events it receives. The events of that use follow after the
+/// current one. A panic of the sink is contained, and the next event is delivered as usual.
 pub trait Sink: fmt::Debug + Send + Sync {
-    /// Takes one event.
+    /// Processes one event.
     fn record(&self, event: &Event);
 
-    /// A place in an order of its own, for an event that [`fill`](Sink::fill) brings later, at any
-    /// time; `None` from a sink that wants its events one at a time and in order. Called under
-    /// locks of pools, so it takes none.
+    /// Reserves a position in the sink's own order for an event that [`fill`](Sink::fill) delivers
+    /// at any later time. Returns `None` if the sink requires its events one at a time and in
+    /// order. Called under locks of pools, so it must not take a lock.
     fn reserve(&self) -> Option<u64> {
         None
     }
 
-    /// Takes the event of a place that was reserved.
+    /// Processes the event of a reserved position.
     fn fill(&self, _place: u64, event: &Event) {
         self.record(event);
     }
 
-    /// Events that did not fit, so far.
+    /// Returns the number of events dropped so far.
     fn dropped(&self) -> u64 {
         0
     }
 
-    /// Writes out what is held back.
+    /// Writes out buffered events.
     fn flush(&self) {}
 }
 
-/// An event's place in the order of its recorder.
+/// The position of an event in the order of its recorder.
 ///
-/// Its example is that of [`Recorder`].
+/// See the example of [`Recorder`].
 #[derive(Debug)]
 #[must_use = "a ticket that is not used holds up every later event"]
 pub struct Ticket {
     number: u64,
-    /// Whether the sink has a place for it.
+    /// Whether the sink has reserved the position.
     reserved: bool,
 }
 
-/// Hands events to a [`Sink`] in the order of their [`Ticket`]s.
+/// Passes events to a [`Sink`] in the order of their [`Ticket`]s.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
@@ -236,9 +237,8 @@ pub struct Ticket {
 /// assert_eq!(order, [Action::Allocate, Action::Free]);
 /// ```
 ///
-/// When it is dropped, events that wait for the ticket of another are passed on without it. A child
-/// of a fork has an order of its own, so events that other threads of its parent had begun hold
-/// nothing up there.
+/// On drop, events behind an outstanding ticket are passed on without it. A child of a fork has its
+/// own order, so events that other threads of the parent had begun delay nothing there.
 pub struct Recorder {
     sink: Arc<dyn Sink>,
     clock: Clock,
@@ -246,7 +246,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// A recorder in front of `sink`.
+    /// Creates a recorder for `sink`.
     #[must_use]
     pub fn new(sink: Arc<dyn Sink>) -> Self {
         Self::with_clock(sink, Clock::start())
@@ -260,7 +260,7 @@ impl Recorder {
         self.turns.get(|_| Turns::default())
     }
 
-    /// The next place in the order. Taken under the lock that makes the thing happen.
+    /// Takes the next position in the order. Call it under the lock that guards the operation.
     #[inline]
     pub fn ticket(&self) -> Ticket {
         match self.sink.reserve() {
@@ -269,8 +269,8 @@ impl Recorder {
         }
     }
 
-    /// An event that happens now. Its kind is the one that `place` has as a rule: see
-    /// [`Event::of_kind`].
+    /// Creates an event with the current time. Its kind is the usual one for `place` (see
+    /// [`Event::of_kind`]).
     #[inline]
     #[must_use]
     pub fn event(
@@ -291,9 +291,9 @@ impl Recorder {
         Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
     }
 
-    /// Hands the event over: at once to a sink that has a place for it, else when its turn has
-    /// come, which is in this call unless an earlier ticket is still out or another event is being
-    /// handed over.
+    /// Passes the event on. A sink with reserved positions receives it at once. Any other sink
+    /// receives it in order: in this call, unless an earlier ticket is outstanding or another event
+    /// is being passed on.
     #[inline]
     pub fn record(&self, ticket: Ticket, event: Event) {
         if ticket.reserved {
@@ -303,33 +303,33 @@ impl Recorder {
         }
     }
 
-    /// Waits for events that other threads have begun to record, for a tenth of a second at most,
-    /// then has the sink write out what it holds back. Pools do so when they close.
+    /// Waits up to a tenth of a second for events that other threads have begun to record, then
+    /// flushes the sink. Pools call it when they close.
     pub fn flush(&self) {
         self.turns().flush(|event| contained(|| self.sink.record(event)));
         contained(|| self.sink.flush());
     }
 
-    /// Where the events go.
+    /// Returns the sink.
     #[must_use]
     pub fn sink(&self) -> &Arc<dyn Sink> {
         &self.sink
     }
 }
 
-/// Runs what a sink does. It is called by allocations and drops, so a panic must not leave it; the
-/// panic's own message has told of it.
+/// Calls a sink. Allocations and drops get here, so a panic must not propagate. The panic hook has
+/// printed its message.
 #[inline]
 fn contained(call: impl FnOnce()) {
     let _panicked = contain(call);
 }
 
-/// The calling thread's number.
+/// Returns the number of the calling thread.
 #[inline]
 fn thread() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     thread_local! {
-        // Const and without a destructor, so that events may come from a thread that is ending.
+        // `const` and without a destructor, so that a thread that is exiting can record events.
         static NUMBER: Cell<u32> = const { Cell::new(0) };
     }
     NUMBER.with(|number| match number.get() {

@@ -1,8 +1,8 @@
 //! The time since a recorder was made.
 
-/// Reads the processor's counter: 10 ns, where the system's clock takes 26 to 44; where the counter
-/// is no clock, that one. The first of a process takes some milliseconds to compare the two, and
-/// none of them more.
+/// Reads the processor's time-stamp counter, which is faster than the system clock, or the system
+/// clock if the counter is not usable as a clock. The first clock of a process takes some
+/// milliseconds for calibration.
 #[cfg(not(miri))]
 #[derive(Clone)]
 pub(super) struct Clock {
@@ -18,14 +18,14 @@ impl Clock {
         Self { counter, began }
     }
 
-    /// Nanoseconds since the start.
+    /// Returns the nanoseconds since the start.
     #[inline]
     pub(super) fn elapsed(&self) -> u64 {
         self.counter.delta_as_nanos(self.began, self.counter.raw())
     }
 }
 
-/// Miri knows the system's clock alone.
+/// Miri supports only the system clock.
 #[cfg(miri)]
 #[derive(Clone)]
 pub(super) struct Clock(std::time::Instant);
@@ -55,7 +55,7 @@ mod tests {
         let inner = Instant::now();
         thread::sleep(Duration::from_millis(50));
         let (least, elapsed, most) = (inner.elapsed(), clock.elapsed(), outer.elapsed());
-        // The counter was compared for some microseconds only.
+        // The calibration is short, so the counter's rate is slightly off.
         let (least, most) = (least.mul_f64(0.99), most.mul_f64(1.01));
         assert!(
             (least..=most).contains(&Duration::from_nanos(elapsed)),

@@ -1,4 +1,4 @@
-//! The trace that `AQUIFER_TRACE` asks for.
+//! The trace that `AQUIFER_TRACE` enables.
 
 use super::{Recorder, TraceFile, sinks::Both};
 use crate::{MemoryError, Result};
@@ -10,13 +10,13 @@ use std::{
 
 const NAME: &str = "AQUIFER_TRACE";
 
-/// The trace of this process. All pools write to one.
+/// The trace of this process, shared by all pools.
 static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
 
 impl Recorder {
-    /// Returns the recorder of a pool that was given `own`: both that one and the file that
-    /// `AQUIFER_TRACE` names get every event. Returns `own` where the variable is not set or empty.
-    /// The file is the same for all pools of the process, and is created at the first call.
+    /// Returns the recorder for a pool that was given `own`. If `AQUIFER_TRACE` names a file, both
+    /// `own` and the file receive every event. If the variable is not set or empty, returns `own`.
+    /// All pools of the process share the file, which is created at the first call.
     ///
     /// ```
     /// use aquifer_core::Recorder;
@@ -37,7 +37,7 @@ impl Recorder {
         }))
     }
 
-    /// A recorder with the clock of this one, whose events reach the sinks of both.
+    /// Returns a recorder with the clock of this one whose events reach the sinks of both.
     fn beside(&self, other: &Self) -> Self {
         let offset_ns = other.clock.elapsed().wrapping_sub(self.clock.elapsed());
         let (first, second) = (self.sink.clone(), other.sink.clone());

@@ -1,5 +1,5 @@
-//! A file of lines, and a count of those that could not be written: what every sink that writes a
-//! log needs.
+//! A line-based log file, with a count of lines that could not be written. Used by every sink that
+//! writes a log.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -10,20 +10,20 @@ use std::{
     process,
 };
 
-/// Names that are tried before a file is given up.
+/// The number of names that are tried.
 const NAMES: u32 = 1000;
 
-/// Written a line at a time, so that the log of a program that is killed is whole as far as it
-/// goes.
+/// A file written line by line, so that the log is complete up to the last line even if the program
+/// is killed.
 ///
-/// The file ends with the last line that was written whole: after a failure nothing is written any
-/// more, since a line that refers to a missing one would make no sense.
+/// The file ends with the last complete line: after a failure nothing is written any more, since
+/// later lines may refer to the missing one.
 #[derive(Debug)]
 pub(super) struct Lines {
     path: PathBuf,
-    /// `None` after a failure to create it.
+    /// `None` if it could not be created.
     file: Option<File>,
-    /// Bytes in it.
+    /// The length of the file.
     bytes: u64,
     line: String,
     failed: bool,
@@ -31,9 +31,9 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Creates or replaces the file, and writes its first line. `%p` in `template` stands for the
-    /// process id. A file that is being written already, by another process or by this one, stays
-    /// as it is, and the new one has the process id in its name.
+    /// Creates or replaces the file and writes its first line. `%p` in `template` is replaced by
+    /// the process id. A file that this or another process is writing is left alone, and the new
+    /// one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
         Self::begin(open(template, false)?, header)
     }
@@ -45,8 +45,7 @@ impl Lines {
         Ok(lines)
     }
 
-    /// The same in a child of a fork, which has a file of its own. A failure is reported, and every
-    /// line is dropped.
+    /// Creates the file of a forked child. A failure is reported, and every line is dropped then.
     pub(super) fn in_child(template: &Path, header: &str) -> Self {
         let begun = open(template, true).and_then(|opened| Self::begin(opened, header));
         begun.unwrap_or_else(|error| {
@@ -56,12 +55,12 @@ impl Lines {
         })
     }
 
-    /// The file that is written.
+    /// Returns the path of the file.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes a line, or counts it.
+    /// Writes a line, or counts it as dropped.
     pub(super) fn write(&mut self, line: fmt::Arguments<'_>) {
         if !self.failed
             && let Err(error) = self.try_write(line)
@@ -82,8 +81,7 @@ impl Lines {
                 Ok(())
             }
             Err(error) => {
-                // A part of the line may be there. What is no file on a disk cannot be cut, and is
-                // left.
+                // A part of the line may have been written. Only a regular file can be truncated.
                 let _ =
                     file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
                 Err(error)
@@ -91,15 +89,15 @@ impl Lines {
         }
     }
 
-    /// Lines that could not be written.
+    /// Returns the number of lines that could not be written.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
 }
 
-/// Says on the standard error stream that a file has ended.
+/// Reports on the standard error stream that a file has ended.
 fn report(path: &Path, error: &io::Error) {
-    // Where that cannot be written either, only the count of dropped events says so.
+    // If this fails too, only the count of dropped events shows it.
     let _ = writeln!(
         io::stderr().lock(),
         "aquifer: {} cannot be written: {error}; what happens from here on is not recorded",
@@ -107,8 +105,8 @@ fn report(path: &Path, error: &io::Error) {
     );
 }
 
-/// Opens the file that `template` stands for, locked against other writers and empty. A child of a
-/// fork never takes the name that its parent may have.
+/// Opens the file for `template`, empty and locked against other writers. A child of a fork never
+/// uses a name that its parent may have.
 fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     let process = process::id().to_string();
     let named = replaced(template.as_os_str(), &process);
@@ -132,12 +130,12 @@ fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     Err(io::Error::new(io::ErrorKind::AlreadyExists, "every name for it is in use"))
 }
 
-/// Opens a file and empties it, unless it is being written. Where files cannot be locked, only one
-/// whose name no other process has is taken.
+/// Opens and empties a file, unless another process is writing it. If files cannot be locked, only
+/// names that are unique to this process (`own`) are used.
 fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
     let file = File::options().write(true).create(true).truncate(false).open(path)?;
     if !file.metadata()?.is_file() {
-        // A pipe or a terminal: all lines of all processes are wanted there.
+        // A pipe or a terminal takes the lines of all processes.
         return Ok(Some(file));
     }
     match file.try_lock() {
@@ -149,7 +147,7 @@ fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
     Ok(Some(file))
 }
 
-/// `template` with the process in place of every `%p`.
+/// Replaces every `%p` in `template` by the process id.
 fn replaced(template: &OsStr, process: &str) -> PathBuf {
     let bytes = template.as_encoded_bytes();
     if !bytes.windows(2).any(|two| two == b"%p") {
@@ -157,7 +155,7 @@ fn replaced(template: &OsStr, process: &str) -> PathBuf {
     }
     match template.to_str() {
         Some(text) => text.replace("%p", process).into(),
-        // Not text as a whole: the name of the file at least may be.
+        // The whole path is not valid text, but its file name may be.
         None => {
             let path = Path::new(template);
             match path.file_name().and_then(OsStr::to_str) {
@@ -168,7 +166,7 @@ fn replaced(template: &OsStr, process: &str) -> PathBuf {
     }
 }
 
-/// `trace.csv` becomes `trace.PART.csv`.
+/// Inserts a part into a file name: `trace.csv` becomes `trace.PART.csv`.
 fn with_part(path: &Path, part: &str) -> PathBuf {
     let mut name = OsString::from(path.file_stem().unwrap_or_default());
     name.push(".");

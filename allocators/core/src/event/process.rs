@@ -1,12 +1,12 @@
-//! A value of each process, so that a child of a fork does not meet its parent's locks.
+//! A value per process, so that a child of a fork does not use its parent's locks.
 //!
-//! A child of a fork has one thread. A lock that another thread of the parent held at that moment
-//! stays locked there for ever, and a file that both write is mixed up. A child therefore gets a
-//! value of its own at its first call.
+//! A child of a fork has one thread. A lock that another thread of the parent held at the fork
+//! stays locked in the child for ever, and a file that both processes write is corrupted. So a
+//! child creates its own value at its first call.
 
 use std::{process, sync::OnceLock};
 
-/// A value, and the one that replaces it in a child process.
+/// A value, and its replacement in a child process.
 #[derive(Debug)]
 pub(super) struct PerProcess<T> {
     process: u32,
@@ -15,12 +15,13 @@ pub(super) struct PerProcess<T> {
 }
 
 impl<T> PerProcess<T> {
-    /// A value of this process.
+    /// Creates the value of this process.
     pub(super) fn new(value: T) -> Self {
         Self { process: process::id(), value, child: OnceLock::new() }
     }
 
-    /// The value of this process. In a child of a fork the first call makes it, from its parent's.
+    /// Returns the value of this process. In a child of a fork, the first call creates it from the
+    /// parent's.
     pub(super) fn get(&self, make: impl FnOnce(&T) -> T) -> &T {
         let here = process::id();
         let mut known = self;

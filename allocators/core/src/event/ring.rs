@@ -1,4 +1,4 @@
-//! A bounded ring of the last events, written without a lock.
+//! A bounded lock-free ring of the last events.
 //!
 //! ```text
 //!   place      …  8    9   10   11   12   13 …          an event's place is taken when it happens
@@ -8,10 +8,10 @@
 //!              └────┴────┴────┴────┘                    so 12 has come over 8, and 12's neighbour is still on its way
 //! ```
 //!
-//! Whoever fills a place does so by a compare-and-swap, five stores and another, whatever others
-//! do; nobody waits for anybody. Those who take events out look at the stamp before and after they
-//! read, so a slot that is written meanwhile counts as lost. All that is in a slot is atomics, so a
-//! torn event is thrown away and never a data race.
+//! A writer performs a compare-and-swap, five stores and another store. It never waits for another
+//! thread. A reader checks the stamp before and after it reads, so a slot that is overwritten
+//! during the read counts as lost. Slots consist of atomics, so a torn read is discarded and is not
+//! a data race.
 
 use super::{Action, BlockKind, Event, Place, Sink};
 use crate::{
@@ -23,11 +23,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Keeps the last events in their order, and counts those that were dropped for later ones.
+/// Keeps the last events in order, and counts those that later ones have replaced.
 ///
-/// A [`Recorder`](super::Recorder) in front of it needs no lock either: an event's ticket is its
-/// place here. An event whose ticket is out and that has not come holds back those behind it, until
-/// as many have come as the ring has room for.
+/// A [`Recorder`](super::Recorder) of this sink needs no lock either: an event's ticket is its
+/// position here. An event with an outstanding ticket delays those behind it, until the ring has
+/// filled up once more.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
@@ -44,23 +44,23 @@ use std::{
 /// assert_eq!((kept, ring.dropped()), (vec![0x2000, 0x3000], 1));
 /// ```
 pub struct RingSink {
-    /// A power of two of them, at least as many as `capacity`; none if that is 0.
+    /// A power of two, at least `capacity`. Empty if that is 0.
     slots: Box<[Slot]>,
     capacity: u64,
-    /// The next place to be taken.
+    /// The next free position.
     next: AtomicU64,
     taken: Mutex<Taken>,
 }
 
-/// What has been taken out.
+/// The reader's state.
 #[derive(Clone, Copy)]
 struct Taken {
-    /// All places before have been, or were dropped.
+    /// All earlier positions have been taken out or dropped.
     next: u64,
     dropped: u64,
 }
 
-/// A cache line, so that two who fill neighbours do not meet.
+/// One cache line, so that writers of neighbouring slots do not share one.
 #[repr(align(64))]
 struct Slot {
     stamp: AtomicU64,
@@ -76,8 +76,8 @@ impl Slot {
         2 * place + 2
     }
 
-    /// Writes an event, unless a later one is there, or an earlier one is being written by somebody
-    /// who is a whole round late.
+    /// Writes an event, unless the slot has a later one, or a writer that is a full round late is
+    /// still writing.
     #[inline]
     fn fill(&self, place: u64, event: &Event) {
         let stamp = self.stamp.load(Ordering::Relaxed);
@@ -85,8 +85,7 @@ impl Slot {
         if stamp >= writing || stamp % 2 == 1 {
             return;
         }
-        // Acquire: of two that fill the slot in turn, the second one's words come after the first
-        // one's.
+        // Acquire: of two writers of the slot, the second one's words come after the first one's.
         if self
             .stamp
             .compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed)
@@ -95,14 +94,14 @@ impl Slot {
             return;
         }
         for (word, value) in self.words.iter().zip(encode(event)) {
-            // Release: whoever sees one of them sees that the slot is being written.
+            // Release: a reader that sees one of the words also sees the stamp of the write.
             word.store(value, Ordering::Release);
         }
         self.stamp.store(Self::written(place), Ordering::Release);
     }
 
-    /// The event of this place, if it is there and stays there while it is read; otherwise the
-    /// stamp.
+    /// Returns the event of this position if it is there and is not overwritten during the read.
+    /// Otherwise returns the stamp.
     fn read(&self, place: u64) -> Result<Option<Event>, u64> {
         let stamp = self.stamp.load(Ordering::Acquire);
         if stamp != Self::written(place) {
@@ -117,8 +116,8 @@ impl Slot {
 }
 
 impl RingSink {
-    /// A ring of at most `capacity` events, all of its memory taken now: 64 bytes for each, up to
-    /// the next power of two.
+    /// Creates a ring of at most `capacity` events. Allocates all of its memory now: 64 bytes for
+    /// each event, rounded up to a power of two of them.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let slots = if capacity == 0 { 0 } else { capacity.next_power_of_two() };
@@ -130,15 +129,15 @@ impl RingSink {
         }
     }
 
-    /// Takes out what is there, oldest first. Events that come meanwhile may be among them; nobody
-    /// who records waits.
+    /// Removes and returns the events, oldest first. Concurrent events may be among them. Writers
+    /// are not blocked.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
         self.read(&mut self.taken.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What [`take`](RingSink::take) would take out, left where it is: what comes later may still
-    /// come over it.
+    /// Returns what [`take`](RingSink::take) would return, without removing it. Later events may
+    /// still overwrite it.
     ///
     /// ```
     /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
@@ -165,10 +164,10 @@ impl RingSink {
             let Some(slot) = self.slot(taken.next) else { break };
             match slot.read(taken.next) {
                 Ok(event) => events.extend(event),
-                // A later event has come over it.
+                // A later event has overwritten it.
                 Err(stamp) if stamp > Slot::written(taken.next) => taken.dropped += 1,
-                // It has not come yet, unless it found its slot busy. Then the next round passes it
-                // over.
+                // The event is outstanding, or was discarded because its slot was busy. The next
+                // round skips it.
                 Err(_) => break,
             }
             taken.next += 1;
@@ -176,7 +175,7 @@ impl RingSink {
         events
     }
 
-    /// Passes over the places before those that there is room for.
+    /// Skips the positions that no longer fit into the ring.
     fn skip(&self, taken: &mut Taken, end: u64) {
         let first = end.saturating_sub(self.capacity);
         taken.dropped += first.saturating_sub(taken.next);
@@ -207,7 +206,7 @@ impl Sink for RingSink {
         }
     }
 
-    /// Those that later ones have come over by now, taken out or not.
+    /// Events that later ones have replaced by now, taken out or not.
     fn dropped(&self) -> u64 {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         self.skip(&mut taken, self.next.load(Ordering::Acquire));
@@ -233,7 +232,7 @@ const ACTIONS: [Action; 9] = [
     Action::Finding,
 ];
 
-/// An event in five words: time, address, bytes, where, and who did what.
+/// Packs an event into five words: time, address, bytes, location, and the rest.
 fn encode(event: &Event) -> [u64; 5] {
     let (kind, number) = match event.place {
         Place::Device(DeviceId(device)) => (0, device),
@@ -249,7 +248,7 @@ fn encode(event: &Event) -> [u64; 5] {
     [event.at_ns, event.address, event.bytes, place, what]
 }
 
-/// What [`encode`] has made of an event; `None` for what it has not made.
+/// Unpacks the words of [`encode`]. Returns `None` for invalid words.
 fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
     let number = place as u32;
     let at = match what >> 8 & 0xf {

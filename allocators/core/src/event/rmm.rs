@@ -1,11 +1,16 @@
-//! Writes the life of every device block as RAPIDS' memory manager does.
+//! Logs the life of every device block in the format of RAPIDS' memory manager.
 //!
-//! One line an event under the header `Thread,Time,Action,Pointer,Size,Stream`, as its
-//! `logging_resource_adaptor` writes them (RMM 26): a decimal number of the thread; the time of day
-//! with six digits behind the second; `allocate`, `free` or `allocate failure`; the address as
-//! `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
-//! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay
-//! benchmark, its scripts.
+//! One line per event under the header `Thread,Time,Action,Pointer,Size,Stream`, as its
+//! `logging_resource_adaptor` writes them (RMM 26):
+//!
+//! - the thread as a decimal number
+//! - the time of day with microseconds
+//! - `allocate`, `free` or `allocate failure`
+//! - the address as `0x7f04c0000200`, or `(nil)` if there is none
+//! - the requested bytes
+//! - the stream as `0x1f`, or `0` for none
+//!
+//! So RMM's replay benchmark and scripts can read these logs.
 
 use super::{Action, Event, Place, Sink, lines::Lines, process::PerProcess};
 use std::{
@@ -15,13 +20,13 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// A sink that writes RMM's log, a line at a time, so that the log of a program that is killed is
-/// whole as far as it goes. A line costs a system call.
+/// A sink that writes RMM's log, line by line, so that the log is complete up to the last event
+/// even if the program is killed. Each line costs a system call.
 ///
-/// The time of day is that of Greenwich, where RMM writes the local one; a thread is numbered from
-/// 1 on in the order of its first event, where RMM writes the kernel's number; a stream has the
-/// number that its pool gave it, where RMM writes its handle. What RMM has no row for is left out:
-/// the end of a block's last use, growth, moves.
+/// Differences from RMM: the time of day is UTC instead of local time, threads are numbered from 1
+/// in the order of their first events instead of the kernel's number, and a stream has its number
+/// in the pool instead of its handle. Events without an RMM row are omitted: completions, growth,
+/// moves.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RmmLog};
@@ -43,7 +48,7 @@ use std::{
 pub struct RmmLog {
     path: PathBuf,
     lines: PerProcess<Mutex<Lines>>,
-    /// The time of day at which the recorder is taken to have begun, in microseconds.
+    /// The time of day of the recorder's start, in microseconds.
     began_us: u64,
 }
 
@@ -51,12 +56,13 @@ const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
 
 impl RmmLog {
-    /// Creates or replaces the file at `path`, under the names that
-    /// [`TraceFile::create`](super::TraceFile::create) documents. Times are told as if the recorder
-    /// had been made now.
+    /// Creates or replaces the file at `path`, named as
+    /// [`TraceFile::create`](super::TraceFile::create) documents. Times assume that the recorder is
+    /// created now.
     ///
     /// # Errors
-    /// The operating system's, if the file cannot be created or its first line not written.
+    /// The operating system's error if the file cannot be created or its first line cannot be
+    /// written.
     pub fn create(path: &Path) -> io::Result<Self> {
         let lines = Lines::create(path, HEADER)?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -69,7 +75,7 @@ impl RmmLog {
         lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The row of an event, if RMM has one for it.
+    /// Returns the row of an event, if RMM has one for it.
     fn row(&self, event: &Event) -> Option<String> {
         let action = match (event.place, event.action) {
             (Place::Device(_), Action::Allocate) => "allocate",
@@ -89,7 +95,7 @@ impl RmmLog {
         Some(format!("{thread},{time},{action},{pointer},{bytes},{stream}"))
     }
 
-    /// `13:05:59.000001`
+    /// Formats the time of day: `13:05:59.000001`.
     fn time(&self, at_ns: u64) -> String {
         let us = (self.began_us + at_ns / 1000) % DAY_US;
         let (s, below) = (us / 1_000_000, us % 1_000_000);

@@ -1,11 +1,11 @@
-//! Sinks that drop events, or pass them on.
+//! Sinks that drop events or pass them on.
 
 use super::{Event, Sink};
 use std::sync::Arc;
 
-/// Keeps nothing.
+/// Drops every event.
 ///
-/// Its example is that of [`Recorder`](super::Recorder), where it stands in place of a ring.
+/// See the example of [`Recorder`](super::Recorder), where it can replace the ring.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct NullSink;
 
@@ -13,8 +13,8 @@ impl Sink for NullSink {
     fn record(&self, _event: &Event) {}
 }
 
-/// Passes each event to `tracing` at debug level under the target `aquifer`, failures and findings
-/// as warnings.
+/// Passes each event to `tracing` under the target `aquifer`: failures and findings as warnings,
+/// all others at debug level.
 ///
 /// ```
 /// use aquifer_core::event::{Recorder, TracingSink};
@@ -42,8 +42,7 @@ impl Sink for TracingSink {
 pub(super) struct Both {
     pub(super) first: Arc<dyn Sink>,
     pub(super) second: Arc<dyn Sink>,
-    /// What is added to the time of an event for the second, whose recorder was made earlier:
-    /// wraps.
+    /// Added to an event's time for the second sink, whose recorder was created earlier. Wraps.
     pub(super) offset_ns: u64,
 }
 

@@ -1,36 +1,37 @@
-//! Writes a record of events as a memory snapshot of PyTorch's, for the viewers that people have.
+//! Memory snapshots in PyTorch's format, for its viewers.
 //!
-//! What `torch.cuda.memory._dump_snapshot()` writes, <https://pytorch.org/memory_viz> draws when it is dropped there, and
-//! `python -m torch.cuda._memory_viz` prints. A [`MemorySnapshot`] is the same of any pool: made of
-//! the events of a [`RingSink`](super::RingSink), or by `aquifer replay TRACE --snapshot FILE` of
-//! any trace.
+//! PyTorch's viewers are <https://pytorch.org/memory_viz>, which draws a file that is dropped
+//! there, and `python -m torch.cuda._memory_viz`, which prints one. They read what
+//! `torch.cuda.memory._dump_snapshot()` writes. A [`MemorySnapshot`] is the same for any pool. It
+//! is created from the events of a [`RingSink`](super::RingSink), or by `aquifer replay TRACE
+//! --snapshot FILE` from any trace.
 //!
 //! # The format
-//! A pickle of protocol 4 with one dictionary:
+//! A pickle of protocol 4 that contains one dictionary:
 //!
 //! | key | holds |
 //! |---|---|
-//! | `device_traces` | for each device, by its ordinal, a list of what happened, the oldest first |
-//! | `segments` | the memory that blocks lay in, and the blocks that are there at the end |
-//! | `allocator_settings` | names and values: whose memory it is |
+//! | `device_traces` | for each device, by its ordinal, a list of entries, the oldest first |
+//! | `segments` | the memory that contained blocks, and the live blocks at the end |
+//! | `allocator_settings` | names and values, including the allocator's name |
 //! | `external_annotations` | an empty list |
 //!
-//! What happened is a dictionary with `action`, `addr`, `size`, `stream`, `time_us`, and
-//! `category`, which is the tag:
+//! An entry is a dictionary with `action`, `addr`, `size`, `stream`, `time_us`, and `category`,
+//! which is the tag:
 //!
 //! | our [`Action`] | `action` |
 //! |---|---|
-//! | [`Allocate`](Action::Allocate) | `alloc`, with the bytes that were asked for, as PyTorch tells them |
+//! | [`Allocate`](Action::Allocate) | `alloc`, with the requested bytes, as in PyTorch |
 //! | [`Free`](Action::Free) | `free_requested` |
 //! | [`Complete`](Action::Complete) | `free_completed` |
-//! | [`Fail`](Action::Fail) | `oom`; `device_free`, which an event does not know, is 0 |
-//! | `Grow`, `Reap`, `Move`, `Adopt`, `Finding` | nothing: they have no addresses |
+//! | [`Fail`](Action::Fail) | `oom`, with a `device_free` of 0, since an event does not contain it |
+//! | `Grow`, `Reap`, `Move`, `Adopt`, `Finding` | none: they have no addresses |
 //!
-//! `segment_map` is told in front of the first block that lies in 2 MiB no block lay in before, so
-//! segments are the memory that blocks have touched, in whole multiples of 2 MiB. It is less than
-//! what the pool held: that is in its statistics. What is between blocks is `inactive`. A segment
-//! of ours belongs to no stream alone, so each block says its own beside the segment's; PyTorch's
-//! tools pass that key over.
+//! `segment_map` is written before the first block in 2 MiB that contained no block before. So
+//! segments are the memory that blocks have used, in multiples of 2 MiB. This is less than the
+//! memory that the pool held, which its statistics report. Memory between blocks is `inactive`. Our
+//! segments are not bound to one stream, so each block has its own `stream` in addition to the
+//! segment's. PyTorch's tools ignore that key.
 
 mod cover;
 mod history;
@@ -56,12 +57,12 @@ use std::{
 #[cfg(doc)]
 use super::Action;
 
-/// Devices that are told, by their ordinals: a list of them begins with the first.
+/// The maximum number of devices, since the list contains every ordinal from 0 on.
 const DEVICES: u32 = 1024;
-/// What a block's size is rounded to where there is room behind it.
+/// Block sizes are rounded up to this if there is room.
 const UNIT: u64 = 512;
 
-/// A memory snapshot as PyTorch's memory viewer and `_memory_viz.py` read it.
+/// A memory snapshot that PyTorch's memory viewer and `_memory_viz.py` can read.
 ///
 /// ```
 /// use aquifer_core::event::{Action, MemorySnapshot, Place, Recorder, RingSink};
@@ -95,21 +96,21 @@ pub struct MemorySnapshot {
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HeldBlock {
-    /// Its first address.
+    /// The first address.
     pub address: u64,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub bytes: u64,
-    /// The number of the stream that it belongs to.
+    /// The number of the stream that owns the block.
     pub stream: u32,
-    /// Whose it is.
+    /// The tag.
     pub tag: Tag,
-    /// The line that asked for it, if that is known.
+    /// The source location of the allocation, if known.
     pub at: Option<&'static Location<'static>>,
 }
 
 impl MemorySnapshot {
-    /// A snapshot of these events, in their order, and of the blocks that are there behind the last
-    /// of them. Events of other memory than devices' are passed over.
+    /// Creates a snapshot of these events, in their order, and of the blocks that are live after
+    /// the last one. Events of other memory than device memory are ignored.
     #[must_use]
     pub fn of(events: impl IntoIterator<Item = Event>) -> Self {
         let mut snapshot = Self::default();
@@ -124,8 +125,8 @@ impl MemorySnapshot {
         snapshot
     }
 
-    /// Adds a block that is live and may be older than the first event. Where events tell of its
-    /// address, or of a live block that it would lie over, they count.
+    /// Adds a live block that may be older than the first event. It is ignored if the events
+    /// mention its address or have a live block that overlaps it.
     pub fn hold(&mut self, device: DeviceId, block: HeldBlock) {
         let HeldBlock { address, bytes, stream, tag, at } = block;
         if device.0 < DEVICES {
@@ -134,7 +135,7 @@ impl MemorySnapshot {
         }
     }
 
-    /// Puts a setting under `allocator_settings`, which the viewer shows as it is.
+    /// Adds a setting to `allocator_settings`, which the viewer shows verbatim.
     pub fn set(&mut self, name: &str, value: impl ToString) {
         self.settings.insert(name.to_owned(), value.to_string());
     }
@@ -142,15 +143,15 @@ impl MemorySnapshot {
     /// Writes the snapshot to a file, which is created or truncated.
     ///
     /// # Errors
-    /// The operating system's; the file is then cut off.
+    /// The operating system's error. The file is then incomplete.
     pub fn save(&self, path: impl AsRef<Path>) -> io::Result<()> {
         self.write_to(BufWriter::new(File::create(path)?))
     }
 
-    /// Writes the pickle.
+    /// Writes the snapshot as a pickle.
     ///
     /// # Errors
-    /// The writer's.
+    /// The error of the writer.
     pub fn write_to(&self, out: impl Write) -> io::Result<()> {
         let drawn: Vec<_> =
             self.devices.iter().map(|(&device, history)| (device, Drawn::of(history))).collect();
@@ -189,7 +190,7 @@ impl MemorySnapshot {
     }
 }
 
-/// The events of one device with the segments that they lie in.
+/// The entries of one device, with the segments that contain their blocks.
 struct Drawn {
     told: Vec<Told>,
     segments: Vec<Range<u64>>,
@@ -220,14 +221,15 @@ impl Drawn {
         Self { told, segments: cover.ranges().collect() }
     }
 
-    /// Whether tags are told. The viewer wants something that has none beside what has one.
+    /// Returns whether to write tags. The viewer expects entries without a tag next to entries with
+    /// one.
     fn has_categories(&self) -> bool {
         let tagged = self.told.iter().filter(|told| told.tag != Tag::NONE).count();
         tagged > 0 && tagged < self.told.len()
     }
 }
 
-/// Something that happened.
+/// Writes one entry of a trace.
 fn entry<W: Write>(p: &mut Pickler<W>, told: &Told, categories: bool) -> io::Result<()> {
     p.dict(|p| {
         p.word(Word::Action.text())?;
@@ -247,14 +249,14 @@ fn entry<W: Write>(p: &mut Pickler<W>, told: &Told, categories: bool) -> io::Res
         p.int(told.at_ns / 1000)?;
         if categories {
             p.word("category")?;
-            // The viewer's own name for what has none.
+            // The viewer's own name for a missing category.
             p.word(if told.tag == Tag::NONE { "unknown" } else { told.tag.name() })?;
         }
         Ok(())
     })
 }
 
-/// A segment with its blocks and what is between them.
+/// Writes a segment with its blocks and the gaps between them.
 fn segment<W: Write>(
     p: &mut Pickler<W>,
     device: u32,

@@ -1,7 +1,7 @@
-//! Writes the life of every block as a trace that can be replayed.
+//! A trace of the life of every block, in a format that can be replayed.
 //!
 //! # The format
-//! Text in lines that end with a line feed, of fields apart by commas. The first line names the
+//! Text lines that end with a line feed. Fields are separated by commas. The first line names the
 //! fields:
 //!
 //! ```text
@@ -14,26 +14,33 @@
 //! 30,f,2,1048576,3,cached,1,kv%2Ccache
 //! ```
 //!
-//! | field | is |
-//! |---|---|
-//! | `t_us` | when: whole microseconds from the recorder's start. Never smaller than the line before but for threads that race; a replay goes by the order of lines |
-//! | `op` | `a`: the block was allocated; `f`: its owner freed it, and its bytes may still be in use on other streams; `c`: its last use is done, and another block may have its bytes; `g`, `s`: the pool took memory from the driver or the kernel, or gave memory back; `x`: an allocation failed |
-//! | `id` | the block: from 1 on, and never again for another; 0 in `g`, `s` and `x` |
-//! | `bytes` | what was asked for, the same in each of a block's lines; not 0 |
-//! | `stream` | the number that its pool gave to the stream: in `a` the one that it was allocated for, in `f` the one that it was freed on; 0 where there is none. Streams of different devices have nothing to do with each other |
-//! | `kind` | the name of a [`BlockKind`] |
-//! | `device` | the device's ordinal; `host:N` for pinned memory of NUMA node N, `host` where the node is not known |
-//! | `tag` | the name of its [`Tag`], with `%`, `,`, and control characters as `%` and two hexadecimal digits for each byte; at most 1,024 bytes of it; empty for none |
+//! - `t_us`: the time in whole microseconds since the recorder's start. It never decreases except
+//!   between racing threads. A replay uses the order of lines.
+//! - `op`: the operation:
+//!   - `a`: the block was allocated.
+//!   - `f`: its owner freed it. Its bytes may still be in use on other streams.
+//!   - `c`: its last use is done, and its bytes can be reused.
+//!   - `g`, `s`: the pool allocated memory from the driver or the kernel, or released some.
+//!   - `x`: an allocation failed.
+//! - `id`: the number of the block, from 1 on and unique. 0 in `g`, `s` and `x`.
+//! - `bytes`: the requested bytes, the same in each line of a block. Never 0.
+//! - `stream`: the stream's number in its pool. In `a` it is the stream of the allocation, in `f`
+//!   that of the free. 0 if there is none. Numbers of different devices are unrelated.
+//! - `kind`: the name of a [`BlockKind`].
+//! - `device`: the device's ordinal, `host:N` for pinned memory of NUMA node N, or `host` if the
+//!   node is not known.
+//! - `tag`: the name of its [`Tag`]. `%`, `,` and control characters are written as `%` and two
+//!   hexadecimal digits for each byte. At most 1,024 bytes. Empty for none.
 //!
-//! Each block has one `a`, at most one `f` behind it, and at most one `c` behind that. What is
-//! still held when the file ends has no `f`. A `c` right behind its `f` says that nothing outlived
-//! the free; without one, the last use is not known to be done by the end. All numbers are decimal,
-//! without a sign. A reader goes by the names in the first line: files that were written before
-//! have the first five fields alone.
+//! Each block has one `a`, then at most one `f`, then at most one `c`. A block that is live at the
+//! end of the file has no `f`. A `c` directly after its `f` means that no use outlived the free.
+//! Without a `c`, the last use is not known to be done. All numbers are decimal, without a sign.
+//! Readers should use the names in the first line, since older files have only the first five
+//! fields.
 //!
-//! Reserved memory has a block for each committed step. Parking frees and completes a tag's blocks,
-//! resuming allocates them again. The trace ends with the last line that could be written; that is
-//! reported on the standard error stream.
+//! Each committed step of reserved memory is a block. Parking frees and completes a tag's blocks.
+//! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
+//! is reported on the standard error stream.
 
 use super::{Action, BlockKind, Event, Place, Sink, lines::Lines, process::PerProcess};
 use crate::{DeviceId, Tag};
@@ -46,14 +53,14 @@ use std::{
 };
 
 const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag";
-/// Bytes of a tag's name that are written.
+/// The maximum length of a tag's name, in bytes.
 const TAG: usize = 1024;
 
-/// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed
-/// is whole as far as it goes. A line costs a system call.
+/// A sink that writes a trace file, line by line, so that the trace is complete up to the last
+/// event even if the program is killed. Each line costs a system call.
 ///
-/// A child of a fork writes a file of its own from its first event on. Blocks that it inherited are
-/// in its parent's file alone.
+/// A child of a fork writes its own file from its first event on. Blocks that it inherited are only
+/// in its parent's file.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, TraceFile};
@@ -78,12 +85,11 @@ pub struct TraceFile {
 #[derive(Debug)]
 struct State {
     lines: Lines,
-    /// Blocks that are not complete, by place and address. A freed block whose bytes are held back
-    /// cannot share its address with another, so the address tells blocks apart until they are
-    /// complete.
+    /// Blocks that are not complete, by location and address. A freed block that is not complete
+    /// still owns its bytes, so its address is unique.
     blocks: HashMap<(Place, u64), Block>,
     next: u64,
-    /// The fields behind the stream's, of the line that is written.
+    /// The fields after `stream` of the current line.
     rest: String,
 }
 
@@ -97,19 +103,21 @@ struct Block {
 }
 
 impl TraceFile {
-    /// Creates or replaces the file at `path`, in which `%p` stands for the process id. A file that
-    /// is being written already, by another process or by this one, is left alone: the new one has
-    /// the process id in its name, so that `trace.csv` becomes `trace.4711.csv`. The file of a
-    /// process that has ended is replaced.
+    /// Creates or replaces the file at `path`, in which `%p` is replaced by the process id.
+    ///
+    /// A file that another process or this one is writing is left alone. The new file then has the
+    /// process id in its name: `trace.csv` becomes `trace.4711.csv`. The file of a process that has
+    /// ended is replaced.
     ///
     /// # Errors
-    /// The operating system's, if the file cannot be created or its first line not written.
+    /// The operating system's error if the file cannot be created or its first line cannot be
+    /// written.
     pub fn create(path: &Path) -> io::Result<Self> {
         let state = State::new(Lines::create(path, HEADER)?);
         Ok(Self { template: path.to_owned(), state: PerProcess::new(Mutex::new(state)) })
     }
 
-    /// Returns the path of the file that this process writes.
+    /// Returns the path of this process's file.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.state().lines.path().to_owned()
@@ -126,18 +134,18 @@ impl State {
         Self { lines, blocks: HashMap::new(), next: 1, rest: String::new() }
     }
 
-    /// Writes a line about a block that `event` has to do with.
+    /// Writes a line about the block of `event`.
     fn write(&mut self, event: &Event, op: char, block: Block) {
         let Block { id, bytes, kind, tag, .. } = block;
         let place = event.place;
         self.rest.clear();
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = write!(self.rest, "{},{},{}", kind.name(), At(place), Escaped(tag));
         let (at_us, stream, rest) = (event.at_ns / 1000, event.stream, &self.rest);
         self.lines.write(format_args!("{at_us},{op},{id},{bytes},{stream},{rest}"));
     }
 
-    /// Writes the end of a block that another has taken the address of.
+    /// Writes the end of a block whose address has been reused.
     fn end(&mut self, event: &Event, block: Block) {
         if !block.freed {
             self.write(event, 'f', block);
@@ -149,7 +157,7 @@ impl State {
         let key = (event.place, event.address);
         let Event { bytes, kind, tag, .. } = *event;
         match event.action {
-            // Imported memory counts where it was made.
+            // Imported memory has no bytes here: it counts where it was allocated.
             Action::Allocate if bytes > 0 => {
                 let block = Block { id: self.next, bytes, kind, tag, freed: false };
                 self.next += 1;
@@ -198,7 +206,7 @@ impl Sink for TraceFile {
     }
 }
 
-/// A place, as the field `device` has it.
+/// The value of the field `device`.
 struct At(Place);
 
 impl fmt::Display for At {
@@ -211,7 +219,7 @@ impl fmt::Display for At {
     }
 }
 
-/// A tag, as the field `tag` has it.
+/// The value of the field `tag`.
 struct Escaped(Tag);
 
 impl fmt::Display for Escaped {

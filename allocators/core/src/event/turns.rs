@@ -1,4 +1,4 @@
-//! Events in the order of their tickets, though they are handed over by many threads.
+//! Delivery of events in the order of their tickets, from many threads.
 
 use super::Event;
 use std::{
@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a flush waits for events whose tickets are out.
+/// How long a flush waits for outstanding tickets.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// The order of one recorder in one process.
@@ -21,18 +21,18 @@ pub(super) struct Turns {
     early: Mutex<Early>,
 }
 
-/// Events whose turn has not come.
+/// Events that are not due yet.
 #[derive(Debug, Default)]
 struct Early {
     next: u64,
     waiting: BTreeMap<u64, Event>,
-    /// A thread hands events over. When it is done with one, it goes on with those whose turn has
-    /// come.
+    /// Set while a thread delivers an event. That thread then delivers the ones that have become
+    /// due.
     busy: bool,
 }
 
 impl Early {
-    /// The next event whose turn has come.
+    /// Removes the next due event.
     fn due(&mut self) -> Option<Event> {
         let first = self.waiting.first_entry().filter(|entry| *entry.key() <= self.next)?;
         let (number, event) = first.remove_entry();
@@ -42,7 +42,7 @@ impl Early {
 }
 
 impl Turns {
-    /// The next place in the order.
+    /// Takes the next ticket.
     pub(super) fn ticket(&self) -> u64 {
         self.tickets.fetch_add(1, Ordering::Relaxed)
     }
@@ -51,22 +51,22 @@ impl Turns {
         self.early.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes an event to `sink` when its turn has come: in this call, unless an earlier ticket is
-    /// still out or another event is being handed over. Those that have waited for it follow. No
-    /// lock is held while `sink` runs.
+    /// Delivers an event to `sink` in its turn: in this call, unless an earlier ticket is
+    /// outstanding or another event is being delivered. Events that waited for it follow. No lock
+    /// is held while `sink` runs.
     pub(super) fn pass(&self, number: u64, event: Event, sink: impl Fn(&Event)) {
         let mut early = self.early();
         if early.busy || number > early.next {
             early.waiting.insert(number, event);
             return;
         }
-        // One whose turn a flush has passed over comes now.
+        // An event that a flush has skipped is delivered now.
         early.next = early.next.max(number + 1);
         let early = self.call(early, &event, &sink);
         self.hand_over(early, sink);
     }
 
-    /// Hands over what is due, unless a thread is at it already.
+    /// Delivers the due events, unless another thread is doing so.
     fn hand_over<'a>(&'a self, mut early: MutexGuard<'a, Early>, sink: impl Fn(&Event)) {
         if early.busy {
             return;
@@ -76,7 +76,7 @@ impl Turns {
         }
     }
 
-    /// Calls `sink` without the lock. What it does may make events, which wait for their turn.
+    /// Calls `sink` without the lock. New events from inside `sink` are queued.
     fn call<'a>(
         &'a self,
         mut early: MutexGuard<'a, Early>,
@@ -91,8 +91,8 @@ impl Turns {
         early
     }
 
-    /// Waits for events whose tickets are out, for a tenth of a second at most, and passes on what
-    /// still waits behind them.
+    /// Waits up to a tenth of a second for outstanding tickets, then delivers the events that wait
+    /// behind them.
     pub(super) fn flush(&self, sink: impl Fn(&Event)) {
         let until = Instant::now() + PATIENCE;
         loop {

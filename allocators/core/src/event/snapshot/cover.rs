@@ -1,22 +1,23 @@
-//! Addresses that a segment is told over.
+//! The address ranges of the segments.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// What a segment begins and ends at: the granularity of mapped memory.
+/// The granularity of segments, which is that of mapped memory.
 const GRAIN: u64 = 2 << 20;
 
-/// Ranges that touch neither each other nor overlap, by their starts.
+/// Disjoint ranges that do not touch each other, by start.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Cover(BTreeMap<u64, u64>);
 
 impl Cover {
-    /// Adds the whole grains that hold this range, and answers with what was not there before.
+    /// Adds the whole grains that contain this range. Returns the newly covered ranges.
     pub(super) fn add(&mut self, range: &Range<u64>) -> Vec<Range<u64>> {
         let (mut start, mut end) =
             (range.start / GRAIN * GRAIN, range.end.div_ceil(GRAIN).saturating_mul(GRAIN));
         let mut gaps = Vec::new();
         let mut at = start;
-        // Those that end at its start or later; the last one that begins before it may.
+        // Ranges that end at `start` or later. The last one that begins before it may be among
+        // them.
         let first = self
             .0
             .range(..=start)
@@ -40,7 +41,7 @@ impl Cover {
         gaps
     }
 
-    /// The ranges, lowest first.
+    /// An iterator over the ranges, lowest first.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
         self.0.iter().map(|(&start, &end)| start..end)
     }

@@ -1,16 +1,15 @@
-//! What became of the blocks of one device, by the events that were kept.
+//! The history of the blocks of one device, reconstructed from the events that were kept.
 //!
-//! A ring keeps the last events, so the first that are there are those of a program which had been
-//! running for a while, and one that was emptied while it was written to may lack some in between.
-//! A viewer follows a snapshot backwards from its end and stops at the first thing that cannot have
-//! happened, so what is missing is made up for here:
+//! A ring keeps only the last events, so earlier ones are missing, and a ring that was emptied
+//! during writes may lack some in between. A viewer replays a snapshot backwards from its end and
+//! stops at the first inconsistency, so missing entries are reconstructed here:
 //!
-//! | seen | told |
+//! | event | written |
 //! |---|---|
-//! | a free or a completion of an address that no event named before | as it is: the block was live, or freed, before the first event |
+//! | a free or a completion of an address that no earlier event named | as it is: the block was live, or freed, before the first event |
 //! | an allocation over a block that is still live | the end of that block, then the allocation |
 //! | a completion of a block that was not freed | the free, then the completion |
-//! | anything else of a block that is not there | nothing |
+//! | any other event of an unknown block | nothing |
 
 use super::Word;
 use crate::{Action, Event, Tag};
@@ -20,7 +19,7 @@ use std::{
     panic::Location,
 };
 
-/// Something that a snapshot tells.
+/// An entry of a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Told {
     pub(super) action: Word,
@@ -31,25 +30,25 @@ pub(super) struct Told {
     pub(super) tag: Tag,
 }
 
-/// A block that is there at the end.
+/// A block that exists at the end.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Live {
     pub(super) bytes: u64,
     pub(super) stream: u32,
     pub(super) tag: Tag,
-    /// Whether it is freed, and only held back for a use.
+    /// Whether it is freed and only pending on a use.
     pub(super) freed: bool,
     pub(super) at: Option<&'static Location<'static>>,
 }
 
-/// The blocks of one device. Those that are there never overlap.
+/// The blocks of one device. Existing blocks never overlap.
 #[derive(Clone, Default, Debug)]
 pub(super) struct History {
     told: Vec<Told>,
     live: BTreeMap<u64, Live>,
-    /// Every address that an event was told of.
+    /// Every address that an entry names.
     named: HashSet<u64>,
-    /// What was there before the first event.
+    /// The ranges of blocks that existed before the first event.
     early: Vec<Range<u64>>,
 }
 
@@ -58,22 +57,22 @@ fn range(address: u64, bytes: u64) -> Range<u64> {
 }
 
 impl History {
-    /// What is told, in order.
+    /// Returns the entries, in order.
     pub(super) fn told(&self) -> &[Told] {
         &self.told
     }
 
-    /// Where blocks lay before the first event.
+    /// Returns the ranges of blocks that existed before the first event.
     pub(super) fn early(&self) -> &[Range<u64>] {
         &self.early
     }
 
-    /// Blocks of these addresses that are there at the end, lowest first.
+    /// An iterator over the blocks in this address range that exist at the end, lowest first.
     pub(super) fn live_in(&self, addresses: Range<u64>) -> impl Iterator<Item = (u64, &Live)> {
         self.live.range(addresses).map(|(&address, live)| (address, live))
     }
 
-    /// Takes the next event.
+    /// Processes the next event.
     pub(super) fn take(&mut self, event: &Event) {
         let Event { at_ns, action, stream, address, bytes, tag, .. } = *event;
         let told = |action| Told { action, at_ns, address, bytes, stream, tag };
@@ -110,22 +109,21 @@ impl History {
                     }
                 }
             },
-            // Where memory came from and went, which no viewer asks for without addresses, and
-            // findings.
+            // Without addresses these are of no use to a viewer.
             Action::Grow | Action::Reap | Action::Move | Action::Adopt | Action::Finding => {}
         }
     }
 
-    /// A block that is live at the end. What events say of its address, or of a block over it,
-    /// counts more.
+    /// Adds a block that is live at the end, unless events contradict it: they name its address, or
+    /// have a block that overlaps it.
     pub(super) fn hold(&mut self, address: u64, live: Live) {
         if live.bytes > 0 && self.was_there(address, live.bytes) {
             self.live.insert(address, live);
         }
     }
 
-    /// Whether a block that no event has named can have been there from before the first; then it
-    /// is noted.
+    /// Returns whether a block that no event has named may have existed before the first event. If
+    /// so, records its range.
     fn was_there(&mut self, address: u64, bytes: u64) -> bool {
         let early = range(address, bytes);
         let can = !self.named.contains(&address) && self.overlapping(&early).is_empty();
@@ -137,14 +135,15 @@ impl History {
 
     fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Live)> {
         let before = self.live.range(..range.end).rev();
-        // They do not overlap each other: the first that ends before is the last to look at.
+        // Existing blocks are disjoint, so the first one that ends before the range is the last to
+        // visit.
         before
             .take_while(|(address, live)| address.saturating_add(live.bytes) > range.start)
             .map(|(&address, &live)| (address, live))
             .collect()
     }
 
-    /// The last of a block, and its free where that was not seen.
+    /// Records the end of a block, and its free if that was not seen.
     fn end(&mut self, address: u64, live: Live, at_ns: u64) {
         let Live { bytes, stream, tag, freed, .. } = live;
         let told = |action| Told { action, at_ns, address, bytes, stream, tag };

@@ -1,8 +1,8 @@
-//! Python's pickles of protocol 4, as far as a snapshot needs them.
+//! A writer for Python pickles of protocol 4, as far as a snapshot needs them.
 //!
-//! Only instructions that PyTorch's memory viewer knows are written: it runs pickles by a small
-//! machine of its own, of 35 instructions. It also appends what stands between a mark and `APPENDS`
-//! by one call, so a list is written in pieces, as Python's own pickler does.
+//! Only the instructions that PyTorch's memory viewer supports are used: it runs pickles in its own
+//! interpreter of 35 instructions. The viewer appends all items between a mark and `APPENDS` by one
+//! call, so a list is written in pieces, as Python's own pickler does.
 
 use std::{
     collections::HashMap,
@@ -15,7 +15,7 @@ const PIECE: usize = 1000;
 /// Writes one pickle, from its first byte to [`end`](Pickler::end).
 pub(super) struct Pickler<W> {
     out: W,
-    /// Where each string that was written before stands in the memo.
+    /// The memo index of each string that was written before.
     memo: HashMap<&'static str, u32>,
 }
 
@@ -25,13 +25,13 @@ impl<W: Write> Pickler<W> {
         Ok(Self { out, memo: HashMap::new() })
     }
 
-    /// Ends the pickle and writes out what is held back.
+    /// Ends the pickle and flushes the writer.
     pub(super) fn end(mut self) -> io::Result<()> {
         self.out.write_all(b".")?;
         self.out.flush()
     }
 
-    /// A string of the format: written once, and remembered.
+    /// Writes a string of the format. Repeated strings are written as memo references.
     pub(super) fn word(&mut self, text: &'static str) -> io::Result<()> {
         if let Some(&place) = self.memo.get(text) {
             return match u8::try_from(place) {
@@ -48,7 +48,7 @@ impl<W: Write> Pickler<W> {
         self.out.write_all(&[0x94])
     }
 
-    /// Any string, cut off at 4 GiB.
+    /// Writes any string, truncated to 4 GiB.
     pub(super) fn text(&mut self, text: &str) -> io::Result<()> {
         let bytes = text.as_bytes();
         let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
@@ -57,7 +57,7 @@ impl<W: Write> Pickler<W> {
         self.out.write_all(&bytes[..length as usize])
     }
 
-    /// A whole number. Addresses keep their bits.
+    /// Writes an integer. The bits of large values are kept, so they may read as negative.
     pub(super) fn int(&mut self, value: u64) -> io::Result<()> {
         match value {
             0..=0xff => self.out.write_all(&[b'K', value as u8]),
@@ -66,7 +66,7 @@ impl<W: Write> Pickler<W> {
                 self.out.write_all(&(value as u16).to_le_bytes())
             }
             _ => {
-                // As few bytes as keep the sign: the topmost bit of the last one.
+                // The fewest bytes that keep the sign, which is the topmost bit of the last byte.
                 let bits = 64 - (value as i64).unsigned_abs().leading_zeros();
                 let length = (bits as usize / 8 + 1).min(8);
                 self.out.write_all(&[0x8a, length as u8])?;
@@ -85,7 +85,7 @@ impl<W: Write> Pickler<W> {
         self.out.write_all(&[0x86])
     }
 
-    /// A list of these items, each written by `write`.
+    /// Writes a list of items, each by `write`.
     pub(super) fn list<T>(
         &mut self,
         items: impl IntoIterator<Item = T>,
@@ -103,7 +103,7 @@ impl<W: Write> Pickler<W> {
         Ok(())
     }
 
-    /// A dictionary: `fill` writes keys and values in turn.
+    /// Writes a dictionary. `fill` writes keys and values alternately.
     pub(super) fn dict(
         &mut self,
         fill: impl FnOnce(&mut Self) -> io::Result<()>,

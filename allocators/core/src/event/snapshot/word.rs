@@ -1,10 +1,10 @@
-//! The strings of a snapshot that mean something.
+//! The keys and values of a snapshot.
 
 macro_rules! words {
     ($($word:ident = $text:literal),+ $(,)?) => {
-        /// A key or a value of a snapshot that says what happened, where, or in what state a block is.
+        /// A key or a value of a snapshot: an action, a location or the state of a block.
         ///
-        /// Who writes snapshots and who reads them has the same list.
+        /// Writers and readers of snapshots share this list.
         ///
         /// ```
         /// use aquifer_core::event::snapshot::Word;
@@ -16,7 +16,7 @@ macro_rules! words {
         pub enum Word { $(#[doc = concat!("`", $text, "`")] $word),+ }
 
         impl Word {
-            /// The word that is written so, if there is one.
+            /// Returns the word with this text, if there is one.
             #[must_use]
             pub fn of(text: &[u8]) -> Option<Self> {
                 match text {
@@ -25,7 +25,7 @@ macro_rules! words {
                 }
             }
 
-            /// As it is written.
+            /// Returns the text of the word.
             #[must_use]
             pub fn text(self) -> &'static str {
                 match self { $(Self::$word => $text),+ }
