@@ -8,8 +8,8 @@
 //! pass, is reset after each pass, and is kept.
 //!
 //! ```text
-//!   Scratch   ┌ idle ──────┐   begin    ┌ Pass ───────────────┐   end: emptied, its largest chunk stays
-//!             │ Bump, Bump │ ─────────► │ list, list, list …  │ ──────────► idle
+//!   Scratch   ┌ idle ──────┐   begin    ┌ Pass ───────────────┐  end: reset, keeps its
+//!             │ Bump, Bump │ ─────────► │ list, list, list …  │  largest chunk ──► idle
 //!             └────────────┘            └─────────────────────┘
 //! ```
 //!
@@ -127,7 +127,7 @@ mod tests {
         drop(pass);
         let kept = scratch.begin().allocated_bytes();
         assert!(kept as u64 >= many * 8 / 2, "{kept}");
-        // What it held is nobody's: as much again has room where it was.
+        // The arena was reset: the same amount fits again without growth.
         let pass = scratch.begin();
         drop(list(&pass, 0..many / 10));
         assert_eq!(pass.allocated_bytes(), kept);

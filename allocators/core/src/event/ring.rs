@@ -1,11 +1,11 @@
 //! A bounded lock-free ring of the last events.
 //!
 //! ```text
-//!   place      …  8    9   10   11   12   13 …          an event's place is taken when it happens
+//!   position   …  8    9   10   11   12   13 …     taken when the event happens
 //!              ┌────┬────┬────┬────┐
-//!   slot       │  0 │  1 │  2 │  3 │                    place modulo slots, a power of two
-//!   stamp      │ 26 │ 20 │ 22 │ 25 │                    2 · place + 1: being written, + 2: written
-//!              └────┴────┴────┴────┘                    so 12 has come over 8, and 12's neighbour is still on its way
+//!   slot       │  0 │  1 │  2 │  3 │               position modulo slots, a power of two
+//!   stamp      │ 26 │ 20 │ 22 │ 23 │               2 · position + 1: being written, + 2: written
+//!              └────┴────┴────┴────┘               so 12 has replaced 8, and 11 is being written
 //! ```
 //!
 //! A writer performs a compare-and-swap, five stores and another store. It never waits for another

@@ -24,7 +24,7 @@
 //! | [`Allocate`](Action::Allocate) | `alloc`, with the requested bytes, as in PyTorch |
 //! | [`Free`](Action::Free) | `free_requested` |
 //! | [`Complete`](Action::Complete) | `free_completed` |
-//! | [`Fail`](Action::Fail) | `oom`, with a `device_free` of 0, since an event does not contain it |
+//! | [`Fail`](Action::Fail) | `oom`, with a `device_free` of 0, which events do not contain |
 //! | `Grow`, `Reap`, `Move`, `Adopt`, `Finding` | none: they have no addresses |
 //!
 //! `segment_map` is written before the first block in 2 MiB that contained no block before. So
