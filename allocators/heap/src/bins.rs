@@ -1,11 +1,13 @@
-//! Free extents by size: the best fit in a bounded number of steps.
+//! Free extents by size: best fit in a bounded number of steps.
 //!
-//! Each doubling of sizes is cut into 32 bins, and two levels of bitmaps say which bins hold
-//! anything (Masmano, Ripoll, Crespo and Real, "TLSF", 2004). Inside a bin the extents form a
-//! bitwise tree keyed by the bits that the bin leaves open, equal sizes in a list at their fork
-//! (as in Lea's dlmalloc, "treebins"). So the smallest extent that fits is found in at most one
-//! walk down a tree and one down its neighbour: at most twice the number of open bits, which is
-//! 6 for 1 MiB and 16 for 1 GiB in units of 512 bytes, whatever the number of holes.
+//! Each doubling of sizes has 32 bins, and two levels of bitmaps mark the bins that are not empty
+//! (Masmano, Ripoll, Crespo and Real, "TLSF", 2004). Inside a bin the extents form a bitwise tree,
+//! keyed by the bits that the bin leaves open. Equal sizes form a list at their node (as in Lea's
+//! dlmalloc, "treebins").
+//!
+//! So best fit takes at most one walk down a tree and one down its neighbour: at most twice the
+//! number of open bits. This is 6 steps for 1 MiB and 16 for 1 GiB in units of 512 bytes, for any
+//! number of holes.
 //!
 //! ```text
 //! doublings   …  [1 2 3 …|…|…]   ← bit set: some bin of it holds something
@@ -23,26 +25,26 @@ use crate::records::{NIL, Records};
 const SUB_BITS: u32 = 5;
 /// Bins per doubling.
 const SUBS: usize = 1 << SUB_BITS;
-/// Doublings: the first holds the sizes below 32 units, one each.
+/// Doublings. The first holds the sizes below 32 units, one bin each.
 const LEVELS: usize = u64::BITS as usize - SUB_BITS as usize + 1;
 
-/// The free extents of a heap, found by size.
+/// The free extents of a heap, indexed by size.
 #[derive(Debug)]
 pub(crate) struct Bins {
     /// A unit is `1 << shift` bytes.
     shift: u32,
-    /// Bit n: some bin of `levels[n]` holds something.
+    /// Bit n: some bin of `levels[n]` is not empty.
     used_levels: u64,
     /// Bit n of `levels[l]`: `roots[l * SUBS + n]` is set.
     levels: [u32; LEVELS],
     /// The root of each bin's tree.
     roots: Box<[u32]>,
-    /// How often a record was looked at, for the tests that count.
+    /// The number of records visited, for tests.
     #[cfg(test)]
     pub(crate) steps: core::cell::Cell<u64>,
 }
 
-/// The bin of a size and how many bits of the size it leaves open.
+/// Returns the bin of a size, and how many bits of the size it leaves open.
 const fn bin_of(units: u64) -> (usize, u32) {
     if units < SUBS as u64 {
         return (units as usize, 0);
@@ -71,7 +73,7 @@ impl Bins {
         self.steps.set(self.steps.get() + 1);
     }
 
-    /// Files the free extent `id` under its size.
+    /// Inserts the free extent `id` by its size.
     pub(crate) fn insert(&mut self, records: &mut Records, id: u32) {
         let record = &mut records[id];
         record.up = NIL;
@@ -94,7 +96,8 @@ impl Bins {
             if fork.len == len {
                 return self.insert_equal(records, bin, at, id, start);
             }
-            // Two sizes of one bin differ in an open bit, so the bits last as long as the walk.
+            // Two sizes of one bin differ in an open bit, so `open` does not reach zero before the
+            // walk ends.
             open -= 1;
             let side = (units >> open) as usize & 1;
             let down = fork.child[side];
@@ -107,8 +110,8 @@ impl Bins {
         }
     }
 
-    /// Joins the list of equal sizes at `fork`: in front when it lies lower than the fork, else
-    /// right behind it, so that low addresses are found first at no further cost.
+    /// Inserts into the list of equal sizes at `fork`: before the node if its address is lower,
+    /// otherwise directly after it. So low addresses are found first, at no extra cost.
     fn insert_equal(&mut self, records: &mut Records, bin: usize, fork: u32, id: u32, start: u64) {
         if start < records[fork].start {
             self.replace(records, bin, fork, id);
@@ -125,7 +128,7 @@ impl Bins {
         }
     }
 
-    /// Takes the free extent `id` out.
+    /// Removes the free extent `id`.
     pub(crate) fn remove(&mut self, records: &mut Records, id: u32) {
         let record = &records[id];
         let (before, after, child, up) = (record.before, record.after, record.child, record.up);
@@ -155,7 +158,7 @@ impl Bins {
             }
             return;
         }
-        // Any leaf below may stand at the fork, since it shares all bits that lead there.
+        // Any leaf below can replace the node, since it shares all bits that lead there.
         let mut leaf = id;
         loop {
             self.step();
@@ -171,7 +174,7 @@ impl Bins {
         self.replace(records, bin, id, leaf);
     }
 
-    /// Puts `id` where `old` stands in the tree.
+    /// Replaces `old` by `id` in the tree.
     fn replace(&mut self, records: &mut Records, bin: usize, old: u32, id: u32) {
         let (up, child) = (records[old].up, records[old].child);
         records[old].up = NIL;
@@ -196,7 +199,7 @@ impl Bins {
         records[above].child[side] = id;
     }
 
-    /// The smallest extent of at least `units`, the lowest of equal ones as far as that is known.
+    /// Returns the smallest extent of at least `units`. Among equal ones, it prefers a low address.
     pub(crate) fn best_fit(&self, records: &Records, units: u64) -> Option<u32> {
         let (bin, open) = bin_of(units);
         let root = self.roots[bin];
@@ -209,12 +212,12 @@ impl Bins {
         Some(self.smallest(records, self.roots[next]))
     }
 
-    /// The smallest extent below `root` of at least `units`.
+    /// Returns the smallest extent below `root` of at least `units`.
     fn fit_in_tree(&self, records: &Records, root: u32, units: u64, mut open: u32) -> Option<u32> {
         let wanted = units << self.shift;
         let (mut best, mut best_len) = (NIL, u64::MAX);
-        // The last branch to the right that the walk passed: all of it is larger than wanted,
-        // and all of it is smaller than what hangs to the right further up.
+        // The last right branch that the walk passed: all of it is larger than wanted, and smaller
+        // than the right branches further up.
         let mut larger = NIL;
         let mut at = root;
         while at != NIL {
@@ -245,7 +248,7 @@ impl Bins {
         (best != NIL).then_some(best)
     }
 
-    /// The smallest extent below `root`: on the way that turns left wherever it can.
+    /// Returns the smallest extent below `root`, by walking left where possible.
     fn smallest(&self, records: &Records, root: u32) -> u32 {
         let mut best = root;
         let mut at = root;
@@ -263,7 +266,7 @@ impl Bins {
         }
     }
 
-    /// The longest extent of all.
+    /// Returns the longest extent.
     pub(crate) fn longest(&self, records: &Records) -> Option<u32> {
         let level = self.used_levels.checked_ilog2()? as usize;
         let sub = self.levels[level].ilog2() as usize;
@@ -280,7 +283,7 @@ impl Bins {
         Some(best)
     }
 
-    /// The first bin from `bin` on that holds something.
+    /// Returns the first bin from `bin` on that is not empty.
     fn next_used(&self, bin: usize) -> Option<usize> {
         let level = bin / SUBS;
         if level >= LEVELS {
@@ -298,8 +301,8 @@ impl Bins {
         Some(level * SUBS + self.levels[level].trailing_zeros() as usize)
     }
 
-    /// Walks every bin: calls `visit` with each filed record, its bin's range of sizes in units
-    /// and whether its links are as they must be. For the self-check.
+    /// Calls `visit` with each record in the bins and whether its position and links are valid. For
+    /// the self-check.
     pub(crate) fn audit(&self, records: &Records, mut visit: impl FnMut(u32, bool)) {
         for bin in 0..self.roots.len() {
             let root = self.roots[bin];
@@ -346,7 +349,7 @@ mod tests {
     use super::*;
     use crate::records::Record;
 
-    /// A fixed sequence that looks random.
+    /// A fixed pseudo-random sequence.
     struct Sequence(u64);
 
     impl Sequence {
@@ -433,7 +436,7 @@ mod tests {
             let wanted = 1 + next.below(1 << 21);
             bins.steps.set(0);
             let Some(id) = bins.best_fit(&records, wanted) else { continue };
-            // 2²¹ units leave at most 16 bits open: 17 forks down, and as many down a neighbour.
+            // 2²¹ units leave at most 16 bits open: 17 nodes down, and as many down a neighbour.
             assert!(bins.steps.get() <= 34, "{} steps", bins.steps.get());
             bins.steps.set(0);
             bins.remove(&mut records, id);

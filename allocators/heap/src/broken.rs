@@ -1,65 +1,65 @@
-//! What a self-check can find.
+//! The findings of a self-check.
 
 use core::fmt;
 
-/// A rule of the heap's own bookkeeping that does not hold.
+/// A violated invariant of the heap's metadata.
 ///
-/// [`Heap::check`](crate::Heap::check) answers with the first it finds. Only a defect of this
+/// [`Heap::check`](crate::Heap::check) returns the first one that it finds. Only a defect of this
 /// crate can cause one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Broken {
-    /// The record at this address is empty, not made of whole units, or crosses a border.
+    /// The record at this address is empty, does not consist of whole units, or crosses a border.
     Shape {
-        /// Where it starts.
+        /// The start of the record.
         at: u64,
     },
-    /// The record at this address overlaps the one below, or their links disagree.
+    /// The record at this address overlaps the one below, or their links are inconsistent.
     Order {
-        /// Where the upper one starts.
+        /// The start of the upper record.
         at: u64,
     },
-    /// Two free extents touch here with no border between, and are not one.
+    /// Two adjacent free extents with no border between them are not merged.
     Unmerged {
-        /// Where the upper one starts.
+        /// The start of the upper extent.
         at: u64,
     },
-    /// The bins hold a record that is not free, miss one that is, or have it in the wrong place.
+    /// The bins contain a record that is not free, lack one that is, or have it in the wrong place.
     Bins {
-        /// Where the record starts; zero when it is the bins' own flags.
+        /// The start of the record, or zero for the bins' bitmaps.
         at: u64,
     },
-    /// The page map does not lead to the record that starts here first in its page.
+    /// The page map does not lead to the record that is the first to start in its page.
     PageMap {
-        /// Where the record starts.
+        /// The start of the record.
         at: u64,
     },
-    /// The page map holds pages that no record starts in.
+    /// The page map contains pages in which no record starts.
     PageCount {
-        /// How many pages have a record.
+        /// The number of pages with a record.
         expected: usize,
-        /// How many the map holds.
+        /// The number of pages in the map.
         found: usize,
     },
-    /// The slab at this address does not agree with its record, its bits or its class's list.
+    /// The slab at this address is inconsistent with its record, its bitmap or its class's list.
     Slab {
-        /// Where it starts; zero when it is the lists' own flags.
+        /// The start of the slab, or zero for the lists' own state.
         at: u64,
     },
-    /// A list of numbers that wait to be used again does not end where its count says.
+    /// The length of the list of vacant records differs from its count.
     Vacancies {
-        /// What the count says.
+        /// The count.
         expected: usize,
-        /// What the list holds.
+        /// The length of the list.
         found: usize,
     },
-    /// A counter is not the sum of what it counts.
+    /// A counter differs from the sum of the records.
     Count {
         /// The name of the counter.
         name: &'static str,
-        /// What the records add up to.
+        /// The sum of the records.
         expected: u64,
-        /// What the counter says.
+        /// The value of the counter.
         found: u64,
     },
 }

@@ -1,15 +1,14 @@
-//! One pointer that only goes up.
+//! A bump allocator.
 
 use core::fmt;
 
 use crate::Range;
 
-/// A bump engine: hands out addresses of one range from its low end up, and takes them back all
-/// at once, or down to a mark.
+/// A bump allocator: allocates addresses of one range from its low end up, and frees all of them at
+/// once, or down to a mark.
 ///
-/// It keeps three numbers whatever the number of blocks, so it knows no block: what lies above
-/// a mark is gone when the engine is rewound to it, and it is for the caller to see that nobody
-/// uses it any more.
+/// It stores three numbers and no blocks. A rewind frees everything above the mark, and the caller
+/// must ensure that it is not in use any more.
 ///
 /// ```
 /// use aquifer_heap::{Bump, Range};
@@ -28,30 +27,30 @@ use crate::Range;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bump {
     range: Range,
-    /// Bytes handed out, padding included. Never above `range.len`.
+    /// Bytes allocated, padding included. Never above `range.len`.
     used: u64,
-    /// The most that `used` has been. Never below `used`.
+    /// The maximum of `used`.
     high_water: u64,
 }
 
-/// A height to come back to, made by [`Bump::mark`].
+/// A position to rewind to, created by [`Bump::mark`].
 ///
-/// A mark is good until its engine is rewound below it.
+/// A mark is valid until its allocator is rewound below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mark {
     start: u64,
     used: u64,
 }
 
-/// The mark lies above what is in use, or belongs to another range: the engine was rewound
-/// below it since. Nothing has changed.
+/// The error of a stale mark: it is above what is in use, since the allocator was rewound below it,
+/// or it belongs to another range. Nothing has changed.
 ///
-/// Its example is that of [`Bump`].
+/// See the example of [`Bump`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StaleMark {
-    /// The height of the mark, in bytes.
+    /// The position of the mark, in bytes.
     pub mark: u64,
-    /// What is in use, in bytes.
+    /// Bytes in use.
     pub used: u64,
 }
 
@@ -68,17 +67,17 @@ impl fmt::Display for StaleMark {
 impl core::error::Error for StaleMark {}
 
 impl Bump {
-    /// An engine over `range`. A range that would pass the last address is cut there.
+    /// Creates an allocator for `range`. A range that would wrap around is cut at the last address.
     #[must_use]
     pub const fn new(range: Range) -> Self {
         let range = Range::new(range.start, range.end() - range.start);
         Self { range, used: 0, high_water: 0 }
     }
 
-    /// `bytes` bytes at a multiple of `align`, or `None` when they do not fit, when `bytes` is
-    /// zero, or when `align` is not a power of two.
+    /// Allocates `bytes` bytes at a multiple of `align`. Returns `None` if they do not fit, if
+    /// `bytes` is zero, or if `align` is not a power of two.
     ///
-    /// The address is what is aligned, not its distance from the start of the range.
+    /// The address is aligned, and not its offset in the range.
     #[must_use]
     pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<u64> {
         if bytes == 0 || !align.is_power_of_two() {
@@ -94,19 +93,18 @@ impl Bump {
         Some(address)
     }
 
-    /// The present height.
+    /// Returns the current position.
     #[must_use]
     pub const fn mark(&self) -> Mark {
         Mark { start: self.range.start, used: self.used }
     }
 
-    /// Goes back to `mark`: exactly what was in use when it was made is in use again.
+    /// Rewinds to `mark`: exactly the allocations from before the mark are in use again.
     ///
     /// # Errors
     ///
-    /// [`StaleMark`] when the mark lies above what is in use or was made over another range. A
-    /// mark that the engine was rewound below and has climbed past again cannot be told from a
-    /// good one.
+    /// [`StaleMark`] if the mark is above what is in use, or belongs to another range. If the
+    /// allocator was rewound below the mark and has grown past it again, this is not detected.
     pub const fn rewind(&mut self, mark: Mark) -> Result<(), StaleMark> {
         if mark.start != self.range.start || mark.used > self.used {
             return Err(StaleMark { mark: mark.used, used: self.used });
@@ -115,36 +113,36 @@ impl Bump {
         Ok(())
     }
 
-    /// Takes everything back.
+    /// Frees everything.
     pub const fn reset(&mut self) {
         self.used = 0;
     }
 
-    /// The range it hands out.
+    /// Returns the range.
     #[must_use]
     pub const fn range(&self) -> Range {
         self.range
     }
 
-    /// Whether `address` lies in what is handed out.
+    /// Returns whether `address` is allocated.
     #[must_use]
     pub const fn contains(&self, address: u64) -> bool {
         Range::new(self.range.start, self.used).contains(address)
     }
 
-    /// Bytes handed out, padding included.
+    /// Returns the bytes allocated, padding included.
     #[must_use]
     pub const fn used(&self) -> u64 {
         self.used
     }
 
-    /// Bytes not handed out.
+    /// Returns the bytes not allocated.
     #[must_use]
     pub const fn remaining(&self) -> u64 {
         self.range.len - self.used
     }
 
-    /// The most bytes that were ever handed out at once.
+    /// Returns the maximum of [`Bump::used`] so far.
     #[must_use]
     pub const fn high_water(&self) -> u64 {
         self.high_water

@@ -1,19 +1,18 @@
-//! Which size a small request is rounded to.
+//! The size classes of small requests.
 //!
-//! Sizes count in units here. Up to sixteen units every size is a class of its own; above, each
-//! doubling is cut into eight steps, so that a slot is never more than an eighth longer than
-//! what was asked for.
+//! Sizes are in units. Up to sixteen units every size is a class. Above, each doubling has eight
+//! steps, so that a slot is at most an eighth larger than the request.
 //!
 //! ```text
 //! units   1  2  3 … 16 | 18 20 22 24 26 28 30 32 | 36 40 44 … 64 | 72 …
 //! class   0  1  2 … 15 | 16 17 18 19 20 21 22 23 | 24 25 26 … 31 | 32 …
 //! ```
 //!
-//! A request that is a multiple of a power of two falls into a class that is one as well: below
-//! eight times that power every multiple is a class, above it every class is a multiple. So
-//! alignment needs no classes of its own.
+//! A request that is a multiple of a power of two gets a class that is also a multiple of it: below
+//! eight times that power every multiple is a class, and above it every class is a multiple. So
+//! aligned requests need no classes of their own.
 
-/// The class of a request of `units` units, which is at least one.
+/// Returns the class of a request of `units` units, which is at least one.
 pub(crate) const fn class_of(units: u64) -> usize {
     let below = units - 1;
     if below < 8 {
@@ -23,7 +22,7 @@ pub(crate) const fn class_of(units: u64) -> usize {
     (step as u64 * 8 + (below >> step)) as usize
 }
 
-/// How many units a slot of `class` has.
+/// Returns the units of a slot of `class`.
 pub(crate) const fn units_of(class: usize) -> u64 {
     if class < 8 {
         return class as u64 + 1;
@@ -32,18 +31,18 @@ pub(crate) const fn units_of(class: usize) -> u64 {
     (class as u64 % 8 + 9) << step
 }
 
-/// How far a product with [`reciprocal`] is shifted right.
+/// The right shift of a product with [`reciprocal`].
 const SHIFT: u32 = 40;
 
-/// What to multiply by in place of a division by `units`.
+/// Returns the factor that replaces a division by `units`.
 pub(crate) const fn reciprocal(units: u64) -> u64 {
     (1 << SHIFT) / units + 1
 }
 
-/// `offset / units`, for the `reciprocal` of `units`.
+/// Returns `offset / units`, for the `reciprocal` of `units`.
 ///
-/// Exact while `offset * units` is below 2⁴⁰, and a slab is at most 2¹⁷ units long, its slots at
-/// most 2¹⁵: the product of an offset and the reciprocal is too large by at most one `offset`.
+/// Exact while `offset * units` is below 2⁴⁰, since the product of offset and reciprocal is too
+/// large by at most one `offset`. A slab is at most 2¹⁷ units long, and its slots at most 2¹⁵.
 pub(crate) const fn divide(offset: u64, reciprocal: u64) -> u64 {
     (offset * reciprocal) >> SHIFT
 }

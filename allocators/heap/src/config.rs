@@ -1,62 +1,60 @@
-//! How a heap cuts its range up.
+//! The configuration of a heap.
 
 use core::fmt;
 
-/// How a heap cuts its range up. All sizes in bytes.
+/// The configuration of a heap. All sizes are in bytes.
 ///
 /// ```
 /// use aquifer_heap::{Config, Heap};
 ///
-/// // Blocks on registered host memory: no block may cross from one registration to the next.
+/// // Blocks in registered host memory: no block may cross from one registration to the next.
 /// let heap = Heap::new(Config { border: 1 << 30, ..Config::host() });
 /// assert_eq!(heap.config().unit, 16);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Config {
-    /// Every block starts at a multiple of it and is a multiple of it long. A power of two.
+    /// The start and the length of every block are multiples of it. A power of two.
     pub unit: u64,
-    /// The length that slabs grow to. A power of two, from `unit` to 65,536 units.
+    /// The maximum length of a slab, except that a slab has at least two slots. A power of two,
+    /// from `unit` to 65,536 units.
     pub page: u64,
-    /// The grain of the address map, a power of two. It notes the first block in each stretch of
-    /// this length: the longer that is, the less blocks above the small sizes cost, and the more
-    /// of them are looked at to find one by its address alone.
+    /// The granularity of the address map, a power of two. The map stores the first block of each
+    /// stretch of this length. A larger grain makes blocks above the small sizes cheaper, but more
+    /// blocks are visited to find one by its address alone.
     pub grain: u64,
-    /// Requests of at most this size get a slot of a slab, larger ones an exact block. A
-    /// multiple of `unit`, at most half of `page`; zero for no slabs at all.
+    /// Requests of at most this size get a slot of a slab. Larger ones get an exact block. A
+    /// multiple of `unit`, at most half of `page`. Zero disables slabs.
     pub small_max: u64,
-    /// No block, and so no free extent, crosses an address that is a multiple of it. A multiple
-    /// of `unit`; zero for no border.
+    /// No block or free extent crosses a multiple of this address. A multiple of `unit`. Zero means
+    /// no border.
     pub border: u64,
 }
 
 impl Config {
-    /// For device memory: units of 512 bytes, since that is what the driver's own pools align
-    /// to and what kernels count on, and slabs of up to 64 KiB for requests of at most 16 KiB.
+    /// Returns the configuration for device memory: units of 512 bytes, the alignment of the
+    /// driver's own pools, which kernels rely on, and slabs of up to 64 KiB for requests of at most
+    /// 16 KiB.
     ///
-    /// On three recorded training and serving programs this needs 1.010, 1.003 and 1.007 times the
-    /// peak of live bytes in pages of 2 MiB; without slabs, or with any other limit from 1 to 512
-    /// KiB, the figures move by less than 0.005. So the limit decides speed rather than room: a
-    /// slot costs a third of what an exact block does.
-    ///
-    /// The map has a grain of 16 MiB: who frees a device block has its key, and addresses are
-    /// looked up on slow paths.
+    /// The limit of 16 KiB is chosen for speed, since a slot is cheaper than an exact block. It has
+    /// little effect on fragmentation. The map has a grain of 16 MiB, since device blocks are freed
+    /// by their key, and addresses are looked up only on slow paths.
     #[must_use]
     pub const fn device() -> Self {
         Self { unit: 512, page: 64 << 10, grain: 16 << 20, small_max: 16 << 10, border: 0 }
     }
 
-    /// For host memory: units of 16 bytes, the alignment that `malloc` gives, and slabs of up
-    /// to 64 KiB for requests of at most 16 KiB.
+    /// Returns the configuration for host memory: units of 16 bytes, the alignment of `malloc`, and
+    /// slabs of up to 64 KiB for requests of at most 16 KiB.
     #[must_use]
     pub const fn host() -> Self {
         Self { unit: 16, page: 64 << 10, grain: 64 << 10, small_max: 16 << 10, border: 0 }
     }
 
-    /// Whether a heap can work with it.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// The first field that is not as its documentation says.
+    /// The first field that violates its documentation.
     pub const fn validate(&self) -> Result<(), ConfigError> {
         if !self.unit.is_power_of_two() {
             return Err(ConfigError::Unit { unit: self.unit });
@@ -86,45 +84,45 @@ impl Default for Config {
     }
 }
 
-/// More units in a page than this would make slabs that one survivor keeps alive for too long,
-/// and is beyond what the division by multiplication in `classes` is exact for.
+/// Larger pages would make slabs that a single live block keeps allocated, and exceed the range in
+/// which the division by multiplication in `classes` is exact.
 const MAX_PAGE_UNITS: u64 = 1 << 16;
 
-/// Why a [`Config`] does not do.
+/// The reason why a [`Config`] is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The unit is not a power of two.
     Unit {
-        /// What it is.
+        /// The unit.
         unit: u64,
     },
     /// The page is not a power of two between one unit and 65,536 of them.
     Page {
-        /// What it is.
+        /// The page.
         page: u64,
-        /// The unit it was measured by.
+        /// The unit.
         unit: u64,
     },
     /// The grain is not a power of two, or less than a page.
     Grain {
-        /// What it is.
+        /// The grain.
         grain: u64,
-        /// The page it was measured by.
+        /// The page.
         page: u64,
     },
-    /// The largest small size is not a multiple of the unit, or above half a page.
+    /// The largest small size is not a multiple of the unit, or is above half a page.
     SmallMax {
-        /// What it is.
+        /// The largest small size.
         small_max: u64,
-        /// The page it was measured by.
+        /// The page.
         page: u64,
     },
     /// The border is not a multiple of the unit.
     Border {
-        /// What it is.
+        /// The border.
         border: u64,
-        /// The unit it was measured by.
+        /// The unit.
         unit: u64,
     },
 }

@@ -1,76 +1,75 @@
-//! Why the heap refused a call.
+//! The errors of a heap.
 
 use core::fmt;
 
 use crate::Range;
 
-/// Why the heap refused a call. Nothing has changed.
+/// The reason why a heap refused a call. The call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HeapError {
-    /// The range is empty, passes the last address, or is not made of whole units.
+    /// The range is empty, wraps around, or does not consist of whole units.
     BadRange {
-        /// What was given.
+        /// The given range.
         range: Range,
         /// The heap's unit.
         unit: u64,
     },
-    /// Part of the range is in the heap already.
+    /// A part of the range is already in the heap.
     Overlap {
-        /// What was given.
+        /// The given range.
         range: Range,
         /// The lowest extent or block of the heap that it overlaps.
         with: Range,
     },
-    /// Part of the range is not free: in use, or not in the heap.
+    /// A part of the range is not free: it is in use, or not in the heap.
     NotFree {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
-        /// The lowest address of it that is not free.
+        /// The lowest address in it that is not free.
         at: u64,
     },
-    /// The range is free, and a block there would cross a border.
+    /// The range is free, but a block there would cross a border.
     Border {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
-        /// Where the lowest border lies.
+        /// The address of the lowest border.
         at: u64,
     },
-    /// The address is in no range that was added.
+    /// The address is not in the heap.
     Foreign {
-        /// What was given.
+        /// The given address.
         address: u64,
     },
-    /// The address is in the heap, and free already.
+    /// The address is in the heap, but already free.
     DoubleFree {
-        /// What was given.
+        /// The given address.
         address: u64,
     },
-    /// The address is inside a live block and not its start.
+    /// The address is inside a live block, but not its start.
     Interior {
-        /// What was given.
+        /// The given address.
         address: u64,
-        /// The block it lies in.
+        /// The block that contains it.
         block: Range,
     },
-    /// A live block starts there, and it is a later one than the [`Block`](crate::Block) that
-    /// was given: that one has been freed.
+    /// The given [`Block`](crate::Block) has been freed, and a later block starts at its address.
     Stale {
-        /// What was given.
+        /// The given address.
         address: u64,
     },
-    /// The block cannot grow where it is.
+    /// The block cannot grow in place.
     NoRoom {
         /// The block.
         block: Range,
-        /// What it was to become, in bytes.
+        /// The requested size, in bytes.
         wanted: u64,
-        /// What it could become, in bytes.
+        /// The possible size, in bytes.
         available: u64,
     },
-    /// A block of zero bytes was asked for.
+    /// A request for zero bytes.
     ZeroSize,
-    /// The heap keeps as many records as it can number, about two thousand million.
+    /// The heap has the maximum number of records, 2³⁰.
     TooManyRecords,
 }
 

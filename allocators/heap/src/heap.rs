@@ -1,4 +1,4 @@
-//! The engine: free ranges go in, blocks come out, a bare address frees.
+//! The general allocator: add ranges, allocate blocks, free by address.
 
 use core::fmt;
 
@@ -17,18 +17,16 @@ mod resize;
 
 pub use observe::FreeExtents;
 
-/// Places blocks in address ranges that it never touches.
+/// An allocator for address ranges whose memory it never accesses.
 ///
-/// It begins empty. [`add`](Self::add) gives it ranges, [`remove`](Self::remove) takes free ones
-/// out again; [`alloc`](Self::alloc) and [`alloc_at`](Self::alloc_at) make blocks,
-/// [`free`](Self::free) and [`free_block`](Self::free_block) end them.
+/// It starts empty. [`add`](Self::add) adds ranges, and [`remove`](Self::remove) removes free ones.
+/// [`alloc`](Self::alloc) and [`alloc_at`](Self::alloc_at) allocate blocks. [`free`](Self::free)
+/// and [`free_block`](Self::free_block) free them.
 ///
-/// What surprises:
-///
-/// * `None` from [`alloc`](Self::alloc) is the whole truth: no free extent holds the request.
-/// * A block of at most [`Config::small_max`] may share its slab with others, and the free slots of
-///   a slab are not in [`free_extents`](Self::free_extents) while a block of it lives.
-/// * Nothing ties a block to its heap but its address. Dropping a heap forgets its blocks.
+/// * `None` from [`alloc`](Self::alloc) is exact: no free extent fits the request.
+/// * A block of at most [`Config::small_max`] may share its slab with others. The free slots of a
+///   slab are not part of [`free_extents`](Self::free_extents) while it contains a live block.
+/// * Dropping a heap forgets its blocks. Nothing else ties a block to its heap.
 ///
 /// ```
 /// use aquifer_heap::{Config, Heap, HeapError, Range};
@@ -42,7 +40,7 @@ pub use observe::FreeExtents;
 /// assert_eq!(heap.free_block(&a, 2), Err(HeapError::DoubleFree { address: a.address }));
 /// assert_eq!(heap.free(7, 2), Err(HeapError::Foreign { address: 7 }));
 ///
-/// // Everything is free again, so the whole range can leave.
+/// // Everything is free again, so the whole range can be removed.
 /// assert_eq!(heap.remove(Range::new(1 << 30, 1 << 20))?, 1);
 /// assert_eq!(heap.managed_bytes(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -59,19 +57,19 @@ pub struct Heap {
     slabs: Slabs,
     /// Bytes that were added and not removed: `live + free + slab_free`.
     managed_bytes: u64,
-    /// Real sizes of the live blocks.
+    /// Actual sizes of the live blocks.
     live_bytes: u64,
     live_blocks: u64,
-    /// Bytes of the extents in the bins. The spares of the slabs are free beside these.
+    /// Bytes of the extents in the bins. Spare slabs are free in addition.
     free_bytes: u64,
 }
 
 impl Heap {
-    /// An empty heap.
+    /// Creates an empty heap.
     ///
     /// # Panics
     ///
-    /// When `config` is not valid, which [`try_new`](Self::try_new) answers instead.
+    /// If `config` is invalid. [`try_new`](Self::try_new) returns an error instead.
     #[must_use]
     pub fn new(config: Config) -> Self {
         let valid = config.validate();
@@ -79,11 +77,11 @@ impl Heap {
         Self::with_valid(config)
     }
 
-    /// An empty heap.
+    /// Creates an empty heap.
     ///
     /// # Errors
     ///
-    /// What is wrong with `config`.
+    /// The reason why `config` is invalid.
     pub fn try_new(config: Config) -> Result<Self, ConfigError> {
         config.validate()?;
         Ok(Self::with_valid(config))
@@ -106,13 +104,13 @@ impl Heap {
         }
     }
 
-    /// What it was made with.
+    /// Returns the configuration.
     #[must_use]
     pub const fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Refuses a range that is empty, wraps around, or is not made of whole units.
+    /// Rejects a range that is empty, wraps around, or does not consist of whole units.
     fn validate(&self, range: Range) -> Result<(), HeapError> {
         let mask = self.config.unit - 1;
         let whole = range.start & mask == 0 && range.len & mask == 0;
@@ -126,11 +124,11 @@ impl Heap {
         address >> self.grain_shift
     }
 
-    /// The last record that starts at or below `address`.
+    /// Returns the last record that starts at or below `address`.
     ///
-    /// Bounded by what starts in one stretch of the map. Where its grain is a page, blocks above
-    /// the small sizes and slabs take a good part of one each, so these are few; only many small
-    /// blocks from `alloc_at` can make it longer, up to one for each unit.
+    /// Visits at most the records that start in one grain of the map. If the grain is a page, these
+    /// are few, since slabs and blocks above the small sizes take a good part of a page each. Only
+    /// many small blocks from `alloc_at` can make it longer, up to one per unit.
     fn last_from(&self, address: u64) -> Option<u32> {
         let page = self.page_of(address);
         let mut at = match self.pages.get(page) {
@@ -150,13 +148,13 @@ impl Heap {
         }
     }
 
-    /// The record that `address` lies in.
+    /// Returns the record that contains `address`.
     fn owner(&self, address: u64) -> Option<u32> {
         let id = self.last_from(address)?;
         (address < self.records[id].end()).then_some(id)
     }
 
-    /// Whether all of the record's bytes are free: an extent, or a slab with no live block.
+    /// Returns whether the whole record is free: a free extent, or a slab without live blocks.
     fn is_wholly_free(&self, id: u32) -> bool {
         let record = &self.records[id];
         match record.state {
@@ -166,7 +164,7 @@ impl Heap {
         }
     }
 
-    /// The record's stamp, with that of its slab.
+    /// Returns the stamp of the record, including that of its slab.
     fn stamp_of(&self, id: u32) -> u64 {
         let record = &self.records[id];
         if record.state == State::Slab {
@@ -176,18 +174,18 @@ impl Heap {
         }
     }
 
-    /// Links a new record in after `prev` and puts it on the map.
+    /// Inserts a new record after `prev`, and adds it to the map.
     fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
         let page = self.page_of(record.start);
         let id = self.records.insert_after(prev, record);
-        // Where the one below starts in the same page, that one or one before it is on the map.
+        // If the previous record starts in the same page, the map has it or an earlier one.
         if prev == NIL || self.page_of(self.records[prev].start) != page {
             self.pages.set(page, id);
         }
         id
     }
 
-    /// Takes a record off the map and out of the list.
+    /// Removes a record from the map and the list.
     fn retire(&mut self, id: u32) {
         let Record { start, prev, next, .. } = self.records[id];
         let page = self.page_of(start);
@@ -201,8 +199,8 @@ impl Heap {
         self.records.retire(id);
     }
 
-    /// Cuts `[start, start + len)` out of the free record `id`. What is left on either side
-    /// stays free. Answers the record of the piece, which is free and in no bin.
+    /// Cuts `[start, start + len)` out of the free record `id`. The rest on either side stays free.
+    /// Returns the record of the piece, which is free and in no bin.
     fn carve(&mut self, id: u32, start: u64, len: u64) -> u32 {
         use crate::records::{CUT_AFTER, CUT_BEFORE};
         self.bins.remove(&mut self.records, id);
@@ -228,8 +226,8 @@ impl Heap {
         piece
     }
 
-    /// Makes the record `id`, which is in no bin, a free extent, merged with those it touches.
-    /// Answers the record of all of it.
+    /// Makes the record `id`, which is in no bin, a free extent, and coalesces it with its
+    /// neighbours. Returns the record of the result.
     fn release(&mut self, id: u32) -> u32 {
         self.free_bytes += self.records[id].len;
         self.records[id].state = State::Free;
@@ -248,7 +246,7 @@ impl Heap {
         id
     }
 
-    /// Makes `upper` part of `lower`, which it joins. Neither is in a bin.
+    /// Merges `upper` into its neighbour `lower`. Neither is in a bin.
     fn absorb(&mut self, lower: u32, upper: u32) {
         use crate::records::{CUT_AFTER, CUT_BEFORE};
         let Record { len, stamp, cuts, .. } = self.records[upper];
@@ -259,8 +257,7 @@ impl Heap {
         self.retire(upper);
     }
 
-    /// Gives the memory of an empty slab back to the extents. Answers the record of what it
-    /// merged into.
+    /// Returns the memory of an empty slab to the extents. Returns the record of the merged extent.
     fn dissolve(&mut self, slab: u32) -> u32 {
         let record = self.slabs.slab(slab).record;
         let stamp = self.stamp_of(record);
@@ -270,7 +267,7 @@ impl Heap {
         self.release(record)
     }
 
-    /// Gives the memory of every spare slab back. Answers whether there was one.
+    /// Dissolves every spare slab. Returns whether there was one.
     fn dissolve_spares(&mut self) -> bool {
         let mut any = false;
         while let Some(spare) = self.slabs.first_spare() {
@@ -280,8 +277,7 @@ impl Heap {
         any
     }
 
-    /// The free run that the wholly free record `id` is part of: what it would be once all of
-    /// it was merged.
+    /// Returns the free run that contains the free record `id`, as if all of it were merged.
     fn run_around(&self, id: u32) -> Extent {
         let mut low = id;
         loop {
@@ -294,7 +290,7 @@ impl Heap {
         self.run_from(low).0
     }
 
-    /// The free run that begins with the wholly free record `low`, and the record after it.
+    /// Returns the free run that begins with the free record `low`, and the record after it.
     fn run_from(&self, low: u32) -> (Extent, u32) {
         let mut range = self.records[low].range();
         let mut stamp = self.stamp_of(low);
@@ -312,7 +308,7 @@ impl Heap {
 }
 
 impl Default for Heap {
-    /// An empty heap for device memory.
+    /// Creates an empty heap for device memory.
     fn default() -> Self {
         Self::with_valid(Config::device())
     }

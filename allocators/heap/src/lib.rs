@@ -1,40 +1,39 @@
-//! Places blocks in an address range it never touches.
+//! Allocators for address ranges whose memory they never access.
 //!
-//! Device memory cannot hold its allocator's free lists: the host does not see it. Pinned memory
-//! must not, since a late DMA may still write into a block that was freed. So all bookkeeping of
-//! this crate lies apart from the memory it describes, addresses are plain `u64`, and nothing
-//! here is `unsafe`.
+//! Device memory cannot contain free lists, since the host cannot access it. Pinned memory must
+//! not, since a late DMA may still write into a freed block. So all metadata of this crate is
+//! separate from the memory that it describes, addresses are plain `u64`, and nothing here is
+//! `unsafe`.
 //!
-//! | file | idea |
+//! | file | contents |
 //! |---|---|
-//! | [`Heap`] | the engine: free ranges go in, blocks come out, a bare address frees |
-//! | `classes` | which size a small request is rounded to: eight steps a doubling |
-//! | `slab` | equal slots cut from one extent, a bit for each |
-//! | `bins` | free extents by size: the best fit in a bounded number of steps |
-//! | `pages` | the sparse map from an address to the record that owns it |
-//! | `records` | extents and blocks in address order, so that neighbours are one link away |
-//! | [`Bump`] | another engine: one pointer that only goes up, with marks to come back to |
-//! | [`Runs`] | a third one: equal pages, given out in runs |
+//! | [`Heap`] | the general allocator: add ranges, allocate blocks, free by address |
+//! | `classes` | the size classes of small requests: eight steps per doubling |
+//! | `slab` | slabs: equal slots in one extent, with a bitmap |
+//! | `bins` | free extents by size: best fit in a bounded number of steps |
+//! | `pages` | the sparse map from an address to its record |
+//! | `records` | extents and blocks in address order, linked to their neighbours |
+//! | [`Bump`] | a bump allocator with marks |
+//! | [`Runs`] | an allocator for runs of equal pages |
 //!
-//! # What it promises
+//! # Invariants
 //!
-//! * **Deterministic.** The same calls give the same addresses: nothing depends on time, on hashing
-//!   or on where the bookkeeping happens to lie.
-//! * **Exact.** Above [`Config::small_max`] a block is as long as asked, rounded up to
-//!   [`Config::unit`]. `None` means that no free extent holds the request, not that the search gave
-//!   up.
-//! * **Bounded.** The best fit is found in a number of steps that depends on the width of an
-//!   address, never on how many holes there are.
-//! * **Fully merged.** Two free extents that touch are one, unless a border lies between them: what
-//!   is kept back for speed, spare slabs, is merged as soon as it makes a difference.
-//! * **Stamps are never lost.** A free range carries the largest stamp that any free of any of its
-//!   bytes came with. See [`Extent::stamp`].
+//! * **Deterministic.** The same calls return the same addresses. Nothing depends on time, on
+//!   hashing or on the addresses of the metadata.
+//! * **Exact.** Above [`Config::small_max`] a block has the requested size, rounded up to
+//!   [`Config::unit`]. `None` means that no free extent fits, and not that the search gave up.
+//! * **Bounded.** Best fit takes a number of steps that depends on the width of an address, and not
+//!   on the number of holes.
+//! * **Fully coalesced.** Adjacent free extents are merged unless a border lies between them. Spare
+//!   slabs, which are kept for speed, are merged before they could make a request fail.
+//! * **Stamps are never lost.** A free range carries the largest stamp of all frees of its bytes.
+//!   See [`Extent::stamp`].
 //! * **A failed call changes nothing.**
 //!
-//! # What surprises
+//! # Notes
 //!
-//! The heap takes `&mut self`: locking is the caller's, who knows what else the lock must cover.
-//! There is no `Drop` that gives anything back either, since a heap owns no memory.
+//! The heap takes `&mut self`: the caller locks, since it knows what else the lock must cover.
+//! Dropping a heap frees no memory, since a heap owns none.
 //!
 //! ```
 //! use aquifer_heap::{Config, Heap, Range};
@@ -45,7 +44,7 @@
 //! let block = heap.alloc(5 << 20, 512).ok_or("no room")?;
 //! assert_eq!(block.address % 512, 0);
 //!
-//! // The stamp says until when these bytes may still be in use, in the caller's own count.
+//! // Until this stamp, in the caller's own numbering, the bytes may still be in use.
 //! heap.free(block.address, 7)?;
 //! let extent = heap.free_extents().next().ok_or("nothing free")?;
 //! assert_eq!((extent.range.len, extent.stamp), (64 << 20, 7));

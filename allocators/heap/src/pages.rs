@@ -1,37 +1,36 @@
-//! The sparse map from a page to the lowest record that starts in it. A page here is a stretch of
+//! A sparse map from each page to the lowest record that starts in it. A page here is a range of
 //! [`Config::grain`](crate::Config::grain) bytes.
 //!
-//! Real device addresses lie anywhere in 2⁴⁷, so the map is a tree of nodes with 64 places
-//! each, made where a record starts and dropped when the last one leaves. A leaf covers 64
-//! pages, a branch 64 leaves, a trunk 64 branches (16 GiB in pages of 64 KiB); the trunks are a
-//! short sorted list. A bit for each place makes "the last one before" a few operations, which
-//! is what answers for an address inside a long record.
+//! Device addresses are scattered over 2⁴⁷ bytes, so the map is a tree of nodes with 64 entries
+//! each. Nodes are created when a record starts in them, and dropped when the last one leaves. A
+//! leaf covers 64 pages, a branch 64 leaves, a trunk 64 branches (16 GiB in pages of 64 KiB). The
+//! trunks are a short sorted list. A bitmap per node finds the last earlier record in a few
+//! operations, which resolves an address inside a long record.
 //!
-//! The map knows numbers only. Which record a number means, and where it ends, is for the
-//! caller to look up.
+//! The map stores record numbers only. The caller looks up the records and their ends.
 
 use crate::records::NIL;
 
-/// Places of a node, as a power of two.
+/// Entries of a node, as a power of two.
 const BITS: u32 = 6;
 const PLACES: usize = 1 << BITS;
 
-/// 64 places and which of them are taken.
+/// 64 entries, and which of them are used.
 #[derive(Debug)]
 struct Node {
-    /// Bit n: `places[n]` is good.
+    /// Bit n: `places[n]` is valid.
     taken: u64,
     /// Node numbers one level down, or record numbers in a leaf.
     places: [u32; PLACES],
 }
 
-/// Which page starts which record.
+/// The map from pages to records.
 #[derive(Debug)]
 pub(crate) struct PageMap {
     nodes: Vec<Node>,
-    /// Nodes that hold nothing and wait to be used again.
+    /// Empty nodes, for reuse.
     spare: Vec<u32>,
-    /// The high bits of the pages below each trunk, and its node, in order.
+    /// The key (the high bits of its pages) and the node of each trunk, in order.
     trunks: Vec<(u64, u32)>,
     /// The index of the trunk that was used last.
     hint: usize,
@@ -88,14 +87,14 @@ impl PageMap {
         node.places[place] = value;
     }
 
-    /// Takes `place` out of `node`, and says whether the node holds nothing now.
+    /// Removes `place` from `node`. Returns whether the node is empty then.
     fn clear(&mut self, node: u32, place: usize) -> bool {
         let node = &mut self.nodes[node as usize];
         node.taken &= !(1 << place);
         node.taken == 0
     }
 
-    /// The record of `page`.
+    /// Returns the record of `page`.
     pub(crate) fn get(&self, page: u64) -> Option<u32> {
         let trunk = self.trunk(trunk_key(page))?;
         let branch = self.down(trunk, place(page, 2))?;
@@ -103,7 +102,7 @@ impl PageMap {
         self.down(leaf, place(page, 0))
     }
 
-    /// Makes `record` the record of `page`.
+    /// Sets the record of `page`.
     pub(crate) fn set(&mut self, page: u64, record: u32) {
         let key = trunk_key(page);
         let at = match self.trunks.get(self.hint) {
@@ -124,7 +123,7 @@ impl PageMap {
         self.put(leaf, place(page, 0), record);
     }
 
-    /// Takes `page` out, and every node that holds nothing then.
+    /// Removes `page`, and every node that becomes empty.
     pub(crate) fn remove(&mut self, page: u64) {
         let key = trunk_key(page);
         let Some(trunk) = self.trunk(key) else { return };
@@ -147,7 +146,7 @@ impl PageMap {
         }
     }
 
-    /// The record of the last page before `page` that has one.
+    /// Returns the record of the last page before `page` that has one.
     pub(crate) fn last_before(&self, page: u64) -> Option<u32> {
         let key = trunk_key(page);
         let at = self.trunks.partition_point(|&(at, _)| at < key);
@@ -161,7 +160,7 @@ impl PageMap {
         self.last(trunk, 2)
     }
 
-    /// The last record under `node`, of level `level`, before `page`.
+    /// Returns the last record under `node`, of level `level`, before `page`.
     fn last_below(&self, node: u32, level: u32, page: u64) -> Option<u32> {
         let here = place(page, level);
         if level > 0
@@ -176,7 +175,7 @@ impl PageMap {
         if level == 0 { Some(value) } else { self.last(value, level - 1) }
     }
 
-    /// The last record under `node`, of level `level`.
+    /// Returns the last record under `node`, of level `level`.
     fn last(&self, mut node: u32, level: u32) -> Option<u32> {
         for _ in 0..=level {
             let Node { taken, places } = &self.nodes[node as usize];
@@ -185,7 +184,7 @@ impl PageMap {
         Some(node)
     }
 
-    /// How many pages have a record. Walks everything, for the self-check.
+    /// Returns how many pages have a record. Visits every node, for the self-check.
     pub(crate) fn count(&self) -> usize {
         let mut pages = 0;
         let mut todo: Vec<(u32, u32)> = self.trunks.iter().map(|&(_, node)| (node, 2)).collect();

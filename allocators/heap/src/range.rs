@@ -1,11 +1,11 @@
-//! The values that go in and out: ranges, extents, blocks.
+//! Value types: ranges, extents, blocks.
 
 use core::fmt;
 use core::num::NonZeroU32;
 
 /// `len` bytes from `start`.
 ///
-/// Plain numbers: nothing says that memory lies there.
+/// Plain numbers, which do not imply that memory exists there.
 ///
 /// ```
 /// use aquifer_heap::Range;
@@ -19,36 +19,36 @@ use core::num::NonZeroU32;
 pub struct Range {
     /// The first address.
     pub start: u64,
-    /// How many bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
 impl Range {
-    /// `len` bytes from `start`.
+    /// Creates the range of `len` bytes from `start`.
     #[must_use]
     pub const fn new(start: u64, len: u64) -> Self {
         Self { start, len }
     }
 
-    /// The first address after it. A range that would pass the last address ends there.
+    /// Returns the first address after the range. Saturates at the last address.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.start.saturating_add(self.len)
     }
 
-    /// Whether `address` lies in it.
+    /// Returns whether `address` is in the range.
     #[must_use]
     pub const fn contains(&self, address: u64) -> bool {
         address >= self.start && address - self.start < self.len
     }
 
-    /// Whether the two share a byte.
+    /// Returns whether the two ranges share a byte.
     #[must_use]
     pub const fn overlaps(&self, other: &Self) -> bool {
         self.len != 0 && other.len != 0 && self.start < other.end() && other.start < self.end()
     }
 
-    /// Whether every byte of `other` lies in it.
+    /// Returns whether the range contains every byte of `other`.
     #[must_use]
     pub const fn covers(&self, other: &Self) -> bool {
         other.start >= self.start && other.end() <= self.end()
@@ -67,60 +67,61 @@ impl fmt::Display for Range {
     }
 }
 
-/// A stretch of memory that is wholly free.
+/// A range of memory that is entirely free.
 ///
-/// Its example is that of [`Heap`](crate::Heap).
+/// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// Where it lies.
+    /// The range.
     pub range: Range,
-    /// The largest stamp that any of its bytes was added or freed with.
+    /// The largest stamp with which any of its bytes was added or freed.
     ///
-    /// Merging takes the larger of two, splitting copies, and a block that is handed out keeps
-    /// in mind what its bytes carried. So a stamp that says "in use up to epoch 7" can be
-    /// overstated for a neighbour, and is never understated.
+    /// Merging takes the larger of two stamps, splitting copies the stamp, and a live block keeps
+    /// the stamp of its bytes. So the stamp of a range may be too large because of its neighbours,
+    /// but is never too small.
     pub stamp: u64,
 }
 
-/// A live block: where it lies, how long it really is, and where its record is kept.
+/// A live block: its address, its actual size, and its key.
 ///
-/// It is a note, not an owner: copying it copies nothing and dropping it frees nothing. Its
-/// [`Key`] lets [`Heap::free_block`] go straight to the record, and refuse a copy that has
-/// outlived its block even when the address is in use again.
+/// A plain value and not an owner: dropping it frees nothing. With its [`Key`],
+/// [`Heap::free_block`] finds the record without a search, and rejects a stale copy even if the
+/// address is in use again.
 ///
 /// [`Heap::free_block`]: crate::Heap::free_block
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Block {
     /// The first address.
     pub address: u64,
-    /// How many bytes it really has: at least what was asked for.
+    /// The actual size in bytes, which is at least the requested size.
     pub bytes: u64,
-    /// Where its record is kept.
+    /// The key of its record.
     pub key: Key,
 }
 
-/// Where a block's record is kept, and which life of that record it is: eight bytes that make
-/// freeing a matter of one look, for those who keep an address anyway.
+/// The record of a block and its generation, in eight bytes. With the address, it frees a block
+/// without a search.
 ///
 /// Never all zero bits, so that an `Option` or an enum around it is no larger.
 ///
-/// Its example is that of [`Heap`](crate::Heap).
+/// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The record, or with [`SLOT`] set the slab, shifted up by one, and a one below it.
+    /// The record number, or the slab number with [`SLOT`] set, shifted up by one, with the low bit
+    /// set.
     place: NonZeroU32,
-    /// Which life of that record or slot this is.
+    /// The generation of that record or slot.
     pub(crate) generation: u32,
 }
 
-/// Set in [`Key::index`] when the rest of it numbers a slab.
+/// Set in [`Key::index`] if the other bits are the number of a slab.
 pub(crate) const SLOT: u32 = 1 << 30;
 
 impl Key {
-    /// `index` is below `2 * SLOT`.
+    /// Creates a key. `index` is below `2 * SLOT`.
     #[inline]
     pub(crate) const fn new(index: u32, generation: u32) -> Self {
-        // The one below makes this never `None`, which the compiler sees.
+        // The low bit is set, so this is never `None`, and the compiler can tell.
         let place = match NonZeroU32::new(index << 1 | 1) {
             Some(place) => place,
             None => NonZeroU32::MIN,
@@ -128,7 +129,7 @@ impl Key {
         Self { place, generation }
     }
 
-    /// The record's number, or with [`SLOT`] set the slab's.
+    /// Returns the record number, or the slab number with [`SLOT`] set.
     #[inline]
     pub(crate) const fn index(self) -> u32 {
         self.place.get() >> 1
@@ -142,7 +143,7 @@ impl fmt::Debug for Key {
 }
 
 impl Block {
-    /// The bytes it covers.
+    /// Returns the range of the block.
     #[must_use]
     pub const fn range(&self) -> Range {
         Range::new(self.address, self.bytes)
@@ -155,14 +156,13 @@ impl fmt::Debug for Block {
     }
 }
 
-/// What a free gave back.
+/// The result of a free.
 ///
-/// Its example is that of [`Heap`](crate::Heap).
+/// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Freed {
-    /// The block's real size.
+    /// The actual size of the block.
     pub bytes: u64,
-    /// The extent it is now part of, with what it merged with on both sides; `None` when it
-    /// went back to a slab that stays.
+    /// The merged extent that now contains it. `None` if it returned to a slab that is kept.
     pub extent: Option<Extent>,
 }

@@ -1,9 +1,11 @@
 //! Extents and blocks in address order.
 //!
-//! Every byte of the heap belongs to exactly one record: a free extent, a block above the small
-//! sizes, or a slab. A record knows its neighbours, so freeing looks one link to each side to
-//! merge. Records are numbered, never pointed at, and the numbers of retired ones are used
-//! again, so a heap that has reached its size allocates no host memory.
+//! - Every byte of the heap belongs to exactly one record: a free extent, a block above the small
+//!   sizes, or a slab.
+//! - A record is linked to its neighbours, so a free finds its merge candidates in one step to each
+//!   side.
+//! - Records are identified by number and not by pointer. The numbers of retired records are
+//!   reused, so a heap that has reached its size allocates no host memory.
 
 use core::ops::{Index, IndexMut};
 
@@ -12,20 +14,20 @@ use crate::Range;
 /// No record.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// Numbers stay below this, so that [`SLOT`](crate::range::SLOT) can mark those of slabs.
+/// Numbers are below this, so that [`SLOT`](crate::range::SLOT) can mark those of slabs.
 const MAX_RECORDS: usize = 1 << 30;
 
-/// A border lies at the record's start: it never merges downwards.
+/// A border at the record's start: it never merges downwards.
 pub(crate) const CUT_BEFORE: u8 = 1;
-/// A border lies at the record's end: it never merges upwards.
+/// A border at the record's end: it never merges upwards.
 pub(crate) const CUT_AFTER: u8 = 2;
 
-/// What a record stands for.
+/// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// Nothing: its number waits to be used again.
+    /// Unused: its number can be reused.
     Vacant,
-    /// A free extent; it is in a bin.
+    /// A free extent, which is in a bin.
     Free,
     /// One live block.
     Live,
@@ -33,32 +35,33 @@ pub(crate) enum State {
     Slab,
 }
 
-/// One stretch of the address range. A cache line.
+/// A range of addresses. One cache line.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     /// The first address, a multiple of the unit.
     pub(crate) start: u64,
-    /// Bytes, a multiple of the unit, never zero.
+    /// The length in bytes, a multiple of the unit, never zero.
     pub(crate) len: u64,
-    /// The largest stamp that any of its bytes came with, kept while it is in use.
+    /// The largest stamp of any of its bytes, kept while it is in use.
     pub(crate) stamp: u64,
-    /// The neighbour below, which need not touch it.
+    /// The neighbour below, which may not be adjacent.
     pub(crate) prev: u32,
-    /// The neighbour above, which need not touch it; of a vacant record the next vacant one.
+    /// The neighbour above, which may not be adjacent. The next vacant record if this one is
+    /// vacant.
     pub(crate) next: u32,
-    /// Of a free extent at a fork of its bin's tree: where it hangs, `NIL` at the root.
+    /// For a free extent that is a node of its bin's tree: the parent, `NIL` at the root.
     pub(crate) up: u32,
-    /// Of a free extent at a fork of its bin's tree: what hangs from it.
+    /// For a free extent that is a node of its bin's tree: the children.
     pub(crate) child: [u32; 2],
-    /// Of a free extent: the one of equal size before it, `NIL` for the one at the fork.
+    /// For a free extent: the previous one of equal size, `NIL` for the one in the tree.
     pub(crate) before: u32,
-    /// Of a free extent: the one of equal size after it.
+    /// For a free extent: the next one of equal size.
     pub(crate) after: u32,
-    /// Goes up each time a block of this number is freed.
+    /// Incremented each time a block of this number is freed.
     pub(crate) generation: u32,
-    /// The slab's number.
+    /// The number of the slab.
     pub(crate) slab: u32,
-    /// What it stands for.
+    /// The kind.
     pub(crate) state: State,
     /// [`CUT_BEFORE`] and [`CUT_AFTER`].
     pub(crate) cuts: u8,
@@ -98,9 +101,9 @@ pub(crate) struct Records {
     all: Vec<Record>,
     /// The lowest record.
     first: u32,
-    /// The head of the vacant ones, linked by `next`.
+    /// The head of the list of vacant records, linked by `next`.
     vacant: u32,
-    /// How many are vacant.
+    /// The number of vacant records.
     vacancies: usize,
 }
 
@@ -109,7 +112,7 @@ impl Records {
         Self { all: Vec::new(), first: NIL, vacant: NIL, vacancies: 0 }
     }
 
-    /// Whether `more` records can be numbered.
+    /// Returns whether `more` records can be created.
     pub(crate) const fn room(&self, more: usize) -> bool {
         self.all.len() - self.vacancies + more <= MAX_RECORDS
     }
@@ -118,22 +121,22 @@ impl Records {
         self.first
     }
 
-    /// Looks a number up that may come from outside.
+    /// Looks up a number that may come from a caller.
     pub(crate) fn get(&self, id: u32) -> Option<&Record> {
         self.all.get(id as usize)
     }
 
-    /// How many numbers were ever given out.
+    /// Returns how many numbers exist.
     pub(crate) const fn numbered(&self) -> usize {
         self.all.len()
     }
 
-    /// How many of them wait to be used again.
+    /// Returns how many of them are vacant.
     pub(crate) const fn vacancies(&self) -> usize {
         self.vacancies
     }
 
-    /// As [`vacancies`](Self::vacancies), by walking their list. For the self-check.
+    /// Like [`vacancies`](Self::vacancies), but counts the list. For the self-check.
     pub(crate) fn count_vacant(&self) -> usize {
         let (mut at, mut count) = (self.vacant, 0);
         while at != NIL && count <= self.all.len() {
@@ -143,10 +146,10 @@ impl Records {
         count
     }
 
-    /// Numbers `record` and links it in after `prev`, or as the lowest when that is `NIL`.
+    /// Stores `record` under a free number and links it after `prev`, or as the lowest if that is
+    /// `NIL`.
     ///
-    /// In place, so that the record is written where it stays: made elsewhere and copied, each
-    /// would be waited for.
+    /// Inlined, so that the record is built in place instead of copied.
     #[inline(always)]
     pub(crate) fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
         let next = if prev == NIL { self.first } else { self[prev].next };
@@ -162,7 +165,7 @@ impl Records {
             let place = &mut self.all[id as usize];
             self.vacant = place.next;
             self.vacancies -= 1;
-            // The number's generation outlives what it stands for, or a stale block could match.
+            // The generation of a number persists, or a stale key could match.
             record.generation = place.generation;
             *place = record;
             id
@@ -178,7 +181,7 @@ impl Records {
         id
     }
 
-    /// Links `id` out and makes its number vacant.
+    /// Unlinks `id` and makes its number vacant.
     pub(crate) fn retire(&mut self, id: u32) {
         let (prev, next) = (self[id].prev, self[id].next);
         if prev == NIL {
@@ -197,7 +200,7 @@ impl Records {
         self.vacancies += 1;
     }
 
-    /// Whether `upper`, the neighbour of `lower`, begins where that ends with no border between.
+    /// Returns whether `upper`, the neighbour of `lower`, is adjacent to it with no border between.
     pub(crate) fn joined(&self, lower: u32, upper: u32) -> bool {
         let (lower, upper) = (&self[lower], &self[upper]);
         lower.end() == upper.start && lower.cuts & CUT_AFTER == 0 && upper.cuts & CUT_BEFORE == 0

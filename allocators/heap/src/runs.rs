@@ -1,12 +1,12 @@
-//! Equal pages, given out in runs: a bit for each.
+//! An allocator for runs of equal pages, with a bitmap.
 
 use std::ops::Range;
 
-/// A row of pages of which runs are taken and freed. The lowest run that is long enough is taken,
-/// so the same calls give the same places; freed neighbours are one run at once.
+/// A row of pages, of which runs are allocated and freed. The lowest run that is long enough is
+/// taken, so the same calls return the same pages. Adjacent free pages form one run at once.
 ///
-/// It knows no run: whoever frees one says which pages it has. A search takes time linear in the
-/// pages, 64 of them a step.
+/// Allocated runs are not recorded: the caller of [`free`](Self::free) passes the pages. A search
+/// takes time linear in the number of pages, 64 of them per step.
 ///
 /// ```
 /// use aquifer_heap::Runs;
@@ -19,14 +19,14 @@ use std::ops::Range;
 /// ```
 #[derive(Debug)]
 pub struct Runs {
-    /// Set where a page is taken. Bits from `len` on are clear.
+    /// Bit set: the page is allocated. Bits from `len` on are clear.
     words: Box<[u64]>,
     len: usize,
     free: usize,
 }
 
 impl Runs {
-    /// `len` pages, all free; `None` if there is no memory for their bits.
+    /// Creates `len` free pages. Returns `None` if the bitmap cannot be allocated.
     #[must_use]
     pub fn new(len: usize) -> Option<Self> {
         let mut words = Vec::new();
@@ -35,8 +35,8 @@ impl Runs {
         Some(Self { words: words.into_boxed_slice(), len, free: len })
     }
 
-    /// Takes the lowest run of `count` free pages, at least one; answers with its first, or `None`
-    /// if none is as long.
+    /// Allocates the lowest run of `count` free pages, at least one. Returns its first page, or
+    /// `None` if no run is long enough.
     pub fn take(&mut self, count: usize) -> Option<usize> {
         let count = count.max(1);
         let start = self.runs().find(|run| run.len() >= count)?.start;
@@ -45,25 +45,25 @@ impl Runs {
         Some(start)
     }
 
-    /// Frees pages, all of which are taken.
+    /// Frees pages, all of which must be allocated.
     pub fn free(&mut self, pages: Range<usize>) {
         self.free += pages.len();
         self.set(pages, false);
     }
 
-    /// Pages that are free, in however many runs.
+    /// Returns the total number of free pages.
     #[must_use]
     pub fn free_pages(&self) -> usize {
         self.free
     }
 
-    /// The length of the longest free run, in pages.
+    /// Returns the length of the longest free run, in pages.
     #[must_use]
     pub fn longest(&self) -> usize {
         self.runs().map(|run| run.len()).max().unwrap_or(0)
     }
 
-    /// All free runs, the lowest first.
+    /// An iterator over all free runs, the lowest first.
     fn runs(&self) -> impl Iterator<Item = Range<usize>> {
         let mut from = 0;
         std::iter::from_fn(move || {
@@ -73,7 +73,7 @@ impl Runs {
         })
     }
 
-    /// Sets or clears a range, which lies below `len`.
+    /// Sets or clears a range of bits below `len`.
     fn set(&mut self, range: Range<usize>, to: bool) {
         let mut at = range.start;
         while at < range.end {
@@ -89,7 +89,7 @@ impl Runs {
         }
     }
 
-    /// The first bit from `from` on that is `set`.
+    /// Returns the first bit from `from` on whose value is `set`.
     fn next(&self, from: usize, set: bool) -> Option<usize> {
         let mut at = from;
         while at < self.len {

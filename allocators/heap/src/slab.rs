@@ -1,14 +1,13 @@
-//! Equal slots cut from one extent, a bit for each.
+//! Slabs: equal slots in one extent, with a bitmap.
 //!
-//! A slab is as long as its slots need and no longer. A class that has few blocks gets short
-//! slabs, and longer ones the more of it is live, so that forty classes with a block each do not
-//! cost forty pages. Inside a slab the lowest free slot goes first.
-//!
-//! When the last block of a slab is freed, its memory goes back to the extents, unless that was
-//! the class's only slab with room: that one stays as a *spare*, or a loop that allocates and
-//! frees one small block would cut and merge an extent each time. A spare counts as free
-//! memory wherever that is asked about, and is given up before the heap answers that something
-//! does not fit.
+//! - A slab is only as long as its slots need. A class with few blocks gets short slabs, and longer
+//!   ones as its population grows, so that forty classes with one block each do not take forty
+//!   pages.
+//! - Inside a slab the lowest free slot is taken first.
+//! - When the last block of a slab is freed, its memory returns to the extents, unless it was the
+//!   class's only slab with room. That one stays as a *spare*, since a loop that allocates and
+//!   frees one small block would otherwise cut and merge an extent each time.
+//! - A spare counts as free memory in all queries, and is dissolved before an allocation fails.
 
 use crate::Config;
 use crate::classes::{class_of, divide, reciprocal, units_of};
@@ -18,7 +17,7 @@ use crate::records::NIL;
 const WORDS: usize = 8;
 /// The most slots of a slab.
 const MAX_SLOTS: u64 = WORDS as u64 * 64;
-/// The shortest slabs are this part of a page. It bounds how many can start in one.
+/// The shortest slab is this fraction of a page, which bounds how many slabs can start in one.
 const SHORTEST: u64 = 16;
 
 /// One slab.
@@ -28,24 +27,24 @@ pub(crate) struct Slab {
     pub(crate) start: u64,
     /// Bytes of a slot.
     pub(crate) slot: u64,
-    /// The largest stamp of what it was cut from and of all frees into it.
+    /// The largest stamp of its extent and of all frees into it.
     pub(crate) stamp: u64,
-    /// What to multiply by in place of a division by the slot's units.
+    /// The factor that replaces a division by the slot's units.
     reciprocal: u64,
-    /// The record that stands for it, `NIL` when the slab is vacant.
+    /// Its record, or `NIL` if the slab is vacant.
     pub(crate) record: u32,
-    /// The slab before it in its class's list of those with room.
+    /// The previous slab in its class's list of slabs with room.
     pub(crate) prev: u32,
-    /// The slab after it in its class's list; of a vacant one, in the list of vacant ones.
+    /// The next slab in its class's list, or of a vacant slab, in the list of vacant slabs.
     pub(crate) next: u32,
     pub(crate) class: u32,
-    /// How many slots it has.
+    /// The number of slots.
     pub(crate) slots: u32,
-    /// How many of them are live.
+    /// The number of live slots.
     pub(crate) used: u32,
     /// Bit n: slot n is free.
     free: [u64; WORDS],
-    /// The generation of the block in each live slot; what a free slot holds means nothing.
+    /// The generation of the block in each live slot. Meaningless for a free slot.
     generations: Box<[u32]>,
     /// The generation of the next block. It counts the blocks of all slots and outlives the slab's
     /// use: a slab that is made anew at another start puts an old address into another slot, so a
@@ -58,7 +57,7 @@ impl Slab {
         self.start + slot as u64 * self.slot
     }
 
-    /// Whether its number waits to be used again.
+    /// Returns whether the slab is vacant, so that its number can be reused.
     pub(crate) fn is_vacant(&self) -> bool {
         self.record == NIL
     }
@@ -71,7 +70,8 @@ impl Slab {
         self.free[slot / 64 % WORDS] >> (slot % 64) & 1 == 1
     }
 
-    /// The slot at `address`, if it is live in its life `generation`. No slot of a vacant slab is.
+    /// Returns the slot at `address` if it is live with this `generation`. A vacant slab has no
+    /// live slots.
     #[inline]
     pub(crate) fn live_slot(&self, address: u64, generation: u32, shift: u32) -> Option<usize> {
         let offset = address.wrapping_sub(self.start);
@@ -89,24 +89,24 @@ impl Slab {
         self.generations[slot]
     }
 
-    /// How many bits say free. For the self-check.
+    /// Returns the number of free bits. For the self-check.
     pub(crate) fn free_slots(&self) -> u32 {
         self.free.iter().map(|word| word.count_ones()).sum()
     }
 }
 
-/// A slot that was taken.
+/// A slot that was allocated.
 pub(crate) struct Taken {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) generation: u32,
 }
 
-/// A slot that was given back.
+/// A slot that was freed.
 pub(crate) struct Given {
-    /// Its size.
+    /// The size of the slot.
     pub(crate) bytes: u64,
-    /// Its slab is empty and should be dissolved.
+    /// Whether its slab is empty and should be dissolved.
     pub(crate) dissolve: bool,
 }
 
@@ -116,16 +116,17 @@ struct Class {
     /// Bytes of a slot.
     slot: u64,
     reciprocal: u64,
-    /// How many slots the shortest slab has, and the longest.
+    /// The number of slots of the shortest and of the longest slab.
     slots: (u64, u64),
     /// Slots in all slabs of this class.
     capacity: u64,
-    /// The head of the slabs with room.
+    /// The head of the list of slabs with room.
     room: u32,
-    /// The slab that was the last to be left empty with no other beside it, or `NIL`. While it is
-    /// empty it is the class's spare; blocks of it may live again.
+    /// The last slab that became empty while no other slab of the class had room, or `NIL`. It is
+    /// the class's spare while it is empty. It may contain live blocks again.
     spare: u32,
-    /// The head of the vacant slabs, whose generations go on with the next slab of the class.
+    /// The head of the list of vacant slabs. Their generations continue with the next slab of the
+    /// class.
     vacant: u32,
 }
 
@@ -135,7 +136,7 @@ pub(crate) struct Slabs {
     shift: u32,
     slabs: Vec<Slab>,
     classes: Vec<Class>,
-    /// Classes whose `spare` is a slab. Where no block lives, each of these is empty.
+    /// The number of classes with a `spare`. If no block is live, all of these are empty.
     spare_count: u32,
 }
 
@@ -168,59 +169,59 @@ impl Slabs {
         &self.slabs[id as usize]
     }
 
-    /// Slots in the slabs of each class.
+    /// An iterator over the number of slots of each class.
     pub(crate) fn capacities(&self) -> impl Iterator<Item = u64> {
         self.classes.iter().map(|class| class.capacity)
     }
 
-    /// Bytes of a slot of `class`.
+    /// Returns the size of a slot of `class`, in bytes.
     pub(crate) fn slot_bytes(&self, class: usize) -> u64 {
         self.classes[class].slot
     }
 
-    /// How many slots the next slab of `class` should have, and how many at least: as many as there
-    /// are, since it is asked for when these are taken.
+    /// Returns the desired and the minimum number of slots of the next slab of `class`. The desired
+    /// number doubles the class's capacity, since a slab is created when all slots are live.
     pub(crate) fn next_slots(&self, class: usize) -> (u64, u64) {
         let Class { slots: (shortest, longest), capacity, .. } = self.classes[class];
         (capacity.clamp(shortest, longest), shortest)
     }
 
-    /// The first slab of `class` with room.
+    /// Returns the first slab of `class` with room.
     pub(crate) fn room(&self, class: usize) -> u32 {
         self.classes[class].room
     }
 
-    /// The smallest class from `class` on that has a slab with room.
+    /// Returns the smallest class from `class` on that has a slab with room.
     pub(crate) fn class_with_room(&self, class: usize) -> Option<usize> {
         (class..self.classes.len()).find(|&class| self.classes[class].room != NIL)
     }
 
-    /// The spares, by class. Found by looking at each class: they come and go with every pair of
-    /// one small block, and are asked for when memory runs out.
+    /// An iterator over the spares, by class. It visits each class: spares change often with small
+    /// blocks, and are needed only when memory runs out.
     pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
         let empty = |spare: &u32| *spare != NIL && self.slab(*spare).used == 0;
         self.classes.iter().map(|class| class.spare).filter(empty)
     }
 
-    /// The spare of the lowest class that has one.
+    /// Returns the spare of the lowest class that has one.
     pub(crate) fn first_spare(&self) -> Option<u32> {
         self.spares().next()
     }
 
-    /// Whether more than one class has a spare, where no block lives.
+    /// Returns whether more than one class has a spare. Exact only if no block is live.
     #[inline]
     pub(crate) fn has_several_spares(&self) -> bool {
         self.spare_count > 1
     }
 
-    /// Bytes of all spares.
+    /// Returns the bytes of all spares.
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.spares().map(|spare| self.slab(spare).bytes()).sum()
     }
 
-    /// Makes a slab of `slots` slots out of the record `record`, which starts at `start`.
+    /// Creates a slab of `slots` slots in the record `record`, which starts at `start`.
     ///
-    /// It has room, and it is no spare although it is empty: a slot is taken from it next.
+    /// It is empty but not a spare, since the caller takes a slot next.
     pub(crate) fn make(
         &mut self,
         class: usize,
@@ -253,7 +254,7 @@ impl Slabs {
         };
         self.classes[class].capacity += slots;
         let slab = &mut self.slabs[id as usize];
-        // In no list: it may come from that of the vacant ones.
+        // The slab is in no list now: it may come from the list of vacant slabs.
         slab.next = NIL;
         slab.start = start;
         slab.stamp = stamp;
@@ -268,7 +269,7 @@ impl Slabs {
         id
     }
 
-    /// Makes an empty slab vacant. Its record is the caller's to give back.
+    /// Makes an empty slab vacant. The caller releases its record.
     pub(crate) fn dissolve(&mut self, id: u32) {
         self.unlink(id);
         let slab = &mut self.slabs[id as usize];
@@ -306,7 +307,7 @@ impl Slabs {
         taken
     }
 
-    /// Gives the slot at `address` back, if it is live in its life `generation`.
+    /// Frees the slot at `address`, if it is live with this `generation`.
     #[inline(always)]
     pub(crate) fn give_keyed(
         &mut self,
@@ -319,7 +320,7 @@ impl Slabs {
         Some(self.give(id, slot, stamp))
     }
 
-    /// Gives a live slot back.
+    /// Frees a live slot.
     #[inline(always)]
     pub(crate) fn give(&mut self, id: u32, slot: usize, stamp: u64) -> Given {
         let slab = &mut self.slabs[id as usize];
@@ -336,7 +337,8 @@ impl Slabs {
         Given { bytes, dissolve: self.slabs[id as usize].used == 0 && !self.is_spare(id) }
     }
 
-    /// Whether the empty slab `id` stays: no other of its class has room.
+    /// Returns whether the empty slab `id` is kept as the spare: no other slab of its class has
+    /// room.
     fn is_spare(&mut self, id: u32) -> bool {
         let slab = &self.slabs[id as usize];
         let alone = slab.prev == NIL && slab.next == NIL;
@@ -348,15 +350,15 @@ impl Slabs {
         alone
     }
 
-    /// Which slot of slab `id` the address lies in, and how far from its start.
+    /// Returns the slot of slab `id` that contains the address, and the offset in it.
     pub(crate) fn slot_at(&self, id: u32, address: u64) -> (usize, u64) {
         let slab = &self.slabs[id as usize];
         let slot = divide((address - slab.start) >> self.shift, slab.reciprocal) as usize;
         (slot, address - slab.address(slot))
     }
 
-    /// Puts a slab that is in no list, so that its links are `NIL`, into its class's: in front when
-    /// it lies lower than the one there, else right behind it, so that low memory tends to fill up
+    /// Inserts a slab that is in no list (its links are `NIL`) into its class's list: before the
+    /// head if its address is lower, otherwise directly after it. So low memory tends to fill up
     /// and high memory to empty.
     fn link(&mut self, id: u32) {
         let slab = &self.slabs[id as usize];
@@ -379,7 +381,7 @@ impl Slabs {
         }
     }
 
-    /// Takes a slab out of its class's list.
+    /// Removes a slab from its class's list.
     fn unlink(&mut self, id: u32) {
         let slab = &mut self.slabs[id as usize];
         let (prev, next, class) = (slab.prev, slab.next, slab.class as usize);
@@ -394,7 +396,7 @@ impl Slabs {
         }
     }
 
-    /// Calls `visit` with each slab in a list of those with room and whether it may be there.
+    /// Calls `visit` with each slab in the lists of slabs with room, and whether it is valid there.
     /// For the self-check.
     pub(crate) fn audit(&self, mut visit: impl FnMut(u32, bool)) {
         for (index, class) in self.classes.iter().enumerate() {

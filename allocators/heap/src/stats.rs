@@ -1,32 +1,32 @@
-//! Where the bytes are.
+//! The statistics of a heap.
 
-/// Where a heap's bytes are, at one moment.
+/// The statistics of a heap at one moment.
 ///
-/// `live_bytes + slab_free_bytes + free_bytes` is what the heap manages.
+/// `live_bytes + slab_free_bytes + free_bytes` is the managed total.
 ///
-/// Its example is that of [`Heap`](crate::Heap).
+/// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct HeapStats {
     /// Bytes that were added and not removed.
     pub managed_bytes: u64,
-    /// Real sizes of the live blocks.
+    /// Actual sizes of the live blocks.
     pub live_bytes: u64,
-    /// How many blocks are live.
+    /// The number of live blocks.
     pub live_blocks: u64,
     /// Bytes of the free extents.
     pub free_bytes: u64,
-    /// Free slots of slabs that live blocks keep.
+    /// Bytes of the free slots in slabs that contain live blocks.
     pub slab_free_bytes: u64,
-    /// The longest free extent.
+    /// The size of the longest free extent.
     pub largest_free: u64,
-    /// How many free extents there are.
+    /// The number of free extents.
     pub free_extents: u64,
 }
 
 impl HeapStats {
-    /// How much of the free memory lies outside the longest extent: 0 when it is all in one,
-    /// near 1 when it is dust.
+    /// Returns the fraction of the free memory outside the longest extent: 0 if all of it is in one
+    /// extent, near 1 if it is highly fragmented.
     #[must_use]
     pub fn fragmentation(&self) -> f64 {
         if self.free_bytes == 0 {

@@ -1,23 +1,23 @@
-//! The heap's rules, checked one by one.
+//! The self-check of a heap's invariants.
 
 use super::Heap;
 use crate::Broken;
 use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
 
 impl Heap {
-    /// Checks every rule of the bookkeeping, in time proportional to the number of records. For
+    /// Checks all invariants of the metadata, in time proportional to the number of records. For
     /// tests and fuzzing.
     ///
     /// # Errors
     ///
-    /// The first rule found broken, which is a defect of this crate.
+    /// The first violated invariant, which is a defect of this crate.
     pub fn check(&self) -> Result<(), Broken> {
         self.check_records()?;
         self.check_bins()?;
         self.check_slabs()
     }
 
-    /// Shape, order, merging, the page map and the counters.
+    /// Checks shape, order, merging, the page map and the counters.
     fn check_records(&self) -> Result<(), Broken> {
         let (mut prev, mut at) = (NIL, self.records.first());
         let (mut records, mut pages) = (0, 0);
@@ -100,7 +100,7 @@ impl Heap {
         Ok(())
     }
 
-    /// The bins hold each free record once, in its place, and nothing else.
+    /// Checks that the bins contain each free record once, in the right place, and nothing else.
     fn check_bins(&self) -> Result<(), Broken> {
         let mut bytes = 0;
         let mut broken = Ok(());
@@ -122,7 +122,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Slabs agree with their records, their bits and their classes' lists.
+    /// Checks slabs against their records, their bitmaps and their classes' lists.
     fn check_slabs(&self) -> Result<(), Broken> {
         let mut with_room = 0;
         let mut slots: Vec<u64> = self.slabs.capacities().map(|_| 0).collect();
@@ -164,7 +164,7 @@ impl Heap {
     }
 }
 
-/// What the records add up to.
+/// The sums over all records.
 #[derive(Default)]
 struct Sums {
     managed: u64,

@@ -1,4 +1,4 @@
-//! Ending blocks.
+//! Deallocation.
 
 use super::Heap;
 use crate::range::{Key, SLOT};
@@ -9,16 +9,16 @@ use crate::{Block, Extent, Freed, HeapError, Range};
 impl Heap {
     /// Frees the block that starts at `address`.
     ///
-    /// `stamp` is the caller's word on until when the bytes may still be in use. The extent they
-    /// join carries the largest of its own, of this one and of what the bytes carried before.
+    /// `stamp` is the caller's statement of how long the bytes may still be in use. The resulting
+    /// extent carries the largest of its own stamps, this one, and the stamp that the bytes had
+    /// before.
     ///
     /// # Errors
     ///
-    /// [`HeapError::Foreign`] for an address that the heap does not have,
-    /// [`HeapError::DoubleFree`] for one that is free, [`HeapError::Interior`] for one that lies
-    /// inside a live block. A block that was freed and whose address has been given out again
-    /// since is not to be told from the new one by address alone: that is what
-    /// [`free_block`](Self::free_block) is for.
+    /// [`HeapError::Foreign`] for an address that is not in the heap, [`HeapError::DoubleFree`] for
+    /// a free address, [`HeapError::Interior`] for an address inside a live block. If a freed
+    /// block's address has been allocated again, the address alone does not distinguish them. Use
+    /// [`free_block`](Self::free_block) then.
     pub fn free(&mut self, address: u64, stamp: u64) -> Result<Freed, HeapError> {
         match self.live_at(address)? {
             Live::Record(id) => Ok(self.free_record(id, stamp)),
@@ -26,14 +26,14 @@ impl Heap {
         }
     }
 
-    /// Frees `block`, without a search, and only if it is the very block that was handed out.
+    /// Frees `block` without a search, and only if it is still the same block.
     ///
-    /// [`Block::bytes`] is not looked at, so a block that was resized in place may be freed by
-    /// the note from before.
+    /// [`Block::bytes`] is ignored, so a block that was resized in place can be freed with its old
+    /// value.
     ///
     /// # Errors
     ///
-    /// As [`free`](Self::free), and [`HeapError::Stale`] when the address belongs to a later
+    /// Those of [`free`](Self::free), and [`HeapError::Stale`] if the address belongs to a later
     /// block.
     pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
         let Block { address, key, .. } = *block;
@@ -50,12 +50,11 @@ impl Heap {
         Err(self.refuse(address))
     }
 
-    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone, and
-    /// want no more than to know it freed.
+    /// Like [`free_block`](Self::free_block), by address and key alone and without a result.
     ///
     /// # Errors
     ///
-    /// As [`free_block`](Self::free_block).
+    /// Those of [`free_block`](Self::free_block).
     pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<(), HeapError> {
         let index = key.index();
         if index & SLOT == 0 {
@@ -76,7 +75,7 @@ impl Heap {
         Err(self.refuse(address))
     }
 
-    /// The real size of the block of this address and key in bytes, if it lives.
+    /// Returns the actual size in bytes of the block with this address and key, if it is live.
     #[must_use]
     pub fn size_of_keyed(&self, address: u64, key: Key) -> Option<u64> {
         let index = key.index();
@@ -87,7 +86,7 @@ impl Heap {
         slab.live_slot(address, key.generation, self.unit_shift).map(|_| slab.slot)
     }
 
-    /// Why what a key says is not so.
+    /// Returns the error for a key that does not match.
     #[cold]
     fn refuse(&self, address: u64) -> HeapError {
         match self.live_at(address) {
@@ -96,7 +95,7 @@ impl Heap {
         }
     }
 
-    /// Whether the record of `key`, which is none of a slab, is still that block.
+    /// Returns whether the record of `key`, which is not that of a slab, is still that block.
     #[inline]
     fn is_live(&self, address: u64, key: Key) -> bool {
         self.records.get(key.index()).is_some_and(|record| {
@@ -106,7 +105,7 @@ impl Heap {
         })
     }
 
-    /// The real size of the live block that starts at `address`, in bytes.
+    /// Returns the actual size in bytes of the live block that starts at `address`.
     #[must_use]
     pub fn size_of(&self, address: u64) -> Option<u64> {
         match self.live_at(address).ok()? {
@@ -115,11 +114,11 @@ impl Heap {
         }
     }
 
-    /// The live block that starts at `address`.
+    /// Returns the live block that starts at `address`.
     ///
     /// # Errors
     ///
-    /// As [`free`](Self::free), and nothing is freed.
+    /// Those of [`free`](Self::free). Nothing is freed.
     pub fn block_at(&self, address: u64) -> Result<Block, HeapError> {
         Ok(match self.live_at(address)? {
             Live::Record(id) => {
@@ -133,7 +132,7 @@ impl Heap {
         })
     }
 
-    /// The live block that starts at `address`, or why there is none.
+    /// Finds the live block that starts at `address`, or the reason why there is none.
     pub(super) fn live_at(&self, address: u64) -> Result<Live, HeapError> {
         let id = self.owner(address).ok_or(HeapError::Foreign { address })?;
         let record = &self.records[id];
@@ -164,7 +163,7 @@ impl Heap {
         Freed { bytes, extent: Some(self.extent(extent)) }
     }
 
-    /// Ends the block of the record `id`. Answers the record of the extent that it is part of then.
+    /// Frees the block of the record `id`. Returns the record of the merged extent.
     #[inline]
     fn end(&mut self, id: u32, stamp: u64) -> u32 {
         let record = &mut self.records[id];
@@ -180,7 +179,7 @@ impl Heap {
         self.count_given(slab, given)
     }
 
-    /// Counts a slot that was given back.
+    /// Updates the counters after a slot was freed, and dissolves the slab if required.
     fn count_given(&mut self, slab: u32, given: Given) -> Freed {
         let Given { bytes, dissolve } = given;
         self.live_bytes -= bytes;
@@ -194,9 +193,9 @@ impl Heap {
     }
 }
 
-/// Where a live block is kept.
+/// The storage of a live block.
 pub(super) enum Live {
-    /// It has a record to itself.
+    /// It has its own record.
     Record(u32),
     /// It is a slot of a slab.
     Slot { slab: u32, slot: usize },

@@ -1,4 +1,4 @@
-//! What a heap has, and where.
+//! Queries of a heap's contents.
 
 use core::iter::FusedIterator;
 
@@ -7,35 +7,35 @@ use crate::records::NIL;
 use crate::{Extent, HeapStats, Range};
 
 impl Heap {
-    /// Every stretch of wholly free memory, in address order.
+    /// An iterator over all entirely free ranges, in address order.
     ///
-    /// Slots of slabs that a live block keeps are not among them. The walk passes every record,
-    /// those of live blocks too.
+    /// Free slots of slabs with a live block are not included. The iteration visits every record,
+    /// including those of live blocks.
     #[must_use]
     pub fn free_extents(&self) -> FreeExtents<'_> {
         FreeExtents { heap: self, at: self.records.first() }
     }
 
-    /// The free extent that `address` lies in.
+    /// Returns the free extent that contains `address`.
     #[must_use]
     pub fn free_extent_at(&self, address: u64) -> Option<Extent> {
         let id = self.owner(address).filter(|&id| self.is_wholly_free(id))?;
         Some(self.run_around(id))
     }
 
-    /// Whether every byte of `range` is free, and could be [removed](Self::remove).
+    /// Returns whether every byte of `range` is free, so that it can be [removed](Self::remove).
     #[must_use]
     pub fn is_free(&self, range: Range) -> bool {
         self.find_free(range).is_ok()
     }
 
-    /// Whether `address` lies in a range that was added and not removed.
+    /// Returns whether `address` is in the heap.
     #[must_use]
     pub fn contains(&self, address: u64) -> bool {
         self.owner(address).is_some()
     }
 
-    /// The longest free extent, in bytes.
+    /// Returns the size of the longest free extent, in bytes.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
         let extent = self.bins.longest(&self.records).map_or(0, |id| self.records[id].len);
@@ -44,31 +44,31 @@ impl Heap {
         spares.fold(extent, u64::max)
     }
 
-    /// Bytes of the free extents.
+    /// Returns the bytes of the free extents.
     #[must_use]
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes + self.slabs.spare_bytes()
     }
 
-    /// Real sizes of the live blocks, in bytes.
+    /// Returns the actual sizes of the live blocks, in bytes.
     #[must_use]
     pub const fn live_bytes(&self) -> u64 {
         self.live_bytes
     }
 
-    /// How many blocks are live.
+    /// Returns the number of live blocks.
     #[must_use]
     pub const fn live_blocks(&self) -> u64 {
         self.live_blocks
     }
 
-    /// Bytes that were added and not removed.
+    /// Returns the bytes that were added and not removed.
     #[must_use]
     pub const fn managed_bytes(&self) -> u64 {
         self.managed_bytes
     }
 
-    /// Where the bytes are. Walks every record to count the extents.
+    /// Returns the statistics. Visits every record to count the extents.
     #[must_use]
     pub fn stats(&self) -> HeapStats {
         let free_bytes = self.free_bytes();
@@ -89,11 +89,11 @@ impl Heap {
     }
 }
 
-/// The free extents of a heap in address order, by [`Heap::free_extents`].
+/// An iterator over the free extents of a heap in address order, from [`Heap::free_extents`].
 #[derive(Clone, Debug)]
 pub struct FreeExtents<'a> {
     heap: &'a Heap,
-    /// The next record to look at.
+    /// The next record.
     at: u32,
 }
 

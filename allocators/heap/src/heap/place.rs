@@ -1,4 +1,4 @@
-//! Making blocks.
+//! Allocation.
 
 use super::Heap;
 use crate::classes::class_of;
@@ -7,14 +7,14 @@ use crate::records::{NIL, State};
 use crate::slab::Taken;
 use crate::{Block, HeapError, Range};
 
-/// How many extents a request with a large alignment tries in order of size before it takes one
-/// that is long enough wherever it starts.
+/// How many extents an aligned request tries in order of size, before it takes one that fits at any
+/// alignment.
 const ALIGNED_TRIES: usize = 8;
-/// How many slabs with room such a request looks at.
+/// How many slabs with room an aligned request tries.
 const ALIGNED_SLABS: usize = 8;
 
-/// `bytes` rounded up to a multiple of `align`, a power of two, which saves the division that a
-/// multiple of any number takes.
+/// Returns `bytes` rounded up to a multiple of `align`, which is a power of two, so no division is
+/// needed.
 #[inline]
 const fn round_up(bytes: u64, align: u64) -> Option<u64> {
     match bytes.checked_add(align - 1) {
@@ -24,20 +24,18 @@ const fn round_up(bytes: u64, align: u64) -> Option<u64> {
 }
 
 impl Heap {
-    /// A block of at least `bytes` bytes at a multiple of `align`, or `None` when nothing free
-    /// holds it now.
+    /// Allocates a block of at least `bytes` bytes at a multiple of `align`. Returns `None` if no
+    /// free memory fits it now, if `bytes` is zero, or if `align` is not a power of two.
     ///
-    /// The smallest free extent that fits is taken, from its low end. Sizes up to
-    /// [`Config::small_max`](crate::Config::small_max) share slabs. Also `None` for zero bytes
-    /// and for an `align` that is not a power of two. What the block held before, and whether it
-    /// is still in use by something queued, is for the caller to know: stamps are not looked at.
+    /// The block is cut from the low end of the smallest free extent that fits. Sizes up to
+    /// [`Config::small_max`](crate::Config::small_max) share slabs. Stamps are ignored: whether
+    /// queued work still uses the bytes is up to the caller.
     ///
-    /// Bounded in time, with one exception: a request aligned beyond the unit that only fits
-    /// where the alignment happens to fall well is found by walking all extents of nearly its
-    /// size, just before the answer would be `None`.
+    /// The time is bounded, with one exception: if a request aligned beyond the unit fits only at a
+    /// favourable address, all extents of nearly its size are visited before `None` is returned.
     #[must_use]
     pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<Block> {
-        // The two ways that loops take, which end where the full one would.
+        // Two fast paths, with the same results as the full search.
         if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares())
         {
             if bytes > self.config.small_max {
@@ -52,16 +50,16 @@ impl Heap {
         self.alloc_fully(bytes, align)
     }
 
-    /// As [`alloc`](Self::alloc), for any request.
+    /// Like [`alloc`](Self::alloc), for any request.
     #[inline(never)]
     fn alloc_fully(&mut self, bytes: u64, align: u64) -> Option<Block> {
         if bytes == 0 || !align.is_power_of_two() {
             return None;
         }
         if self.live_blocks == 0 && self.slabs.has_several_spares() {
-            // Nothing lives: gives up what is kept for several sizes, so that a program that frees
-            // all it has and begins again finds what it found the first time, and takes the same
-            // places. A loop over one size keeps its slab.
+            // No block is live: dissolves the spares if several sizes have one. A program that
+            // frees everything and starts again then gets the same addresses as the first time. A
+            // loop over one size keeps its slab.
             self.dissolve_spares();
         }
         let align = align.max(self.config.unit);
@@ -75,14 +73,14 @@ impl Heap {
         self.alloc_exact(self.whole_units(bytes)?, align)
     }
 
-    /// Exactly the free range `range` as one block.
+    /// Allocates exactly the free range `range` as one block.
     ///
-    /// It may be of any size: the block is exact, and shares nothing.
+    /// It may have any size. The block does not share a slab.
     ///
     /// # Errors
     ///
-    /// [`HeapError::BadRange`], [`HeapError::NotFree`], [`HeapError::Border`] when the range is
-    /// free and a border lies inside it, or [`HeapError::TooManyRecords`].
+    /// [`HeapError::BadRange`], [`HeapError::NotFree`], [`HeapError::Border`] if the range is free
+    /// but contains a border, or [`HeapError::TooManyRecords`].
     pub fn alloc_at(&mut self, range: Range) -> Result<Block, HeapError> {
         let first = self.find_free(range)?;
         let mut at = first;
@@ -101,13 +99,13 @@ impl Heap {
         Ok(self.make_live(record))
     }
 
-    /// `bytes` rounded up to whole units.
+    /// Returns `bytes` rounded up to whole units.
     pub(super) const fn whole_units(&self, bytes: u64) -> Option<u64> {
         round_up(bytes, self.config.unit)
     }
 
-    /// A slot for `rounded` bytes, which is a multiple of `align` as well as of the unit, or an
-    /// exact block for `bytes` where no slab can be had.
+    /// Allocates a slot for `rounded` bytes, a multiple of `align` and of the unit, or an exact
+    /// block of `bytes` if no slab is available.
     fn alloc_small(&mut self, rounded: u64, bytes: u64, align: u64) -> Option<Block> {
         let class = class_of(rounded >> self.unit_shift);
         if let Some(slab) = self.slab_with_room(class, align) {
@@ -119,7 +117,7 @@ impl Heap {
         if let Some(block) = self.alloc_exact(self.whole_units(bytes)?, align) {
             return Some(block);
         }
-        // Nothing else is left: a slot of a larger class wastes more than an eighth, and fits.
+        // Last resort: a slot of a larger class, which wastes more than an eighth.
         let mut class = class;
         loop {
             class = self.slabs.class_with_room(class)?;
@@ -132,7 +130,7 @@ impl Heap {
         }
     }
 
-    /// A slab of `class` with room, whose slots are aligned to `align`.
+    /// Returns a slab of `class` that has room and whose slots are aligned to `align`.
     fn slab_with_room(&self, class: usize, align: u64) -> Option<u32> {
         let mut at = self.slabs.room(class);
         if align == self.config.unit {
@@ -151,8 +149,8 @@ impl Heap {
         None
     }
 
-    /// Cuts a new slab of `class` that starts at a multiple of `align`: as long as the class's
-    /// population asks for, or else as short as they come.
+    /// Creates a slab of `class` at a multiple of `align`. Its length follows the class's
+    /// population, or is the shortest one if that does not fit.
     fn new_slab(&mut self, class: usize, align: u64) -> Option<u32> {
         if !self.records.room(2) {
             return None;
@@ -183,7 +181,7 @@ impl Heap {
         Block { address, bytes, key: Key::new(id | SLOT, generation) }
     }
 
-    /// An exact block of `len` bytes, a multiple of the unit.
+    /// Allocates an exact block of `len` bytes, a multiple of the unit.
     fn alloc_exact(&mut self, len: u64, align: u64) -> Option<Block> {
         if !self.records.room(2) {
             return None;
@@ -212,14 +210,14 @@ impl Heap {
         Block { address: record.start, bytes: record.len, key: Key::new(id, record.generation) }
     }
 
-    /// The extent to cut `len` bytes from, and where.
+    /// Returns the extent to cut `len` bytes from, and the address.
     fn fit(&self, len: u64, align: u64) -> Option<(u32, u64)> {
         let units = len >> self.unit_shift;
         if align <= self.config.unit {
             let id = self.bins.best_fit(&self.records, units)?;
             return Some((id, self.records[id].start));
         }
-        // Anything of this length fits, wherever it starts.
+        // An extent of this length fits at any start address.
         let enough = units.saturating_add((align >> self.unit_shift) - 1);
         let mut wanted = units;
         for _ in 0..ALIGNED_TRIES {
@@ -236,7 +234,7 @@ impl Heap {
         self.fits_at(id, len, align).map(|start| (id, start))
     }
 
-    /// As [`fit`](Self::fit) for a large alignment, over every extent that is long enough.
+    /// Like [`fit`](Self::fit) for an aligned request, but visits every extent that is long enough.
     fn fit_by_walking(&self, len: u64, align: u64) -> Option<(u32, u64)> {
         let mut wanted = len >> self.unit_shift;
         loop {
@@ -251,7 +249,7 @@ impl Heap {
         }
     }
 
-    /// The lowest multiple of `align` where `len` bytes lie inside the extent `id`.
+    /// Returns the lowest multiple of `align` at which `len` bytes fit into the extent `id`.
     fn fits_at(&self, id: u32, len: u64, align: u64) -> Option<u64> {
         let extent = &self.records[id];
         let start = round_up(extent.start, align)?;

@@ -1,15 +1,14 @@
-//! Ranges that come and go.
+//! Adding and removing ranges.
 
 use super::Heap;
 use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
 use crate::{Extent, HeapError, Range};
 
 impl Heap {
-    /// Adds `range` as free memory that carries `stamp`. Start and length are multiples of the
-    /// unit.
+    /// Adds `range` as free memory with `stamp`. Start and length are multiples of the unit.
     ///
-    /// It merges with free memory that it touches, and is cut at every multiple of
-    /// [`Config::border`](crate::Config::border), one extent for each piece.
+    /// It is merged with adjacent free memory, and split at every multiple of
+    /// [`Config::border`](crate::Config::border).
     ///
     /// # Errors
     ///
@@ -18,15 +17,14 @@ impl Heap {
         self.insert(range, stamp, 0)
     }
 
-    /// As [`add`](Self::add), and no block or free extent will ever reach across the ends of
-    /// `range`, whatever lies beside it: for memory that was got from a driver by one call and
-    /// may only be used, or must be given back, by itself.
+    /// Like [`add`](Self::add), but no block or free extent will ever cross the ends of `range`.
+    /// For memory from one driver call that may be used, or must be released, only as a unit.
     ///
     /// The ends stop being borders when the memory at them is [removed](Self::remove).
     ///
     /// # Errors
     ///
-    /// As [`add`](Self::add).
+    /// Those of [`add`](Self::add).
     ///
     /// ```
     /// use aquifer_heap::{Config, Heap, Range};
@@ -85,16 +83,16 @@ impl Heap {
         Ok(())
     }
 
-    /// Takes the free range `range` out of the heap. What is left on either side stays.
+    /// Removes the free range `range` from the heap. The rest on either side stays.
     ///
-    /// The range may span borders, and slabs with no live block in them.
+    /// The range may span borders, and slabs without live blocks.
     ///
-    /// Returns the largest stamp of what it took.
+    /// Returns the largest stamp of the removed memory.
     ///
     /// # Errors
     ///
-    /// [`HeapError::BadRange`], [`HeapError::NotFree`] with the first address that is in use or
-    /// not in the heap, or [`HeapError::TooManyRecords`].
+    /// [`HeapError::BadRange`], [`HeapError::NotFree`] with the first address that is in use or not
+    /// in the heap, or [`HeapError::TooManyRecords`].
     pub fn remove(&mut self, range: Range) -> Result<u64, HeapError> {
         let first = self.find_free(range)?;
         if !self.records.room(2) {
@@ -118,12 +116,12 @@ impl Heap {
         Ok(stamp)
     }
 
-    /// Takes every free extent of at least `least` bytes out, and shows it to `taken`, the longest
+    /// Removes every free extent of at least `least` bytes, and passes it to `taken`, the longest
     /// first.
     ///
-    /// What it costs grows with what it takes alone, whatever lives beside it. Slabs with no live
-    /// block in them are taken apart before, if `least` is at most
-    /// [`Config::page`](crate::Config::page), and stay as they are otherwise.
+    /// The cost depends only on what is removed, and not on live blocks. Slabs without live blocks
+    /// are dissolved first if `least` is at most [`Config::page`](crate::Config::page), and are
+    /// kept otherwise.
     ///
     /// ```
     /// use aquifer_heap::{Config, Heap, Range};
@@ -153,7 +151,7 @@ impl Heap {
         }
     }
 
-    /// The first record of `range`, all of which must be free.
+    /// Returns the first record of `range`, all of which must be free.
     pub(super) fn find_free(&self, range: Range) -> Result<u32, HeapError> {
         self.validate(range)?;
         let not_free = |at| HeapError::NotFree { range, at };
@@ -174,16 +172,15 @@ impl Heap {
         }
     }
 
-    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of
-    /// which is free. Answers the first record then.
+    /// Dissolves the spare slabs in `range`, which is free and whose first record is `first`.
+    /// Returns the first record afterwards.
     pub(super) fn merge_in(&mut self, range: Range, first: u32) -> u32 {
         let mut first = first;
         let mut at = first;
         loop {
             let Record { state, slab, .. } = self.records[at];
             if state == State::Slab {
-                // What it merges into begins no later, so this stays in the range or covers its
-                // start.
+                // The merged extent starts no later, so it is in the range or covers its start.
                 at = self.dissolve(slab);
                 if self.records[at].start <= range.start {
                     first = at;

@@ -1,4 +1,4 @@
-//! Changing a block's size where it lies.
+//! Resizing a block in place.
 
 use super::Heap;
 use super::free::Live;
@@ -7,20 +7,19 @@ use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
 use crate::{Block, HeapError};
 
 impl Heap {
-    /// Gives the live block at `address` a size of at least `new_bytes`, without moving it.
+    /// Resizes the live block at `address` to at least `new_bytes`, without moving it.
     ///
-    /// A slot of a slab keeps its real size, and grows up to that. Another block gives its tail
-    /// back, which becomes free with `stamp`, or takes what it needs from the free memory right
-    /// above it, if no border lies between.
+    /// A slot of a slab keeps its actual size, and can grow up to it. Any other block frees its
+    /// tail with `stamp`, or takes free memory directly above it if no border lies between.
     ///
-    /// Returns the block as it is now; its earlier note stays good for
+    /// Returns the block with its new size. The old value stays valid for
     /// [`free_block`](Self::free_block).
     ///
     /// # Errors
     ///
-    /// [`HeapError::NoRoom`] with what could be had, [`HeapError::ZeroSize`],
-    /// [`HeapError::TooManyRecords`], and those of [`free`](Self::free) where no live block
-    /// starts at `address`.
+    /// [`HeapError::NoRoom`] with the possible size, [`HeapError::ZeroSize`],
+    /// [`HeapError::TooManyRecords`], or those of [`free`](Self::free) if no live block starts at
+    /// `address`.
     pub fn resize_in_place(
         &mut self,
         address: u64,
@@ -80,7 +79,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Adds the `more` bytes above it to the live record `id`.
+    /// Grows the live record `id` by the `more` bytes above it.
     fn extend(&mut self, id: u32, more: u64) -> Result<(), HeapError> {
         let block = self.records[id].range();
         let next = self.records[id].next;

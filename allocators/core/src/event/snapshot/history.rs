@@ -4,12 +4,11 @@
 //! during writes may lack some in between. A viewer replays a snapshot backwards from its end and
 //! stops at the first inconsistency, so missing entries are reconstructed here:
 //!
-//! | event | written |
-//! |---|---|
-//! | a free or a completion of an address that no earlier event named | as it is: the block was live, or freed, before the first event |
-//! | an allocation over a block that is still live | the end of that block, then the allocation |
-//! | a completion of a block that was not freed | the free, then the completion |
-//! | any other event of an unknown block | nothing |
+//! - A free or a completion of an address that no earlier event named is written as it is: the
+//!   block was live, or freed, before the first event.
+//! - Before an allocation over a block that is still live, the end of that block is written.
+//! - Before a completion of a block that was not freed, its free is written.
+//! - Any other event of an unknown block is dropped.
 
 use super::Word;
 use crate::{Action, Event, Tag};
