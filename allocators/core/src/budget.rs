@@ -5,18 +5,18 @@
 //! size, so a release does not depend on concurrent operations and the accounts cannot drift.
 //! [`Budget::reserve`] takes bytes all at once or not at all. The resulting [`Reservation`] then
 //! draws charges that cannot fail.
+//!
 //! ```text
 //!   process ── host node or device ── pool ── tenant or tag
 //!     96 GiB        80 GiB            80 GiB      8 GiB, of which 2 guaranteed
 //!
 //!   used:  0 ─ charge(60) ─ 60 ─ reserve(40) ─ 100 ─ draw(30) ─ 100 ─ drop reservation ─ 90
-//!   limit: 100                                ▲ a charge of one byte is refused ▲ until here
+//!   limit: 100                                 ▲ one byte more is refused     until here ▲
 //! ```
 //!
 //! | module | holds |
 //! |---|---|
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
-//! | `lock` | the lock of a tree |
 //! | `lock` | the lock of a tree |
 //! | `node` | creation and recycling of nodes |
 //! | `admission` | charging and releasing |
@@ -171,7 +171,7 @@ impl Budget {
     /// Like [`Budget::charge`], but with this priority instead of the budget's own.
     ///
     /// # Errors
-    /// As [`Budget::charge`].
+    /// See [`Budget::charge`].
     #[inline]
     pub fn charge_as(&self, bytes: u64, priority: i32) -> Result<Charge, OutOfBudget> {
         self.node.take_as(bytes, priority.into())?;
@@ -181,7 +181,7 @@ impl Budget {
     /// Takes `bytes` at once, to be drawn later, or nothing. Never blocks.
     ///
     /// # Errors
-    /// As [`Budget::charge`].
+    /// See [`Budget::charge`].
     #[inline]
     pub fn reserve(&self, bytes: u64) -> Result<Reservation, OutOfBudget> {
         self.charge(bytes).map(Reservation::from)
@@ -191,7 +191,7 @@ impl Budget {
     /// `budget.charge_async(bytes).await.map(Reservation::from)`.
     ///
     /// # Errors
-    /// As [`Budget::charge_by`].
+    /// See [`Budget::charge_by`].
     pub fn reserve_by(
         &self,
         bytes: u64,
@@ -272,6 +272,7 @@ impl Budget {
 
     /// Guarantees `bytes` to this budget and its descendants, and replaces the previous guarantee.
     /// The bytes are set aside in every ancestor, so that no other charge can take them.
+    ///
     /// # Errors
     /// [`OutOfBudget`] of the nearest ancestor that cannot set that much aside, or of this budget
     /// if its limit is lower.

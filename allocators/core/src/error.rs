@@ -31,8 +31,8 @@ impl DriverError {
     /// call fails.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
-        // ECC uncorrectable; illegal address; launch timeout; assert; hardware stack error, illegal
-        // instruction, misaligned address, invalid address space, invalid pc, launch failed; tensor
+        // ECC uncorrectable, illegal address, launch timeout, assert, hardware stack error, illegal
+        // instruction, misaligned address, invalid address space, invalid PC, launch failed, tensor
         // memory leak.
         matches!(self.code, 214 | 700 | 702 | 710 | 714..=719 | 721)
     }

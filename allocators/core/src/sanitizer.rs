@@ -28,7 +28,7 @@ unsafe extern "C" {
 /// use std::ptr::NonNull;
 /// let mut block = vec![0u8; 64];
 /// let start = NonNull::new(block.as_mut_ptr()).unwrap();
-/// sanitizer::poison(start, 64); // a read of `block[0]` would end a program that is built with the sanitizer
+/// sanitizer::poison(start, 64); // now a read of `block[0]` stops a sanitized program
 /// sanitizer::unpoison(start, 64);
 /// assert_eq!(block[0], 0);
 /// ```

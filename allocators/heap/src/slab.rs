@@ -46,9 +46,9 @@ pub(crate) struct Slab {
     free: [u64; WORDS],
     /// The generation of the block in each live slot. Meaningless for a free slot.
     generations: Box<[u32]>,
-    /// The generation of the next block. It counts the blocks of all slots and outlives the slab's
-    /// use: a slab that is made anew at another start puts an old address into another slot, so a
-    /// count kept for each slot would repeat an old key.
+    /// The generation of the next block. It counts the blocks of all slots, and persists when the
+    /// slab is reused: a reused slab may start elsewhere, so that an old address falls into another
+    /// slot, and a count per slot could repeat an old key.
     next_generation: u32,
 }
 
