@@ -1,7 +1,7 @@
 //! Byte budgets: hierarchical limits on memory, exact at every instant.
 //!
 //! [`Budget::charge`] takes bytes from a budget and from all its ancestors. It returns a
-//! [`Charge`], which gives exactly those bytes back when it is dropped. The charge stores its own
+//! [`Charge`], which releases exactly those bytes when it is dropped. The charge stores its own
 //! size, so a release does not depend on concurrent operations and the accounts cannot drift.
 //! [`Budget::reserve`] takes bytes all at once or not at all. The resulting [`Reservation`] then
 //! draws charges that cannot fail.

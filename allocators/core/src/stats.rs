@@ -43,7 +43,7 @@ pub struct PoolStats {
     pub failures: u64,
     /// How often the pool took memory from the driver or the kernel (a count).
     pub growths: u64,
-    /// Bytes given back to the driver or the kernel so far.
+    /// Bytes released to the driver or the kernel so far.
     pub reaped: u64,
     /// Physical handles moved from one address to another (a count).
     pub moves: u64,

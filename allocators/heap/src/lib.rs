@@ -32,7 +32,7 @@
 //!
 //! # Notes
 //!
-//! The heap takes `&mut self`: the caller locks, since it knows what else the lock must cover.
+//! The heap takes `&mut self`. Locking is up to the caller, since the lock may have to cover more.
 //! Dropping a heap frees no memory, since a heap owns none.
 //!
 //! ```

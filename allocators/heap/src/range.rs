@@ -121,7 +121,7 @@ impl Key {
     /// Creates a key. `index` is below `2 * SLOT`.
     #[inline]
     pub(crate) const fn new(index: u32, generation: u32) -> Self {
-        // The low bit is set, so this is never `None`, and the compiler can tell.
+        // The low bit is set, so this is never `None`. The compiler removes the check.
         let place = match NonZeroU32::new(index << 1 | 1) {
             Some(place) => place,
             None => NonZeroU32::MIN,

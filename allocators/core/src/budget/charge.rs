@@ -4,7 +4,7 @@ use super::{Budget, node::Node, refusal::OutOfBudget};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::{fmt, mem::ManuallyDrop};
 
-/// Bytes taken from a [`Budget`] and all its ancestors, given back when this is dropped.
+/// Bytes taken from a [`Budget`] and all its ancestors, released when this is dropped.
 ///
 /// Store it next to the resource that it pays for: a physical handle, a region, a block. Forgetting
 /// it keeps the bytes charged. Dropping it never blocks, but may call level hooks and wake waiters.
@@ -12,7 +12,7 @@ use std::{fmt, mem::ManuallyDrop};
 pub struct Charge {
     /// A counted handle only if `bytes` is zero. Otherwise the bytes keep the node live.
     budget: ManuallyDrop<Budget>,
-    /// Exactly the bytes that `drop` gives back.
+    /// Exactly the bytes that `drop` releases.
     bytes: u64,
 }
 
@@ -96,7 +96,7 @@ impl fmt::Debug for Charge {
     }
 }
 
-/// Bytes taken all at once and drawn in parts. The rest is given back when this is dropped.
+/// Bytes taken all at once and drawn in parts. The rest is released when this is dropped.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -192,7 +192,7 @@ impl StrandedCharge {
         &self.charge.budget
     }
 
-    /// Retries the release: gives the bytes back if `free` succeeds.
+    /// Calls `free` again, and releases the bytes if it succeeds.
     ///
     /// # Errors
     /// The unchanged charge, and the error of `free`.
@@ -206,7 +206,7 @@ impl StrandedCharge {
         }
     }
 
-    /// Gives the bytes back after the resource has been freed.
+    /// Releases the bytes after the resource has been freed.
     pub fn freed(self) {
         let charge = ManuallyDrop::into_inner(self.charge);
         charge.budget.node.unstrand(charge.bytes);

@@ -17,7 +17,7 @@ type All<H> = Option<Arc<[(u64, H)]>>;
 pub(super) struct Hooks<H> {
     /// Immutable lists, replaced as a whole.
     list: Mutex<All<H>>,
-    /// Serialises writers. Holds the last number issued.
+    /// Serialises `add` and `remove`. Holds the last number issued.
     changing: Mutex<u64>,
     panics: AtomicU64,
 }

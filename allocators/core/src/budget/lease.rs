@@ -40,7 +40,7 @@ const TAKEN: u8 = 1;
 pub(super) struct Shell {
     /// Bytes that are prepaid and not charged, and the [`CLOSED`] bit.
     spare: AtomicU64,
-    /// Bytes taken from the tree and not given back, plus one while the lease is open. The thread
+    /// Bytes taken from the tree and not released, plus one while the lease is open. The thread
     /// that brings it to zero recycles the state.
     out: AtomicU64,
     grain: AtomicU64,
@@ -135,7 +135,7 @@ impl Lease {
         self.shell.node.know()
     }
 
-    /// Gives the spare bytes back to the budget.
+    /// Releases the spare bytes to the budget.
     pub fn trim(&self) {
         self.shell.recall();
     }
@@ -227,7 +227,7 @@ impl Shell {
         Ok(())
     }
 
-    /// Keeps bytes for the next charge, or gives them back if they must not be kept.
+    /// Keeps bytes for the next charge, or releases them if they must not be kept.
     #[inline]
     fn make_spare(&'static self, bytes: u64) {
         let before = self.spare.fetch_add(bytes, SeqCst);
@@ -245,7 +245,7 @@ impl Shell {
         self.node.tree.line.is_waited_for() || self.node.is_over()
     }
 
-    /// Gives back the spare bytes above `keep`, or all of them if none may be kept.
+    /// Releases the spare bytes above `keep` to the tree, or all of them if none may be kept.
     #[cold]
     fn give_back(&'static self, keep: u64) {
         let mut spare = self.spare.load(Acquire);
@@ -259,7 +259,7 @@ impl Shell {
         }
     }
 
-    /// Gives back all spare bytes. Called by the thread that needs them.
+    /// Releases all spare bytes to the tree. Called by the thread that needs them.
     pub(super) fn recall(&'static self) -> u64 {
         between_write_and_read();
         if self.spare.load(SeqCst) & !CLOSED == 0 {

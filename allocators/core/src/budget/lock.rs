@@ -1,8 +1,8 @@
 //! The spin lock of a tree.
 //!
 //! It guards atomics that only the lock holder writes, with plain stores. Any thread may read them
-//! at any time. A charge through four nodes costs one atomic read-modify-write, and no partial
-//! charge is ever rolled back.
+//! at any time. A charge through four nodes costs one atomic read-modify-write. Separate atomic
+//! counters would cost one each, and their roll-backs would be visible to other threads.
 
 use crate::sync::{
     atomic::{AtomicBool, Ordering},

@@ -6,7 +6,7 @@
 //! deadline has passed.
 //!
 //! - No lock is held during a reclaim.
-//! - A reclaimer is never called by two threads at once, and never by the pool that is searching.
+//! - A reclaimer is never run by two threads at once. The searching pool's own one is skipped.
 //! - A reclaimer's report is not trusted: the gain is the measured drop of the budget's `used`.
 //! - The cheapest reclaimer is the one that releases the missing bytes for the least. Of an offer
 //!   that is larger than needed, only that part is counted.
@@ -104,7 +104,7 @@ pub trait Reclaim: Send + Sync {
 /// A registered reclaimer.
 pub(super) struct Reclaimer {
     who: Weak<dyn Reclaim>,
-    /// Set while a thread runs it, or while its owner itself searches for room.
+    /// Set while a thread runs it. This may be the current thread, in an outer call.
     busy: AtomicBool,
 }
 

@@ -31,8 +31,9 @@ impl Heap {
     /// [`Config::small_max`](crate::Config::small_max) share slabs. Stamps are ignored: whether
     /// queued work still uses the bytes is up to the caller.
     ///
-    /// The time is bounded, with one exception: if a request aligned beyond the unit fits only at a
-    /// favourable address, all extents of nearly its size are visited before `None` is returned.
+    /// The time is bounded, with one exception: an aligned request that fits only at a favourable
+    /// address is found by visiting all extents that are long enough. This is the last attempt
+    /// before `None`.
     #[must_use]
     pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<Block> {
         // Two fast paths, with the same results as the full search.
