@@ -130,8 +130,8 @@ fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     Err(io::Error::new(io::ErrorKind::AlreadyExists, "every name for it is in use"))
 }
 
-/// Opens and empties a file, unless another process is writing it. If files cannot be locked, only
-/// names that are unique to this process (`own`) are used.
+/// Opens and empties a file, unless it is being written. If files cannot be locked, only names that
+/// are unique to this process (`own`) are used.
 fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
     let file = File::options().write(true).create(true).truncate(false).open(path)?;
     if !file.metadata()?.is_file() {

@@ -26,8 +26,8 @@ use std::{
 /// Keeps the last events in order, and counts those that later ones have replaced.
 ///
 /// A [`Recorder`](super::Recorder) of this sink needs no lock either: an event's ticket is its
-/// position here. An event with an outstanding ticket delays those behind it, until the ring has
-/// filled up once more.
+/// position here. An event with an outstanding ticket delays those behind it, until as many later
+/// positions are taken as the ring has room for.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
