@@ -25,7 +25,7 @@ pub struct Config {
     /// Requests of at most this size get a slot of a slab. Larger ones get an exact block. A
     /// multiple of `unit`, at most half of `page`. Zero disables slabs.
     pub small_max: u64,
-    /// No block or free extent crosses a multiple of this address. A multiple of `unit`. Zero means
+    /// No block or free extent crosses a multiple of this length. A multiple of `unit`. Zero means
     /// no border.
     pub border: u64,
 }
