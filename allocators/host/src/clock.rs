@@ -1,12 +1,14 @@
-//! The time, cheaply.
+//! Cheap reading of the monotonic clock.
 #![expect(unsafe_code, reason = "asks the kernel for the time")]
 
 use nix::libc;
 use std::time::{Duration, Instant};
 
-/// Time since some moment in the past, to the kernel's last tick: 1 to 10 ms ago
-/// (`CLOCK_MONOTONIC_COARSE`). It costs a fraction of [`Instant::now`](std::time::Instant::now),
-/// which asks the hardware, and never goes back.
+/// Returns the time since an arbitrary moment in the past, with the resolution of the kernel's tick
+/// (1 to 10 ms). The value is monotonic.
+///
+/// Reads `CLOCK_MONOTONIC_COARSE`, at a fraction of the cost of
+/// [`Instant::now`](std::time::Instant::now), which reads a hardware counter.
 ///
 /// ```
 /// let before = aquifer_host::clock::coarse();
@@ -16,14 +18,15 @@ use std::time::{Duration, Instant};
 #[must_use]
 pub fn coarse() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // nix's wrapper of this call takes as long again as the call itself, of which `place` makes
-    // one. SAFETY: 1. `time` is writable.
-    // Every kernel since 2.6.32 has this clock; without it no time passes.
+    // nix's wrapper would double the cost of the call, and each `place` makes one. Every kernel
+    // since 2.6.32 has this clock. If the call fails, the time stays zero. SAFETY: 1. `time` is
+    // writable.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// The moment that lies so far ahead. A time that no clock can tell is a century and more ahead.
+/// Returns the moment `wait` from now. A moment that the clock cannot represent becomes one more
+/// than a century ahead.
 pub(crate) fn after(wait: Duration) -> Instant {
     const AGES: Duration = Duration::from_secs(u32::MAX as u64);
     let now = Instant::now();

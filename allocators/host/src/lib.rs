@@ -1,22 +1,22 @@
-//! Pinned host memory on the node it should be on.
+//! Pinned host memory with NUMA placement: regions, pools and staged transfers.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | [`topology`] | which memory is near which CPU and device, and what of it the process may use |
-//! | [`workers`] | threads bound to nodes that touch memory first |
-//! | [`region`] | pinned pieces of memory, step by step with a fall-back for each |
-//! | [`pool`] | pinned memory by the block: [`PinnedPool`], [`PinnedAllocator`], [`PinnedBuf`] |
-//! | [`staging`] | moving memory that is not pinned, and files: [`Stager`] |
-//! | [`clock`] | the time, cheaply |
-//! | [`kernel`] | the system calls that the rest is made of, and a plan of failures for them |
+//! | [`topology`] | NUMA nodes, CPUs and devices, and which the process may use |
+//! | [`workers`] | threads bound to NUMA nodes that do the first touch of memory |
+//! | [`region`] | pinned memory regions, made in steps that each have a fallback |
+//! | [`pool`] | pinned memory in blocks: [`PinnedPool`], [`PinnedAllocator`], [`PinnedBuf`] |
+//! | [`staging`] | transfers of pageable memory and of files: [`Stager`] |
+//! | [`clock`] | a cheap coarse clock |
+//! | [`kernel`] | the system calls used here, and fault injection for them |
 //!
-//! Pinned memory that is had the plain way, by `cuMemHostAlloc`, comes at 2–3.5 GB/s and lies on
-//! the node of the thread that asked. Here it is mapped, placed, populated by many threads on its
-//! node and registered by one, at ten times that, and the kernel is asked in the end where it lies.
-//! Where a step is not to be had (no huge pages, a sandbox without memory policies, no driver at
-//! all) the next best is taken, and the [`RegionReport`](region::RegionReport) says so.
+//! `cuMemHostAlloc` pins 2–3.5 GB/s and places memory on the node of the calling thread. A
+//! [`region`] is mapped, bound to its node, populated by many threads of that node and registered
+//! by one thread, which is about ten times as fast. Its placement is then verified with the kernel.
+//! Where a step is not available (no huge pages, no memory policies in a sandbox, no driver), the
+//! next best one is used, and the [`RegionReport`](region::RegionReport) records it.
 //!
-//! Everything runs without a GPU: memory is pageable then, and says that it is.
+//! Everything also works without a GPU: memory is then pageable, and reported as such.
 pub mod clock;
 pub mod kernel;
 pub mod pool;

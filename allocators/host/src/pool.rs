@@ -1,10 +1,10 @@
-//! A pool of pinned memory on one node.
+//! A pool of pinned memory blocks on one NUMA node.
 //!
-//! Registering memory with the driver costs milliseconds and stalls other threads, so a
-//! [`PinnedPool`] takes it by the region and hands it out by the block. Blocks are placed by the
-//! heap engine, whose bookkeeping lies apart from the memory: a copy that is still on its way may
-//! write into a freed block and must find no free list there. No block crosses from one
-//! registration into the next, over which no copy could go.
+//! Registering memory with the driver takes milliseconds and stalls other threads. A [`PinnedPool`]
+//! therefore registers whole regions and serves blocks from them. The invariants:
+//! - The heap engine that places blocks keeps its metadata outside the pinned memory, because a
+//!   copy in flight may still write into a freed block.
+//! - No block spans two registrations, because one copy must not cross their boundary.
 //!
 //! ```text
 //!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► magazine of the thread: no lock
@@ -14,100 +14,106 @@
 //!                                                       └── blocks freed with a gate shut: given out again when it opens
 //! ```
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `home` | the shell: the short way, the way by the lock, the end |
-//! | `magazine`, `rack`, `door` | free blocks of one thread, and how another comes at them |
-//! | `depot` | those above 64 KiB that a thread has too many of, for all |
-//! | `thread` | which thread this is, and where its magazines are |
-//! | `map`, `span` | from an address to its slot and how it stands, without a lock |
-//! | `state` | the books, under the lock |
-//! | `classes`, `slabs` | sizes up to 1 MiB, and slabs of those up to 64 KiB, cut from the heap |
-//! | `grow` | the chain when nothing free holds a request, and giving back |
-//! | `pending` | blocks behind gates |
-//! | `reclaim` | what it gives back for others under its budget, and how it asks them |
-//! | `poison` | what `AddressSanitizer` is told |
+//! | `home` | the pool core (*shell* in the figure): fast path, locked path, closing |
+//! | `magazine`, `rack`, `door` | per-thread caches of free blocks, and draining by others |
+//! | `depot` | shared cache of free blocks above 64 KiB that exceed a thread's own cache |
+//! | `thread` | thread numbers, and the thread's current magazine |
+//! | `map`, `span` | lock-free lookup from an address to its slot and the slot's state |
+//! | `state` | the pool's state under its lock |
+//! | `classes`, `slabs` | size classes up to 1 MiB, and slabs for those up to 64 KiB |
+//! | `grow` | the slow path when no free block fits, and releasing regions |
+//! | `pending` | pending frees: freed blocks whose gates are still shut |
+//! | `reclaim` | reclaim between this pool and others under its budget |
+//! | `poison` | annotations for `AddressSanitizer` |
 //!
 //! # Sizes
-//! Up to 64 KiB a request gets a slot that is at most a sixteenth longer than it, 2.1 % in the
-//! mean; above, a block of its own where the best fit among all free memory is: up to 1 MiB at most
-//! a 32nd longer, 1.05 % in the mean over random lengths, so that blocks of nearly the same length
-//! serve each other; from there on exact to 64 bytes.
+//! - Up to 64 KiB a request gets a slot that is at most a sixteenth larger, 2.1 % on average.
+//! - Above 64 KiB a request gets a dedicated block by best fit over all free memory. Up to 1 MiB
+//!   its size is rounded up by at most a 32nd, 1.05 % on average over random sizes, so that
+//!   requests of similar size reuse each other's blocks.
+//! - Above 1 MiB sizes are rounded up to 64 bytes.
 //!
 //! # Threads
-//! A pair of an allocation and a free takes neither lock nor atomic read-modify-write: each thread
-//! has a [magazine] of free blocks: up to 64 KiB some 64 KiB or four blocks of each class at first,
-//! and more the more its thread takes and gives at a time, while as much is free in the pool's
-//! books; up to 1 MiB the eight that were freed last, with a *depot* behind them that all threads
-//! share, a lock for each class; and four blocks above. Nothing is lost in them: what they hold
-//! counts as cached, is taken before the pool grows, trims, or refuses, and goes to the next thread
-//! when one ends. A block may be freed by any thread, and is that one's to use again; many go back
-//! to the books at a time.
+//! An allocation and its free take no lock and no atomic read-modify-write. Each thread has a
+//! [magazine] of free blocks:
+//! - Up to 64 KiB it starts with about 64 KiB of each class, but at least four blocks. It grows
+//!   with the thread's demand, as long as the pool has as much free memory outside magazines.
+//! - Up to 1 MiB it keeps the eight most recently freed blocks. A *depot*, shared by all threads
+//!   with one lock per class, keeps the rest.
+//! - Above 1 MiB it keeps four blocks.
 //!
-//! Each slot has a byte that says how it stands, so a second free is refused wherever the block is.
-//! Two threads that free one block *at the same moment* are not told apart: that is a race in the
-//! caller's own unsafe code. The same holds for a gate that is noted on a block while its owner
-//! frees it.
+//! Blocks in magazines count as cached. They are collected before the pool grows, trims or refuses
+//! a request. When a thread ends, the next thread takes over its magazine. A block may be freed by
+//! any thread, and goes into that thread's magazine. Blocks return to the pool's heap in batches.
 //!
-//! On a machine where `malloc` and `free` of 64 B take 7.6 ns, a pair takes 5.2 ns up to 64 KiB, in
-//! some ninety instructions of which half find the slot of the block that is freed, and see that it
-//! is one; 15 to 23 ns from there to 64 MiB. That is code that is compiled with the executable, as
-//! methods of a `Vec<T, PinnedAllocator>` are: a library finds its thread-locals by a call, and
-//! keeps its arguments over that.
+//! Each slot has a state byte, so that a double free is refused in all states of the block. Two
+//! threads that free one block *at the same moment* are not detected: this is a data race in the
+//! caller's unsafe code. The same holds for a gate that is noted on a block during its free.
 //!
-//! Threads share no cache line that a pair writes: magazines lie apart, the lock lies apart from
-//! what every call reads, and the slots that a thread is given are of slabs that are its own.
+//! The fast path is inlined into the executable, for example in the methods of a `Vec<T,
+//! PinnedAllocator>`. In a shared library it is slower, because access to thread-locals needs a
+//! function call there.
+//!
+//! Threads share no cache line that the fast path writes: magazines are aligned to cache-line
+//! pairs, the lock is separate from data that every call reads, and each thread takes slots from
+//! slabs of its own.
 //!
 //! [magazine]: PinnedConfig::magazines
 //!
 //! # Reuse
 //! A copy in flight notes a gate on its block ([`DeferReuse`](aquifer_core::DeferReuse)). If the
-//! block is freed before the gate opens it is *pending*: nobody gets it, nothing in it changes. A
-//! free never asks the driver; the next allocation looks whether gates have opened.
+//! block is freed before the gate opens, the block is *pending*: it is not reused, and its contents
+//! stay unchanged. A free never queries the driver. The next allocation polls the gates.
 //!
 //! # When an allocation does not fit
-//! Freed blocks whose gates have opened → what threads keep at hand → a new region → a smaller one
-//! → regions of this pool that are wholly free, given back to make room under the budget → others
-//! below the budget that refuses, which give back what they can
-//! ([`Reclaim`](aquifer_core::budget::Reclaim)) → a slot of a larger class → the oldest pending
-//! blocks, waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread
-//! grows at a time, and others wait for it where they would have had to grow too, since the driver
-//! registers one range at a time anyway. With [`Grow::AtQuietPoints`] regions are neither taken nor
-//! given back there, nor for others.
+//! The slow path takes these steps in order:
+//! - Collects freed blocks whose gates have opened.
+//! - Drains the magazines of all threads and the depot.
+//! - Grows by a new region, then by a smaller one.
+//! - Releases wholly free regions of this pool, to make room under the budget, and grows again.
+//! - Reclaims from other pools below the budget that refused
+//!   ([`Reclaim`](aquifer_core::budget::Reclaim)), and grows again.
+//! - Uses a slot of a larger class.
+//! - Waits for the oldest pending blocks, at most [`PinnedConfig::patience`].
+//! - Returns an error that lists all steps.
 //!
-//! A pool gives its wholly free regions to others under its budget, when they have found nothing
-//! that is cheaper and have time to wait: the device has to be idle for it. What an application
-//! does when a pinned pool asks it cannot allocate from pinned pools.
+//! One thread grows at a time, since the driver registers one range at a time. Other threads that
+//! would have to grow wait for it. With [`Grow::AtQuietPoints`] an allocation neither grows the
+//! pool nor releases regions, for this pool or for others.
 //!
-//! [`PinnedPool::try_allocate`] stops before the new region, and [`PinnedPool::allocate_until`]
-//! begins again until a time.
+//! A pool releases wholly free regions for other pools under its budget only if these found no
+//! cheaper memory and may wait, because the device must be idle for it. An application's reclaimer
+//! must not allocate from pinned pools while a pinned pool calls it.
 //!
-//! # The end
-//! Dropping the last handle closes the pool: allocators answer with an error from then on, and
-//! regions without live blocks go at once. Blocks that are still about stay good, and the last of a
-//! region's blocks to be freed gives the region up: a free must not wait for devices, so one that
-//! is pinned stays charged until a quiet point, a trim, a [`sweep`], or a region that would find no
-//! room in its budget. The shell that allocators point to is never freed but used again with a new
-//! generation, so that a stale allocator always finds something that refuses it.
+//! [`PinnedPool::try_allocate`] stops before growing. [`PinnedPool::allocate_until`] repeats the
+//! steps until a deadline.
+//!
+//! # Closing
+//! Dropping the last handle closes the pool. Allocations then return an error, and regions without
+//! live blocks are released at once. Live blocks stay valid, and the free of a region's last block
+//! releases the region. That free must not wait for devices, so a pinned region stays charged until
+//! a quiet point, a trim, a [`sweep`], or the next region that its budget would refuse. The core
+//! that allocators point to is never freed. It is recycled with a new generation, so that an
+//! allocator of the old pool is refused.
 //!
 //! # In a child of a fork
-//! The memory is not inherited, and locks may be held by threads that are not there, so a child
-//! finds nothing here: allocations answer with [`MemoryError::OtherProcess`], frees do nothing,
-//! statistics are zero, and nothing blocks. It can make a pool of its own. The parent's is as it
-//! was.
+//! A child does not inherit the memory, and locks may be held by threads that do not exist there.
+//! In a child, allocations return [`MemoryError::OtherProcess`], frees do nothing, statistics are
+//! zero, and nothing blocks. The child can make a pool of its own. The parent's pool is unaffected.
 //!
-//! # What surprises
-//! - `deallocate` cannot answer: a pointer that is not a live block of the pool is ignored and
-//!   counted in [`PinnedStats::refused_frees`].
+//! # Caveats
+//! - `deallocate` cannot return an error: a pointer that is not a live block of the pool is ignored
+//!   and counted in [`PinnedStats::refused_frees`].
 //! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or
 //!   [`PinnedPool::quiet_point`].
-//! - Threads have magazines where the kernel offers `membarrier`, for pools whose events nobody
-//!   records, 1,024 threads at a time. Otherwise everything is the same, with the lock.
-//! - [`PoolStats::peak_live`] counts what magazines and the depot hold as live, and
-//!   `peak_requested` misses what came and went within magazines since somebody last asked.
-//! - While a pool is at work for a thread, that thread's other allocations from pools are refused:
-//!   bookkeeping can not come out of the memory it keeps the books of, however allocations are
-//!   routed.
+//! - Threads have magazines only if the kernel offers `membarrier` and the pool's events are not
+//!   recorded, for at most 1,024 threads at a time. Otherwise every call takes the lock.
+//! - [`PoolStats::peak_live`] counts blocks in magazines and the depot as live. `peak_requested`
+//!   misses blocks that were allocated and freed within magazines between two calls of `stats`.
+//! - While a thread is inside a pool, its other allocations from pools are refused: a pool's
+//!   metadata must not be allocated from the pool itself, however allocations are routed.
 
 mod allocator;
 mod buffer;
@@ -151,57 +157,57 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How a pool takes memory.
+/// Settings of a [`PinnedPool`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PinnedConfig {
-    /// The node its memory should lie on; `None` for wherever pages fall.
+    /// The NUMA node for the memory. `None` for no placement.
     pub node: Option<NodeId>,
-    /// An error instead of memory on another node.
+    /// Whether memory on another node is an error.
     pub strict: bool,
-    /// Whether its memory must be pinned.
+    /// Whether the memory must be pinned.
     pub pinning: Pinning,
-    /// Bytes of a region at least; larger requests get one of their own size.
+    /// Minimum bytes of a region. Larger requests get a region of their own size.
     pub chunk: usize,
-    /// Bytes of one registration at most, when [`PinnedPool::warm`] takes much at once.
+    /// Maximum bytes of one registration when [`PinnedPool::warm`] takes a large region.
     pub registration: usize,
-    /// The best pages to try for.
+    /// The largest page size to try.
     pub pages: PageTier,
-    /// How the driver is to pin it.
+    /// Flags for the registration with the driver.
     pub flags: HostFlags,
-    /// How many pages of a new region the kernel is asked about.
+    /// How many pages of a new region are verified with the kernel.
     pub verify: Verify,
-    /// How long making one region may take; `None` for as long as it takes.
+    /// Maximum time for making one region. `None` for no limit.
     pub deadline: Option<Duration>,
-    /// How long an allocation that would fail waits for pending blocks, and how long others under
-    /// the budget may wait for theirs. Zero for not at all.
+    /// Maximum time that an allocation which would fail waits for pending blocks, and that reclaim
+    /// may wait for memory of other pools. Zero for no wait.
     pub patience: Duration,
-    /// When it may take more memory.
+    /// When the pool may grow.
     pub grow: Grow,
-    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not. Zero
-    /// for none.
+    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not grow.
+    /// Zero for none.
     pub grow_ahead: usize,
-    /// Free bytes that no trim goes below: what stays warm.
+    /// Free bytes that every trim leaves in the pool.
     pub reserve: usize,
-    /// Whether each thread keeps free blocks at hand. Without, every call takes the pool's lock.
+    /// Whether each thread caches free blocks. If not, every call takes the pool's lock.
     pub magazines: bool,
-    /// Where the pool's events go, besides the file that `AQUIFER_TRACE` names. A pool whose
+    /// Receives the pool's events, in addition to the file that `AQUIFER_TRACE` names. A pool whose
     /// events are recorded has no magazines.
     pub recorder: Option<Arc<Recorder>>,
 }
 
-/// When a pool registers memory with the driver, which stalls whoever launches kernels for
-/// milliseconds.
+/// When a pool registers memory with the driver. A registration stalls threads that launch kernels
+/// for milliseconds.
 ///
 /// Its example is that of [`PinnedConfig`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub enum Grow {
-    /// When an allocation needs it.
+    /// In any allocation that needs it.
     #[default]
     Now,
-    /// In [`PinnedPool::warm`] and [`PinnedPool::quiet_point`] only. An allocation that what is
-    /// there does not hold is refused, and gives no region back for it.
+    /// Only in [`PinnedPool::warm`] and [`PinnedPool::quiet_point`]. Other allocations that do not
+    /// fit are refused, and release no regions.
     AtQuietPoints,
 }
 
@@ -228,7 +234,7 @@ impl Default for PinnedConfig {
 }
 
 impl PinnedConfig {
-    /// The defaults, on this node.
+    /// Returns the default settings for this node.
     #[must_use]
     pub fn on(node: NodeId) -> Self {
         Self { node: Some(node), ..Self::default() }
@@ -245,41 +251,41 @@ impl PinnedConfig {
     }
 }
 
-/// What a pool holds.
+/// Statistics of a [`PinnedPool`].
 ///
 /// Its example is that of [`PinnedPool`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct PinnedStats {
-    /// The account that all pools keep.
+    /// The statistics common to all pools.
     pub memory: PoolStats,
     /// Regions (a count).
     pub regions: u64,
-    /// Bytes of regions that devices can reach without staging.
+    /// Bytes of regions that devices can access directly, without staging.
     pub pinned: u64,
-    /// Bytes of free blocks that threads keep at hand, kept when they ended, or have too many of:
-    /// a part of `memory.cached`.
+    /// Bytes of free blocks in magazines, including those of ended threads, and in the depot. A
+    /// part of `memory.cached`.
     pub in_magazines: u64,
-    /// Frees of pointers that were no live block, or with a layout that was none of its (a count).
+    /// Refused frees (a count): the pointer was no live block, or the layout did not fit the block.
     /// Nothing was freed.
     pub refused_frees: u64,
-    /// How often the pool's lock was taken (a count), this look included: what magazines are to
-    /// spare.
+    /// Acquisitions of the pool's lock (a count), including the one by `stats`. Magazines keep this
+    /// number low.
     pub locked: u64,
 }
 
-/// What stays as it was made, for the pool's whole life.
+/// State that is fixed when the pool is made.
 #[derive(Debug)]
 struct Shared {
     host: Host,
     budget: Budget,
     config: PinnedConfig,
-    /// Whether somebody checks what the host does with pinned memory.
+    /// Whether an observer is told of the host's accesses to pinned memory.
     observed: bool,
     known: OnceLock<reclaim::Known>,
-    /// Those who keep blocks that nobody uses now.
+    /// Holders of idle blocks that can be asked to give them up.
     keepers: Mutex<Vec<Weak<dyn Keeper>>>,
-    /// What passes list.
+    /// Scratch memory of reclaim passes.
     scratch: Scratch,
 }
 
@@ -289,7 +295,7 @@ impl Shared {
     }
 }
 
-/// Pinned memory by the block. Cheap to clone; the last clone to go closes the pool.
+/// A pool of pinned memory blocks. Cheap to clone. Dropping the last clone closes the pool.
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
@@ -309,7 +315,7 @@ pub struct PinnedPool {
     handle: Arc<Handle>,
 }
 
-/// Closes the pool when the last clone goes.
+/// Closes the pool when the last clone is dropped.
 struct Handle {
     home: &'static Home,
     generation: u64,
@@ -326,11 +332,11 @@ impl Drop for Handle {
 }
 
 impl PinnedPool {
-    /// A pool whose regions are charged to `budget`. Takes no memory yet.
+    /// Creates a pool whose regions are charged to `budget`. Takes no memory yet.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed, or an
-    /// `AQUIFER_TRACE` that cannot be written.
+    /// [`MemoryError::BadSetting`] for an invalid configuration, or for an `AQUIFER_TRACE` that
+    /// cannot be written.
     pub fn new(host: &Host, budget: &Budget, mut config: PinnedConfig) -> Result<Self> {
         config.check()?;
         config.recorder = Recorder::with_environment(config.recorder)?;
@@ -343,19 +349,19 @@ impl PinnedPool {
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })
     }
 
-    /// The pool as an allocator, for collections. It may outlive the pool, and answers with an
-    /// error then.
+    /// Returns the pool as an allocator for collections. The allocator may outlive the pool, and
+    /// returns errors then.
     #[must_use]
     pub fn allocator(&self) -> PinnedAllocator {
         PinnedAllocator::new(self.handle.home, self.handle.generation)
     }
 
-    /// A block, with the reason if there is none. Free it by the allocator's `deallocate`. Blocks
-    /// when it has to grow.
+    /// Allocates a block. Returns the reason if there is none. Free the block with the allocator's
+    /// `deallocate`. Blocks when the pool has to grow.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`] with what was tried; the region's, if it was not for want of
-    /// memory.
+    /// [`MemoryError::OutOfMemory`] with the steps that were tried. The region's error if the cause
+    /// was not a lack of memory.
     #[track_caller]
     pub fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
@@ -364,21 +370,21 @@ impl PinnedPool {
         Ok(block)
     }
 
-    /// A block from what the pool has: it does not grow, give back or wait for anything.
+    /// Allocates a block from memory that the pool already has. Does not grow, release regions, or
+    /// wait.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`] when nothing free holds it.
+    /// [`MemoryError::OutOfMemory`] when no free block fits.
     #[track_caller]
     pub fn try_allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
         self.allocate_with(layout, &Effort::None)
     }
 
-    /// As [`PinnedPool::allocate`], and when that would fail, waits until `end` for blocks to come
-    /// back: by frees of other threads, by gates that open, by a budget with room again. Looks
-    /// every 2 ms at most.
+    /// As [`PinnedPool::allocate`], but instead of failing waits until `end` for memory: for frees
+    /// by other threads, for gates that open, and for room in a budget. Polls at least every 2 ms.
     ///
     /// # Errors
-    /// As [`PinnedPool::allocate`], when it is `end`.
+    /// As [`PinnedPool::allocate`], once `end` has passed.
     #[track_caller]
     pub fn allocate_until(&self, layout: Layout, end: Instant) -> Result<NonNull<[u8]>> {
         self.allocate_with(layout, &Effort::Until(end))
@@ -396,7 +402,7 @@ impl PinnedPool {
         Ok(block)
     }
 
-    /// `len` zeroed elements.
+    /// Allocates a buffer of `len` zeroed elements.
     ///
     /// # Errors
     /// As [`PinnedPool::allocate`].
@@ -405,23 +411,23 @@ impl PinnedPool {
         PinnedBuf::new_in(self, len)
     }
 
-    /// Takes regions until the pool holds `bytes`, populated and registered: what allocations need
-    /// not wait for later. Blocks.
+    /// Grows until the pool holds `bytes`, populated and registered, so that later allocations need
+    /// not grow. Blocks.
     ///
     /// # Errors
-    /// The region's. What was taken before stays.
+    /// The region's error. Regions that were made before it stay.
     #[track_caller]
     pub fn warm(&self, bytes: usize) -> Result<()> {
         let _site = site::enter();
         self.here()?.warm(self.handle.generation, bytes as u64)
     }
 
-    /// Says that no kernels are being launched: the time for what stalls those. Grows until
-    /// [`PinnedConfig::grow_ahead`] bytes are free, and answers with the bytes taken. Any thread
-    /// may call it, also one whose only work it is. Blocks while it grows.
+    /// Grows until [`PinnedConfig::grow_ahead`] bytes are free. Returns the number of bytes taken.
+    /// Call it while no kernels are being launched, because registration stalls launches. Any
+    /// thread may call it, also a dedicated one. Blocks while the pool grows.
     ///
     /// # Errors
-    /// The region's. Nothing was taken then.
+    /// The region's error. No memory was taken then.
     #[track_caller]
     pub fn quiet_point(&self) -> Result<u64> {
         let _site = site::enter();
@@ -432,14 +438,13 @@ impl PinnedPool {
         home.grow_ahead(self.handle.generation, ahead)
     }
 
-    /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes
-    /// stay, or [`PinnedConfig::reserve`] if that is more. Takes back first what threads keep at
-    /// hand. Answers with the bytes given back. For quiet points: blocks until devices are idle,
-    /// and looks at pending blocks before.
+    /// Releases wholly free regions, largest first. Returns the number of bytes released. At least
+    /// `keep` free bytes stay, or [`PinnedConfig::reserve`] if that is more. Polls pending blocks
+    /// and drains magazines first. Blocks until devices are idle, so call it at quiet points.
     ///
     /// # Errors
-    /// The driver's or the kernel's, when a region would not end: it is stranded then, and stays
-    /// charged.
+    /// The driver's or the kernel's error when a region could not be released. That region is
+    /// stranded and stays charged.
     #[track_caller]
     pub fn trim(&self, keep: usize) -> Result<u64> {
         let _site = site::enter();
@@ -448,26 +453,27 @@ impl PinnedPool {
         home.trim(self.handle.generation, keep as u64)
     }
 
-    /// What it holds.
+    /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PinnedStats {
         let stats = |home: &Home| home.with_tally(|state, tally| state.stats(tally));
         self.here().map_or_else(|_| PinnedStats::default(), stats)
     }
 
-    /// The node its memory should lie on.
+    /// Returns the NUMA node of the pool's memory.
     #[must_use]
     pub fn node(&self) -> Option<NodeId> {
         self.handle.shared.config.node
     }
 
-    /// The budget its regions are charged to.
+    /// Returns the budget that regions are charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.handle.shared.budget
     }
 
-    /// Whether the block that holds `address` is pinned; `None` if this pool has no such block.
+    /// Returns whether the block that contains `address` is pinned, or `None` if this pool has no
+    /// such block.
     #[must_use]
     pub fn is_pinned(&self, address: NonNull<u8>) -> Option<bool> {
         let address = address.addr().get() as u64;
@@ -475,20 +481,20 @@ impl PinnedPool {
         home.with(|state| state.block_at(address).and_then(|_| state.is_pinned(address)))
     }
 
-    /// How each region was made, in address order.
+    /// Returns the reports of all regions, in address order.
     #[must_use]
     pub fn reports(&self) -> Vec<RegionReport> {
         self.here().map_or_else(|_| Vec::new(), |home| home.with(|state| state.reports()))
     }
 
-    /// Checks the pool's books against each other, in time proportional to what it holds. For tests
-    /// and fuzzing.
+    /// Returns whether the pool's metadata is consistent. Takes time proportional to the pool's
+    /// size. For tests and fuzzing.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
         self.here().is_ok_and(|home| home.with_tally(|state, tally| state.is_consistent(tally)))
     }
 
-    /// The shell, in the process that has its memory.
+    /// Returns the pool core, or an error in a child process.
     fn here(&self) -> Result<&'static Home> {
         let home = self.handle.home;
         if home.is_here() { Ok(home) } else { Err(MemoryError::OtherProcess) }

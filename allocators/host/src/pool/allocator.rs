@@ -1,4 +1,4 @@
-//! A pool as an `Allocator`.
+//! A pinned pool as an `Allocator`.
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
 use super::{
@@ -11,15 +11,15 @@ use super::{
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
-/// A [`PinnedPool`](super::PinnedPool) as an allocator for collections: `Copy`, as large as a
-/// slice, and good for ever.
+/// A [`PinnedPool`](super::PinnedPool) as an allocator for collections. It is `Copy`, has the size
+/// of a slice reference, and never dangles.
 ///
-/// Once its pool is closed it answers with an error, while blocks that it gave out stay good and
-/// can be freed. Any copy frees the blocks of any other, from any thread. Growing and shrinking
-/// happen in place where there is room.
+/// Once its pool is closed, allocations return an error. Blocks that it allocated before stay valid
+/// and can be freed. Any copy can free the blocks of any other copy, from any thread. Growing and
+/// shrinking happen in place where possible.
 ///
-/// A pointer that is no live block, or a layout that is longer than the block, is ignored by
-/// `deallocate` and counted.
+/// `deallocate` ignores and counts a pointer that is no live block, and a layout that is longer
+/// than the block.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -35,8 +35,8 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 #[derive(Clone, Copy)]
 pub struct PinnedAllocator {
     home: &'static Home,
-    /// The life of the shell that its blocks are of, a number that no other pool has. A shell with
-    /// live blocks keeps it.
+    /// The generation of the core that its blocks belong to, unique among pools. A core with live
+    /// blocks keeps its generation.
     generation: u64,
 }
 
@@ -45,14 +45,14 @@ impl PinnedAllocator {
         Self { home, generation }
     }
 
-    /// Whether the pool still serves allocations.
+    /// Returns whether the pool still serves allocations.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.home.with(|state| state.open_as(self.generation).is_ok())
     }
 
-    /// Whether `address` lies in memory of this process's regions, of whichever pool. Never blocks:
-    /// for those who free by address.
+    /// Returns whether `address` lies in a region of any pool of this process. Never blocks. For
+    /// callers that free by address.
     #[must_use]
     pub fn owns(&self, address: NonNull<u8>) -> bool {
         crate::region::window::contains(address.addr().get())
@@ -60,10 +60,11 @@ impl PinnedAllocator {
 }
 
 impl_allocator! {
-    // SAFETY (of the trait): 1. a block is mapped, aligned and nobody else's until it is freed: the heap gives out free
-    // ranges of regions that live as long as a block of theirs does. 2. copies of the allocator share the shell, which is
-    // never freed, so any of them frees any block, and moving one moves no memory. 3. no method unwinds: nothing that users
-    // wrote runs but gates, whose panics are caught.
+    // SAFETY (of the trait): 1. a block is mapped, aligned and exclusive until it is freed: the
+    // heap allocates free ranges of regions, and a region lives as long as any of its blocks. 2.
+    // copies of the allocator share the core, which is never freed, so any copy can free any block,
+    // and moving a copy moves no memory. 3. no method unwinds: the only user code that runs is
+    // gates, whose panics are caught.
     unsafe impl [] for PinnedAllocator {
         #[inline]
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
@@ -79,7 +80,8 @@ impl_allocator! {
         #[inline]
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             poison::going(self.generation, block, layout);
-            // The thread's own first: where thread-locals are found by a call, little is to be kept over it.
+            // The thread's magazine is looked up first: where access to thread-locals is a function
+            // call, few values have to be saved across it.
             let Some(magazine) = thread::magazine(&self.generation) else {
                 return self.free_slowly(block, layout);
             };
@@ -100,10 +102,10 @@ impl_allocator! {
                 return Ok(NonNull::slice_from_raw_parts(block, new.size()));
             }
             let moved = self.allocate(new)?;
-            // SAFETY: 1. `block` has `old.size()` bytes by the caller's word, and `moved` at least as many. 2. both are
-            // blocks, so they do not overlap.
+            // SAFETY: 1. `block` has `old.size()` bytes by the caller's contract, and `moved` at
+            // least as many. 2. both are live blocks, so they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size()) };
-            // SAFETY: 1. `block` is the caller's, with that layout, and nobody uses it any more.
+            // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
@@ -116,7 +118,7 @@ impl_allocator! {
         ) -> std::result::Result<NonNull<[u8]>, AllocError> {
             // SAFETY: 1. the caller's conditions, passed on.
             let grown = unsafe { self.grow(block, old, new)? };
-            // SAFETY: 1. `new.size()` is at least `old.size()` and the length of what was answered.
+            // SAFETY: 1. `new.size()` is at least `old.size()` and is the length of `grown`.
             unsafe { grown.cast::<u8>().add(old.size()).write_bytes(0, new.size() - old.size()) };
             Ok(grown)
         }
@@ -133,7 +135,7 @@ impl_allocator! {
             let moved = self.allocate(new)?;
             // SAFETY: 1. both have `new.size()` bytes. 2. both are blocks, so they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size()) };
-            // SAFETY: 1. `block` is the caller's, with that layout, and nobody uses it any more.
+            // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
@@ -147,7 +149,8 @@ impl PinnedAllocator {
         self.home.quick_of(thread::magazine(&self.generation)?, self.generation, layout)
     }
 
-    /// As `allocate` answers, so that it is the last thing that does.
+    /// Allocates by the slow path. Returns what `allocate` returns, so that the call can be a tail
+    /// call.
     #[cold]
     #[inline(never)]
     fn by_chain<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
@@ -161,7 +164,7 @@ impl PinnedAllocator {
         self.home.deallocate_slowly(self.generation, block, layout);
     }
 
-    /// Takes a live block back that did not go into the magazine's racks.
+    /// Frees a live block that did not fit into the magazine's bins.
     #[cold]
     #[inline(never)]
     fn free_beyond(
@@ -176,7 +179,8 @@ impl PinnedAllocator {
         }
     }
 
-    /// Resizes in place if the address suits the new layout and there is room.
+    /// Resizes in place if the address satisfies the new layout and there is room. Returns whether
+    /// it did.
     fn stays(&self, block: NonNull<u8>, old: Layout, new: Layout) -> bool {
         let stays = old.size() > 0
             && new.size() > 0
@@ -189,9 +193,9 @@ impl PinnedAllocator {
     }
 }
 
-// SAFETY: 1. a block with a gate that is shut is kept out of the heap when it is freed, its region
-// lives as long as it is kept, and the shell that holds both is never freed. 2. the tail of such a
-// block is not given away when it shrinks.
+// SAFETY: 1. when a block with a shut gate is freed, it is kept out of the heap. Its region lives
+// as long as the pending block, and the core that holds both is never freed. 2. when such a block
+// shrinks, its tail is not reused.
 unsafe impl DeferReuse for PinnedAllocator {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
         self.home.defer(self.generation, address, until)

@@ -14,9 +14,9 @@ use std::{
     sync::Arc,
 };
 
-/// A slice of plain elements in pinned memory, with its owner.
+/// An owned slice of plain elements in pinned memory.
 ///
-/// Streams take it by value and give it back when a copy is done.
+/// Streams take it by value and return it when the copy is done.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -30,8 +30,8 @@ use std::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A copy owns its buffer until it is done, so nobody writes to it, frees it or lets it grow
-/// meanwhile:
+/// A copy owns its buffer until it is done, so the buffer cannot be written, freed or grown before
+/// that:
 ///
 /// ```compile_fail,E0382
 /// use aquifer_core::Result;
@@ -45,7 +45,7 @@ use std::{
 /// }
 /// ```
 ///
-/// A scope borrows instead, and waits for its copies before it returns:
+/// A scope borrows the buffer instead, and waits for its copies before it returns:
 ///
 /// ```compile_fail,E0502
 /// use allocator_api2::vec::Vec;
@@ -71,26 +71,27 @@ pub struct PinnedBuf<T: Pod> {
 }
 
 impl<T: Pod> PinnedBuf<T> {
-    /// `len` zeroed elements. Blocks when the pool has to grow.
+    /// Creates a buffer of `len` zeroed elements. Blocks when the pool has to grow.
     ///
     /// # Errors
     /// As [`PinnedPool::allocate`].
     #[track_caller]
     pub fn new_in(pool: &PinnedPool, len: usize) -> Result<Self> {
         Self::filled_by(pool, len, |block, bytes| {
-            // SAFETY: 1. the block has so many bytes and is nobody else's.
+            // SAFETY: 1. the block has that many bytes and is not shared.
             unsafe { block.write_bytes(0, bytes) };
         })
     }
 
-    /// A copy of `elements`. Blocks when the pool has to grow.
+    /// Creates a buffer with a copy of `elements`. Blocks when the pool has to grow.
     ///
     /// # Errors
     /// As [`PinnedPool::allocate`].
     #[track_caller]
     pub fn copy_in(pool: &PinnedPool, elements: &[T]) -> Result<Self> {
         Self::filled_by(pool, elements.len(), |block, bytes| {
-            // SAFETY: 1. both have so many bytes. 2. a new block overlaps nothing that is borrowed.
+            // SAFETY: 1. both have that many bytes. 2. a new block does not overlap borrowed
+            // memory.
             unsafe { block.copy_from_nonoverlapping(NonNull::from(elements).cast(), bytes) };
         })
     }
@@ -108,19 +109,19 @@ impl<T: Pod> PinnedBuf<T> {
         fill(block, layout.size());
         let elements = NonNull::slice_from_raw_parts(block.cast::<T>(), len);
         let pinned = layout.size() > 0 && pool.is_pinned(block).unwrap_or(false);
-        // SAFETY: 1. the block is of this allocator's pool and generation, with the layout of `[T;
-        // len]`. 2. its bytes have been written, and any bytes are a `T`.
+        // SAFETY: 1. the block belongs to this allocator's pool and generation, with the layout of
+        // `[T; len]`. 2. its bytes are initialised, and any bytes are a valid `T`.
         let elements = unsafe { AllocBox::from_raw_in(elements.as_ptr(), pool.allocator()) };
         Ok(Self { elements, pinned })
     }
 
-    /// Whether devices reach it without staging.
+    /// Returns whether devices can access the buffer directly, without staging.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }
 
-    /// The elements as a boxed slice, for those who know nothing of buffers.
+    /// Converts the buffer into a boxed slice.
     #[must_use]
     pub fn into_boxed_slice(self) -> AllocBox<[T], PinnedAllocator> {
         self.elements
@@ -141,7 +142,7 @@ impl<T: Pod> DerefMut for PinnedBuf<T> {
 }
 
 // SAFETY: 1. the elements lie in the pool's memory, not in the buffer. 2. `DeferReuse` of the
-// allocator promises it; a buffer without bytes has nothing to hold back.
+// allocator guarantees it. A buffer without bytes has nothing to defer.
 unsafe impl<T: Pod> HostOwned for PinnedBuf<T> {
     type Item = T;
 

@@ -1,44 +1,44 @@
-//! Which size a small request is rounded to.
+//! Size classes: the size that a small or medium request is rounded up to.
 //!
-//! Sizes count in units of 16 bytes. Up to 32 units every size is a class of its own; above, each
-//! doubling is cut into sixteen steps, so that a slot is at most a sixteenth longer than what was
-//! asked for, and a thirty-second in the mean: pinned memory is dear, and the heap engine's eight
-//! steps would waste twice that.
+//! Sizes count in units of 16 bytes. Up to 32 units every size is its own class. Above, each
+//! doubling is divided into sixteen steps, so that a slot is at most a sixteenth larger than the
+//! request, and a thirty-second on average. The heap engine's eight steps would waste twice as much
+//! pinned memory.
 //!
 //! ```text
 //! units   1  2  3 … 32 | 34 36 38 … 64 | 68 72 76 … 128 | …
 //! class   0  1  2 … 31 | 32 33 34 … 47 | 48 49 50 … 63  | …
 //! ```
 //!
-//! From 64 KiB to 1 MiB each doubling is cut into 32 steps. Such a request gets a block of its own,
-//! a sixty-fourth longer in the mean, so that a thread that frees it finds it again for one of
-//! nearly the same size: of random lengths no two would ever be equal.
+//! From 64 KiB to 1 MiB each doubling is divided into 32 steps, and a request gets a dedicated
+//! block, a sixty-fourth larger on average. The rounding lets a thread reuse a freed block for a
+//! request of similar size. Random sizes would never be equal without it.
 //!
-//! A request that is a multiple of a power of two falls into a class that is one as well: below
-//! sixteen times that power every multiple is a class, above it every class is a multiple. So
-//! alignment needs no classes of its own.
+//! A request that is a multiple of a power of two falls into a class whose size is such a multiple
+//! too: below sixteen times that power every multiple is a class, and above it every class is a
+//! multiple. So alignment needs no classes of its own.
 
 use std::alloc::Layout;
 
-/// Bytes of a unit: what `malloc` aligns to.
+/// Bytes of a unit, equal to the alignment of `malloc`.
 const UNIT: usize = 16;
-/// Requests of at most so many bytes get a slot of a slab.
+/// Maximum bytes of a request that gets a slot of a slab.
 pub(super) const SMALL_MAX: usize = 64 << 10;
-/// Requests of at most so many bytes have a class.
+/// Maximum bytes of a request that has a class.
 pub(super) const MEDIUM_MAX: usize = 1 << 20;
-/// What slabs begin at a multiple of, and so the largest alignment of a request with a class.
+/// Alignment of slabs, and the largest alignment of a request with a class.
 pub(super) const SLAB_ALIGN: u64 = 4096;
-/// What single blocks begin at a multiple of, and are a multiple of long, in bytes: a cache line.
+/// Alignment and size granularity of single blocks in bytes: a cache line.
 pub(super) const LINE: u64 = 64;
-/// How many classes there are whose blocks are slots of slabs. They come first.
+/// Number of classes whose blocks are slots of slabs. These classes come first.
 pub(super) const SLOTTED: usize = small(SMALL_MAX) + 1;
-/// How many classes there are.
+/// Number of all classes.
 pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
-/// The classes of blocks of their own, for which threads share a depot.
+/// The classes of dedicated blocks, whose free blocks go to the shared depot.
 pub(super) const SHARED: std::ops::Range<usize> = SLOTTED..CLASSES;
 
-/// The classes of all that get a slot, by units less one: what each request looks up, since to work
-/// it out takes more than ten instructions.
+/// The classes of all slotted sizes, indexed by units minus one. The lookup is faster than the
+/// computation, which takes more than ten instructions.
 static SLOTTED_BY_UNITS: [u8; SMALL_MAX / UNIT] = {
     let mut classes = [0; SMALL_MAX / UNIT];
     let mut units = 0;
@@ -49,21 +49,21 @@ static SLOTTED_BY_UNITS: [u8; SMALL_MAX / UNIT] = {
     classes
 };
 
-/// The class of so many bytes, at least one and at most [`SMALL_MAX`].
+/// Returns the class for `bytes`, at least one and at most [`SMALL_MAX`].
 const fn small(bytes: usize) -> usize {
     let below = (bytes - 1) / UNIT;
     let step = (below | 16).ilog2() as usize - 4;
     step * 16 + (below >> step)
 }
 
-/// The class of so many bytes, above [`SMALL_MAX`] and at most [`MEDIUM_MAX`].
+/// Returns the class for `bytes`, above [`SMALL_MAX`] and at most [`MEDIUM_MAX`].
 const fn medium(bytes: usize) -> usize {
     let below = bytes - 1;
     let doubling = below.ilog2() as usize;
     SLOTTED + (doubling - SMALL_MAX.ilog2() as usize) * 32 + (below >> (doubling - 5)) - 32
 }
 
-/// Bytes of a block of `class`.
+/// Returns the bytes of a block of `class`.
 pub(super) const fn bytes_of(class: usize) -> usize {
     if class >= SLOTTED {
         let place = class - SLOTTED;
@@ -76,8 +76,8 @@ pub(super) const fn bytes_of(class: usize) -> usize {
     ((class % 16 + 17) << step) * UNIT
 }
 
-/// The class of a request; `None` if it is empty, too large, or aligned beyond what blocks of its
-/// class are.
+/// Returns the class of a request, or `None` if it is empty, too large, or needs a larger alignment
+/// than blocks of its class have.
 pub(super) fn of(layout: Layout) -> Option<usize> {
     let medium_sized = (SMALL_MAX + 1..=MEDIUM_MAX).contains(&layout.size());
     if medium_sized && layout.align() as u64 <= LINE {
@@ -87,20 +87,21 @@ pub(super) fn of(layout: Layout) -> Option<usize> {
     }
 }
 
-/// The class of a request that gets a slot; `None` if it is empty, too large, or aligned beyond
-/// what slabs are.
+/// Returns the class of a request that gets a slot, or `None` if it is empty, too large, or needs a
+/// larger alignment than slabs have.
 #[inline(always)]
 pub(super) fn slotted(layout: Layout) -> Option<usize> {
     let (size, align) = (layout.size(), layout.align());
     if size.wrapping_sub(1) >= SMALL_MAX || align > SLAB_ALIGN as usize {
         return None;
     }
-    // The last byte of as many as that, rounded up to a multiple of the alignment.
+    // The offset of the last byte, with the size rounded up to a multiple of the alignment.
     let last = (size - 1) | (align - 1);
     Some(usize::from(SLOTTED_BY_UNITS[last / UNIT % SLOTTED_BY_UNITS.len()]))
 }
 
-/// Bytes of a single block for so many: a class's, or whole lines.
+/// Returns the bytes of a single block for a request of `bytes`: a class's size, or whole cache
+/// lines.
 pub(super) fn single(bytes: u64) -> Option<u64> {
     if (SMALL_MAX as u64 + 1..=MEDIUM_MAX as u64).contains(&bytes) {
         return Some(bytes_of(medium(bytes as usize)) as u64);
@@ -108,7 +109,7 @@ pub(super) fn single(bytes: u64) -> Option<u64> {
     bytes.checked_next_multiple_of(LINE)
 }
 
-/// The class of single blocks of exactly so many bytes, if there is one.
+/// Returns the class of single blocks of exactly `bytes`, if there is one.
 pub(super) fn of_single(bytes: u64) -> Option<usize> {
     let in_range = (SMALL_MAX as u64 + 1..=MEDIUM_MAX as u64).contains(&bytes);
     in_range.then(|| medium(bytes as usize)).filter(|&class| bytes_of(class) as u64 == bytes)
