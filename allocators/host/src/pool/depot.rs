@@ -1,28 +1,20 @@
-//! Free blocks from 64 KiB to 1 MiB on their way between threads.
+//! A cache of free blocks from 64 KiB to 1 MiB that all threads of a pool share.
 //!
-//! There are 128 classes of such blocks. Magazines that kept a few of each held up to 184 MiB a
-//! thread, and still a thread with some hundred blocks of random sizes went through the pool's lock
-//! for one operation in eleven, since what it has of a class comes and goes. What many threads have
-//! of a class together changes far less. So a magazine keeps the few blocks that were freed last,
-//! which serves those who free and take one size, and the rest goes by the depot: a shelf
-//! for each class, behind a lock of its own that is held for some ten nanoseconds.
-//!
-//! Trips to the pool's lock for an operation, of threads that play the benchmark's random sizes in
-//! step:
-//!
-//! | threads, live together, in a pool of | with racks of each | with the depot |
-//! |---|---|---|
-//! | 16, 1 GiB, 2.1 GiB | 0.242 | 0.000 |
-//! | 16, 512 MiB, 1.1 GiB | 0.341 | 0.009 |
-//! | 8, 128 MiB, 319 MiB | 0.393 | 0.105 |
+//! There are 128 classes of such blocks, too many for each magazine to keep several blocks of each.
+//! A magazine therefore keeps only the most recently freed blocks, which serves a thread that frees
+//! and allocates one size. The rest goes to the depot, whose demand per class varies far less than
+//! that of one thread. The depot has a *shelf* (a bin) for each class, with a lock that is held for
+//! about ten nanoseconds.
 //!
 //! # How much it holds
-//! A shelf that is full grows by a quarter, as long as all shelves together have room for at most
-//! four times what is free in the pool's books. Where they have not, a block goes to the books for
-//! each that comes. What lies here is taken into the books before a request is refused, the pool
-//! grows, is trimmed or closed, and it takes the locks of the shelves and nobody's leave. Then
-//! shelves begin anew with no room. So they do when growth has been refused as often as there are
-//! places: those may be of classes that nobody asks for any more.
+//! - A full shelf grows by a quarter, as long as the capacity of all shelves is at most four times
+//!   the free bytes in the pool's heap. Otherwise one block of the shelf returns to the heap for
+//!   each block that arrives.
+//! - The depot is emptied into the heap before a request is refused, and before the pool grows, is
+//!   trimmed or closed. This needs only the locks of the shelves. All shelves then start again with
+//!   no capacity.
+//! - The depot is also emptied when more growths were refused than it has places, because the
+//!   capacity may belong to classes that are no longer used.
 
 use super::{
     classes::{self, SHARED},
@@ -33,25 +25,25 @@ use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
 use std::{ptr::NonNull, sync::atomic::AtomicU8};
 
-/// For each byte that is free in the books, shelves may have room for so many.
+/// Maximum capacity of all shelves in bytes, for each byte that is free in the pool's heap.
 const FOR_FREE: u64 = 4;
 
-/// What lies between the threads of one pool.
+/// The shared cache of one pool.
 ///
-/// Its locks are taken inside the pool's, never the other way.
+/// Lock order: the pool's lock first, then a shelf's lock.
 pub(super) struct Depot {
-    /// By class, from the first that has no slots in slabs.
+    /// By class, starting with the first class that has no slabs.
     shelves: Box<[CachePadded<Spin<Rack>>]>,
 }
 
-/// What is kept about a depot under the pool's lock.
+/// The capacity of a depot, guarded by the pool's lock.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Room {
-    /// Bytes that all shelves have room for.
+    /// Capacity of all shelves in bytes.
     bytes: u64,
-    /// How many blocks that may be.
+    /// Capacity of all shelves in blocks.
     places: u64,
-    /// How often a shelf has not been let grow since the depot began anew.
+    /// Refused growths since the depot was last emptied.
     refused: u64,
 }
 
@@ -64,18 +56,18 @@ impl Depot {
         self.shelves.get(class.checked_sub(SHARED.start)?).map(|shelf| &**shelf)
     }
 
-    /// A block of the class, which is its taker's from now on.
+    /// Removes a block of the class. The caller owns it.
     pub(super) fn take(&self, class: usize) -> Option<NonNull<u8>> {
         self.shelf(class)?.with(|rack| rack.pop())
     }
 
-    /// Puts a block in, which its owner frees, if there is room.
+    /// Inserts a block that the caller frees. Returns whether there was room.
     pub(super) fn put(&self, class: usize, address: u64, state: &'static AtomicU8) -> bool {
         self.shelf(class).is_some_and(|shelf| shelf.with(|rack| rack.push(address, state)))
     }
 
-    /// Makes room for one more block of the class, where so many bytes are free in the books: by a
-    /// larger shelf, or by what is given away.
+    /// Makes room for one more block of the class, where `free` bytes are free in the pool's heap.
+    /// Grows the shelf, or passes blocks to `give`.
     pub(super) fn make_room(
         &self,
         class: usize,
@@ -107,7 +99,8 @@ impl Depot {
         }
     }
 
-    /// Gives everything away, and begins anew; says whether there was anything.
+    /// Passes all blocks to `give` and resets all capacities. Returns whether there were any
+    /// blocks.
     pub(super) fn empty(&self, room: &mut Room, mut give: impl FnMut(u64)) -> bool {
         let mut any = false;
         for shelf in &self.shelves {
@@ -123,7 +116,7 @@ impl Depot {
         any
     }
 
-    /// What it holds.
+    /// Returns the number and bytes of the blocks that it holds.
     pub(super) fn tally(&self) -> Tally {
         let mut tally = Tally::default();
         for (class, shelf) in SHARED.zip(&self.shelves) {
@@ -139,7 +132,7 @@ impl Depot {
 mod tests {
     use super::{super::span::Span, *};
 
-    /// A block of the class, which nothing stands behind.
+    /// Returns a block of the class, without memory.
     fn block(class: usize, number: u64) -> (u64, &'static AtomicU8) {
         let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
         span.exact(1, number << 20, classes::bytes_of(class) as u64);
@@ -156,7 +149,7 @@ mod tests {
         };
         assert!(!put(1), "it begins with no room");
         let mut given = Vec::new();
-        // Room for eight, and so for two, four and seven.
+        // The limit is eight blocks, so the capacity becomes two, four and then seven.
         for number in 1..=7 {
             while !put(number) {
                 depot.make_room(class, &mut room, 2 * bytes, |address| given.push(address));
@@ -171,7 +164,7 @@ mod tests {
             (depot.take(class), depot.take(class + 1)),
             (crate::kernel::pointer(9 << 20), None)
         );
-        // What fits none of its classes.
+        // Classes that have no shelf.
         assert!(
             !depot.put(SHARED.start - 1, 0, block(class, 10).1) && depot.take(SHARED.end).is_none()
         );

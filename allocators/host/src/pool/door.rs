@@ -1,9 +1,8 @@
-//! The door of a magazine: its owner goes in and out by plain stores, and others now and then,
-//! without its help.
+//! The owner-biased lock of a magazine.
 //!
-//! The thread that a magazine belongs to takes from it and puts into it by plain loads and stores.
-//! Somebody else may want what is in it, when memory is short, when a pool is trimmed or closed,
-//! and must then come in although the owner may never call again:
+//! The thread that owns a magazine enters it by plain loads and stores. Another thread can enter
+//! too and drain the magazine, when memory is short or when a pool is trimmed or closed. It needs
+//! no help from the owner, which may never call again:
 //!
 //! ```text
 //!   owner                                      another thread
@@ -14,23 +13,23 @@
 //!   busy := false                              with the lock: life := the pool's again
 //! ```
 //!
-//! The life is the generation of the pool that the magazine serves, so one look tells the owner
-//! that it is the right magazine, that the pool is open, and that nobody else is at it.
+//! `life` is the generation of the pool that the magazine serves. One load of it shows the owner
+//! that the magazine serves this pool, that the pool is open, and that no other thread is inside.
 //!
-//! With the barrier between its two steps on one side, at least one of them sees the other's flag:
-//! it is as if both had a full fence, and only the rare one pays. A kernel that has no such barrier
-//! gets no magazines.
+//! The membarrier acts as a full fence on both sides, so at least one side sees the other's flag.
+//! Only the rare side pays for it. Without support of the kernel for this barrier there are no
+//! magazines.
 //!
 //! # The key
-//! An owner may also be at its magazine with the pool's lock, when it brings blocks from the books,
-//! and may have to write the life then: it has come to a new magazine. Were the door not shut under
-//! that lock as well, the owner could look, find it open, and open it again behind the back of the
-//! one who had just shut it, and both would be inside. So all that is written of a door but the
-//! owner's flag takes the [`Key`], which lies under the lock.
+//! An owner may also use its magazine while it holds the pool's lock, to refill it, and may have to
+//! write `life` then because the magazine is new. If the door could be closed without that lock,
+//! the owner could read it as open and then reopen it just after another thread has closed it. Both
+//! threads would be inside. So every write except that of the owner's flag needs the [`Key`], which
+//! the pool's lock guards.
 //!
-//! The models below try every interleaving of it, and find two threads inside when either half of
-//! the barrier, the wait, or the lock is left out: `RUSTFLAGS="--cfg loom" cargo test -p
-//! aquifer-host --lib --release -- pool::door`.
+//! The loom models below try every interleaving. They find two threads inside if either half of the
+//! barrier, the wait, or the lock is omitted: `RUSTFLAGS="--cfg loom" cargo test -p aquifer-host
+//! --lib --release -- pool::door`.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, AtomicU64, fence as light_fence};
@@ -38,32 +37,33 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicBool, AtomicU64, compiler_fence as light_fence};
 
-/// Lies under the lock of a pool: who has it has the lock.
+/// Proof that the caller holds the pool's lock, which guards this value.
 #[derive(Debug)]
 pub(super) struct Key(());
 
 impl Key {
-    /// The key of one lock, for whoever makes the lock.
+    /// Creates the key of one lock. To be called only where the lock is made.
     pub(super) const fn new() -> Self {
         Self(())
     }
 }
 
-/// The flags of one magazine.
+/// The owner-biased lock of one magazine.
 #[derive(Debug)]
 pub(super) struct Door {
     /// The owner is inside.
     busy: AtomicBool,
-    /// Somebody else wants in, or is.
+    /// Another thread is inside or is entering.
     wanted: AtomicBool,
-    /// The generation of the pool that the magazine serves; zero for none, and while somebody else
-    /// wants in.
+    /// The generation of the pool that the magazine serves. Zero if there is none, and while
+    /// another thread is inside or entering.
     life: AtomicU64,
-    /// The generation of the pool whose blocks and counts are behind it; zero when nothing is.
+    /// The generation of the pool whose blocks and counts the magazine holds. Zero if it holds
+    /// none.
     of: AtomicU64,
 }
 
-/// The owner, inside. Its end lets others in.
+/// Guard of the owner inside. Its drop lets other threads in.
 pub(super) struct Inside<'a>(&'a Door);
 
 impl Drop for Inside<'_> {
@@ -83,8 +83,8 @@ impl Door {
         }
     }
 
-    /// The owner's way in if the magazine serves the pool of this generation; `None` too while
-    /// somebody else wants in. Never waits.
+    /// Enters as the owner. Returns `None` if the magazine does not serve the pool of this
+    /// generation, or if another thread is entering. Never waits.
     #[inline(always)]
     pub(super) fn enter(&self, life: u64) -> Option<Inside<'_>> {
         self.busy.store(true, Relaxed);
@@ -93,25 +93,26 @@ impl Door {
         (self.life.load(Acquire) == life).then_some(inside)
     }
 
-    /// Whom it serves, for the owner's look.
+    /// Returns the generation that the magazine serves. For the owner.
     #[inline(always)]
     pub(super) fn life(&self) -> u64 {
         self.life.load(Relaxed)
     }
 
-    /// The generation of the pool whose blocks and counts are behind it; zero when nothing is.
+    /// Returns the generation of the pool whose blocks and counts the magazine holds, or zero.
     pub(super) fn of(&self) -> u64 {
         self.of.load(Relaxed)
     }
 
-    /// The first step of another thread's way in. One thread at a time may be on it.
+    /// Step 1 of another thread's entry: closes the door to the owner. One thread at a time may do
+    /// this.
     pub(super) fn want(&self, _: &mut Key) {
         self.wanted.store(true, Relaxed);
         self.life.store(0, Relaxed);
     }
 
-    /// The third step, after a barrier on every thread: waits the few nanoseconds that the owner is
-    /// inside.
+    /// Step 3 of another thread's entry, after a barrier on every thread: waits the few nanoseconds
+    /// until the owner is outside.
     pub(super) fn wait(&self) {
         #[cfg(not(loom))]
         let backoff = crossbeam_utils::Backoff::new();
@@ -123,13 +124,14 @@ impl Door {
         }
     }
 
-    /// Whether another thread is on its way in. For that thread, and for the owner with the lock,
-    /// who leaves everything as it is then.
+    /// Returns whether another thread is inside or entering. For that thread, and for an owner that
+    /// holds the lock. In that case the owner must not touch the magazine.
     pub(super) fn is_wanted(&self) -> bool {
         self.wanted.load(Relaxed)
     }
 
-    /// Lets the owner in again, if what is there is of `life`, which is the open pool's.
+    /// Last step of another thread's entry: lets the owner in again if the contents belong to
+    /// `life`, the generation of the open pool.
     pub(super) fn let_go(&self, _: &mut Key, life: u64) {
         if self.of() == life {
             self.life.store(life, Release);
@@ -137,19 +139,19 @@ impl Door {
         self.wanted.store(false, Relaxed);
     }
 
-    /// Says whose it is from now on, if it has been nobody's. For the owner, where nobody [wants
-    /// in](Door::is_wanted).
+    /// Assigns an unassigned magazine to the pool of generation `life`. For the owner, and only
+    /// while [`Door::is_wanted`] is `false`.
     pub(super) fn serve(&self, _: &mut Key, life: u64) {
         self.life.store(life, Relaxed);
         self.of.store(life, Relaxed);
     }
 
-    /// Serves nobody from now on, whatever is there.
+    /// Closes the door to the owner, whatever the contents are.
     pub(super) fn void(&self, _: &mut Key) {
         self.life.store(0, Relaxed);
     }
 
-    /// Says that nothing is there any more. For whoever has emptied it.
+    /// Marks the magazine as empty. For the thread that has emptied it.
     pub(super) fn forget(&self, _: &mut Key) {
         self.of.store(0, Relaxed);
     }
@@ -161,7 +163,7 @@ mod models {
     use aquifer_stream::Spin;
     use loom::{cell::UnsafeCell, sync::Arc, sync::atomic::fence, thread};
 
-    /// What may be left out.
+    /// A part of the protocol that is omitted.
     #[derive(Clone, Copy, PartialEq)]
     enum Without {
         Nothing,
@@ -170,7 +172,7 @@ mod models {
         TheLock,
     }
 
-    /// A door, and what is behind it: loom objects to two who are there at once.
+    /// A door and what it guards. Loom reports two threads inside at once.
     struct Room {
         lock: Spin<Key>,
         door: Door,
@@ -182,7 +184,7 @@ mod models {
             self.inside.with_mut(|_| ());
         }
 
-        /// What an owner does for a block: the short way, or by the lock, as if to fetch more.
+        /// The steps of an owner: the fast path, or else the path with the lock.
         fn go_in(&self) {
             if let Some(_inside) = self.door.enter(1) {
                 self.visit();
@@ -215,7 +217,7 @@ mod models {
         }
     }
 
-    /// One thread uses its magazine, which is new to it or not, while another empties it.
+    /// Runs an owner against a thread that drains, with a new magazine and with one in use.
     fn one_is_inside_at_a_time(without: Without) {
         for served in [false, true] {
             loom::model(move || {

@@ -1,4 +1,4 @@
-//! Taking regions and giving them back.
+//! The slow path of an allocation, growing the pool, and releasing regions.
 
 use super::{
     Grow, Shared,
@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The right to grow a pool, which one thread has at a time.
+/// The exclusive right to grow a pool.
 struct Growing {
     home: &'static Home,
 }
@@ -31,7 +31,7 @@ impl Drop for Growing {
     }
 }
 
-/// Why a round of the chain brought nothing.
+/// Why a round of the slow path failed.
 #[derive(Default)]
 struct InVain {
     refused: Option<RegionError>,
@@ -39,7 +39,7 @@ struct InVain {
 }
 
 impl Home {
-    /// A block where nothing free held it at first: the chain of the module's documentation.
+    /// Allocates by the slow path (see the documentation of [`pool`](super)).
     #[cold]
     pub(super) fn take_by_chain(
         &'static self,
@@ -62,7 +62,7 @@ impl Home {
                 Effort::Until(end) => end.saturating_duration_since(Instant::now()),
                 Effort::Configured | Effort::None => Duration::ZERO,
             };
-            // A request that no growth can ever serve is not waited for.
+            // A request that no growth can serve does not wait.
             let hopeless = in_vain.refused.as_ref().is_some_and(|error| {
                 matches!(error.cause, Cause::Size { .. } | Cause::UnknownNode(_) | Cause::NotKept)
             });
@@ -70,14 +70,14 @@ impl Home {
                 let shared = self.with(|state| state.open_as(generation).cloned())?;
                 return self.fail(&shared, layout, in_vain);
             }
-            // Blocks come back without a word: into magazines, by gates that open, by others'
-            // budgets.
+            // Sleep and poll: frees into magazines, opening gates and room in other budgets send no
+            // notification.
             thread::sleep(nap.min(left));
             nap = (nap * 2).min(Duration::from_millis(2));
         }
     }
 
-    /// One round of the chain.
+    /// One round of the slow path.
     fn try_chain(
         &'static self,
         generation: u64,
@@ -100,7 +100,7 @@ impl Home {
             }
             let growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
             if *growing {
-                // What they bring may be enough; if not, it is our turn.
+                // The other thread's region may be enough. If not, this thread grows next.
                 let Effort::Until(end) = effort else {
                     let _turn = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
                     continue;
@@ -118,10 +118,10 @@ impl Home {
             break shared;
         };
         let _turn = Growing { home: self };
-        // Gates that are waited for may allocate: not from here, where they would wait for this
-        // thread.
+        // A gate that is waited for may allocate. It must not do so from this pool, where it would
+        // wait for this thread.
         let _at_work = AtWork::begin();
-        // Between the look and the turn somebody may have grown, or freed.
+        // Another thread may have grown the pool, or freed memory, since the last attempt.
         if let Some(taken) = self.try_take(generation, layout)? {
             return Ok(Ok(taken));
         }
@@ -137,7 +137,8 @@ impl Home {
         if shared.config.grow == Grow::AtQuietPoints {
             tried.push(Tried { step: "grow, but at quiet points only", gave: 0 });
         } else {
-            // The driver's own memory begins at any page.
+            // Memory that the driver allocates may begin at any page, hence the second attempt with
+            // slack.
             for roomy in [false, true] {
                 match self.grow_for(&shared, generation, layout, roomy, until, tried) {
                     Ok(Some(taken)) => return Ok(Ok(taken)),
@@ -166,8 +167,9 @@ impl Home {
         Ok(Err(in_vain))
     }
 
-    /// A region that holds the request, and the block in it, unless that does not fit where the
-    /// region begins: of the chunk's size, else of its own, else the same with room made.
+    /// Makes a region for the request and allocates the block in it. Returns `None` if the block
+    /// does not fit at the region's start address. The region has the chunk's size, else the
+    /// request's size, else that size after other regions were released.
     fn grow_for(
         &'static self,
         shared: &Arc<Shared>,
@@ -206,20 +208,21 @@ impl Home {
         again.or_else(|error| shared.ask_others(error, until, tried, || grow(own)))
     }
 
-    /// Bytes of a region for one request, with room to move to its alignment if that is asked for.
+    /// Returns the bytes of a region for one request, with slack for its alignment if `roomy`.
     fn own_size(layout: Layout, roomy: bool) -> Result<usize, RegionError> {
         let too_large = || RegionError::too_large(layout.size());
-        // A region of ours begins at a huge page; what is aligned beyond that needs room anyway.
+        // A mapped region begins at a huge page. A larger alignment needs slack in any case.
         let slack = if roomy || layout.align() > GRANULE { layout.align() } else { 0 };
         let bytes = layout.size().checked_add(slack).ok_or_else(too_large)?;
         let huge = bytes.checked_next_multiple_of(GRANULE).ok_or_else(too_large)?;
-        // Whole huge pages where that adds little, since only they can come from the pool of those.
+        // Round up to whole huge pages where this adds little: only those can come from the huge
+        // page pool.
         Ok(if huge - bytes <= bytes / 32 { huge } else { bytes })
     }
 
-    /// Makes one region and puts it in. Takes a block of `layout` in the same breath, if it fits:
-    /// whoever looks for free regions to give back would find this one, and the request that it was
-    /// made for would be refused.
+    /// Makes one region and adds it to the pool. Allocates a block of `layout` under the same lock,
+    /// if it fits. Otherwise another thread could release the new region as free, and the request
+    /// would be refused.
     fn grow(
         &'static self,
         shared: &Arc<Shared>,
@@ -228,7 +231,7 @@ impl Home {
         registration: usize,
         layout: Option<Layout>,
     ) -> Result<Option<Taken>, RegionError> {
-        // Its description must not be allocated from a pool either.
+        // The region's metadata must not be allocated from a pool either.
         let _at_work = AtWork::begin();
         let config = &shared.config;
         let mut request = RegionRequest::bytes(bytes);
@@ -256,7 +259,7 @@ impl Home {
         self.tell(&Some(shared.clone()), ticket, Action::Grow, start, len);
         match region {
             None => Ok(taken),
-            // The pool was closed meanwhile, or its books are full; the region goes its way back.
+            // The pool was closed in between, or its heap is full. The region is released.
             Some(region) => {
                 drop(region);
                 Err(RegionError::not_kept())
@@ -264,7 +267,7 @@ impl Home {
         }
     }
 
-    /// Waits for pending blocks, one after the other, until the request fits or patience ends.
+    /// Waits for pending blocks, one after the other, until the request fits or `patience` ends.
     fn wait_for_pending(
         &'static self,
         patience: Duration,
@@ -322,14 +325,14 @@ impl Home {
         self.grow_until(generation, |state, _| bytes.saturating_sub(state.physical())).map(drop)
     }
 
-    /// Grows until `bytes` are free. Answers with the bytes taken.
+    /// Grows until `bytes` are free. Returns the bytes taken.
     pub(super) fn grow_ahead(&'static self, generation: u64, bytes: u64) -> Result<u64> {
         self.grow_until(generation, |state, tally| {
             bytes.saturating_sub(state.free_bytes() + tally.cached)
         })
     }
 
-    /// Takes what is missing in one region. Answers with its bytes.
+    /// Takes the missing bytes as one region. Returns the bytes of the region.
     fn grow_until(
         &'static self,
         generation: u64,
@@ -356,8 +359,8 @@ impl Home {
         Ok(wanted as u64)
     }
 
-    /// Gives back wholly free regions, largest first, while `keep` free bytes stay, until `enough`
-    /// have gone. Answers with the bytes given back; the first error, if some would not go, is put
+    /// Releases wholly free regions, largest first, until `enough` bytes are released or fewer than
+    /// `keep` free bytes would stay. Returns the bytes released. The first error of a release goes
     /// into `failed`.
     pub(super) fn reap(
         &'static self,
@@ -379,7 +382,8 @@ impl Home {
             }
             given += len;
             let ticket = self.with(|state| {
-                // The last region of a closed pool: the shell may be another pool's by now.
+                // This may be the last region of a closed pool, and the core may already serve
+                // another.
                 if state.shared.as_ref().is_some_and(|now| Arc::ptr_eq(now, shared)) {
                     state.reaped(len);
                 }
@@ -390,8 +394,8 @@ impl Home {
         given
     }
 
-    /// Gives up the wholly free regions of a closed pool where its last blocks are freed, which
-    /// must not wait for devices: what is pinned is left for the next quiet point.
+    /// Releases the wholly free regions of a closed pool when its last blocks are freed. This must
+    /// not wait for devices, so pinned regions are left for the next quiet point.
     pub(super) fn give_up(&'static self, shared: &Arc<Shared>) {
         while let Some(region) = self.with(|state| state.remove(0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
@@ -403,8 +407,8 @@ impl Home {
         }
     }
 
-    /// Gives back about `bytes` for somebody else. What would not go is stranded, and stays
-    /// charged.
+    /// Releases about `bytes` for another pool. A region that cannot be released is stranded and
+    /// stays charged.
     pub(super) fn give_back(&'static self, generation: u64, bytes: u64) {
         let Ok(shared) = self.with(|state| state.open_as(generation).cloned()) else { return };
         shared.ask_keepers();
@@ -413,7 +417,7 @@ impl Home {
         self.reap(&shared, shared.config.reserve as u64, bytes, None);
     }
 
-    /// Gives back wholly free regions at a quiet point.
+    /// Releases wholly free regions at a quiet point. Returns the bytes released.
     pub(super) fn trim(&'static self, generation: u64, keep: u64) -> Result<u64> {
         region::end_retired();
         let shared = self.with(|state| state.open_as(generation).cloned())?;

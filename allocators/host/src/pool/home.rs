@@ -1,4 +1,5 @@
-//! The shell that allocators point to: made once, never freed, used again with a new generation.
+//! The pool core that allocators point to. Cores are never freed, and are recycled with a new
+//! generation.
 
 use super::{
     Shared,
@@ -27,38 +28,39 @@ use std::{
     },
 };
 
-/// A pool's shell.
+/// The core of a pool.
 pub(super) struct Home {
-    /// By the numbers of their threads.
+    /// By thread number.
     magazines: Box<[OnceLock<Box<Magazine>>]>,
-    /// What lies between them.
+    /// Free blocks that the magazines share.
     depot: Depot,
-    /// Whether somebody checks what the host does with this pool's memory: asked on each free, and
-    /// not under the lock.
+    /// Whether an observer is notified of the host's accesses to this pool's memory. Read on each
+    /// free, without the lock.
     observed: AtomicBool,
-    /// Whether blocks wait for gates, so that somebody should look now and then.
+    /// Whether blocks are pending, so that threads poll gates from time to time.
     look: AtomicBool,
-    /// The process that has its memory. A child of it inherits the books as they happened to
-    /// stand, and no memory.
+    /// The process that has the memory. A child of it inherits the metadata in an arbitrary state,
+    /// but not the memory.
     process: Process,
-    /// Whether its threads get magazines. A pool whose every step is recorded has none.
+    /// Whether threads get magazines. A pool whose events are recorded has none.
     stocked: AtomicBool,
-    /// Apart from the flags, which every call reads.
+    /// On other cache lines than the flags, which every call reads.
     state: CachePadded<Spin<State>>,
-    /// One thread at a time takes what is in others' magazines.
+    /// One thread at a time drains the magazines.
     draining: Mutex<()>,
-    /// Whether somebody makes a region for this pool now.
+    /// Whether a thread is making a region for this pool.
     pub(super) growing: Mutex<bool>,
-    /// Somebody has made one, or failed to.
+    /// Notified when that thread has made a region or failed.
     pub(super) grown: Condvar,
 }
 
-/// Frees by allocators whose shell has gone on to another life.
+/// Frees by allocators of an older generation than their core.
 static STALE_FREES: AtomicU64 = AtomicU64::new(0);
 
-/// Frees, in this process so far, by allocators whose pool was gone with all its blocks (a count):
-/// each was a second free, or of a block that was never theirs, and was ignored. Those that a pool
-/// refused are in its own [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
+/// Returns the number of frees in this process whose pool no longer existed, with all its blocks (a
+/// count). Each was a double free, or a free of a foreign block, and was ignored. Frees that a pool
+/// refused are counted in its own
+/// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
 ///
 /// Its example is that of [`PinnedPool`](super::PinnedPool).
 #[must_use]
@@ -66,11 +68,11 @@ pub fn stale_frees() -> u64 {
     STALE_FREES.load(Ordering::Relaxed)
 }
 
-/// Shells without a pool.
+/// Cores without a pool.
 static RETIRED: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Shells, Vec::new());
 
 impl Home {
-    /// A shell for a new pool, and the generation of its allocators.
+    /// Returns a core for a new pool, and the generation of its allocators.
     pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u64) {
         super::sweep();
         let process = Process::current();
@@ -103,14 +105,14 @@ impl Home {
         (home, generation)
     }
 
-    /// Whether this is the process that has its memory: in a child nothing here may be looked at,
-    /// since a lock may be held for good.
+    /// Returns whether this process has the memory. A child must not touch the core, since a lock
+    /// may be held forever.
     #[inline]
     pub(super) fn is_here(&self) -> bool {
         self.process.is_current()
     }
 
-    /// Looks into the books. `work` must not wait, ask the driver, or run what users wrote.
+    /// Runs `work` under the lock. `work` must not wait, call the driver, or run user code.
     #[inline]
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         let _at_work = AtWork::begin();
@@ -120,7 +122,7 @@ impl Home {
         })
     }
 
-    /// Looks into the books and into what the magazines and the depot hold.
+    /// Runs `work` under the lock, with the sums over all magazines and the depot.
     pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut State, Tally) -> R) -> R {
         self.with(|state| {
             let mut all = self.depot.tally();
@@ -132,8 +134,8 @@ impl Home {
         })
     }
 
-    /// This thread's magazine, made if that can be, and found at once from here on. None while the
-    /// thread is at work for a pool.
+    /// Returns this thread's magazine, creates it if possible, and caches it for the next lookup.
+    /// Returns `None` while the thread is inside a pool.
     fn magazine(&'static self, generation: u64) -> Option<&'static Magazine> {
         if !self.stocked.load(Ordering::Relaxed) || thread::is_at_work() {
             return None;
@@ -141,20 +143,21 @@ impl Home {
         let number = thread::number()?;
         let place = self.magazines.get(number)?;
         let magazine = place.get_or_init(|| {
-            // Its memory must not come from a pool.
+            // The magazine's memory must not come from a pool.
             let _at_work = AtWork::begin();
             Box::new(Magazine::new(number % SHARDS))
         });
-        // Whoever checks is to see each free.
+        // An observer must see each free.
         if !self.observed.load(Ordering::Relaxed) {
             thread::set_magazine(generation, magazine);
         }
         Some(magazine)
     }
 
-    /// Takes into the books what all magazines and the depot hold, and says whether there was
-    /// anything; with `close` magazines serve this pool no more. Makes a barrier on every thread of
-    /// the process, some microseconds. Without one nothing is taken from magazines.
+    /// Moves the contents of all magazines and of the depot into the heap. Returns whether there
+    /// was anything. With `close`, the magazines no longer serve this pool. Issues a barrier on
+    /// every thread of the process, which takes some microseconds. If the barrier fails, the
+    /// magazines keep their blocks.
     pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
         let wanted = |magazine: &&Magazine| {
@@ -166,7 +169,7 @@ impl Home {
             if !magazines().any(|magazine| wanted(&magazine)) {
                 return Some(self.empty_depot(state));
             }
-            // All that are there now, so that the same ones are let go.
+            // All magazines that exist now, so that the same ones are reopened.
             magazines().for_each(|magazine| magazine.door.want(&mut state.key));
             None
         });
@@ -194,7 +197,7 @@ impl Home {
             }
         }
         self.with(|state| {
-            // After them, whose owners put into it.
+            // After the magazines, because their owners put blocks into the depot.
             any |= self.empty_depot(state);
             let life = if state.open { state.generation } else { 0 };
             magazines().for_each(|magazine| magazine.door.let_go(&mut state.key, life));
@@ -203,18 +206,18 @@ impl Home {
         any
     }
 
-    /// Takes into the books what the depot holds, and says whether there was anything.
+    /// Moves the contents of the depot into the heap. Returns whether there was anything.
     fn empty_depot(&self, state: &mut State) -> bool {
         let mut room = std::mem::take(&mut state.depot);
         self.depot.empty(&mut room, |address| state.unstock(address))
     }
 
-    /// Notes whether somebody should look for gates that have opened.
+    /// Updates whether threads should poll gates.
     pub(super) fn note_waiting(&self) {
         self.with(|state| self.look.store(state.is_waiting(), Ordering::Relaxed));
     }
 
-    /// Serves no more allocations of this generation, and gives back what nobody holds.
+    /// Stops serving allocations of this generation, and releases all free regions.
     pub(super) fn close(&'static self, generation: u64) {
         if !self.is_here() {
             return;
@@ -223,7 +226,7 @@ impl Home {
             let shared = state.open_as(generation).ok().cloned();
             if shared.is_some() {
                 state.open = false;
-                // Also where a barrier will be refused, and they cannot be emptied yet.
+                // Also if the barrier fails, in which case the magazines cannot be emptied yet.
                 let magazines = self.magazines.iter().filter_map(OnceLock::get);
                 magazines.for_each(|magazine| magazine.door.void(&mut state.key));
             }
@@ -237,7 +240,7 @@ impl Home {
         }
     }
 
-    /// Puts the shell of a closed pool aside if nothing of the pool is left.
+    /// Recycles the core of a closed pool if nothing of the pool is left.
     pub(super) fn retire_or_linger(&'static self) {
         let (over, old) = self.with(|state| {
             let over =
@@ -254,8 +257,8 @@ impl Home {
         }
     }
 
-    /// Whether a magazine holds what is of this generation still: a barrier was refused when the
-    /// pool was closed.
+    /// Returns whether a magazine still holds blocks or counts of this generation, because the
+    /// barrier failed when the pool was closed.
     fn is_stocked(&self, generation: u64) -> bool {
         self.magazines
             .iter()
@@ -263,13 +266,13 @@ impl Home {
             .any(|magazine| magazine.door.of() == generation)
     }
 
-    /// A block from this thread's magazine, of a request that gets a slot.
+    /// Allocates a slot from this thread's magazine.
     #[inline(always)]
     pub(super) fn quick(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
         self.quick_of(thread::magazine(&generation)?, generation, layout)
     }
 
-    /// As [`Home::quick`], from what may be this thread's magazine for this pool.
+    /// As [`Home::quick`], from a cached magazine that may serve another pool.
     #[inline(always)]
     pub(super) fn quick_of(
         &self,
@@ -281,7 +284,7 @@ impl Home {
         magazine.pop(generation, class, layout.size() as u64, &self.look)
     }
 
-    /// A block from a magazine that was looked up, of any request.
+    /// Allocates a block of any size from this thread's magazine.
     fn quick_from(
         &self,
         magazine: &Magazine,
@@ -297,7 +300,8 @@ impl Home {
             };
         }
         let bytes = classes::single(asked)?;
-        // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
+        // Requests of no bytes have no block. Blocks of a magazine do not suit alignments above a
+        // line.
         if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes)
             || layout.align() as u64 > LINE
         {
@@ -306,8 +310,8 @@ impl Home {
         magazine.pop_large(generation, bytes, asked, &self.look)
     }
 
-    /// Puts a slot into what may be this thread's magazine for this pool. Answers with the span of
-    /// a block that is live but found no room there.
+    /// Frees a slot into a cached magazine that may serve another pool. Returns the span if the
+    /// block is live but did not fit.
     #[inline(always)]
     pub(super) fn quick_free(
         magazine: &Magazine,
@@ -330,8 +334,8 @@ impl Home {
         }
     }
 
-    /// As [`Home::quick_free`], after it, for a block that threads share a depot for; says whether
-    /// that was all.
+    /// Frees a block of a class with a depot, after [`Home::quick_free`] did not. Returns whether
+    /// it succeeded.
     #[inline]
     pub(super) fn quick_free_shared(
         &self,
@@ -345,8 +349,8 @@ impl Home {
         magazine.push_shared(address, span, bytes, generation, &self.depot)
     }
 
-    /// Puts a block into a magazine that was looked up, with room made for it if that is what it
-    /// takes.
+    /// Frees a block into this thread's magazine, and makes room for it if necessary. Returns
+    /// whether it succeeded.
     fn quick_free_to(
         &self,
         magazine: &Magazine,
@@ -372,8 +376,7 @@ impl Home {
         };
         push() || {
             let room = self.with(|state| {
-                // Where somebody else is at it, or where there is no pool to keep blocks for any
-                // more.
+                // Another thread is draining it, or the pool is closed.
                 if magazine.door.is_wanted() || state.open_as(generation).is_err() {
                     return false;
                 }
@@ -389,7 +392,7 @@ impl Home {
         }
     }
 
-    /// A block, by the whole chain.
+    /// Allocates a block, by the slow path if necessary.
     #[inline]
     pub(super) fn allocate(
         &'static self,
@@ -402,7 +405,7 @@ impl Home {
         }
     }
 
-    /// A block, after this thread's magazine had none, with so much effort.
+    /// Allocates a block after the fast path failed, with the given effort.
     #[inline(never)]
     pub(super) fn allocate_slowly(
         &'static self,
@@ -411,7 +414,7 @@ impl Home {
         effort: &Effort,
     ) -> Result<NonNull<[u8]>> {
         if layout.size() == 0 {
-            // No memory stands behind it, and none is looked for when it comes back.
+            // The block has no memory, and its free is ignored.
             let address = NonZeroUsize::new(layout.align()).unwrap_or(NonZeroUsize::MIN);
             return Ok(NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0));
         }
@@ -421,7 +424,8 @@ impl Home {
         if thread::is_at_work() {
             return Err(MemoryError::Busy { address: 0 });
         }
-        // Who has been sent here to look for open gates must not be served before that.
+        // If the fast path refused a slot so that this thread polls gates, the magazine must not
+        // serve the request before that.
         let known =
             thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
         let asked = known.is_some() && classes::slotted(layout).is_some();
@@ -442,20 +446,20 @@ impl Home {
             taken.address,
             layout.size() as u64,
         );
-        // A block begins where something is mapped, and nothing is mapped at zero.
+        // No block begins at address zero.
         let start = pointer(taken.address as usize)
             .ok_or(MemoryError::ForeignBlock { address: taken.address })?;
         Ok(NonNull::slice_from_raw_parts(start, layout.size()))
     }
 
-    /// A block from what is there, after a look at the oldest pending ones.
+    /// Allocates a block from existing memory, after polling the oldest pending blocks.
     pub(super) fn try_take(
         &'static self,
         generation: u64,
         layout: Layout,
     ) -> Result<Option<Taken>> {
-        // A few at a time: each may cost a query of the driver, and all are asked before the pool
-        // grows.
+        // A few at a time, since each gate may cost a driver query. All gates are polled before the
+        // pool grows.
         const A_FEW: usize = 4;
         let magazine = self.magazine(generation);
         let (first, asked) = self.with(|state| -> Result<_> {
@@ -473,7 +477,7 @@ impl Home {
         })
     }
 
-    /// A block from the books, and some more of its class for the magazine.
+    /// Allocates a block from the heap, and refills the magazine with blocks of its class.
     #[inline]
     pub(super) fn take(
         &self,
@@ -486,7 +490,7 @@ impl Home {
         if let Some(magazine) = magazine
             && class.is_none()
         {
-            // So that the best of all that is free is taken, and what lies side by side is one.
+            // So that best fit considers all free memory, and free neighbours are merged.
             magazine.shed_large(|address| state.unstock(address));
         }
         let shard = magazine.map_or(0, Magazine::shard);
@@ -507,12 +511,12 @@ impl Home {
     pub(super) fn taken(state: &State, address: u64) -> Taken {
         let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
         let ticket = recorder.map(|recorder| recorder.ticket());
-        // The count is touched only where somebody wants to be told.
+        // The reference count is touched only if there is a recorder.
         let shared = ticket.is_some().then(|| state.shared.clone()).flatten();
         Taken { address, ticket, shared }
     }
 
-    /// Takes a block back that did not go into this thread's magazine at once.
+    /// Frees a block that did not go into this thread's magazine by the fast path.
     #[inline(never)]
     pub(super) fn deallocate_slowly(
         &'static self,
@@ -565,7 +569,7 @@ impl Home {
         }
     }
 
-    /// Tells whoever checks that the host gives up a block that no gate holds back.
+    /// Reports to the observer that the host frees a block without gates.
     #[cold]
     fn observe_free(&self, generation: u64, block: Freed) {
         let shared = self.with(|state| {
@@ -578,7 +582,7 @@ impl Home {
         }
     }
 
-    /// Makes a block larger or smaller where it is; says whether that could be done.
+    /// Resizes a block in place. Returns whether it succeeded.
     pub(super) fn resize(
         &self,
         generation: u64,
@@ -594,7 +598,7 @@ impl Home {
             && old <= span.slot_bytes()
             && span.get(slot).is_owned()
         {
-            // A slot stays as long as it is.
+            // A slot keeps its size.
             if new > span.slot_bytes() {
                 return false;
             }
@@ -614,7 +618,7 @@ impl Home {
             (true, tickets.as_ref().and_then(|_| state.shared.clone()), tickets)
         });
         if let Some([freed, completed, allocated]) = tickets {
-            // To a recorder it is another block at the same address.
+            // The recorder sees a free and an allocation at the same address.
             self.tell(&shared, Some(freed), Action::Free, address, old);
             self.tell(&shared, Some(completed), Action::Complete, address, old);
             self.tell(&shared, Some(allocated), Action::Allocate, address, new);
@@ -622,7 +626,7 @@ impl Home {
         resized
     }
 
-    /// Notes a gate on the live block that holds `address`.
+    /// Notes a gate on the live block that contains `address`.
     pub(super) fn defer(
         &self,
         generation: u64,
@@ -630,7 +634,8 @@ impl Home {
         gate: Arc<dyn Gate>,
     ) -> Result<()> {
         let address = address.addr().get() as u64;
-        // A block that is copied for ever without being freed does not collect gates for ever.
+        // Open gates are dropped at every 16th one, so that a block that is copied again and again
+        // does not collect gates without limit.
         const MANY: usize = 16;
         if !self.is_here() {
             return Err(MemoryError::OtherProcess);
@@ -649,7 +654,7 @@ impl Home {
         Ok(())
     }
 
-    /// Hands an event to the recorder, outside the lock.
+    /// Passes an event to the recorder, outside the lock.
     pub(super) fn tell(
         &self,
         shared: &Option<Arc<Shared>>,
@@ -670,7 +675,7 @@ impl Home {
 }
 
 impl Shared {
-    /// Tells whoever checks what the host does with a block.
+    /// Reports the host's access to a block to the observer.
     pub(super) fn observe(&self, block: Freed, access: HostAccess) {
         if let Some(observer) = self.host.reach.as_ref().and_then(|reach| reach.driver.observer()) {
             observer.host(block.address, block.requested, access);
@@ -678,7 +683,7 @@ impl Shared {
     }
 }
 
-/// A block that was found.
+/// An allocated block, and the ticket of its event.
 pub(super) struct Taken {
     pub(super) address: u64,
     ticket: Option<Ticket>,
@@ -693,13 +698,13 @@ impl fmt::Debug for Home {
     }
 }
 
-/// What may be done for a block that is not there.
+/// What an allocation may do when no free block fits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Effort {
-    /// What the pool's settings say.
+    /// The steps that the pool's settings allow.
     Configured,
-    /// Nothing that takes longer than a look.
+    /// Nothing that grows the pool or waits.
     None,
-    /// The pool's settings, and then waiting until this time.
+    /// As `Configured`, then waiting until this time.
     Until(std::time::Instant),
 }
