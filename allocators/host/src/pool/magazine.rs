@@ -1,17 +1,17 @@
-//! Free blocks of one thread in front of one pool.
+//! A thread's cache of free blocks of one pool.
 //!
-//! Its owner comes at it by plain loads and stores, through a [door](super::door).
+//! The owner thread accesses it by plain loads and stores, under an owner-biased lock
+//! ([`door`](super::door)).
 //!
 //! # How much it holds
-//! Of each class up to 64 KiB some 64 KiB, but four blocks at least. A rack that is full may hold
-//! twice as many, as long as as much is free in the pool's books as the magazine may hold beyond
-//! its beginnings: so a thread that takes and gives many blocks at a time has them at hand after a
-//! few rounds, where half of the rack went to the books and came back each time, one by one, and
-//! sixteen threads waited for each other 4.5 µs an operation. When somebody else takes all, a
-//! magazine begins anew.
-//!
-//! Of the classes above, which a [depot] has the rest of, eight blocks that were freed last, at
-//! most 8 MiB. Of blocks above the classes four, of at most 64 MiB each.
+//! - Of each class up to 64 KiB, about 64 KiB but at least four blocks. A full bin doubles as long
+//!   as the pool's heap has as many free bytes as the magazine may hold beyond its initial size. A
+//!   thread that allocates and frees many blocks at a time thus soon has them in its magazine.
+//!   Otherwise half of the bin would go to the heap and back each time, under the lock. A magazine
+//!   that is drained returns to its initial size.
+//! - Of the classes above, the eight most recently freed blocks, at most 8 MiB. The [depot] has the
+//!   rest.
+//! - Above the classes, four blocks of at most 64 MiB each.
 //!
 //! [depot]: super::depot
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
@@ -28,22 +28,22 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
 };
 
-/// Blocks above the classes that a magazine keeps at most, and how long they may be.
+/// Maximum number of blocks above the classes in a magazine, and their maximum size.
 const LARGE: usize = 4;
 pub(super) const LARGE_MAX: u64 = 64 << 20;
-/// One for each value of a byte, [`NO_RACK`](super::span::NO_RACK) among them.
+/// One for each value of a byte, including [`NO_RACK`](super::span::NO_RACK).
 const RACKS: usize = 1 << u8::BITS;
-/// Blocks that a rack may come to hold at most.
+/// Maximum capacity of a bin in blocks.
 const MOST: u32 = 1 << 16;
-/// Blocks that a magazine keeps at most of classes for which there is a depot.
+/// Maximum number of blocks of classes with a depot in a magazine.
 const LAST: usize = 8;
-/// Operations after which an owner looks whether gates have opened, if anything waits for one.
+/// The owner polls gates at every allocation of this number while blocks are pending.
 const LOOK_EVERY: u64 = 64;
 
-/// The free block of a class for which there is a depot, that was freed last.
+/// The most recently freed block of a class with a depot.
 #[derive(Debug)]
 struct Last {
-    /// Zero when there is none.
+    /// Zero if there is no block.
     class: AtomicU32,
     entry: Entry,
 }
@@ -51,49 +51,50 @@ struct Last {
 /// A free block above the classes.
 #[derive(Debug)]
 struct Large {
-    /// Zero when there is none.
+    /// Zero if there is no block.
     bytes: AtomicU64,
     entry: Entry,
 }
 
-/// The free blocks of one thread, and what it has counted.
+/// The free blocks and the counts of one thread.
 ///
-/// Aligned to two lines, so that no other thread writes where its owner does.
+/// Aligned to a pair of cache lines, so that no other thread writes to the owner's lines.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Magazine {
     pub(super) door: Door,
-    /// Whose slabs its slots are taken from.
+    /// The shard whose slabs its slots are taken from.
     shard: u32,
-    /// What the owner has done without the lock; the pool's own count is beside it.
+    /// Operations of the owner without the lock. The pool counts the others.
     allocations: AtomicU64,
     frees: AtomicU64,
-    /// Bytes asked for, and bytes freed. Each is added to only, so that a free need not wait for
-    /// what the allocation before it has written.
+    /// Bytes requested, and bytes freed. Both only grow, so that a free does not depend on the
+    /// store of the allocation before it.
     requested: AtomicU64,
     freed: AtomicU64,
-    /// Allocations while blocks waited for gates.
+    /// Allocations while blocks were pending.
     asked: AtomicU64,
-    /// How many bytes its racks may hold beyond what they begin with.
+    /// Bytes that its bins may hold beyond their initial capacity.
     extra: AtomicU64,
-    /// By class, with as many more as a byte may tell of, in which there is never room: so no
-    /// class has to be compared.
+    /// By class. There is a bin for every value of a byte, so that no index needs a check. The
+    /// extra bins never have room.
     racks: [Rack; RACKS],
-    /// By class, but many have one place.
+    /// By class modulo the length.
     last: [Last; LAST],
     large: [Large; LARGE],
 }
 
-/// What a magazine has counted, and holds.
+/// The counts and the contents of a magazine.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(super) struct Tally {
     pub(super) allocations: u64,
     pub(super) frees: u64,
-    /// Bytes asked for less bytes freed, wrapping: what one thread allocates another may free.
+    /// Bytes requested minus bytes freed. Wraps, since a thread may free what another has
+    /// allocated.
     pub(super) requested: u64,
-    /// Bytes of the free blocks in it.
+    /// Bytes of its free blocks.
     pub(super) cached: u64,
-    /// How many those are.
+    /// Number of its free blocks.
     pub(super) blocks: u64,
 }
 
@@ -107,8 +108,7 @@ impl Tally {
     }
 }
 
-/// Blocks of a class that there is room for at first: some 64 KiB, fewer of the smallest, a few of
-/// the largest.
+/// Returns the initial capacity of a bin in blocks: about 64 KiB, but between 4 and 32 blocks.
 const fn first(class: usize) -> u32 {
     let fit = (64 << 10) / classes::bytes_of(class);
     if fit > 32 {
@@ -141,8 +141,8 @@ impl Magazine {
         self.shard as usize
     }
 
-    /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then,
-    /// where somebody should look whether gates have opened.
+    /// Removes a block of the class for the owner, which requested `bytes`. Also returns `None` every
+    /// 64th call while blocks are pending, so that the caller polls their gates.
     #[inline(always)]
     pub(super) fn pop(
         &self,
@@ -160,11 +160,11 @@ impl Magazine {
         Some(address)
     }
 
-    /// Whether the owner should look for open gates now: each so many times, while anything waits
-    /// for one.
+    /// Returns whether the owner should poll gates now: at every 64th call while blocks are
+    /// pending.
     ///
-    /// In place: a call in the middle of the shortest way has it save and restore seven registers
-    /// each time.
+    /// Inlined, because a call in the middle of the fast path would save and restore seven
+    /// registers.
     #[inline(always)]
     fn should_look(&self, look: &AtomicBool) -> bool {
         if !look.load(Relaxed) {
@@ -187,11 +187,11 @@ impl Magazine {
         self.freed.store(self.freed.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
 
-    /// Puts the block at `address` back that its owner frees, of which so many bytes had been asked
-    /// for; says whether there was room.
+    /// Inserts the block at `address`, which the owner frees. `bytes` is the size that was
+    /// requested. Returns whether there was room.
     ///
-    /// It is given the address, which is the slot's, since to work it out again would make each
-    /// operation of a loop wait for the one before.
+    /// The address is the slot's, and is passed so that it need not be computed again. That
+    /// computation would make each operation of a loop wait for the one before.
     #[inline(always)]
     pub(super) fn push(
         &self,
@@ -208,7 +208,7 @@ impl Magazine {
         put
     }
 
-    /// As [`Magazine::pop`], of a class that threads share a depot for.
+    /// As [`Magazine::pop`], for a class with a depot.
     #[inline]
     pub(super) fn pop_shared(
         &self,
@@ -233,8 +233,8 @@ impl Magazine {
         Some(address)
     }
 
-    /// As [`Magazine::push`], of such a class: the block that was freed last is here, and others in
-    /// the depot.
+    /// As [`Magazine::push`], for a class with a depot: keeps the most recently freed block, and
+    /// moves the one before into the depot.
     #[inline]
     pub(super) fn push_shared(
         &self,
@@ -251,7 +251,7 @@ impl Magazine {
         let Some(_inside) = self.door.enter(life) else { return false };
         let last = &self.last[class as usize % LAST];
         let before = last.class.load(Relaxed);
-        // SAFETY: 1. where there is a class a block has been put in.
+        // SAFETY: 1. a class other than zero is stored only together with a block.
         let room = before == 0
             || depot.put(before as usize, last.entry.address(), unsafe { last.entry.state() });
         if room {
@@ -265,7 +265,7 @@ impl Magazine {
         put
     }
 
-    /// A block of exactly so many bytes above the classes.
+    /// Removes a block of exactly `wanted` bytes, above the classes.
     #[inline]
     pub(super) fn pop_large(
         &self,
@@ -285,7 +285,7 @@ impl Magazine {
         Some(address)
     }
 
-    /// As [`Magazine::push`], for a single block.
+    /// As [`Magazine::push`], for a block above the classes.
     #[inline]
     pub(super) fn push_large(
         &self,
@@ -308,8 +308,8 @@ impl Magazine {
         true
     }
 
-    /// Notes that a block of the owner's was asked for in another size, in place; says whether that
-    /// could be.
+    /// Counts that the owner has resized a block in place. Returns whether the magazine serves this
+    /// pool.
     #[inline]
     pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
         let Some(_inside) = self.door.enter(life) else { return false };
@@ -318,7 +318,7 @@ impl Magazine {
         true
     }
 
-    /// How many blocks of a class there is room for. For whoever is inside.
+    /// Returns the free places for blocks of a class. The caller must be inside.
     pub(super) fn room(&self, class: usize) -> usize {
         let rack = &self.racks[class];
         if rack.most() == 0 {
@@ -327,8 +327,8 @@ impl Magazine {
         rack.most().saturating_sub(rack.len()) as usize
     }
 
-    /// Makes room for twice as many blocks of a class, if so many free bytes of the pool allow it;
-    /// says whether they did. For whoever is inside.
+    /// Doubles the capacity for blocks of a class, if `free` bytes of the pool allow it. Returns
+    /// whether they did. The caller must be inside.
     pub(super) fn grow(&self, class: usize, free: u64) -> bool {
         let rack = &self.racks[class];
         let most = rack.most();
@@ -341,20 +341,19 @@ impl Magazine {
         may
     }
 
-    /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that
-    /// there is room.
+    /// Inserts a block of the pool. The caller must be inside, and must have checked that there is
+    /// room.
     pub(super) fn stock(&self, span: &'static Span, slot: usize) {
         self.racks[usize::from(span.rack())].push(span.address(slot), span.state(slot));
     }
 
-    /// Takes blocks of a class out, half of what a rack may hold: when it is full. For whoever is
-    /// inside.
+    /// Removes blocks of a full bin until it is half full. The caller must be inside.
     pub(super) fn shed_half(&self, class: usize, give: impl FnMut(u64)) {
         let rack = &self.racks[class];
         rack.shed(rack.most() / 2, give);
     }
 
-    /// Takes all blocks above the classes out. For whoever is inside.
+    /// Removes all blocks above the classes. The caller must be inside.
     pub(super) fn shed_large(&self, mut give: impl FnMut(u64)) {
         for large in &self.large {
             if large.bytes.swap(0, Relaxed) > 0 {
@@ -363,7 +362,7 @@ impl Magazine {
         }
     }
 
-    /// Takes everything out, and begins anew. For whoever is inside.
+    /// Removes all blocks, and restores the initial capacities. The caller must be inside.
     pub(super) fn empty(&self, mut give: impl FnMut(u64)) {
         for (class, rack) in self.racks.iter().enumerate().take(classes::SLOTTED) {
             rack.shed(0, &mut give);
@@ -378,8 +377,8 @@ impl Magazine {
         self.shed_large(give);
     }
 
-    /// What it has counted and holds: exact while the owner does nothing. For the holder of the
-    /// pool's lock.
+    /// Returns its counts and contents. They are exact while the owner is idle. The caller must
+    /// hold the pool's lock.
     pub(super) fn tally(&self) -> Tally {
         let mut tally = Tally {
             allocations: self.allocations.load(Relaxed),
@@ -406,7 +405,7 @@ impl Magazine {
         tally
     }
 
-    /// Forgets what it has counted. For whoever is inside, who has emptied it.
+    /// Resets the counts. The caller must be inside, and must have emptied the magazine.
     pub(super) fn forget(&self) {
         for count in [&self.allocations, &self.frees, &self.requested, &self.freed] {
             count.store(0, Relaxed);

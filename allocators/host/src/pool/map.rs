@@ -1,14 +1,14 @@
-//! From an address to what is known of the memory there, without a lock.
+//! Lock-free lookup from an address to the span that contains it.
 //!
-//! A table of two levels over the process's addresses, a page of 4 KiB an entry: an entry names the
-//! span that the page's first byte lies in. A slab begins at a page, so every page of it that an
-//! address can lie in is its own. A single block begins anywhere and is at least a page and a bit
-//! long, so the first page that begins inside it is its own, and that one has its entry: one store,
-//! however long it is.
+//! A two-level table covers the process's addresses, with one entry per page of 4 KiB. An entry
+//! names the span that contains the first byte of the page:
+//! - A slab begins at a page boundary, so every page that contains an address of a slot names it.
+//! - A single block begins anywhere and is longer than a page. Only the first page that begins
+//!   inside it names it. So one store is enough, however long the block is.
 //!
-//! The lower tables are of 2 MiB for each GiB of addresses in which memory has ever been, and are
-//! never freed. They come zeroed from the system, which backs only what is written: 8 bytes for
-//! each page that blocks lie in.
+//! A second-level table has 2 MiB and covers 1 GiB of addresses. It is made when memory in that
+//! range is first used, and is never freed. The system provides it zeroed and backs only the pages
+//! that are written: 8 bytes for each page with blocks.
 #![expect(unsafe_code, reason = "follows pointers to what is never freed")]
 
 use super::span::Span;
@@ -21,10 +21,10 @@ use std::{
 
 const PAGE_SHIFT: u32 = 12;
 const PAGE: u64 = 1 << PAGE_SHIFT;
-/// A lower table is for 2³⁰ bytes.
+/// A second-level table covers 2³⁰ bytes.
 const TABLE_SHIFT: u32 = 30;
 const ENTRIES: usize = 1 << (TABLE_SHIFT - PAGE_SHIFT);
-/// User addresses have 47 bits; beyond that nobody maps anything unasked.
+/// User addresses have 47 bits. The kernel maps memory beyond that only on request.
 const TABLES: usize = if cfg!(miri) { 1 << 10 } else { 1 << (47 - TABLE_SHIFT) };
 
 type Table = [AtomicPtr<Span>; ENTRIES];
@@ -33,10 +33,10 @@ static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()
 
 #[inline(always)]
 fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
-    // An address beyond the table meets the entry of another, and does not lie in its span.
+    // An address beyond the table reads the entry of another address, and does not lie in its span.
     let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
-    // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. only atomics in it,
-    // and all zeros are a null pointer.
+    // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. it contains only
+    // atomics, and all zeros are null pointers.
     let table = unsafe { table.as_ref()? };
     Some(&table[(address >> PAGE_SHIFT) as usize % ENTRIES])
 }
@@ -48,7 +48,7 @@ fn load(address: u64) -> Option<&'static Span> {
     unsafe { span.as_ref() }
 }
 
-/// The span of the block that begins at `address`, and the block's slot in it.
+/// Returns the span of the block that begins at `address`, and the block's slot.
 #[inline]
 pub(super) fn block_from(address: u64) -> Option<(&'static Span, usize)> {
     if let Some(span) = load(address)
@@ -59,7 +59,7 @@ pub(super) fn block_from(address: u64) -> Option<(&'static Span, usize)> {
     exact_from(address)
 }
 
-/// A single block that begins inside a page.
+/// Returns a single block that begins inside a page.
 #[inline]
 fn exact_from(address: u64) -> Option<(&'static Span, usize)> {
     let next = address.checked_next_multiple_of(PAGE)?;
@@ -67,21 +67,21 @@ fn exact_from(address: u64) -> Option<(&'static Span, usize)> {
     (span.start() == address && span.slot_at(address) == Some(0)).then_some((span, 0))
 }
 
-/// The slot that begins at `address`, of a slab or of a single block that begins at a page.
+/// Returns the slot that begins at `address`, of a slab or of a single block that begins at a page.
 #[inline(always)]
 pub(super) fn slot_from(address: u64) -> Option<(&'static Span, usize)> {
     let span = load(address)?;
     Some((span, span.slot_from(address)?))
 }
 
-/// The slab that `address` lies in, anywhere, and the slot.
+/// Returns the span and the slot that contain `address`.
 #[inline(always)]
 pub(super) fn slab_at(address: u64) -> Option<(&'static Span, usize)> {
     let span = load(address)?;
     Some((span, span.slot_at(address)?))
 }
 
-/// Makes entries for these addresses possible; says whether that could be done.
+/// Creates the tables for these addresses. Returns whether that succeeded.
 pub(super) fn cover(range: Range<u64>) -> bool {
     let last = range.end.saturating_sub(1).max(range.start);
     for table in range.start >> TABLE_SHIFT..=last >> TABLE_SHIFT {
@@ -99,28 +99,29 @@ pub(super) fn cover(range: Range<u64>) -> bool {
             .compare_exchange(ptr::null_mut(), made.cast(), Ordering::AcqRel, Ordering::Acquire)
             .is_err();
         if raced {
-            // SAFETY: 1. made above with this layout, and nobody has seen it.
+            // SAFETY: 1. allocated above with this layout, and not published.
             unsafe { dealloc(made, layout) };
         }
     }
     true
 }
 
-/// The pages that name a span: all that begin in a slab, the first that begins in a single block.
+/// The pages that name a span: all that begin in a slab, or the first that begins in a single
+/// block.
 fn pages(start: u64, bytes: u64, slab: bool) -> impl Iterator<Item = u64> {
     let first = start.next_multiple_of(PAGE);
     let pages = (start + bytes).saturating_sub(first).div_ceil(PAGE);
     (0..if slab { pages } else { pages.min(1) }).map(move |page| first + page * PAGE)
 }
 
-/// Names the span at its pages. Their addresses have been covered.
+/// Enters the span at its pages. [`cover`] must have succeeded for these addresses.
 pub(super) fn set(start: u64, bytes: u64, slab: bool, span: &'static Span) {
     for entry in pages(start, bytes, slab).filter_map(entry) {
         entry.store(ptr::from_ref(span).cast_mut(), Ordering::Release);
     }
 }
 
-/// Takes the span's name off its pages.
+/// Clears the entries of a span's pages.
 pub(super) fn clear(start: u64, bytes: u64, slab: bool) {
     for entry in pages(start, bytes, slab).filter_map(entry) {
         entry.store(ptr::null_mut(), Ordering::Release);
@@ -131,7 +132,7 @@ pub(super) fn clear(start: u64, bytes: u64, slab: bool) {
 mod tests {
     use super::*;
 
-    /// Addresses that nothing of this process has.
+    /// Addresses that this process does not use.
     const AT: u64 = 5 << TABLE_SHIFT;
 
     #[test]
@@ -139,8 +140,8 @@ mod tests {
         assert!(block_from(AT).is_none() && cover(AT - 4096..AT + (1 << 20)));
         let [slab, block, next]: [&'static Span; 3] =
             [(); 3].map(|()| &*Box::leak(Box::new(Span::vacant(0))));
-        // Three slots of 1,360 bytes end 16 bytes before the page does, where a single block
-        // begins.
+        // Three slots of 1,344 bytes end 64 bytes before the page does, and a single block begins
+        // there.
         let class = (0..super::super::classes::CLASSES)
             .find(|&c| super::super::classes::bytes_of(c) == 1344)
             .unwrap();

@@ -1,4 +1,4 @@
-//! Blocks that were freed with a gate shut, and pools that were closed with such blocks.
+//! Pending frees: blocks that were freed while a gate was shut, and closed pools with such blocks.
 
 use super::{
     home::Home,
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// Shells of closed pools with pending blocks: nobody else would ask after those.
+/// Cores of closed pools with pending blocks. No allocation polls their gates any more.
 static LINGERING: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Lingering, Vec::new());
 
 pub(super) fn linger(home: &'static Home) {
@@ -27,11 +27,11 @@ pub(super) fn linger(home: &'static Home) {
     }
 }
 
-/// Gives back what pools that were closed with blocks about or copies still on their way have left,
-/// as far as those are done now. Making a pool does it too, and an allocation that may take memory
-/// and has to. Blocks until devices are idle, if there is something to give back.
+/// Releases the memory of closed pools that had live blocks or unfinished copies, as far as these
+/// are done now. Also called when a pool is created, and by an allocation that has to grow its
+/// pool. Blocks until devices are idle if there is memory to release.
 ///
-/// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop it looks after.
+/// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop leaves such memory.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock());
     for home in homes.into_iter().filter(|home| home.is_here()) {
@@ -45,32 +45,33 @@ pub fn sweep() {
     region::end_retired();
 }
 
-/// Whether a gate is open. Allocators must not unwind, so a gate that panics counts as shut.
+/// Returns whether a gate is open. A gate that panics counts as shut, since allocators must not
+/// unwind.
 pub(super) fn is_open(gate: &dyn Gate) -> bool {
     catch_unwind(AssertUnwindSafe(|| gate.is_open())).unwrap_or(false)
 }
 
-/// Those whose gates are all open.
+/// An iterator over the blocks whose gates are all open.
 fn done(asked: &[Asked]) -> impl Iterator<Item = Freed> {
     asked.iter().filter(|one| one.gates.is_empty()).map(|one| one.block)
 }
 
 impl Home {
-    /// Asks all pending blocks' gates.
+    /// Polls the gates of all pending blocks.
     pub(super) fn poll_all(&'static self) {
         let asked = self.with(|state| state.ask(usize::MAX));
         self.settle(asked);
     }
 
-    /// Asks the gates of blocks that were taken out for that, and takes the answers in.
+    /// Polls the gates of pending blocks that were taken out for this, and stores the results.
     pub(super) fn settle(&'static self, mut asked: Vec<Asked>) {
         if asked.is_empty() {
             return;
         }
         for one in &mut asked {
-            // Open ones are dropped here, without the lock: that may run anything. In place, since
-            // what goes back into the books must not have been allocated meanwhile, when
-            // allocations may be routed to this very pool.
+            // Open gates are dropped here, outside the lock, because a drop may run any code. In
+            // place, because a vector that goes back into the pool's metadata must not be allocated
+            // here: allocations may be routed to this very pool.
             one.gates.retain(|gate| !is_open(&**gate));
         }
         let shared = self.with(|state| state.shared.clone());
@@ -90,7 +91,7 @@ impl Home {
         }
     }
 
-    /// Waits for the oldest pending block, at most so long; says whether there was one to wait for.
+    /// Waits for the oldest pending block, at most `patience`. Returns `false` if there was none.
     pub(super) fn wait_oldest(&'static self, patience: Duration) -> bool {
         let asked = self.with(|state| state.ask(1));
         if asked.is_empty() {
@@ -99,7 +100,7 @@ impl Home {
         self.with(|state| state.waited());
         let deadline = clock::after(patience);
         for gate in asked.iter().flat_map(|one| &one.gates) {
-            // Whatever it answers, it is asked again below; a gate that panics is one that stays
+            // The result is not used: the gate is polled again below. A gate that panics counts as
             // shut.
             let _answer = catch_unwind(AssertUnwindSafe(|| gate.wait(Some(deadline))));
         }

@@ -1,11 +1,11 @@
-//! What `AddressSanitizer` is told: free memory of a pool is nobody's, and neither is what lies
-//! behind a block's end.
+//! Annotations for `AddressSanitizer`: free memory of a pool, and the rest of a slot behind its
+//! block, are poisoned.
 //!
-//! It then stops a program at the instruction that touches a block after its free, or beyond its
-//! end, as it does for `malloc`. Builds without it have none of this.
+//! `AddressSanitizer` then reports an access after a free or beyond the end of a block, as it does
+//! for `malloc`. In builds without it these functions do nothing.
 //!
-//! Pending blocks are left alone: copies that are on their way may touch them, and the simulator
-//! makes those by the CPU.
+//! Pending blocks are not poisoned: copies in flight may access them, and the simulator performs
+//! copies on the CPU.
 
 use super::span::Span;
 use crate::kernel;
@@ -15,20 +15,19 @@ use std::{
     ptr::{self, NonNull},
 };
 
-/// The memory at an address of a pool's.
+/// Returns a pointer to an address of a pool.
 fn at(address: usize) -> NonNull<u8> {
     NonNull::new(ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling())
 }
 
-/// A block has been given out, or has become longer: its bytes may be touched, and those behind it
-/// not.
+/// Unpoisons the bytes of a block that was allocated or has grown. The rest of its slot stays
+/// poisoned.
 #[inline(always)]
 pub(super) fn given(block: NonNull<u8>, bytes: usize) {
     sanitizer::unpoison(block, bytes);
 }
 
-/// A block is about to be freed, if it is one: nobody may touch it from now on. Before anybody else
-/// can have it.
+/// Poisons a live block before it is freed, and so before another thread can allocate it.
 #[inline(always)]
 pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
     if sanitizer::IS_BUILT_IN
@@ -43,18 +42,18 @@ pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
     }
 }
 
-/// A block goes back into the books.
+/// Poisons a block that returns to the heap.
 #[inline(always)]
 pub(super) fn free(span: &Span, address: u64) {
     sanitizer::poison(at(address as usize), span.slot_bytes() as usize);
 }
 
-/// A region has come to a pool.
+/// Poisons a new region.
 pub(super) fn come(region: kernel::Span) {
     sanitizer::poison(at(region.start), region.len);
 }
 
-/// A region leaves, and its addresses may become anybody's.
+/// Unpoisons a region that leaves the pool, since its addresses may be reused.
 pub(super) fn gone(region: kernel::Span) {
     sanitizer::unpoison(at(region.start), region.len);
 }

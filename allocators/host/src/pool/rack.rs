@@ -1,9 +1,9 @@
-//! Free blocks of one class, the one that came last first.
+//! A bin: the free blocks of one class, last in, first out.
 //!
-//! A rack is behind a [door](super::door), or behind the lock of a [depot](super::depot)'s shelf.
-//! Its methods are for whoever is inside; how many blocks there are may be asked by all who have
-//! the lock under which the rack is made larger or smaller. Everything in it is atomic, so whatever
-//! happens no memory is torn; what keeps two threads from having one block is the door.
+//! A bin is guarded by the owner-biased lock of a magazine ([`door`](super::door)), or by the lock
+//! of a shelf of a [depot](super::depot). The caller of a method must be inside. Only `len` and
+//! `most` may be called by all holders of the lock under which the capacity changes. All fields are
+//! atomic, so no race tears memory. Exclusive access keeps two threads from taking one block.
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::span::Slot;
@@ -17,7 +17,7 @@ use std::{
 #[derive(Debug)]
 pub(super) struct Entry {
     address: AtomicU64,
-    /// The state of its slot, which says [`Slot::Cached`] while it is here.
+    /// The state of its slot, which is [`Slot::Cached`] while the block is here.
     state: AtomicPtr<AtomicU8>,
 }
 
@@ -26,12 +26,12 @@ impl Entry {
         Self { address: AtomicU64::new(0), state: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// The block, which is its taker's from now on; `None` where nothing has been [put](Entry::put)
-    /// in.
+    /// Takes the block, which the caller then owns. Returns `None` if no block has been
+    /// [put](Entry::put) in.
     #[inline(always)]
     pub(super) fn take(&self) -> Option<NonNull<u8>> {
         let block = pointer(self.address() as usize)?;
-        // SAFETY: 1. where there is an address a block has been put in.
+        // SAFETY: 1. an address is stored only together with a block's state.
         unsafe { self.state() }.store(Slot::Live as u8, Relaxed);
         Some(block)
     }
@@ -48,21 +48,21 @@ impl Entry {
         self.address.load(Relaxed)
     }
 
-    /// The state of the block's slot.
+    /// Returns the state of the block's slot.
     ///
     /// # Safety
-    /// Something has been [put](Entry::put) in.
+    /// A block has been [put](Entry::put) in.
     #[inline(always)]
     pub(super) unsafe fn state(&self) -> &'static AtomicU8 {
-        // SAFETY: 1. what `put` stored: a state of a span, which is never freed.
+        // SAFETY: 1. `put` stored it: a state of a span, and spans are never freed.
         unsafe { &*self.state.load(Relaxed) }
     }
 }
 
-/// Where a rack ends that has never had room.
+/// The only entry of bins without capacity.
 static NOTHING: Entry = Entry::empty();
 
-/// The blocks of one class.
+/// The free blocks of one class.
 ///
 /// ```text
 ///   first       top         end
@@ -70,16 +70,16 @@ static NOTHING: Entry = Entry::empty();
 ///     └──────────────┘                       who takes one sees by it that there is none
 /// ```
 ///
-/// As long as a power of two, so that an index is a shift.
+/// Its size is a power of two, so that indexing is a shift.
 #[derive(Debug)]
 #[repr(align(32))]
 pub(super) struct Rack {
-    /// The entry of the block that came last: `first` if there is none.
+    /// The entry of the last block, or `first` if there is none.
     top: AtomicPtr<Entry>,
-    /// The last entry. Where `top` is, it is full.
+    /// The last entry. The bin is full when `top` is equal to it.
     end: AtomicPtr<Entry>,
-    /// An entry of no block, and the start of a boxed slice of all; [`NOTHING`] where there is no
-    /// room.
+    /// An entry without a block, and the start of the boxed slice of entries. [`NOTHING`] if there
+    /// is no capacity.
     first: AtomicPtr<Entry>,
 }
 
@@ -89,34 +89,34 @@ impl Rack {
         Self { top: nothing(), end: nothing(), first: nothing() }
     }
 
-    /// How many entries there are from the first one to that.
+    /// Returns the number of entries from the first one to `to`.
     fn count(&self, to: &AtomicPtr<Entry>) -> u32 {
         (to.load(Relaxed).addr().wrapping_sub(self.first.load(Relaxed).addr()) / size_of::<Entry>())
             as u32
     }
 
-    /// How many blocks there are: at most `most`.
+    /// Returns the number of blocks, at most `most`.
     pub(super) fn len(&self) -> u32 {
         self.count(&self.top)
     }
 
-    /// How many blocks there is room for.
+    /// Returns the capacity in blocks.
     pub(super) fn most(&self) -> u32 {
         self.count(&self.end)
     }
 
-    /// Takes the block out that came last.
+    /// Removes the block that was inserted last.
     #[inline(always)]
     pub(super) fn pop(&self) -> Option<NonNull<u8>> {
         let top = self.top.load(Relaxed);
-        // SAFETY: 1. one of the entries, or the first: who is inside alone replaces them, which is
-        // the caller.
+        // SAFETY: 1. one of the entries, or the first. Only a thread inside replaces entries, and
+        // that is the caller.
         let block = unsafe { &*top }.take()?;
         self.top.store(top.wrapping_sub(1), Relaxed);
         Some(block)
     }
 
-    /// Puts a block in if there is room.
+    /// Inserts a block. Returns whether there was room.
     #[inline(always)]
     pub(super) fn push(&self, address: u64, state: &'static AtomicU8) -> bool {
         let top = self.top.load(Relaxed);
@@ -124,25 +124,25 @@ impl Rack {
             return false;
         }
         let next = top.wrapping_add(1);
-        // SAFETY: 1. at most `end`, which is an entry. 2. who is inside alone replaces them, which
-        // is the caller.
+        // SAFETY: 1. at most `end`, which is an entry. 2. only a thread inside replaces entries,
+        // and that is the caller.
         unsafe { &*next }.put(address, state);
         self.top.store(next, Relaxed);
         true
     }
 
-    /// Gives blocks away, the one that came last first, until so many are left.
+    /// Removes blocks, last in first out, until `keep` are left.
     pub(super) fn shed(&self, keep: u32, mut give: impl FnMut(u64)) {
         for _ in keep..self.len() {
             let top = self.top.load(Relaxed);
-            // SAFETY: 1. one of the entries: who is inside alone replaces them, which is the
+            // SAFETY: 1. one of the entries. Only a thread inside replaces entries, and that is the
             // caller.
             give(unsafe { &*top }.address());
             self.top.store(top.wrapping_sub(1), Relaxed);
         }
     }
 
-    /// Makes it as large as that, which holds what is in it.
+    /// Sets the capacity. Keeps its blocks as far as they fit.
     pub(super) fn set_most(&self, most: u32) {
         let (old, len, count) = (self.first.load(Relaxed), self.len().min(most), self.most());
         let next = if most == 0 {
@@ -150,8 +150,8 @@ impl Rack {
         } else {
             let next: Box<[Entry]> = (0..=most).map(|_| Entry::empty()).collect();
             for (place, to) in next.iter().enumerate().take(len as usize + 1) {
-                // SAFETY: 1. there are `most` entries above the first. 2. who is inside alone
-                // replaces them, which is the caller.
+                // SAFETY: 1. there are `most` entries above the first. 2. only a thread inside
+                // replaces entries, and that is the caller.
                 let from = unsafe { &*old.add(place) };
                 to.address.store(from.address(), Relaxed);
                 to.state.store(from.state.load(Relaxed), Relaxed);
@@ -162,8 +162,8 @@ impl Rack {
         self.top.store(next.wrapping_add(len as usize), Relaxed);
         self.end.store(next.wrapping_add(most as usize), Relaxed);
         if count > 0 {
-            // SAFETY: 1. made here with one entry more than there was room for. 2. nobody has a
-            // reference into it: those are for whoever is inside, which is the caller.
+            // SAFETY: 1. allocated here with one entry more than the capacity. 2. there are no
+            // references into it: only a thread inside has them, and that is the caller.
             drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(old, count as usize + 1)) });
         }
     }

@@ -1,10 +1,12 @@
-//! What a pool gives back for others under its budget, and how it asks them.
+//! Reclaim of pinned memory: what a pool offers to others under its budget, and how it uses their
+//! offers.
 //!
-//! To unregister memory waits for the whole device and holds up launches on all threads, so pinned
-//! memory is the dearest of all that is asked, and only by who has time: see [`Reclaim::waits`].
+//! Unregistering memory waits for the whole device and stalls launches on all threads. Pinned
+//! memory is therefore the most expensive offer, and only a caller that may wait can use it
+//! ([`Reclaim::waits`]).
 //!
-//! Whoever keeps blocks of a pool that nobody uses now is a [`Keeper`]: a stager with its slots.
-//! Where the pool has no memory left or is asked for some, they come back to it first.
+//! A [`Keeper`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes these
+//! blocks back first when it runs out of memory or is asked for some.
 
 use super::{Grow, PinnedPool, Shared, home::Home, thread::AtWork};
 use crate::region::{self, Cause, Pinning, RegionError};
@@ -22,23 +24,24 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 
-/// How long launches are held up by a registration that comes or goes.
+/// Time that launches stall when memory is registered or unregistered.
 const STALL: Duration = Duration::from_micros(4400);
 
-/// To unregister a MiB, to populate and to register it anew.
+/// Time to unregister one MiB, and later populate and register it again.
 const EACH_MIB: Duration = Duration::from_micros(50);
 
-/// Somebody who keeps blocks of a pool though they are idle.
+/// A holder of idle blocks of a pool.
 pub(crate) trait Keeper: Send + Sync {
-    /// Bytes of idle blocks. Must not block.
+    /// Returns the bytes of idle blocks. Must not block.
     fn idle(&self) -> u64;
 
-    /// Frees idle blocks. Must not allocate from the pool. Answers with their bytes.
+    /// Frees idle blocks. Must not allocate from the pool. Returns their bytes.
     fn give(&self) -> u64;
 }
 
 impl PinnedPool {
-    /// Has `keeper` asked for its idle blocks, as long as somebody else keeps it.
+    /// Registers `keeper`, whose idle blocks the pool may take back. The pool holds a weak
+    /// reference.
     pub(crate) fn keep_asking<K: Keeper + 'static>(&self, keeper: &Arc<K>) {
         let keeper: Weak<K> = Arc::downgrade(keeper);
         let mut all = self.handle.shared.keepers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +50,7 @@ impl PinnedPool {
     }
 }
 
-/// What others under the budget ask. It keeps nothing of the pool alive.
+/// The reclaimer that a pool registers with its budget. It keeps no part of the pool alive.
 struct Giver {
     home: &'static Home,
     generation: u64,
@@ -55,7 +58,7 @@ struct Giver {
     waits: bool,
 }
 
-/// A pool's place among those under its budget.
+/// A pool's registration with its budget.
 pub(super) struct Known {
     registration: Registration,
     _giver: Arc<Giver>,
@@ -68,7 +71,8 @@ impl fmt::Debug for Known {
 }
 
 impl Shared {
-    /// Has others under the budget ask this pool, as long as it is open.
+    /// Registers this pool's reclaimer with the budget. It offers memory as long as the pool is
+    /// open.
     pub(super) fn register(&self, home: &'static Home, generation: u64) {
         let waits = self.host.reach.is_some() && self.config.pinning != Pinning::Off;
         let giver = Arc::new(Giver { home, generation, place: self.place(), waits });
@@ -76,21 +80,20 @@ impl Shared {
         let _only_once = self.known.set(Known { registration, _giver: giver });
     }
 
-    /// Those who keep idle blocks. Nobody is asked anything under the lock.
+    /// Returns the keepers. Their methods must be called outside the lock.
     fn keepers<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn Keeper>> {
-        // What is kept for lists must not grow by memory of the pool's own.
+        // The list's memory must not come from this pool.
         let _at_work = AtWork::begin();
         let all = self.keepers.lock().unwrap_or_else(PoisonError::into_inner);
         list(bump, all.iter().filter_map(Weak::upgrade))
     }
 
-    /// Has those who keep idle blocks free them. Answers with their bytes.
+    /// Makes all keepers free their idle blocks. Returns the bytes freed.
     pub(super) fn ask_keepers(&self) -> u64 {
         self.keepers(&self.scratch.begin()).iter().map(|keeper| keeper.give()).sum()
     }
 
-    /// Calls `grow` again as long as it is refused by a budget and others below that give something
-    /// back.
+    /// Retries `grow` while a budget refuses it and other pools below that budget give memory back.
     pub(super) fn ask_others<T>(
         &self,
         refused: RegionError,
@@ -131,11 +134,11 @@ impl Reclaim for Giver {
         let bytes = self.home.with_tally(|state, tally| {
             let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
                 Ok(config) if config.grow == Grow::Now => config.reserve as u64,
-                // Nothing is given back but where its owner says so.
+                // Such a pool releases regions only when its owner calls for it.
                 _ => return 0,
             };
             let free = (state.free_bytes() + tally.cached + kept).saturating_sub(reserve);
-            // Only whole regions go.
+            // Only whole regions can be released.
             if state.shortest_region().is_some_and(|bytes| bytes <= free) { free } else { 0 }
         });
         let mib = u32::try_from(bytes / MIB).unwrap_or(u32::MAX);

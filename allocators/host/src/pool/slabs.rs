@@ -1,16 +1,15 @@
-//! Equal slots cut from blocks of the heap, for requests that have a class.
+//! Slabs: blocks of the heap that are divided into equal slots, for requests that have a class.
 //!
-//! A slab begins at a page and is as long as its slots need. A class that has few blocks gets short
-//! slabs, and longer ones the more of it is out, so that a hundred classes with a block each do not
-//! cost a hundred long slabs. When its last slot comes back a slab goes back to the heap, unless it
-//! is the class's only one with room: that one stays as a spare, and goes before anybody is told
-//! that memory is short.
+//! A slab begins at a page boundary. A class with few live blocks gets short slabs, and longer ones
+//! as more of it is in use, so that a hundred classes with one block each do not cost a hundred
+//! long slabs. A slab with no used slot goes back to the heap, unless it is the only one of its
+//! class with room. That one stays as a spare, and goes back before the pool reports a lack of
+//! memory.
 //!
-//! How a block stands is written at each allocation and free, and the states of a slab's slots
-//! share cache lines. So a slab is of one *shard*, which is one thread's unless there are many: two
-//! threads that took turns with the slots of one slab would wait for each other's lines, 330 ns an
-//! operation with sixteen of them instead of 9. Only where no slab can be cut does a thread get
-//! another's slot.
+//! Each allocation and free writes the slot's state, and the states of a slab share cache lines. To
+//! avoid contention on these lines, a slab belongs to one *shard*, and each shard serves one thread
+//! unless there are more threads than shards. A thread gets a slot of another shard only where no
+//! slab can be cut.
 
 use super::{
     classes::{SLAB_ALIGN, SLOTTED, bytes_of},
@@ -19,27 +18,27 @@ use super::{
 };
 use aquifer_heap::{Block, Heap, Key};
 
-/// The longest slabs, in bytes, unless a slot is longer.
+/// Maximum bytes of a slab, unless a slot is longer.
 const LONGEST: usize = 256 << 10;
-/// How many shards there are at most.
+/// Maximum number of shards.
 pub(super) const SHARDS: usize = 64;
 
 #[derive(Debug, Default)]
 struct Class {
     /// Slabs with a free slot.
     room: Vec<&'static Span>,
-    /// Slots that are not free.
+    /// Number of slots that are not free.
     used: usize,
 }
 
-/// All slabs and single blocks of a pool.
+/// The slabs and single blocks of a pool.
 #[derive(Debug)]
 pub(super) struct Spans {
-    /// By shard, and within by class: as many as have been asked for.
+    /// By shard, then by class. Grows with the shards in use.
     classes: Vec<Class>,
-    /// Spans that describe nothing now.
+    /// Spans that are not in use.
     vacant: Vec<&'static Span>,
-    /// Every span there is, and the heap's key of what it describes, by number.
+    /// All spans by number, with the heap's key of the block that they describe.
     all: Vec<(&'static Span, Option<Key>)>,
 }
 
@@ -56,7 +55,7 @@ impl Spans {
         })
     }
 
-    /// A span for a block of the heap.
+    /// Returns a span for a block of the heap.
     fn span_of(&mut self, block: &Block) -> &'static Span {
         let span = self.span();
         if let Some((_, key)) = self.all.get_mut(span.number()) {
@@ -65,8 +64,8 @@ impl Spans {
         span
     }
 
-    /// A slot of the class: of the shard's own slabs, of a new one, or where none can be cut of
-    /// another shard's.
+    /// Takes a slot of the class: from the shard's slabs, else from a new slab, else from another
+    /// shard's slabs.
     pub(super) fn take(
         &mut self,
         heap: &mut Heap,
@@ -82,7 +81,7 @@ impl Spans {
             .or_else(|| self.take_of_any(class))
     }
 
-    /// As [`Spans::take`], from the slabs that the shard has.
+    /// As [`Spans::take`], from existing slabs of the shard.
     pub(super) fn take_ready(
         &mut self,
         class: usize,
@@ -98,7 +97,7 @@ impl Spans {
         Some((span, slot))
     }
 
-    /// As [`Spans::take`], from the slabs that are there, whosever.
+    /// As [`Spans::take`], from existing slabs of any shard.
     pub(super) fn take_of_any(&mut self, class: usize) -> Option<(&'static Span, usize)> {
         (0..self.classes.len() / SLOTTED).find_map(|shard| self.take_ready(class, shard))
     }
@@ -117,7 +116,7 @@ impl Spans {
             self.classes.resize_with((shard + 1) * SLOTTED, Class::default);
         }
         let wanted = self.classes[place].used.clamp(1, longest);
-        // To the end of its last page, which nothing but a block without a class could use.
+        // Up to the end of the last page, whose rest only a block without a class could use.
         let wanted =
             ((wanted * bytes).next_multiple_of(SLAB_ALIGN as usize) / bytes).clamp(1, longest);
         let try_slots = |heap: &mut Heap, slots: usize| {
@@ -137,7 +136,7 @@ impl Spans {
         Some(span)
     }
 
-    /// Puts a slot of a slab back.
+    /// Frees a slot of a slab.
     pub(super) fn give(&mut self, heap: &mut Heap, span: &'static Span, slot: usize) {
         let was_full = span.is_full();
         span.give(slot);
@@ -152,12 +151,12 @@ impl Spans {
         }
     }
 
-    /// Where a slab's class of its shard stands.
+    /// Returns the index of a slab's shard and class.
     fn place(slab: &Span) -> usize {
         slab.shard() * SLOTTED + slab.class() as usize
     }
 
-    /// Gives a slab with no slot out back to the heap.
+    /// Returns a slab without used slots to the heap.
     fn dissolve(&mut self, heap: &mut Heap, span: &'static Span) {
         let room = &mut self.classes[Self::place(span)].room;
         room.swap_remove(span.place());
@@ -167,7 +166,7 @@ impl Spans {
         self.end(heap, span, true);
     }
 
-    /// Gives every slab with no slot out back to the heap; says whether there was one.
+    /// Returns all slabs without used slots to the heap. Returns whether there were any.
     pub(super) fn dissolve_spares(&mut self, heap: &mut Heap) -> bool {
         let mut any = false;
         for class in 0..self.classes.len() {
@@ -180,13 +179,13 @@ impl Spans {
         any
     }
 
-    /// Bytes of slots that are free.
+    /// Returns the bytes of free slots.
     pub(super) fn free_bytes(&self) -> u64 {
         let free = |span: &Span| (span.slots() as u64 - u64::from(span.used())) * span.slot_bytes();
         self.classes.iter().flat_map(|class| &class.room).map(|span| free(span)).sum()
     }
 
-    /// A single block.
+    /// Allocates a single block.
     pub(super) fn take_exact(
         &mut self,
         heap: &mut Heap,
@@ -201,7 +200,7 @@ impl Spans {
         Some((span, 0))
     }
 
-    /// Ends a single block.
+    /// Frees a single block.
     pub(super) fn give_exact(&mut self, heap: &mut Heap, span: &'static Span) {
         span.set(0, super::span::Slot::Free);
         self.end(heap, span, false);
@@ -209,7 +208,7 @@ impl Spans {
 
     fn end(&mut self, heap: &mut Heap, span: &'static Span, slab: bool) {
         map::clear(span.start(), span.bytes(), slab);
-        // It was a block of the heap's since it was cut.
+        // It has been a live block of the heap, so the free cannot fail.
         if let Some(key) = self.all.get_mut(span.number()).and_then(|(_, key)| key.take()) {
             let _freed = heap.free_keyed(span.start(), key, 0);
         }
@@ -217,12 +216,12 @@ impl Spans {
         self.vacant.push(span);
     }
 
-    /// The spans that describe something.
+    /// An iterator over the spans in use.
     pub(super) fn iter(&self) -> impl Iterator<Item = &'static Span> {
         self.all.iter().map(|&(span, _)| span).filter(|span| span.life() != 0)
     }
 
-    /// The books of the next life: the spans are used again.
+    /// Resets the state for the next generation, and keeps the spans for reuse.
     pub(super) fn renew(self) -> Self {
         let mut next = Self::new();
         (next.vacant, next.all) = (self.vacant, self.all);
@@ -237,7 +236,7 @@ mod tests {
     use aquifer_heap::{Config, Range};
     use std::alloc::Layout;
 
-    /// Addresses that nothing of this process has.
+    /// Addresses that this process does not use.
     const AT: u64 = 7 << 40;
 
     #[test]
@@ -250,7 +249,7 @@ mod tests {
         let class = classes::slotted(Layout::from_size_align(1024, 16).unwrap()).unwrap();
         let mut slabs = [Vec::new(), Vec::new()];
         let mut out = Vec::new();
-        // In turns, as two threads would.
+        // Alternately, as two threads would.
         for n in 0..256 {
             let (span, slot) = spans.take(&mut heap, 1, class, n % 2).unwrap();
             slabs[n % 2].push(std::ptr::from_ref(span));
@@ -261,7 +260,7 @@ mod tests {
             "a line that two threads write"
         );
         out.drain(..128).for_each(|(span, slot)| spans.give(&mut heap, span, slot));
-        // One takes all that is left, the other's free slots with it.
+        // One shard takes all that is left, including the other's free slots.
         while let Some(taken) = spans.take(&mut heap, 1, class, 0) {
             out.push(taken);
         }

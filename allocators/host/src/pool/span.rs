@@ -1,4 +1,4 @@
-//! What is known of a stretch of memory that blocks lie in, for everybody to read at any time.
+//! The descriptor of a slab or of a single block, readable by all threads at any time.
 
 use super::classes;
 use std::sync::atomic::{
@@ -6,26 +6,26 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// The most slots of a span.
+/// Maximum number of slots of a span.
 pub(super) const MAX_SLOTS: usize = 256;
-/// The class of a span that is one block of a length that no class has.
+/// The class of a single block whose size is no class's.
 pub(super) const EXACT: u32 = u32::MAX;
-/// The rack of a span that is one block: there is never room in it.
+/// The bin index of a single block. This bin never has room.
 pub(super) const NO_RACK: u8 = u8::MAX;
 
-/// How a slot stands.
+/// The state of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(super) enum Slot {
-    /// In the pool's books, to be given out.
+    /// Free in the pool's heap.
     Free = 0,
-    /// Its owner's.
+    /// Live.
     Live = 1,
-    /// Its owner's, with a gate noted on it.
+    /// Live, with a gate noted on it.
     Gated = 2,
-    /// Freed with a gate that was shut.
+    /// Freed while a gate was shut.
     Pending = 3,
-    /// Freed, in some thread's magazine.
+    /// Free in a magazine or in the depot.
     Cached = 4,
 }
 
@@ -34,54 +34,54 @@ impl Slot {
         [Self::Free, Self::Live, Self::Gated, Self::Pending, Self::Cached][usize::from(byte).min(4)]
     }
 
-    /// Whether an owner holds it.
+    /// Returns whether the block is live.
     pub(super) fn is_owned(self) -> bool {
         matches!(self, Self::Live | Self::Gated)
     }
 }
 
-/// A slab of equal slots, or a single block, in one pool's memory.
+/// A slab of equal slots, or a single block, in the memory of one pool.
 ///
-/// It is leaked and used again, so a look at it is never a look at nothing. What describes it
-/// changes only while none of its slots is anybody's: for the owner of a block it stands still. A
-/// slot's state is written by whoever has the slot: the owner who frees it, the thread whose
-/// magazine it is in, the holder of the pool's lock for the others.
+/// Spans are leaked and reused, so a reference to one never dangles. The description changes only
+/// while no slot is live, so it is constant for the owner of a block. A slot's state is written by
+/// the current holder of the slot: by the owner that frees it, by the thread whose magazine
+/// contains it, and otherwise under the pool's lock.
 ///
-/// What is looked at on the way of every free comes first, in one cache line with the states of the
-/// first slots. States are written by the thread whose blocks they are of, so neighbours should be
-/// one thread's: see `slabs`. Aligned to two lines, since processors fetch lines in pairs.
+/// The fields that every free reads come first, in one cache line with the states of the first
+/// slots. States are written by the thread that uses the blocks, so the slots of one span should
+/// belong to one thread (see `slabs`). Aligned to two lines, since processors fetch lines in pairs.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(super) struct Span {
-    /// The generation of the pool that it is of; zero while it is vacant.
+    /// The generation of the pool, or zero while the span is vacant.
     life: AtomicU64,
     start: AtomicU64,
-    /// Bytes of all of it.
+    /// Bytes of the whole span.
     bytes: AtomicU64,
     /// Bytes of a slot.
     slot: AtomicU64,
-    /// What to multiply an offset by in place of a division by `slot`: 2⁶⁴ / `slot`, rounded up.
-    /// One for a single block.
+    /// The factor that replaces a division by `slot`: 2⁶⁴ / `slot`, rounded up. One for a single
+    /// block.
     reciprocal: AtomicU64,
     class: AtomicU32,
     slots: AtomicU32,
-    /// The rack of a magazine that its slots go to.
+    /// The bin of a magazine that its slots go to.
     rack: AtomicU8,
     states: [AtomicU8; MAX_SLOTS],
-    /// How many slots are not free. This and the following are for the holder of the lock only.
+    /// Number of slots that are not free. Guarded by the pool's lock, as are the following fields.
     used: AtomicU32,
-    /// Where it stands in its class's list of those with room.
+    /// Its index in its class's list of slabs with room.
     place: AtomicU32,
-    /// Whose slab it is.
+    /// The shard that the slab belongs to.
     shard: AtomicU32,
-    /// Bit n: slot n is free. For the holder of the lock only.
+    /// Bit n is set if slot n is free.
     free: [AtomicU64; MAX_SLOTS / 64],
-    /// Its place among all spans of its shell.
+    /// Its index among all spans of its core.
     number: u32,
 }
 
 impl Span {
-    /// Describes nothing yet.
+    /// Creates a span that is not in use.
     pub(super) fn vacant(number: u32) -> Self {
         Self {
             life: AtomicU64::new(0),
@@ -101,7 +101,7 @@ impl Span {
         }
     }
 
-    /// Describes a slab whose slots are all free.
+    /// Makes this the span of a slab whose slots are all free.
     pub(super) fn cut(&self, life: u64, start: u64, class: usize, slots: usize) {
         let bytes = classes::bytes_of(class) as u64;
         self.start.store(start, Relaxed);
@@ -119,7 +119,7 @@ impl Span {
         self.life.store(life, Release);
     }
 
-    /// Describes a block of its own, which is live.
+    /// Makes this the span of a single live block.
     pub(super) fn exact(&self, life: u64, start: u64, bytes: u64) {
         self.start.store(start, Relaxed);
         self.resize(bytes);
@@ -135,7 +135,7 @@ impl Span {
         self.number as usize
     }
 
-    /// Ends it: no address is in it any more.
+    /// Makes the span vacant, so that it contains no address.
     pub(super) fn clear(&self) {
         self.life.store(0, Relaxed);
         self.slots.store(0, Relaxed);
@@ -152,13 +152,13 @@ impl Span {
         self.start.load(Relaxed)
     }
 
-    /// Bytes of a slot.
+    /// Returns the bytes of a slot.
     #[inline(always)]
     pub(super) fn slot_bytes(&self) -> u64 {
         self.slot.load(Relaxed)
     }
 
-    /// Changes the length of a single block.
+    /// Changes the size of a single block.
     pub(super) fn resize(&self, bytes: u64) {
         let class = classes::of_single(bytes).map_or(EXACT, |class| class as u32);
         self.class.store(class, Relaxed);
@@ -166,7 +166,7 @@ impl Span {
         self.bytes.store(bytes, Relaxed);
     }
 
-    /// Whether it is one block, and no slab.
+    /// Returns whether it is a single block.
     pub(super) fn is_single(&self) -> bool {
         self.class() as usize >= classes::SLOTTED
     }
@@ -176,7 +176,7 @@ impl Span {
         self.class.load(Relaxed)
     }
 
-    /// The rack that its slots go to: their class, or [`NO_RACK`].
+    /// Returns the bin that its slots go to: their class, or [`NO_RACK`].
     #[inline(always)]
     pub(super) fn rack(&self) -> u8 {
         self.rack.load(Relaxed)
@@ -187,34 +187,34 @@ impl Span {
         self.slots.load(Relaxed) as usize
     }
 
-    /// Bytes of all of it.
+    /// Returns the bytes of the whole span.
     #[inline(always)]
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 
-    /// The slot that `address` lies in.
+    /// Returns the slot that contains `address`.
     #[inline(always)]
     pub(super) fn slot_at(&self, address: u64) -> Option<usize> {
         let offset = address.wrapping_sub(self.start());
         (offset < self.bytes()).then(|| self.divide(offset).0)
     }
 
-    /// The slot that begins at `address`.
+    /// Returns the slot that begins at `address`.
     #[inline(always)]
     pub(super) fn slot_from(&self, address: u64) -> Option<usize> {
         let (slot, begins) = self.divide(address.wrapping_sub(self.start()));
         (slot < self.slots() && begins).then_some(slot)
     }
 
-    /// The slot that an offset lies in, and whether it begins there; a slot beyond all where the
-    /// offset is.
+    /// Returns the slot that contains an offset, and whether the offset is the slot's start. The
+    /// slot of an offset beyond the span is beyond all slots.
     ///
-    /// After D. Lemire, O. Kaser, N. Kurz, *Faster remainder by direct computation* (2019): the
-    /// upper half of the product with a reciprocal is the quotient, the lower half, for a divisor,
-    /// below the reciprocal. A slab is at most 2¹⁸ bytes long and its slots at most 2¹⁶, so that
-    /// what the reciprocal was rounded up by stays far below it; a longer offset's quotient is at
-    /// least the true one.
+    /// After D. Lemire, O. Kaser, N. Kurz, *Faster remainder by direct computation* (2019). The
+    /// product with the reciprocal has the quotient in its upper half. Its lower half is below the
+    /// reciprocal exactly if the offset is a multiple. A slab is at most 2¹⁸ bytes long and its
+    /// slots at most 2¹⁶, so the rounding error of the reciprocal stays far below it. The quotient
+    /// of a longer offset is at least the true one.
     #[inline(always)]
     fn divide(&self, offset: u64) -> (usize, bool) {
         let reciprocal = self.reciprocal.load(Relaxed);
@@ -227,7 +227,7 @@ impl Span {
         self.start().wrapping_add(self.slot_bytes().wrapping_mul(slot as u64))
     }
 
-    /// The byte that says how a slot stands.
+    /// Returns the state byte of a slot.
     #[inline(always)]
     pub(super) fn state(&self, slot: usize) -> &AtomicU8 {
         &self.states[slot % MAX_SLOTS]
@@ -237,7 +237,7 @@ impl Span {
         Slot::from(self.get_raw(slot))
     }
 
-    /// How a slot stands, as its byte.
+    /// Returns the state of a slot as a byte.
     #[inline(always)]
     pub(super) fn get_raw(&self, slot: usize) -> u8 {
         self.state(slot).load(Relaxed)
@@ -247,7 +247,7 @@ impl Span {
         self.state(slot).store(to as u8, Relaxed);
     }
 
-    /// Takes the lowest free slot and makes it live. For the holder of the lock.
+    /// Takes the lowest free slot and makes it live. The caller must hold the pool's lock.
     pub(super) fn take(&self) -> Option<usize> {
         for (n, word) in self.free.iter().enumerate() {
             let bits = word.load(Relaxed);
@@ -262,7 +262,7 @@ impl Span {
         None
     }
 
-    /// Puts a slot back. For the holder of the lock.
+    /// Frees a slot. The caller must hold the pool's lock.
     pub(super) fn give(&self, slot: usize) {
         self.set(slot, Slot::Free);
         let word = &self.free[slot / 64 % self.free.len()];
@@ -270,7 +270,7 @@ impl Span {
         self.used.store(self.used() - 1, Relaxed);
     }
 
-    /// How many slots are not free.
+    /// Returns the number of slots that are not free.
     pub(super) fn used(&self) -> u32 {
         self.used.load(Relaxed)
     }
@@ -318,7 +318,7 @@ mod tests {
             }
             assert_eq!(span.slot_at((1 << 30) + slots as u64 * bytes), None);
             assert_eq!(span.slot_at((1 << 30) - 1), None);
-            // Far away, before and behind: offsets whose products with the reciprocal wrap.
+            // Far below and above: offsets whose products with the reciprocal wrap.
             for far in (18..64).map(|power| 1 << power).filter(|&far| far >= span.bytes()) {
                 for address in [(1u64 << 30).wrapping_add(far), (1u64 << 30).wrapping_sub(far)] {
                     assert_eq!((span.slot_at(address), span.slot_from(address)), (None, None));

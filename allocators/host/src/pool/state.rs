@@ -1,4 +1,4 @@
-//! A pool's books: which memory it has, which blocks are live, and which wait for a gate.
+//! A pool's state under its lock: its memory, live blocks and pending frees.
 
 use super::{
     PinnedStats, Shared,
@@ -25,43 +25,42 @@ use std::{
     },
 };
 
-/// A single block is not cut shorter than this in place, in bytes: a page has to begin in it.
+/// Minimum bytes that a single block shrinks to in place, so that a page begins inside it.
 const SHORTEST: u64 = 8192;
 
-/// Everything that the lock of a shell guards. Nothing here makes a system call, or asks the driver
-/// or a gate.
+/// Everything that the lock of a core guards. No method makes a system call, or calls the driver or
+/// a gate.
 #[derive(Debug)]
 pub(super) struct State {
-    /// Which life of the shell this is, in numbers that no other pool of the process has.
-    /// Allocators carry it.
+    /// The generation of the core, unique in the process. Allocators carry it.
     pub(super) generation: u64,
-    /// To the doors of its magazines.
+    /// The lock proof for the doors of its magazines.
     pub(super) key: Key,
-    /// How large its depot may be.
+    /// The capacity of its depot.
     pub(super) depot: Room,
     /// Whether allocations are served.
     pub(super) open: bool,
-    /// `None` between two lives.
+    /// `None` while the core serves no pool.
     pub(super) shared: Option<Arc<Shared>>,
     heap: Heap,
     spans: Spans,
-    /// By first address. Each registration of a region is a segment of the heap.
+    /// By start address. Each registration of a region is a segment of the heap.
     regions: BTreeMap<u64, Region>,
-    /// Blocks with gates noted on them, by address: live ones, and pending ones.
+    /// Live and pending blocks with gates, by address.
     held: BTreeMap<u64, Held>,
-    /// The pending ones of them, oldest first.
+    /// Addresses of pending blocks, oldest first.
     pending: VecDeque<u64>,
-    /// Room for those that somebody asks about, so that asking takes none.
+    /// A reusable vector for polling, so that polling allocates nothing.
     asked: Vec<Asked>,
-    /// Bytes of the blocks that are live or in magazines.
+    /// Bytes of blocks that are live, in magazines or in the depot.
     out: u64,
-    /// What was done under the lock; magazines count beside it. `live`, `cached` and `blocks` are
-    /// made up when asked.
+    /// Counts of what was done under the lock. Magazines count the rest. `live`, `cached` and
+    /// `blocks` are computed on request.
     counts: PoolStats,
-    /// What the magazines' `requested` came to when they were last looked at.
+    /// The sum of the magazines' `requested` when statistics were last read.
     looked: u64,
     refused: u64,
-    /// How often somebody was here.
+    /// Acquisitions of the lock.
     pub(super) locked: u64,
 }
 
@@ -69,43 +68,43 @@ pub(super) struct State {
 #[derive(Debug)]
 struct Held {
     gates: Vec<Arc<dyn Gate>>,
-    /// Its owner has freed it, in this size.
+    /// Set when the owner has freed it.
     freed: Option<Freed>,
 }
 
-/// A block that left its owner.
+/// A freed block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Freed {
     pub(super) address: u64,
-    /// The size that was asked for.
+    /// The size that was requested.
     pub(super) requested: u64,
 }
 
-/// A pending block whose gates somebody is asking. It is still in the books, and nobody else asks
-/// meanwhile.
+/// A pending block whose gates a thread polls. It stays in the pool's metadata, and no other thread
+/// polls it at the same time.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) block: Freed,
     pub(super) gates: Vec<Arc<dyn Gate>>,
 }
 
-/// What became of a free.
+/// The result of a free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Released {
-    /// It can be given out again.
+    /// The block can be reused.
     Free,
-    /// It waits for its gates.
+    /// The block is pending until its gates open.
     Pending,
     /// It was no live block.
     Refused,
 }
 
-/// The heap of a pool: slabs are cut above it, and begin at pages.
+/// Creates the heap of a pool. It needs no slabs of its own.
 fn heap() -> Heap {
     Heap::new(Config { small_max: 0, ..Config::host() })
 }
 
-/// A generation that no pool has had.
+/// Returns a new, unique generation.
 fn fresh_generation() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -133,12 +132,12 @@ impl State {
         }
     }
 
-    /// A block for its owner, a slot of the shard's slabs if it can be; `None` if nothing free
-    /// holds it.
+    /// Allocates a block, preferably a slot of the shard's slabs. Returns `None` if nothing free
+    /// fits.
     #[inline]
     pub(super) fn take(&mut self, layout: Layout, shard: usize) -> Option<u64> {
         let taken = self.find(layout, shard);
-        // What is kept for the next of its size goes first.
+        // Spare slabs are returned to the heap before the request fails.
         let taken = if taken.is_none() && self.spans.dissolve_spares(&mut self.heap) {
             self.find(layout, shard)
         } else {
@@ -154,13 +153,14 @@ impl State {
             Some(class) => spans.take(heap, *generation, class, shard),
             None => {
                 let bytes = classes::single(layout.size() as u64)?;
-                // At a line, whatever was asked for: magazines give it to whoever asks for that.
+                // Always aligned to a cache line, since magazines reuse the block for requests of
+                // that alignment.
                 spans.take_exact(heap, *generation, bytes, (layout.align() as u64).max(LINE))
             }
         }
     }
 
-    /// A slot of a larger class, when nothing else is left.
+    /// Allocates a slot of a larger class, as a last resort.
     pub(super) fn take_larger(&mut self, layout: Layout) -> Option<u64> {
         let class = classes::slotted(layout)?;
         let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
@@ -183,13 +183,14 @@ impl State {
     fn note_peaks(&mut self) {
         let counts = &mut self.counts;
         counts.peak_live = counts.peak_live.max(self.out);
-        // Less than nothing when more was freed here than in magazines since they were looked at.
+        // Negative if more was freed here than in magazines since statistics were last read.
         let requested =
             counts.requested.wrapping_add(self.looked).cast_signed().max(0).cast_unsigned();
         counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
     }
 
-    /// Has a magazine serve this pool, which is open. For its owner, where nobody else wants in.
+    /// Assigns a magazine to this pool, which is open. For the magazine's owner, and only while no
+    /// other thread is entering.
     pub(super) fn ready(&mut self, magazine: &Magazine) {
         if magazine.door.life() != self.generation {
             // It is new, or was emptied when its last pool was closed.
@@ -197,8 +198,8 @@ impl State {
         }
     }
 
-    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut
-    /// already. For its owner.
+    /// Moves about 64 KiB of free slots of the class from the shard's existing slabs into the
+    /// magazine. For the magazine's owner.
     pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
         if class >= classes::SLOTTED {
             return;
@@ -211,9 +212,9 @@ impl State {
         }
     }
 
-    /// Makes room in the magazine for one more block of the class. It may hold twice as many as
-    /// long as as much is free under the lock as it was let hold beyond its beginnings; otherwise
-    /// half of them are taken into the books. For its owner.
+    /// Makes room in the magazine for one more block of the class. Doubles the bin while the heap
+    /// has as many free bytes as the magazine may hold beyond its initial size. Otherwise half of
+    /// the bin returns to the heap. For the magazine's owner.
     pub(super) fn make_room(&mut self, magazine: &Magazine, depot: &Depot, class: usize) {
         if class >= classes::SLOTTED {
             let (mut room, free) = (self.depot, self.free_bytes());
@@ -224,11 +225,12 @@ impl State {
         }
     }
 
-    /// Takes a free block back from a magazine.
+    /// Returns a free block from a magazine or the depot to the heap.
     pub(super) fn unstock(&mut self, address: u64) {
         let Some((span, slot)) = map::block_from(address) else { return };
         self.out -= span.slot_bytes();
-        // A gate that was noted while its owner freed it holds all the same.
+        // A gate may have been noted while the owner freed the block. It still holds the block
+        // back.
         if !self.held.is_empty()
             && let Some(held) = self.held.get_mut(&address)
         {
@@ -251,7 +253,7 @@ impl State {
         }
     }
 
-    /// The block that begins at `address`, if it is its owner's and has at least so many bytes.
+    /// Returns the block that begins at `address`, if it is live and has at least `bytes` bytes.
     #[inline]
     fn owned(&self, address: u64, bytes: u64) -> Option<(&'static Span, usize)> {
         let (span, slot) = map::block_from(address)?;
@@ -259,13 +261,13 @@ impl State {
         (fits && span.get(slot).is_owned()).then_some((span, slot))
     }
 
-    /// Whether the block at `address` can be freed or resized as one of `bytes` bytes, and has no
-    /// gate noted on it.
+    /// Returns whether the block at `address` can be freed or resized as one of `bytes` bytes, and
+    /// has no gate noted on it.
     pub(super) fn is_free_to_go(&self, address: u64, bytes: u64) -> bool {
         self.owned(address, bytes).is_some_and(|(span, slot)| span.get(slot) == Slot::Live)
     }
 
-    /// Takes a block back from its owner.
+    /// Frees a block.
     #[inline]
     pub(super) fn release(&mut self, block: Freed) -> Released {
         let Freed { address, requested } = block;
@@ -291,11 +293,11 @@ impl State {
         Released::Free
     }
 
-    /// Makes a block larger or smaller where it is; says whether that could be done.
+    /// Resizes a block in place. Returns whether it succeeded.
     pub(super) fn resize(&mut self, address: u64, old: u64, new: u64) -> bool {
         let Some((span, slot)) = self.owned(address, old) else { return false };
         let size = span.slot_bytes();
-        // A tail that a device may still touch must not go to somebody else.
+        // A tail that a device may still access must not be reused.
         let stays = new <= size && (new >= old || span.get(slot) == Slot::Gated);
         let now = if stays || !span.is_single() {
             size
@@ -317,7 +319,7 @@ impl State {
         true
     }
 
-    /// The start of the live block that `address` lies in.
+    /// Returns the start of the live block that contains `address`.
     pub(super) fn block_at(&self, address: u64) -> Option<u64> {
         let start = match map::slab_at(address) {
             Some((span, slot)) if !span.is_single() => span.address(slot),
@@ -330,7 +332,7 @@ impl State {
         self.owned(start, 0).map(|_| start)
     }
 
-    /// Notes a gate on the live block that starts at `start`. Answers with how many it has.
+    /// Notes a gate on the live block that begins at `start`. Returns the number of its gates.
     pub(super) fn note(&mut self, start: u64, gate: Arc<dyn Gate>) -> usize {
         if let Some((span, slot)) = self.owned(start, 0) {
             span.set(slot, Slot::Gated);
@@ -341,13 +343,13 @@ impl State {
         held.gates.len()
     }
 
-    /// The gates of a live block, to be asked outside the lock.
+    /// Returns the gates of a live block, to be polled outside the lock.
     pub(super) fn gates(&self, start: u64) -> Vec<Arc<dyn Gate>> {
         self.held.get(&start).map(|held| held.gates.clone()).unwrap_or_default()
     }
 
-    /// Forgets gates of a live block that have been found open. Answers with them, to be dropped
-    /// outside the lock.
+    /// Removes gates of a live block that were found open. Returns them, to be dropped outside the
+    /// lock.
     pub(super) fn forget(&mut self, start: u64, open: &[Arc<dyn Gate>]) -> Vec<Arc<dyn Gate>> {
         let Some(held) = self.held.get_mut(&start).filter(|held| held.freed.is_none()) else {
             return Vec::new();
@@ -369,12 +371,12 @@ impl State {
         !self.pending.is_empty()
     }
 
-    /// Whether blocks wait for gates, also those that somebody is asking about.
+    /// Returns whether blocks are pending, including those that are being polled.
     pub(super) fn is_waiting(&self) -> bool {
         self.counts.pending > 0
     }
 
-    /// Up to `most` of the oldest pending blocks that nobody is asking about.
+    /// Takes up to `most` of the oldest pending blocks that are not being polled.
     pub(super) fn ask(&mut self, most: usize) -> Vec<Asked> {
         if self.pending.is_empty() {
             return Vec::new();
@@ -389,8 +391,8 @@ impl State {
         asked
     }
 
-    /// Takes the answers in: blocks whose gates are all open are free, the others wait on, before
-    /// those that are younger.
+    /// Stores the results of polling: blocks without shut gates become free. The others stay
+    /// pending, ahead of younger ones.
     pub(super) fn answer(&mut self, mut asked: Vec<Asked>) {
         for Asked { block, gates } in asked.drain(..).rev() {
             if gates.is_empty() {
@@ -409,7 +411,8 @@ impl State {
         }
     }
 
-    /// Puts a region in, a segment for each registration. Hands it back if the books are full.
+    /// Adds a region, with a segment for each registration. Returns the region if that is not
+    /// possible.
     pub(super) fn add(&mut self, region: Region) -> Option<Region> {
         let span = region.span();
         if !map::cover(span.start as u64..span.end() as u64) {
@@ -422,7 +425,7 @@ impl State {
         for (added, part) in parts.iter().enumerate() {
             if self.heap.add_segment(range(part), 0).is_err() {
                 for part in &parts[..added] {
-                    // Just added, so wholly free.
+                    // It was just added, so it is wholly free.
                     let _stamp = self.heap.remove(range(part));
                 }
                 return Some(region);
@@ -437,15 +440,15 @@ impl State {
         None
     }
 
-    /// Bytes of the shortest region.
+    /// Returns the bytes of the shortest region.
     pub(super) fn shortest_region(&self) -> Option<u64> {
         self.regions.values().map(|region| region.span().len as u64).min()
     }
 
-    /// Takes out the largest region that is wholly free and leaves at least `keep` free bytes.
+    /// Removes the largest region that is wholly free, if at least `keep` free bytes stay.
     pub(super) fn remove(&mut self, keep: u64) -> Option<Region> {
         self.spans.dissolve_spares(&mut self.heap);
-        // What magazines hold may be had too, and is not free to go.
+        // Blocks in magazines count as neither free nor releasable here.
         let cached = self.counts.physical - self.out - self.counts.pending;
         let heap = &self.heap;
         let free = |region: &Region| {
@@ -467,7 +470,7 @@ impl State {
         Some(region)
     }
 
-    /// Counts a region that has been given back.
+    /// Counts a released region.
     pub(super) fn reaped(&mut self, bytes: u64) {
         self.counts.reaped += bytes;
     }
@@ -480,12 +483,12 @@ impl State {
         self.counts.host_waits += 1;
     }
 
-    /// Whether any block has gates noted on it, also where somebody is asking them now.
+    /// Returns whether any block has gates noted on it, including blocks that are being polled.
     pub(super) fn holds_back(&self) -> bool {
         !self.held.is_empty()
     }
 
-    /// Whether nothing of a closed pool is left.
+    /// Returns whether nothing of a closed pool is left.
     pub(super) fn is_over(&self) -> bool {
         !self.open && self.regions.is_empty() && self.held.is_empty()
     }
@@ -502,7 +505,7 @@ impl State {
         self.counts.physical
     }
 
-    /// Bytes that are free under the lock: what magazines hold is not among them.
+    /// Returns the bytes that are free in the heap, without those in magazines and in the depot.
     pub(super) fn free_bytes(&self) -> u64 {
         self.counts.physical - self.out - self.counts.pending
     }
@@ -533,7 +536,7 @@ impl State {
         }
     }
 
-    /// The error of a request that nothing made room for.
+    /// Completes the error of a request that could not be served.
     pub(super) fn explain(
         &mut self,
         mut error: Box<aquifer_core::OutOfMemory>,
@@ -547,7 +550,7 @@ impl State {
         MemoryError::OutOfMemory(error)
     }
 
-    /// The shared part if the pool of this generation is open.
+    /// Returns the shared part if the pool of this generation is open.
     #[inline]
     pub(super) fn open_as(&self, generation: u64) -> Result<&Arc<Shared>> {
         match &self.shared {
@@ -558,7 +561,7 @@ impl State {
 
     pub(super) fn is_consistent(&mut self, magazines: Tally) -> bool {
         let (mut spanned, mut blocks) = (0, 0);
-        // Bytes and slots by state.
+        // Bytes and number of slots, by state.
         let mut by = [(0u64, 0u64); 5];
         for span in self.spans.iter() {
             spanned += span.bytes();
@@ -587,7 +590,7 @@ impl State {
             && self.held.keys().all(|&address| map::block_from(address).is_some())
     }
 
-    /// Adds what a magazine has counted to the pool's own account.
+    /// Adds the counts of a magazine to those of the pool.
     pub(super) fn absorb(&mut self, tally: Tally) {
         let counts = &mut self.counts;
         counts.allocations += tally.allocations;
@@ -595,7 +598,7 @@ impl State {
         counts.requested = counts.requested.wrapping_add(tally.requested);
     }
 
-    /// The books of the next life.
+    /// Resets the state for the next generation.
     pub(super) fn renew(&mut self) -> Option<Arc<Shared>> {
         let old = std::mem::replace(self, Self::new());
         self.spans = old.spans.renew();

@@ -1,16 +1,16 @@
-//! Which thread this is, and whether it is at work for a pool.
+//! Thread numbers, the thread's current magazines, and whether the thread is inside a pool.
 //!
-//! A thread that allocates gets a small number, by which pools find its magazines, and gives it
-//! back when it ends. The next thread that begins takes it over with what is in them, so that
-//! threads which come and go do not each begin with nothing, and not with a queue before the lock.
-//! The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run
-//! after those of Rust's thread-locals, so that these find their magazines still, and nothing is
-//! allocated for it from a global allocator that may be at work for us. A thread that allocates
-//! later still does without magazines.
+//! A thread that allocates gets a small number, which is the index of its magazines in all pools,
+//! and returns it when it ends. The next new thread takes over the number and the contents of the
+//! magazines. So short-lived threads do not start with empty magazines, nor queue for the lock.
 //!
-//! A child of a fork has the books of magazines and not their memory, so the thread that goes on in
-//! it forgets its own (`pthread_atfork`): from there on it meets the shells, which know whose they
-//! are.
+//! The end of a thread is detected by a destructor of a key of the C library
+//! (`pthread_key_create`). It runs after the destructors of Rust's thread-locals, which can
+//! therefore still use the magazines. It also allocates nothing from a global allocator that may be
+//! served by a pool. A thread that allocates after it does so without magazines.
+//!
+//! A child of a fork inherits the metadata of magazines without their memory. So its thread clears
+//! its magazines (`pthread_atfork`), and reaches the pool cores instead, which compare the process.
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
@@ -18,63 +18,70 @@ use crate::kernel::{AcrossForks, Guard, Of};
 use nix::libc;
 use std::{cell::Cell, ffi::c_void, ptr, sync::OnceLock};
 
-/// Threads with magazines at one time; others go by the lock.
+/// Maximum number of threads with magazines at a time. Others take the lock.
 pub(super) const THREADS: usize = 1024;
 
-/// Not asked for a number yet.
+/// No number has been requested yet.
 const NEW: u32 = u32::MAX;
-/// Never to get one: at its end, or one too many.
+/// The thread gets no number: it is ending, or there are too many threads.
 const NONE: u32 = NEW - 1;
 
-/// Pools whose magazines a thread finds at once; others' are looked up under way to the lock.
+/// Number of cached magazines of a thread. Other magazines are looked up on the slow path.
 const NEAR: usize = 4;
 
 struct Here {
     at_work: Cell<bool>,
     number: Cell<u32>,
-    /// By generation: the last one that was looked up. It says itself whom it serves. None while
-    /// the thread is at work for a pool, so that whoever finds one need not ask for that.
+    /// By generation modulo the length, the magazine that was looked up last. The magazine holds
+    /// its generation itself. `None` while the thread is inside a pool, so that a lookup implies
+    /// that it is not.
     magazines: [Cell<Option<&'static Magazine>>; NEAR],
 }
 
 thread_local! {
-    // Const and without a destructor, so that an allocator may read it at any time of a thread's life.
+    // Const and without a destructor, so that an allocator can read it at any time in the life of a
+    // thread.
     static HERE: Here = const {
-        Here { at_work: Cell::new(false), number: Cell::new(NEW), magazines: [const { Cell::new(None) }; NEAR] }
+        Here {
+            at_work: Cell::new(false),
+            number: Cell::new(NEW),
+            magazines: [const { Cell::new(None) }; NEAR]
+        }
     };
 }
 
-/// A magazine of this thread's, that of the pool of this generation if it was looked up lately;
-/// none while the thread is at work for a pool. By reference, so that it need not be kept where
-/// thread-locals are found by a call.
+/// Returns the cached magazine of this thread for the generation. It may serve another pool.
+/// Returns `None` while the thread is inside a pool. Takes a reference, so that the value need not
+/// be saved where access to thread-locals is a function call.
 #[inline(always)]
 pub(super) fn magazine(generation: &u64) -> Option<&'static Magazine> {
     HERE.with(|here| here.magazines[*generation as usize % NEAR].get())
 }
 
-/// Notes which magazine this thread has for the pool of this generation.
+/// Caches this thread's magazine for the pool of this generation.
 pub(super) fn set_magazine(generation: u64, magazine: &'static Magazine) {
     HERE.with(|here| here.magazines[generation as usize % NEAR].set(Some(magazine)));
 }
 
-/// Whether this thread is at work for a pool.
+/// Returns whether this thread is inside a pool.
 #[inline]
 pub(super) fn is_at_work() -> bool {
     HERE.with(|here| here.at_work.get())
 }
 
-/// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the
-/// module's surprises.
+/// While this guard lives, the thread is inside a pool, and pools refuse its allocations (see the
+/// caveats of [`pool`](super)).
 pub(super) struct AtWork {
-    /// The thread's magazines.
+    /// The thread's cached magazines.
     aside: [Option<&'static Magazine>; NEAR],
 }
 
 impl AtWork {
-    /// `None` if the thread is at work for a pool already.
+    /// Marks the thread as inside a pool. Returns `None` if it is already.
     #[inline]
     pub(super) fn begin() -> Option<Self> {
-        // Made only where it is the first: the end of another would end the first one's work.
+        // Only the outermost call returns a guard, because the drop of an inner one would end the
+        // state.
         HERE.with(|here| {
             let was = here.at_work.replace(true);
             (!was).then(|| Self { aside: here.magazines.each_ref().map(Cell::take) })
@@ -86,7 +93,7 @@ impl Drop for AtWork {
     #[inline]
     fn drop(&mut self) {
         HERE.with(|here| {
-            // Not in a child of a fork meanwhile, which has forgotten them.
+            // The flag is clear in a child that was forked in the meantime, which has no magazines.
             if here.at_work.replace(false) {
                 here.magazines
                     .iter()
@@ -97,11 +104,11 @@ impl Drop for AtWork {
     }
 }
 
-/// What all threads share.
+/// State of all threads.
 struct Register {
     /// Numbers of threads that have ended.
     free: Vec<u32>,
-    /// The first number that nobody has had.
+    /// The lowest number that was never used.
     next: u32,
 }
 
@@ -112,14 +119,14 @@ fn register() -> Guard<'static, Register> {
     REGISTER.lock()
 }
 
-/// The number of this thread, which gets one if it has none and one is to be had.
+/// Returns the number of this thread, and assigns one if possible.
 pub(super) fn number() -> Option<usize> {
     let set = |number| HERE.with(|here| here.number.set(number));
     let known = HERE.with(|here| here.number.get());
     if known != NEW {
         return (known < NONE).then_some(known as usize);
     }
-    // Whatever is allocated from here on is not for the pool.
+    // Allocations from here on must not use the pool.
     set(NONE);
     let _at_work = AtWork::begin();
     let number = take_number();
@@ -139,8 +146,8 @@ fn take_number() -> Option<u32> {
         None => return None,
     };
     drop(all);
-    // SAFETY: 1. the key was made and is never deleted. 2. the value is a number and no address
-    // that anybody follows.
+    // SAFETY: 1. the key was created and is never deleted. 2. the value is a number that is never
+    // dereferenced.
     let noted =
         unsafe { libc::pthread_setspecific(key, ptr::without_provenance(number as usize + 1)) };
     if noted == 0 {
@@ -150,22 +157,22 @@ fn take_number() -> Option<u32> {
     None
 }
 
-/// The key whose destructor tells of a thread's end; `None` where there are too many, or where a
-/// fork would not be told.
+/// Returns the key whose destructor reports the end of a thread. Returns `None` if there are too
+/// many keys, or if the fork handler cannot be installed.
 fn key() -> &'static Option<libc::pthread_key_t> {
     static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     KEY.get_or_init(|| {
         let mut key = 0;
-        // SAFETY: 1. the key is written to a place of that type. 2. `ended` is there as long as the
-        // program is.
+        // SAFETY: 1. the key is written to a place of that type. 2. `ended` is valid for the whole
+        // life of the program.
         let made = unsafe { libc::pthread_key_create(&raw mut key, Some(ended)) };
-        // SAFETY: 1. `forked` may run in a child of a process with threads: it writes to its own
-        // thread-locals.
+        // SAFETY: 1. `forked` may run in a child of a process with threads: it only writes to its
+        // own thread-locals.
         (made == 0 && unsafe { libc::pthread_atfork(None, None, Some(forked)) } == 0).then_some(key)
     })
 }
 
-/// The C library calls it in a child, in the one thread that it has.
+/// Called by the C library in the only thread of a forked child.
 unsafe extern "C" fn forked() {
     HERE.with(|here| {
         here.at_work.set(false);
@@ -173,7 +180,7 @@ unsafe extern "C" fn forked() {
     });
 }
 
-/// The C library calls it in a thread that ends, with what was noted.
+/// Called by the C library in a thread that ends, with the value of its key.
 extern "C" fn ended(value: *mut c_void) {
     let Some(number) = value.addr().checked_sub(1) else { return };
     HERE.with(|here| {
