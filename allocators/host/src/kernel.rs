@@ -1,9 +1,8 @@
-//! The system calls that regions and workers are made of, and a plan of failures for them.
+//! The system calls that regions and workers use, and fault injection for them.
 //!
-//! Everything here that changes mappings is `unsafe`: the caller answers for who else uses the
-//! addresses. A [`Kernel`] made by [`Kernel::with_faults`] asks its [`Faults`] before each call, so
-//! that every step of making and ending a region can be seen to fail without a machine that is
-//! broken in just that way.
+//! Functions that change mappings are `unsafe`: the caller guarantees that the addresses are not in
+//! use. A [`Kernel`] made by [`Kernel::with_faults`] consults its [`Faults`] before each call.
+//! Tests can thus make every step of creating and releasing a region fail, on any machine.
 #![expect(unsafe_code, reason = "makes system calls")]
 
 mod across_forks;
@@ -30,7 +29,7 @@ use nix::{
 };
 use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
 
-/// A range of this process's addresses.
+/// A range of addresses of this process.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -42,10 +41,10 @@ pub struct Span {
 }
 
 impl Span {
-    /// The first address after it.
+    /// Returns the first address after it.
     #[must_use]
     pub fn end(self) -> usize {
-        // No span is made that wraps: the kernel maps nothing at the last address.
+        // No span wraps: the kernel maps nothing at the last address.
         self.start.wrapping_add(self.len)
     }
 
@@ -54,12 +53,12 @@ impl Span {
     }
 }
 
-/// How a mapping gets its pages.
+/// The page size of a mapping.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum MapPages {
-    /// Base pages, or transparent huge ones by the system's mode.
+    /// Base pages, or transparent huge pages, depending on the system's mode.
     Ordinary,
     /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`).
     Huge2M,
@@ -68,7 +67,7 @@ pub enum MapPages {
 }
 
 impl MapPages {
-    /// The bits by which `mmap` knows them.
+    /// Returns the flags of `mmap` for this page size.
     fn bits(self) -> c_int {
         match self {
             Self::Ordinary => 0,
@@ -83,19 +82,19 @@ impl MapPages {
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Advice {
-    /// A child process does not get it: a fork would copy pinned pages, and the device would go on
-    /// with the parent's.
+    /// Child processes do not inherit the mapping. Otherwise a fork would copy pinned pages, while
+    /// the device keeps using the parent's.
     DontFork,
-    /// A core dump leaves it out.
+    /// Core dumps exclude the mapping.
     DontDump,
-    /// Transparent huge pages are wanted.
+    /// Enables transparent huge pages.
     HugePage,
-    /// Transparent huge pages are not wanted.
+    /// Disables transparent huge pages.
     NoHugePage,
 }
 
-/// The memory-policy mode that takes memory from one node while it has some, and from others when
-/// it has none (`MPOL_PREFERRED`). The strict mode ends in an out-of-memory kill.
+/// The memory policy that prefers one node and falls back to others when it is full
+/// (`MPOL_PREFERRED`). The strict policy would end in an out-of-memory kill.
 const MPOL_PREFERRED: c_int = 1;
 
 /// The system calls of this machine. Cheap to clone.
@@ -107,20 +106,21 @@ pub struct Kernel {
 type Result<T> = std::result::Result<T, SystemError>;
 
 impl Kernel {
-    /// The kernel as it is.
+    /// Creates the interface to the real kernel.
     #[must_use]
     pub fn new() -> Self {
         aquifer_driver::forks::hold_budgets();
         Self::default()
     }
 
-    /// The kernel with failures by plan.
+    /// Creates an interface whose calls fail as planned.
     #[must_use]
     pub fn with_faults(faults: Arc<Faults>) -> Self {
         Self { faults: Some(faults) }
     }
 
-    /// Counts the call, and refuses it where the plan says so. How long it is to seem to take.
+    /// Counts the call, and fails if that is planned. Returns the simulated duration, if one is
+    /// planned.
     fn ask(&self, call: SystemCall) -> Result<Option<Duration>> {
         match &self.faults {
             Some(faults) => faults.ask(call),
@@ -128,7 +128,8 @@ impl Kernel {
         }
     }
 
-    /// Major and minor version of the kernel that runs (`uname`); `None` if it does not say.
+    /// Returns the major and minor version of the running kernel (`uname`), or `None` if it is
+    /// unknown.
     #[must_use]
     pub fn version(&self) -> Option<(u32, u32)> {
         if let Some(version) = self.faults.as_ref().and_then(|faults| faults.version()) {
@@ -139,8 +140,8 @@ impl Kernel {
         Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
     }
 
-    /// The most bytes that one registration can pin, if the kernel has a limit of its own: Linux
-    /// 6.11 to 6.13 refuse a long-term pin of 2 GiB or more.
+    /// Returns the maximum bytes of one registration, if the kernel has such a limit: Linux 6.11 to
+    /// 6.13 refuse long-term pins of 2 GiB or more.
     #[must_use]
     pub fn pin_limit(&self) -> Option<usize> {
         self.version().filter(|version| ((6, 11)..=(6, 13)).contains(version)).map(|_| 2 << 30)
@@ -149,11 +150,11 @@ impl Kernel {
     /// Reserves addresses without memory (`mmap`, `PROT_NONE`).
     ///
     /// # Errors
-    /// `ENOMEM` where the address space is limited.
+    /// `ENOMEM` if the address space is limited.
     pub fn reserve(&self, len: NonZeroUsize) -> Result<Span> {
         self.ask(SystemCall::Reserve)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: 1. no address is asked for, so no mapping is replaced.
+        // SAFETY: 1. no address is given, so no mapping is replaced.
         let address =
             unsafe { libc::mmap(ptr::null_mut(), len.get(), libc::PROT_NONE, flags, -1, 0) };
         if address == libc::MAP_FAILED {
@@ -163,14 +164,14 @@ impl Kernel {
     }
 
     /// Maps fresh zeroed memory over a reserved range (`mmap`, `MAP_FIXED`). Huge pages are
-    /// promised by the pool now.
+    /// reserved in their pool now.
     ///
     /// # Safety
-    /// 1. The range is reserved or mapped by the caller, and nobody uses it.
+    /// 1. The range is reserved or mapped by the caller, and is not in use.
     ///
     /// # Errors
-    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is
-    /// as it was.
+    /// `ENOMEM` if the pool of huge pages, or the number of mappings, is exhausted. The range is
+    /// then unchanged.
     pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
         self.ask(match pages {
             MapPages::Ordinary => SystemCall::Map,
@@ -183,13 +184,14 @@ impl Kernel {
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
-    /// Gives a range's memory back and keeps its addresses reserved (`mmap` over it, `PROT_NONE`).
+    /// Releases the memory of a range and keeps its addresses reserved (`mmap` over it,
+    /// `PROT_NONE`).
     ///
     /// # Safety
-    /// 1. The range is mapped by the caller, and nobody uses it any more.
+    /// 1. The range is mapped by the caller, and is no longer in use.
     ///
     /// # Errors
-    /// `ENOMEM` where the number of mappings is exhausted; the memory stays.
+    /// `ENOMEM` if the number of mappings is exhausted. The memory then stays mapped.
     pub unsafe fn unmap(&self, span: Span) -> Result<()> {
         self.ask(SystemCall::Unmap)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
@@ -199,13 +201,13 @@ impl Kernel {
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
-    /// Advises the kernel on a mapping (`madvise`).
+    /// Gives the kernel advice on a mapping (`madvise`).
     ///
     /// # Safety
     /// 1. The range is mapped by the caller.
     ///
     /// # Errors
-    /// `EINVAL` where the kernel lacks the advice.
+    /// `EINVAL` if the kernel does not support the advice.
     pub unsafe fn advise(&self, span: Span, advice: Advice) -> Result<()> {
         let (call, advice) = match advice {
             Advice::DontFork => (SystemCall::DontFork, libc::MADV_DONTFORK),
@@ -214,19 +216,21 @@ impl Kernel {
             Advice::NoHugePage => (SystemCall::NoHugePage, libc::MADV_NOHUGEPAGE),
         };
         self.ask(call)?;
-        // SAFETY: 1. none of them changes what the memory holds. 2. the range is the caller's.
+        // SAFETY: 1. none of them changes the contents of memory. 2. the range belongs to the
+        // caller.
         check("madvise", unsafe { libc::madvise(span.pointer(), span.len, advice) })
     }
 
-    /// Wants a mapping's pages on a node (`mbind`, `MPOL_PREFERRED`), where they are not there yet.
+    /// Makes a node preferred for the pages of a mapping that are not populated yet (`mbind`,
+    /// `MPOL_PREFERRED`).
     ///
     /// # Errors
-    /// `EPERM` or `ENOSYS` where a sandbox refuses, `EINVAL` for a node that the process may not
+    /// `EPERM` or `ENOSYS` if a sandbox refuses it, `EINVAL` for a node that the process may not
     /// use.
     pub fn prefer(&self, span: Span, node: NodeId) -> Result<()> {
         self.ask(SystemCall::Prefer)?;
         let mask: Bitmap = [node.0].into_iter().collect();
-        // The kernel takes one bit less than it is told.
+        // The kernel uses one bit less than this count.
         let bits = mask.words().len() * 64 + 1;
         // SAFETY: 1. the mask has that many bits less one. 2. a policy changes no memory.
         let answer = unsafe {
@@ -243,20 +247,19 @@ impl Kernel {
         if answer == 0 { Ok(()) } else { Err(last("mbind")) }
     }
 
-    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what
-    /// they hold. Says how much of the processor's time it took.
+    /// Populates a mapping as by writes, and keeps its contents (`madvise`, `MADV_POPULATE_WRITE`).
+    /// Returns the CPU time that it took.
     ///
     /// # Errors
-    /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted;
-    /// `ENOMEM`.
+    /// `EINVAL` on kernels before 5.14; `EFAULT` if the pool of huge pages is exhausted; `ENOMEM`.
     pub fn populate(&self, span: Span) -> Result<Duration> {
         let seeming = self.ask(SystemCall::Populate)?;
         let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
         Ok(seeming.unwrap_or(took))
     }
 
-    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are
-    /// read in. Says how much of the processor's time it took.
+    /// Populates a mapping as by reads (`madvise`, `MADV_POPULATE_READ`). Pages of a file are read
+    /// in. Returns the CPU time that it took.
     ///
     /// # Errors
     /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
@@ -266,29 +269,30 @@ impl Kernel {
         Ok(seeming.unwrap_or(took))
     }
 
-    /// Writes one zero to each page: what [`Kernel::populate`] does on kernels that lack it.
+    /// Writes one zero to each page. Replaces [`Kernel::populate`] on kernels that do not support
+    /// it.
     ///
     /// # Safety
-    /// 1. The range is mapped by the caller with pages of at least `page` bytes, fresh, and nobody
-    ///    else uses it.
-    /// 2. It is not backed by reserved huge pages, where a page that is not there is a signal.
+    /// 1. The range is mapped by the caller with pages of at least `page` bytes, fresh, and not in
+    ///    use elsewhere.
+    /// 2. It is not backed by reserved huge pages, where a missing page raises a signal.
     pub unsafe fn touch(&self, span: Span, page: usize) {
         let first = span.pointer().cast::<u8>();
         for offset in (0..span.len).step_by(page.max(1)) {
-            // SAFETY: 1. inside the range, which is mapped for writing and nobody else's.
+            // SAFETY: 1. inside the range, which is mapped for writing and not in use elsewhere.
             unsafe { first.add(offset).write_volatile(0) };
         }
     }
 
-    /// Which node each page lies on (`move_pages` without nodes). A negative answer is an error
-    /// number: `-ENOENT` for a page that is not there.
+    /// Returns the node of each page (`move_pages` without nodes). A negative value is an error
+    /// number: `-ENOENT` for a page that is not populated.
     ///
-    /// While the kernel moves a page, as it does to make room for huge ones, it says of it that it
-    /// is not there. Those that are (`mincore`) are waited for (`MADV_POPULATE_READ`) and asked
-    /// about again.
+    /// While the kernel moves a page, for example to make room for huge pages, it also reports
+    /// `-ENOENT`. Pages that are resident (`mincore`) are waited for (`MADV_POPULATE_READ`) and
+    /// queried again.
     ///
     /// # Errors
-    /// `EPERM` or `ENOSYS` where a sandbox refuses.
+    /// `EPERM` or `ENOSYS` if a sandbox refuses it.
     pub fn nodes_of(&self, pages: &[usize]) -> Result<Vec<c_int>> {
         self.ask(SystemCall::Query)?;
         let mut nodes = look_up(pages)?;
@@ -300,8 +304,8 @@ impl Kernel {
             if moving.is_empty() {
                 break;
             }
-            // A fault waits until a page has come to where it goes, however long that takes;
-            // kernels before 5.14 know none that only reads.
+            // A fault waits until the move of the page is complete. Kernels before 5.14 have no
+            // fault that only reads.
             let arrives = |&place: &usize| {
                 fault_in(Span { start: pages[place], len: 1 }, libc::MADV_POPULATE_READ).is_ok()
             };
@@ -314,15 +318,15 @@ impl Kernel {
         Ok(nodes)
     }
 
-    /// Binds the calling thread to CPUs (`sched_setaffinity`), however many the machine has.
+    /// Binds the calling thread to CPUs (`sched_setaffinity`). The set may have any size.
     ///
     /// # Errors
-    /// `EINVAL` where the process may use none of them.
+    /// `EINVAL` if the process may use none of the CPUs.
     pub fn bind_thread(&self, cpus: &Bitmap) -> Result<()> {
         self.ask(SystemCall::Bind)?;
         let words = cpus.words();
-        // SAFETY: 1. the kernel reads as many bytes as are told; the C type's size does not matter
-        // to it.
+        // SAFETY: 1. the kernel reads exactly the given number of bytes, independent of the size of
+        // the C type.
         check("sched_setaffinity", unsafe {
             libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
         })
@@ -331,7 +335,7 @@ impl Kernel {
     /// Starts a thread.
     ///
     /// # Errors
-    /// `EAGAIN` where there may be no more threads.
+    /// `EAGAIN` if the limit of threads is reached.
     pub fn spawn(
         &self,
         name: String,
@@ -346,21 +350,21 @@ impl Kernel {
     }
 }
 
-/// A pointer to an address of a mapping that this crate made, or that the driver handed to it.
+/// Returns a pointer to an address of a mapping that this crate or the driver made.
 pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
 }
 
-/// How often pages are asked about again that the kernel was moving, and how long it has for that
-/// in between where it cannot be waited for.
+/// Maximum number of repeated queries for pages that the kernel is moving, and the pause between
+/// them where the move cannot be waited for.
 const LOOKS: usize = 50;
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// Asks once which node each page lies on.
+/// Queries the node of each page once.
 fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
     let mut nodes = vec![-libc::ENOENT; pages.len()];
-    // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved.
-    // 3. the pages are looked up by address and not read.
+    // SAFETY: 1. both arrays have `pages.len()` elements. 2. without nodes nothing is moved. 3. the
+    // pages are looked up by address and not read.
     let answer = unsafe {
         libc::syscall(
             libc::SYS_move_pages,
@@ -375,7 +379,7 @@ fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
     if answer >= 0 { Ok(nodes) } else { Err(last("move_pages")) }
 }
 
-/// Whether there is memory for a page, also while it is moved.
+/// Returns whether a page has memory, also while it is moved.
 fn is_there(page: usize) -> bool {
     let mut there = 0;
     // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not
@@ -385,18 +389,19 @@ fn is_there(page: usize) -> bool {
     answer == 0 && there & 1 == 1
 }
 
-/// The processor's time that this thread has had.
+/// Returns the CPU time of this thread.
 fn own_time() -> Result<Duration> {
     let spent = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
     spent.map(Duration::from).map_err(|e| SystemError { call: "clock_gettime", errno: e as c_int })
 }
 
-/// Has the kernel take the pages of a range, however often it is interrupted. The processor's time
-/// that it took: what other threads took of the clock meanwhile says nothing about the memory.
+/// Populates the pages of a range, and repeats the call when it is interrupted. Returns the CPU
+/// time that it took. Wall time would include the time of other threads.
 fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
     let begun = own_time()?;
     loop {
-        // SAFETY: 1. populating changes nothing that can be seen in memory, whoever's it is.
+        // SAFETY: 1. populating does not change the visible contents of memory, whichever owner it
+        // has.
         let answer = unsafe { libc::madvise(span.pointer(), span.len, advice) };
         match check("madvise", answer) {
             Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
@@ -426,7 +431,7 @@ mod tests {
     fn a_reserved_range_is_mapped_written_and_given_back() {
         let kernel = Kernel::new();
         let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
-        // SAFETY: 1. reserved above; nobody else knows of it.
+        // SAFETY: 1. reserved above, and used only here.
         unsafe {
             kernel.map(span, MapPages::Ordinary).unwrap();
             kernel.advise(span, Advice::DontFork).unwrap();
@@ -451,10 +456,11 @@ mod tests {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
         let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
-        // SAFETY: 1. reserved above; nobody else knows of it.
+        // SAFETY: 1. reserved above, and used only here.
         unsafe {
             kernel.map(span, MapPages::Ordinary).unwrap();
-            // No neighbours with a page, where the kernel knows of such.
+            // Prevents huge pages, which would also populate the pages behind, if the kernel
+            // supports it.
             let _ = kernel.advise(span, Advice::NoHugePage);
         }
         kernel.populate(Span { len: 8 * PAGE, ..span }).unwrap();

@@ -1,23 +1,22 @@
-//! Which memory is near which CPU and which device, and what of it this process may use.
+//! NUMA topology of the machine: nodes, CPUs, devices, distances, and what this process may use.
 //!
-//! [`Topology::read`] looks at sysfs and procfs once and answers from what stood there: read it
-//! again where CPUs, nodes or limits may have changed, nothing is kept between reads. Under
-//! [`Topology::read_under`] the same files are read below another root, for fixtures and for a
-//! host's files mounted into a container.
+//! [`Topology::read`] reads sysfs and procfs once. Nothing is cached between reads: read it again
+//! when CPUs, nodes or limits may have changed. [`Topology::read_under`] reads the same files below
+//! another root, for fixtures and for files of a host that are mounted into a container.
 //!
-//! Some things surprise:
-//! - sysfs shows the whole machine whatever the container: nodes and CPUs are intersected with the
-//!   process's own allowed sets here.
-//! - A node may have no CPUs, or no memory, and a machine more than 64 nodes or 1024 CPUs.
-//! - A node may be the memory of a GPU ([`Node::device_memory`]): the kernel would hand it out like
-//!   any other, so no question here is answered with such a node unless it was named.
-//! - Memory that came by hotplug may be movable only ([`Node::movable_only`]): pages that are
-//!   pinned leave it.
-//! - A device's node is often unknown (`-1`), in virtual machines nearly always. That is answered
-//!   as unknown, with the source that did not know, and never guessed.
+//! Some points to know:
+//! - sysfs shows the whole machine, even in a container. Nodes and CPUs are therefore intersected
+//!   with the process's own allowed sets.
+//! - A node may have no CPUs or no memory. A machine may have more than 64 nodes or 1024 CPUs.
+//! - A node may be the memory of a GPU ([`Node::device_memory`]). The kernel would allocate from it
+//!   as from any other node, so no method here returns such a node unless the caller named it.
+//! - Hotplugged memory may be only movable ([`Node::movable_only`]): pages that are pinned are
+//!   moved to another node.
+//! - A device's node is often unknown (`-1`), nearly always in virtual machines. It is then
+//!   reported as unknown, with the source, and never guessed.
 //!
-//! `AQUIFER_NUMA=off` in the environment makes [`Topology::read`] see no nodes, so that nothing is
-//! bound or placed.
+//! With `AQUIFER_NUMA=off` in the environment, [`Topology::read`] reports no nodes, so that nothing
+//! is bound or placed.
 
 mod bitmap;
 mod devices;
@@ -49,10 +48,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The environment variable that turns NUMA handling off.
+/// The environment variable that disables NUMA handling.
 pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
 
-/// The machine as the kernel described it at one moment.
+/// The topology of the machine, as the kernel described it at one moment.
 ///
 /// ```
 /// use aquifer_host::topology::Topology;
@@ -65,7 +64,7 @@ pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
 #[derive(Clone, Debug)]
 pub struct Topology {
     files: Files,
-    /// Whether nodes are looked at, and who said so.
+    /// Whether nodes are reported, and which setting decides it.
     numa: Found<bool>,
     nodes: Vec<Node>,
     cpus_allowed: Found<Bitmap>,
@@ -80,11 +79,11 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// The machine this runs on, unless `AQUIFER_NUMA=off` hides its nodes.
+    /// Reads the topology of this machine, without nodes if `AQUIFER_NUMA=off`.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood, or a value of `AQUIFER_NUMA` other
-    /// than `on` and `off`.
+    /// [`TopologyError`] for a file that cannot be parsed, or a value of `AQUIFER_NUMA` other than
+    /// `on` and `off`.
     pub fn read() -> Result<Self, TopologyError> {
         let numa = match env::var_os(NUMA_VARIABLE) {
             None => Found::unknown(Source::Nobody),
@@ -96,15 +95,15 @@ impl Topology {
         Self::read_with(Path::new("/"), numa)
     }
 
-    /// What the files below `root` say; the environment is not looked at.
+    /// Reads the topology from the files below `root`. Ignores the environment.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood.
+    /// [`TopologyError`] for a file that cannot be parsed.
     pub fn read_under(root: &Path) -> Result<Self, TopologyError> {
         Self::read_with(root, Found::unknown(Source::Nobody))
     }
 
-    /// The same without its nodes, as `AQUIFER_NUMA=off` shows it.
+    /// Returns the topology without its nodes, as with `AQUIFER_NUMA=off`.
     #[must_use]
     pub fn without_nodes(mut self) -> Self {
         self.numa = Found::known(false, Source::Variable(NUMA_VARIABLE));
@@ -112,7 +111,7 @@ impl Topology {
         self
     }
 
-    /// What a value of `AQUIFER_NUMA` means: `on` or `off`.
+    /// Parses a value of `AQUIFER_NUMA`: `on` or `off`.
     ///
     /// # Errors
     /// [`TopologyError::Setting`] for anything else.
@@ -152,108 +151,108 @@ impl Topology {
         })
     }
 
-    /// The nodes that are online, in order. None on a kernel without NUMA, and when NUMA handling
+    /// Returns the online nodes, in order. Empty on a kernel without NUMA, and when NUMA handling
     /// is off.
     #[must_use]
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The nodes whose memory is the host's, as far as anybody knows: all but those that are a
-    /// device's memory.
+    /// An iterator over the nodes that are not known to be a device's memory.
     pub fn host_nodes(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter().filter(|node| node.device_memory.value != Some(true))
     }
 
-    /// One node; `None` if it is not there.
+    /// Returns a node, or `None` if it does not exist.
     #[must_use]
     pub fn node(&self, id: NodeId) -> Option<&Node> {
         self.nodes.iter().find(|node| node.id == id)
     }
 
-    /// Whether a setting turned NUMA handling on or off; unknown where none did, which is on.
+    /// Returns the setting that turned NUMA handling on or off. Unknown if there is none, which
+    /// means on.
     #[must_use]
     pub fn numa_setting(&self) -> &Found<bool> {
         &self.numa
     }
 
-    /// The CPUs that the process may run on.
+    /// Returns the CPUs that the process may run on.
     #[must_use]
     pub fn cpus_allowed(&self) -> &Found<Bitmap> {
         &self.cpus_allowed
     }
 
-    /// The nodes that the process may take memory from.
+    /// Returns the nodes that the process may allocate memory from.
     #[must_use]
     pub fn mems_allowed(&self) -> &Found<Bitmap> {
         &self.mems_allowed
     }
 
-    /// What the process's control groups grant; unknown where they set no limit.
+    /// Returns the memory limit of the process's control groups. Unknown if they set none.
     #[must_use]
     pub fn memory_limit(&self) -> &Found<MemoryLimit> {
         &self.memory_limit
     }
 
-    /// The machine's pools of huge pages, all nodes together.
+    /// Returns the machine's pools of huge pages, summed over all nodes.
     #[must_use]
     pub fn huge_pools(&self) -> &[HugePool] {
         &self.huge_pools
     }
 
-    /// Bytes of a base page, as the kernel told this process when it began (`/proc/self/auxv`),
-    /// else by `sysconf`.
+    /// Returns the bytes of a base page, from the auxiliary vector of the process
+    /// (`/proc/self/auxv`) or else from `sysconf`.
     #[must_use]
     pub fn page_size(&self) -> &Found<u64> {
         &self.page_size
     }
 
-    /// When anonymous memory gets transparent huge pages.
+    /// Returns when anonymous memory gets transparent huge pages.
     #[must_use]
     pub fn thp(&self) -> &Found<ThpMode> {
         &self.thp
     }
 
-    /// Bytes of a transparent huge page.
+    /// Returns the bytes of a transparent huge page.
     #[must_use]
     pub fn thp_size(&self) -> &Found<u64> {
         &self.thp_size
     }
 
-    /// Whether this is Windows' own Linux kernel: no nodes, no addresses apart from memory on its
-    /// GPUs, little to pin.
+    /// Returns whether this is the kernel of the Windows Subsystem for Linux. It has no nodes, no
+    /// separate addresses for GPU memory, and little memory that can be pinned.
     #[must_use]
     pub fn is_wsl(&self) -> &Found<bool> {
         &self.wsl
     }
 
-    /// Limits that pinned memory may meet.
+    /// Returns the limits that may affect pinned memory.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// How far `to` is from `from`, in the firmware's units (10 is the node itself).
+    /// Returns the distance from `from` to `to` in the firmware's units (10 is the node itself).
     #[must_use]
     pub fn distance(&self, from: NodeId, to: NodeId) -> Option<u32> {
         self.node(from)?.distances.iter().find(|(id, _)| *id == to).map(|&(_, far)| far)
     }
 
-    /// The node itself if the process may run on a CPU of it, else the nearest where it may. `None`
-    /// for a node that is not there.
+    /// Returns the node itself if the process may run on one of its CPUs, else the nearest such
+    /// node. `None` if the node does not exist.
     #[must_use]
     pub fn nearest_with_cpus(&self, id: NodeId) -> Option<&Node> {
         self.nearest(id, |node| !node.allowed_cpus.is_empty())
     }
 
-    /// The node itself if it has memory of the host's that the process may take, else the nearest
-    /// that has: never a device's. `None` for a node that is not there.
+    /// Returns the node itself if it has host memory that the process may use, else the nearest
+    /// such node. Never a node that is a device's memory. `None` if the node does not exist.
     #[must_use]
     pub fn nearest_with_memory(&self, id: NodeId) -> Option<&Node> {
         self.nearest(id, |node| node.memory_allowed && node.device_memory.value != Some(true))
     }
 
-    /// Of nodes that are equally near, or whose distance is unknown, the first.
+    /// Among nodes of equal or unknown distance, returns the first.
     fn nearest(&self, id: NodeId, fits: impl Fn(&Node) -> bool) -> Option<&Node> {
         let far =
             |node: &&Node| (node.id != id, self.distance(id, node.id).unwrap_or(u32::MAX), node.id);
@@ -261,19 +260,20 @@ impl Topology {
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
 
-    /// The node whose CPU the calling thread runs on now (`getcpu`, without entering the kernel);
-    /// it may be moved at any time. `None` where nodes are hidden or the CPU is none of theirs.
+    /// Returns the node of the CPU that the calling thread runs on (`getcpu`, without entering the
+    /// kernel). The thread may move at any time. `None` if nodes are hidden or no node has this
+    /// CPU.
     #[must_use]
     pub fn node_of_caller(&self) -> Option<NodeId> {
         let cpu = u32::try_from(nix::sched::sched_getcpu().ok()?).ok()?;
         self.nodes.iter().find(|node| node.cpus.contains(cpu)).map(|node| node.id)
     }
 
-    /// The CPUs of a node that the process may run on, read now: control groups change and CPUs
-    /// come and go.
+    /// Reads the CPUs of a node that the process may run on now, since control groups and CPUs may
+    /// change.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood.
+    /// [`TopologyError`] for a file that cannot be parsed.
     pub fn allowed_cpus(&self, node: NodeId) -> Result<Found<Bitmap>, TopologyError> {
         let path = Path::new(node::FOLDER).join(format!("node{}/cpulist", node.0));
         let cpus = self.files.list(&path)?;
@@ -285,12 +285,12 @@ impl Topology {
         Ok(Found { value, source: file(path) })
     }
 
-    /// Bytes of the last-level cache of a node's CPUs that the process may use, or of all of them
-    /// (`index3/size`), read now. Where they have several, it is one of them, the smallest; unknown
-    /// where a CPU's is.
+    /// Reads the bytes of the last-level cache of a node's CPUs that the process may use, or of all
+    /// CPUs that it may use (`index3/size`). Of several caches it returns the smallest. Unknown if
+    /// that of any CPU is unknown.
     ///
     /// # Errors
-    /// [`TopologyError::Number`] for a file that holds no size.
+    /// [`TopologyError::Number`] for a file that contains no size.
     pub fn last_level_cache(&self, node: Option<NodeId>) -> Result<Found<u64>, TopologyError> {
         let cpus = match node {
             Some(id) => self.node(id).map(|node| &node.allowed_cpus),
@@ -309,10 +309,10 @@ impl Topology {
         Ok(smallest)
     }
 
-    /// Huge pages of `page_size` bytes that nobody has, on one node or on all, read now.
+    /// Reads the number of free huge pages of `page_size` bytes, of one node or of the machine.
     ///
     /// # Errors
-    /// [`TopologyError::Number`] for a file that holds no number.
+    /// [`TopologyError::Number`] for a file that contains no number.
     pub fn free_huge_pages(
         &self,
         node: Option<NodeId>,

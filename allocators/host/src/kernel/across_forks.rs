@@ -1,10 +1,10 @@
-//! Locks of the whole process's, and forks.
+//! Process-wide locks that stay consistent across forks.
 //!
-//! A child of a fork has one thread. A lock that another thread of its parent had at that moment
-//! would stay taken for ever there, and what it guards half changed. So a fork waits until nobody
-//! has any of these, and both processes let go of them (`pthread_atfork`), as the C library does
-//! with the locks of `malloc`. What belongs to one pool, stager or crew needs none of that: a child
-//! may not touch it at all (see [`Process`](super::Process)).
+//! A child of a fork has one thread. A lock that another thread of the parent held at that moment
+//! would stay locked in the child forever, and its data could be half changed. So a fork first
+//! takes all these locks, and parent and child release them afterwards (`pthread_atfork`), as the C
+//! library does with the locks of `malloc`. Locks of one pool, stager or crew need no such care,
+//! because a child must not touch these objects (see [`Process`](super::Process)).
 #![expect(unsafe_code, reason = "has the C library tell of forks")]
 
 use nix::libc;
@@ -16,35 +16,36 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-/// What there is one of in a process. Whoever has one of these locks may take a later one, and
-/// never an earlier one: memory for a list may come from a pool.
+/// The process-wide locks in lock order. A thread that holds one may take only later ones, because
+/// memory for a list may come from a pool.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Of {
-    /// Shells of closed pools with pending blocks.
+    /// Cores of closed pools with pending blocks.
     Lingering,
-    /// Shells without a pool.
+    /// Cores without a pool.
     Shells,
     /// Regions that wait for a quiet point.
     Retired,
-    /// Regions that driver or kernel would not take back.
+    /// Regions that the driver or the kernel could not release.
     Stranded,
-    /// Pages that are registered.
+    /// Registered pages.
     Claims,
     /// Addresses of regions.
     Window,
-    /// Numbers of threads.
+    /// Thread numbers.
     Threads,
 }
 
 const LOCKS: usize = Of::Threads as usize + 1;
 
-/// In their order.
+/// In lock order.
 static TAKEN: [Mutex<()>; LOCKS] = [const { Mutex::new(()) }; LOCKS];
 
 type Taken = MutexGuard<'static, ()>;
 
 thread_local! {
-    /// All of them, while this thread forks. Const and without a destructor: nothing is allocated for it.
+    /// All guards, while this thread forks. Const and without a destructor, so nothing is
+    /// allocated.
     static FORKING: Cell<Option<ManuallyDrop<[Taken; LOCKS]>>> = const { Cell::new(None) };
 }
 
@@ -52,10 +53,10 @@ fn take(of: usize) -> Taken {
     TAKEN[of].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a lock guards under which no fork happens, once somebody has taken one of them.
+/// A value behind a lock that no fork can interrupt, from the first use of any such lock.
 pub(crate) struct AcrossForks<T> {
     of: Of,
-    /// Only taken with the lock, so that a child finds it free as well.
+    /// Locked only under the lock of `of`, so that a child also finds it unlocked.
     value: Mutex<T>,
 }
 
@@ -64,7 +65,8 @@ impl<T> AcrossForks<T> {
         Self { of, value: Mutex::new(value) }
     }
 
-    /// Blocks until nobody else has it. What it guards is whole, whoever panicked.
+    /// Takes the lock. Blocks until it is free. Ignores poisoning: the value is consistent after a
+    /// panic.
     pub(crate) fn lock(&self) -> Guard<'_, T> {
         tell_of_forks();
         let lock = take(self.of as usize);
@@ -72,7 +74,7 @@ impl<T> AcrossForks<T> {
     }
 }
 
-/// Ends in the order of its fields.
+/// Its fields are dropped in this order: the value's guard first.
 pub(crate) struct Guard<'a, T> {
     value: MutexGuard<'a, T>,
     _lock: Taken,
@@ -97,16 +99,16 @@ impl<T> fmt::Debug for AcrossForks<T> {
     }
 }
 
-/// Has the C library call before and after each fork. Where it will not, forks are as they would be
-/// without.
+/// Installs handlers before and after each fork. If the C library refuses, forks are not protected.
 fn tell_of_forks() {
     static TOLD: OnceLock<()> = OnceLock::new();
     TOLD.get_or_init(|| {
-        // The C library calls those first that it was told of last: a thread that holds one of
-        // these may charge a budget.
+        // Before a fork, the C library runs the handlers in reverse order of registration. A thread
+        // that holds one of these locks may charge a budget, so the handlers of the budgets must be
+        // registered first.
         aquifer_driver::forks::hold_budgets();
-        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a
-        // process with threads: it lets go of what its thread has.
+        // SAFETY: 1. both are valid for the whole life of the program. `after` may run in a child
+        // of a process with threads: it only releases the locks of its own thread.
         let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }

@@ -10,28 +10,30 @@ const PRIVATE_EXPEDITED: c_int = 1 << 3;
 const REGISTER_PRIVATE_EXPEDITED: c_int = 1 << 4;
 
 fn membarrier(command: c_int) -> Result<()> {
-    // SAFETY: 1. the call takes numbers only, and changes no memory.
+    // SAFETY: 1. the call takes only numbers, and changes no memory.
     let answer: c_long = unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) };
     if answer == 0 { Ok(()) } else { Err(super::last("membarrier")) }
 }
 
 impl Kernel {
-    /// Whether [`Kernel::barrier`] is to be had: announces it to the kernel at the first call (some
-    /// milliseconds where the process has several threads), and remembers the answer.
+    /// Returns whether [`Kernel::barrier`] is available. The first call registers the process with
+    /// the kernel, which takes some milliseconds if it has several threads, and caches the result.
     #[must_use]
     pub fn offers_barrier(&self) -> bool {
         static OFFERED: OnceLock<bool> = OnceLock::new();
         *OFFERED.get_or_init(|| membarrier(REGISTER_PRIVATE_EXPEDITED).is_ok())
     }
 
-    /// Makes every thread of the process that runs now pass a full memory barrier
-    /// (`MEMBARRIER_CMD_PRIVATE_EXPEDITED`): of two threads of which one writes A, then reads B,
-    /// with nothing but a compiler fence between, and the other writes B, calls this, then reads A,
-    /// at least one sees what the other wrote. Some microseconds.
+    /// Executes a full memory barrier on every running thread of the process
+    /// (`MEMBARRIER_CMD_PRIVATE_EXPEDITED`). Takes some microseconds.
+    ///
+    /// Assume that one thread writes A and then reads B, with only a compiler fence between, and
+    /// another thread writes B, calls this, and then reads A. At least one of them sees the other's
+    /// write.
     ///
     /// # Errors
-    /// `EPERM` where it has not been announced, `ENOSYS` or what a sandbox answers where it is not
-    /// to be had.
+    /// `EPERM` if the process is not registered, `ENOSYS` or a sandbox's error if the call is not
+    /// available.
     pub fn barrier(&self) -> Result<()> {
         self.ask(SystemCall::Barrier)?;
         if !self.offers_barrier() {

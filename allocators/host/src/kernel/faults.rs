@@ -1,4 +1,4 @@
-//! Which system call fails when.
+//! Fault injection: which system call fails, and when.
 
 use aquifer_core::SystemError;
 use std::{
@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-/// A system call that a [`Kernel`](super::Kernel) makes, by what it is for.
+/// A system call that a [`Kernel`](super::Kernel) makes, by its purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum SystemCall {
@@ -16,7 +16,7 @@ pub enum SystemCall {
     Map,
     /// `mmap` of huge pages from the pool.
     MapHuge,
-    /// `mmap` that gives memory back.
+    /// `mmap` that releases memory.
     Unmap,
     /// `madvise(MADV_DONTFORK)`.
     DontFork,
@@ -44,7 +44,7 @@ pub enum SystemCall {
     MemFile,
     /// `ftruncate` of such a file.
     Resize,
-    /// `fcntl(F_ADD_SEALS)`, and reading them.
+    /// `fcntl(F_ADD_SEALS)` and `fcntl(F_GET_SEALS)`.
     Seal,
     /// `mmap` of a file that other processes may map too.
     MapShared,
@@ -52,14 +52,14 @@ pub enum SystemCall {
     Mappings,
     /// `eventfd`.
     Bell,
-    /// `open` and `write` of a file that tells of stalled memory.
+    /// `open` and `write` of a pressure file.
     StallAlarm,
     /// `poll`.
     Wait,
 }
 
 impl SystemCall {
-    /// Every call.
+    /// All calls.
     pub const ALL: [SystemCall; 23] = [
         Self::Reserve,
         Self::Map,
@@ -86,7 +86,7 @@ impl SystemCall {
         Self::Wait,
     ];
 
-    /// The kernel's name for it.
+    /// Returns the name of the system call.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -136,7 +136,7 @@ struct Plan {
     moving: usize,
 }
 
-/// Calls that seem to take so long, however long they do.
+/// Calls with a simulated duration.
 #[derive(Clone, Copy, Debug)]
 struct Timed {
     call: SystemCall,
@@ -148,35 +148,35 @@ struct Timed {
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     call: SystemCall,
-    /// The calls of its kind that fail, counted from the first ever made.
+    /// The calls of this kind that fail, as numbers that count all calls of this kind.
     first: u64,
     last: u64,
     errno: i32,
 }
 
 impl Faults {
-    /// No failures.
+    /// Creates a plan without failures.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The `nth` call of this kind from now on fails with `errno`; 1 is the next.
+    /// Makes the `nth` call of this kind from now on fail with `errno`. 1 is the next call.
     pub fn fail(&self, call: SystemCall, nth: u64, errno: i32) {
         let mut plan = self.lock();
         let at = plan.made[call as usize].saturating_add(nth);
         plan.faults.push(Fault { call, first: at, last: at, errno });
     }
 
-    /// The `nth` call of this kind from now on fails with `errno`, and so do all after it.
+    /// Makes the `nth` call of this kind from now on, and all after it, fail with `errno`.
     pub fn fail_from(&self, call: SystemCall, nth: u64, errno: i32) {
         let mut plan = self.lock();
         let first = plan.made[call as usize].saturating_add(nth);
         plan.faults.push(Fault { call, first, last: u64::MAX, errno });
     }
 
-    /// The next `count` calls of this kind seem to take `time`, each, behind those that were
-    /// planned before: nobody waits, but what is measured says so. Only populating is measured.
+    /// Makes the next `count` calls of this kind report the duration `time`, after those planned
+    /// before. The calls do not wait. Only populating reports a duration.
     pub fn seem_to_take(&self, call: SystemCall, count: u64, time: Duration) {
         let mut plan = self.lock();
         let planned =
@@ -190,8 +190,7 @@ impl Faults {
         });
     }
 
-    /// The first so many pages that are asked about next seem to be moved by the kernel at that
-    /// moment.
+    /// Makes the next query report its first `pages` pages as being moved by the kernel.
     pub fn seem_moving(&self, pages: usize) {
         self.lock().moving = pages;
     }
@@ -200,7 +199,7 @@ impl Faults {
         std::mem::take(&mut self.lock().moving)
     }
 
-    /// The kernel seems to be of this version.
+    /// Makes the kernel report this version.
     pub fn seem_version(&self, major: u32, minor: u32) {
         self.lock().version = Some((major, minor));
     }
@@ -209,7 +208,7 @@ impl Faults {
         self.lock().version
     }
 
-    /// Forgets everything that is planned.
+    /// Removes everything that is planned. The counts stay.
     pub fn clear(&self) {
         let mut plan = self.lock();
         plan.faults.clear();
@@ -218,13 +217,13 @@ impl Faults {
         plan.moving = 0;
     }
 
-    /// How often a call has been made, failures included.
+    /// Returns the number of calls of this kind, including failures.
     #[must_use]
     pub fn made(&self, call: SystemCall) -> u64 {
         self.lock().made[call as usize]
     }
 
-    /// Counts a call. How long it is to seem to take, or the failure that is planned for it.
+    /// Counts a call. Returns its simulated duration, if any, or the failure planned for it.
     pub(super) fn ask(&self, call: SystemCall) -> Result<Option<Duration>, SystemError> {
         let mut plan = self.lock();
         plan.made[call as usize] += 1;

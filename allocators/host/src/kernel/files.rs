@@ -1,4 +1,4 @@
-//! Memory that has a file behind it: memory files, and files that are mapped to be read.
+//! File-backed memory: memory files, and files mapped for reading.
 
 use super::{Kernel, MapPages, Result, Span, SystemCall, check, last};
 use aquifer_core::SystemError;
@@ -16,16 +16,16 @@ use std::{
     ptr,
 };
 
-/// What a shared region's file must be sealed against: pages that a device may reach must not be
-/// cut off, and nobody may take that promise back.
+/// The seals of a shared region's file. Pages that a device may access must not be truncated, and
+/// the seals must not be changed.
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
 impl Kernel {
-    /// A file in memory of so many bytes (`memfd_create`, `ftruncate`) whose size is sealed. It is
-    /// zero, and takes no memory but the promise of the pool's huge pages.
+    /// Creates a zeroed memory file of `bytes` whose size is sealed (`memfd_create`, `ftruncate`).
+    /// It uses no memory yet, but reserves huge pages in their pool.
     ///
     /// # Errors
-    /// `ENODEV` where there are no huge pages of that size, `ENOMEM`, `EMFILE`.
+    /// `ENODEV` if there are no huge pages of that size, `ENOMEM`, `EMFILE`.
     pub fn memory_file(&self, bytes: usize, pages: MapPages) -> Result<OwnedFd> {
         const NAME: &CStr = c"aquifer-region";
         self.ask(SystemCall::MemFile)?;
@@ -40,7 +40,7 @@ impl Kernel {
         if file < 0 {
             return Err(last("memfd_create"));
         }
-        // SAFETY: 1. it was opened just now and is nobody else's.
+        // SAFETY: 1. it was just opened, and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         self.ask(SystemCall::Resize)?;
         let size = i64::try_from(bytes)
@@ -53,16 +53,16 @@ impl Kernel {
         Ok(file)
     }
 
-    /// The bytes and pages of a memory file that somebody passed on.
+    /// Returns the bytes and the page size of a memory file that was passed on.
     ///
     /// # Errors
-    /// `EPERM` for a file whose size is not sealed, or that is no memory file: it could be cut off
-    /// under a device.
+    /// `EPERM` for a file whose size is not sealed, or that is no memory file. Such a file could be
+    /// truncated while a device uses it.
     pub fn look_at(&self, file: BorrowedFd<'_>) -> Result<(usize, MapPages)> {
         self.ask(SystemCall::Seal)?;
         // SAFETY: 1. the file is open.
         let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-        // Below zero it is no memory file.
+        // A negative value means that it is no memory file.
         if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
             return Err(SystemError { call: "fcntl", errno: libc::EPERM });
         }
@@ -78,15 +78,15 @@ impl Kernel {
         Ok((usize::try_from(size).unwrap_or(0), pages))
     }
 
-    /// Maps a memory file over a reserved range, for every process that has it (`mmap`,
-    /// `MAP_SHARED`, `MAP_FIXED`).
+    /// Maps a memory file over a reserved range, shared with all processes that have the file
+    /// (`mmap`, `MAP_SHARED`, `MAP_FIXED`).
     ///
     /// # Safety
-    /// 1. The range is reserved or mapped by the caller, and nobody uses it.
+    /// 1. The range is reserved or mapped by the caller, and is not in use.
     ///
     /// # Errors
-    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is
-    /// as it was.
+    /// `ENOMEM` if the pool of huge pages, or the number of mappings, is exhausted. The range is
+    /// then unchanged.
     pub unsafe fn map_shared(&self, span: Span, file: BorrowedFd<'_>) -> Result<()> {
         self.ask(SystemCall::MapShared)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -97,14 +97,14 @@ impl Kernel {
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
-    /// Maps a file wherever there is room, to be read and shared with the page cache (`mmap`,
-    /// `PROT_READ`, `MAP_SHARED`).
+    /// Maps a file for reading at any address, shared with the page cache (`mmap`, `PROT_READ`,
+    /// `MAP_SHARED`).
     ///
     /// # Errors
     /// `EINVAL` for no bytes; `EACCES` for a file that is not open for reading.
     pub fn map_to_read(&self, file: BorrowedFd<'_>, bytes: usize) -> Result<Span> {
         self.ask(SystemCall::MapShared)?;
-        // SAFETY: 1. no address is asked for, so no mapping is replaced.
+        // SAFETY: 1. no address is given, so no mapping is replaced.
         let address = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -121,13 +121,13 @@ impl Kernel {
         Ok(Span { start: address.expose_provenance(), len: bytes })
     }
 
-    /// Ends a mapping that [`Kernel::map_to_read`] made (`munmap`).
+    /// Removes a mapping that [`Kernel::map_to_read`] made (`munmap`).
     ///
     /// # Safety
-    /// 1. Nobody uses it any more.
+    /// 1. The mapping is no longer in use.
     ///
     /// # Errors
-    /// `ENOMEM` where the number of mappings is exhausted; it stays.
+    /// `ENOMEM` if the number of mappings is exhausted. The mapping then stays.
     pub unsafe fn unmap_file(&self, span: Span) -> Result<()> {
         self.ask(SystemCall::Unmap)?;
         // SAFETY: 1. the caller's first condition.

@@ -1,19 +1,19 @@
-//! What lies behind addresses, by the kernel's own account (`/proc/self/maps`).
+//! The mappings behind addresses, as the kernel lists them (`/proc/self/maps`).
 
 use super::{Kernel, Result, Span, SystemCall};
 use aquifer_core::SystemError;
 use nix::{libc, sys::statfs};
 use std::{fs, path::Path};
 
-/// What a mapping takes its pages from.
+/// The backing of a mapping.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Ground {
-    /// Nothing: heap, stack, anonymous mappings.
+    /// Anonymous memory: heap, stack, anonymous mappings.
     Anonymous,
-    /// Memory that is shared: a memory file, shared anonymous memory, System V.
+    /// Shared memory: a memory file, shared anonymous memory, System V.
     Memory,
     /// Huge pages of the reserved pool.
     HugeTlb,
@@ -26,29 +26,29 @@ pub enum Ground {
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MapEntry {
-    /// Where.
+    /// Its addresses.
     pub span: Span,
-    /// Whether it may be written.
+    /// Whether it is writable.
     pub writable: bool,
-    /// Whether others see what is written.
+    /// Whether writes are visible to other mappings of the same memory.
     pub shared: bool,
-    /// Its pages.
+    /// Its backing.
     pub ground: Ground,
 }
 
 impl Kernel {
-    /// The mappings that a range lies in, in order, gaps left out (`/proc/self/maps`, tens of
-    /// microseconds and more where a process has many).
+    /// Returns the mappings that overlap a range, in order (`/proc/self/maps`). Takes tens of
+    /// microseconds, and more if the process has many mappings.
     ///
     /// # Errors
-    /// `ENOENT` where there is no `/proc`.
+    /// `ENOENT` if there is no `/proc`.
     pub fn mappings(&self, span: Span) -> Result<Vec<MapEntry>> {
         self.ask(SystemCall::Mappings)?;
         let text = fs::read("/proc/self/maps").map_err(|e| SystemError {
             call: SystemCall::Mappings.name(),
             errno: e.raw_os_error().unwrap_or(libc::EIO),
         })?;
-        // Names of files may be any bytes.
+        // File names may contain any bytes.
         let entries =
             text.split(|&b| b == b'\n').filter_map(|line| entry(&String::from_utf8_lossy(line)));
         Ok(entries
@@ -92,8 +92,8 @@ fn ground(inode: u64, name: &str) -> Ground {
     if ["/memfd:", "/dev/zero", "/SYSV"].iter().any(|memory| name.starts_with(memory)) {
         return Ground::Memory;
     }
-    // A file that has been deleted since, or lies under another root, cannot be asked: it counts as
-    // a file.
+    // A file that was deleted, or that lies under another root, cannot be queried. It counts as a
+    // file.
     match statfs::statfs(Path::new(name)).map(|found| found.filesystem_type()) {
         Ok(HUGETLBFS) => Ground::HugeTlb,
         Ok(statfs::TMPFS_MAGIC) => Ground::Memory,
@@ -162,7 +162,7 @@ mod tests {
         let [entry] = look(span.start, span.len)[..] else { unreachable!("one mapping") };
         assert_eq!((entry.ground, entry.writable, entry.shared), (Ground::Memory, false, true));
         let program = std::env::current_exe().unwrap();
-        // A machine without a disk runs its programs out of memory.
+        // A machine without a disk runs its programs from memory.
         let expected = match statfs::statfs(&program).unwrap().filesystem_type() {
             statfs::TMPFS_MAGIC => Ground::Memory,
             _ => Ground::File,
@@ -172,7 +172,7 @@ mod tests {
         let read = kernel.map_to_read(own.as_fd(), 4096).unwrap();
         assert_eq!(look(read.start, 1)[0].ground, expected);
         #[expect(unsafe_code, reason = "ends its own mappings")]
-        // SAFETY: 1. made above, and never handed on.
+        // SAFETY: 1. made above, and used only here.
         unsafe {
             kernel.unmap_file(span).unwrap();
             kernel.unmap_file(read).unwrap();

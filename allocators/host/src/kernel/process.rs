@@ -1,5 +1,4 @@
-//! Which process this is, among those that forked from each other, without asking the kernel each
-//! time.
+//! The identity of a process among its forks, checked without a system call.
 #![expect(unsafe_code, reason = "has the C library count forks")]
 
 use nix::libc;
@@ -11,18 +10,17 @@ use std::{
     },
 };
 
-/// Forks that this process has come by since somebody first asked. Relaxed: it changes before a
-/// child has a second thread.
+/// Number of forks on the way to this process since the first call. Relaxed, because it changes
+/// before a child has a second thread.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 unsafe extern "C" fn count() {
     FORKS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A process, for what belongs to it and not to its children: threads, and memory that they do not
-/// inherit.
+/// A process, as the owner of things that its children do not inherit: threads, and some memory.
 ///
-/// Forks that go by the C library are seen, as all of Rust's and of other libraries' do.
+/// Detects forks by the C library, which includes those of Rust and of other libraries.
 ///
 /// ```
 /// use aquifer_host::kernel::Process;
@@ -31,12 +29,12 @@ unsafe extern "C" fn count() {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Process {
     forks: u32,
-    /// What the kernel calls it, where the C library counts no forks.
+    /// The process number, if the C library does not report forks.
     id: Option<u32>,
 }
 
 impl Process {
-    /// This one. The first call asks the C library to count forks (`pthread_atfork`).
+    /// Returns this process. The first call installs a fork handler (`pthread_atfork`).
     #[must_use]
     pub fn current() -> Self {
         static COUNTED: OnceLock<bool> = OnceLock::new();
@@ -46,7 +44,8 @@ impl Process {
         Self { forks: FORKS.load(Ordering::Relaxed), id: (!counted).then(process::id) }
     }
 
-    /// Whether it is the one that runs this. A load; `getpid` where forks are not counted.
+    /// Returns whether it is the running process. Costs a load, or `getpid` if forks are not
+    /// reported.
     #[inline]
     #[must_use]
     pub fn is_current(self) -> bool {
@@ -61,9 +60,9 @@ impl Process {
 mod tests {
     use super::*;
 
-    /// Runs `work` in a child, and says what it answered.
+    /// Runs `work` in a child, and returns its result.
     fn in_child(work: impl FnOnce() -> bool) -> bool {
-        // SAFETY: 1. the child leaves without returning, and takes no lock.
+        // SAFETY: 1. the child exits without returning, and takes no lock.
         match unsafe { libc::fork() } {
             0 => {
                 let answer = i32::from(!work());

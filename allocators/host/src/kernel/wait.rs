@@ -1,5 +1,4 @@
-//! Waiting for another thread, for the kernel's word that memory stalls, or for time to pass:
-//! whichever is first.
+//! Waiting for another thread, for a memory stall reported by the kernel, or for a timeout.
 #![expect(unsafe_code, reason = "makes system calls")]
 
 use super::{Kernel, Result, SystemCall, last};
@@ -13,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-/// Ends another thread's [`Kernel::wait`], the one under way or the next.
+/// Ends a [`Kernel::wait`] of another thread: the current one, or else the next.
 ///
 /// ```
 /// use aquifer_host::kernel::Kernel;
@@ -29,43 +28,44 @@ use std::{
 pub struct Bell(OwnedFd);
 
 impl Bell {
-    /// Rings. Never blocks.
+    /// Rings the bell. Never blocks.
     pub fn ring(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: 1. the file is open. 2. as many bytes are read as are told. A full counter has
-        // been rung already.
+        // SAFETY: 1. the file is open. 2. exactly `one.len()` bytes are read. If the counter is
+        // full, the bell has been rung already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
     fn hear(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: 1. the file is open. 2. as many bytes are written as are told. It does not block.
+        // SAFETY: 1. the file is open. 2. exactly `count.len()` bytes are written. It does not
+        // block.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 }
 
-/// The kernel's promise to tell when memory has kept some thread waiting for too long: a trigger on
-/// a PSI file.
+/// A trigger on a pressure (PSI) file: the kernel reports when memory has stalled some thread for
+/// too long.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Debug)]
 pub struct StallAlarm(OwnedFd);
 
-/// Why a wait has ended; time has passed, or a signal came, if for nothing of this.
+/// Why a wait has ended. All fields are `false` after a timeout or a signal.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Woken {
     /// The bell was rung.
     pub rung: bool,
-    /// Memory has kept somebody waiting.
+    /// Memory has stalled some thread.
     pub stalled: bool,
-    /// The alarm will never tell again: its control group is gone.
+    /// The alarm is dead: its control group is gone.
     pub over: bool,
 }
 
 impl Kernel {
-    /// A bell (`eventfd`).
+    /// Creates a bell (`eventfd`).
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`.
@@ -76,13 +76,13 @@ impl Kernel {
         if file < 0 {
             return Err(last("eventfd"));
         }
-        // SAFETY: 1. it was opened just now and is nobody else's.
+        // SAFETY: 1. it was just opened, and has no other owner.
         Ok(Bell(unsafe { OwnedFd::from_raw_fd(file) }))
     }
 
-    /// Has the kernel tell, once in each span `within`, when some thread was kept waiting by memory
-    /// for `stalled` of it, at the pressure file `path` (`open`, `write`). Without privileges
-    /// `within` has to be a multiple of two seconds.
+    /// Creates an alarm on the pressure file `path` (`open`, `write`). It goes off, at most once in
+    /// each window `within`, when memory has stalled some thread for `stalled` of it. Without
+    /// privileges `within` must be a multiple of two seconds.
     ///
     /// ```
     /// use aquifer_host::kernel::Kernel;
@@ -95,8 +95,8 @@ impl Kernel {
     /// ```
     ///
     /// # Errors
-    /// `ENOENT` where the kernel keeps no such account, `EOPNOTSUPP` where it was told not to,
-    /// `EINVAL`, `EACCES` and `EPERM` for what the process may not ask, `EROFS` in containers.
+    /// `ENOENT` if the kernel has no pressure accounting, `EOPNOTSUPP` if it is disabled, `EINVAL`,
+    /// `EACCES` and `EPERM` for what the process may not request, `EROFS` in containers.
     pub fn stall_alarm(
         &self,
         path: &Path,
@@ -112,27 +112,28 @@ impl Kernel {
         };
         let mut file =
             OpenOptions::new().read(true).write(true).open(path).map_err(refused("open"))?;
-        // The kernel wants the zero that ends a text of C's.
+        // The kernel expects the terminating zero of a C string.
         let trigger = format!("some {} {}\0", stalled.as_micros(), within.as_micros());
         file.write_all(trigger.as_bytes()).map_err(refused("write"))?;
         Ok(StallAlarm(file.into()))
     }
 
-    /// Waits until the bell rings, the alarm goes off, or `most` has passed (`poll`). A signal ends
-    /// it early.
+    /// Waits until the bell rings, the alarm goes off, or `most` has passed (`poll`). A signal also
+    /// ends the wait.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn wait(&self, bell: &Bell, alarm: Option<&StallAlarm>, most: Duration) -> Result<Woken> {
         self.ask(SystemCall::Wait)?;
         let of = |file: &OwnedFd, events| libc::pollfd { fd: file.as_raw_fd(), events, revents: 0 };
-        // A file below zero is passed over.
+        // `poll` ignores a negative file descriptor.
         let none = libc::pollfd { fd: -1, events: 0, revents: 0 };
         let mut files =
             [of(&bell.0, libc::POLLIN), alarm.map_or(none, |alarm| of(&alarm.0, libc::POLLPRI))];
-        // Rounded up: a wait of less than a millisecond must not spin.
+        // Rounded up, so that a wait of less than a millisecond does not spin.
         let most = i32::try_from(most.as_micros().div_ceil(1000)).unwrap_or(i32::MAX);
-        // SAFETY: 1. there are two of them, and they live until it returns. 2. the files are open.
+        // SAFETY: 1. there are two entries, and they live until the call returns. 2. the files are
+        // open.
         let answer = unsafe { libc::poll(files.as_mut_ptr(), 2, most) };
         if answer < 0 {
             let error = last("poll");
@@ -183,7 +184,7 @@ mod tests {
         fs::write(&plain, "").unwrap();
         let alarm = kernel.stall_alarm(&plain, stalled, within).unwrap();
         assert_eq!(fs::read_to_string(&plain).unwrap(), "some 100000 2000000\0");
-        // The kernel calls a plain file ready at any time, or not at all.
+        // The kernel reports a plain file as always ready, or not at all.
         let bell = kernel.bell().unwrap();
         kernel.wait(&bell, Some(&alarm), Duration::from_millis(1)).unwrap();
         fs::remove_file(plain).unwrap();

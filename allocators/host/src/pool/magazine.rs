@@ -141,8 +141,8 @@ impl Magazine {
         self.shard as usize
     }
 
-    /// Removes a block of the class for the owner, which requested `bytes`. Also returns `None` every
-    /// 64th call while blocks are pending, so that the caller polls their gates.
+    /// Removes a block of the class for the owner, which requested `bytes`. Also returns `None`
+    /// every 64th call while blocks are pending, so that the caller polls their gates.
     #[inline(always)]
     pub(super) fn pop(
         &self,
