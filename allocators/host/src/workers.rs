@@ -1,35 +1,34 @@
-//! Threads that touch memory first, so that it lies where they run.
+//! Threads that do the first touch of memory, so that its pages lie on the right NUMA node.
 //!
-//! The kernel puts a page on the node of the thread that touches it first, unless a policy says
-//! otherwise, and one thread touches 4 GB/s where eight touch 40. So [`Workers`] keeps threads for
-//! each node, bound to those of its CPUs that the process may use, and gives them jobs in pieces.
+//! The kernel places a page on the node of the thread that touches it first, unless a policy says
+//! otherwise. Several threads touch memory about ten times as fast as one. So [`Workers`] has
+//! threads for each node, bound to the CPUs of the node that the process may use, and runs jobs on
+//! them in pieces.
 //!
 //! ```text
 //!   submit(node, pieces, work)          node's queue              its workers
 //!     Job ◄────────── results ◄──────── [job: 0 1 2 3 …] ◄─── claim a piece, run it, next
 //! ```
 //!
-//! Threads start with the first job that finds too few of them free, sleep between jobs that do not
-//! come one right after the other, and end with the [`Workers`].
-//! Each is bound when it starts, to the CPUs that the node has for the process at that time; where
-//! that is refused, as sandboxes do, it runs anywhere, and [`Workers::shortfall`] says so. A piece
-//! that panics fails its job and nothing else; a worker that dies is replaced. A job whose deadline
-//! passes begins no further piece, and what it has made is dropped, by the worker if need be:
-//! nothing waits for somebody to fetch it.
+//! - Threads start when a job finds too few free ones. They spin briefly after a job, then sleep,
+//!   and end with the [`Workers`].
+//! - A thread is bound when it starts, to the CPUs that the process may then use on the node. If
+//!   the binding fails, as in sandboxes, the thread runs anywhere, and [`Workers::shortfall`]
+//!   reports it.
+//! - A piece that panics fails only its own job. A worker that dies is replaced.
+//! - A job whose deadline passes starts no further piece. Results that are no longer needed are
+//!   dropped, by a worker if necessary. No result stays until it is fetched.
 //!
-//! A child process that was forked has none of its parent's threads. It is told so by
-//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them, and can make
+//! A forked child process has none of its parent's threads. Its calls return
+//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them, and it can create
 //! [`Workers`] of its own.
 //!
 //! # What workers keep
-//! Records that a worker makes lie on its node already, and cost no allocation by the task, so that
-//! no arena holds them. A staging worker lists what a slot carries in the slot's own list: it has
-//! touched that first, empties it and fills it again. A thread's magazine is made by that thread.
-//! What a job has of its own, the list of its results and the chunks of a transfer, is made once by
-//! who submits it, in a few allocations for the whole of it; workers read some bytes of that for
-//! each chunk of megabytes. `aquifer bench arena` has the staging worker's list in three ways: 16
-//! ns for sixteen pieces in the list that is kept, 48 in bumpalo, 76 by `malloc` (two cores of an
-//! EPYC).
+//! Records that a worker makes lie on its node already and need no allocation per task, so no arena
+//! holds them. A staging worker reuses the list of a slot, which it touched first. A thread makes
+//! its own magazine. The data of a job (the list of its results, and the chunks of a transfer) is
+//! allocated once, by the submitter, in a few allocations. Workers read only some bytes of it for
+//! each chunk of megabytes.
 
 mod crew;
 mod job;
@@ -44,18 +43,18 @@ use aquifer_core::SystemError;
 use crew::{Crew, Home};
 use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc};
 
-/// Why a job was not taken, and nothing of it has run; or what is amiss with those that took it.
+/// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
 ///
 /// Its example is that of [`Workers`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
-    /// A node that this machine does not have, or that is hidden by `AQUIFER_NUMA=off`.
+    /// The machine does not have the node, or `AQUIFER_NUMA=off` hides it.
     UnknownNode {
         /// The node.
         node: NodeId,
     },
-    /// A node on whose CPUs the process may not run, or that has none.
+    /// The node has no CPUs, or the process may not run on them.
     NoCpus {
         /// The node.
         node: NodeId,
@@ -64,15 +63,15 @@ pub enum WorkerError {
     Bind {
         /// The node.
         node: NodeId,
-        /// Why.
+        /// The cause.
         error: SystemError,
     },
     /// No thread could be started.
     Spawn {
-        /// Why.
+        /// The cause.
         error: SystemError,
     },
-    /// The workers are threads of the process that this one was forked from.
+    /// The workers are threads of the parent process.
     Forked,
 }
 
@@ -99,7 +98,7 @@ impl error::Error for WorkerError {
     }
 }
 
-/// Threads for each node that memory is wanted on.
+/// Worker threads for each NUMA node.
 ///
 /// ```
 /// use aquifer_host::{kernel::Kernel, topology::Topology, workers::Workers};
@@ -111,26 +110,27 @@ impl error::Error for WorkerError {
 #[derive(Debug)]
 pub struct Workers {
     nodes: BTreeMap<NodeId, Arc<Crew>>,
-    /// Nodes that are there, whether or not they have CPUs for us.
+    /// All nodes, including those without CPUs for the process.
     known: Vec<NodeId>,
-    /// Workers that run anywhere, for memory whose node is unknown.
+    /// Unbound workers, for memory whose node is unknown.
     anywhere: Arc<Crew>,
-    /// The process whose threads they are.
+    /// The process that the threads belong to.
     process: Process,
 }
 
 impl Workers {
-    /// Threads that a node has at most, unless told otherwise: beyond eight, populating does not
-    /// get faster.
+    /// The default maximum number of threads per node. More than eight do not populate memory
+    /// faster.
     pub const PER_NODE: NonZeroUsize = NonZeroUsize::new(8).unwrap();
 
-    /// Workers for the nodes of `topology`. Starts no thread yet.
+    /// Creates workers for the nodes of `topology`. Starts no thread yet.
     #[must_use]
     pub fn new(topology: &Topology, kernel: Kernel) -> Self {
         Self::with_threads(topology, kernel, Self::PER_NODE)
     }
 
-    /// The same with at most `per_node` threads a node, and never more than it has CPUs for us.
+    /// As [`Workers::new`], with at most `per_node` threads per node, and at most one per usable
+    /// CPU.
     #[must_use]
     pub fn with_threads(topology: &Topology, kernel: Kernel, per_node: NonZeroUsize) -> Self {
         let cpus = topology.cpus_allowed().value.as_ref().map_or(1, |cpus| cpus.len().max(1));
@@ -149,15 +149,15 @@ impl Workers {
         }
     }
 
-    /// Hands `work` to the workers of a node, or to unbound ones where `node` is `None`. It is
+    /// Queues a job for the workers of a node, or for unbound ones if `node` is `None`. `work` is
     /// called once for each number below `pieces`, in that order, by several threads. Blocks only
     /// while a worker starts.
     ///
-    /// No piece begins after `deadline`: a moment, or a time from the first piece's begin. Dropping
-    /// the [`Job`] cancels what has not begun.
+    /// No piece starts after `deadline`, which is a moment, or a duration from the start of the
+    /// first piece. Dropping the [`Job`] cancels the pieces that have not started.
     ///
     /// # Errors
-    /// [`WorkerError`]: an unknown node is refused rather than served from anywhere.
+    /// [`WorkerError`]. An unknown node is an error. The job does not run elsewhere.
     pub fn submit<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
@@ -165,7 +165,8 @@ impl Workers {
         deadline: impl Into<Deadline>,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Result<Job<R>, WorkerError> {
-        // First of all: a lock may be held by a thread that this process does not have.
+        // This check comes first: a lock may be held by a thread that does not exist in this
+        // process.
         if self.are_the_parents() {
             return Err(WorkerError::Forked);
         }
@@ -186,8 +187,7 @@ impl Workers {
     /// Runs `work` once on a worker of the node and waits for it.
     ///
     /// # Errors
-    /// [`RunError`]. After a deadline the result, when there is one in the end, is dropped where it
-    /// was made.
+    /// [`RunError`]. A result that arrives after the deadline is dropped by the worker.
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
@@ -199,8 +199,8 @@ impl Workers {
         results.pop().ok_or(RunError::NotDone(JobError::Closed))
     }
 
-    /// Why workers of a node run somewhere else, if any do: where they touch memory says nothing
-    /// about where it lies. [`WorkerError::Bind`], of the workers that are alive now.
+    /// Returns [`WorkerError::Bind`] if any live worker of the node could not be bound. The first
+    /// touch by such a worker does not determine the node of memory.
     #[must_use]
     pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
         if self.are_the_parents() {
@@ -213,7 +213,7 @@ impl Workers {
         !self.process.is_current()
     }
 
-    /// Threads that are alive now, bound and unbound.
+    /// Returns the number of live threads, bound and unbound.
     #[must_use]
     pub fn threads(&self) -> usize {
         if self.are_the_parents() {
@@ -224,8 +224,8 @@ impl Workers {
 }
 
 impl Drop for Workers {
-    /// Ends the threads after the pieces they are at; jobs that are not done answer
-    /// [`JobError::Closed`]. Does not wait.
+    /// Ends the threads after their current pieces. Unfinished jobs return [`JobError::Closed`].
+    /// Does not wait.
     fn drop(&mut self) {
         if self.are_the_parents() {
             return;
@@ -235,15 +235,15 @@ impl Drop for Workers {
     }
 }
 
-/// Why a piece of work has no result.
+/// Why [`Workers::run`] has no result.
 ///
 /// Its example is that of [`Workers`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RunError {
-    /// It was not taken.
+    /// The job was not accepted.
     NotTaken(WorkerError),
-    /// It was taken and not done.
+    /// The job was accepted but not completed.
     NotDone(JobError),
 }
 

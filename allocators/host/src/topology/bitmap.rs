@@ -1,12 +1,12 @@
-//! Sets of CPUs and nodes, as large as they need to be, and the kernel's list format for them.
+//! Sets of CPUs and nodes without a size limit, and the kernel's list format for them.
 
 use std::{error, fmt};
 
-/// A set of small numbers: CPUs, or nodes.
+/// A set of small numbers, for CPUs or nodes.
 ///
-/// It grows with its largest member, so it has no limit of 64 nodes or 1024 CPUs. The kernel writes
-/// such sets as lists (`0-3,8,10-11`), which [`Bitmap::parse_list`] reads and `Display` writes; an
-/// empty text is the empty set, as for a node without CPUs.
+/// It grows with its largest member, so it is not limited to 64 nodes or 1024 CPUs. The kernel
+/// writes such sets as lists (`0-3,8,10-11`), which [`Bitmap::parse_list`] reads and `Display`
+/// writes. An empty text is the empty set, as for a node without CPUs.
 ///
 /// ```
 /// use aquifer_host::topology::Bitmap;
@@ -22,27 +22,27 @@ pub struct Bitmap {
     words: Vec<u64>,
 }
 
-/// Why a text is no list of numbers.
+/// Why a text is not a list of numbers.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ListError {
-    /// A part that is neither a number nor two numbers with a dash between.
+    /// A part is neither a number nor two numbers with a dash between.
     NotANumber {
         /// The part.
         part: String,
     },
-    /// A range whose end is before its start.
+    /// The end of a range is before its start.
     Backwards {
         /// The first number.
         start: u32,
         /// The last number.
         end: u32,
     },
-    /// A number beyond any machine there is.
+    /// A number is above [`Bitmap::MAX`].
     TooLarge {
         /// The number.
         number: u32,
-        /// The largest that is taken.
+        /// The largest allowed number.
         max: u32,
     },
 }
@@ -62,21 +62,21 @@ impl fmt::Display for ListError {
 impl error::Error for ListError {}
 
 impl Bitmap {
-    /// The largest member. A text that asks for more is taken for garbage rather than for a reason
-    /// to allocate.
+    /// The largest possible member. A larger number in a text is an error, so that a corrupt text
+    /// does not cause a large allocation.
     pub const MAX: u32 = (1 << 16) - 1;
 
-    /// The empty set.
+    /// Creates the empty set.
     #[must_use]
     pub const fn new() -> Self {
         Self { words: Vec::new() }
     }
 
-    /// Reads the kernel's list format. White space around parts is ignored, and so is an empty
-    /// text.
+    /// Parses the kernel's list format. White space around parts is ignored. An empty text is the
+    /// empty set.
     ///
     /// # Errors
-    /// [`ListError`] with the part at fault.
+    /// [`ListError`] with the invalid part.
     pub fn parse_list(text: &str) -> Result<Self, ListError> {
         let mut set = Self::new();
         let text = text.trim();
@@ -85,7 +85,7 @@ impl Bitmap {
         }
         for part in text.split(',').map(str::trim) {
             let number = |text: &str| {
-                // `str::parse` would take a sign.
+                // `str::parse` would accept a sign.
                 let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
                 let wrong = || ListError::NotANumber { part: part.into() };
                 let number = if digits {
@@ -110,7 +110,7 @@ impl Bitmap {
         Ok(set)
     }
 
-    /// Adds one member; says whether it was not there. Numbers above [`Bitmap::MAX`] are not added.
+    /// Adds a member. Returns whether it is new. Numbers above [`Bitmap::MAX`] are not added.
     pub fn insert(&mut self, member: u32) -> bool {
         if member > Self::MAX {
             return false;
@@ -124,39 +124,40 @@ impl Bitmap {
         fresh
     }
 
-    /// Whether `member` is in it.
+    /// Returns whether `member` is in the set.
     #[must_use]
     pub fn contains(&self, member: u32) -> bool {
         let (word, bit) = Self::position(member);
         self.words.get(word).is_some_and(|w| w & bit != 0)
     }
 
-    /// The members, smallest first.
+    /// An iterator over the members, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.words.iter().zip(0u32..).flat_map(|(&word, index)| {
             (0..64u32).filter(move |bit| word & (1 << bit) != 0).map(move |bit| index * 64 + bit)
         })
     }
 
-    /// How many members there are.
+    /// Returns the number of members.
     #[must_use]
     pub fn len(&self) -> usize {
         self.words.iter().map(|w| w.count_ones() as usize).sum()
     }
 
-    /// Whether it has none.
+    /// Returns whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&w| w == 0)
     }
 
-    /// The members of both.
+    /// Returns the members of both sets.
     #[must_use]
     pub fn intersection(&self, other: &Self) -> Self {
         Self { words: self.words.iter().zip(&other.words).map(|(a, b)| a & b).collect() }
     }
 
-    /// The words of the set as system calls take it: bit `n % 64` of word `n / 64` for member `n`.
+    /// Returns the words of the set in the format of system calls: bit `n % 64` of word `n / 64` is
+    /// set if `n` is a member.
     #[must_use]
     pub fn words(&self) -> &[u64] {
         &self.words
@@ -183,7 +184,7 @@ impl FromIterator<u32> for Bitmap {
     }
 }
 
-// By hand: two sets with the same members are equal, however many empty words follow.
+// Not derived: sets with the same members are equal, whatever the number of trailing empty words.
 impl PartialEq for Bitmap {
     fn eq(&self, other: &Self) -> bool {
         let (short, long) =

@@ -1,4 +1,4 @@
-//! Where devices are, and where their memory is.
+//! The locality of devices and of their memory.
 
 use super::{
     Found, Node, NodeId, PciAddress, Source, Topology, TopologyError,
@@ -8,28 +8,28 @@ use super::{
 use aquifer_driver::DeviceInfo;
 use std::path::PathBuf;
 
-/// The attribute by which the driver names the host's node next to a device.
+/// The driver's attribute for the host node nearest to a device.
 const HOST_NODE: &str = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID";
-/// The attribute by which it names the node that a device's memory is.
+/// The driver's attribute for the node that is a device's memory.
 const MEMORY_NODE: &str = "CU_DEVICE_ATTRIBUTE_NUMA_ID";
-/// The attribute that says whether a device has memory of its own.
+/// The driver's attribute for devices without memory of their own.
 const INTEGRATED: &str = "CU_DEVICE_ATTRIBUTE_INTEGRATED";
 
-/// Where a device's memory is, as the host sees it.
+/// The location of a device's memory, as seen by the host.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum DeviceMemory {
-    /// Behind a bus: no host page can lie there.
+    /// Behind a bus. No host page can lie there.
     Apart,
-    /// A node of its own, as with GPUs on a coherent link: the kernel hands its pages out like any
-    /// other node's.
+    /// A node of its own, as with GPUs on a coherent link. The kernel allocates its pages like
+    /// those of any other node.
     Node(NodeId),
-    /// The host's: what the one takes, the other lacks, and pinned memory needs no copy.
+    /// The host's memory. Host and device compete for it, and pinned memory needs no copy.
     Host,
 }
 
 impl Topology {
-    /// The same with what the driver knows of its devices' memory, which the kernel alone may not:
-    /// the nodes that it names hold [`Node::device_memory`] from then on.
+    /// Adds the driver's information on device memory, which the kernel may lack: nodes that the
+    /// driver names as a device's memory have [`Node::device_memory`] set in the result.
     ///
     /// ```
     /// use aquifer_driver::{DeviceId, DeviceInfo};
@@ -53,9 +53,9 @@ impl Topology {
         self
     }
 
-    /// Where a device's memory is, at the driver's word. One that names no node may be too old to:
-    /// its device's memory is apart for certain only where every node with memory has CPUs, which a
-    /// device's never has.
+    /// Returns the location of a device's memory, according to the driver. A driver that names no
+    /// node may be too old to do so. The memory is then certainly separate only if every node with
+    /// memory has CPUs, because nodes of devices have none.
     #[must_use]
     pub fn memory_of_device(&self, device: &DeviceInfo) -> Found<DeviceMemory> {
         if device.integrated {
@@ -71,10 +71,10 @@ impl Topology {
         Found { value: apart.then_some(DeviceMemory::Apart), source: file(FOLDER) }
     }
 
-    /// The node that a PCI device is attached to, read now (`/sys/bus/pci/devices/…/numa_node`).
+    /// Reads the node that a PCI device is attached to (`/sys/bus/pci/devices/…/numa_node`).
     ///
     /// # Errors
-    /// [`TopologyError::Number`] for a file that holds no number.
+    /// [`TopologyError::Number`] for a file that contains no number.
     pub fn node_of_pci(&self, address: PciAddress) -> Result<Found<NodeId>, TopologyError> {
         if self.numa.value == Some(false) {
             return Ok(Found::unknown(self.numa.source.clone()));
@@ -82,14 +82,14 @@ impl Topology {
         let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
         let Some(text) = self.files.text(&path)? else { return Ok(Found::unknown(file(path))) };
         let number: i64 = text.trim().parse().map_err(|_| wrong_number(&path, text.trim()))?;
-        // −1 is the kernel's word for unknown; a node that is not online could hold nothing.
+        // −1 means unknown. A node that is not online has no memory.
         let value = u32::try_from(number).ok().map(NodeId).filter(|&id| self.node(id).is_some());
         Ok(Found { value, source: file(path) })
     }
 
-    /// The host's node nearest to a GPU: the driver's word, else the kernel's for its PCI address,
-    /// else unknown. Where they name a node that is a device's memory, the nearest of the host's by
-    /// the kernel's distances.
+    /// Returns the host node nearest to a GPU, from the driver, or else from the kernel by its PCI
+    /// address. Unknown if neither names one. If the named node is a device's memory, returns the
+    /// nearest host node by the kernel's distances.
     ///
     /// # Errors
     /// As [`Topology::node_of_pci`].
@@ -110,8 +110,8 @@ impl Topology {
         Ok(self.by_distance(found, |node| !Self::is_memory_of(node, device)))
     }
 
-    /// The node whose memory host memory for a GPU should be: [`Topology::node_of_device`], or the
-    /// nearest to it that has memory for this process where that one has none.
+    /// Returns the node for host memory that a GPU uses: [`Topology::node_of_device`], or the
+    /// nearest node with memory for this process if that node has none.
     ///
     /// # Errors
     /// As [`Topology::node_of_pci`].
@@ -128,7 +128,8 @@ impl Topology {
         its_own || node.device_memory.value == Some(true)
     }
 
-    /// The node nearest to the one found that fits; unknown where the kernel tells no distance.
+    /// Returns the nearest matching node to the one found. Unknown if the kernel reports no
+    /// distances.
     fn by_distance(&self, found: Found<NodeId>, fits: impl Fn(&Node) -> bool) -> Found<NodeId> {
         let Some(from) = found.value else { return found };
         let source = file(format!("{FOLDER}/node{}/distance", from.0));

@@ -1,4 +1,4 @@
-//! The kernel's text files, below a root.
+//! Reading the kernel's text files below a root.
 
 use super::{Bitmap, ListError, Source};
 use std::{
@@ -6,39 +6,39 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A file that is there and cannot be understood, or a setting that cannot be followed. What is
-/// merely missing is not an error but unknown.
+/// A file that exists but cannot be parsed, or an invalid setting. A missing file is not an error:
+/// its value is unknown.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TopologyError {
-    /// A file that is there and cannot be read.
+    /// A file exists but cannot be read.
     Unreadable {
         /// The file.
         path: PathBuf,
         /// Why.
         kind: io::ErrorKind,
     },
-    /// A file whose list of CPUs or nodes is none.
+    /// A file does not contain a list of CPUs or nodes.
     List {
         /// The file.
         path: PathBuf,
         /// Why.
         error: ListError,
     },
-    /// A file, or a line of one, without the number it should hold.
+    /// A file, or a line of it, does not contain a number.
     Number {
         /// The file.
         path: PathBuf,
-        /// What stands there.
+        /// The text in its place.
         text: String,
     },
-    /// An environment variable that says neither of the things it may say.
+    /// An environment variable has a value that is not allowed.
     Setting {
         /// The variable.
         name: &'static str,
-        /// What it is set to.
+        /// Its value.
         value: String,
-        /// What it may be set to.
+        /// The allowed values.
         expected: &'static str,
     },
 }
@@ -82,7 +82,7 @@ impl From<TopologyError> for aquifer_core::MemoryError {
     }
 }
 
-/// Reads below a root; paths are given and reported as they are on a live system.
+/// Reads files below a root. Paths are given and reported as on a live system.
 #[derive(Clone, Debug)]
 pub(super) struct Files {
     root: PathBuf,
@@ -93,18 +93,18 @@ impl Files {
         Self { root: root.into() }
     }
 
-    /// Where a path of a live system is to be opened.
+    /// Returns the path below the root for a path of a live system.
     pub(super) fn real(&self, path: &Path) -> PathBuf {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// The text of a file; `None` where there is none. A file that may not be read counts as not
-    /// there: containers hide files both ways.
+    /// Returns the text of a file, or `None` if it does not exist. A file without read permission
+    /// counts as missing, since containers hide files in both ways.
     pub(super) fn text(&self, path: &Path) -> Result<Option<String>, TopologyError> {
         Self::what_there_is(path, fs::read_to_string(self.real(path)))
     }
 
-    /// The same for a file that is no text.
+    /// Returns the bytes of a file, or `None` if it does not exist.
     pub(super) fn bytes(&self, path: &Path) -> Result<Option<Vec<u8>>, TopologyError> {
         Self::what_there_is(path, fs::read(self.real(path)))
     }
@@ -113,7 +113,7 @@ impl Files {
         match answer {
             Ok(content) => Ok(Some(content)),
             Err(e) => match e.kind() {
-                // Fixtures are plain files, and sysfs answers EINVAL and ENODEV for attributes that
+                // Fixtures are plain files, and sysfs returns EINVAL and ENODEV for attributes that
                 // do not apply.
                 io::ErrorKind::NotFound
                 | io::ErrorKind::NotADirectory
@@ -127,13 +127,14 @@ impl Files {
         }
     }
 
-    /// A file that holds one unsigned number.
+    /// Reads a file that contains one unsigned number.
     pub(super) fn number(&self, path: &Path) -> Result<Option<u64>, TopologyError> {
         let Some(text) = self.text(path)? else { return Ok(None) };
         text.trim().parse().map(Some).map_err(|_| wrong_number(path, text.trim()))
     }
 
-    /// A file that holds a size, in bytes or, as caches' are, with a `K`, `M` or `G` behind it.
+    /// Reads a file that contains a size, in bytes or with the suffix `K`, `M` or `G`, as for
+    /// caches.
     pub(super) fn size(&self, path: &Path) -> Result<Option<u64>, TopologyError> {
         let Some(text) = self.text(path)? else { return Ok(None) };
         let text = text.trim();
@@ -147,13 +148,13 @@ impl Files {
         bytes.map(Some).ok_or_else(|| wrong_number(path, text))
     }
 
-    /// A file that holds a list of CPUs or nodes.
+    /// Reads a file that contains a list of CPUs or nodes.
     pub(super) fn list(&self, path: &Path) -> Result<Option<Bitmap>, TopologyError> {
         let Some(text) = self.text(path)? else { return Ok(None) };
         parse_list(path, &text).map(Some)
     }
 
-    /// The names in a folder, sorted; none where there is no folder.
+    /// Returns the sorted names in a folder. Empty if there is no folder.
     pub(super) fn names(&self, path: &Path) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.real(path)) else { return Vec::new() };
         let mut names: Vec<String> =
@@ -171,7 +172,7 @@ pub(super) fn parse_list(path: &Path, text: &str) -> Result<Bitmap, TopologyErro
     Bitmap::parse_list(text).map_err(|error| TopologyError::List { path: path.into(), error })
 }
 
-/// The source of what a file says.
+/// Returns a file as a source.
 pub(super) fn file(path: impl Into<PathBuf>) -> Source {
     Source::File(path.into())
 }

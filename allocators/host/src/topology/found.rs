@@ -1,12 +1,12 @@
-//! Answers that say where they come from.
+//! Values with their sources.
 
 use std::{fmt, path::PathBuf};
 
-/// Who was asked.
+/// The source of a value.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Source {
-    /// A file of the kernel's, by its path below the root that was read.
+    /// A file of the kernel, by its path below the root.
     File(PathBuf),
     /// An environment variable.
     Variable(&'static str),
@@ -14,7 +14,7 @@ pub enum Source {
     Driver(&'static str),
     /// A system call.
     SystemCall(&'static str),
-    /// Nobody: there is no source for it on this machine.
+    /// There is no source on this machine.
     Nobody,
 }
 
@@ -30,7 +30,8 @@ impl fmt::Display for Source {
     }
 }
 
-/// What was found, and where. Unknown is an answer: the source is then the one that did not know.
+/// A value with its source. The value may be unknown: the source is then the one that does not
+/// provide it.
 ///
 /// ```
 /// use aquifer_host::topology::{Found, Source};
@@ -39,26 +40,26 @@ impl fmt::Display for Source {
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found<T> {
-    /// The answer; `None` where the source does not know.
+    /// The value. `None` if the source does not provide it.
     pub value: Option<T>,
-    /// Who gave it.
+    /// The source of the value.
     pub source: Source,
 }
 
 impl<T> Found<T> {
-    /// An answer.
+    /// Creates a known value.
     #[must_use]
     pub fn known(value: T, source: Source) -> Self {
         Self { value: Some(value), source }
     }
 
-    /// No answer from `source`.
+    /// Creates an unknown value.
     #[must_use]
     pub fn unknown(source: Source) -> Self {
         Self { value: None, source }
     }
 
-    /// The same with the answer borrowed.
+    /// Borrows the value.
     #[must_use]
     pub fn as_ref(&self) -> Found<&T> {
         Found { value: self.value.as_ref(), source: self.source.clone() }

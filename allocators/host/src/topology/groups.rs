@@ -1,4 +1,4 @@
-//! The control groups that the process is in, from its own up to the root of what is mounted.
+//! The control groups of the process, from its own group up to the root of the mounted hierarchy.
 
 use super::{
     Source,
@@ -6,36 +6,36 @@ use super::{
 };
 use std::path::{Component, Path, PathBuf};
 
-/// Where the kernel tells which groups the process is in.
+/// The file that lists the process's groups.
 pub(super) const MEMBERSHIP: &str = "/proc/self/cgroup";
 
-/// Which of the kernel's two kinds of control groups.
+/// The version of a control group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Version {
     Two,
     One,
 }
 
-/// A group that limits the process's memory, or may.
+/// A group that may limit the process's memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Group {
     pub(super) version: Version,
     pub(super) folder: PathBuf,
 }
 
-/// How often a group was held up at its limits: `memory.events`. Counts, which only grow.
+/// How often a group was throttled at its limits (`memory.events`). All counts only grow.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct GroupEvents {
-    /// Threads were made to reclaim since the group was above `memory.high`.
+    /// Threads had to reclaim memory because the group was above `memory.high`.
     pub high: u64,
-    /// An allocation met `memory.max`.
+    /// An allocation reached `memory.max`.
     pub max: u64,
-    /// Nothing could be reclaimed at `memory.max`: allocations failed, or somebody was killed.
+    /// Nothing could be reclaimed at `memory.max`: an allocation failed or a process was killed.
     pub oom: u64,
-    /// Processes that were killed.
+    /// Processes killed.
     pub oom_kill: u64,
 }
 
@@ -47,17 +47,18 @@ impl Group {
         })
     }
 
-    /// Where its limit stands.
+    /// Returns the file of its limit.
     pub(super) fn limit_file(&self) -> Source {
         file(self.file_of("memory.max", "memory.limit_in_bytes"))
     }
 
-    /// Bytes beyond which allocations fail or somebody is killed; `None` for no limit.
+    /// Returns the bytes beyond which allocations fail or processes are killed, or `None` if
+    /// unlimited.
     pub(super) fn limit(&self, files: &Files) -> Result<Option<u64>, TopologyError> {
         limit_of(files, &self.file_of("memory.max", "memory.limit_in_bytes"))
     }
 
-    /// Bytes beyond which the kernel holds its threads up, with the file that says so. Version 2
+    /// Returns the bytes beyond which the kernel throttles its threads, with the file. Version 2
     /// only.
     pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Source)>, TopologyError> {
         if self.version == Version::One {
@@ -67,13 +68,13 @@ impl Group {
         Ok(limit_of(files, &path)?.map(|high| (high, file(path))))
     }
 
-    /// Bytes that it has, page cache included; 0 where the kernel does not say.
+    /// Returns the bytes that it uses, including page cache. 0 if the kernel does not report them.
     pub(super) fn used(&self, files: &Files) -> Result<u64, TopologyError> {
         Ok(files.number(&self.file_of("memory.current", "memory.usage_in_bytes"))?.unwrap_or(0))
     }
 
-    /// Bytes of that which the kernel takes back before it refuses: see [`reclaimable`]. 0 where it
-    /// does not say.
+    /// Returns the used bytes that the kernel reclaims before it refuses an allocation (see
+    /// [`reclaimable`]). 0 if the kernel does not report them.
     pub(super) fn reclaimable(&self, files: &Files) -> Result<u64, TopologyError> {
         let path = self.folder.join("memory.stat");
         let Some(text) = files.text(&path)? else { return Ok(0) };
@@ -86,7 +87,7 @@ impl Group {
         })
     }
 
-    /// How often it was held up; `None` where the kernel does not count.
+    /// Returns how often it was throttled, or `None` if the kernel does not count that.
     pub(super) fn events(&self, files: &Files) -> Result<Option<GroupEvents>, TopologyError> {
         if self.version == Version::One {
             return Ok(None);
@@ -103,21 +104,21 @@ impl Group {
     }
 }
 
-/// Bytes that the kernel can have back of a page cache and of its own caches: what was read once
-/// and not again, and half of what is in use, since a machine that loses all of that reads it in
+/// Returns the bytes of the page cache and of kernel caches that the kernel can reclaim: what was
+/// read only once, and half of what is in use. Without that half the machine would read the data
 /// again and again.
 pub(super) fn reclaimable(inactive_file: u64, active_file: u64, slab: u64) -> u64 {
     inactive_file.saturating_add(active_file / 2).saturating_add(slab / 2)
 }
 
-/// The number behind a name: `inactive_file 4096`. 0 where the name is not there.
+/// Returns the number after a name, as in `inactive_file 4096`. 0 if the name is missing.
 fn field(path: &Path, text: &str, name: &str) -> Result<u64, TopologyError> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.map_or(Ok(0), |number| number.trim().parse().map_err(|_| wrong_number(path, number)))
 }
 
-/// All groups of the process's whose files may be there, version 2 before version 1, each its own
-/// group first.
+/// Returns all groups of the process that may be mounted, version 2 before version 1, and each time
+/// its own group first.
 pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
     let Some(membership) = files.text(Path::new(MEMBERSHIP))? else { return Ok(Vec::new()) };
     let mounts = files.text(Path::new("/proc/self/mountinfo"))?.unwrap_or_default();
@@ -138,11 +139,11 @@ pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
         else {
             continue;
         };
-        // Inside a container the mount shows the group as its root, or a part of the tree.
+        // In a container the mount shows the group as its root, or shows a part of the tree.
         let below = group.strip_prefix(&mount.root).unwrap_or(Path::new("")).to_path_buf();
         let below = below.strip_prefix("/").map(Path::to_path_buf).unwrap_or(below);
-        // A process that was moved out of its own namespace's tree: what limits it is not mounted
-        // here.
+        // The process was moved out of the tree of its namespace. The groups that limit it are not
+        // mounted here.
         if below.components().any(|part| part == Component::ParentDir) {
             continue;
         }
@@ -151,8 +152,8 @@ pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
     Ok(all)
 }
 
-/// A limit in bytes; `None` for `max`, for version 1's number that stands for it, and where there
-/// is no file.
+/// Returns a limit in bytes. `None` for `max`, for the number that means unlimited in version 1,
+/// and if there is no file.
 fn limit_of(files: &Files, path: &Path) -> Result<Option<u64>, TopologyError> {
     let Some(text) = files.text(path)? else { return Ok(None) };
     let text = text.trim();
@@ -163,14 +164,14 @@ fn limit_of(files: &Files, path: &Path) -> Result<Option<u64>, TopologyError> {
     Ok((bytes < 1 << 62).then_some(bytes))
 }
 
-/// A mounted hierarchy of control groups, and which part of it is mounted.
+/// A mounted hierarchy of control groups, and the root of the mounted part.
 struct Mount {
     point: PathBuf,
     root: PathBuf,
 }
 
-/// The first mount of a kind: `35 30 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup
-/// rw,memory`.
+/// Returns the first mount of a kind, as in `35 30 0:32 / /sys/fs/cgroup/memory rw,relatime -
+/// cgroup cgroup rw,memory`.
 fn mount(mountinfo: &str, kind: &str, controller: &str) -> Option<Mount> {
     mountinfo.lines().find_map(|line| {
         let (mount, filesystem) = line.split_once(" - ")?;

@@ -1,4 +1,4 @@
-//! What the process may still take of the host's memory, and what limits it.
+//! How much host memory the process may still allocate, and what limits it.
 
 use super::{
     Found, Source, Topology, TopologyError,
@@ -9,33 +9,33 @@ use super::{
 };
 use std::path::Path;
 
-/// What the process may still take of the host's memory, as the kernel tells it now. In bytes.
+/// How much host memory the process may still allocate, in bytes, as the kernel reports it.
 ///
-/// Page cache counts as far as the kernel gives it back without harm: what was read once, and half
-/// of what is in use. Reserved huge pages are in none of the three, since nothing but huge pages is
-/// made of them.
+/// Page cache counts as far as the kernel can reclaim it without harm: what was read only once, and
+/// half of what is in use. Reserved huge pages are not included in the three parts, because they
+/// serve only huge pages.
 ///
 /// Its example is that of [`Topology`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Headroom {
-    /// The least of the three below, with the source that says so; unknown where all of them are.
+    /// The minimum of the three values below, with its source. Unknown if all three are unknown.
     pub bytes: Found<u64>,
-    /// The least that the process's control group or one above it leaves below its limit
-    /// (`memory.max`, `memory.high`), with that file; unknown where none has a limit.
+    /// The minimum that the process's control group and the groups above it leave below their
+    /// limits (`memory.max`, `memory.high`), with that file. Unknown if no group has a limit.
     pub group: Found<u64>,
-    /// What the host's nodes that the process may use have free or can have back (`meminfo`); a
-    /// device's memory is not counted. Unknown on a kernel without nodes, and when NUMA handling
-    /// is off.
+    /// Free and reclaimable memory of the host's nodes that the process may use (`meminfo`). Memory
+    /// of devices is not included. Unknown on a kernel without nodes, and when NUMA handling is
+    /// off.
     pub nodes: Found<u64>,
-    /// What the kernel calls available on the whole machine (`MemAvailable`).
+    /// The kernel's estimate of available memory on the whole machine (`MemAvailable`).
     pub machine: Found<u64>,
-    /// Free reserved huge pages on those nodes, or on the machine.
+    /// Bytes of free reserved huge pages on those nodes, or on the machine.
     pub huge_pages: u64,
 }
 
 impl Topology {
-    /// What the process may still take of the host's memory, read now.
+    /// Reads how much host memory the process may still allocate.
     ///
     /// ```
     /// use aquifer_host::topology::Topology;
@@ -45,7 +45,7 @@ impl Topology {
     /// ```
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood. What is missing is unknown.
+    /// [`TopologyError`] for a file that cannot be parsed. Values of missing files are unknown.
     pub fn headroom(&self) -> Result<Headroom, TopologyError> {
         let (group, nodes, machine) =
             (self.group_headroom()?, self.node_headroom()?, self.available()?);
@@ -118,11 +118,11 @@ impl Topology {
             .sum()
     }
 
-    /// The most that the headroom could be: the tightest limit of the process's groups, read now,
-    /// or the memory of the host's nodes that it may use, whichever is less.
+    /// Reads the maximum of the headroom: the smallest limit of the process's groups, or the memory
+    /// of the host's nodes that it may use, whichever is less.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood.
+    /// [`TopologyError`] for a file that cannot be parsed.
     pub fn host_memory(&self) -> Result<Found<u64>, TopologyError> {
         let nodes: u64 = self
             .host_nodes()

@@ -6,7 +6,7 @@ use super::{
 };
 use std::{fmt, path::Path};
 
-/// A NUMA node, by the kernel's number.
+/// The kernel's number of a NUMA node.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -18,7 +18,7 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// One node: its memory, its CPUs, and what the process may use of them.
+/// A NUMA node: its memory, its CPUs, and what the process may use of them.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -26,27 +26,26 @@ impl fmt::Display for NodeId {
 pub struct Node {
     /// Its number.
     pub id: NodeId,
-    /// All its CPUs; none on nodes that are memory only.
+    /// All its CPUs. Empty on memory-only nodes.
     pub cpus: Bitmap,
-    /// Those of them that the process may run on.
+    /// Its CPUs that the process may run on.
     pub allowed_cpus: Bitmap,
-    /// Whether it has memory and the process may take it.
+    /// Whether it has memory that the process may use.
     pub memory_allowed: bool,
-    /// Whether its memory is a device's. The kernel knows of nodes that firmware ties to a device
-    /// (`has_generic_initiator`), the driver of its own
-    /// ([`Topology::with_devices`](super::Topology::with_devices)); a node that neither names is
-    /// unknown.
+    /// Whether its memory is a device's. The kernel reports nodes that the firmware assigns to a
+    /// device (`has_generic_initiator`), and the driver reports its own
+    /// ([`Topology::with_devices`](super::Topology::with_devices)). Unknown if neither reports it.
     pub device_memory: Found<bool>,
-    /// Whether all its memory is movable, as hotplugged memory of expanders and GPUs mostly is
-    /// (`has_normal_memory`): pages that are pinned for long are moved to other nodes first.
+    /// Whether all its memory is movable, as is mostly so for hotplugged memory of expanders and
+    /// GPUs (`has_normal_memory`). Long-term pins first move pages to other nodes.
     pub movable_only: Found<bool>,
-    /// Bytes of memory (`MemTotal`); `None` where the kernel does not say.
+    /// Bytes of memory (`MemTotal`). `None` if the kernel does not report them.
     pub memory: Option<u64>,
-    /// Bytes that nobody uses, not even as cache (`MemFree`).
+    /// Bytes that are unused, even as cache (`MemFree`).
     pub free: Option<u64>,
-    /// Its pools of huge pages, smallest pages first.
+    /// Its pools of huge pages, by ascending page size.
     pub huge_pools: Vec<HugePool>,
-    /// How far each node is, this one (10) included, in the firmware's units.
+    /// The distance of each node, including itself (10), in the firmware's units.
     pub distances: Vec<(NodeId, u32)>,
 }
 
@@ -60,13 +59,13 @@ pub struct HugePool {
     pub page_size: u64,
     /// Pages in the pool.
     pub total: u64,
-    /// Pages that nobody has; some of them may be promised already.
+    /// Free pages. Some of them may already be reserved by mappings.
     pub free: u64,
 }
 
 pub(super) const FOLDER: &str = "/sys/devices/system/node";
 
-/// Every node that is online, in order; none on a kernel without NUMA.
+/// Reads all online nodes, in order. Empty on a kernel without NUMA.
 pub(super) fn read(
     files: &Files,
     cpus_allowed: Option<&Bitmap>,
@@ -98,8 +97,7 @@ pub(super) fn read(
     Ok(nodes)
 }
 
-/// What the kernel says of nodes by listing those it is true of. Older kernels have some of the
-/// files only.
+/// Properties that the kernel reports as lists of nodes. Older kernels lack some of these files.
 struct Sets {
     initiators: Found<Bitmap>,
     normal_memory: Found<Bitmap>,
@@ -117,7 +115,7 @@ impl Sets {
         })
     }
 
-    /// An initiator without CPUs is a device. What is not listed may be one all the same.
+    /// An initiator without CPUs is a device. Devices may be missing from the list.
     fn device_memory(&self, id: u32, cpus: &Bitmap) -> Found<bool> {
         let listed = self.initiators.value.as_ref().is_some_and(|set| set.contains(id));
         let value = if !cpus.is_empty() { Some(false) } else { listed.then_some(true) };
@@ -131,13 +129,13 @@ impl Sets {
     }
 }
 
-/// `MemTotal` and `MemFree` of a node's meminfo: `Node 0 MemTotal:  4548820 kB`.
+/// Reads `MemTotal` and `MemFree` of a node's meminfo, as in `Node 0 MemTotal:  4548820 kB`.
 fn memory(files: &Files, path: &Path) -> Result<(Option<u64>, Option<u64>), TopologyError> {
     let Some(text) = files.text(path)? else { return Ok((None, None)) };
     Ok((field(path, &text, "MemTotal:")?, field(path, &text, "MemFree:")?))
 }
 
-/// A field of a node's meminfo, in bytes; `None` where it is not there.
+/// Returns a field of a node's meminfo in bytes, or `None` if it is missing.
 pub(super) fn field(path: &Path, text: &str, name: &str) -> Result<Option<u64>, TopologyError> {
     let Some(line) = text.lines().find(|line| line.split_whitespace().nth(2) == Some(name)) else {
         return Ok(None);
@@ -146,7 +144,7 @@ pub(super) fn field(path: &Path, text: &str, name: &str) -> Result<Option<u64>, 
     kib.and_then(|kib| kib.checked_mul(1024)).map(Some).ok_or_else(|| wrong_number(path, line))
 }
 
-/// The pools below a `hugepages` folder, a node's or the machine's:
+/// Reads the pools below a `hugepages` folder of a node or of the machine, as in
 /// `hugepages-2048kB/free_hugepages`.
 pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, TopologyError> {
     let mut pools = Vec::new();
@@ -166,7 +164,7 @@ pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, 
     Ok(pools)
 }
 
-/// A line of distances, one for each node that is online, in their order.
+/// Reads a line of distances, one for each online node, in their order.
 fn distances(
     files: &Files,
     path: &Path,

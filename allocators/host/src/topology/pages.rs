@@ -1,4 +1,4 @@
-//! Page sizes and when the kernel makes huge pages of its own accord.
+//! Page sizes, and the kernel's mode of transparent huge pages.
 
 use super::{
     Found, Source,
@@ -15,21 +15,21 @@ use std::path::Path;
 pub enum ThpMode {
     /// Everywhere.
     Always,
-    /// Where a program asks by `MADV_HUGEPAGE`.
+    /// Where a program requests it by `MADV_HUGEPAGE`.
     Madvise,
     /// Nowhere.
     Never,
 }
 
 impl ThpMode {
-    /// Whether memory can have them if its owner asks.
+    /// Returns whether memory can get huge pages on request.
     #[must_use]
     pub fn is_offered(self) -> bool {
         self != Self::Never
     }
 }
 
-/// The mode in brackets: `always [madvise] never`. A word that this build does not know is unknown.
+/// Reads the mode in brackets, as in `always [madvise] never`. An unexpected word is unknown.
 pub(super) fn thp(files: &Files) -> Result<Found<ThpMode>, TopologyError> {
     let path = Path::new("/sys/kernel/mm/transparent_hugepage/enabled");
     let text = files.text(path)?.unwrap_or_default();
@@ -43,14 +43,14 @@ pub(super) fn thp(files: &Files) -> Result<Found<ThpMode>, TopologyError> {
     Ok(Found { value, source: file(path) })
 }
 
-/// Bytes of a transparent huge page.
+/// Reads the bytes of a transparent huge page.
 pub(super) fn thp_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     let path = Path::new("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
     Ok(Found { value: files.number(path)?, source: file(path) })
 }
 
-/// Bytes of a base page: what the kernel handed to the process at its start, below the root if that
-/// is there.
+/// Reads the bytes of a base page, from the auxiliary vector below the root if that exists, else
+/// from the system.
 pub(super) fn page_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     let path = Path::new("/proc/self/auxv");
     if let Some(bytes) = files.bytes(path)?
@@ -62,7 +62,7 @@ pub(super) fn page_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     Ok(Found { value, source: Source::SystemCall("sysconf") })
 }
 
-/// The auxiliary vector is pairs of words, a key and a value.
+/// Finds the page size in the auxiliary vector, which consists of pairs of words: key and value.
 fn page_size_in(vector: &[u8]) -> Option<u64> {
     const WORD: usize = size_of::<usize>();
     const AT_PAGESZ: usize = 6;

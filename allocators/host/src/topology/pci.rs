@@ -1,11 +1,11 @@
-//! PCI addresses, as drivers and sysfs write them.
+//! PCI addresses, in the formats of drivers and of sysfs.
 
 use std::{error, fmt, str::FromStr};
 
-/// Where a device sits on the PCI bus.
+/// The address of a device on the PCI bus.
 ///
-/// Drivers write domains with four or eight digits and letters of either case, sysfs with at least
-/// four and lower case; `Display` writes what sysfs does.
+/// Drivers write domains with four or eight digits, and letters of either case. sysfs writes at
+/// least four digits, and lower case, which is also the format of `Display`.
 ///
 /// ```
 /// use aquifer_host::topology::PciAddress;
@@ -15,7 +15,7 @@ use std::{error, fmt, str::FromStr};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PciAddress {
-    /// The domain; above 65,535 behind some bridges and in some virtual machines.
+    /// The domain. It is above 65,535 behind some bridges and in some virtual machines.
     pub domain: u32,
     /// The bus.
     pub bus: u8,
@@ -25,29 +25,29 @@ pub struct PciAddress {
     pub function: u8,
 }
 
-/// Why a text is no PCI address.
+/// Why a text is not a PCI address.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum PciAddressError {
-    /// Not `domain:bus:device.function`.
+    /// The text does not have the form `domain:bus:device.function`.
     Shape {
         /// The text.
         text: String,
     },
-    /// A part that has the wrong number of digits, or something that is no hexadecimal digit.
+    /// A part has the wrong number of digits, or is not hexadecimal.
     Digits {
         /// Which part: `domain`, `bus`, `device`, `function`.
         part: &'static str,
         /// The part's text.
         text: String,
     },
-    /// A part beyond what the bus has.
+    /// A part is above its maximum.
     TooLarge {
         /// Which part.
         part: &'static str,
         /// Its value.
         value: u32,
-        /// The largest there is.
+        /// Its maximum.
         max: u32,
     },
 }

@@ -1,4 +1,4 @@
-//! What this process may use: its CPUs and nodes, its memory limit, its other limits.
+//! What this process may use: CPUs, nodes, memory, and other limits.
 
 use super::{
     Bitmap, Found, Source,
@@ -9,8 +9,8 @@ use std::path::Path;
 
 const STATUS: &str = "/proc/self/status";
 
-/// The CPUs and nodes of the process's main thread: cpuset, affinity and memory policy taken
-/// together.
+/// Reads the CPUs and nodes that the process's main thread may use, by cpuset, affinity and memory
+/// policy together.
 pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), TopologyError> {
     let path = Path::new(STATUS);
     let Some(text) = files.text(path)? else {
@@ -24,22 +24,22 @@ pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), T
     Ok((field("Cpus_allowed_list:")?, field("Mems_allowed_list:")?))
 }
 
-/// How much memory the process's control groups grant it.
+/// The memory limit of the process's control groups.
 ///
-/// Populating past this limit ends in a kill, not in an error: it is for comparing before pages are
-/// touched.
+/// Populating memory beyond this limit ends in a kill, not in an error. Compare with it before
+/// pages are touched.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct MemoryLimit {
-    /// The smallest limit from the process's group up to the root, in bytes.
+    /// The smallest limit of the process's group and the groups above it, in bytes.
     pub limit: u64,
-    /// The least that any of those groups has left under its own limit, in bytes.
+    /// The minimum that any of those groups has left below its own limit, in bytes.
     pub remaining: u64,
 }
 
-/// The limits of the group that the process is in and of all above it, version 2 before version 1.
+/// Reads the limits of the process's group and of all groups above it, version 2 before version 1.
 pub(super) fn memory_limit(files: &Files) -> Result<Found<MemoryLimit>, TopologyError> {
     let mut found = Found::unknown(file(groups::MEMBERSHIP));
     for group in groups::all(files)? {
@@ -60,23 +60,23 @@ pub(super) fn memory_limit(files: &Files) -> Result<Found<MemoryLimit>, Topology
     Ok(found)
 }
 
-/// Whether the kernel calls itself Windows' own.
+/// Reads whether this is the kernel of the Windows Subsystem for Linux.
 pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
     let path = Path::new("/proc/version");
     let value = files.text(path)?.map(|text| text.to_lowercase().contains("microsoft"));
     Ok(Found { value, source: file(path) })
 }
 
-/// Limits that pinned memory may meet.
+/// Limits that may affect pinned memory.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// `RLIMIT_MEMLOCK`, soft, in bytes; `u64::MAX` for unlimited. The GPU driver's pins do not
-    /// count against it.
+    /// The soft `RLIMIT_MEMLOCK` in bytes, or `u64::MAX` if unlimited. Memory that the GPU driver
+    /// pins does not count against it.
     pub locked_memory: Found<u64>,
-    /// `vm.max_map_count`: mappings that the process may have.
+    /// `vm.max_map_count`: maximum number of mappings of the process.
     pub mappings: Found<u64>,
     /// `vm.overcommit_memory`: 0 heuristic, 1 always, 2 never.
     pub overcommit: Found<u64>,

@@ -1,5 +1,4 @@
-//! How hard the machine and the process's control groups have to work for memory: stalls and
-//! events.
+//! Memory pressure of the machine and of the process's control groups: stalls and events.
 
 use super::{
     Found, GroupEvents, Headroom, Topology, TopologyError,
@@ -11,42 +10,42 @@ use std::{
     time::Duration,
 };
 
-/// The machine's account of stalls.
+/// The file with the machine's stalls.
 const MACHINE: &str = "/proc/pressure/memory";
 
-/// How much of the time threads were kept waiting by memory (PSI), and for how long in all.
+/// How long memory stalled threads (PSI).
 ///
 /// Its example is that of [`Topology`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stalls {
-    /// Of the last ten seconds, those in which some thread waited, in hundredths of a per cent.
+    /// Share of the last ten seconds in which some thread was stalled, in hundredths of a per cent.
     pub some: u32,
-    /// The same of those in which all did that had something to do.
+    /// Share of the last ten seconds in which all runnable threads were stalled, in the same unit.
     pub full: u32,
-    /// All the time in which some thread waited.
+    /// Total time in which some thread was stalled.
     pub some_total: Duration,
 }
 
-/// How scarce host memory is for the process.
+/// The memory pressure that the process is under.
 ///
 /// Its example is that of [`Topology`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Strain {
-    /// What it may still take.
+    /// How much memory it may still allocate.
     pub headroom: Headroom,
-    /// Stalls in its own group where the kernel counts them there, else on the machine; unknown on
-    /// a kernel without PSI.
+    /// Stalls of its own group if the kernel counts them, else of the machine. Unknown on a kernel
+    /// without PSI.
     pub stalls: Found<Stalls>,
-    /// How often its group and those above were held up at their limits, all together; unknown
-    /// without groups of version 2. Counts of groups above have those below in them: only their
-    /// growth says something.
+    /// The sum of throttling events of its group and of the groups above. Unknown without groups of
+    /// version 2. The counts of a group include those of the groups below it, so only their growth
+    /// is meaningful.
     pub events: Found<GroupEvents>,
 }
 
 impl Topology {
-    /// How scarce host memory is for the process, read now.
+    /// Reads the memory pressure that the process is under.
     ///
     /// ```
     /// use aquifer_host::topology::Topology;
@@ -58,21 +57,22 @@ impl Topology {
     /// ```
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood. What is missing is unknown.
+    /// [`TopologyError`] for a file that cannot be parsed. Values of missing files are unknown.
     pub fn strain(&self) -> Result<Strain, TopologyError> {
         Ok(Strain { headroom: self.headroom()?, stalls: self.stalls()?, events: self.events()? })
     }
 
-    /// The files in which the kernel accounts for stalls, the process's own group first, as they
-    /// are to be opened. Not all of them need be there.
+    /// Returns the paths of the kernel's pressure files, the process's own group first. Some of
+    /// them may not exist.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood.
+    /// [`TopologyError`] for a file that cannot be parsed.
     pub fn stall_files(&self) -> Result<Vec<PathBuf>, TopologyError> {
         Ok(self.stall_paths()?.iter().map(|path| self.files.real(path)).collect())
     }
 
-    /// Its own group's, which is not there in the root of all groups, and the machine's.
+    /// Returns the file of the own group, which does not exist in the root group, and that of the
+    /// machine.
     fn stall_paths(&self) -> Result<Vec<PathBuf>, TopologyError> {
         let groups = groups::all(&self.files)?;
         let own = groups.iter().find(|group| group.version == Version::Two);
@@ -112,8 +112,8 @@ impl Topology {
     }
 }
 
-/// Two lines: `some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159`, and one of `full`, in per
-/// cent and microseconds.
+/// Parses the two lines `some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159` and `full …`, in
+/// per cent and microseconds.
 fn parse(path: &Path, text: &str) -> Result<Stalls, TopologyError> {
     let mut stalls = Stalls::default();
     for line in text.lines() {
@@ -133,7 +133,7 @@ fn parse(path: &Path, text: &str) -> Result<Stalls, TopologyError> {
     Ok(stalls)
 }
 
-/// `1.77` is 177.
+/// Parses a decimal number with two digits: `1.77` is 177.
 fn hundredths(text: &str) -> Option<u32> {
     let (whole, part) = text.split_once('.')?;
     let part: u32 = (part.len() == 2).then(|| part.parse().ok())??;

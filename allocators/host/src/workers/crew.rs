@@ -1,4 +1,4 @@
-//! The threads of one node and their queue.
+//! The worker threads of one node, and their queue.
 
 use super::{JobError, WorkerError, job::Work};
 use crate::{
@@ -19,34 +19,33 @@ use std::{
 /// The workers of one node, or unbound ones.
 pub(super) struct Crew {
     home: Option<Home>,
-    /// Threads at most.
+    /// Maximum number of threads.
     limit: usize,
     kernel: Kernel,
     state: Mutex<State>,
-    /// A job came, or the crew was closed.
+    /// Notified when a job arrives or the crew is closed.
     called: Condvar,
-    /// Workers that are at a piece.
+    /// Number of workers that run a piece.
     busy: AtomicUsize,
-    /// Jobs in the queue, for workers that look without the lock.
+    /// Number of jobs in the queue, for workers that spin without the lock.
     queued: AtomicUsize,
 }
 
-/// How often a worker that has nothing to do looks for a job before it goes to sleep: for less than
-/// it takes to be woken, which is some tens of microseconds. Who makes one transfer after another
-/// finds them awake.
+/// Spin iterations of an idle worker before it sleeps. They take less time than a wake-up, which
+/// takes tens of microseconds. A caller with consecutive transfers finds the workers awake.
 const LOOKS: u32 = 2000;
 
-/// Where a crew's workers run.
+/// The CPUs that the workers of a crew are bound to.
 #[derive(Debug)]
 pub(super) struct Home {
-    /// The node as it was when the workers were described.
+    /// The node at the time when the workers were created.
     pub(super) node: Node,
-    /// The machine, to be asked again when a worker starts.
+    /// The topology, whose CPUs are read again when a worker starts.
     pub(super) topology: Arc<Topology>,
 }
 
 impl Home {
-    /// Binds the calling thread to the CPUs that the node has for the process now.
+    /// Binds the calling thread to the CPUs of the node that the process may use now.
     fn bind(&self, kernel: &Kernel) -> Result<(), SystemError> {
         let now = self.topology.allowed_cpus(self.node.id).ok().and_then(|found| found.value);
         kernel.bind_thread(now.as_ref().unwrap_or(&self.node.allowed_cpus))
@@ -55,16 +54,16 @@ impl Home {
 
 struct State {
     queue: VecDeque<Arc<dyn Work>>,
-    /// Threads that run, those about to start included. At most the limit.
+    /// Number of threads, including those that are starting. At most the limit.
     alive: usize,
-    /// Those of them that sleep: waking nobody is a system call all the same.
+    /// Sleeping threads. Avoids a system call that would wake none.
     asleep: usize,
-    /// Those of them that could not be bound, and run anywhere.
+    /// Threads that could not be bound, and run anywhere.
     unbound: usize,
-    /// Why the last of them could not.
+    /// The error of the last thread that could not be bound.
     refused: Option<SystemError>,
     closed: bool,
-    /// Threads started so far, for their names.
+    /// Number of threads started so far, for thread names.
     started: u64,
 }
 
@@ -92,7 +91,7 @@ impl Crew {
         self.lock().alive
     }
 
-    /// What is wrong with its workers, though they work.
+    /// Returns the error of a live worker that could not be bound.
     pub(super) fn shortfall(&self) -> Option<WorkerError> {
         let node = self.home.as_ref()?.node.id;
         let state = self.lock();
@@ -100,8 +99,8 @@ impl Crew {
         Some(WorkerError::Bind { node, error })
     }
 
-    /// Sees to it that there are workers for a job of so many pieces, beside those that are busy.
-    /// One is enough for success, and may be busy.
+    /// Starts workers for a job of `pieces` pieces, in addition to busy ones. Succeeds if there is
+    /// at least one worker, even a busy one.
     pub(super) fn staff(self: &Arc<Self>, pieces: usize) -> Result<(), WorkerError> {
         loop {
             let number = {
@@ -121,19 +120,19 @@ impl Crew {
             };
             match self.start(number) {
                 Ok(()) => {}
-                // Fewer workers than wanted do the same job in more time.
+                // The job also completes with fewer workers, but more slowly.
                 Err(_) if self.alive() > 0 => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Starts a worker and waits until it is bound, or is known not to be. The caller has counted
-    /// it as alive.
+    /// Starts a worker and waits until it is bound or has failed to bind. The caller has counted it
+    /// as alive.
     fn start(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
         let (tell, told) = mpsc::sync_channel::<()>(1);
         let mut present = Present { crew: self.clone(), unbound: false };
-        // The kernel keeps 15 bytes of a name.
+        // The kernel truncates names to 15 bytes.
         let name = match &self.home {
             Some(home) => format!("touch-n{}.{number}", home.node.id.0),
             None => format!("touch-{number}"),
@@ -141,7 +140,7 @@ impl Crew {
         let spawned = self.kernel.spawn(name, move || {
             let crew = present.crew.clone();
             if let Some(Err(error)) = crew.home.as_ref().map(|home| home.bind(&crew.kernel)) {
-                // It works all the same, anywhere: where memory has a policy, that places it.
+                // An unbound worker is still useful: memory with a policy is placed by that policy.
                 present.unbound = true;
                 let mut state = crew.lock();
                 state.unbound += 1;
@@ -152,7 +151,7 @@ impl Crew {
             crew.serve();
             drop(present);
         });
-        // A thread that did not start has dropped what it was to run: it is counted out by then.
+        // If the thread did not start, its closure was dropped, which has corrected the count.
         spawned.map_err(|error| WorkerError::Spawn { error })?;
         let _ = told.recv();
         Ok(())
@@ -170,8 +169,8 @@ impl Crew {
         self.count(&state);
         let asleep = state.asleep;
         drop(state);
-        // As many as have something to do: each that wakes goes on until nothing is left. Those
-        // that are awake look again before they go to sleep.
+        // One worker per piece is enough, because a worker continues until no piece is left.
+        // Workers that are awake check the queue again before they sleep.
         if pieces < asleep {
             (0..pieces).for_each(|_| self.called.notify_one());
         } else if asleep > 0 {
@@ -179,12 +178,12 @@ impl Crew {
         }
     }
 
-    /// Tells those who look without the lock how many jobs there are.
+    /// Updates the number of jobs for workers that spin without the lock.
     fn count(&self, state: &State) {
         self.queued.store(state.queue.len() + usize::from(state.closed), Ordering::Relaxed);
     }
 
-    /// A worker's life.
+    /// The main loop of a worker.
     fn serve(&self) {
         loop {
             for _ in 0..LOOKS {
@@ -215,7 +214,7 @@ impl Crew {
         }
     }
 
-    /// Takes no further job and stops those that wait.
+    /// Accepts no further jobs and stops the queued ones.
     pub(super) fn close(&self) {
         let waiting = {
             let mut state = self.lock();
@@ -238,7 +237,8 @@ impl fmt::Debug for Crew {
     }
 }
 
-/// Counts a worker out however its thread ends, and sees to a successor where work is left.
+/// Corrects the counts when a worker's thread ends, even by a panic, and starts a successor if work
+/// is left.
 struct Present {
     crew: Arc<Crew>,
     unbound: bool,
@@ -253,7 +253,7 @@ impl Drop for Present {
             !state.closed && state.alive == 0 && !state.queue.is_empty()
         };
         if orphaned && std::thread::panicking() && self.crew.staff(1).is_err() {
-            // Nobody is left to do it and nobody can be found.
+            // There is no worker left, and no new one could be started.
             let waiting = {
                 let mut state = self.crew.lock();
                 let waiting = std::mem::take(&mut state.queue);

@@ -1,4 +1,4 @@
-//! A job in pieces: who runs which, and what became of them.
+//! A job in pieces: its scheduling, its results and its errors.
 
 use std::{
     error, fmt,
@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// When a job is given up.
+/// The time limit of a job.
 ///
 /// ```
 /// use aquifer_host::workers::Deadline;
@@ -24,11 +24,11 @@ use std::{
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Deadline {
-    /// Never.
+    /// No limit.
     Never,
-    /// At this moment, though the job may not have begun by then.
+    /// At this moment, even if the job has not started by then.
     At(Instant),
-    /// So long after its first piece began: waiting behind other jobs costs it nothing.
+    /// After this duration from the start of its first piece. Time in the queue does not count.
     AfterBegin(Duration),
 }
 
@@ -44,27 +44,28 @@ impl From<Duration> for Deadline {
     }
 }
 
-/// Why a job, or a piece of it, was not done.
+/// Why a job, or a piece of it, was not completed.
 ///
 /// Its example is that of [`Workers`](super::Workers).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum JobError {
-    /// A piece panicked. The worker lives on; the message went to the panic hook.
+    /// A piece panicked. The worker continues. The message went to the panic hook.
     Panicked {
         /// The piece.
         piece: usize,
     },
     /// The deadline passed.
     TimedOut {
-        /// Pieces that were done by then.
+        /// Pieces that were completed by then.
         done: usize,
-        /// Pieces there are.
+        /// Number of all pieces.
         pieces: usize,
     },
-    /// It was cancelled.
+    /// The job was cancelled.
     Cancelled,
-    /// The workers ended before it was done, or this is a child process and they are the parent's.
+    /// The workers ended before the job was completed, or they belong to the parent of this
+    /// process.
     Closed,
 }
 
@@ -83,7 +84,7 @@ impl fmt::Display for JobError {
 
 impl error::Error for JobError {}
 
-/// A job that workers are at. Dropping it cancels the pieces that have not begun.
+/// A job that was submitted to workers. Dropping it cancels the pieces that have not started.
 ///
 /// Its example is that of [`Workers`](super::Workers).
 #[derive(Debug)]
@@ -92,21 +93,22 @@ pub struct Job<R: Send + 'static> {
     state: Arc<State<R>>,
 }
 
-/// What a crew sees of a job.
+/// The interface of a job to its crew.
 pub(super) trait Work: Send + Sync {
-    /// Runs the next piece, counted in `busy` meanwhile; `false` if there is none to begin.
+    /// Runs the next piece, and counts it in `busy` for that time. Returns `false` if there is none
+    /// left.
     fn run_piece(&self, busy: &AtomicUsize) -> bool;
-    /// Pieces that nobody has begun.
+    /// Returns the number of pieces that have not started.
     fn waiting(&self) -> usize;
-    /// Begins no further piece, for this reason.
+    /// Starts no further piece, for the given reason.
     fn stop(&self, why: JobError);
 }
 
 struct State<R> {
     pieces: usize,
     deadline: Deadline,
-    /// The process whose threads work at it. In a child of that, the lock may be held by a thread
-    /// that is not there.
+    /// The process of the worker threads. In a child process, the lock may be held by a thread that
+    /// does not exist there.
     process: u32,
     done: AtomicUsize,
     inner: Mutex<Inner<R>>,
@@ -116,21 +118,21 @@ struct State<R> {
 type Piece<R> = Arc<dyn Fn(usize) -> R + Send + Sync>;
 
 struct Inner<R> {
-    /// Until the last piece is over, so that what it owns is gone before anybody learns that the
-    /// job is.
+    /// Dropped after the last piece, so that what it owns is gone before the job is reported as
+    /// finished.
     work: Option<Piece<R>>,
-    /// When the first piece began.
+    /// When the first piece started.
     begun: Option<Instant>,
-    /// The next piece to begin.
+    /// The next piece to start.
     next: usize,
-    /// Pieces that somebody is at.
+    /// Number of running pieces.
     running: usize,
     results: Vec<Slot<R>>,
-    /// Why no further piece begins.
+    /// Why no further piece starts.
     stopped: Option<JobError>,
-    /// Nothing runs, nothing will, and `work` has been dropped.
+    /// No piece runs or will run, and `work` has been dropped.
     finished: bool,
-    /// Nobody will fetch results.
+    /// The job's handle was dropped, so results are not needed.
     abandoned: bool,
 }
 
@@ -166,23 +168,23 @@ impl<R: Send + 'static> Job<R> {
         self.state.clone()
     }
 
-    /// Pieces there are.
+    /// Returns the number of pieces.
     #[must_use]
     pub fn pieces(&self) -> usize {
         self.state.pieces
     }
 
-    /// Pieces that are done: with [`Job::pieces`], how far it has come. Takes no lock.
+    /// Returns the number of completed pieces, as progress out of [`Job::pieces`]. Takes no lock.
     #[must_use]
     pub fn done(&self) -> usize {
         self.state.done.load(Ordering::Acquire)
     }
 
-    /// Waits for all pieces and answers with their results, in order. Blocks until `deadline` or
-    /// the job's own, whichever is first.
+    /// Waits for all pieces and returns their results, in order. Blocks until `deadline` or the
+    /// job's own, whichever is first.
     ///
     /// # Errors
-    /// [`JobError`]; what has been made is dropped.
+    /// [`JobError`]. Results made so far are dropped.
     pub fn wait(self, deadline: Option<Instant>) -> Result<Vec<R>, JobError> {
         self.wait_for(self.state.pieces, deadline)?;
         let results = mem::take(&mut self.state.lock().results);
@@ -195,12 +197,12 @@ impl<R: Send + 'static> Job<R> {
             .collect())
     }
 
-    /// Waits until the first `pieces` pieces are done, while others may still run. When it answers
-    /// for all of them, the work itself has been dropped. Blocks until `deadline` or the job's own,
-    /// and cancels the job when that passes.
+    /// Waits until the first `pieces` pieces are completed, while others may still run. If these
+    /// are all pieces, `work` has been dropped on return. Blocks until `deadline` or the job's own,
+    /// whichever is first, and then cancels the job.
     ///
     /// # Errors
-    /// [`JobError`] if one of them will not be done.
+    /// [`JobError`] if one of these pieces will not be completed.
     pub fn wait_for(&self, pieces: usize, deadline: Option<Instant>) -> Result<(), JobError> {
         let state = &*self.state;
         if state.is_the_parents() {
@@ -236,7 +238,8 @@ impl<R: Send + 'static> Job<R> {
         }
     }
 
-    /// The result of a piece that is done; `None` if it is not, or has been taken.
+    /// Takes the result of a completed piece. Returns `None` if it is not completed, or was taken
+    /// already.
     #[must_use]
     pub fn take(&self, piece: usize) -> Option<R> {
         if self.state.is_the_parents() {
@@ -253,14 +256,14 @@ impl<R: Send + 'static> Job<R> {
         }
     }
 
-    /// Begins no further piece. Pieces that workers are at run to their end.
+    /// Starts no further piece. Running pieces continue to their end.
     pub fn cancel(&self) {
         if !self.state.is_the_parents() {
             self.state.stop(JobError::Cancelled);
         }
     }
 
-    /// Cancels, and waits until no worker is at it and the work has been dropped.
+    /// Cancels the job, and waits until no piece runs and `work` has been dropped.
     pub fn settle(self) {
         self.cancel();
         if self.state.is_the_parents() {
@@ -275,7 +278,7 @@ impl<R: Send + 'static> Job<R> {
 
 impl<R: Send + 'static> Drop for Job<R> {
     fn drop(&mut self) {
-        // What a child has of its parent's job stays in the child's memory.
+        // A child process leaks its copy of the parent's job.
         if self.state.is_the_parents() {
             return;
         }
@@ -284,7 +287,7 @@ impl<R: Send + 'static> Drop for Job<R> {
         inner.abandoned = true;
         let results = mem::take(&mut inner.results);
         drop(inner);
-        // Outside the lock: results may be anything.
+        // Outside the lock, because dropping a result may run any code.
         drop(results);
     }
 }
@@ -298,7 +301,7 @@ impl<R> State<R> {
         process::id() != self.process
     }
 
-    /// When it is given up, as far as that is settled.
+    /// Returns the moment of the deadline, as far as it is known.
     fn ends(&self, inner: &Inner<R>) -> Option<Instant> {
         match self.deadline {
             Deadline::Never => None,
@@ -311,7 +314,7 @@ impl<R> State<R> {
         JobError::TimedOut { done: self.done.load(Ordering::Acquire), pieces: self.pieces }
     }
 
-    /// Drops the work when nothing needs it any more, then says that the job is over.
+    /// Drops `work` when no piece needs it any more, then marks the job as finished.
     fn finish_if_over(&self, mut inner: MutexGuard<'_, Inner<R>>) {
         let begins_more = inner.stopped.is_none() && inner.next < self.pieces;
         if begins_more || inner.running > 0 || inner.finished {
@@ -349,7 +352,7 @@ impl<R: Send> Work for State<R> {
         }
         drop(inner);
         if first {
-            // Who waits can now tell until when.
+            // Waiting threads can now compute the deadline.
             self.changed.notify_all();
         }
         run(Running { state: self, piece, result: None, busy }, work);
@@ -370,7 +373,7 @@ impl<R: Send> Work for State<R> {
     }
 }
 
-/// A piece that a worker is at: however the worker leaves it, it is accounted for.
+/// A running piece. Its drop does the accounting, however the piece ends.
 struct Running<'a, R> {
     state: &'a State<R>,
     piece: usize,
@@ -383,21 +386,21 @@ fn run<R>(mut running: Running<'_, R>, work: Piece<R>) {
     match catch_unwind(AssertUnwindSafe(|| work(piece))) {
         Ok(result) => running.result = Some(result),
         Err(payload) => {
-            // A payload may panic when it is dropped; what that throws is left alone.
+            // A payload may panic when it is dropped. The payload of that second panic is leaked.
             if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
                 let _left_alone = ManuallyDrop::new(second);
             }
         }
     }
-    // Before the piece counts as over: see `Inner::work`.
+    // Before the piece counts as completed (see `Inner::work`).
     drop(work);
 }
 
 impl<R> Drop for Running<'_, R> {
     fn drop(&mut self) {
         let mut inner = self.state.lock();
-        // Before anybody learns that the piece is over: who then asks for more finds this worker
-        // free.
+        // Before the piece is reported as completed, so that a caller which then submits another
+        // job finds this worker free.
         self.busy.fetch_sub(1, Ordering::Relaxed);
         inner.running -= 1;
         let mut unwanted = None;
