@@ -30,8 +30,6 @@ use nix::{
 use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
 
 /// A range of addresses of this process.
-///
-/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Span {
     /// The first address.
@@ -54,8 +52,6 @@ impl Span {
 }
 
 /// The page size of a mapping.
-///
-/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum MapPages {
     /// Base pages, or transparent huge pages, depending on the system's mode.
@@ -78,8 +74,6 @@ impl MapPages {
 }
 
 /// Advice on a mapping (`madvise`).
-///
-/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Advice {
     /// Child processes do not inherit the mapping. Otherwise a fork would copy pinned pages, while

@@ -10,9 +10,9 @@
 //! | [`clock`] | a cheap coarse clock |
 //! | [`kernel`] | the system calls used here, and fault injection for them |
 //!
-//! `cuMemHostAlloc` pins 2–3.5 GB/s and places memory on the node of the calling thread. A
-//! [`region`] is mapped, bound to its node, populated by many threads of that node and registered
-//! by one thread, which is about ten times as fast. Its placement is then verified with the kernel.
+//! A [`region`] is mapped, placed on its node, populated by many threads of that node, and
+//! registered by one thread. Its placement is then verified with the kernel. This is about ten times
+//! as fast as `cuMemHostAlloc`, which places memory on the node of the calling thread.
 //! Where a step is not available (no huge pages, no memory policies in a sandbox, no driver), the
 //! next best one is used, and the [`RegionReport`](region::RegionReport) records it.
 //!

@@ -52,9 +52,9 @@
 //! threads that free one block *at the same moment* are not detected: this is a data race in the
 //! caller's unsafe code. The same holds for a gate that is noted on a block during its free.
 //!
-//! The fast path is inlined into the executable, for example in the methods of a `Vec<T,
-//! PinnedAllocator>`. In a shared library it is slower, because access to thread-locals needs a
-//! function call there.
+//! The fast path is inlined into the executable, for example in the methods of a
+//! `Vec<T, PinnedAllocator>`. In a shared library it is slower, because access to thread-locals
+//! needs a function call there.
 //!
 //! Threads share no cache line that the fast path writes: magazines are aligned to cache-line
 //! pairs, the lock is separate from data that every call reads, and each thread takes slots from
@@ -199,8 +199,6 @@ pub struct PinnedConfig {
 
 /// When a pool registers memory with the driver. A registration stalls threads that launch kernels
 /// for milliseconds.
-///
-/// Its example is that of [`PinnedConfig`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub enum Grow {
@@ -254,7 +252,7 @@ impl PinnedConfig {
 
 /// Statistics of a [`PinnedPool`].
 ///
-/// Its example is that of [`PinnedPool`].
+/// See [`PinnedPool`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct PinnedStats {
@@ -281,10 +279,10 @@ struct Shared {
     host: Host,
     budget: Budget,
     config: PinnedConfig,
-    /// Whether an observer is told of the host's accesses to pinned memory.
+    /// Whether an observer is notified of the host's accesses to pinned memory.
     observed: bool,
     known: OnceLock<reclaim::Known>,
-    /// Holders of idle blocks that can be asked to give them up.
+    /// Holders of idle blocks that the pool can take back.
     keepers: Mutex<Vec<Weak<dyn Keeper>>>,
     /// Scratch memory of reclaim passes.
     scratch: Scratch,

@@ -16,8 +16,8 @@
 //!   the binding fails, as in sandboxes, the thread runs anywhere, and [`Workers::shortfall`]
 //!   reports it.
 //! - A piece that panics fails only its own job. A worker that dies is replaced.
-//! - A job whose deadline passes starts no further piece. Results that are no longer needed are
-//!   dropped, by a worker if necessary. No result stays until it is fetched.
+//! - A job whose deadline passes starts no further piece. Its results are dropped, by a worker if
+//!   necessary.
 //!
 //! A forked child process has none of its parent's threads. Its calls return
 //! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them, and it can create
@@ -45,7 +45,7 @@ use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc};
 
 /// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
 ///
-/// Its example is that of [`Workers`].
+/// See [`Workers`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
@@ -237,7 +237,7 @@ impl Drop for Workers {
 
 /// Why [`Workers::run`] has no result.
 ///
-/// Its example is that of [`Workers`].
+/// See [`Workers`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RunError {

@@ -6,8 +6,6 @@ use nix::{libc, sys::statfs};
 use std::{fs, path::Path};
 
 /// The backing of a mapping.
-///
-/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Ground {
@@ -22,8 +20,6 @@ pub enum Ground {
 }
 
 /// One mapping of this process.
-///
-/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MapEntry {
     /// Its addresses.

@@ -21,7 +21,7 @@ use std::{
 /// let bell = kernel.bell()?;
 /// bell.ring();
 /// assert!(kernel.wait(&bell, None, Duration::from_secs(60))?.rung);
-/// assert!(!kernel.wait(&bell, None, Duration::ZERO)?.rung); // heard once
+/// assert!(!kernel.wait(&bell, None, Duration::ZERO)?.rung); // a ring ends one wait
 /// # Ok::<(), aquifer_core::SystemError>(())
 /// ```
 #[derive(Debug)]
@@ -47,13 +47,13 @@ impl Bell {
 /// A trigger on a pressure (PSI) file: the kernel reports when memory has stalled some thread for
 /// too long.
 ///
-/// Its example is that of [`Kernel`].
+/// See [`Kernel::stall_alarm`] for an example.
 #[derive(Debug)]
 pub struct StallAlarm(OwnedFd);
 
 /// Why a wait has ended. All fields are `false` after a timeout or a signal.
 ///
-/// Its example is that of [`Kernel`].
+/// See [`Bell`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Woken {
     /// The bell was rung.

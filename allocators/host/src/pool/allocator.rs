@@ -147,7 +147,7 @@ impl_allocator! {
 }
 
 impl PinnedAllocator {
-    /// A block from this thread's magazine.
+    /// Allocates a slot from this thread's magazine.
     #[inline(always)]
     fn quick(&self, layout: Layout) -> Option<NonNull<u8>> {
         self.home.quick_of(thread::magazine(&self.generation)?, self.generation, layout)

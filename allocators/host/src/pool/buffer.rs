@@ -60,7 +60,7 @@ use std::{
 /// ) -> Result<()> {
 ///     s.scope(|c| {
 ///         c.upload(&from[..], to)?;
-///         from.push(1); // it may have to grow, and leave the block that is being copied
+///         from.push(1); // may reallocate the block that is being copied
 ///         Ok(())
 ///     })?
 /// }

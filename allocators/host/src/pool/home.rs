@@ -61,8 +61,6 @@ static STALE_FREES: AtomicU64 = AtomicU64::new(0);
 /// count). Each was a double free, or a free of a foreign block, and was ignored. Frees that a pool
 /// refused are counted in its own
 /// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
-///
-/// Its example is that of [`PinnedPool`](super::PinnedPool).
 #[must_use]
 pub fn stale_frees() -> u64 {
     STALE_FREES.load(Ordering::Relaxed)

@@ -37,7 +37,7 @@ const RACKS: usize = 1 << u8::BITS;
 const MOST: u32 = 1 << 16;
 /// Maximum number of blocks of classes with a depot in a magazine.
 const LAST: usize = 8;
-/// The owner polls gates at every allocation of this number while blocks are pending.
+/// Number of allocations between two polls of the gates while blocks are pending.
 const LOOK_EVERY: u64 = 64;
 
 /// The most recently freed block of a class with a depot.

@@ -31,7 +31,7 @@ pub(super) fn linger(home: &'static Home) {
 /// are done now. Also called when a pool is created, and by an allocation that has to grow its
 /// pool. Blocks until devices are idle if there is memory to release.
 ///
-/// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop leaves such memory.
+/// See [`PinnedPool`](super::PinnedPool) for an example that leaves such memory.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock());
     for home in homes.into_iter().filter(|home| home.is_here()) {

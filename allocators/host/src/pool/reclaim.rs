@@ -6,7 +6,7 @@
 //! ([`Reclaim::waits`]).
 //!
 //! A [`Keeper`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes these
-//! blocks back first when it runs out of memory or is asked for some.
+//! blocks back first when it runs out of memory or is reclaimed from.
 
 use super::{Grow, PinnedPool, Shared, home::Home, thread::AtWork};
 use crate::region::{self, Cause, Pinning, RegionError};

@@ -25,7 +25,7 @@ pub(super) struct Group {
 
 /// How often a group was throttled at its limits (`memory.events`). All counts only grow.
 ///
-/// Its example is that of [`Topology`](super::Topology).
+/// See [`Topology::strain`](super::Topology::strain) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct GroupEvents {

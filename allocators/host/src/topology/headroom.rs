@@ -15,7 +15,7 @@ use std::path::Path;
 /// half of what is in use. Reserved huge pages are not included in the three parts, because they
 /// serve only huge pages.
 ///
-/// Its example is that of [`Topology`].
+/// See [`Topology::headroom`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Headroom {

@@ -8,7 +8,7 @@ use std::{fmt, path::Path};
 
 /// The kernel's number of a NUMA node.
 ///
-/// Its example is that of [`Topology`](super::Topology).
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct NodeId(pub u32);
 
@@ -20,7 +20,7 @@ impl fmt::Display for NodeId {
 
 /// A NUMA node: its memory, its CPUs, and what the process may use of them.
 ///
-/// Its example is that of [`Topology`](super::Topology).
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Node {
@@ -50,8 +50,6 @@ pub struct Node {
 }
 
 /// A pool of huge pages of one size.
-///
-/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HugePool {

@@ -9,8 +9,6 @@ use std::path::Path;
 
 /// When anonymous memory gets transparent huge pages
 /// (`/sys/kernel/mm/transparent_hugepage/enabled`).
-///
-/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ThpMode {
     /// Everywhere.

@@ -28,8 +28,6 @@ pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), T
 ///
 /// Populating memory beyond this limit ends in a kill, not in an error. Compare with it before
 /// pages are touched.
-///
-/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct MemoryLimit {
@@ -68,8 +66,6 @@ pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
 }
 
 /// Limits that may affect pinned memory.
-///
-/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Limits {

@@ -15,7 +15,7 @@ const MACHINE: &str = "/proc/pressure/memory";
 
 /// How long memory stalled threads (PSI).
 ///
-/// Its example is that of [`Topology`].
+/// See [`Topology::strain`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stalls {
@@ -29,7 +29,7 @@ pub struct Stalls {
 
 /// The memory pressure that the process is under.
 ///
-/// Its example is that of [`Topology`].
+/// See [`Topology::strain`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Strain {

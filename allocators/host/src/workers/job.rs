@@ -46,7 +46,7 @@ impl From<Duration> for Deadline {
 
 /// Why a job, or a piece of it, was not completed.
 ///
-/// Its example is that of [`Workers`](super::Workers).
+/// See [`Workers`](super::Workers) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum JobError {
@@ -86,7 +86,7 @@ impl error::Error for JobError {}
 
 /// A job that was submitted to workers. Dropping it cancels the pieces that have not started.
 ///
-/// Its example is that of [`Workers`](super::Workers).
+/// See [`Workers`](super::Workers) for an example.
 #[derive(Debug)]
 #[must_use = "a job that is dropped is cancelled"]
 pub struct Job<R: Send + 'static> {
@@ -180,8 +180,8 @@ impl<R: Send + 'static> Job<R> {
         self.state.done.load(Ordering::Acquire)
     }
 
-    /// Waits for all pieces and returns their results, in order. Blocks until `deadline` or the
-    /// job's own, whichever is first.
+    /// Waits for all pieces and returns their results, in order. Blocks at most until `deadline` or
+    /// the job's own, whichever is first.
     ///
     /// # Errors
     /// [`JobError`]. Results made so far are dropped.
@@ -198,8 +198,8 @@ impl<R: Send + 'static> Job<R> {
     }
 
     /// Waits until the first `pieces` pieces are completed, while others may still run. If these
-    /// are all pieces, `work` has been dropped on return. Blocks until `deadline` or the job's own,
-    /// whichever is first, and then cancels the job.
+    /// are all pieces, `work` has been dropped on return. Blocks at most until `deadline` or the
+    /// job's own, whichever is first. The job is cancelled if that passes.
     ///
     /// # Errors
     /// [`JobError`] if one of these pieces will not be completed.
