@@ -11,8 +11,8 @@
 //! | [`kernel`] | the system calls used here, and fault injection for them |
 //!
 //! A [`region`] is mapped, placed on its node, populated by many threads of that node, and
-//! registered by one thread. Its placement is then verified with the kernel. This is about ten times
-//! as fast as `cuMemHostAlloc`, which places memory on the node of the calling thread.
+//! registered by one thread. Its placement is then verified with the kernel. This is about ten
+//! times as fast as `cuMemHostAlloc`, which places memory on the node of the calling thread.
 //! Where a step is not available (no huge pages, no memory policies in a sandbox, no driver), the
 //! next best one is used, and the [`RegionReport`](region::RegionReport) records it.
 //!
