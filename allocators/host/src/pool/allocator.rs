@@ -105,7 +105,7 @@ impl_allocator! {
             // SAFETY: 1. `block` has `old.size()` bytes by the caller's contract, and `moved` at
             // least as many. 2. both are live blocks, so they do not overlap.
             unsafe {
-                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size())
+                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size());
             };
             // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
             unsafe { self.deallocate(block, old) };
@@ -137,7 +137,7 @@ impl_allocator! {
             let moved = self.allocate(new)?;
             // SAFETY: 1. both have `new.size()` bytes. 2. both are blocks, so they do not overlap.
             unsafe {
-                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size())
+                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size());
             };
             // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
             unsafe { self.deallocate(block, old) };
