@@ -1,4 +1,4 @@
-//! How often each driver call is made.
+//! Counters of driver calls.
 
 use crate::Pattern;
 use std::{
@@ -8,7 +8,7 @@ use std::{
 
 macro_rules! calls {
     ($($variant:ident = $name:literal),+ $(,)?) => {
-        /// A driver call that is counted, by the name that CUDA gives it.
+        /// A driver call that is counted, by its CUDA name.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[non_exhaustive]
         pub enum Call {
@@ -16,10 +16,10 @@ macro_rules! calls {
         }
 
         impl Call {
-            /// Every call.
+            /// All calls.
             pub const ALL: &'static [Call] = &[$(Call::$variant),+];
 
-            /// The name that CUDA gives it.
+            /// Returns the CUDA name of the call.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $(Call::$variant => $name),+ }
@@ -92,7 +92,7 @@ calls! {
 }
 
 impl Call {
-    /// The fill with elements of this size, and the one that goes row by row.
+    /// Returns the fill calls for this element size: the linear one and the 2D one.
     pub(crate) fn fills(pattern: Pattern) -> (Call, Call) {
         match pattern {
             Pattern::Byte(_) => (Self::Fill, Self::Fill2d),
@@ -117,7 +117,7 @@ pub struct CallCounts {
 }
 
 impl CallCounts {
-    /// All zero.
+    /// Creates counters that are all zero.
     #[must_use]
     pub const fn new() -> Self {
         Self { counts: [const { AtomicU64::new(0) }; Call::ALL.len()] }
@@ -128,13 +128,13 @@ impl CallCounts {
         self.counts[call as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How often a call has been made.
+    /// Returns how often a call has been made.
     #[must_use]
     pub fn get(&self, call: Call) -> u64 {
         self.counts[call as usize].load(Ordering::Relaxed)
     }
 
-    /// Every call that has been made, with its count, in the order of [`Call::ALL`].
+    /// Returns every call that has been made, with its count, in the order of [`Call::ALL`].
     #[must_use]
     pub fn made(&self) -> Vec<(Call, u64)> {
         Call::ALL

@@ -1,47 +1,46 @@
-//! Moving and filling bytes, in stream order.
+//! Copies and fills in stream order.
 #![expect(unsafe_code, reason = "declares calls on raw addresses")]
 
 use crate::{RawStream, Result};
 use std::{fmt::Debug, ptr::NonNull};
 
-/// Rows of equal length at equal distances: what a 2D copy or fill goes over. Nothing where either
-/// number is 0.
+/// Rows of equal length at equal distances, for a 2D copy or fill. Empty if either number is 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Rows {
     /// The length of a row: bytes in a copy, elements in a fill.
     pub width: u64,
-    /// How many rows.
+    /// The number of rows.
     pub height: u64,
 }
 
-/// One side of a 2D copy or fill: where its first row starts, and how far apart rows start, in
-/// bytes.
+/// One side of a 2D copy or fill: the start of its first row, and the distance between row starts
+/// in bytes.
 ///
 /// Its example is that of [`Copies`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Pitched<A> {
     /// The first byte of the first row: an address on the device, or a pointer on the host.
     pub start: A,
-    /// Bytes from the start of one row to that of the next: at least a row's, and on a GPU at most
-    /// 2³¹ − 1.
+    /// Bytes from the start of one row to that of the next. At least the length of a row, and on a
+    /// GPU at most 2³¹ − 1.
     pub pitch: u64,
 }
 
-/// What a fill writes again and again.
+/// The element that a fill repeats.
 ///
 /// Its example is that of [`Copies`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Pattern {
     /// One byte (`cuMemsetD8…`).
     Byte(u8),
-    /// Two bytes, to an address and a pitch that 2 divides (`cuMemsetD16…`).
+    /// Two bytes. The address and the pitch must be multiples of 2 (`cuMemsetD16…`).
     Half(u16),
-    /// Four bytes, to an address and a pitch that 4 divides (`cuMemsetD32…`).
+    /// Four bytes. The address and the pitch must be multiples of 4 (`cuMemsetD32…`).
     Word(u32),
 }
 
 impl Pattern {
-    /// Bytes of one element: 1, 2 or 4.
+    /// Returns the bytes of one element: 1, 2 or 4.
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
@@ -52,15 +51,15 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. Each is queued on its stream and the host goes on at once where the host side
-/// is pinned; with pageable memory the driver stages it, and a copy to the device may return before
-/// the device has it.
+/// Copies and fills. Each is queued on its stream. If the host side is pinned, the call returns at
+/// once. Pageable memory is staged by the driver, and a copy to the device may return before the
+/// data is on the device.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, Pattern, Pitched, Rows, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let (stream, x) = (driver.stream_create(gpu, 0)?, driver.mem_alloc(gpu, 4096)?);
-/// // SAFETY: 1. the range is mapped. 2. all of the work is on one stream.
+/// // SAFETY: 1. The range is mapped. 2. All work is on one stream.
 /// unsafe {
 ///     driver.fill_with(stream, x, Pattern::Word(7), 1024)?;
 ///     let (every_other_row, rows) = (Pitched { start: x, pitch: 512 }, Rows { width: 256, height: 8 });
@@ -71,16 +70,16 @@ impl Pattern {
 /// ```
 ///
 /// # Safety
-/// 1. The work touches the ranges that are named, of that length, in the order of its stream, and
-///    nothing else.
+/// 1. The work accesses the ranges that are named, with the given length, in the order of its
+///    stream, and nothing else.
 /// 2. A call that is refused has queued nothing.
 pub unsafe trait Copies: Debug + Send + Sync {
-    /// Host to device (`cuMemcpyHtoDAsync`).
+    /// Copies from the host to the device (`cuMemcpyHtoDAsync`).
     ///
     /// # Safety
     /// 1. `from` is readable for `bytes`, and `to` writable on the device, until the copy is done.
-    /// 2. No other work, of host or device, writes the source or touches the destination out of
-    ///    order with it.
+    /// 2. No other work of the host or the device writes the source or accesses the destination out
+    ///    of order with it.
     ///
     /// # Errors
     /// Invalid value (1) for a host range that spans two registrations.
@@ -92,12 +91,12 @@ pub unsafe trait Copies: Debug + Send + Sync {
         bytes: usize,
     ) -> Result<()>;
 
-    /// Device to host (`cuMemcpyDtoHAsync`).
+    /// Copies from the device to the host (`cuMemcpyDtoHAsync`).
     ///
     /// # Safety
     /// 1. `to` is writable for `bytes`, and `from` readable on the device, until the copy is done.
-    /// 2. No other work, of host or device, touches the destination or writes the source out of
-    ///    order with it.
+    /// 2. No other work of the host or the device accesses the destination or writes the source out
+    ///    of order with it.
     ///
     /// # Errors
     /// Invalid value (1) for a host range that spans two registrations.
@@ -109,14 +108,15 @@ pub unsafe trait Copies: Debug + Send + Sync {
         bytes: usize,
     ) -> Result<()>;
 
-    /// Device to device (`cuMemcpyDtoDAsync`, or the peer copy where the devices differ).
+    /// Copies on the device (`cuMemcpyDtoDAsync`), or between devices by the peer copy if they
+    /// differ.
     ///
     /// # Safety
     /// 1. Both ranges are mapped until the copy is done.
-    /// 2. No other work touches them out of order with it, but for reads of the source.
+    /// 2. No other work accesses them out of order with it, except for reads of the source.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn copy_on_device(
         &self,
         stream: RawStream,
@@ -125,17 +125,17 @@ pub unsafe trait Copies: Debug + Send + Sync {
         bytes: u64,
     ) -> Result<()>;
 
-    /// Host to device, row by row (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
+    /// Copies rows from the host to the device (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
     /// # Safety
     /// 1. Each row of `from` is readable, and each of `to` writable on the device, until the copy
     ///    is done.
-    /// 2. No other work, of host or device, writes the source's rows or touches the destination's
-    ///    out of order with it.
+    /// 2. No other work of the host or the device writes the source's rows or accesses the
+    ///    destination's out of order with it.
     ///
     /// # Errors
-    /// Invalid value (1) for a pitch shorter than a row, and for a host side, from the first row's
-    /// start to the last one's end, that spans two registrations.
+    /// Invalid value (1) for a pitch shorter than a row, and for a host side that spans two
+    /// registrations from the start of the first row to the end of the last.
     unsafe fn copy_2d_to_device(
         &self,
         stream: RawStream,
@@ -144,13 +144,13 @@ pub unsafe trait Copies: Debug + Send + Sync {
         rows: Rows,
     ) -> Result<()>;
 
-    /// Device to host, row by row (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
+    /// Copies rows from the device to the host (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
     /// # Safety
     /// 1. Each row of `to` is writable, and each of `from` readable on the device, until the copy
     ///    is done.
-    /// 2. No other work, of host or device, touches the destination's rows or writes the source's
-    ///    out of order with it.
+    /// 2. No other work of the host or the device accesses the destination's rows or writes the
+    ///    source's out of order with it.
     ///
     /// # Errors
     /// As [`Copies::copy_2d_to_device`].
@@ -162,13 +162,12 @@ pub unsafe trait Copies: Debug + Send + Sync {
         rows: Rows,
     ) -> Result<()>;
 
-    /// Device to device, row by row (`cuMemcpy2DAsync_v2`), on one device. `rows.width` is in
-    /// bytes.
+    /// Copies rows within one device (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
     /// # Safety
-    /// 1. Each row of both sides is mapped until the copy is done, and no row of the one overlaps a
-    ///    row of the other.
-    /// 2. No other work touches them out of order with it, but for reads of the source.
+    /// 1. Each row of both sides is mapped until the copy is done, and no row of one side overlaps
+    ///    a row of the other.
+    /// 2. No other work accesses them out of order with it, except for reads of the source.
     ///
     /// # Errors
     /// Invalid value (1) for a pitch shorter than a row.
@@ -184,10 +183,10 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Safety
     /// 1. The range is mapped until the fill is done.
-    /// 2. No other work touches it out of order with it.
+    /// 2. No other work accesses it out of order with it.
     ///
     /// # Errors
-    /// Invalid value (1) for an address that the element's size does not divide.
+    /// Invalid value (1) for an address that is not a multiple of the element size.
     unsafe fn fill_with(
         &self,
         stream: RawStream,
@@ -196,16 +195,16 @@ pub unsafe trait Copies: Debug + Send + Sync {
         count: u64,
     ) -> Result<()>;
 
-    /// Fills row by row (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`).
-    /// `rows.width` is in elements.
+    /// Fills rows (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`). `rows.width`
+    /// is in elements.
     ///
     /// # Safety
     /// 1. Each row is mapped until the fill is done.
-    /// 2. No other work touches the rows out of order with it.
+    /// 2. No other work accesses the rows out of order with it.
     ///
     /// # Errors
-    /// Invalid value (1) for an address or a pitch that the element's size does not divide, and for
-    /// a pitch shorter than a row.
+    /// Invalid value (1) for an address or a pitch that is not a multiple of the element size, and
+    /// for a pitch shorter than a row.
     unsafe fn fill_2d(
         &self,
         stream: RawStream,
@@ -218,12 +217,12 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Safety
     /// 1. The range is mapped until the fill is done.
-    /// 2. No other work touches it out of order with it.
+    /// 2. No other work accesses it out of order with it.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn fill(&self, stream: RawStream, to: u64, byte: u8, bytes: u64) -> Result<()> {
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.fill_with(stream, to, Pattern::Byte(byte), bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! What devices there are and what they can do.
+//! Devices and their capabilities.
 
 use crate::{DeviceId, ExportTypes, Result};
 use std::{
@@ -6,62 +6,66 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// Devices that were seen to be lost.
+/// The number of devices found to be lost.
 static LOSSES: AtomicU64 = AtomicU64::new(0);
 
-/// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost)
-/// so far. Whoever has seen a count has to ask the drivers again only when it has changed.
+/// Returns how many devices, of all drivers of the process, have been [found to be
+/// lost](Devices::is_lost) so far. A caller that stores this count needs to query the drivers again
+/// only when it has changed.
 ///
-/// Its example is that of [`Sim::lose_device`](crate::sim::Sim::lose_device), which it would count.
+/// [`Sim::lose_device`](crate::sim::Sim::lose_device) has an example of a loss that it counts.
 #[inline]
 #[must_use]
 pub fn losses() -> u64 {
     LOSSES.load(Ordering::Acquire)
 }
 
-/// A device is seen to be lost, and its driver says so from now on.
+/// Counts a device that was found to be lost. Its driver reports it as lost from now on.
 pub(crate) fn count_loss() {
     LOSSES.fetch_add(1, Ordering::AcqRel);
 }
 
-/// What a device is and can do. Read once, at the driver's word.
+/// The properties and capabilities of a device, read once from the driver.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Which.
+    /// The device.
     pub device: DeviceId,
-    /// The model, as the driver calls it.
+    /// The model, as named by the driver.
     pub name: String,
     /// Memory, in bytes.
     pub memory: u64,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
-    /// Domain, bus, device and function, lower case: `0000:1b:00.0`. `None` where the driver does
-    /// not tell.
+    /// Domain, bus, device and function in lower case: `0000:1b:00.0`. `None` if the driver does
+    /// not report it.
     pub pci_address: Option<String>,
-    /// The NUMA node of the host that the driver names as nearest. `None` where it does not tell.
+    /// The NUMA node of the host that the driver reports as nearest. `None` if it does not report
+    /// one.
     pub host_node: Option<u32>,
-    /// The NUMA node that the device's own memory is, where the host's kernel hands it out
-    /// (coherent links). `None` for memory behind a bus, and where the driver is too old to tell.
+    /// The NUMA node of the device's own memory, if the host's kernel allocates from it (coherent
+    /// links). `None` for memory behind a bus, and if the driver is too old to report it.
     pub memory_node: Option<u32>,
-    /// Whether address ranges and physical handles can be had apart (virtual memory management).
+    /// Whether address ranges and physical handles can be allocated separately (virtual memory
+    /// management).
     pub virtual_memory: bool,
     /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
     pub granularity: u64,
-    /// For whom its physical memory can be made, as the device tells; the system may forbid some
-    /// of it all the same.
+    /// The export types that the device supports for its physical memory. The system may still
+    /// forbid some of them.
     pub export_types: ExportTypes,
-    /// Whether the driver's stream-ordered pools are there.
+    /// Whether the driver's stream-ordered pools are supported.
     pub async_pools: bool,
     /// Whether the device shares the host's memory instead of having its own.
     pub integrated: bool,
-    /// The devices whose memory its kernels could reach, if that were opened to it
+    /// The devices whose memory its kernels could access after peer access is enabled
     /// (`cuDeviceCanAccessPeer`).
     pub peers: Vec<DeviceId>,
 }
 
 impl DeviceInfo {
-    /// A device about which only this is known; fill in the rest.
+    /// Creates the description of a device from these properties. The others have defaults and can
+    /// be set.
     #[must_use]
     pub fn new(device: DeviceId, name: String, memory: u64) -> Self {
         Self {
@@ -82,63 +86,64 @@ impl DeviceInfo {
     }
 }
 
-/// The driver's own count of a device's memory: advice, since other programs take and give
-/// meanwhile.
+/// The driver's own count of a device's memory. It is advisory, since other programs allocate and
+/// free concurrently.
 ///
 /// Its example is that of [`Driver`](crate::Driver).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryInfo {
-    /// Bytes that nobody holds.
+    /// Free bytes.
     pub free: u64,
-    /// Bytes there are.
+    /// All bytes.
     pub total: u64,
 }
 
 /// Devices.
 ///
 /// # Safety
-/// 1. After [`Devices::device_synchronize`] has answered `Ok`, all that was queued on the device
-///    before the call is done.
-/// 2. What [`Devices::device_info`] says of alignment, granularity and peers holds for the calls of
-///    the other families.
+/// 1. After [`Devices::device_synchronize`] has returned `Ok`, all work queued on the device before
+///    the call is done.
+/// 2. The alignment, granularity and peers that [`Devices::device_info`] returns hold for the calls
+///    of the other families.
 /// 3. [`Devices::is_lost`], and a [sticky error](crate::DriverError::is_device_lost) of any call
-///    for a device, are told only where nothing that was queued there runs any more.
+///    for a device, are reported only if no work queued there runs any more.
 #[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
 pub unsafe trait Devices: Debug + Send + Sync {
-    /// How many devices the driver shows to this process (`cuDeviceGetCount`).
+    /// Returns the number of devices that are visible to this process (`cuDeviceGetCount`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn device_count(&self) -> Result<u32>;
 
-    /// What a device is and can do (`cuDeviceGetAttribute` and others). The first call for a device
-    /// may take its primary context, which takes hundreds of megabytes on the device and a fraction
-    /// of a second.
+    /// Returns the properties of a device (`cuDeviceGetAttribute` and others). The first call for a
+    /// device may create its primary context, which takes hundreds of megabytes on the device and a
+    /// fraction of a second.
     ///
     /// # Errors
-    /// Invalid device for an ordinal that is not there.
+    /// Invalid device for an ordinal that does not exist.
     fn device_info(&self, device: DeviceId) -> Result<DeviceInfo>;
 
-    /// Free and total memory (`cuMemGetInfo`, about 3.6 µs).
+    /// Returns the free and total memory (`cuMemGetInfo`, about 3.6 µs).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo>;
 
-    /// The version of the driver's interface: 13000 for CUDA 13.0 (`cuDriverGetVersion`).
+    /// Returns the version of the driver's interface, such as 13000 for CUDA 13.0
+    /// (`cuDriverGetVersion`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn driver_version(&self) -> Result<u32>;
 
-    /// Whether any call for the device has answered with a [sticky
-    /// error](crate::DriverError::is_device_lost) so far. Makes no call: a loss that nobody has met
-    /// yet is not known.
+    /// Returns whether any call for the device has returned a [sticky
+    /// error](crate::DriverError::is_device_lost) so far. Makes no call, so a loss that no call has
+    /// reported yet is not known.
     fn is_lost(&self, device: DeviceId) -> bool;
 
-    /// Waits for everything queued on the device (`cuCtxSynchronize`). Blocks.
+    /// Waits until all work queued on the device is done (`cuCtxSynchronize`). Blocks.
     ///
     /// # Errors
-    /// The driver's, and those of work queued before.
+    /// Errors of the driver, and those of work queued before.
     fn device_synchronize(&self, device: DeviceId) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! Points in a queue that others can wait for.
+//! Events: points in a stream that streams and the host can wait for.
 #![expect(unsafe_code, reason = "declares a call that ends a handle's life; holds no unsafe block")]
 
 use crate::{DeviceId, RawEvent, RawStream, Result};
@@ -11,52 +11,52 @@ use std::fmt::Debug;
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let (a, b) = (driver.stream_create(gpu, 0)?, driver.stream_create(gpu, 0)?);
 /// let event = driver.event_create(gpu)?;
-/// driver.event_record(event, a)?;          // behind what is queued on `a`
-/// driver.stream_wait_event(b, event)?;     // what is queued on `b` from now on comes after it
+/// driver.event_record(event, a)?;          // after the work queued on `a`
+/// driver.stream_wait_event(b, event)?;     // work queued on `b` from now on waits for it
 /// driver.event_synchronize(event)?;        // and so does the host
 /// assert!(driver.event_query(event)?);
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
 ///
 /// # Safety
-/// 1. An event that [`Events::event_create`] answers with is a new one, valid until it is
-///    destroyed.
+/// 1. [`Events::event_create`] returns a new event that is valid until it is destroyed.
 /// 2. `Ok(true)` of [`Events::event_query`] and `Ok` of [`Events::event_synchronize`] mean that all
-///    that was queued on the stream before the last record is done.
+///    work queued on the stream before the last record is done.
 /// 3. A call that is refused has changed nothing.
 pub unsafe trait Events: Debug + Send + Sync {
-    /// An event without timing, in the primary context of `device` (`cuEventCreate`, about 0.1 µs).
+    /// Creates an event without timing in the primary context of `device` (`cuEventCreate`, about
+    /// 0.1 µs).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn event_create(&self, device: DeviceId) -> Result<RawEvent>;
 
-    /// Ends an event (`cuEventDestroy`). Streams that wait for it go on waiting.
+    /// Destroys an event (`cuEventDestroy`). Streams that already wait for it still do.
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn event_destroy(&self, event: RawEvent) -> Result<()>;
 
-    /// Puts the event behind all that is queued on `stream` (`cuEventRecord`, about 0.17 µs). A
-    /// record made before is forgotten.
+    /// Records the event after all work queued on `stream` (`cuEventRecord`, about 0.17 µs).
+    /// Replaces an earlier record.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()>;
 
-    /// Whether the last record has been reached; true for an event never recorded (`cuEventQuery`).
-    /// Never blocks.
+    /// Returns whether the last record has been reached (`cuEventQuery`). Returns `true` for an
+    /// event that was never recorded. Never blocks.
     ///
     /// # Errors
-    /// Those of work queued before.
+    /// Errors of work queued before.
     fn event_query(&self, event: RawEvent) -> Result<bool>;
 
     /// Waits until the last record has been reached (`cuEventSynchronize`). Blocks.
     ///
     /// # Errors
-    /// Those of work queued before.
+    /// Errors of work queued before.
     fn event_synchronize(&self, event: RawEvent) -> Result<()>;
 }

@@ -8,58 +8,58 @@ use crate::{DeviceRange, KeepAlive, RawStream};
 use aquifer_core::Result;
 use std::{fmt, marker::PhantomData};
 
-/// Device memory that another library has handed over, whole: its slice, tensor or buffer, by
-/// value.
+/// Device memory that another library has handed over whole and by value: a slice, tensor or
+/// buffer.
 ///
-/// It has a stream of that library's, in whose order it is used and freed there.
+/// It has a stream of that library, in whose order it is used and freed there.
 ///
 /// # Safety
-/// 1. [`Foreign::range`] is device memory that holds whole elements, stays mapped while the value
-///    lives, wherever that is moved, and is touched by nobody else meanwhile.
-/// 2. Work queued on [`Foreign::stream`] after [`Foreign::enter`] has answered `Ok` comes after all
+/// 1. [`Foreign::range`] is device memory that holds whole elements. It stays mapped while the
+///    value lives, even if the value is moved, and has no other user in that time.
+/// 2. Work queued on [`Foreign::stream`] after [`Foreign::enter`] has returned `Ok` runs after all
 ///    use that the library has made of the memory.
-/// 3. When the value is dropped, or used again after [`Foreign::leave`] has answered `Ok`, the
-///    library does nothing with the memory, on any stream, that does not come after what is queued
-///    on that stream by then. Where [`Foreign::ends_at_once`], it may be dropped only when all of
-///    that is done.
+/// 3. When the value is dropped, or used again after [`Foreign::leave`] has returned `Ok`, every
+///    later use of the memory by the library, on any stream, runs after the work queued on that
+///    stream by then. If [`Foreign::ends_at_once`] is `true`, the value may be dropped only when
+///    all of that work is done.
 pub unsafe trait Foreign: Send + 'static {
     /// The elements' type.
     type Item: 'static;
 
-    /// Where it lies.
+    /// Returns the range of device memory.
     fn range(&self) -> DeviceRange;
 
-    /// The stream that the library uses it in the order of, and what keeps that alive. Without that
-    /// the stream must have been adopted before.
+    /// Returns the stream in whose order the library uses the memory, and a value that keeps the
+    /// stream alive. Without that value the stream must have been adopted before.
     fn stream(&self) -> (RawStream, Option<KeepAlive>);
 
-    /// Puts that stream behind all that the library has queued for the memory. The host does not
-    /// wait.
+    /// Makes that stream wait for all work that the library has queued for the memory. The host
+    /// does not wait.
     ///
     /// # Errors
-    /// The library's.
+    /// Errors of the library.
     fn enter(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Puts whatever the library does next behind what is queued on that stream. The host does not
+    /// Makes later work of the library wait for what is queued on that stream. The host does not
     /// wait.
     ///
     /// # Errors
-    /// The library's.
+    /// Errors of the library.
     fn leave(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Whether the memory ends as soon as the value does, whatever is queued: by an unmap, say. The
-    /// host then waits first.
+    /// Returns whether dropping the value frees the memory immediately, even if work is queued (for
+    /// example by an unmap). The host then waits first.
     fn ends_at_once(&self) -> bool {
         false
     }
 }
 
-/// Device memory by its address, of a library that is not known here: of another version of cudarc,
-/// say.
+/// Device memory of a library that this crate does not support, given by its address. An example is
+/// another version of cudarc.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DeviceRange, External, Foreign, sim::Sim};
@@ -70,8 +70,8 @@ pub unsafe trait Foreign: Send + 'static {
 /// let stream = driver.stream_create(device, 0)?;
 /// let range = DeviceRange { device, address: driver.mem_alloc(device, 4096)?, bytes: 4096 };
 /// let theirs = vec![0; 4]; // what frees the memory when it is dropped
-/// // SAFETY: 1. nobody else knows the address. 2. nothing is queued. 3. `theirs` frees nothing. 4. the stream is never
-/// // destroyed.
+/// // SAFETY: 1. The address has no other user. 2. No work is queued. 3. `theirs` frees nothing.
+/// // 4. The stream is never destroyed.
 /// let external: External<f32, _> = unsafe { External::new(range, stream, Some(Arc::new(())), theirs) };
 /// assert_eq!(external.range(), range);
 /// let theirs = external.into_guard();
@@ -88,16 +88,17 @@ pub struct External<T, G> {
 }
 
 impl<T: 'static, G: Send + 'static> External<T, G> {
-    /// Names memory that `guard` frees when it is dropped, in the order of `stream`. A stream of
-    /// the driver's is [`RawStream::from_raw`] of its pointer.
+    /// Wraps memory that `guard` frees when it is dropped, in the order of `stream`. For a stream
+    /// of the driver use [`RawStream::from_raw`] with its pointer.
     ///
     /// # Safety
-    /// 1. `range` is device memory with whole, aligned elements of `T`, and stays mapped while
-    ///    `guard` lives, wherever that is moved; nobody else touches it meanwhile.
-    /// 2. What has been queued for it before comes before what is queued on `stream` from now on.
-    /// 3. Dropping `guard` frees it behind what is queued on `stream` by then; so does whatever is
-    ///    done with it after [`External::into_guard`].
-    /// 4. `stream` is valid while `alive` lives; without `alive` it has been adopted by the pool
+    /// 1. `range` is device memory with whole, aligned elements of `T`. It stays mapped while
+    ///    `guard` lives, even if `guard` is moved, and has no other user in that time.
+    /// 2. Work queued for it earlier runs before the work queued on `stream` from now on.
+    /// 3. Dropping `guard` frees the memory after the work queued on `stream` by then. The same
+    ///    holds for any use of the guard after [`External::into_guard`].
+    /// 4. `stream` is valid while `alive` lives. Without `alive`, the stream has been adopted by
+    ///    the pool that this value is passed to, and its owner keeps the promises made there.
     ///    that this is given to, and its owner keeps to what was said there.
     #[must_use]
     pub unsafe fn new(
@@ -109,21 +110,21 @@ impl<T: 'static, G: Send + 'static> External<T, G> {
         Self { range, stream, alive, guard, ends_at_once: false, elements: PhantomData }
     }
 
-    /// Says that dropping the guard ends the memory at once, in no stream's order: whoever drops it
-    /// waits until all work on it is done. Blocks there.
+    /// Declares that dropping the guard frees the memory immediately, in no stream's order.
+    /// Dropping the memory then blocks until all work on it is done.
     #[must_use]
     pub fn ending_at_once(self) -> Self {
         Self { ends_at_once: true, ..self }
     }
 
-    /// The guard. What is queued on the stream comes first; the memory is its own again.
+    /// Returns the guard, which owns the memory again. Work queued on the stream runs first.
     #[must_use]
     pub fn into_guard(self) -> G {
         self.guard
     }
 }
 
-// SAFETY: 1. to 3. are the promises of `External::new`.
+// SAFETY: 1. to 3. are promised by the caller of `External::new`.
 unsafe impl<T: 'static, G: Send + 'static> Foreign for External<T, G> {
     type Item = T;
     fn range(&self) -> DeviceRange {

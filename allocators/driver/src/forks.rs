@@ -1,16 +1,16 @@
-//! Has the C library hold budgets' locks while the process forks.
+//! Makes the C library hold the locks of budgets while the process forks.
 #![expect(unsafe_code, reason = "has the C library tell of forks")]
 
 use aquifer_core::budget::forks;
 use nix::libc;
 use std::sync::OnceLock;
 
-/// Lets children of this process go on charging and releasing, whatever other threads do to budgets
-/// at the moment of a fork (`pthread_atfork`). Opening a driver and making host memory do it; a
-/// program that has neither calls it once, before it forks. Where the C library refuses, forks are
-/// as they would be without.
+/// Registers `pthread_atfork` handlers, so that child processes can charge and release budgets.
+/// Other threads may hold the locks of budgets at the moment of a fork. Opening a driver and
+/// creating host memory call this function. A program that does neither calls it once, before it
+/// forks. If the C library refuses, forks are not protected.
 ///
-/// What waits in line for bytes at the moment of a fork waits in the parent alone.
+/// Requests that wait for bytes at the moment of a fork wait only in the parent.
 ///
 /// ```
 /// aquifer_driver::forks::hold_budgets();
@@ -18,8 +18,8 @@ use std::sync::OnceLock;
 pub fn hold_budgets() {
     static TOLD: OnceLock<()> = OnceLock::new();
     TOLD.get_or_init(|| {
-        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a
-        // process with threads: it stores to atomics, and allocates nothing.
+        // SAFETY: 1. Both functions exist as long as the program. `after` may run in a child of a
+        // process with threads: it stores to atomics and allocates nothing.
         let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }

@@ -1,4 +1,4 @@
-//! Work that is captured once and launched many times.
+//! Graphs: work that is captured once and launched many times.
 #![expect(
     unsafe_code,
     reason = "declares calls that end a handle's life, or run work by address; holds no unsafe block"
@@ -7,37 +7,37 @@
 use crate::{CaptureMode, RawGraph, RawGraphExec, RawStream, Result};
 use std::fmt::Debug;
 
-/// What is to be called when a graph is no longer in use: see [`Graphs::graph_on_release`].
+/// A function to call when a graph is no longer in use. See [`Graphs::graph_on_release`].
 pub type OnRelease = Box<dyn FnOnce() + Send>;
 
-/// Which capture a stream takes part in (`CUstreamCaptureStatus`, and the capture's id).
+/// The capture that a stream takes part in (`CUstreamCaptureStatus`, and the capture's id).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum CaptureStatus {
-    /// None: what is queued on it runs.
+    /// No capture: queued work runs.
     None,
-    /// This one: what is queued on it becomes part of the capture's graph. The stream began it, or
-    /// has waited for an event of one that takes part.
+    /// An open capture: queued work becomes part of its graph. The stream began the capture, or has
+    /// waited for an event of a stream that takes part.
     Active {
-        /// The number that no other capture of the process ever has. All streams that take part
-        /// answer with the same.
+        /// A number that no other capture of the process ever has. It is the same for all streams
+        /// that take part.
         id: u64,
     },
-    /// One that some call has broken, and that has not been ended yet. Nothing can be queued on the
-    /// stream until then.
+    /// A capture that a call has invalidated and that has not been ended yet. Until then nothing
+    /// can be queued on the stream.
     Invalidated,
 }
 
-/// Captures, and the graphs that they make.
+/// Captures, and the graphs that they create.
 ///
-/// Between [`capture_begin`](Graphs::capture_begin) and [`capture_end`](Graphs::capture_end) the
-/// work that is queued on a stream does not run but becomes part of a graph. An event that is
-/// recorded there belongs to the capture; another stream that waits for it takes part from then on,
-/// and must be joined back, the same way, before the end. The graph is a
-/// template; [`graph_instantiate`](Graphs::graph_instantiate) copies it into something that can be
-/// launched, as often as one likes, on any stream.
+/// Between [`capture_begin`](Graphs::capture_begin) and [`capture_end`](Graphs::capture_end), work
+/// that is queued on a stream does not run but becomes part of a graph. An event that is recorded
+/// there belongs to the capture. Another stream that waits for the event takes part from then on,
+/// and must be joined back in the same way before the end. The graph is a template:
+/// [`graph_instantiate`](Graphs::graph_instantiate) copies it into an executable that can be
+/// launched any number of times, on any stream.
 ///
-/// A graph keeps *addresses*. Whoever owns the memory learns of no launch; it must stay what it was
-/// for as long as there are executables of the graph.
+/// A graph contains *addresses*. The owner of the memory is not notified of launches. The memory
+/// must stay in place while executables of the graph exist.
 ///
 /// ```
 /// use aquifer_driver::{CaptureMode, CaptureStatus, DeviceId, DeviceRange, Pattern, sim::Sim};
@@ -49,7 +49,7 @@ pub enum CaptureStatus {
 /// let address = driver.mem_alloc(DeviceId(0), 64)?;
 /// driver.capture_begin(stream, CaptureMode::Global)?;
 /// assert!(matches!(driver.capture_status(stream)?, CaptureStatus::Active { .. }));
-/// // SAFETY: 1. The range is mapped until the end. 2. Nobody else has it.
+/// // SAFETY: 1. The range is mapped until the end. 2. It has no other user.
 /// unsafe { driver.fill_with(stream, address, Pattern::Byte(7), 64)? };
 /// let graph = driver.capture_end(stream)?;
 /// let exec = driver.graph_instantiate(graph)?;
@@ -66,92 +66,93 @@ pub enum CaptureStatus {
 ///
 /// # Safety
 /// 1. Graphs and executables are new ones, valid until they are destroyed.
-/// 2. Work that is captured does not run before its graph is launched, and then in the order of the
-///    stream it is launched on.
-/// 3. [`Graphs::capture_status`] tells two captures by different numbers, and never a stream that
-///    captures as one that does not.
-/// 4. What is registered with [`Graphs::graph_on_release`] is called only when neither the graph,
-///    nor an executable of it, nor a launch of one is left.
+/// 2. Captured work does not run before its graph is launched, and then in the order of the stream
+///    it is launched on.
+/// 3. [`Graphs::capture_status`] never reports two captures by the same number, and never reports a
+///    capturing stream as not capturing.
+/// 4. A function registered with [`Graphs::graph_on_release`] is called only when the graph, every
+///    executable of it and every launch of one are gone.
 pub unsafe trait Graphs: Debug + Send + Sync {
-    /// Opens a capture on a stream (`cuStreamBeginCapture`). `mode` says which calls are refused,
-    /// and break it, until it is ended. Does not block.
+    /// Begins a capture on a stream (`cuStreamBeginCapture`). `mode` selects the calls that are
+    /// refused, and invalidate it, until it is ended. Does not block.
     ///
     /// # Errors
-    /// Unsupported (900) on the legacy default stream; illegal state (401) for a stream that takes
-    /// part in a capture already.
+    /// Unsupported (900) on the legacy default stream. Illegal state (401) for a stream that
+    /// already takes part in a capture.
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()>;
 
-    /// Ends the capture that was begun on this stream (`cuStreamEndCapture`), on the thread that
-    /// began it unless that was in [`CaptureMode::Relaxed`]. Every stream that took part is free
-    /// again, also where this fails because the capture is broken. Does not block.
+    /// Ends the capture that was begun on this stream (`cuStreamEndCapture`). Must be called on the
+    /// thread that began it, unless its mode is [`CaptureMode::Relaxed`]. Every stream that took
+    /// part is released from the capture, even if this call fails because the capture was
+    /// invalidated. Does not block.
     ///
     /// # Errors
-    /// Invalidated (901) if some call has broken it, unjoined (904) if a stream that took part
-    /// holds work which the stream has not been made to wait for; unmatched (903) for a stream that
-    /// took part and did not begin it, wrong thread (908); illegal state (401) for one that takes
-    /// part in none.
+    /// Invalidated (901) if a call has broken it. Unjoined (904) if a stream that took part holds
+    /// work which this stream does not wait for. Unmatched (903) for a stream that took part but
+    /// did not begin it. Wrong thread (908). Illegal state (401) for a stream that takes part in no
+    /// capture.
     fn capture_end(&self, stream: RawStream) -> Result<RawGraph>;
 
-    /// Which capture a stream takes part in (`cuStreamGetCaptureInfo`). Breaks no capture, and
-    /// never blocks.
+    /// Returns the capture that a stream takes part in (`cuStreamGetCaptureInfo`). Breaks no
+    /// capture, and never blocks.
     ///
     /// # Errors
     /// Implicit (906) for the legacy default stream while a stream that is ordered with it
     /// captures.
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus>;
 
-    /// Copies a graph into something that can be launched (`cuGraphInstantiateWithFlags`). Later
-    /// the two know nothing of each other. May take long: milliseconds for some thousands of nodes.
+    /// Copies a graph into an executable (`cuGraphInstantiateWithFlags`). Afterwards the two are
+    /// independent. May take milliseconds for some thousands of nodes.
     ///
     /// # Errors
-    /// Invalid value (1) where a copy or a fill has an address with nothing mapped behind it now:
-    /// the driver looks at those, and not at what kernels are given. The driver's own.
+    /// Invalid value (1) if an address of a copy or a fill is not mapped now. The driver checks
+    /// those addresses, but not the arguments of kernels. Errors of the driver.
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec>;
 
-    /// Queues all of a graph on a stream (`cuGraphLaunch`): behind what is queued there, and behind
-    /// the launches of the same executable before, on whatever stream. What is queued on the stream
+    /// Queues a whole graph on a stream (`cuGraphLaunch`). It runs after the work queued there, and
+    /// after earlier launches of the same executable on any stream. Work queued on the stream
     /// afterwards waits for all of it. Does not block, unless the driver's queues are full.
     ///
     /// # Safety
-    /// 1. Every address that the graph touches is mapped, and what it reads of the host readable,
-    ///    what it writes writable, until the launch is done.
-    /// 2. Nobody else touches those bytes in a way that conflicts, from here until the launch is
-    ///    done; in particular they still belong to whom they were captured for.
+    /// 1. Every address that the graph accesses is mapped until the launch is done. Host memory
+    ///    that it reads is readable, and host memory that it writes is writable.
+    /// 2. There is no other conflicting access to those bytes from here until the launch is done.
+    ///    In particular, they still belong to the owner that they were captured for.
     ///
     /// # Errors
-    /// Unsupported (900) on a stream that captures; the driver's.
+    /// Unsupported (900) on a stream that captures. Errors of the driver.
     unsafe fn graph_launch(&self, exec: RawGraphExec, stream: RawStream) -> Result<()>;
 
-    /// Ends a graph, and not its executables (`cuGraphDestroy`). Does not block.
+    /// Destroys a graph but not its executables (`cuGraphDestroy`). Does not block.
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn graph_destroy(&self, graph: RawGraph) -> Result<()>;
 
-    /// Ends an executable; launches that have been queued still run (`cuGraphExecDestroy`). Does
-    /// not block. Breaks a capture that is open as `cuMemFree` would, unless the thread is
+    /// Destroys an executable (`cuGraphExecDestroy`). Launches that have been queued still run.
+    /// Does not block. Breaks an open capture as `cuMemFree` would, unless the thread's mode is
     /// [`Relaxed`](crate::Relaxed).
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()>;
 
-    /// Has `call` made once when the graph, every executable that is made of it from now on, and
-    /// every launch of those are done with (`cuUserObjectCreate` and `cuGraphRetainUserObject`).
-    /// Does not block.
+    /// Registers a function to call once when the graph, every executable created from it from now
+    /// on, and every launch of those have ended (`cuUserObjectCreate` and
+    /// `cuGraphRetainUserObject`). Does not block.
     ///
-    /// `call` runs some time afterwards, on a thread of the driver's or inside the call that was
-    /// the last to let go. It may call nothing of the driver's, must not panic, and must not wait
-    /// for a lock that somebody holds while he calls the driver: it leaves word, and somebody else
-    /// acts on it.
+    /// `call` runs some time afterwards, on a thread of the driver or inside the call that released
+    /// the last reference. It must not call the driver, must not panic, and must not wait for a
+    /// lock that is held during driver calls. It should only set a flag that another thread acts
+    /// on.
     ///
     /// # Errors
-    /// The driver's; `call` is dropped then, and never made.
+    /// Errors of the driver. `call` is then dropped and never called.
     fn graph_on_release(&self, graph: RawGraph, call: OnRelease) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! The driver's numbers, with the device each belongs to.
+//! Handles of driver objects: the driver's number, with the device it belongs to.
 #![expect(
     unsafe_code,
     reason = "declares the unsafe constructors of handles; holds no unsafe block"
@@ -16,23 +16,23 @@ macro_rules! handle {
         }
 
         impl $name {
-            /// Names a handle that the driver gave out.
+            /// Creates a handle from the driver's number.
             ///
             /// # Safety
-            /// 1. `handle` is one that the driver this is used with gave out for `device`, and it is alive whenever the
-            ///    result is used in a call.
+            /// 1. `handle` was returned for `device` by the driver that the result is used with,
+            ///    and it is alive whenever the result is used in a call.
             #[must_use]
             pub unsafe fn from_raw(device: DeviceId, handle: u64) -> Self {
                 Self { device, handle }
             }
 
-            /// The device that it belongs to.
+            /// Returns the device that the handle belongs to.
             #[must_use]
             pub fn device(self) -> DeviceId {
                 self.device
             }
 
-            /// The driver's number.
+            /// Returns the driver's number.
             #[must_use]
             pub fn handle(self) -> u64 {
                 self.handle
@@ -46,15 +46,15 @@ handle! {
     RawStream
 }
 impl RawStream {
-    /// The legacy default stream of a device's primary context (`CU_STREAM_LEGACY`, which the
-    /// handle 0 means too).
+    /// Returns the legacy default stream of a device's primary context (`CU_STREAM_LEGACY`). The
+    /// handle 0 means the same stream.
     #[must_use]
     pub fn legacy(device: DeviceId) -> Self {
         Self { device, handle: 1 }
     }
 
-    /// The default stream that the calling thread has to itself (`CU_STREAM_PER_THREAD`): another
-    /// one on every thread.
+    /// Returns the default stream of the calling thread (`CU_STREAM_PER_THREAD`), a different
+    /// stream on every thread.
     #[must_use]
     pub fn per_thread(device: DeviceId) -> Self {
         Self { device, handle: 2 }
@@ -66,7 +66,7 @@ handle! {
     RawEvent
 }
 handle! {
-    /// Work that has been captured, as a template (`CUgraph`).
+    /// Captured work, as a template (`CUgraph`).
     RawGraph
 }
 handle! {
@@ -78,6 +78,6 @@ handle! {
     PhysicalHandle
 }
 handle! {
-    /// A stream-ordered pool of the driver (`CUmemoryPool`).
+    /// A stream-ordered memory pool of the driver (`CUmemoryPool`).
     PoolHandle
 }

@@ -1,4 +1,4 @@
-//! Physical memory that others can be given: other libraries, other processes, other machines of a
+//! Physical memory that can be shared with other libraries, other processes and other machines of a
 //! fabric.
 #![expect(
     unsafe_code,
@@ -11,8 +11,8 @@ use std::{
     os::fd::{BorrowedFd, OwnedFd},
 };
 
-/// What memory is made for, besides the use by its own process. It cannot be changed once the
-/// memory is there.
+/// The kinds of sharing that memory is created for, besides use by its own process. It cannot be
+/// changed after the memory is created.
 ///
 /// ```
 /// use aquifer_driver::ExportTypes;
@@ -29,19 +29,19 @@ pub struct ExportTypes {
     /// Other machines of a fabric (`NVLink` over switches), by 64 bytes
     /// (`CU_MEM_HANDLE_TYPE_FABRIC`).
     pub fabric: bool,
-    /// Network cards, which read and write it by themselves (`gpuDirectRDMACapable`).
+    /// Network cards, which read and write it directly (`gpuDirectRDMACapable`).
     pub rdma: bool,
 }
 
 impl ExportTypes {
-    /// For nobody else.
+    /// No sharing.
     pub const NONE: Self = Self { posix_fd: false, fabric: false, rdma: false };
     /// By a file descriptor.
     pub const POSIX_FD: Self = Self { posix_fd: true, ..Self::NONE };
     /// By a handle of the fabric.
     pub const FABRIC: Self = Self { fabric: true, ..Self::NONE };
 
-    /// Both.
+    /// Returns the union of both.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self {
@@ -51,19 +51,19 @@ impl ExportTypes {
         }
     }
 
-    /// The same, open to network cards.
+    /// Returns the same types with access for network cards.
     #[must_use]
     pub const fn with_rdma(self) -> Self {
         Self { rdma: true, ..self }
     }
 
-    /// Whether all that `wanted` names is here.
+    /// Returns whether all of `wanted` is included.
     #[must_use]
     pub fn covers(self, wanted: Self) -> bool {
         self.missing(wanted).is_none()
     }
 
-    /// The first of what `wanted` names that is not here, in the driver's words.
+    /// Returns the driver's name of the first type in `wanted` that is not included.
     #[must_use]
     pub fn missing(self, wanted: Self) -> Option<&'static str> {
         let lacks = [
@@ -75,7 +75,7 @@ impl ExportTypes {
     }
 }
 
-/// Memory's name on a fabric (`CUmemFabricHandle`): bytes to send to whoever is to import it.
+/// The name of memory on a fabric (`CUmemFabricHandle`): bytes to send to the importer.
 ///
 /// Its example is that of [`Ipc`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -87,7 +87,7 @@ impl Debug for FabricHandle {
     }
 }
 
-/// Giving physical memory to others, and taking theirs. None of these calls waits for the device.
+/// Export and import of physical memory. None of these calls waits for the device.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, ExportTypes, sim::Sim};
@@ -95,23 +95,21 @@ impl Debug for FabricHandle {
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let handle = driver.handle_create_exportable(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
 /// let file = driver.handle_export(handle)?;                              // goes to another process
-/// // SAFETY: 1. nobody works with it.
+/// // SAFETY: 1. No work uses it.
 /// let theirs = unsafe { driver.handle_import(gpu, file.as_fd()) }?;
 /// # let _ = theirs;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
 ///
 /// # Safety
-/// 1. A handle that is made or imported is a new one, of as many bytes as were asked for or were
-///    exported.
+/// 1. A handle that is created or imported is a new one, of the size requested or exported.
 /// 2. A call that is refused has changed nothing.
 pub unsafe trait Ipc: Debug + Send + Sync {
-    /// Takes physical memory from the device that can be exported in the ways of `types`
-    /// (`cuMemCreate`).
+    /// Allocates physical memory that can be exported in the ways of `types` (`cuMemCreate`).
     ///
     /// # Errors
-    /// Out of memory (code 2); not supported or not permitted (800, 801) where the device or the
-    /// system cannot.
+    /// Out of memory (code 2). Not supported or not permitted (800, 801) if the device or the
+    /// system cannot do it.
     fn handle_create_exportable(
         &self,
         device: DeviceId,
@@ -119,31 +117,31 @@ pub unsafe trait Ipc: Debug + Send + Sync {
         types: ExportTypes,
     ) -> Result<PhysicalHandle>;
 
-    /// A file descriptor of the memory, whole (`cuMemExportToShareableHandle`). It keeps the memory
-    /// as a handle does.
+    /// Exports the whole memory as a file descriptor (`cuMemExportToShareableHandle`). It keeps the
+    /// memory alive as a handle does.
     ///
     /// # Errors
-    /// Invalid value for memory that was not made for it.
+    /// Invalid value for memory that was not created for it.
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd>;
 
-    /// The memory's name on the fabric (`cuMemExportToShareableHandle`).
+    /// Exports the memory's name on the fabric (`cuMemExportToShareableHandle`).
     ///
     /// # Errors
-    /// Invalid value for memory that was not made for it.
+    /// Invalid value for memory that was not created for it.
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle>;
 
-    /// A handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`), which is
-    /// released like one that was created. The descriptor stays the caller's.
+    /// Creates a handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`).
+    /// It is released like a handle that was created here. The caller still owns the descriptor.
     ///
     /// # Safety
-    /// 1. Whoever works with the memory through this handle orders that work with everybody else's
-    ///    who has it.
+    /// 1. Work that uses the memory through this handle is ordered with the work of every other
+    ///    holder of the memory.
     ///
     /// # Errors
-    /// Invalid value, or the driver's choice, for a descriptor of something else.
+    /// Invalid value, or an error of the driver's choice, for any other descriptor.
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle>;
 
-    /// The same for a name on the fabric.
+    /// As [`Ipc::handle_import`], for a name on the fabric.
     ///
     /// # Safety
     /// As [`Ipc::handle_import`].

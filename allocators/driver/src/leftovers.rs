@@ -1,11 +1,12 @@
-//! Driver objects that the driver refused to release: kept here and released by a later sweep.
+//! Driver objects that the driver refused to release, kept for a later sweep.
 //!
-//! A release can be refused for a moment, for example by an error of earlier work that comes out of
-//! it. The owner of the object is often being dropped then and cannot try again. It leaves the call
-//! here. Pools sweep when they trim and when memory is short, and report what is refused again.
+//! A release can be refused temporarily, for example because it returns the error of earlier work.
+//! The owner of the object is often being dropped at that time and cannot try again, so it stores
+//! the call here. Pools sweep when they trim and when memory is short, and report repeated
+//! refusals.
 //!
-//! An object of a lost device, or of a driver that is gone, counts as released: it ends with its
-//! context.
+//! An object of a lost device, or of a driver that has shut down, counts as released: it ends with
+//! its context.
 
 use crate::{Driver, DriverError};
 use std::sync::{
@@ -13,7 +14,8 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-/// A call that releases one object, or several. After `Ok` it is dropped and not called again.
+/// A call that releases one or several objects. After it returns `Ok` it is dropped and not called
+/// again.
 type Release = Box<dyn FnMut() -> Result<(), DriverError> + Send>;
 
 struct Leftover {
@@ -21,9 +23,9 @@ struct Leftover {
     release: Release,
 }
 
-/// Of all drivers of the process: an object may outlive every pool.
+/// One list for all drivers of the process, since an object may outlive every pool.
 static LEFT: Mutex<Vec<Leftover>> = Mutex::new(Vec::new());
-/// How many there are, so that a sweep over none takes no lock.
+/// The length of the list, so that a sweep of an empty list takes no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 fn left() -> MutexGuard<'static, Vec<Leftover>> {
@@ -36,8 +38,8 @@ fn is_over(released: &Result<(), DriverError>) -> bool {
         .map_or_else(|refused| refused.is_device_lost() || refused.is_driver_gone(), |()| true)
 }
 
-/// Calls `release` now, and keeps it for [`sweep`] if the driver refuses. May call the driver, so
-/// never under a lock.
+/// Calls `release` now, and keeps it for [`sweep`] if the driver refuses. It may call the driver,
+/// so never call it while holding a lock.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DriverError, leftovers, sim::Sim};
@@ -63,7 +65,7 @@ pub fn release(
     }
 }
 
-/// Keeps a call that was refused just now for [`sweep`]. Makes no driver call.
+/// Keeps a release call that was just refused for [`sweep`]. Makes no driver call.
 ///
 /// Its example is that of [`release`].
 pub fn keep(
@@ -75,17 +77,17 @@ pub fn keep(
     COUNT.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Tries again to release what was left of this driver. Takes as long as those calls.
+/// Retries the kept releases of this driver. Takes as long as those calls.
 ///
 /// Its example is that of [`release`].
 ///
 /// # Errors
-/// The driver's first refusal; all others have been tried.
+/// The driver's first refusal. All other releases have been tried.
 pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return Ok(());
     }
-    // Taken out first: no lock over a driver call.
+    // Removed first, so that no lock is held during a driver call.
     let own: Vec<_> =
         left().extract_if(.., |leftover| Arc::ptr_eq(&leftover.driver, driver)).collect();
     let mut outcome = Ok(());
@@ -102,7 +104,7 @@ pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
     outcome
 }
 
-/// Returns how many objects of this driver wait for [`sweep`] to release them.
+/// Returns the number of releases of this driver that are kept for [`sweep`].
 ///
 /// Its example is that of [`release`].
 #[must_use]

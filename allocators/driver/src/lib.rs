@@ -1,33 +1,34 @@
-//! The boundary to the GPU: one trait per family of driver calls, behind which stands CUDA or a
+//! The driver boundary: one trait per family of driver calls, implemented by CUDA and by a
 //! simulated GPU.
 //!
 //! | family | calls |
 //! |---|---|
-//! | [`Devices`] | what there is and what it can do |
-//! | [`Streams`] | queues of work, and the thread's capture mode |
-//! | [`Events`] | points in a queue that others can wait for |
+//! | [`Devices`] | the devices and their capabilities |
+//! | [`Streams`] | streams, and the thread's capture mode |
+//! | [`Events`] | points in a stream that streams and the host can wait for |
 //! | [`Graphs`] | work that is captured once and launched many times |
 //! | [`Memory`] | whole allocations, and the driver's own stream-ordered pools |
-//! | [`Physical`] | address ranges, physical handles, and which is mapped where |
-//! | [`Ipc`] | physical memory that other processes can be given |
+//! | [`Physical`] | address ranges, physical handles, and mappings |
+//! | [`Ipc`] | physical memory shared with other processes |
 //! | [`HostMemory`] | pinned memory |
-//! | [`Copies`] | moving and filling bytes, in stream order |
+//! | [`Copies`] | copies and fills in stream order |
 //!
-//! A [`Driver`] is all of them and is used as `Arc<dyn Driver>`: it stands on slow paths only. A
-//! call that fails answers with a [`DriverError`] and has changed nothing, unless its own text says
+//! A [`Driver`] implements all of them and is used as `Arc<dyn Driver>`, on slow paths only. A call
+//! that fails returns a [`DriverError`] and has changed nothing, unless its documentation says
 //! otherwise.
 //!
 //! # Handles
-//! Streams, events, physical handles and pools are plain numbers to the driver, which crashes on a
-//! wrong one. Here they can only be made by `unsafe fn from_raw`, so whoever holds one may believe
-//! that it was valid once; calls that end its life are `unsafe` too, since copies of it may be
-//! about.
+//! Streams, events, physical handles and pools are plain numbers to the driver, which crashes on an
+//! invalid one. Here they are created only by `unsafe fn from_raw`, so each handle was valid at
+//! some time. Calls that destroy a handle are `unsafe` too, since copies of it may exist.
 //!
-//! What a driver answers is trusted: memory that it says is free is handed out, work that it says
-//! is done is not waited for. So its traits are `unsafe` to implement.
+//! The results of a driver are trusted: memory that it reports as free is allocated again, and work
+//! that it reports as done is not waited for. Its traits are therefore `unsafe` to implement.
 //!
-//! # What may touch what
-//! Calls that give addresses to the device, or take them away, are `unsafe`: the caller answers for
+//! # Access to memory
+//! Calls that give addresses to the device, or take them away, are `unsafe`: the caller is
+//! responsible for what queued work still does with them. The simulated GPU checks exactly that. It
+//! reports violations with the source lines of both sides. See [`sim`].
 //! what queued work still does with them. The simulated GPU checks exactly that and reports it,
 //! with the source lines of both parties; see [`sim`].
 
@@ -69,7 +70,7 @@ pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
 pub use physical::Physical;
 pub use streams::{CaptureMode, Relaxed, Streams};
 
-/// Refuses what belongs to another machine.
+/// Checks that both drivers belong to the same machine.
 ///
 /// # Errors
 /// [`MemoryError::OtherMachine`](aquifer_core::MemoryError::OtherMachine).
@@ -82,38 +83,38 @@ pub fn same_machine(expected: &dyn Driver, actual: &dyn Driver) -> aquifer_core:
     }
 }
 
-/// The answer of a driver call.
+/// The result of a driver call.
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
-/// A GPU driver: every family, and what it tells about itself.
+/// A GPU driver: all families of calls, and its identity.
 ///
 /// # Safety
-/// 1. All families are of one driver: a device, a handle or an address that one of them has given
-///    out means the same to the others.
+/// 1. All families belong to one driver: a device, a handle or an address that one of them returns
+///    means the same to the others.
 #[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
 pub unsafe trait Driver:
     Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
 {
-    /// `cuda`, `sim`.
+    /// Returns the driver's name: `cuda` or `sim`.
     fn name(&self) -> &'static str;
 
-    /// How often each call has been made since the driver was opened.
+    /// Returns the number of times each call has been made since the driver was opened.
     fn calls(&self) -> &CallCounts;
 
-    /// Whoever wants to know which block belongs to whom. The simulated GPU does; a real one does
-    /// not.
+    /// Returns the observer that checks the ownership of blocks. The simulated GPU has one, a real
+    /// driver has none.
     fn observer(&self) -> Option<&dyn Observer> {
         None
     }
 
-    /// Returns the number of the machine whose devices these are: 0 for the GPUs of this host,
-    /// another for each simulated machine. Streams and memory of two machines have nothing to do
-    /// with each other, whatever their numbers.
+    /// Returns the number of the machine that the devices belong to: 0 for the GPUs of this host, a
+    /// different number for each simulated machine. Streams and memory of two machines are
+    /// unrelated, even if their numbers are equal.
     fn machine(&self) -> u64 {
         0
     }
 
-    /// Returns the simulated machine that this is the driver of; `None` for any other driver.
+    /// Returns the simulated machine of this driver, or `None` for any other driver.
     fn simulator(self: std::sync::Arc<Self>) -> Option<sim::Sim> {
         None
     }

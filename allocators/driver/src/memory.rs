@@ -4,85 +4,85 @@
 use crate::{DeviceId, PoolHandle, RawStream, Result};
 use std::fmt::Debug;
 
-/// What a pool of the driver holds, in bytes.
+/// The bytes that a pool of the driver holds.
 ///
 /// Its example is that of [`Memory`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolUsage {
-    /// Taken from the device.
+    /// Allocated from the device.
     pub reserved: u64,
-    /// Given out.
+    /// Allocated by users of the pool.
     pub used: u64,
-    /// The most that `reserved` has been.
+    /// The maximum of `reserved` so far.
     pub reserved_high: u64,
 }
 
-/// Device memory by the driver's own allocators.
+/// Device memory from the driver's own allocators.
 ///
 /// # Safety
-/// 1. A range that an allocation answers with is mapped, aligned as told, overlaps no other that
-///    has not been given back, and stays the caller's until it is.
-/// 2. A call that is refused has changed nothing: what was to be given back is there still.
+/// 1. A range that an allocation returns is mapped and aligned as documented, overlaps no other
+///    range that has not been freed, and is owned by the caller until it is freed.
+/// 2. A call that is refused has changed nothing: memory whose free is refused stays allocated.
 pub unsafe trait Memory: Debug + Send + Sync {
-    /// An allocation of its own (`cuMemAlloc`, 50–400 µs). Aligned to 256 bytes at least.
+    /// Allocates device memory (`cuMemAlloc`, 50–400 µs). It is aligned to at least 256 bytes.
     ///
     /// # Errors
     /// Out of memory (code 2).
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64>;
 
-    /// Gives it back (`cuMemFree`). Blocks until the whole device is idle.
+    /// Frees an allocation (`cuMemFree`). Blocks until the whole device is idle.
     ///
     /// # Safety
-    /// 1. `address` came from [`Memory::mem_alloc`] and has not been freed.
-    /// 2. No queued work touches it, in an order that the driver was told of.
+    /// 1. `address` was returned by [`Memory::mem_alloc`] and has not been freed.
+    /// 2. No queued work accesses it, in an order that the driver knows.
     ///
     /// # Errors
-    /// The driver's; the memory stays allocated.
+    /// Errors of the driver. The memory stays allocated.
     unsafe fn mem_free(&self, device: DeviceId, address: u64) -> Result<()>;
 
-    /// A stream-ordered pool of its own (`cuMemPoolCreate`) that keeps what is freed and never
-    /// holds more than `max` bytes; 0 for no limit.
+    /// Creates a stream-ordered pool (`cuMemPoolCreate`) that keeps freed memory and never holds
+    /// more than `max` bytes. 0 means no limit.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn pool_create(&self, device: DeviceId, max: u64) -> Result<PoolHandle>;
 
-    /// Ends a pool (`cuMemPoolDestroy`); blocks that are still allocated live on.
+    /// Destroys a pool (`cuMemPoolDestroy`). Blocks that are still allocated stay valid.
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn pool_destroy(&self, pool: PoolHandle) -> Result<()>;
 
-    /// Memory that work queued on `stream` from now on may use (`cuMemAllocFromPoolAsync`).
+    /// Allocates memory that work queued on `stream` from now on may use
+    /// (`cuMemAllocFromPoolAsync`).
     ///
     /// # Errors
     /// Out of memory (code 2).
     fn pool_alloc(&self, pool: PoolHandle, stream: RawStream, bytes: u64) -> Result<u64>;
 
-    /// Gives it back behind all that is queued on `stream` (`cuMemFreeAsync`). The host does not
-    /// wait.
+    /// Frees memory after all work queued on `stream` (`cuMemFreeAsync`). The host does not wait.
     ///
     /// # Safety
-    /// 1. `address` came from [`Memory::pool_alloc`] and has not been freed.
-    /// 2. All work that touches it is queued on `stream`, or `stream` was made to wait for it.
+    /// 1. `address` was returned by [`Memory::pool_alloc`] and has not been freed.
+    /// 2. All work that accesses it is queued on `stream`, or `stream` waits for it.
     ///
     /// # Errors
-    /// The driver's; the memory stays allocated.
+    /// Errors of the driver. The memory stays allocated.
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()>;
 
-    /// Gives free memory of the pool back to the device, down to `keep` bytes reserved
+    /// Releases free memory of the pool to the device, down to `keep` reserved bytes
     /// (`cuMemPoolTrimTo`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn pool_trim(&self, pool: PoolHandle, keep: u64) -> Result<()>;
 
-    /// What the pool holds (`cuMemPoolGetAttribute`).
+    /// Returns what the pool holds (`cuMemPoolGetAttribute`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn pool_usage(&self, pool: PoolHandle) -> Result<PoolUsage>;
 }

@@ -1,11 +1,11 @@
-//! Something on a device that work may read or write.
+//! Device memory that work may read or write.
 #![expect(unsafe_code, reason = "declares unsafe traits; holds no unsafe block")]
 
 use crate::{DeviceId, RawStream};
 use aquifer_core::Result;
 use std::{any::Any, sync::Arc};
 
-/// Whatever keeps a stream's handle valid: an `Arc` of another library's stream.
+/// Keeps the handle of a stream valid, for example an `Arc` of another library's stream.
 pub type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 /// A range of device memory.
@@ -13,98 +13,96 @@ pub type KeepAlive = Arc<dyn Any + Send + Sync>;
 pub struct DeviceRange {
     /// The device.
     pub device: DeviceId,
-    /// Its first address.
+    /// The first address.
     pub address: u64,
     /// Bytes.
     pub bytes: u64,
 }
 
-/// What work does with an operand.
+/// How work uses an operand.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Access {
-    /// Reads only.
+    /// Reads.
     Read,
-    /// Writes, and reads nothing that was there before.
+    /// Writes. Reads nothing that was there before.
     Write,
-    /// Both.
+    /// Reads and writes.
     ReadWrite,
 }
 
 impl Access {
-    /// Whether it changes bytes.
+    /// Returns whether the access changes bytes.
     #[must_use]
     pub fn writes(self) -> bool {
         self != Self::Read
     }
 
-    /// Whether the two must not happen at once.
+    /// Returns whether the two accesses must be ordered with each other.
     #[must_use]
     pub fn conflicts(self, other: Access) -> bool {
         self.writes() || other.writes()
     }
 }
 
-/// Device memory with an owner who keeps account of the streams that use it: buffers, slices,
-/// blocks.
+/// Device memory whose owner tracks the streams that use it: buffers, slices, blocks.
 ///
 /// # Safety
-/// 1. [`Operand::range`] is memory of the implementor's that stays mapped while it lives, and no
+/// 1. [`Operand::range`] is memory of the implementor that stays mapped while the operand lives. No
 ///    other operand that safe code can reach at the same time overlaps it, unless both are only
 ///    read.
-/// 2. After [`Operand::order`] has answered `Ok`, work queued on `stream` with that access before
-///    the next conflicting `order`, and before the operand's memory is given to somebody else, is
-///    ordered with every other use; and the memory is not given out, written or unmapped before
-///    that work is done, whatever is dropped or forgotten.
-/// 3. What [`Operand::home_stream`] answers with may be called for on any thread while the operand
-///    is borrowed, unless its owner retires it.
-/// 4. [`Operand::machine`] answers with the machine that the range lies on, or with `None`.
+/// 2. After [`Operand::order`] has returned `Ok`, work queued on `stream` with that access is
+///    ordered with every other use, if it is queued before the next conflicting `order` and before
+///    the operand's memory is allocated to another owner. The memory is not allocated again,
+///    written or unmapped before that work is done, even if values are dropped or forgotten.
+/// 3. Any thread may make calls for the stream that [`Operand::home_stream`] returns while the
+///    operand is borrowed, unless the stream's owner retires it.
+/// 4. [`Operand::machine`] returns the machine that the range lies on, or `None`.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no device memory",
     label = "device memory is needed here",
     note = "pass a `DeviceBuffer`, a part of one, or a `Block`; foreign memory is taken in by `Adopted`"
 )]
 pub unsafe trait Operand {
-    /// Where it lies.
+    /// Returns the range of device memory.
     fn range(&self) -> DeviceRange;
 
-    /// Returns the [machine](crate::Driver::machine) whose memory it is, so that the stream of
-    /// another machine is refused; `None` where it is not known, and any stream of the same device
-    /// is taken.
+    /// Returns the [machine](crate::Driver::machine) of the memory, so that a stream of another
+    /// machine is refused. Returns `None` if the machine is unknown: any stream of the same device
+    /// is then accepted.
     fn machine(&self) -> Option<u64> {
         None
     }
 
-    /// The stream that the memory lives on, if it has one that any thread may queue work on: there,
-    /// [`Operand::order`] makes nothing wait for anything unless another stream has used the
-    /// memory. Never blocks.
+    /// Returns the stream that owns the memory, if any thread may queue work on it. On that stream,
+    /// [`Operand::order`] adds no waits unless another stream has used the memory. Never blocks.
     fn home_stream(&self) -> Option<RawStream> {
         None
     }
 
-    /// Makes `stream` wait for what must come before `access`, and notes that `stream` uses it. The
-    /// host does not wait.
+    /// Makes `stream` wait for the work that `access` depends on, and records that `stream` uses
+    /// the memory. The host does not wait.
     ///
-    /// The note names the stream only: the work itself is queued after this call has returned, so
-    /// its place in the stream is taken when the borrow has ended, at the free or at the next
-    /// conflicting use. Who writes holds `&mut` and calls [`OperandMut::order_mut`], which proves
-    /// that borrows before have ended; a write that is ordered here is ordered with them and proves
-    /// nothing.
+    /// Only the stream is recorded, since the work itself is queued after this call has returned.
+    /// The position in the stream is taken when the borrow has ended: at the free, or at the next
+    /// conflicting use. A writer that holds `&mut` calls [`OperandMut::order_mut`], which proves
+    /// that earlier borrows have ended. A write that is ordered here is ordered with them, but
+    /// proves nothing.
     ///
-    /// A stream of another library is known from its first use here on, and `alive` is kept until
-    /// the last use is done: events are recorded on it later, when its handle must still be valid.
-    ///
+    /// A stream of another library is known from its first use here. `alive` is kept until the last
+    /// use is done, since events are recorded on the stream later, when its handle must still be
+    /// valid.
     /// # Errors
-    /// [`Busy`](aquifer_core::MemoryError::Busy) if a conflicting use is open;
+    /// [`Busy`](aquifer_core::MemoryError::Busy) if a conflicting use is open.
     /// [`UnknownId`](aquifer_core::MemoryError::UnknownId) for a stream that has not been leased or
-    /// adopted, without `alive`; the driver's.
+    /// adopted, if `alive` is `None`. Errors of the driver.
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()>;
 }
 
-/// An [`Operand`] that work may write. What is only borrowed to be read is none, or two of its
-/// borrowers could write at once.
+/// An [`Operand`] that work may write. Memory that is borrowed only to be read does not implement
+/// this trait, because two borrowers could write at once.
 ///
 /// # Safety
-/// 1. While somebody holds `&mut` of it, no other operand that safe code can reach overlaps its
+/// 1. While `&mut` of the operand is held, no other operand that safe code can reach overlaps its
 ///    range.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no device memory that may be written",
@@ -112,8 +110,7 @@ pub unsafe trait Operand {
     note = "pass `&mut` of a `DeviceBuffer`, or of what `slice_mut` returns; a `DeviceSlice` can only be read"
 )]
 pub unsafe trait OperandMut: Operand {
-    /// As [`Operand::order`], by somebody who has the range to himself: what was lent of it before
-    /// has come back.
+    /// As [`Operand::order`], with exclusive access: all earlier borrows of the range have ended.
     ///
     /// # Errors
     /// As [`Operand::order`].
@@ -137,10 +134,10 @@ pub trait Typed: Operand {
     /// The elements' type.
     type Item;
 
-    /// How many elements it holds.
+    /// Returns the number of elements.
     fn len(&self) -> usize;
 
-    /// Whether it holds none.
+    /// Returns whether there are no elements.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

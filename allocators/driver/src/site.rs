@@ -1,8 +1,9 @@
-//! Which line of the user's program a driver call is made for.
+//! The source line of the user's program that driver calls on this thread are attributed to.
 //!
-//! The simulated GPU names both parties of a race by their source lines. A driver call is made deep
-//! inside a pool, through a trait object, where `#[track_caller]` ends; so public functions of the
-//! upper crates [`enter`] their caller's line, and it holds for what they call on this thread.
+//! The simulated GPU reports both sides of a race with their source lines. A driver call is made
+//! deep inside a pool, through a trait object, which ends `#[track_caller]`. So public functions of
+//! the upper crates [`enter`] the line of their caller. It applies to all calls they make on this
+//! thread.
 
 use std::{cell::Cell, panic::Location};
 
@@ -10,7 +11,7 @@ thread_local! {
     static SITE: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// Restores what stood before, when dropped.
+/// A guard that restores the previous site when dropped.
 ///
 /// Its example is that of [`enter`].
 #[derive(Debug)]
@@ -19,8 +20,8 @@ pub struct Entered {
     before: Option<&'static Location<'static>>,
 }
 
-/// Makes the caller's line the site of driver calls on this thread, unless an outer function has
-/// entered one already: the outermost is the user's.
+/// Sets the caller's line as the site of driver calls on this thread, unless an outer function has
+/// already entered one. The outermost line is the user's.
 #[track_caller]
 pub fn enter() -> Entered {
     let before = SITE.get();
@@ -30,8 +31,8 @@ pub fn enter() -> Entered {
     Entered { before }
 }
 
-/// Makes a line the site of driver calls on this thread: one that was [entered](fn@entered) on the
-/// thread which this one works for.
+/// Sets a line as the site of driver calls on this thread. The line was [entered](fn@entered) on
+/// the thread that this one works for.
 ///
 /// Its example is that of [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
@@ -39,10 +40,10 @@ pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
 }
 
 impl Entered {
-    /// Panics for violations of the simulated GPU where they are to
-    /// ([`OnViolation::Panic`](crate::sim::OnViolation::Panic)) and no outer function has entered a
-    /// site: called by public functions that queue work or wait for it, at their end, under no
-    /// lock.
+    /// Panics for violations of the simulated GPU, if
+    /// [`OnViolation::Panic`](crate::sim::OnViolation::Panic) is set and no outer function has
+    /// entered a site. Public functions that queue work or wait for it call this at their end,
+    /// without holding a lock.
     #[track_caller]
     pub fn checkpoint(&self, driver: &dyn crate::Driver) {
         if self.before.is_none()
@@ -53,8 +54,8 @@ impl Entered {
     }
 }
 
-/// Makes `site` the site of driver calls on this thread, unless an outer function has entered one:
-/// for drops, which have no caller's line, and name the one that made what they end.
+/// Sets `site` as the site of driver calls on this thread, unless an outer function has entered
+/// one. For drops, which have no caller's line: they use the line that created the dropped value.
 ///
 /// Its example is that of [`enter`].
 pub fn enter_or(site: &'static Location<'static>) -> Entered {
@@ -67,7 +68,7 @@ impl Drop for Entered {
     }
 }
 
-/// The line entered, if one has been.
+/// Returns the entered line, if there is one.
 ///
 /// Its example is that of [`enter`].
 #[must_use]
@@ -75,11 +76,11 @@ pub fn entered() -> Option<&'static Location<'static>> {
     SITE.get()
 }
 
-/// The line entered, or the caller's own.
+/// Returns the entered line, or else the caller's own.
 #[track_caller]
 #[must_use]
 pub fn current() -> &'static Location<'static> {
-    // Not by a closure, whose own caller would be named.
+    // Not by a closure, since `Location::caller` would return the closure's caller.
     match SITE.get() {
         Some(site) => site,
         None => Location::caller(),

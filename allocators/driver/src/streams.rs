@@ -1,4 +1,4 @@
-//! Queues of work.
+//! Streams: queues of work.
 #![expect(
     unsafe_code,
     reason = "declares calls with conditions of their own; holds no unsafe block"
@@ -7,17 +7,17 @@
 use crate::{DeviceId, Driver, RawEvent, RawStream, Result};
 use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};
 
-/// How strictly a thread treats calls that could disturb a capture which is open somewhere
+/// Which calls of a thread are refused because they could disturb an open capture
 /// (`CUstreamCaptureMode`).
 ///
 /// Its example is that of [`Streams`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum CaptureMode {
-    /// Unsafe calls fail while any thread captures in this mode, and break that capture.
+    /// Unsafe calls fail while any thread captures in this mode, and invalidate that capture.
     Global,
     /// Unsafe calls fail while this thread captures.
     ThreadLocal,
-    /// Nothing is refused.
+    /// No call is refused.
     Relaxed,
 }
 
@@ -34,106 +34,107 @@ pub enum CaptureMode {
 /// ```
 ///
 /// # Safety
-/// 1. A stream that [`Streams::stream_create`] answers with is a new one, valid until it is
-///    destroyed.
-/// 2. Work that is queued on a stream runs in order, and after what [`Streams::stream_wait_event`]
-///    made the stream wait for.
+/// 1. [`Streams::stream_create`] returns a new stream that is valid until it is destroyed.
+/// 2. Work that is queued on a stream runs in order, and after the work that
+///    [`Streams::stream_wait_event`] made the stream wait for.
 /// 3. `Ok` of [`Streams::stream_synchronize`], and `Ok(true)` of [`Streams::stream_query`] and
-///    [`Streams::stream_watch`], mean that all that was queued on the stream before the call is
-///    done.
-/// 4. [`Streams::stream_id`] never tells two streams by the same number, and
-///    [`Streams::stream_is_capturing`] never answers `Ok(false)` for a stream whose work becomes
+///    [`Streams::stream_watch`], mean that all work queued on the stream before the call is done.
+/// 4. [`Streams::stream_id`] never returns the same number for two streams, and
+///    [`Streams::stream_is_capturing`] never returns `Ok(false)` for a stream whose work becomes
 ///    part of a graph.
 /// 5. A call that is refused has changed nothing.
 pub unsafe trait Streams: Debug + Send + Sync {
-    /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`,
-    /// non-blocking). A lower number is a higher priority; the driver clamps it to
-    /// [`Streams::stream_priorities`].
+    /// Creates a stream that does not wait for the legacy default stream
+    /// (`cuStreamCreateWithPriority`, non-blocking). A lower number is a higher priority. The
+    /// driver clamps it to [`Streams::stream_priorities`].
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream>;
 
-    /// Ends a stream; work queued on it still runs (`cuStreamDestroy`). Does not block.
+    /// Destroys a stream (`cuStreamDestroy`). Work queued on it still runs. Does not block.
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()>;
 
-    /// Highest to lowest priority, so the start is the smaller number
-    /// (`cuCtxGetStreamPriorityRange`).
+    /// Returns the range from the highest to the lowest priority, so the start is the smaller
+    /// number (`cuCtxGetStreamPriorityRange`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>>;
 
-    /// A number that no other stream of the process ever has (`cuStreamGetId`), unlike the handle,
-    /// which comes back.
+    /// Returns a number that no other stream of the process ever has (`cuStreamGetId`). The handle,
+    /// in contrast, can be reused.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn stream_id(&self, stream: RawStream) -> Result<u64>;
 
-    /// Whether all that was queued is done (`cuStreamQuery`). Never blocks.
+    /// Returns whether all queued work is done (`cuStreamQuery`). Never blocks.
     ///
     /// # Errors
-    /// Those of work queued before.
+    /// Errors of work queued before.
     fn stream_query(&self, stream: RawStream) -> Result<bool>;
 
-    /// Waits until all that was queued is done (`cuStreamSynchronize`). Blocks.
+    /// Waits until all queued work is done (`cuStreamSynchronize`). Blocks.
     ///
     /// # Errors
-    /// Those of work queued before.
+    /// Errors of work queued before.
     fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
 
-    /// Has the device write `value` into a word of pinned memory behind all that was queued
-    /// (`cuStreamWriteValue32`), and looks at it for some tens of microseconds: whether it is
-    /// there, and so all of that is done. A wait for a few KiB takes 0.8 µs less of 7.7 so than by
-    /// [`Streams::stream_synchronize`] on the host of one H200, and 0.5 more of 6.6 on that of two;
-    /// that is to follow where the answer is `false`. The write itself may not be done yet: a query
-    /// of the stream may answer so. In a stream that captures it becomes a part of the graph, and
-    /// the word stays as it is.
+    /// Queues a device write of `value` into a word of pinned memory after all queued work
+    /// (`cuStreamWriteValue32`), and polls the word for some tens of microseconds. Returns `true`
+    /// if the value has arrived, so that all of that work is done. Returns `false` otherwise: call
+    /// [`Streams::stream_synchronize`] then. For short waits this can be faster than synchronising
+    /// at once.
+    ///
+    /// The write itself may not be complete yet when this returns `true`, and a query of the stream
+    /// may report that. In a stream that captures, the write becomes part of the graph and the word
+    /// does not change.
     ///
     /// # Safety
-    /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address.
-    ///    Nobody else writes it, or waits by it, until this returns; after `false` it stays until
-    ///    what was queued is known to be done, or for as long as there is the graph.
+    /// 1. `word` lies in pinned memory of this driver that devices access by the host's address. It
+    ///    has no other writer or waiter until this returns. After `false` it stays allocated until
+    ///    the queued work is known to be done, or for as long as the graph exists.
     ///
     /// # Errors
-    /// The driver's; nothing has been queued.
+    /// Errors of the driver. Nothing has been queued.
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool>;
 
-    /// Makes work queued on `stream` from now on wait for the event's last record
+    /// Makes work queued on `stream` from now on wait for the last record of the event
     /// (`cuStreamWaitEvent`). The host does not wait.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()>;
 
-    /// Whether what is queued on `stream` now becomes part of a graph instead of running
-    /// (`cuStreamIsCapturing`, 14 ns). Also true after something has broken the capture, until it
-    /// is ended, and for the legacy default stream while a stream that is ordered with it captures:
-    /// nothing can be queued there then. Breaks no capture, and never blocks.
+    /// Returns whether work queued on `stream` now becomes part of a graph instead of running
+    /// (`cuStreamIsCapturing`, 14 ns). Also returns `true` after the capture has been invalidated,
+    /// until it is ended, and for the legacy default stream while a stream that is ordered with it
+    /// captures: nothing can be queued there then. Breaks no capture, and never blocks.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn stream_is_capturing(&self, stream: RawStream) -> Result<bool>;
 
-    /// Sets this thread's capture mode and answers with the one before
+    /// Sets this thread's capture mode and returns the previous one
     /// (`cuThreadExchangeStreamCaptureMode`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode>;
 }
 
-/// While it lives, this thread's calls neither fail for nor break a capture that somebody has open.
+/// Sets this thread's capture mode to relaxed while it lives: its calls neither fail because of an
+/// open capture nor invalidate one.
 ///
-/// An event query from *any* thread breaks a capture in global mode; the slow paths of pools make
-/// such calls.
+/// An event query from *any* thread invalidates a capture in global mode, and the slow paths of
+/// pools make such calls.
 #[derive(Debug)]
 pub struct Relaxed<'a> {
     driver: &'a dyn Driver,
@@ -141,8 +142,8 @@ pub struct Relaxed<'a> {
 }
 
 impl<'a> Relaxed<'a> {
-    /// Relaxes this thread's capture mode. Where the driver refuses, nothing is changed and later
-    /// calls will tell.
+    /// Relaxes this thread's capture mode. If the driver refuses, nothing is changed and later
+    /// calls return the errors.
     #[must_use = "the mode is restored when this is dropped"]
     pub fn enter(driver: &'a dyn Driver) -> Self {
         Self { driver, before: driver.exchange_capture_mode(CaptureMode::Relaxed).ok() }
@@ -152,7 +153,8 @@ impl<'a> Relaxed<'a> {
 impl Drop for Relaxed<'_> {
     fn drop(&mut self) {
         if let Some(mode) = self.before {
-            // A refusal leaves the thread relaxed, which refuses less and breaks nothing.
+            // If this is refused, the thread stays relaxed, which refuses fewer calls and breaks no
+            // capture.
             let _ = self.driver.exchange_capture_mode(mode);
         }
     }

@@ -1,9 +1,9 @@
-//! What crosses the driver's C interface: handles, constants and structures.
+//! Types of the driver's C interface: handles, constants and structures.
 //!
-//! The structures are our own, since the bindings spell their fields differently from one CUDA
-//! version to the next while the bytes have stayed the same (fields were only ever carved out of
-//! reserved ones). The assertions below hold them, and the constants, against the bindings of
-//! whichever version is compiled in.
+//! The structures are defined here, since the bindings name their fields differently in each CUDA
+//! version. Their layout has stayed the same: new fields were only taken from reserved ones. The
+//! assertions below compare them, and the constants, with the bindings of the version that is
+//! compiled in.
 
 use crate::{CaptureMode, DeviceId, ExportTypes, Pitched, Rows};
 use cudarc::driver::sys;
@@ -12,23 +12,23 @@ use std::{
     ptr::NonNull,
 };
 
-/// An object of the driver: a context, stream, event or pool. Never followed by us.
+/// An object of the driver: a context, stream, event or pool. Never dereferenced here.
 pub(super) type Object = *mut c_void;
 
-/// A function of ours that the driver calls with what it was given along with it (`CUhostFn`).
+/// A function that the driver calls with the pointer it was registered with (`CUhostFn`).
 pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
-/// A handle of ours as the driver's pointer.
+/// Converts a handle to the driver's pointer.
 pub(super) fn object(handle: u64) -> Object {
     std::ptr::with_exposed_provenance_mut(handle as usize)
 }
 
-/// The driver's pointer as a handle of ours.
+/// Converts the driver's pointer to a handle.
 pub(super) fn handle(object: Object) -> u64 {
     object.expose_provenance() as u64
 }
 
-/// `CU_DEVICE_ATTRIBUTE_…`: what a device can be asked.
+/// `CU_DEVICE_ATTRIBUTE_…`: attributes of a device.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub(super) enum Attribute {
@@ -39,10 +39,10 @@ pub(super) enum Attribute {
     ExportPosixFd = 103,
     RdmaCapable = 110,
     MemoryPools = 115,
-    /// Came with CUDA 12.3; an older driver answers with invalid value.
+    /// Since CUDA 12.3. An older driver returns invalid value.
     ExportFabric = 128,
-    /// Whether the device's memory is a node of the host's. These three came with CUDA 12.2; an
-    /// older driver answers with invalid value.
+    /// Whether the device's memory is a NUMA node of the host. These three exist since CUDA 12.2.
+    /// An older driver returns invalid value.
     NumaConfig = 130,
     NumaId = 131,
     HostNumaId = 134,
@@ -70,11 +70,11 @@ pub(super) fn capture_mode(mode: CaptureMode) -> c_uint {
     }
 }
 
-/// `CU_STREAM_CAPTURE_STATUS_…`; the third says that a capture is broken.
+/// `CU_STREAM_CAPTURE_STATUS_…`. The third value means that a capture is invalidated.
 pub(super) const CAPTURE_STATUS_NONE: c_uint = 0;
 pub(super) const CAPTURE_STATUS_ACTIVE: c_uint = 1;
 
-/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, which has to be said.
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, which the driver requires.
 pub(super) const USER_OBJECT_NO_DESTRUCTOR_SYNC: c_uint = 1;
 /// `CU_GRAPH_USER_OBJECT_MOVE`: the caller's reference becomes the graph's.
 pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
@@ -88,7 +88,7 @@ pub(super) const HOST_REGISTER_PORTABLE: c_uint = 1;
 pub(super) const HOST_REGISTER_MAPPED: c_uint = 2;
 pub(super) const HOST_REGISTER_READ_ONLY: c_uint = 8;
 
-/// `CU_MEMPOOL_ATTR_…`, whose values are 64-bit numbers.
+/// `CU_MEMPOOL_ATTR_…`, with 64-bit values.
 pub(super) const POOL_RELEASE_THRESHOLD: c_uint = 4;
 pub(super) const POOL_RESERVED: c_uint = 5;
 pub(super) const POOL_RESERVED_HIGH: c_uint = 6;
@@ -120,8 +120,7 @@ pub(super) struct Location {
 
 impl Location {
     fn device(device: DeviceId) -> Self {
-        // An ordinal that does not fit is one that no driver has given out, and -1 is refused as
-        // such.
+        // An ordinal that does not fit cannot exist. The driver refuses -1.
         Self { kind: LOCATION_DEVICE, id: c_int::try_from(device.0).unwrap_or(-1) }
     }
 }
@@ -141,7 +140,7 @@ pub(super) struct AllocationProperties {
 }
 
 impl AllocationProperties {
-    /// Memory of a device that nobody outside the process can be given.
+    /// Device memory that cannot be exported.
     pub(super) fn pinned_on(device: DeviceId) -> Self {
         Self {
             kind: ALLOCATION_PINNED,
@@ -155,7 +154,7 @@ impl AllocationProperties {
         }
     }
 
-    /// Memory of a device that others can be given in these ways.
+    /// Device memory that can be exported in these ways.
     pub(super) fn exportable_on(device: DeviceId, types: ExportTypes) -> Self {
         let fd = if types.posix_fd { HANDLE_POSIX_FD } else { HANDLE_NONE };
         let fabric = if types.fabric { HANDLE_FABRIC } else { HANDLE_NONE };
@@ -175,14 +174,14 @@ pub(super) struct PoolProperties {
     handle_types: c_uint,
     location: Location,
     windows_security: *mut c_void,
-    /// Reserved before CUDA 12.2, whose driver refuses anything but 0 here.
+    /// Reserved before CUDA 12.2, whose driver refuses any value but 0 here.
     max_size: usize,
     usage: c_ushort,
     reserved: [c_uchar; 54],
 }
 
 impl PoolProperties {
-    /// A pool on a device that never holds more than `max_size` bytes; 0 for no limit.
+    /// A pool on a device that never holds more than `max_size` bytes. 0 means no limit.
     pub(super) fn pinned_on(device: DeviceId, max_size: usize) -> Self {
         Self {
             kind: ALLOCATION_PINNED,
@@ -205,7 +204,7 @@ pub(super) struct AccessDescription {
 }
 
 impl AccessDescription {
-    /// A device may read and write.
+    /// Read and write access for a device.
     pub(super) fn read_write(device: DeviceId) -> Self {
         Self { location: Location::device(device), access: ACCESS_READ_WRITE }
     }
@@ -235,13 +234,13 @@ pub(super) struct Side {
 }
 
 impl Side {
-    /// Memory of the host.
+    /// Host memory.
     pub(super) fn host(at: Pitched<NonNull<u8>>) -> Self {
         let host = at.start.as_ptr().cast();
         Self { kind: MEMORY_HOST, host, ..Self::device(Pitched { start: 0, pitch: at.pitch }) }
     }
 
-    /// Memory of a device.
+    /// Device memory.
     pub(super) fn device(at: Pitched<u64>) -> Self {
         Self {
             x: 0,
@@ -256,7 +255,7 @@ impl Side {
 }
 
 impl Copy2d {
-    /// A copy of rows from one side to the other.
+    /// Creates a copy of rows from one side to the other.
     pub(super) fn new(to: Side, from: Side, rows: Rows) -> Self {
         Self { from, to, width: rows.width as usize, height: rows.height as usize }
     }

@@ -1,40 +1,40 @@
-//! What the driver's codes are called.
+//! The names of the driver's error codes.
 //!
-//! The driver itself can name them (`cuGetErrorName`), but not when it is gone, and not from inside
-//! an error's `Display`. A code that came with a later driver than this table is `unknown`, and
-//! keeps its number.
+//! The driver itself can name them (`cuGetErrorName`), but not after it has shut down, and not from
+//! inside an error's `Display`. A code of a later driver that is not in this table is `unknown`,
+//! and keeps its number.
 
 use crate::{DriverError, Result};
 
-/// All is well.
+/// Success.
 pub(super) const SUCCESS: u32 = 0;
-/// An argument that cannot be.
+/// An invalid argument.
 pub(super) const INVALID_VALUE: u32 = 1;
-/// Nothing left.
+/// Out of memory.
 pub(super) const OUT_OF_MEMORY: u32 = 2;
-/// The driver has been torn down: the process is on its way out.
+/// The driver has shut down because the process is exiting.
 pub(super) const DEINITIALIZED: u32 = 4;
-/// No device at all.
+/// No device exists.
 pub(super) const NO_DEVICE: u32 = 100;
-/// No such device.
+/// The device does not exist.
 pub(super) const INVALID_DEVICE: u32 = 101;
-/// Queued work is not done yet: an answer, not an error.
+/// Queued work is not done yet: a result, not an error.
 pub(super) const NOT_READY: u32 = 600;
 
-/// What was asked of the legacy default stream concerns a stream that captures.
+/// The call on the legacy default stream would affect a stream that captures.
 pub(super) const CAPTURE_IMPLICIT: u32 = 906;
 
-/// A call's code as a result.
+/// Converts a call's code to a result.
 pub(super) fn answer(call: &'static str, code: u32) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(error(call, code)) }
 }
 
-/// An error of a call.
+/// Creates the error of a call.
 pub(super) fn error(call: &'static str, code: u32) -> DriverError {
     DriverError { call, code, name: name(code) }
 }
 
-/// The name of a code, `CUDA_ERROR_…` or `unknown`.
+/// Returns the name of a code, `CUDA_ERROR_…` or `unknown`.
 pub(super) fn name(code: u32) -> &'static str {
     match code {
         0 => "CUDA_SUCCESS",

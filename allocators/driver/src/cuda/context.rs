@@ -1,4 +1,4 @@
-//! Primary contexts, and which one a thread has current.
+//! Primary contexts, and the current context of a thread.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
 use super::{
@@ -13,18 +13,18 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-/// A device's primary context: the one that the CUDA runtime, cudarc and every other library of the
+/// A device's primary context, which the CUDA runtime, cudarc and every other library of the
 /// process share.
 ///
-/// The driver counts who retains it. It is taken at the first call that needs it, since it costs
-/// hundreds of megabytes of device memory and a fraction of a second, and let go of with the
+/// The driver counts references. The context is retained at the first call that needs it, since it
+/// costs hundreds of megabytes of device memory and a fraction of a second. It is released with the
 /// [`CudaDriver`].
 pub(super) struct Primary {
-    /// The driver's number for the device.
+    /// The driver's number of the device.
     device: i32,
-    /// The context, once retained; never 0.
+    /// The context, once retained. Never 0.
     context: OnceLock<u64>,
-    /// A call has answered with a sticky error.
+    /// Whether a call has returned a sticky error.
     lost: AtomicBool,
 }
 
@@ -33,17 +33,17 @@ impl Primary {
         Self { device, context: OnceLock::new(), lost: AtomicBool::new(false) }
     }
 
-    /// The driver's number for the device.
+    /// Returns the driver's number of the device.
     pub(super) fn device(&self) -> i32 {
         self.device
     }
 
-    /// Whether a call has answered with a sticky error.
+    /// Returns whether a call has returned a sticky error.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// An error of a call: a sticky one is noted.
+    /// Marks the device as lost if the error is sticky.
     #[cold]
     fn note(&self, error: &DriverError) {
         if error.is_device_lost() && !self.lost.swap(true, Ordering::AcqRel) {
@@ -51,31 +51,31 @@ impl Primary {
         }
     }
 
-    /// Whether the context has been taken.
+    /// Returns whether the context has been retained.
     pub(super) fn is_retained(&self) -> bool {
         self.context.get().is_some()
     }
 
-    /// The context, taken now if it has not been.
+    /// Returns the context, and retains it first if needed.
     pub(super) fn retain(&self, table: &Table) -> Result<u64> {
         if let Some(&context) = self.context.get() {
             return Ok(context);
         }
         let mut context: Object = std::ptr::null_mut();
-        // SAFETY: 1. `context` is writable. 2. the device is one that the driver counted.
+        // SAFETY: 1. `context` is writable. 2. The driver enumerated the device.
         answer("cuDevicePrimaryCtxRetain", unsafe {
             (table.context_retain)(&raw mut context, self.device)
         })?;
         let context = handle(context);
         if self.context.set(context).is_err() {
-            // Another thread was first. Both hold the same context, so the second hold is one too
-            // many.
+            // Another thread was first. Both retained the same context, so the second reference is
+            // released.
             self.let_go(table);
         }
         Ok(context)
     }
 
-    /// Ends one hold, if this has one.
+    /// Releases the reference, if this value has one.
     pub(super) fn release(&mut self, table: &Table) {
         if self.context.take().is_some() {
             self.let_go(table);
@@ -83,16 +83,16 @@ impl Primary {
     }
 
     fn let_go(&self, table: &Table) {
-        // SAFETY: 1. this value has retained the device's context, once more often than it has
-        // released it. A refusal means that the driver is on its way out, and the context with it.
+        // SAFETY: 1. This value has retained the device's context once more often than it has
+        // released it. A refusal means that the driver is shutting down, and destroys the context.
         let _ = unsafe { (table.context_release)(self.device) };
     }
 }
 
-/// While it lives, the thread has a given context current.
+/// A guard that keeps a given context current on the thread.
 ///
-/// A thread without a context keeps the one it is given, since the next call will most often want
-/// the same; one that another library has set is put back.
+/// A thread without a context keeps the given one afterwards, since the next call usually needs the
+/// same. A context that another library has set is restored.
 pub(super) struct Bound<'a> {
     table: &'a Table,
     before: Option<u64>,
@@ -107,7 +107,7 @@ impl<'a> Bound<'a> {
         if current == context {
             return Ok(Self { table, before: None });
         }
-        // SAFETY: 1. the context is retained while the driver that asked lives.
+        // SAFETY: 1. The context is retained while the calling driver lives.
         answer("cuCtxSetCurrent", unsafe { (table.context_set_current)(object(context)) })?;
         Ok(Self { table, before: (current != 0).then_some(current) })
     }
@@ -116,28 +116,28 @@ impl<'a> Bound<'a> {
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         if let Some(context) = self.before {
-            // SAFETY: 1. it was this thread's current context when the call began, and only the
-            // thread itself could have let it go since.
-            // A refusal leaves the primary context current, as every CUDA library may.
+            // SAFETY: 1. It was this thread's current context when the call began, and only the
+            // thread itself could have released it since. A refusal leaves the primary context
+            // current, which any CUDA library may do.
             let _ = unsafe { (self.table.context_set_current)(object(context)) };
         }
     }
 }
 
 impl CudaDriver {
-    /// The device, or the error that the driver has for one that is not there.
+    /// Returns the device, or the driver's error for an ordinal that does not exist.
     pub(super) fn primary(&self, device: DeviceId) -> Result<&Primary> {
         self.devices
             .get(device.0 as usize)
             .ok_or_else(|| codes::error("cuDeviceGet", codes::INVALID_DEVICE))
     }
 
-    /// Makes the device's primary context current on this thread for as long as the answer lives.
+    /// Makes the device's primary context current on this thread while the result lives.
     pub(super) fn bind(&self, device: DeviceId) -> Result<Bound<'_>> {
         Bound::enter(&self.table, self.primary(device)?.retain(&self.table)?)
     }
 
-    /// Counts a call and makes it, in a device's context.
+    /// Counts a call and makes it in a device's context.
     pub(super) fn call(
         &self,
         call: Call,
@@ -149,8 +149,8 @@ impl CudaDriver {
         answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
     }
 
-    /// The same for a call that touches another device as well, whose loss it may answer with: that
-    /// is no loss of the one that it is made for.
+    /// As [`CudaDriver::call`], for a call that also accesses another device. The call may return
+    /// the loss of the other device, which must not mark this one as lost.
     pub(super) fn call_between(
         &self,
         call: Call,
@@ -166,12 +166,12 @@ impl CudaDriver {
         })
     }
 
-    /// Whether the context that is current still answers (`cuMemGetInfo`, which touches nothing and
-    /// breaks no capture).
+    /// Returns whether the current context still accepts calls (`cuMemGetInfo`, which changes
+    /// nothing and breaks no capture).
     #[cold]
     fn answers(&self) -> bool {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: 1. both are writable.
+        // SAFETY: 1. Both are writable.
         unsafe { (self.table.memory_info)(&raw mut free, &raw mut total) == 0 }
     }
 
@@ -182,7 +182,7 @@ impl CudaDriver {
         }
     }
 
-    /// The same for a question whose answer may be "not yet".
+    /// As [`CudaDriver::call`], for a query that may return "not ready".
     pub(super) fn ask(
         &self,
         call: Call,
@@ -199,9 +199,9 @@ impl CudaDriver {
         }
     }
 
-    /// The same for a call that ends something. When the process exits, the driver may be torn down
-    /// before its users, and has taken all of their objects with it: that is what they asked for,
-    /// and no error.
+    /// As [`CudaDriver::call`], for a call that destroys something. When the process exits, the
+    /// driver may shut down before its users and destroys all of their objects. Then the call has
+    /// nothing left to do and succeeds.
     pub(super) fn end(
         &self,
         call: Call,

@@ -10,11 +10,10 @@ use crate::{Call, Copies, DeviceId, Pattern, Pitched, RawStream, Result, Rows};
 use std::ptr::NonNull;
 
 impl CudaDriver {
-    /// The device that an address belongs to, where the driver knows one.
+    /// Returns the device that an address belongs to, if the driver knows one.
     fn device_at(&self, address: u64) -> Option<DeviceId> {
         let mut ordinal = -1i32;
-        // SAFETY: 1. `ordinal` is as large as the attribute. An address that is nobody's is
-        // refused.
+        // SAFETY: 1. `ordinal` is as large as the attribute. An unknown address is refused.
         let code = unsafe {
             (self.table.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address)
         };
@@ -22,8 +21,8 @@ impl CudaDriver {
         u32::try_from(ordinal).ok().map(DeviceId)
     }
 
-    /// The devices of a copy, from and to, if they differ. Asks nothing where there is one device
-    /// only.
+    /// Returns the source and destination devices of a copy if they differ. Makes no call if there
+    /// is only one device.
     fn apart(&self, from: u64, to: u64) -> Option<(DeviceId, DeviceId)> {
         if self.devices.len() < 2 {
             return None;
@@ -35,20 +34,20 @@ impl CudaDriver {
 
 impl CudaDriver {
     /// # Safety
-    /// 1. Every row of both sides is there until the copy is done. 2. Nothing touches them out of
-    ///    order with it.
+    /// 1. Every row of both sides stays valid until the copy is done.
+    /// 2. No other work accesses them out of order with it.
     unsafe fn copy_rows(&self, stream: RawStream, copy: &Copy2d) -> Result<()> {
         self.call(Call::Copy2d, stream.device(), |table| {
-            // SAFETY: 1. the description is readable, and read before the call returns. 2. the
-            // caller keeps both sides until the copy is done, in order with all else that touches
-            // them. 3. the handle is alive.
+            // SAFETY: 1. The description is readable, and is read before the call returns. 2. The
+            // caller keeps both sides valid until the copy is done, in order with all other
+            // accesses. 3. The handle is alive.
             unsafe { (table.copy_2d)(std::ptr::from_ref(copy), object(stream.handle())) }
         })
     }
 }
 
-// SAFETY: the driver makes the copies that it is asked for, in stream order, and queues none
-// that it refuses (CUDA driver API, "Memory Management").
+// SAFETY: The driver performs the requested copies in stream order, and queues none that it refuses
+// (CUDA driver API, "Memory Management").
 unsafe impl Copies for CudaDriver {
     unsafe fn copy_to_device(
         &self,
@@ -58,9 +57,8 @@ unsafe impl Copies for CudaDriver {
         bytes: usize,
     ) -> Result<()> {
         self.call(Call::CopyToDevice, stream.device(), |table| {
-            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
-            // else that touches them.
-            // 2. the handle is alive.
+            // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order with
+            // all other accesses. 2. The handle is alive.
             unsafe {
                 (table.copy_to_device)(to, from.as_ptr().cast(), bytes, object(stream.handle()))
             }
@@ -75,9 +73,8 @@ unsafe impl Copies for CudaDriver {
         bytes: usize,
     ) -> Result<()> {
         self.call(Call::CopyToHost, stream.device(), |table| {
-            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
-            // else that touches them.
-            // 2. the handle is alive.
+            // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order with
+            // all other accesses. 2. The handle is alive.
             unsafe {
                 (table.copy_to_host)(to.as_ptr().cast(), from, bytes, object(stream.handle()))
             }
@@ -93,8 +90,8 @@ unsafe impl Copies for CudaDriver {
     ) -> Result<()> {
         let Some((source, destination)) = self.apart(from, to) else {
             return self.call(Call::CopyOnDevice, stream.device(), |table| {
-                // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
-                // else that touches them. 2. the handle is alive.
+                // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order
+                // with all other accesses. 2. The handle is alive.
                 unsafe { (table.copy_on_device)(to, from, bytes as usize, object(stream.handle())) }
             });
         };
@@ -103,7 +100,7 @@ unsafe impl Copies for CudaDriver {
         let destination = self.primary(destination)?.retain(&self.table)?;
         self.call_between(Call::CopyOnDevice, stream.device(), other, |table| {
             let (source, destination) = (object(source), object(destination));
-            // SAFETY: 1. as above. 2. both contexts are retained.
+            // SAFETY: 1. As above. 2. Both contexts are retained.
             unsafe {
                 (table.copy_between)(
                     to,
@@ -125,7 +122,7 @@ unsafe impl Copies for CudaDriver {
         rows: Rows,
     ) -> Result<()> {
         let copy = Copy2d::new(Side::device(to), Side::host(from), rows);
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
 
@@ -137,7 +134,7 @@ unsafe impl Copies for CudaDriver {
         rows: Rows,
     ) -> Result<()> {
         let copy = Copy2d::new(Side::host(to), Side::device(from), rows);
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
 
@@ -149,7 +146,7 @@ unsafe impl Copies for CudaDriver {
         rows: Rows,
     ) -> Result<()> {
         let copy = Copy2d::new(Side::device(to), Side::device(from), rows);
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
 
@@ -163,9 +160,8 @@ unsafe impl Copies for CudaDriver {
         let (call, _) = Call::fills(pattern);
         self.call(call, stream.device(), |table| {
             let (count, stream) = (count as usize, object(stream.handle()));
-            // SAFETY: 1. the caller keeps the range until the fill is done, in order with all else
-            // that touches it.
-            // 2. the handle is alive.
+            // SAFETY: 1. The caller keeps the range valid until the fill is done, in order with all
+            // other accesses. 2. The handle is alive.
             unsafe {
                 match pattern {
                     Pattern::Byte(byte) => (table.fill)(to, byte, count, stream),
@@ -188,9 +184,8 @@ unsafe impl Copies for CudaDriver {
             let (width, height, stream) =
                 (rows.width as usize, rows.height as usize, object(stream.handle()));
             let (to, pitch) = (to.start, to.pitch as usize);
-            // SAFETY: 1. the caller keeps the rows until the fill is done, in order with all else
-            // that touches them.
-            // 2. the handle is alive.
+            // SAFETY: 1. The caller keeps the rows valid until the fill is done, in order with all
+            // other accesses. 2. The handle is alive.
             unsafe {
                 match pattern {
                     Pattern::Byte(byte) => (table.fill_2d)(to, pitch, byte, width, height, stream),

@@ -10,10 +10,11 @@ use super::{
 use crate::{Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result};
 use std::ffi::{CStr, c_char, c_int};
 
-/// Room for any name or address that the driver gives.
+/// The size of a buffer for a name or address from the driver.
 const TEXT: usize = 256;
 
-/// What the driver wrote into a buffer that was zero before; it may have filled it without an end.
+/// Returns the text that the driver wrote into a zeroed buffer. The driver may have filled the
+/// buffer without a terminating zero.
 fn text(buffer: &[u8; TEXT]) -> String {
     CStr::from_bytes_until_nul(buffer).map_or_else(
         |_| String::from_utf8_lossy(buffer).into_owned(),
@@ -24,23 +25,23 @@ fn text(buffer: &[u8; TEXT]) -> String {
 impl CudaDriver {
     fn attribute(&self, device: i32, attribute: Attribute) -> Result<i32> {
         let mut value = 0;
-        // SAFETY: 1. `value` is writable. 2. the device is one that the driver counted. An
-        // attribute it does not know is refused.
+        // SAFETY: 1. `value` is writable. 2. The driver enumerated the device. An unknown attribute
+        // is refused.
         let code =
             unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
         answer("cuDeviceGetAttribute", code).map(|()| value)
     }
 
-    /// What a device does not have is 0 to the driver; what the driver is too old to know is the
-    /// same to us.
+    /// Returns whether a device has a feature. The driver returns 0 for a missing feature, and an
+    /// error for an attribute that it is too old to know. Both count as missing.
     fn has(&self, device: i32, attribute: Attribute) -> bool {
         self.attribute(device, attribute).is_ok_and(|value| value > 0)
     }
 
     fn name_of(&self, device: i32) -> Result<String> {
         let mut buffer = [0u8; TEXT];
-        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that
-        // the driver counted.
+        // SAFETY: 1. The buffer is writable for the given length. 2. The driver enumerated the
+        // device.
         let code = unsafe {
             (self.table.device_name)(
                 buffer.as_mut_ptr().cast::<c_char>(),
@@ -53,8 +54,8 @@ impl CudaDriver {
 
     fn pci_address(&self, device: i32) -> Option<String> {
         let mut buffer = [0u8; TEXT];
-        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that
-        // the driver counted.
+        // SAFETY: 1. The buffer is writable for the given length. 2. The driver enumerated the
+        // device.
         let code = unsafe {
             (self.table.device_pci_address)(
                 buffer.as_mut_ptr().cast::<c_char>(),
@@ -63,14 +64,14 @@ impl CudaDriver {
             )
         };
         answer("cuDeviceGetPCIBusId", code).ok()?;
-        // sysfs spells it in lower case.
+        // sysfs uses lower case.
         Some(text(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
     }
 
-    /// Whether kernels of one device could touch another's memory.
+    /// Returns whether kernels of one device could access another's memory.
     fn reaches(&self, device: i32, other: i32) -> bool {
         let mut reaches = 0;
-        // SAFETY: 1. `reaches` is writable. 2. both devices are of those that the driver counted.
+        // SAFETY: 1. `reaches` is writable. 2. The driver enumerated both devices.
         let code = unsafe { (self.table.device_reaches)(&raw mut reaches, device, other) };
         answer("cuDeviceCanAccessPeer", code).is_ok() && reaches > 0
     }
@@ -91,12 +92,12 @@ impl CudaDriver {
     }
 }
 
-// SAFETY: 1. and 2. the CUDA driver's own word. 3. a context with a sticky error runs nothing
-// any more, and only those are told as lost.
+// SAFETY: 1. and 2. are guaranteed by the CUDA driver. 3. A context with a sticky error runs
+// nothing any more, and only such devices are reported as lost.
 unsafe impl Devices for CudaDriver {
     fn device_count(&self) -> Result<u32> {
         self.calls.add(Call::DeviceCount);
-        // The driver counts once, when it starts; so have we.
+        // The driver counts once, when it starts, and so does this type.
         Ok(u32::try_from(self.devices.len()).unwrap_or(u32::MAX))
     }
 
@@ -104,7 +105,7 @@ unsafe impl Devices for CudaDriver {
         self.calls.add(Call::DeviceInfo);
         let number = self.primary(device)?.device();
         let mut memory = 0usize;
-        // SAFETY: 1. `memory` is writable. 2. the device is one that the driver counted.
+        // SAFETY: 1. `memory` is writable. 2. The driver enumerated the device.
         answer("cuDeviceTotalMem", unsafe { (self.table.device_memory)(&raw mut memory, number) })?;
 
         let mut info = DeviceInfo::new(device, self.name_of(number)?, memory as u64);
@@ -116,7 +117,7 @@ unsafe impl Devices for CudaDriver {
             self.attribute(number, attribute).ok().and_then(|node| u32::try_from(node).ok())
         };
         info.host_node = node(Attribute::HostNumaId);
-        // Without a node of its own the device's answer to the second means nothing.
+        // `NumaId` is meaningless for a device without a node of its own.
         info.memory_node =
             if self.has(number, Attribute::NumaConfig) { node(Attribute::NumaId) } else { None };
         info.virtual_memory = self.has(number, Attribute::VirtualMemory);
@@ -139,7 +140,7 @@ unsafe impl Devices for CudaDriver {
     fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
         let (mut free, mut total) = (0usize, 0usize);
         self.call(Call::MemoryInfo, device, |table| {
-            // SAFETY: 1. both are writable.
+            // SAFETY: 1. Both are writable.
             unsafe { (table.memory_info)(&raw mut free, &raw mut total) }
         })?;
         Ok(MemoryInfo { free: free as u64, total: total as u64 })
@@ -161,7 +162,7 @@ unsafe impl Devices for CudaDriver {
 
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
         self.call(Call::DeviceSynchronize, device, |table| {
-            // SAFETY: 1. takes nothing; waits for the context that is current.
+            // SAFETY: 1. It takes no arguments and waits for the current context.
             unsafe { (table.context_synchronize)() }
         })
     }

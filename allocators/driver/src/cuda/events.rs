@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{Call, DeviceId, Events, RawEvent, RawStream, Result};
 
-// SAFETY: 1. to 3. handles are the driver's own and its answers are passed on as they are.
+// SAFETY: 1. to 3. Handles come from the driver, and its results are passed on unchanged.
 unsafe impl Events for CudaDriver {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut event = std::ptr::null_mut();
@@ -15,34 +15,34 @@ unsafe impl Events for CudaDriver {
             // SAFETY: 1. `event` is writable.
             unsafe { (table.event_create)(&raw mut event, EVENT_DISABLE_TIMING) }
         })?;
-        // SAFETY: 1. the driver has just given it out for this device.
+        // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { RawEvent::from_raw(device, abi::handle(event)) })
     }
 
     unsafe fn event_destroy(&self, event: RawEvent) -> Result<()> {
         self.end(Call::EventDestroy, event.device(), |table| {
-            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (table.event_destroy)(object(event.handle())) }
         })
     }
 
     fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         self.call(Call::EventRecord, stream.device(), |table| {
-            // SAFETY: 1. both handles are alive.
+            // SAFETY: 1. Both handles are alive.
             unsafe { (table.event_record)(object(event.handle()), object(stream.handle())) }
         })
     }
 
     fn event_query(&self, event: RawEvent) -> Result<bool> {
         self.ask(Call::EventQuery, event.device(), |table| {
-            // SAFETY: 1. the handle is alive.
+            // SAFETY: 1. The handle is alive.
             unsafe { (table.event_query)(object(event.handle())) }
         })
     }
 
     fn event_synchronize(&self, event: RawEvent) -> Result<()> {
         self.call(Call::EventSynchronize, event.device(), |table| {
-            // SAFETY: 1. the handle is alive.
+            // SAFETY: 1. The handle is alive.
             unsafe { (table.event_synchronize)(object(event.handle())) }
         })
     }

@@ -11,12 +11,12 @@ use crate::{
 };
 use std::{ffi::c_void, ptr};
 
-// SAFETY: 1. to 4. handles are the driver's own and its answers are passed on as they are; what
-// is to be called on release is a user object's destructor.
+// SAFETY: 1. to 4. Handles come from the driver, and its results are passed on unchanged. A
+// function to call on release is the destructor of a user object.
 unsafe impl Graphs for CudaDriver {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         self.call(Call::CaptureBegin, stream.device(), |table| {
-            // SAFETY: 1. the handle is alive.
+            // SAFETY: 1. The handle is alive.
             unsafe { (table.capture_begin)(object(stream.handle()), abi::capture_mode(mode)) }
         })
     }
@@ -24,18 +24,18 @@ unsafe impl Graphs for CudaDriver {
     fn capture_end(&self, stream: RawStream) -> Result<RawGraph> {
         let mut graph = ptr::null_mut();
         self.call(Call::CaptureEnd, stream.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `graph` is writable.
+            // SAFETY: 1. The handle is alive. 2. `graph` is writable.
             unsafe { (table.capture_end)(object(stream.handle()), &raw mut graph) }
         })?;
-        // SAFETY: 1. the driver has just given it out, for a stream of this device.
+        // SAFETY: 1. The driver has just created it for a stream of this device.
         Ok(unsafe { RawGraph::from_raw(stream.device(), abi::handle(graph)) })
     }
 
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
         let (mut status, mut id) = (abi::CAPTURE_STATUS_NONE, 0);
         self.call(Call::CaptureStatus, stream.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `status` and `id` are writable; what is null is
-            // not asked for.
+            // SAFETY: 1. The handle is alive. 2. `status` and `id` are writable. A null pointer
+            // means that the value is not requested.
             unsafe {
                 (table.capture_status)(
                     object(stream.handle()),
@@ -57,30 +57,31 @@ unsafe impl Graphs for CudaDriver {
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec> {
         let mut exec = ptr::null_mut();
         self.call(Call::GraphInstantiate, graph.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `exec` is writable.
+            // SAFETY: 1. The handle is alive. 2. `exec` is writable.
             unsafe { (table.graph_instantiate)(&raw mut exec, object(graph.handle()), 0) }
         })?;
-        // SAFETY: 1. the driver has just given it out, for a graph of this device.
+        // SAFETY: 1. The driver has just created it for a graph of this device.
         Ok(unsafe { RawGraphExec::from_raw(graph.device(), abi::handle(exec)) })
     }
 
     unsafe fn graph_launch(&self, exec: RawGraphExec, stream: RawStream) -> Result<()> {
         self.call(Call::GraphLaunch, stream.device(), |table| {
-            // SAFETY: 1. both handles are alive. 2. the caller answers for what the graph touches.
+            // SAFETY: 1. Both handles are alive. 2. The caller is responsible for what the graph
+            // accesses.
             unsafe { (table.graph_launch)(object(exec.handle()), object(stream.handle())) }
         })
     }
 
     unsafe fn graph_destroy(&self, graph: RawGraph) -> Result<()> {
         self.end(Call::GraphDestroy, graph.device(), |table| {
-            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (table.graph_destroy)(object(graph.handle())) }
         })
     }
 
     unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()> {
         self.end(Call::GraphExecDestroy, exec.device(), |table| {
-            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (table.graph_exec_destroy)(object(exec.handle())) }
         })
     }
@@ -89,8 +90,8 @@ unsafe impl Graphs for CudaDriver {
         let user: *mut User = Box::into_raw(Box::new(User { call: Some(call) }));
         let mut user_object = ptr::null_mut();
         let created = self.bind(graph.device()).and_then(|_bound| {
-            // SAFETY: 1. `user_object` is writable. 2. `released` takes `user` over, and is called
-            // at most once.
+            // SAFETY: 1. `user_object` is writable. 2. `released` takes ownership of `user`, and is
+            // called at most once.
             let code = unsafe {
                 (self.table.user_object_create)(
                     &raw mut user_object,
@@ -104,14 +105,14 @@ unsafe impl Graphs for CudaDriver {
         });
         if let Err(refused) = created {
             self.calls.add(Call::GraphRetain);
-            // SAFETY: 1. it comes from `into_raw` above. 2. the driver has made nothing that could
-            // call `released`.
+            // SAFETY: 1. It comes from `into_raw` above. 2. The driver has created nothing that
+            // could call `released`.
             drop(unsafe { Box::from_raw(user) });
             return Err(refused);
         }
         self.call(Call::GraphRetain, graph.device(), |table| {
-            // SAFETY: 1. the graph is alive, and the object, whose one reference is ours and
-            // becomes the graph's.
+            // SAFETY: 1. The graph and the object are alive. The object's one reference is owned
+            // here and is moved to the graph.
             unsafe {
                 (table.graph_retain)(
                     object(graph.handle()),
@@ -122,26 +123,26 @@ unsafe impl Graphs for CudaDriver {
             }
         })
         .inspect_err(|_| {
-            // Releasing the object calls `released`, which must find nothing to call.
-            // SAFETY: 1. `user` lives until `released` is called. 2. nobody else looks at it: the
-            // reference is still ours.
+            // Releasing the object calls `released`, which must find no function to call. SAFETY:
+            // 1. `user` lives until `released` is called. 2. There is no other access to it: the
+            // reference is still owned here.
             drop(unsafe { (*user).call.take() });
-            // SAFETY: 1. the object is alive, and its one reference ours. A refusal leaves an empty
-            // box behind.
+            // SAFETY: 1. The object is alive, and its one reference is owned here. A refusal leaks
+            // an empty box.
             let _ = unsafe { (self.table.user_object_release)(user_object, 1) };
         })
     }
 }
 
-/// What the driver keeps for [`released`].
+/// The data that the driver stores for [`released`].
 struct User {
     call: Option<OnRelease>,
 }
 
-/// Called by the driver, on a thread of its own, when the last reference to a user object is gone.
+/// Called by the driver, on one of its threads, when the last reference to a user object is gone.
 unsafe extern "C" fn released(user: *mut c_void) {
-    // SAFETY: 1. the driver gives back, once, the pointer to a `User` that it was given, and has
-    // let go of it.
+    // SAFETY: 1. The driver passes the pointer to a `User` that it was given, once, and does not
+    // use it afterwards.
     let user = unsafe { Box::from_raw(user.cast::<User>()) };
     if let Some(call) = user.call {
         call();

@@ -9,12 +9,12 @@ fn bits(flags: &[(bool, u32)]) -> u32 {
     flags.iter().filter(|(on, _)| *on).fold(0, |bits, (_, bit)| bits | bit)
 }
 
-// SAFETY: 1. and 3. the driver's own word. 2. it waits for the device before it ends a
+// SAFETY: 1. and 3. are guaranteed by the driver. 2. It waits for the device before it ends a
 // registration or frees memory.
 unsafe impl HostMemory for CudaDriver {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
         if flags.read_only {
-            // There is no bit for it: memory that the driver makes can be written.
+            // There is no such flag: memory that the driver allocates can be written.
             return Err(codes::error(Call::HostAlloc.name(), codes::INVALID_VALUE));
         }
         let bits = bits(&[
@@ -27,15 +27,14 @@ unsafe impl HostMemory for CudaDriver {
             // SAFETY: 1. `address` is writable.
             unsafe { (table.host_alloc)(&raw mut address, bytes, bits) }
         })?;
-        // The driver does not succeed without memory; if it did, out of memory would be the word
-        // for it.
+        // The driver does not succeed without memory. If it did, this would be out of memory.
         NonNull::new(address.cast())
             .ok_or_else(|| codes::error(Call::HostAlloc.name(), codes::OUT_OF_MEMORY))
     }
 
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
         self.end(Call::HostFree, device, |table| {
-            // SAFETY: 1. the caller gives back what `host_alloc` gave, unused.
+            // SAFETY: 1. The caller frees memory from `host_alloc` that is not in use.
             unsafe { (table.host_free)(address.as_ptr().cast()) }
         })
     }
@@ -48,7 +47,7 @@ unsafe impl HostMemory for CudaDriver {
         flags: HostFlags,
     ) -> Result<()> {
         if flags.write_combined {
-            // There is no bit for it: how memory is cached was settled when it was mapped.
+            // There is no such flag: the cache mode was fixed when the memory was mapped.
             return Err(codes::error(Call::HostRegister.name(), codes::INVALID_VALUE));
         }
         let bits = bits(&[
@@ -57,14 +56,15 @@ unsafe impl HostMemory for CudaDriver {
             (flags.read_only, abi::HOST_REGISTER_READ_ONLY),
         ]);
         self.call(Call::HostRegister, device, |table| {
-            // SAFETY: 1. the range is mapped, and the caller keeps it so while it is registered.
+            // SAFETY: 1. The range is mapped, and the caller keeps it mapped while it is
+            // registered.
             unsafe { (table.host_register)(address.as_ptr().cast(), bytes, bits) }
         })
     }
 
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
         self.end(Call::HostUnregister, device, |table| {
-            // SAFETY: 1. the address starts a registration that no queued copy touches.
+            // SAFETY: 1. The address starts a registration that no queued copy accesses.
             unsafe { (table.host_unregister)(address.as_ptr().cast()) }
         })
     }
@@ -72,7 +72,7 @@ unsafe impl HostMemory for CudaDriver {
     fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
         let mut found = 0;
         self.call(Call::HostDeviceAddress, device, |table| {
-            // SAFETY: 1. `found` is writable. 2. an address that is not pinned is refused.
+            // SAFETY: 1. `found` is writable. 2. An address that is not pinned is refused.
             unsafe { (table.host_device_address)(&raw mut found, address.as_ptr().cast(), 0) }
         })?;
         Ok(found)

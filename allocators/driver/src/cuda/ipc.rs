@@ -12,11 +12,10 @@ use std::{
 };
 
 impl CudaDriver {
-    /// Imports what `shareable` names, which is the descriptor itself or points to the fabric's
-    /// name.
+    /// Imports `shareable`, which is the descriptor itself or a pointer to the name on the fabric.
     ///
     /// # Safety
-    /// 1. `shareable` is what `kind` says, and stays so until this returns.
+    /// 1. `shareable` is of the type `kind`, and stays valid until this returns.
     unsafe fn import(
         &self,
         device: DeviceId,
@@ -25,16 +24,16 @@ impl CudaDriver {
     ) -> Result<PhysicalHandle> {
         let mut handle = 0;
         self.call(Call::HandleImport, device, |table| {
-            // SAFETY: 1. `handle` is writable. 2. `shareable` is what `kind` says, by the caller's
-            // word.
+            // SAFETY: 1. `handle` is writable. 2. The caller promises that `shareable` is of the
+            // type `kind`.
             unsafe { (table.handle_import)(&raw mut handle, shareable, kind) }
         })?;
-        // SAFETY: 1. the driver has just given it out for this device.
+        // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 }
 
-// SAFETY: 1. and 2. handles are the driver's own and its answers are passed on as they are.
+// SAFETY: 1. and 2. Handles come from the driver, and its results are passed on unchanged.
 unsafe impl Ipc for CudaDriver {
     fn handle_create_exportable(
         &self,
@@ -51,28 +50,26 @@ unsafe impl Ipc for CudaDriver {
                 (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
         })?;
-        // SAFETY: 1. the driver has just given it out for this device.
+        // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let mut fd: c_int = -1;
         self.call(Call::HandleExport, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `fd` is as large as what this type of handle is
-            // told by.
+            // SAFETY: 1. The handle is alive. 2. `fd` has the size of this handle type.
             unsafe {
                 (table.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0)
             }
         })?;
-        // SAFETY: 1. the driver has just opened it for us.
+        // SAFETY: 1. The driver has just opened it for this call.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle> {
         let mut name = FabricHandle([0; 64]);
         self.call(Call::HandleExport, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `name` is as large as what this type of handle is
-            // told by.
+            // SAFETY: 1. The handle is alive. 2. `name` has the size of this handle type.
             unsafe {
                 (table.handle_export)((&raw mut name.0).cast(), handle.handle(), HANDLE_FABRIC, 0)
             }
@@ -82,8 +79,8 @@ unsafe impl Ipc for CudaDriver {
 
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle> {
         let number = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: 1. for this type the descriptor itself is given where a pointer would be; it is
-        // borrowed meanwhile.
+        // SAFETY: 1. For this type the descriptor itself is passed in place of a pointer. It is
+        // borrowed during the call.
         unsafe { self.import(device, number, HANDLE_POSIX_FD) }
     }
 
@@ -93,7 +90,7 @@ unsafe impl Ipc for CudaDriver {
         name: &FabricHandle,
     ) -> Result<PhysicalHandle> {
         let mut name = *name;
-        // SAFETY: 1. `name` is the 64 bytes that this type is told by, and lives until the call has
+        // SAFETY: 1. `name` is the 64 bytes of this handle type, and lives until the call has
         // returned.
         unsafe { self.import(device, (&raw mut name.0).cast(), HANDLE_FABRIC) }
     }

@@ -1,8 +1,8 @@
-//! Lending our memory to programs written against cudarc.
+//! Lending memory to programs written against cudarc.
 //!
 //! cudarc's own slices free their memory through the driver, so memory of a pool must not become
-//! one. It is *lent*: a [`Lent`] or [`LentMut`] borrows a buffer for one of the program's streams
-//! and passes wherever cudarc takes a [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
+//! one. It is *lent* instead: a [`Lent`] or [`LentMut`] borrows a buffer for one of the program's
+//! streams. cudarc accepts it as a [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
 //!
 //! ```no_run
 //! use aquifer_driver::{OperandMut, Typed, cuda::Lend};
@@ -12,7 +12,7 @@
 //! fn scale<B: Typed<Item = f32> + OperandMut>(x: &mut B, by: f32, f: &CudaFunction, cu: &Arc<CudaStream>) -> Result<(), Error> {
 //!     let n = x.len() as u32;
 //!     let mut lent = x.on_mut(cu)?; // `cu` waits for whatever used `x` before
-//!     // SAFETY: 1. the kernel takes a float pointer, a float and a count, and touches `n` elements.
+//!     // SAFETY: 1. The kernel takes a float pointer, a float and a count, and accesses `n` elements.
 //!     unsafe { cu.launch_builder(f).arg(&mut lent).arg(&by).arg(&n).launch(LaunchConfig::for_num_elems(n)) }?;
 //!     Ok(()) // and what uses `x` next waits for the kernel
 //! }
@@ -22,7 +22,7 @@
 //! # impl From<cudarc::driver::DriverError> for Error { fn from(e: cudarc::driver::DriverError) -> Self { Self::Cudarc(e) } }
 //! ```
 //!
-//! While it is lent to be written, nobody else has it:
+//! While memory is lent for writing, there is no other access to it:
 //!
 //! ```compile_fail,E0502
 //! # use aquifer_driver::{OperandMut, Typed, cuda::Lend};
@@ -37,7 +37,7 @@
 //! }
 //! ```
 //!
-//! And what is borrowed to be read cannot be lent to be written:
+//! Memory that is borrowed for reading cannot be lent for writing:
 //!
 //! ```compile_fail,E0277
 //! # use aquifer_driver::{Typed, cuda::Lend};
@@ -49,7 +49,7 @@
 //! }
 //! ```
 //!
-//! # When is what ordered
+//! # Ordering
 //! ```text
 //! host    x.on_mut(&cu)      launch              drop(lent)        s.copy(&x, …)
 //!            │                  │                                      │
@@ -57,18 +57,20 @@
 //!                                                     └─ event ─┐      │
 //! s       ── work on x ──●                                      └ waits┴─ copy ──
 //! ```
-//! cudarc's launch tells an argument neither its stream nor when the launch is queued. So the
-//! stream is named when the argument is made, and whoever comes next waits for *all* that is queued
-//! on it by then. The launch, which is `unsafe` in cudarc already, must be on that stream.
+//! cudarc's launch passes an argument neither its stream nor the time at which the launch is
+//! queued. So the stream is given when the argument is created, and the next user waits for *all*
+//! work queued on it by then. The launch, which is already `unsafe` in cudarc, must be on that
+//! stream.
 //!
-//! cudarc's copies do name their stream, at a point where its signature has no room for an error.
-//! If the order cannot be made there (the stream is not known to the buffer's pool, say), the error
-//! is recorded in cudarc's context, which tells it at its next safe call, and the copy is given
-//! address 0, which the driver refuses: what cannot be ordered is not done.
+//! cudarc's copies do name their stream, but in a function that cannot return an error. If ordering
+//! fails there (for example because the buffer's pool does not know the stream), the error is
+//! recorded in cudarc's context, which returns it from its next safe call. The copy gets address 0,
+//! which the driver refuses. So a copy that cannot be ordered does not run.
 //!
-//! # The other way round
-//! A `CudaSlice` is [`Foreign`](crate::Foreign): handed over by value, it is memory like any other
-//! here, in stream order with what cudarc has done with it, until it goes back or is dropped.
+//! # The opposite direction
+//! A `CudaSlice` is [`Foreign`](crate::Foreign). It can be handed over by value and is then used
+//! like other memory here, in stream order with cudarc's use of it, until it is returned or
+//! dropped.
 
 use super::codes;
 use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
@@ -94,29 +96,29 @@ pub use host::LentHost;
 use stream::name;
 pub use stream::{keep_alive, raw_stream};
 
-/// Memory that cudarc's kernels and copies may read, for as long as it is borrowed. Made by
-/// [`Lend::on`].
+/// Memory that cudarc's kernels and copies may read while it is borrowed. Created by [`Lend::on`].
 pub struct Lent<'a, B: Typed + ?Sized> {
     what: &'a B,
-    /// Kernels are given a pointer to this, and read it when they are launched.
+    /// Kernels get a pointer to this field, and read it when they are launched.
     address: CUdeviceptr,
     home: Arc<CudaStream>,
 }
 
-/// Memory that cudarc's kernels and copies may read and write, for as long as it is borrowed. Made
-/// by [`Lend::on_mut`].
+/// Memory that cudarc's kernels and copies may read and write while it is borrowed. Created by
+/// [`Lend::on_mut`].
 pub struct LentMut<'a, B: Typed + ?Sized> {
     what: &'a mut B,
     /// As in [`Lent`].
     address: CUdeviceptr,
     home: Arc<CudaStream>,
-    /// A copy has used it on another stream: `home` must wait for that before it launches.
+    /// A copy has used it on another stream. `home` must wait for that copy before it launches.
     strayed: AtomicBool,
 }
 
-/// Lends any typed memory to cudarc, on one of cudarc's streams.
+/// Lends typed memory to cudarc, on one of cudarc's streams.
 pub trait Lend: Typed {
-    /// Lends it to be read on `stream`, which waits for what wrote it. The host does not wait.
+    /// Lends the memory for reading on `stream`, which waits for earlier writes. The host does not
+    /// wait.
     ///
     /// # Errors
     /// Those of [`Operand::order`](crate::Operand::order).
@@ -125,8 +127,8 @@ pub trait Lend: Typed {
         Ok(Lent { address: self.range().address, what: self, home: stream.clone() })
     }
 
-    /// Lends it to be read and written on `stream`, which waits for whatever used it. The host does
-    /// not wait.
+    /// Lends the memory for reading and writing on `stream`, which waits for all earlier uses. The
+    /// host does not wait.
     ///
     /// # Errors
     /// Those of [`Operand::order`](crate::Operand::order).
@@ -151,7 +153,7 @@ fn order<B: Typed + ?Sized>(
     what.order(name(stream), alive, access)
 }
 
-/// The address for a copy on `stream`, or 0 if its order cannot be made.
+/// Returns the address for a copy on `stream`, or 0 if it cannot be ordered.
 fn address_on<B: Typed + ?Sized>(
     what: &B,
     home: &Arc<CudaStream>,
@@ -162,17 +164,18 @@ fn address_on<B: Typed + ?Sized>(
     recorded(stream, ordered).map_or(0, |()| what.range().address)
 }
 
-/// cudarc passes a stream without its `Arc`; only the one that was lent to can be kept alive.
+/// Returns a value that keeps `stream` alive if it is `home`. cudarc passes other streams without
+/// their `Arc`.
 fn alive_if_home(home: &Arc<CudaStream>, stream: &CudaStream) -> Option<KeepAlive> {
     (**home == *stream).then(|| keep_alive(home))
 }
 
-/// Leaves an error where cudarc tells it at its next safe call.
+/// Records an error in cudarc's context, which returns it from its next safe call.
 fn recorded<T>(stream: &CudaStream, result: Result<T>) -> Option<T> {
     result.map_err(|e| stream.context().record_err::<()>(Err(DriverError(code_of(&e))))).ok()
 }
 
-/// The nearest of the driver's codes: cudarc's context has room for nothing else.
+/// Returns the nearest driver code, since cudarc's context can store nothing else.
 fn code_of(error: &MemoryError) -> CUresult {
     match error {
         MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => {
@@ -196,19 +199,19 @@ fn code_of(error: &MemoryError) -> CUresult {
     }
 }
 
-/// An error of cudarc's as ours.
+/// Converts an error of cudarc.
 fn code_error(error: &DriverError, device: DeviceId) -> MemoryError {
     MemoryError::driver(device, codes::error("cudarc", error.0 as u32))
 }
 
-/// How many elements cudarc may touch: never more than the range holds, whatever a [`Typed::len`]
-/// says, since cudarc copies as many without asking again.
+/// Returns how many elements cudarc may access. Never more than the range holds, even if
+/// [`Typed::len`] is wrong, since cudarc copies that many without another check.
 fn elements<B: Typed + ?Sized>(what: &B) -> usize {
     let held = (what.range().bytes as usize).checked_div(size_of::<B::Item>());
     held.map_or(0, |held| held.min(what.len()))
 }
 
-/// The device that a stream's context is on.
+/// Returns the device of a stream's context.
 fn device_of(stream: &CudaStream) -> DeviceId {
     DeviceId(u32::try_from(stream.context().ordinal()).unwrap_or(u32::MAX))
 }
@@ -263,8 +266,8 @@ impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
 }
 
 #[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
-// SAFETY: 1. a kernel's argument is a pointer to its value; this one is a u64 that lives as long as
-// the borrow, which is as long as the launch is being built.
+// SAFETY: 1. A kernel's argument is a pointer to its value. This one is a `u64` that lives as long
+// as the borrow, which covers the construction of the launch.
 unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>>
     for LaunchArgs<'a>
 {
@@ -275,7 +278,7 @@ unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>
 }
 
 #[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
-// SAFETY: 1. as for `Lent`.
+// SAFETY: 1. As for `Lent`.
 unsafe impl<'a, 'b: 'a, 'c: 'b, B> PushKernelArg<&'b mut LentMut<'c, B>> for LaunchArgs<'a>
 where
     B: Typed + OperandMut + ?Sized,
@@ -283,8 +286,8 @@ where
     #[inline(always)]
     fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
         if std::mem::take(lent.strayed.get_mut()) {
-            // A copy on another stream has been noted since, and the kernel must come behind it.
-            // Where that cannot be, the device is as good as lost; the kernel gets no address.
+            // A copy on another stream has been recorded since, and the kernel must run after it.
+            // If that order fails, the device is probably lost, and the kernel gets address 0.
             let (home, alive) = (lent.home.clone(), keep_alive(&lent.home));
             let ordered = lent.what.order_mut(name(&home), Some(alive), Access::ReadWrite);
             if recorded(&home, ordered).is_none() {
@@ -321,14 +324,14 @@ mod tests {
     use super::*;
     use crate::{DeviceRange, Operand, RawStream};
 
-    /// An operand whose `len` is a lie.
+    /// An operand whose `len` is too large.
     struct Boastful {
         bytes: u64,
         says: usize,
     }
 
     #[expect(unsafe_code, reason = "implements an unsafe trait for a range that nobody touches")]
-    // SAFETY: 1. and 2. no work is ever queued with it.
+    // SAFETY: 1. and 2. No work is ever queued with it.
     unsafe impl Operand for Boastful {
         fn range(&self) -> DeviceRange {
             DeviceRange { device: DeviceId(0), address: 0x1000, bytes: self.bytes }

@@ -9,15 +9,15 @@ use super::{
 };
 use crate::{Call, DeviceId, Memory, PoolHandle, PoolUsage, RawStream, Result};
 
-/// Reads one of a pool's figures, all of which are 64 bits.
+/// Returns an attribute of a pool. All of them are 64 bits.
 fn figure(table: &Table, pool: Object, attribute: u32) -> Result<u64> {
     let mut value = 0u64;
-    // SAFETY: 1. the handle is alive. 2. `value` is as large as the attribute.
+    // SAFETY: 1. The handle is alive. 2. `value` is as large as the attribute.
     let code = unsafe { (table.pool_get)(pool, attribute, (&raw mut value).cast()) };
     answer(Call::PoolUsage.name(), code).map(|()| value)
 }
 
-// SAFETY: 1. and 2. addresses are the driver's own and its answers are passed on as they are.
+// SAFETY: 1. and 2. Addresses come from the driver, and its results are passed on unchanged.
 unsafe impl Memory for CudaDriver {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let mut address = 0;
@@ -30,7 +30,7 @@ unsafe impl Memory for CudaDriver {
 
     unsafe fn mem_free(&self, device: DeviceId, address: u64) -> Result<()> {
         self.end(Call::MemFree, device, |table| {
-            // SAFETY: 1. the caller gives back what `mem_alloc` gave, unused.
+            // SAFETY: 1. The caller frees memory from `mem_alloc` that is not in use.
             unsafe { (table.mem_free)(address) }
         })
     }
@@ -43,27 +43,25 @@ unsafe impl Memory for CudaDriver {
             // and only read.
             unsafe { (table.pool_create)(&raw mut pool, &raw const properties) }
         })?;
-        // What is freed stays in the pool: its default is to give everything back at each
-        // synchronisation.
+        // Keep freed memory in the pool. By default it is released at each synchronisation.
         let mut threshold = u64::MAX;
-        // SAFETY: 1. the pool has just been made. 2. `threshold` is as large as the attribute, and
-        // only read.
+        // SAFETY: 1. The pool has just been created. 2. `threshold` is as large as the attribute,
+        // and only read.
         let code = unsafe {
             (self.table.pool_set)(pool, abi::POOL_RELEASE_THRESHOLD, (&raw mut threshold).cast())
         };
         if let Err(refused) = answer("cuMemPoolSetAttribute", code) {
-            // SAFETY: 1. nobody else has seen the pool.
-            // The refusal above is the one to tell.
+            // SAFETY: 1. The pool has no other user. The refusal above is the one to return.
             let _ = unsafe { (self.table.pool_destroy)(pool) };
             return Err(refused);
         }
-        // SAFETY: 1. the driver has just given it out for this device.
+        // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PoolHandle::from_raw(device, abi::handle(pool)) })
     }
 
     unsafe fn pool_destroy(&self, pool: PoolHandle) -> Result<()> {
         self.end(Call::PoolDestroy, pool.device(), |table| {
-            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (table.pool_destroy)(object(pool.handle())) }
         })
     }
@@ -72,7 +70,7 @@ unsafe impl Memory for CudaDriver {
         let mut address = 0;
         self.call(Call::PoolAlloc, stream.device(), |table| {
             let (pool, stream) = (object(pool.handle()), object(stream.handle()));
-            // SAFETY: 1. `address` is writable. 2. both handles are alive.
+            // SAFETY: 1. `address` is writable. 2. Both handles are alive.
             unsafe { (table.pool_alloc)(&raw mut address, bytes as usize, pool, stream) }
         })?;
         Ok(address)
@@ -80,15 +78,15 @@ unsafe impl Memory for CudaDriver {
 
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()> {
         self.end(Call::PoolFree, stream.device(), |table| {
-            // SAFETY: 1. the caller gives back what `pool_alloc` gave, behind all that uses it. 2.
-            // the handle is alive.
+            // SAFETY: 1. The caller frees memory from `pool_alloc`, after all work that uses it. 2.
+            // The handle is alive.
             unsafe { (table.pool_free)(address, object(stream.handle())) }
         })
     }
 
     fn pool_trim(&self, pool: PoolHandle, keep: u64) -> Result<()> {
         self.call(Call::PoolTrim, pool.device(), |table| {
-            // SAFETY: 1. the handle is alive. Only memory that nobody has is given back.
+            // SAFETY: 1. The handle is alive. Only free memory is released.
             unsafe { (table.pool_trim)(object(pool.handle()), keep as usize) }
         })
     }

@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{Call, DeviceId, Physical, PhysicalHandle, Result};
 
-// SAFETY: 1. to 3. addresses and handles are the driver's own and its answers are passed on as
-// they are.
+// SAFETY: 1. to 3. Addresses and handles come from the driver, and its results are passed on
+// unchanged.
 unsafe impl Physical for CudaDriver {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let mut address = 0;
@@ -24,7 +24,7 @@ unsafe impl Physical for CudaDriver {
 
     unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
         self.end(Call::AddressFree, device, |table| {
-            // SAFETY: 1. the caller gives back a range that it reserved, with nothing mapped in it.
+            // SAFETY: 1. The caller frees a range that it reserved, with nothing mapped in it.
             unsafe { (table.address_free)(address, bytes as usize) }
         })
     }
@@ -39,28 +39,28 @@ unsafe impl Physical for CudaDriver {
                 (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
         })?;
-        // SAFETY: 1. the driver has just given it out for this device.
+        // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 
     unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()> {
         self.end(Call::HandleRelease, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (table.handle_release)(handle.handle()) }
         })
     }
 
     unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()> {
         self.call(Call::Map, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. the caller knows that no queued work touches the
-            // range.
+            // SAFETY: 1. The handle is alive. 2. The caller promises that no queued work accesses
+            // the range.
             unsafe { (table.map)(address, bytes as usize, 0, handle.handle(), 0) }
         })
     }
 
     unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
         self.end(Call::Unmap, device, |table| {
-            // SAFETY: 1. the caller knows that no queued work touches the range through these
+            // SAFETY: 1. The caller promises that no queued work accesses the range through these
             // addresses.
             unsafe { (table.unmap)(address, bytes as usize) }
         })

@@ -1,4 +1,4 @@
-//! Opening the driver, and letting go of it.
+//! Opening and closing the CUDA driver.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
 use super::{
@@ -10,28 +10,28 @@ use super::{
 use crate::{CallCounts, DeviceId, Driver, DriverError, Result};
 use std::{fmt, sync::Arc};
 
-/// The CUDA driver of this process. See the [module](super) for what it promises.
+/// The CUDA driver of this process. See the [module](super) for its guarantees.
 ///
-/// Several may be open at once; they share the devices' primary contexts, and each counts its own
-/// calls. Dropping the last holder of a device's primary context ends the context, and with it
-/// everything that was made in it.
+/// Several may be open at once. They share the devices' primary contexts, and each counts its own
+/// calls. Releasing the last reference to a device's primary context destroys the context and
+/// everything that was created in it.
 pub struct CudaDriver {
     pub(super) table: Table,
-    /// By ordinal.
+    /// Indexed by ordinal.
     pub(super) devices: Box<[Primary]>,
     pub(super) calls: CallCounts,
 }
 
 impl CudaDriver {
-    /// Loads the driver and starts it (`cuInit`), which takes a good part of a second the first
-    /// time in a process. No context is made and no device memory taken.
+    /// Loads the driver and initialises it (`cuInit`), which takes a large part of a second the
+    /// first time in a process. Creates no context and allocates no device memory.
     ///
     /// # Errors
-    /// [`OpenError`], by the step that failed.
+    /// [`OpenError`], depending on the step that failed.
     pub fn open() -> Result<Arc<Self>, OpenError> {
         crate::forks::hold_budgets();
         let table = Table::load()?;
-        // SAFETY: 1. takes flags, which must be 0. May be called any number of times.
+        // SAFETY: 1. It takes flags, which must be 0. It may be called any number of times.
         answer("cuInit", unsafe { (table.init)(0) }).map_err(refused)?;
         let devices = Self::devices_of(&table).map_err(refused)?;
         Ok(Arc::new(Self { table, devices, calls: CallCounts::new() }))
@@ -49,21 +49,21 @@ impl CudaDriver {
         };
         let devices: Box<[_]> = (0..count).map(primary).collect::<Result<_>>()?;
         if devices.is_empty() {
-            // `cuInit` says so itself; should it not, the outcome is the same.
+            // `cuInit` reports this itself. If it does not, the error is the same.
             return Err(codes::error("cuDeviceGetCount", codes::NO_DEVICE));
         }
         Ok(devices)
     }
 
-    /// Whether a call has needed the device, so that its primary context is held. Makes no driver
-    /// call.
+    /// Returns whether the primary context of the device is retained, because a call has needed it.
+    /// Makes no driver call.
     #[must_use]
     pub fn holds_context(&self, device: DeviceId) -> bool {
         self.primary(device).is_ok_and(Primary::is_retained)
     }
 }
 
-/// Why the driver does not start.
+/// Converts the error of a failed start.
 fn refused(error: DriverError) -> OpenError {
     if error.code == codes::NO_DEVICE && std::env::var_os("CUDA_VISIBLE_DEVICES").is_some() {
         OpenError::Hidden
@@ -72,7 +72,7 @@ fn refused(error: DriverError) -> OpenError {
     }
 }
 
-// SAFETY: 1. one driver library, opened once.
+// SAFETY: 1. All families use one driver library, opened once.
 unsafe impl Driver for CudaDriver {
     fn name(&self) -> &'static str {
         "cuda"

@@ -1,8 +1,9 @@
-//! The driver's functions, found by name once.
+//! The driver's functions, looked up by name once.
 //!
-//! The bindings look a symbol up at its first call and panic if it is missing, and they return an
-//! enum, which an unknown code from a later driver would make undefined behaviour. So the library
-//! that they have loaded is asked for each function at the start, and codes are plain numbers.
+//! The bindings look a symbol up at its first call and panic if it is missing. They also return an
+//! enum, so that an unknown code from a later driver would be undefined behaviour. Here each
+//! function is looked up at the start in the library that the bindings have loaded, and codes are
+//! plain numbers.
 #![expect(unsafe_code, reason = "gives symbols of the CUDA driver their types")]
 
 use super::{
@@ -14,23 +15,24 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
 macro_rules! table {
     ($( $field:ident = $symbol:literal ( $($argument:ident: $kind:ty),* $(,)? ); )+) => {
-        /// Every function of the driver that is used, by the name its family file calls it.
+        /// All functions of the driver that are used, by their name in this module.
         pub(super) struct Table {
             $( pub(super) $field: unsafe extern "C" fn($($argument: $kind),*) -> c_uint, )+
         }
 
         impl Table {
-            /// Loads the driver's library and finds every function in it.
+            /// Loads the driver's library and looks up all functions.
             pub(super) fn load() -> Result<Self, OpenError> {
-                // SAFETY: 1. loading a library runs its start-up code; the CUDA driver's is made to be run by anyone.
+                // SAFETY: 1. Loading a library runs its start-up code. That of the CUDA driver is
+                // safe to run.
                 if !unsafe { sys::is_culib_present() } {
                     return Err(OpenError::NoLibrary);
                 }
-                // SAFETY: 1. as above. It was there a moment ago, so that this finds it and does not panic.
+                // SAFETY: 1. As above. The library was just found, so this does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(Self {
                     $( $field: {
-                        // SAFETY: 1. the type is the one that cuda.h declares for this symbol.
+                        // SAFETY: 1. The type is the one that cuda.h declares for this symbol.
                         let found = unsafe {
                             library.get::<unsafe extern "C" fn($($kind),*) -> c_uint>(concat!($symbol, "\0").as_bytes())
                         };
@@ -43,8 +45,8 @@ macro_rules! table {
     };
 }
 
-// A function that changed its types over the years is found under its newest name: the plain one is
-// the oldest.
+// A function whose types have changed is looked up by its newest name. The plain name is the
+// oldest.
 table! {
     init = "cuInit"(flags: c_uint);
     driver_version = "cuDriverGetVersion"(version: *mut c_int);
@@ -81,7 +83,7 @@ table! {
 
     capture_begin = "cuStreamBeginCapture_v2"(stream: Object, mode: c_uint);
     capture_end = "cuStreamEndCapture"(stream: Object, graph: *mut Object);
-    // The newest that a driver of CUDA 12.0 has.
+    // The newest version that a driver of CUDA 12.0 has.
     capture_status = "cuStreamGetCaptureInfo_v2"(
         stream: Object, status: *mut c_uint, id: *mut c_ulonglong,
         graph: *mut Object, dependencies: *mut *const Object, count: *mut usize,

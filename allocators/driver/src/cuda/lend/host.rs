@@ -1,4 +1,4 @@
-//! Pinned memory as a host side of cudarc's copies.
+//! Pinned memory as the host side of cudarc's copies.
 #![expect(
     unsafe_code,
     reason = "cudarc's trait has unsafe methods, and declares an unsafe constructor"
@@ -12,13 +12,13 @@ use std::{fmt, sync::Arc};
 
 /// Pinned memory lent to cudarc's copies.
 ///
-/// cudarc takes plain slices to be pageable: the driver stages those, so they may change as soon as
-/// the copy has been queued. Pinned memory is read by the device later. While this lives, the host
-/// cannot touch the bytes; whoever makes it is told of each stream that will, *before* the copy is
-/// queued, and answers for them afterwards.
+/// cudarc assumes that plain slices are pageable: the driver stages those, so they may change as
+/// soon as the copy has been queued. Pinned memory is read by the device later. While this value
+/// lives, the host cannot access the bytes. Its creator is notified of each stream that will access
+/// them *before* the copy is queued, and is responsible for them afterwards.
 ///
-/// If the note is refused, nothing is copied: the error is recorded in cudarc's context, which
-/// tells it at its next safe call.
+/// If the notification returns an error, nothing is copied. The error is recorded in cudarc's
+/// context, which returns it from its next safe call.
 ///
 /// Its example is that of [`Lend`](super::Lend).
 pub struct LentHost<'a, T, N> {
@@ -31,14 +31,15 @@ impl<'a, T, N> LentHost<'a, T, N>
 where
     N: Fn(RawStream, Option<KeepAlive>, Access) -> Result<()>,
 {
-    /// Lends `slice` to copies, above all on `home`. `note` is called with the stream of each copy,
-    /// with what keeps that stream alive where it is `home`, and with what the copy does to the
+    /// Lends `slice` to copies, mainly on `home`. `note` is called with the stream of each copy,
+    /// with a value that keeps the stream alive if it is `home`, and with the copy's access to the
     /// *host's* bytes.
     ///
     /// # Safety
-    /// 1. After `note` has answered `Ok`, the bytes of `slice` are neither freed nor given out, nor
-    ///    touched by the host in conflict with the access, before the work that is queued on that
-    ///    stream when this value ends is done, whatever is dropped or forgotten.
+    /// 1. After `note` has returned `Ok`, the bytes of `slice` are neither freed nor allocated
+    ///    again, nor accessed by the host in conflict with the access, until the work that is
+    ///    queued on that stream when this value ends is done. This also holds if values are dropped
+    ///    or forgotten.
     pub unsafe fn new(slice: &'a mut [T], home: &'a Arc<CudaStream>, note: N) -> Self {
         Self { slice, home, note }
     }

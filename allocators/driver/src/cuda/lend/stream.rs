@@ -1,4 +1,4 @@
-//! cudarc's streams by the names that our traits use.
+//! cudarc's streams as handles of our traits.
 #![expect(unsafe_code, reason = "names a handle that another library owns")]
 
 use super::device_of;
@@ -6,20 +6,20 @@ use crate::{KeepAlive, RawStream};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
 
-/// The name of a stream of cudarc, on the device of its context.
+/// Returns the handle of a stream of cudarc, on the device of its context.
 ///
 /// Its example is that of [`Lend`](super::Lend), which calls it.
 ///
 /// # Safety
-/// 1. The stream is kept alive for as long as the name is used in a call: [`keep_alive`] gives
-///    something that does.
+/// 1. The stream is kept alive for as long as the handle is used in a call. [`keep_alive`] returns
+///    a value that does so.
 #[must_use]
 pub unsafe fn raw_stream(stream: &CudaStream) -> RawStream {
     name(stream)
 }
 
-/// Something that keeps a stream of cudarc alive, and its handle valid, for those who do not know
-/// cudarc.
+/// Returns a value that keeps a stream of cudarc alive and its handle valid, for code that does not
+/// use cudarc.
 ///
 /// Its example is that of [`Lend`](super::Lend), which calls it.
 #[must_use]
@@ -27,11 +27,10 @@ pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
     stream.clone()
 }
 
-/// As [`raw_stream`], for calls made while the stream is borrowed, or with what keeps it alive
-/// beside it.
+/// As [`raw_stream`], for calls made while the stream is borrowed or kept alive.
 pub(super) fn name(stream: &CudaStream) -> RawStream {
-    // SAFETY: 1. cudarc's stream is the driver's, and alive while it is borrowed; whoever the name
-    // is passed to gets what keeps it alive along with it, or knows the stream and answers for its
-    // life.
+    // SAFETY: 1. Cudarc's stream is a stream of the driver, and alive while it is borrowed. Code
+    // that receives the handle also receives the value that keeps the stream alive, or knows the
+    // stream and is responsible for its lifetime.
     unsafe { RawStream::from_raw(device_of(stream), stream.cu_stream().expose_provenance() as u64) }
 }

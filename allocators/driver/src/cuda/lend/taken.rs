@@ -1,4 +1,4 @@
-//! cudarc's memory in our hands.
+//! cudarc's slices as foreign memory.
 #![expect(unsafe_code, reason = "makes the promises of foreign memory")]
 
 use super::{code_error, device_of, keep_alive, name};
@@ -6,16 +6,16 @@ use crate::{DeviceRange, Foreign, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 
-// SAFETY: 1. the slice owns its allocation, which ends when it is dropped. 2. cudarc makes the
-// stream that it hands an address to wait for the slice's reads and writes elsewhere, where it
-// keeps account of them; a context that keeps none has one stream, or its owner has promised the
-// order. 3. cudarc frees on the slice's stream; and with the address it records the slice's events
-// there, which its other streams wait for.
+// SAFETY: 1. The slice owns its allocation, which ends when the slice is dropped. 2. Cudarc makes
+// the stream that it passes an address for wait for the slice's reads and writes elsewhere, if the
+// context tracks them. A context that does not track them has one stream, or its owner has promised
+// the order. 3. Cudarc frees on the slice's stream. With the address it also records the slice's
+// events there, and its other streams wait for those events.
 unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     type Item = T;
 
     fn range(&self) -> DeviceRange {
-        // Of the slice's own stream, so that there is nothing to wait for.
+        // On the slice's own stream, so that nothing has to wait.
         let (address, _done) = self.device_ptr(self.stream());
         DeviceRange { device: device_of(self.stream()), address, bytes: self.num_bytes() as u64 }
     }
@@ -33,11 +33,10 @@ unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     }
 }
 
-/// Makes the slice's stream wait for what it has been used for elsewhere, and records there that it
-/// has been written.
+/// Makes the slice's stream wait for the slice's uses elsewhere, and records a write on it.
 fn touch<T>(slice: &mut CudaSlice<T>) -> Result<()> {
     let stream = CudaSlice::stream(slice).clone();
     drop(slice.device_ptr_mut(&stream));
-    // cudarc has no room for an error there, and leaves it in the context.
+    // cudarc cannot return an error there and stores it in the context.
     stream.context().check_err().map_err(|e| code_error(&e, device_of(&stream)))
 }
