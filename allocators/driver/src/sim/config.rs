@@ -1,24 +1,25 @@
-//! What is simulated, and how.
+//! The configuration of the simulator.
 
 use super::{cost::Costs, reporting::OnViolation};
 use crate::{DeviceId, DeviceInfo, ExportTypes};
 
-/// What lies behind device addresses.
+/// What device addresses refer to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// Bytes, in a memory file of this process: copies copy, kernels compute, contents can be
-    /// compared. A page costs memory when it is first written.
+    /// Bytes in a memory file of this process: copies copy, kernels compute, contents can be
+    /// compared. A page uses memory after it is first written.
     Bytes,
-    /// Nothing: only who may touch what when is checked. Any capacity, and the fastest.
+    /// Nothing: only the order and ownership of accesses are checked. Any capacity, and the
+    /// fastest.
     Symbolic,
 }
 
-/// When queued work runs. Checks do not depend on it: they are made when work is queued.
+/// When queued work runs. Checks do not depend on it, since they are made when work is queued.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
 /// let eager = Sim::h200(1);                 // work runs as it is queued
-/// let by_seed = Sim::h200(1).seeded(7);     // in an order that the seed decides, some of it later
+/// let by_seed = Sim::h200(1).seeded(7);     // in an order given by the seed, partly later
 /// for sim in [eager, by_seed] {
 ///     let stream = sim.driver().stream_create(DeviceId(0), 0)?;
 ///     sim.driver().stream_synchronize(stream)?;
@@ -28,37 +29,37 @@ pub enum Mode {
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Schedule {
-    /// As soon as it can, inside the call that queues it.
+    /// As soon as possible, inside the call that queues it.
     Eager,
-    /// Only when a test [steps](super::Sim::step), or the host waits: then exactly what it waits
-    /// for.
+    /// Only when a test [steps](super::Sim::step), or when the host waits. Then exactly the work
+    /// that it waits for runs.
     Stepped,
-    /// Some of it at each call, by a random number from this seed. The same calls with the same
-    /// seed run the same way.
+    /// Partly at each call, by random numbers from this seed. The same calls with the same seed run
+    /// the same way.
     Seeded(u64),
 }
 
-/// A device that is to be simulated.
+/// The configuration of a simulated device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct DeviceConfig {
-    /// What it tells about itself. `memory` is its capacity; `device` is set to its place in the
+    /// The properties it reports. `memory` is its capacity. `device` is set to its position in the
     /// list.
     pub info: DeviceInfo,
 }
 
-/// The capacity of an H200, in bytes, as the driver tells it.
+/// The capacity of an H200, in bytes, as reported by the driver.
 pub(crate) const H200_MEMORY: u64 = 143_771 << 20;
 
-/// With bytes, a device has this much unless more is asked for: each 2 MiB of it may take a map of
-/// the process, and Linux allows 65,530.
+/// The default capacity of a device in [`Mode::Bytes`]. Each 2 MiB of it may need a mapping of the
+/// process, and Linux allows 65,530.
 const BYTES_MEMORY: u64 = 16 << 30;
 
 /// Granularity of physical memory, in bytes.
 const GRANULARITY: u64 = 2 << 20;
 
 impl DeviceConfig {
-    /// An H200.
+    /// Returns the configuration of an H200.
     #[must_use]
     pub fn h200() -> Self {
         let mut info = DeviceInfo::new(DeviceId(0), "NVIDIA H200 (simulated)".into(), H200_MEMORY);
@@ -70,7 +71,7 @@ impl DeviceConfig {
         Self { info }
     }
 
-    /// A device as Windows' Linux subsystem shows it: without virtual memory management.
+    /// Returns a device without virtual memory management, as in the Windows Subsystem for Linux.
     #[must_use]
     pub fn without_virtual_memory() -> Self {
         let mut device = Self::h200();
@@ -81,7 +82,7 @@ impl DeviceConfig {
         device
     }
 
-    /// A device that shares the host's memory.
+    /// Returns a device that shares the host's memory.
     #[must_use]
     pub fn integrated() -> Self {
         let mut device = Self::h200();
@@ -92,7 +93,8 @@ impl DeviceConfig {
     }
 }
 
-/// Everything about a simulator. [`Sim`](super::Sim)'s own methods change the common parts of it.
+/// The full configuration of a simulator. The methods of [`Sim`](super::Sim) change its common
+/// parts.
 ///
 /// ```
 /// use aquifer_driver::sim::{DeviceConfig, Mode, Sim, SimConfig};
@@ -107,36 +109,36 @@ impl DeviceConfig {
 pub struct SimConfig {
     /// The devices, by ordinal.
     pub devices: Vec<DeviceConfig>,
-    /// What lies behind addresses.
+    /// What addresses refer to.
     pub mode: Mode,
     /// When work runs.
     pub schedule: Schedule,
-    /// With a seed: work runs at one in so many of the driver's calls, so that a device falls
-    /// behind a host that asks much. 0 and 1: at each.
+    /// With a seed, work runs at one in this many driver calls, so that the device lags behind a
+    /// host that makes many calls. 0 and 1 mean at each call.
     pub pace: u32,
-    /// How many host agents there are; at least one.
+    /// The number of host agents, at least one.
     pub host_agents: u32,
-    /// Whether devices can reach each other's memory:
+    /// Whether devices can access each other's memory:
     /// [`DeviceInfo::peers`](crate::DeviceInfo::peers).
     pub peers: bool,
-    /// The most memory that each device has, in bytes. `None`: what its kind has, and 16 GiB in
-    /// [`Mode::Bytes`].
+    /// The capacity of each device, in bytes. `None` means the capacity of its model, and at most
+    /// 16 GiB in [`Mode::Bytes`].
     pub capacity: Option<u64>,
-    /// What happens with violations that the program does not take. `None`: what
-    /// `AQUIFER_SIM_VIOLATIONS` says, and [`OnViolation::Report`] where it says nothing.
+    /// What happens with violations that the program does not take. `None` means the value of
+    /// `AQUIFER_SIM_VIOLATIONS`, or [`OnViolation::Report`] if that is unset.
     pub on_violation: Option<OnViolation>,
-    /// What calls cost on the machine that is simulated.
+    /// The cost of calls on the simulated machine.
     pub costs: Costs,
-    /// The version of the driver's interface: 13000 for CUDA 13.0.
+    /// The version of the driver's interface, such as 13000 for CUDA 13.0.
     pub driver_version: u32,
 }
 
 impl SimConfig {
-    /// How many devices a machine has at most.
+    /// The maximum number of devices of a machine.
     pub const MOST_DEVICES: u32 = 64;
 
-    /// `devices` H200s that reach each other's memory, with bytes, eager. At most
-    /// [`MOST_DEVICES`](Self::MOST_DEVICES).
+    /// Returns `devices` H200s that can access each other's memory, in [`Mode::Bytes`] and
+    /// [`Schedule::Eager`]. At most [`MOST_DEVICES`](Self::MOST_DEVICES).
     #[must_use]
     pub fn h200(devices: u32) -> Self {
         let devices = (0..devices.min(Self::MOST_DEVICES)).map(|ordinal| {
@@ -158,7 +160,7 @@ impl SimConfig {
         }
     }
 
-    /// What each device tells about itself.
+    /// Returns the properties that each device reports.
     pub(crate) fn infos(&self) -> Vec<DeviceInfo> {
         let infos = self.devices.iter().enumerate().map(|(ordinal, device)| {
             let mut info = device.info.clone();

@@ -1,4 +1,4 @@
-//! What a test does to the machine: lets work run, makes calls fail, loses devices, and looks.
+//! Methods for tests: run work, inject failures, lose devices, inspect the machine.
 
 use super::{
     Sim,
@@ -17,22 +17,22 @@ use std::sync::{Arc, atomic::Ordering};
 pub use super::faults::StallGuard;
 
 impl Sim {
-    /// Returns what the oracle has found so far, in the order of finding. What has been returned is
-    /// not [reported](super::OnViolation) any more.
+    /// Returns the violations found so far, in the order of discovery. Returned violations are not
+    /// [reported](super::OnViolation) any more.
     #[must_use]
     pub fn violations(&self) -> Vec<Violation> {
         self.shared.lock().reports.list().to_vec()
     }
 
-    /// Returns the same, and forgets it.
+    /// Returns the violations found so far, and removes them.
     #[must_use]
     pub fn take_violations(&self) -> Vec<Violation> {
         self.shared.lock().reports.take()
     }
 
-    /// Switches the oracle off, so that nothing is checked and pools are not asked whose is what,
-    /// or on again, knowing nothing of what went before: as if the host had just waited for every
-    /// device, and no pool had spoken.
+    /// Switches the oracle off or on. While it is off, nothing is checked and notes from pools are
+    /// ignored. When it is switched on again it has no history, as if the host had just waited for
+    /// every device and no pool had reported an owner.
     pub fn oracle(&self, on: bool) {
         let mut state = self.shared.lock();
         if on && !state.oracle {
@@ -42,27 +42,28 @@ impl Sim {
         self.shared.watched.store(on, Ordering::Relaxed);
     }
 
-    /// How many accesses have been checked: one for each range that work or the host touches.
+    /// Returns the number of accesses that have been checked: one for each range that work or the
+    /// host accesses.
     #[must_use]
     pub fn accesses_checked(&self) -> u64 {
         self.shared.lock().checked
     }
 
-    /// What the driver's calls so far would have cost, in nanoseconds, by the [cost
+    /// Returns the modelled cost of the driver calls so far, in nanoseconds, by the [cost
     /// table](super::Costs).
     #[must_use]
     pub fn modelled_ns(&self) -> u64 {
         self.shared.modelled()
     }
 
-    /// How many items of work follow one another on the longest chain that has been queued so far:
-    /// what all of it would take if each item took one unit of time and the device ran whatever
-    /// nothing holds back.
+    /// Returns the number of items of work on the longest dependency chain queued so far. This is
+    /// the total time of the work if each item takes one unit and the device runs items as soon as
+    /// their dependencies allow.
     ///
-    /// An item comes after what its stream was given before, after what its stream was made to wait
-    /// for by an event, and after what the host waited for before it queued the item. A wait for
-    /// something that has run already holds nothing up and does not count; nor does what a query
-    /// saw, since nobody waited, nor the order that a value gives.
+    /// An item depends on the earlier work in its stream, on the work that an event made its stream
+    /// wait for, and on the work that the host waited for before it queued the item. A wait for
+    /// work that has already run delays nothing and does not count. Neither do results of queries,
+    /// since nothing waited, nor the order given by a value.
     ///
     /// ```
     /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
@@ -95,8 +96,8 @@ impl Sim {
         self.shared.report()
     }
 
-    /// Runs the next item of a stream, if it waits for nothing; where it waits for another branch
-    /// of a graph that is launched on it, the next item of that. Whether one ran.
+    /// Runs the next item of a stream, if it is not blocked. If it waits for another branch of a
+    /// graph launch, the next item of that branch runs instead. Returns whether an item ran.
     #[track_caller]
     pub fn step(&self, stream: RawStream) -> bool {
         if inside::any() {
@@ -116,7 +117,7 @@ impl Sim {
         ran
     }
 
-    /// Runs everything that can run.
+    /// Runs all items that can run.
     #[track_caller]
     pub fn run_all(&self) {
         if !inside::any() {
@@ -125,7 +126,7 @@ impl Sim {
         }
     }
 
-    /// How many items of a stream have not run yet.
+    /// Returns the number of items of a stream that have not run yet.
     #[must_use]
     pub fn pending(&self, stream: RawStream) -> usize {
         let mut state = self.shared.lock();
@@ -135,8 +136,8 @@ impl Sim {
         })
     }
 
-    /// The bytes of a range as they are now, whatever is queued; a look that the oracle does not
-    /// count. `None` where something cannot be reached, in
+    /// Returns the current bytes of a range, even if work is queued. The oracle does not count this
+    /// access. Returns `None` if part of the range cannot be accessed, in
     /// [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
     #[must_use]
     pub fn read_back(&self, range: DeviceRange) -> Option<Vec<u8>> {
@@ -148,29 +149,29 @@ impl Sim {
         state.space.read(&u)
     }
 
-    /// Makes the `nth` call from now on fail with a code, once; 1 is the next. Nothing else happens
-    /// in that call.
+    /// Makes the `nth` call from now on fail once with a code. 1 is the next call. The call has no
+    /// other effect.
     pub fn fail(&self, call: Call, nth: u64, code: u32) {
         self.shared.lock().faults.add(call, nth, 0, code);
     }
 
-    /// Makes every `n`th call fail with a code; 1 is every call.
+    /// Makes every `n`th call fail with a code. 1 is every call.
     pub fn fail_every(&self, call: Call, n: u64, code: u32) {
         self.shared.lock().faults.add(call, n, n.max(1), code);
     }
 
-    /// Ends all failures to come. Lost devices stay lost.
+    /// Removes all injected failures. Lost devices stay lost.
     pub fn clear_failures(&self) {
         self.shared.lock().faults.clear();
     }
 
-    /// Holds up a call: whoever makes it stays in it, holding whatever he holds, until the guard is
+    /// Blocks a call: threads that make it stay in it, with the locks they hold, until the guard is
     /// dropped.
     pub fn stall(&self, call: Call) -> StallGuard {
         Arc::clone(&self.shared.stalls).hold(call)
     }
 
-    /// The device has a sticky error: what is queued on it never runs, and every call for it fails
+    /// Gives the device a sticky error: work queued on it never runs, and every call for it fails
     /// with illegal address (700) from now on.
     pub fn lose_device(&self, device: DeviceId) {
         let mut state = self.shared.lock();
@@ -182,8 +183,8 @@ impl Sim {
             dropped.append(&mut stream.queue.drain(..).collect());
         }
         state.queued -= dropped.len();
-        // What ran has ended and the rest never runs, whoever is told: nothing there can race with
-        // anything any more.
+        // Work that ran has ended and the rest never runs, for all host agents. Nothing there can
+        // race any more.
         state.all_learn_device(device);
         let holds = dropped.iter_mut().flat_map(|item: &mut Item| match &mut item.work {
             Work::Launched(holds) => std::mem::take(holds),
@@ -192,26 +193,26 @@ impl Sim {
         let released = state.let_go(holds.collect());
         drop(state);
         make(released);
-        // Closures of the program's end here, without the lock.
+        // Drops closures of the program, so without the lock.
         drop::<Vec<_>>(dropped);
         self.shared.changed.notify_all();
     }
 
-    /// How many nodes a graph has: kernels, copies, fills and calls of the host, while events and
-    /// waits are edges between them. `None` for one that is destroyed.
+    /// Returns the number of nodes of a graph: kernels, copies, fills and host calls. Events and
+    /// waits are edges between them. Returns `None` for a destroyed graph.
     #[must_use]
     pub fn graph_nodes(&self, graph: RawGraph) -> Option<u64> {
         self.shared.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
     }
 
-    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer
+    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the result
     /// lives. A number beyond the last means the last.
     pub fn act_as(&self, agent: u32) -> ActingAs {
         ActingAs::enter(agent)
     }
 
-    /// One host agent has told another, by a channel, a lock or a join: what `to` does from now on
-    /// comes after what `from` has done and knows.
+    /// Declares that one host agent has synchronised with another, by a channel, a lock or a join:
+    /// what `to` does from now on comes after what `from` has done and knows.
     pub fn host_edge(&self, from: u32, to: u32) {
         let mut state = self.shared.lock();
         let last = state.hosts.len() - 1;
@@ -219,7 +220,7 @@ impl Sim {
         state.hosts[(to as usize).min(last)].learn(&clock);
     }
 
-    /// What the program has not given back to the driver.
+    /// Returns the driver objects that the program has not released.
     #[must_use]
     pub fn outstanding(&self) -> Outstanding {
         let mut state = self.shared.lock();

@@ -1,16 +1,16 @@
-//! What calls cost: a model of driver time, so that a program that calls less is seen to be better
-//! without a GPU.
+//! A model of the driver time of calls, so that a program with fewer calls can be recognised as
+//! better without a GPU.
 
 use crate::Call;
 use std::fmt;
 
-/// Measured cost of one call by the size it works on: bytes and nanoseconds, ascending.
+/// The measured cost of one call by the size it works on: bytes and nanoseconds, ascending.
 type Curve = &'static [(u64, u64)];
 
-/// A table of what each call costs.
+/// A table of call costs.
 ///
-/// Between two sizes of the table costs are interpolated, beyond its ends they go on as at the end.
-/// Waiting for work is not in it.
+/// Costs are interpolated between two sizes of the table, and extrapolated beyond its ends. Waiting
+/// for work is not included.
 ///
 /// ```
 /// use aquifer_driver::{Call, sim::Costs};
@@ -25,7 +25,7 @@ pub struct Costs {
     map: Curve,
     unmap: Curve,
     set_access: Curve,
-    /// For each device beside the memory's own, whatever the size.
+    /// For each device other than the memory's own, for any size.
     peer_access: u64,
     reserve: Curve,
     alloc: Curve,
@@ -37,7 +37,7 @@ pub struct Costs {
 }
 
 impl fmt::Debug for Costs {
-    /// One figure of the table, to tell tables apart.
+    /// Prints one value, to distinguish tables.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Costs")
             .field("create", &self.of(Call::HandleCreate, 2 * MIB))
@@ -50,7 +50,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 impl Costs {
-    /// As measured on an H200 with driver 580.
+    /// Returns the costs measured on an H200 with driver 580.
     #[must_use]
     pub const fn h200() -> Self {
         Self {
@@ -71,7 +71,7 @@ impl Costs {
             ],
             peer_access: 1_000_000,
             reserve: &[(2 * MIB, 800), (32 * MIB, 1_600), (8 * GIB, 2_100)],
-            // Half of an alloc and free pair.
+            // Half the cost of an allocation and a free.
             alloc: &[(256, 27_000), (MIB, 27_000), (64 * MIB, 40_000), (GIB, 205_000)],
             host_alloc: &[
                 (4 * KIB, 450_000),
@@ -97,7 +97,8 @@ impl Costs {
         }
     }
 
-    /// As told of an A100, where physical memory costs much more to take.
+    /// Returns the costs reported for an A100, where physical memory is much more expensive to
+    /// allocate.
     #[must_use]
     pub const fn a100() -> Self {
         Self {
@@ -109,21 +110,22 @@ impl Costs {
         }
     }
 
-    /// A driver whose calls cost nothing.
+    /// Returns the costs of a driver whose calls cost nothing.
     #[must_use]
     pub const fn nothing() -> Self {
         Self { free_calls: true, ..Self::h200() }
     }
 
-    /// What opening one mapping of `bytes` to so many devices beside its own costs, in nanoseconds.
+    /// Returns the cost of setting access to one mapping of `bytes` for its own device and `peers`
+    /// others, in nanoseconds.
     #[must_use]
     pub fn opening(&self, bytes: u64, peers: u32) -> u64 {
         let peers = if self.free_calls { 0 } else { u64::from(peers) };
         self.of(Call::SetAccess, bytes) + peers * self.peer_access
     }
 
-    /// What a call on `bytes` costs, in nanoseconds. For calls on several mappings: of each, by its
-    /// size.
+    /// Returns the cost of a call on `bytes`, in nanoseconds. A call on several mappings costs the
+    /// sum over the mappings.
     #[must_use]
     pub fn of(&self, call: Call, bytes: u64) -> u64 {
         if self.free_calls {
@@ -183,13 +185,13 @@ impl Costs {
     }
 }
 
-/// The curve's value at a size.
+/// Returns the curve's value at a size.
 fn at(curve: Curve, bytes: u64) -> u64 {
     let after = curve.partition_point(|&(size, _)| size < bytes);
     let (Some(&(low, cheap)), Some(&(high, dear))) =
         (curve.get(after.saturating_sub(1)), curve.get(after))
     else {
-        // Beyond the last: as much per byte as there.
+        // Beyond the last size, the cost per byte is constant.
         return curve.last().map_or(0, |&(size, cost)| {
             if bytes > size {
                 (u128::from(cost) * u128::from(bytes) / u128::from(size)) as u64

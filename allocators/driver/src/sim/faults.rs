@@ -1,4 +1,4 @@
-//! Calls that fail when told to, and calls that do not come back until told to.
+//! Injected failures and blocked calls.
 
 use crate::Call;
 use std::{
@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Failures to come.
+/// Failures to inject.
 #[derive(Default, Debug)]
 pub(crate) struct Faults {
     rules: Vec<Rule>,
@@ -18,9 +18,9 @@ pub(crate) struct Faults {
 #[derive(Debug)]
 struct Rule {
     call: Call,
-    /// Calls of this kind until the next failure, that one included.
+    /// Calls of this kind until the next failure, including that one.
     until: u64,
-    /// Calls from one failure to the next; 0 fails once.
+    /// Calls from one failure to the next. 0 fails once.
     every: u64,
     code: u32,
 }
@@ -34,7 +34,7 @@ impl Faults {
         self.rules.clear();
     }
 
-    /// Counts one call, and answers with the code that it is to fail with.
+    /// Counts one call, and returns the code that it must fail with.
     pub(crate) fn meet(&mut self, call: Call) -> Option<u32> {
         let mut code = None;
         self.rules.retain_mut(|rule| {
@@ -52,12 +52,12 @@ impl Faults {
     }
 }
 
-/// Calls that are held up.
+/// Calls that are blocked.
 #[derive(Default, Debug)]
 pub(crate) struct Stalls {
     active: AtomicUsize,
-    /// Of the next one that is held up. None is used twice: who wakes up must not take a later one
-    /// for his.
+    /// The key of the next entry. Keys are never reused, so that a thread that wakes up cannot take
+    /// a later entry for its own.
     key: AtomicU64,
     held: Mutex<Vec<Held>>,
     changed: Condvar,
@@ -75,7 +75,7 @@ impl Stalls {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits while the call is held up. No other lock may be held.
+    /// Waits while the call is blocked. No other lock may be held.
     pub(crate) fn pass(&self, call: Call) {
         if self.active.load(Ordering::Acquire) == 0 {
             return;
@@ -100,8 +100,8 @@ impl Stalls {
     }
 }
 
-/// While it lives, threads that make the call stay in it. What they hold meanwhile others can be
-/// shown not to need.
+/// A guard that blocks a call: threads that make it stay in it. Tests use it to show that other
+/// threads do not need the resources that a blocked thread holds.
 ///
 /// ```
 /// use aquifer_driver::{Call, DeviceId, sim::Sim};
@@ -110,7 +110,7 @@ impl Stalls {
 /// let (driver, slow) = (sim.driver(), sim.stall(Call::MemAlloc));
 /// let waiter = thread::spawn(move || driver.mem_alloc(DeviceId(0), 4096));
 /// assert!(slow.wait_for(1, Duration::from_secs(10)));
-/// assert!(sim.driver().memory_info(DeviceId(0)).is_ok()); // not held up by the other
+/// assert!(sim.driver().memory_info(DeviceId(0)).is_ok()); // not blocked by the other thread
 /// drop(slow);
 /// assert!(waiter.join().is_ok_and(|address| address.is_ok()));
 /// ```
@@ -122,13 +122,14 @@ pub struct StallGuard {
 }
 
 impl StallGuard {
-    /// How many threads are in the call now.
+    /// Returns how many threads are in the call now.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.stalls.lock().iter().find(|held| held.key == self.key).map_or(0, |held| held.waiting)
     }
 
-    /// Blocks until so many threads are in the call, or for at most `timeout`. Whether they are.
+    /// Blocks until `threads` threads are in the call, or until `timeout`. Returns whether they
+    /// are.
     #[must_use]
     pub fn wait_for(&self, threads: usize, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
@@ -182,8 +183,8 @@ mod tests {
         assert_eq!((faults.meet(Call::Map), faults.meet(Call::Map)), (None, None));
     }
 
-    /// A thread that has been let go may wake up when the call is held up again, and would count
-    /// itself out there.
+    /// A released thread may wake up when the call is blocked again, and would decrement the wrong
+    /// count.
     #[test]
     fn a_call_that_is_held_up_again_is_held_up_by_another_guard() {
         let stalls = Arc::new(Stalls::default());

@@ -1,5 +1,5 @@
-//! The checks: every use of memory is held against the order, the mappings and the owners that it
-//! has when queued.
+//! The checks: every use of memory is checked against the order, mappings and owners at the time it
+//! is queued.
 
 use super::{
     clock::Clock,
@@ -19,8 +19,8 @@ use std::panic::Location;
 type Site = &'static Location<'static>;
 
 impl State {
-    /// Gives the next action of a stream its place: after all that its host agent knows, and after
-    /// everything in the stream. The stamp is the stream's own count.
+    /// Advances the clock of a stream for its next action, which comes after everything that its
+    /// host agent knows and after everything in the stream. The stamp is the stream's own count.
     pub(crate) fn tail(&mut self, stream: usize, act: Act, work: &'static str, site: Site) -> Mark {
         self.settle(stream);
         let s = &mut self.streams[stream];
@@ -30,8 +30,8 @@ impl State {
         Mark { count: s.clock.tick(s.slot), slot: s.slot, act, work, site, launch: None }
     }
 
-    /// Checks one use of device memory by work with this mark at its stream's tail. Whether the
-    /// bytes can be reached.
+    /// Checks one use of device memory by work with this mark at its stream's tail. Returns whether
+    /// the bytes can be accessed.
     pub(crate) fn check(&mut self, stream: usize, u: &Use, mark: Mark) -> bool {
         if !self.oracle {
             return !self.space.store.has_bytes() || self.space.unreachable(u).is_none();
@@ -43,8 +43,8 @@ impl State {
         let mark = Mark { act: u.act(), ..mark };
         let mut found = std::mem::take(&mut self.found);
         self.owners.check(u.range.address, u.range.bytes, u.generation, stream, &mut found);
-        // Work on another's memory is told once. It leaves no record, or everybody who is right
-        // would race with it.
+        // Work on memory with another owner is reported once and leaves no record. Otherwise valid
+        // work would race with it.
         let reached = if found.is_empty() {
             self.space.touch(u, &mark, &self.streams[stream].clock, &mut found)
         } else {
@@ -54,8 +54,8 @@ impl State {
         reached
     }
 
-    /// Checks one use by work of a graph that is launched, which meant the memory as it was when it
-    /// was captured. What is kept for the graph it may touch, whosever it is by now.
+    /// Checks one use by work of a launched graph, which refers to the memory as it was when it was
+    /// captured. It may access memory that is kept for the graph, regardless of the current owner.
     pub(crate) fn check_captured(
         &mut self,
         stream: usize,
@@ -74,12 +74,11 @@ impl State {
         reached
     }
 
-    /// What work touches, cut by the blocks that lie there now: each piece means the block that it
-    /// has.
+    /// Splits the uses of work at the blocks that are there now. Each piece refers to its block.
     pub(crate) fn by_block(&self, uses: &[Use]) -> Vec<Use> {
         let mut pieces = Vec::with_capacity(uses.len());
         for u in uses {
-            // What reaches past the last address is checked whole, and refused.
+            // A range that reaches past the last address is checked as a whole, and refused.
             if u.generation.is_some() || u.range.address.checked_add(u.range.bytes).is_none() {
                 pieces.push(*u);
                 continue;
@@ -95,8 +94,7 @@ impl State {
         pieces
     }
 
-    /// Whether host memory that a device is to touch can still be touched by it. Where not, that is
-    /// reported.
+    /// Returns whether a device can still access this host memory. If not, reports it.
     pub(crate) fn is_pinned_still(&mut self, u: &HostUse, mark: Mark) -> bool {
         let pinned = u.bytes == 0 || self.pinned.side(u.address, u.bytes) == Side::Pinned;
         if !pinned && self.oracle {
@@ -108,7 +106,7 @@ impl State {
         pinned
     }
 
-    /// Checks a copy's host side.
+    /// Checks the host side of a copy.
     pub(crate) fn check_host(
         &mut self,
         stream: usize,
@@ -126,9 +124,10 @@ impl State {
         }
     }
 
-    /// Names the parties of what was found, and takes the scratch back.
+    /// Names the parties of findings, and reclaims the scratch buffer.
     pub(crate) fn report(&mut self, mut found: Vec<Finding>, later: Mark, on: Option<DeviceId>) {
-        // One action that meets the same earlier one in several intervals is one fault.
+        // If one action conflicts with the same earlier one in several intervals, that is one
+        // violation.
         found.dedup_by_key(|finding| {
             (
                 finding.kind,
@@ -141,7 +140,7 @@ impl State {
         self.found = found;
     }
 
-    /// The host touches memory that devices can reach. What a callback touches has been checked
+    /// Checks a host access to memory that devices can reach. Accesses of a callback were checked
     /// when it was queued.
     pub(crate) fn host_touch(&mut self, address: u64, bytes: u64, access: HostAccess, site: Site) {
         if !self.oracle || bytes == 0 || inside::any() {
@@ -160,9 +159,10 @@ impl State {
         self.report(found, mark, None);
     }
 
-    /// A pool tells whose a range is.
+    /// Records a pool's note on the owner of a range.
     ///
-    /// A free without a line is a plain drop's. It is named by the line that the block came from.
+    /// A free without a line comes from a drop. It is reported with the line that allocated the
+    /// block.
     pub(crate) fn note(&mut self, note: BlockNote<'_>, site: Option<Site>, own: Site) {
         let range = note.range;
         if !self.oracle || range.bytes == 0 {
@@ -177,14 +177,14 @@ impl State {
         let (owner, by) = match note.owner {
             Ownership::Live { stream, generation } => {
                 let by = match self.stream(stream) {
-                    // What is captured touches nothing now, and is checked at each launch.
+                    // Captured work accesses nothing now, and is checked at each launch.
                     Ok(place) if self.streams[place].capture.is_some() => {
                         self.host_name(Act::Allocate, "allocation", site)
                     }
                     Ok(place) => {
                         self.hand_over(place, range.address, range.bytes, generation, site)
                     }
-                    // Somebody else's stream: nothing is known of its order.
+                    // A stream of another library: its order is unknown.
                     Err(_) => self.host_name(Act::Allocate, "allocation", site),
                 };
                 (Owner::Live { generation: Some(generation) }, by)
@@ -205,7 +205,7 @@ impl State {
         self.owners.set(range.address, range.bytes, owner, by);
     }
 
-    /// Somebody keeps the addresses of a range from now on, or does so no longer.
+    /// Records the start or the end of a registration of a range's addresses.
     pub(crate) fn note_registered(&mut self, range: DeviceRange, keeps: bool, site: Site) {
         if !self.oracle || range.bytes == 0 {
             return;
@@ -218,8 +218,8 @@ impl State {
         }
     }
 
-    /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this
-    /// block's already stays as it is.
+    /// Makes a block available at a stream's tail, as a write of its bytes by that stream. Bytes
+    /// that already belong to this block stay unchanged.
     fn hand_over(
         &mut self,
         stream: usize,
@@ -239,7 +239,8 @@ impl State {
         mark
     }
 
-    /// Brings a stream's clock up to what comes before the next item, without queueing one.
+    /// Joins a stream's clock with everything that precedes its next item, without queueing an
+    /// item.
     pub(crate) fn settle(&mut self, stream: usize) {
         if !self.oracle {
             return;
@@ -253,7 +254,7 @@ impl State {
         }
     }
 
-    /// The host has seen a stream, or an event, reach this point.
+    /// Records that the host has seen a stream or an event reach this point.
     pub(crate) fn host_learns(&mut self, clock: &Clock) {
         if self.oracle {
             let agent = self.agent();
@@ -261,14 +262,14 @@ impl State {
         }
     }
 
-    /// Everything that a synchronisation with the device teaches the host.
+    /// Records that the host has synchronised with the device.
     pub(crate) fn host_learns_device(&mut self, device: DeviceId) {
         if self.oracle {
             self.agent_learns_device(self.agent(), device);
         }
     }
 
-    /// The same for every host agent.
+    /// As [`State::host_learns_device`], for every host agent.
     pub(crate) fn all_learn_device(&mut self, device: DeviceId) {
         if self.oracle {
             (0..self.hosts.len()).for_each(|agent| self.agent_learns_device(agent, device));
@@ -282,8 +283,7 @@ impl State {
         self.components.gone(device).for_each(|clock| host.learn(clock));
     }
 
-    /// The streams whose work a stream's next item comes after without being told: those of the
-    /// legacy rule.
+    /// Returns the streams that a stream's next item implicitly waits for, by the legacy rule.
     pub(crate) fn implied(&self, stream: usize) -> Vec<usize> {
         let s = &self.streams[stream];
         match s.kind {
@@ -299,8 +299,7 @@ impl State {
         }
     }
 
-    /// Forgets everything that was known of accesses and owners, as if the host had just waited for
-    /// every device.
+    /// Removes all records of accesses and owners, as if the host had just waited for every device.
     pub(crate) fn forget(&mut self) {
         self.space.forget();
         self.pinned.forget();

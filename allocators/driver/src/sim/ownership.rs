@@ -1,9 +1,9 @@
-//! Whose which addresses are, by the word of their pool.
+//! The owners of addresses, as reported by their pools.
 //!
-//! Order says that two accesses do not meet. It does not say that either of them was right: a
-//! kernel made for a block that has been freed since may run long after everybody else and still
-//! destroy the block that lives there now. So pools tell whose a range is, and work tells which
-//! block it means.
+//! Order only guarantees that two accesses do not overlap in time. It does not guarantee that each
+//! was valid: a kernel for a block that has been freed may run long after all other work, and still
+//! corrupt the block that is there now. So pools report the owner of a range, and work names its
+//! block.
 
 use super::{
     ledger::Mark,
@@ -19,13 +19,13 @@ type Site = &'static Location<'static>;
 /// The state of an interval of addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Owner {
-    /// A block's. The driver's own allocations have no generation until a pool gives them one.
+    /// Owned by a block. The driver's own allocations have no generation until a pool sets one.
     Live { generation: Option<u64> },
-    /// Freed, while uses by these streams, by index, may be open.
+    /// Freed, while uses by these streams (indices) may be open.
     Pending { users: Box<[usize]> },
-    /// Beside a block, for these streams, by index, to read.
+    /// A guard beside a block, which these streams (indices) may read.
     Guard { users: Box<[usize]> },
-    /// Nobody's.
+    /// Free.
     Free,
 }
 
@@ -33,25 +33,25 @@ pub(crate) enum Owner {
 struct Owned {
     end: u64,
     owner: Owner,
-    /// Who made it so.
+    /// The action that set this owner.
     by: Mark,
 }
 
-/// Ranges that are kept for graphs, by first address: where each ends, and for which keeper. They
-/// do not overlap.
+/// Ranges that are kept for graphs, by first address: the end of each, and its keeper. They do not
+/// overlap.
 #[derive(Default, Debug)]
 pub(crate) struct Kept {
     ranges: BTreeMap<u64, (u64, u64)>,
 }
 
 impl Kept {
-    /// From now on `bytes` from `address` on are kept for `keeper`.
+    /// Keeps `bytes` from `address` on for `keeper` from now on.
     pub(crate) fn keep(&mut self, address: u64, bytes: u64, keeper: u64) {
         self.let_go(address, bytes);
         self.ranges.insert(address, (address.saturating_add(bytes), keeper));
     }
 
-    /// Whether all of a range is kept for one or another of these.
+    /// Returns whether all of a range is kept for any of these keepers.
     pub(crate) fn holds(&self, address: u64, bytes: u64, keepers: &[u64]) -> bool {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
@@ -66,7 +66,7 @@ impl Kept {
         bytes > 0
     }
 
-    /// Adds those for whom any of a range is kept.
+    /// Adds the keepers of any part of a range.
     pub(crate) fn keepers(&self, address: u64, bytes: u64, keepers: &mut Vec<u64>) {
         let end = address.saturating_add(bytes);
         let kept = self.ranges.range(..end).rev().take_while(|&(_, &(last, _))| last > address);
@@ -77,7 +77,7 @@ impl Kept {
         }
     }
 
-    /// Nothing of this range is kept any more.
+    /// Ends the keeping of all parts of this range.
     pub(crate) fn let_go(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
         while let Some((&start, &(last, keeper))) =
@@ -94,24 +94,24 @@ impl Kept {
     }
 }
 
-/// Owners by address. Addresses that nobody has spoken of are not checked.
+/// Owners by address. Addresses that no pool has reported are not checked.
 #[derive(Default, Debug)]
 pub(crate) struct Ownership {
     /// By first address; they do not overlap.
     owned: BTreeMap<u64, Owned>,
-    /// Ranges that the driver has taken back, oldest first: what touches them is told who freed
-    /// them, for a while.
+    /// Ranges that the driver has freed, oldest first. For a limited time, violations on them can
+    /// name the free.
     retired: VecDeque<(u64, u64)>,
 }
 
-/// So many freed allocations are remembered.
+/// The maximum number of freed allocations that are remembered.
 const REMEMBERED: usize = 1 << 16;
 
 impl Ownership {
-    /// From now on `bytes` from `address` on are `owner`'s.
+    /// Sets the owner of `bytes` from `address` on.
     pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, by: Mark) {
         let end = address.saturating_add(bytes);
-        // The same bytes change hands again and again.
+        // Fast path: usually the same range changes its owner repeatedly.
         if let Some(owned) = self.owned.get_mut(&address)
             && owned.end == end
         {
@@ -122,7 +122,7 @@ impl Ownership {
         self.owned.insert(address, Owned { end, owner, by });
     }
 
-    /// Forgets whose a range is.
+    /// Removes the owner of a range.
     pub(crate) fn clear(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
         if let Some((_, before)) = self.owned.range_mut(..address).next_back()
@@ -144,7 +144,7 @@ impl Ownership {
         }
     }
 
-    /// The driver has taken a range back: it is nobody's, until the addresses are given out again.
+    /// Marks a range as freed by the driver. It is free until the addresses are allocated again.
     pub(crate) fn retire(&mut self, address: u64, bytes: u64, by: Mark) {
         self.set(address, bytes, Owner::Free, by);
         self.retired.push_back((address, bytes));
@@ -159,13 +159,13 @@ impl Ownership {
         }
     }
 
-    /// The line that the last word on an address came from.
+    /// Returns the source line of the last note on an address.
     pub(crate) fn site_at(&self, address: u64) -> Option<Site> {
         let (_, owned) = self.owned.range(..=address).next_back()?;
         (owned.end > address).then_some(owned.by.site)
     }
 
-    /// Calls `each` with the parts of a range that are not this block's already.
+    /// Calls `each` with the parts of a range that do not belong to this block yet.
     pub(crate) fn not_yet(
         &self,
         address: u64,
@@ -188,7 +188,7 @@ impl Ownership {
         }
     }
 
-    /// Calls `each` with the parts of a range, by the block that they are part of.
+    /// Calls `each` with the parts of a range, split by block.
     pub(crate) fn blocks(
         &self,
         address: u64,
@@ -219,8 +219,7 @@ impl Ownership {
         self.owned.range(first..end.max(first)).map(|(&start, owned)| (start, owned))
     }
 
-    /// What is wrong with a use by a stream, by index, of a range that it means to be block
-    /// `generation`.
+    /// Checks a use by a stream (an index) of a range that refers to block `generation`.
     pub(crate) fn check(
         &self,
         address: u64,

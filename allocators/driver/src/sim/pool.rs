@@ -1,8 +1,8 @@
-//! Device memory by the driver's own allocators: allocations, and stream-ordered pools.
+//! The driver's own allocators: allocations, and stream-ordered pools.
 //!
-//! A pool cuts segments of 2 MiB and more into blocks. A free block remembers the points of the
-//! streams that it was freed on; whoever gets it next waits for them on the device, and that is an
-//! order that the driver itself knows of.
+//! A pool divides segments of 2 MiB and more into blocks. A free block records the points of the
+//! streams that it was freed on. The next owner waits for them on the device, which is an order
+//! that the driver knows.
 
 use super::{
     clock::Clock,
@@ -16,12 +16,12 @@ use super::{
 use crate::{DeviceId, ExportTypes, PoolUsage};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Blocks are multiples of this.
+/// Block sizes are multiples of this.
 const UNIT: u64 = 512;
-/// Segments are, and large allocations.
+/// Sizes of segments and of large allocations are multiples of this.
 const SEGMENT: u64 = 2 << 20;
 
-/// Every pool, and every block of theirs that is given out.
+/// All pools, and their allocated blocks.
 #[derive(Default, Debug)]
 pub(crate) struct Pools {
     pub(crate) pools: Table<Pool>,
@@ -37,14 +37,14 @@ struct Block {
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) device: DeviceId,
-    /// The most that it may hold.
+    /// The maximum number of bytes.
     max: u64,
     usage: PoolUsage,
-    /// By address, with their bytes.
+    /// Bytes of each segment, by address.
     segments: BTreeMap<u64, u64>,
     free: BTreeMap<u64, Free>,
     by_size: BTreeSet<(u64, u64)>,
-    /// Whether its handle is good. Its memory lives on while blocks do.
+    /// Whether its handle is valid. Its memory stays while blocks exist.
     pub(crate) alive: bool,
 }
 
@@ -84,7 +84,7 @@ impl Pool {
         self.free.insert(address, free);
     }
 
-    /// Adds a free block, merged with its free neighbours in the segment.
+    /// Adds a free block, coalesced with its free neighbours in the segment.
     fn give(&mut self, mut address: u64, mut free: Free) {
         let segment = self.segments.range(..=address).next_back();
         let (start, end) =
@@ -122,7 +122,7 @@ impl Free {
 }
 
 impl State {
-    /// Memory with addresses of its own, mapped and open, and what of it there is.
+    /// Allocates accessible device memory. Returns its address and its rounded size.
     pub(crate) fn allocate(
         &mut self,
         device: DeviceId,
@@ -168,21 +168,21 @@ impl State {
         Ok(address)
     }
 
-    /// Takes an allocation's memory back from its addresses. With nobody to blame, nothing is
-    /// remembered.
+    /// Unmaps the memory of an allocation and frees its addresses. Without `by`, the free is
+    /// attributed to the host.
     fn vacate(&mut self, address: u64, object: u64, bytes: u64, by: Option<Mark>) -> u64 {
         let site = std::panic::Location::caller();
         let mark = by.unwrap_or_else(|| self.host_name(super::ledger::Act::Free, "free", site));
         let agent = self.agent();
         let clock = &self.hosts[agent].clock;
-        // What cannot be unmapped was not mapped.
+        // If it cannot be unmapped, it was not mapped.
         let _ = self.space.unmap(address, bytes, mark, clock);
         let back = self.space.release(object);
         self.space.unreserve(address, mark);
         back
     }
 
-    /// Gives an allocation back to its device.
+    /// Frees an allocation to its device.
     pub(crate) fn deallocate(&mut self, address: u64, by: Mark) {
         let Some(reservation) = self.space.reservation(address) else { return };
         let (device, bytes) = (reservation.device, reservation.bytes);
@@ -192,7 +192,8 @@ impl State {
         self.owners.retire(address, bytes, by);
     }
 
-    /// A block of a pool, its bytes, and what its first use comes after.
+    /// Allocates a block of a pool. Returns its address, its bytes, and the points that its first
+    /// use waits for.
     pub(crate) fn pool_alloc(
         &mut self,
         pool: u64,
@@ -203,8 +204,7 @@ impl State {
         let there =
             self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
         let fitting = there.by_size.range((bytes, 0)..);
-        // Rather one of this stream's, or one that nobody has to wait for, if it is among the
-        // tightest.
+        // Among the best fits, prefer a block of this stream or one that needs no wait.
         let at_once = |&&(_, address): &&(u64, u64)| {
             let after = &there.free[&address].after;
             after
@@ -227,7 +227,7 @@ impl State {
         Ok((address, bytes, free.after))
     }
 
-    /// Adds a segment to a pool: its bytes and address.
+    /// Adds a segment to a pool. Returns its bytes and address.
     fn grow(&mut self, pool: u64, bytes: u64) -> Result<(u64, u64), Refused> {
         let segment = bytes.checked_next_multiple_of(SEGMENT).ok_or(codes::OUT_OF_MEMORY)?;
         let there = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
@@ -254,13 +254,13 @@ impl State {
         Ok((segment, address))
     }
 
-    /// The bytes of a block that a pool has given out, and the pool's device.
+    /// Returns the bytes of an allocated block, and the pool's device.
     pub(crate) fn pool_block(&self, address: u64) -> Option<(u64, DeviceId)> {
         let block = self.pools.blocks.get(&address)?;
         Some((block.bytes, self.pools.pools.get(block.pool)?.device))
     }
 
-    /// Takes a block back, free when `point` is reached.
+    /// Frees a block. It is ready for reuse when `point` is reached.
     pub(crate) fn pool_free(&mut self, address: u64, point: Point) {
         let Some(block) = self.pools.blocks.remove(&address) else { return };
         if let Some(pool) = self.pools.pools.get_mut(block.pool) {
@@ -272,7 +272,7 @@ impl State {
         }
     }
 
-    /// Gives segments that are free, and done with, back to the device.
+    /// Releases segments that are completely free and whose work is done to the device.
     pub(crate) fn pool_trim(&mut self, pool: u64, keep: u64) {
         let Some(there) = self.pools.pools.get(pool) else { return };
         let whole: Vec<_> = there
@@ -302,12 +302,11 @@ impl State {
         }
     }
 
-    /// Ends what can be ended of a pool whose handle is gone.
+    /// Releases what is possible of a pool whose handle is destroyed.
     pub(crate) fn pool_end(&mut self, pool: u64) {
         self.pool_trim(pool, 0);
         if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
-            // What is free but not done with: its work has been queued, and ends in memory that
-            // stays until then.
+            // Segments that are free but still used by queued work stay until that work is done.
             let rest: Vec<_> = self
                 .pools
                 .pools
@@ -319,14 +318,15 @@ impl State {
         }
     }
 
-    /// Ends pools whose handles are gone and whose last work has run.
+    /// Releases pools whose handles are destroyed and whose last work has run.
     pub(crate) fn sweep_pools(&mut self) {
         for pool in self.pools.pools.handles_where(|pool| !pool.alive) {
             self.pool_end(pool);
         }
     }
 
-    /// How many pools of a device have handles, and how many blocks of its pools are given out.
+    /// Returns the number of pools of a device with handles, and the number of blocks allocated
+    /// from them.
     pub(crate) fn pools_held(&self, device: DeviceId) -> (u64, u64) {
         let pools =
             self.pools.pools.iter().filter(|pool| pool.device == device && pool.alive).count();

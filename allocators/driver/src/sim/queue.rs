@@ -13,42 +13,42 @@ use super::{
 use crate::{DeviceId, Pattern, RawStream};
 use std::{collections::VecDeque, fmt, panic::Location, sync::Arc};
 
-/// Which implicit order a stream is part of.
+/// The implicit order of a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
-    /// None.
+    /// No implicit order.
     NonBlocking,
-    /// Before and after the work of the device's legacy stream.
+    /// Ordered before and after the work of the device's legacy stream.
     Blocking,
-    /// The device's legacy stream: before and after the work of every blocking stream.
+    /// The device's legacy stream, ordered before and after the work of every blocking stream.
     Legacy,
-    /// A branch of an executable graph: no handle means it, and a launch alone queues on it.
+    /// A branch of an executable graph. It has no handle, and only a launch queues work on it.
     Branch,
 }
 
-/// A stream. Its place in the table is used again when it is destroyed and all its work is done, as
-/// a driver's handles are; the counts go on, so that a place in a queue is never meant twice.
+/// A stream. Its index is reused when it is destroyed and all its work is done, as a driver reuses
+/// handles. The counts continue, so that a position in a queue is unique.
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) device: DeviceId,
-    /// The number that no other stream ever has.
+    /// A number that no other stream ever has.
     pub(crate) id: u64,
     pub(crate) kind: Kind,
-    /// Whether the handle is good.
+    /// Whether the handle is valid.
     pub(crate) alive: bool,
     /// Its component of the clocks.
     pub(crate) slot: u32,
-    /// What comes before the work that will be queued next.
+    /// The clock that precedes the next item.
     pub(crate) clock: Clock,
-    /// The host agent whose clock was joined last, and that clock's version then.
+    /// The host agent whose clock was joined last, and the version of that clock at that time.
     pub(crate) seen: (u32, u64),
-    /// How many items have ever been queued here, and how many of them have run.
+    /// The numbers of items that were queued here and that have run.
     pub(crate) enqueued: u64,
     pub(crate) executed: u64,
     pub(crate) queue: VecDeque<Item>,
     /// The capture that it takes part in.
     pub(crate) capture: Option<u64>,
-    /// Items on the longest chain that ends with what was queued here last: see
+    /// The length of the longest chain that ends with the last item queued here. See
     /// `Sim::longest_path`.
     pub(crate) path: u64,
 }
@@ -57,10 +57,10 @@ pub(crate) struct Stream {
 pub(crate) const FIRST_HANDLE: u64 = 0x100;
 const HANDLE_STEP: u64 = 0x40;
 
-/// The handles of one machine are no other's.
+/// Distance between the handles of two machines, so that they are distinct.
 const MACHINE_STEP: u64 = 1 << 32;
 
-/// The handle of the stream at a place in the table of a machine.
+/// Returns the handle of the stream at an index of a machine's table.
 pub(crate) fn handle(machine: u64, index: usize) -> u64 {
     machine * MACHINE_STEP + FIRST_HANDLE + index as u64 * HANDLE_STEP
 }

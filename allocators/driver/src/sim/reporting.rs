@@ -1,4 +1,4 @@
-//! What happens with violations that the program does not take.
+//! Reporting of violations that the program does not take.
 #![expect(unsafe_code, reason = "has the end of the process call it, and ends it with a status")]
 
 use super::{shared::Shared, violation::Violation};
@@ -15,18 +15,18 @@ use std::{
     },
 };
 
-/// The variable that says what happens, where the program does not.
+/// The environment variable that selects the default.
 const VARIABLE: &str = "AQUIFER_SIM_VIOLATIONS";
 
-/// The status that a process ends with under [`OnViolation::Exit`], where no other is named.
+/// The default exit status under [`OnViolation::Exit`].
 const STATUS: i32 = 86;
 
 /// What happens with violations that the program does not take by
 /// [`Sim::violations`](super::Sim::violations).
 ///
-/// A machine ends with the last handle to it: [`Sim`](super::Sim)s, its
-/// [driver](super::Sim::driver), and every pool and block over that. One that is never dropped ends
-/// with the process, if that returns from `main` or calls `exit`.
+/// A machine ends with the last handle to it: a [`Sim`](super::Sim), its
+/// [driver](super::Sim::driver), or a pool or block that uses the driver. A machine that is never
+/// dropped ends with the process, if the process returns from `main` or calls `exit`.
 ///
 /// | variant | `AQUIFER_SIM_VIOLATIONS` |
 /// |---|---|
@@ -44,25 +44,25 @@ const STATUS: i32 = 86;
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub enum OnViolation {
-    /// They are written to standard error when the machine ends.
+    /// Violations are written to standard error when the machine ends.
     #[default]
     Report,
-    /// Each is written to standard error when it is found. Its count is 1 then: repetitions are not
-    /// written.
+    /// Each violation is written to standard error when it is found. Its count is 1 then, and
+    /// repetitions are not written.
     ReportAtOnce,
-    /// The next call that the program itself makes panics with them: one of [`Sim`](super::Sim)'s
-    /// methods that queues, runs or declares work, or a synchronisation or a copy scope of the
-    /// stream crate. Never a drop: what no such call follows is written to standard error when the
-    /// machine ends.
+    /// The next call of the program panics with the violations. Such calls are the methods of
+    /// [`Sim`](super::Sim) that queue, run or declare work, and the synchronisations and copy
+    /// scopes of the stream crate. A drop never panics. Violations without such a call after them
+    /// are written to standard error when the machine ends.
     Panic,
-    /// They are written when the machine ends, and the process then ends with this status whatever
-    /// its own would be.
+    /// Violations are written when the machine ends. The process then exits with this status
+    /// instead of its own.
     Exit(i32),
-    /// Nothing. They stay in [`Sim::violations`](super::Sim::violations).
+    /// Nothing happens. They stay in [`Sim::violations`](super::Sim::violations).
     Quiet,
 }
 
-/// A text that names no [`OnViolation`].
+/// The error for a text that is no [`OnViolation`].
 ///
 /// Its example is that of [`OnViolation`].
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -72,7 +72,7 @@ pub struct BadOnViolation {
 }
 
 impl BadOnViolation {
-    /// What the text may be.
+    /// The valid texts.
     pub const EXPECTED: &'static str =
         "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet";
 }
@@ -106,10 +106,10 @@ impl FromStr for OnViolation {
 }
 
 impl OnViolation {
-    /// Returns what `AQUIFER_SIM_VIOLATIONS` says; `None` where it is unset or empty.
+    /// Returns the value of `AQUIFER_SIM_VIOLATIONS`, or `None` if it is unset or empty.
     ///
     /// # Errors
-    /// [`BadOnViolation`] for a value that names nothing.
+    /// [`BadOnViolation`] for an invalid value.
     pub fn from_env() -> Result<Option<Self>, BadOnViolation> {
         match env::var_os(VARIABLE).filter(|text| !text.is_empty()) {
             None => Ok(None),
@@ -117,8 +117,8 @@ impl OnViolation {
         }
     }
 
-    /// What the environment said when the first machine was made. A value that names nothing is
-    /// written to standard error, once.
+    /// Returns the value that the environment had when the first machine was created. An invalid
+    /// value is written to standard error once.
     pub(crate) fn of_process() -> Self {
         static OF_PROCESS: OnceLock<OnViolation> = OnceLock::new();
         *OF_PROCESS.get_or_init(|| match Self::from_env() {
@@ -131,7 +131,7 @@ impl OnViolation {
     }
 }
 
-/// Violations as they are reported.
+/// The report text of violations.
 pub(crate) struct Text<'a>(pub(crate) &'a [Violation]);
 
 impl fmt::Display for Text<'_> {
@@ -140,7 +140,7 @@ impl fmt::Display for Text<'_> {
         let plural = if violations.len() == 1 { "" } else { "s" };
         write!(f, "aquifer: the simulated GPU found {} violation{plural}", violations.len())?;
         for violation in *violations {
-            // Each of its lines, or a reader could not tell where one ends.
+            // Every line is indented, so that the end of a violation is visible.
             for (n, line) in violation.to_string().lines().enumerate() {
                 write!(f, "\n{}{line}", if n == 0 { "  " } else { "    " })?;
             }
@@ -157,23 +157,24 @@ pub(crate) fn write(violations: &[Violation]) {
 }
 
 fn say(text: fmt::Arguments<'_>) {
-    // In one piece, so that two machines do not mix. There is no way to tell of a refusal.
+    // One write, so that the output of two machines is not interleaved. An error cannot be
+    // reported.
     let _ = io::stderr().lock().write_all(text.to_string().as_bytes());
 }
 
-/// The machines that live, by their numbers.
+/// All live machines by their numbers.
 static LIVING: Mutex<Option<HashMap<u64, Weak<Shared>>>> = Mutex::new(None);
 
-/// The status that the process is to end with; 0 for its own.
+/// The exit status of the process, or 0 for its own.
 static EXIT: AtomicI32 = AtomicI32::new(0);
 
-/// Has a machine report when the process ends, if it lives then.
+/// Makes a machine report when the process ends, if it is still alive then.
 pub(crate) fn register(machine: &Arc<Shared>) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if !cfg!(miri) {
-            // SAFETY: 1. the function neither unwinds nor takes anything. A refusal costs the
-            // report of machines that are never dropped.
+            // SAFETY: 1. The function neither unwinds nor takes arguments. If it is refused,
+            // machines that are never dropped are not reported.
             let _refused = unsafe { libc::atexit(at_exit) };
         }
     });
@@ -181,19 +182,19 @@ pub(crate) fn register(machine: &Arc<Shared>) {
     living.get_or_insert_default().insert(machine.machine, Arc::downgrade(machine));
 }
 
-/// A machine has ended.
+/// Removes a machine that has ended.
 pub(crate) fn forget(machine: u64) {
     if let Some(living) = LIVING.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
         living.remove(&machine);
     }
 }
 
-/// Has the process end with this status.
+/// Makes the process exit with this status.
 pub(crate) fn exit_with(status: i32) {
     EXIT.store(status, Ordering::Relaxed);
 }
 
-/// The process ends.
+/// Reports all live machines when the process ends.
 extern "C" fn at_exit() {
     let _never = catch_unwind(AssertUnwindSafe(|| {
         let mut machines: Vec<Arc<Shared>> = match LIVING.try_lock() {
@@ -204,15 +205,14 @@ extern "C" fn at_exit() {
         };
         machines.sort_by_key(|machine| machine.machine);
         machines.iter().for_each(|machine| machine.report_at_exit());
-        // Threads that still run may use what the last handle would end.
+        // Other threads may still use the machines, so the last handle is kept.
         static KEPT: OnceLock<Vec<Arc<Shared>>> = OnceLock::new();
         let _second = KEPT.set(machines);
     }));
     let status = EXIT.load(Ordering::Relaxed);
     if status != 0 {
-        // SAFETY: 1. it takes no pointer and does not return. What Rust's own streams held has been
-        // flushed before the functions for the end of the process are called; what the C library's
-        // hold is flushed here.
+        // SAFETY: 1. It takes no pointer and does not return. Rust's own streams have been flushed
+        // before the exit functions are called. The C library's streams are flushed here.
         unsafe {
             libc::fflush(std::ptr::null_mut());
             libc::_exit(status);

@@ -1,8 +1,8 @@
-//! When queued work runs, and how.
+//! The execution of queued work.
 //!
-//! One item runs at a time, whichever thread runs it: what the simulated GPU does never races in
-//! the host's own terms. Items that call the program run without the simulator's lock; meanwhile
-//! nothing else runs and nothing is unmapped.
+//! One item runs at a time, on any thread, so the simulated GPU never races in the host's own
+//! terms. Items that call the program run without the simulator's lock. Meanwhile no other item
+//! runs and nothing is unmapped.
 #![expect(unsafe_code, reason = "touches the memory that queued work names by address")]
 
 use super::{
@@ -20,7 +20,7 @@ use crate::DeviceId;
 use std::{panic::Location, sync::PoisonError};
 
 impl State {
-    /// Makes what is queued on a stream from now on come after what the legacy rule puts before it.
+    /// Makes work queued on a stream from now on wait for its predecessors by the legacy rule.
     pub(crate) fn after_implied(
         &mut self,
         stream: usize,
@@ -33,7 +33,7 @@ impl State {
         }
     }
 
-    /// Makes what is queued on a stream from now on come after a point of another.
+    /// Makes work queued on a stream from now on wait for a point of another.
     pub(crate) fn after(
         &mut self,
         stream: usize,
@@ -60,7 +60,7 @@ impl State {
         self.queued += 1;
     }
 
-    /// The point that a stream has been filled to.
+    /// Returns the current end of a stream's queue.
     pub(crate) fn point(&self, stream: usize) -> Point {
         let s = &self.streams[stream];
         Point {
@@ -71,13 +71,13 @@ impl State {
         }
     }
 
-    /// The host had to wait until a path had come to its end.
+    /// Records that the host had to wait until the end of a path.
     pub(crate) fn host_waited(&mut self, path: u64) {
         let agent = self.agent();
         self.hosts[agent].path = self.hosts[agent].path.max(path);
     }
 
-    /// Puts one more item on a stream's path.
+    /// Adds one item to a stream's path.
     fn lengthen(&mut self, stream: usize) {
         let host = self.hosts[self.agent()].path;
         let path = &mut self.streams[stream].path;
@@ -85,7 +85,7 @@ impl State {
         self.longest_path = self.longest_path.max(*path);
     }
 
-    /// Whether a point has been reached.
+    /// Returns whether a point has been reached.
     pub(crate) fn reached(&self, stream: usize, count: u64) -> bool {
         self.streams[stream].executed >= count
     }
@@ -102,7 +102,7 @@ impl State {
         self.streams[stream].queue.front().is_some_and(|item| self.can_run(&item.work))
     }
 
-    /// Whether everything that work touches can be reached still. What cannot is reported.
+    /// Returns whether all memory of some work can still be accessed. If not, reports it.
     fn reachable(&mut self, uses: &[Use], item: &Item) -> bool {
         let lost = uses.iter().find_map(|u| self.space.unreachable(u).map(|finding| (u, finding)));
         let Some((u, finding)) = lost else { return true };
@@ -115,8 +115,8 @@ impl State {
         false
     }
 
-    /// Runs an item that does not call the program. `fresh`: its uses have just been seen to be
-    /// reachable.
+    /// Runs an item that does not call the program. `fresh` means that its uses have just been
+    /// checked.
     fn perform(&mut self, item: &Item, fresh: bool) {
         if !fresh && !self.reachable(item.work.uses(), item) {
             return;
@@ -125,34 +125,34 @@ impl State {
         match &item.work {
             Work::WriteValue { address, value } => self.values.write(*address, *value),
             Work::Fill { to, pattern } => {
-                // SAFETY: 1. The range is mapped, open and aligned, as was checked, and the one
-                // item that runs touches it.
+                // SAFETY: 1. The range is mapped, accessible and aligned, as was checked, and only
+                // the one running item accesses it.
                 unsafe { store.fill(to.range.address, *pattern, to.range.bytes) }
             }
-            // SAFETY: 1. Every row of a device is mapped and open, as was checked; rows of the host
-            // are there until the work is done, by the word of the caller. 2. Nobody else touches
-            // them, likewise.
+            // SAFETY: 1. Every device row is mapped and accessible, as was checked. The caller
+            // promised that host rows stay valid until the work is done. 2. The caller promised
+            // that there is no other access.
             Work::Rows(work) => unsafe { work.perform(store) },
             Work::FromHost { to, from } => {
-                // SAFETY: 1. `to` is mapped and open, as was checked; `from` is readable until the
-                // copy is done, by the word of the copy's caller. 2. Nobody else touches either,
-                // likewise.
+                // SAFETY: 1. `to` is mapped and accessible, as was checked. The caller of the copy
+                // promised that `from` is readable until the copy is done. 2. The caller promised
+                // that there is no other access.
                 unsafe { store.copy(to.range.address, *from, to.range.bytes) }
             }
             Work::FromStaging { to, from } => {
-                // SAFETY: 1. `to` is mapped and open, as was checked, and as long as `from`, which
-                // was made for it.
-                // 2. `from` is this item's own; one item runs at a time.
+                // SAFETY: 1. `to` is mapped and accessible, as was checked, and as long as `from`,
+                // which was created for it. 2. This item owns `from`, and one item runs at a time.
                 unsafe { store.copy(to.range.address, from.as_ptr() as u64, from.len() as u64) }
             }
             Work::ToHost { to, from } => {
-                // SAFETY: 1. `from` is mapped and open, as was checked; `to` is writable until the
-                // copy is done, by the word of the copy's caller. 2. Nobody else touches either,
-                // likewise.
+                // SAFETY: 1. `from` is mapped and accessible, as was checked. The caller of the
+                // copy promised that `to` is writable until the copy is done. 2. The caller
+                // promised that there is no other access.
                 unsafe { store.copy(*to, from.range.address, from.range.bytes) }
             }
             Work::OnDevice([from, to]) => {
-                // SAFETY: 1. Both are mapped and open, as was checked. 2. One item runs at a time.
+                // SAFETY: 1. Both are mapped and accessible, as was checked. 2. One item runs at a
+                // time.
                 unsafe { store.copy(to.range.address, from.range.address, from.range.bytes) }
             }
             Work::Refused
@@ -173,7 +173,7 @@ impl State {
         }
     }
 
-    /// What has to run next for `stream` to come to have run `count` items: a stream by place.
+    /// Returns what must run next so that `stream` reaches `count` completed items.
     fn in_the_way(&self, stream: usize) -> Obstacle {
         let mut stream = stream;
         loop {
@@ -188,7 +188,7 @@ impl State {
         }
     }
 
-    /// The branch of a graph whose next item keeps a stream waiting, if one does; else the stream.
+    /// Returns the graph branch whose next item blocks a stream, or else the stream.
     pub(crate) fn in_branch(&self, stream: usize) -> usize {
         let mut stream = stream;
         while let Some(&Work::Wait { stream: other, count }) =
@@ -211,18 +211,18 @@ impl State {
     }
 }
 
-/// What keeps a point from being reached.
+/// The reason why a point has not been reached.
 enum Obstacle {
     /// The front item of this stream, which can run.
     Front(usize),
-    /// A value that nobody has written yet.
+    /// A value that has not been written yet.
     Value,
-    /// An item that another thread runs.
+    /// An item that is running on another thread.
     Running,
 }
 
 impl State {
-    /// Gives work its place at a stream's tail, and checks what it touches there.
+    /// Places work at a stream's tail, and checks its accesses there.
     fn placed(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) -> Item {
         let Task { name, site, host, mut work } = task;
         let mut mark = self.tail(stream, Act::Read, name, site);
@@ -236,7 +236,7 @@ impl State {
             }),
         };
         for u in host {
-            // Of captured work: memory that was pinned then may not be now.
+            // For captured work: memory that was pinned at the capture may no longer be.
             reached &= origin.is_none() || !u.by_device || self.is_pinned_still(&u, mark);
             self.check_host(stream, u.address, u.bytes, u.act, mark);
         }
@@ -257,26 +257,26 @@ impl State {
         Item { work: if reached { work } else { Work::Refused }, mark }
     }
 
-    /// Puts work at a stream's tail, without running anything.
+    /// Places work at a stream's tail without running anything.
     pub(crate) fn append(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) {
         let item = self.placed(stream, task, origin);
         self.push(stream, item);
     }
 }
 
-/// Where captured work comes from.
+/// The origin of captured work.
 pub(crate) struct Origin<'a> {
-    /// The line that launches it.
+    /// The line of the launch.
     pub(crate) launch: &'static Location<'static>,
-    /// What it touches, cut by the blocks that were there when it was captured.
+    /// Its uses, split by the blocks that existed at the capture.
     pub(crate) uses: &'a [Use],
-    /// Those who keep memory for its graph.
+    /// The keepers of memory for its graph.
     pub(crate) keepers: &'a [u64],
 }
 
 impl Shared {
-    /// Queues work on a stream, and runs what the schedule says; on a stream that captures, makes
-    /// it part of the graph.
+    /// Queues work on a stream, and runs items according to the schedule. On a stream that
+    /// captures, adds it to the graph.
     pub(crate) fn submit<'a>(
         &'a self,
         mut state: Guard<'a>,
@@ -304,7 +304,7 @@ impl Shared {
         Ok(self.run_due(state))
     }
 
-    /// Something has been queued: runs what the schedule says.
+    /// Runs items according to the schedule, after something has been queued.
     pub(crate) fn run_due<'a>(&'a self, state: Guard<'a>) -> Guard<'a> {
         self.tell(&state);
         if self.config.schedule == Schedule::Eager && state.queued > 0 {
@@ -314,7 +314,7 @@ impl Shared {
         }
     }
 
-    /// Wakes who waits for work to run, or for work that can run.
+    /// Wakes threads that wait for work to run, or for work that can run.
     fn tell(&self, state: &State) {
         if state.waiting > 0 {
             self.changed.notify_all();
@@ -329,7 +329,7 @@ impl Shared {
         state
     }
 
-    /// Runs everything that can run.
+    /// Runs all items that can run.
     pub(crate) fn drain<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         loop {
             state = self.idle(state);
@@ -341,7 +341,7 @@ impl Shared {
         }
     }
 
-    /// Runs the front item of a stream, if it can run. Whether it did.
+    /// Runs the front item of a stream, if it can run. Returns whether it did.
     pub(crate) fn step<'a>(&'a self, state: Guard<'a>, stream: usize) -> (Guard<'a>, bool) {
         let state = self.idle(state);
         if state.front_can_run(stream) {
@@ -351,7 +351,7 @@ impl Shared {
         }
     }
 
-    /// Runs the front item of a stream. Nothing runs now, and it can run.
+    /// Runs the front item of a stream. No item may be running, and this one must be able to run.
     fn run_front<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Guard<'a> {
         let Some(mut item) = state.streams[stream].queue.pop_front() else { return state };
         state.queued -= 1;
@@ -373,9 +373,9 @@ impl Shared {
         let running = self.leave(state, stream);
         match item.work {
             Work::Kernel { uses, body: Some(body) } => {
-                // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so
-                // while `running` lives. Work with a body is queued only where there are bytes. 2.
-                // One item runs at a time, and this is it.
+                // SAFETY: 1. Every range has just been checked to be mapped and accessible, and
+                // stays so while `running` lives. Work with a body is queued only in bytes mode. 2.
+                // One item runs at a time, and this is that item.
                 let mut memory = unsafe { KernelMemory::new(&uses) };
                 (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
             }
@@ -386,15 +386,15 @@ impl Shared {
         self.lock()
     }
 
-    /// Lets go of the lock to run the program's code as an item of `stream`.
+    /// Releases the lock to run the program's code as an item of `stream`.
     fn leave<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Running<'a> {
         state.running = true;
         drop(state);
         Running { shared: self, stream, inside: Some(inside::enter()) }
     }
 
-    /// Runs what has to run until `stream` has run `count` items; nothing else, unless a value is
-    /// waited for. Blocks while such a value is still to be written by another thread.
+    /// Runs the items needed until `stream` has completed `count` items. Other items run only if a
+    /// value is waited for. Blocks while another thread must still write such a value.
     pub(crate) fn run_until<'a>(
         &'a self,
         mut state: Guard<'a>,
@@ -419,7 +419,7 @@ impl Shared {
         state
     }
 
-    /// The host waits until a stream of `device` has come so far, and knows what came before.
+    /// Makes the host wait until a stream of `device` reaches a point, and records that order.
     pub(crate) fn host_waits(
         &self,
         state: Guard<'_>,
@@ -436,7 +436,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Runs all that has been queued on a device.
+    /// Runs all work that has been queued on a device.
     pub(crate) fn run_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
         let until: Vec<_> =
             state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
@@ -448,7 +448,7 @@ impl Shared {
         state
     }
 
-    /// Lets some time pass: a random share of random queues runs.
+    /// Simulates the passage of time: runs a random number of items of random queues.
     pub(crate) fn drift<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         for _ in 0..state.next_random() % 4 {
             let filled: Vec<_> =
@@ -470,7 +470,8 @@ impl Shared {
     }
 }
 
-/// Code of the program runs as an item; when this is dropped, also by a panic, the item has run.
+/// Marks that the program's code runs as an item. The item has completed when this is dropped, also
+/// by a panic.
 struct Running<'a> {
     shared: &'a Shared,
     stream: usize,

@@ -1,4 +1,4 @@
-//! What every face of the simulator shares, and how a call comes in.
+//! The shared body of a simulated machine, and the entry of its calls.
 
 use super::{
     codes,
@@ -22,25 +22,23 @@ use std::{fmt, panic::Location};
 pub(crate) struct Shared {
     pub(crate) config: SimConfig,
     pub(crate) calls: CallCounts,
-    /// Tells it from every other machine of the process.
+    /// The number of this machine, unique in the process.
     pub(crate) machine: u64,
     pub(crate) stalls: Arc<Stalls>,
-    /// Whether the oracle looks. The state's own flag is the same; this one is read without the
-    /// lock.
+    /// Whether the oracle is on: a copy of the state's flag that is read without the lock.
     pub(crate) watched: AtomicBool,
     pub(crate) on_violation: OnViolation,
-    /// The process that made it: a child that it forks has nothing to report.
+    /// The process that created it. A forked child reports nothing.
     process: u32,
     modelled: AtomicU64,
     costs: Costs,
     state: Mutex<State>,
-    /// Something has run, or can run now.
+    /// Signalled when an item has run, or can run now.
     pub(crate) changed: Condvar,
 }
 
 impl fmt::Debug for Shared {
-    /// What is simulated, and not all that it remembers: every pool that is printed prints its
-    /// driver.
+    /// Prints the configuration only, since every pool that is printed prints its driver.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sim")
             .field("devices", &self.config.devices.len())
@@ -50,13 +48,13 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Machines made so far.
+/// The number of machines created so far.
 static MACHINES: AtomicU64 = AtomicU64::new(0);
 
-/// The machine, locked.
+/// The locked state of the machine.
 pub(crate) type Guard<'a> = MutexGuard<'a, State>;
 
-/// Makes an error of a call out of its code.
+/// Converts the code of a call to its error.
 pub(crate) fn at(call: Call) -> impl Fn(u32) -> DriverError {
     move |code| codes::error(call.name(), code)
 }
@@ -66,8 +64,8 @@ impl Shared {
         let store = match config.mode {
             Mode::Symbolic => Store::symbolic(),
             Mode::Bytes => Store::bytes().unwrap_or_else(|_| {
-                // A system without files in memory can still check who touches what. The
-                // configuration says so.
+                // A system without memory files can still check order and ownership. The
+                // configuration reports the change.
                 config.mode = Mode::Symbolic;
                 Store::symbolic()
             }),
@@ -91,18 +89,17 @@ impl Shared {
         }
     }
 
-    /// The state. A panic of another thread while it held this left it whole: closures never run
-    /// under it.
+    /// Locks the state. A poisoned lock is valid, since closures never run under it.
     pub(crate) fn lock(&self) -> Guard<'_> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes what has not been told to standard error. Whether there was anything.
+    /// Writes unreported violations to standard error. Returns whether there were any.
     pub(crate) fn report(&self) -> bool {
         self.report_of(self.lock())
     }
 
-    /// The same when the process ends, where another thread may keep the lock for good.
+    /// As [`Shared::report`], when the process ends and another thread may hold the lock forever.
     pub(crate) fn report_at_exit(&self) {
         if let Ok(state) = self.state.try_lock() {
             self.report_of(state);
@@ -122,7 +119,7 @@ impl Shared {
         !untold.is_empty()
     }
 
-    /// Panics where violations are to, and there are some that have not been told. Never called by
+    /// Panics if [`OnViolation::Panic`] is set and there are unreported violations. Never called by
     /// a drop.
     #[track_caller]
     #[expect(clippy::panic, reason = "the program has asked for it")]
@@ -136,7 +133,7 @@ impl Shared {
         }
     }
 
-    /// Waits until something has run.
+    /// Waits until an item has run.
     pub(crate) fn wait<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         state.waiting += 1;
         let mut state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -144,8 +141,8 @@ impl Shared {
         state
     }
 
-    /// A counted call comes in: counted, held up, refused where a test wants that, and given the
-    /// time that passes at each call. `device` is refused if it is not there, or lost.
+    /// Enters a counted call: counts it, blocks or refuses it if a test requires that, and lets
+    /// time pass. Refuses a `device` that does not exist or is lost.
     pub(crate) fn enter(&self, call: Call, device: Option<DeviceId>) -> Result<Guard<'_>> {
         self.calls.add(call);
         self.stalls.pass(call);
@@ -167,7 +164,7 @@ impl Shared {
         Ok(self.come_in(state))
     }
 
-    /// The same for something that is no call of the trait's.
+    /// As [`Shared::enter`], for a call that is not part of the trait.
     pub(crate) fn enter_named(&self, call: &'static str, device: DeviceId) -> Result<Guard<'_>> {
         if inside::any() {
             return Err(codes::error(call, codes::NOT_PERMITTED));
@@ -191,17 +188,17 @@ impl Shared {
         }
     }
 
-    /// Adds what a call costs.
+    /// Adds the cost of a call.
     pub(crate) fn cost(&self, call: Call, bytes: u64) {
         self.modelled.fetch_add(self.costs.of(call, bytes), Ordering::Relaxed);
     }
 
-    /// Adds what opening a mapping to so many peers costs.
+    /// Adds the cost of setting access to a mapping for `peers` peers.
     pub(crate) fn cost_of_opening(&self, bytes: u64, peers: u32) {
         self.modelled.fetch_add(self.costs.opening(bytes, peers), Ordering::Relaxed);
     }
 
-    /// What all calls so far have cost, in nanoseconds.
+    /// Returns the cost of all calls so far, in nanoseconds.
     pub(crate) fn modelled(&self) -> u64 {
         self.modelled.load(Ordering::Relaxed)
     }
@@ -214,7 +211,7 @@ impl Drop for Shared {
     }
 }
 
-/// The line of the program that a call is made for: the one entered, or the caller's own.
+/// Returns the line of the program that a call is made for: the entered one, or the caller's own.
 #[track_caller]
 pub(crate) fn here() -> &'static Location<'static> {
     let _entered = site::enter();

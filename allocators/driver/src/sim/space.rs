@@ -1,10 +1,8 @@
-//! Addresses of devices: what is reserved, what is mapped where, and who works through which
-//! mapping.
+//! The address spaces of devices: reservations, mappings, and the uses of each mapping.
 //!
-//! Two records answer two questions. The *ledger* of a physical object says who touched its bytes,
-//! wherever they were mapped, so that aliases conflict. The *uses* of a mapping say who worked
-//! through these addresses, so that a host that takes the mapping away is asked whether it knows
-//! that work to be done.
+//! Two kinds of records are kept. The *ledger* of a physical object records the accesses to its
+//! bytes, at any address, so that aliases conflict. The *uses* of a mapping record the work through
+//! these addresses, so that an unmap can be checked: the host must know that this work is done.
 #![expect(unsafe_code, reason = "tells the store which addresses are whose")]
 
 use super::{
@@ -18,13 +16,13 @@ use super::{
 use crate::{DeviceId, DeviceRange, ExportTypes};
 use std::collections::BTreeMap;
 
-/// What addresses were reserved for.
+/// The purpose of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
-    /// For whoever asked; to map in.
+    /// Reserved by the caller, who maps memory in it.
     Range,
-    /// For one allocation of the driver's, or a segment of one of its pools, with what lies behind
-    /// it.
+    /// For one allocation of the driver, or a segment of one of its pools, with the physical object
+    /// mapped there.
     Allocation { object: u64, pool: bool },
 }
 
@@ -33,7 +31,7 @@ pub(crate) struct Reservation {
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
     pub(crate) purpose: Purpose,
-    /// Bytes taken from the store, guard included.
+    /// Bytes reserved in the store, including the guard.
     span: u64,
 }
 
@@ -45,40 +43,40 @@ pub(crate) struct Object {
     extent: u64,
     ledger: Ledger,
     mappings: u32,
-    /// Handles that name it: one when it is made, one more for each import.
+    /// The number of handles: one after creation, one more for each import.
     pub(crate) handles: u32,
-    /// In which ways it can be exported.
+    /// The supported export types.
     pub(crate) types: ExportTypes,
 }
 
-/// A physical object at an address, whole.
+/// A mapping of a whole physical object at an address.
 #[derive(Debug)]
 struct Mapping {
     bytes: u64,
     object: u64,
-    /// A bit for each device that may touch it.
+    /// One bit for each device that has access.
     access: u64,
     /// The last use through it by each stream.
     uses: Vec<Mark>,
 }
 
-/// Where a mapping was.
+/// The record of a removed mapping.
 #[derive(Debug)]
 struct Ghost {
     bytes: u64,
     by: Mark,
-    /// The uses through it that its end did not wait for.
+    /// The uses through it that were not known to be done when it was removed.
     uses: Vec<Mark>,
 }
 
-/// What one access is.
+/// The parameters of one access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Use {
     pub(crate) range: DeviceRange,
     pub(crate) writes: bool,
     pub(crate) generation: Option<u64>,
-    /// Any of these devices must have access: the stream's for a kernel; copies go by whoever has
-    /// it.
+    /// Any of these devices must have access. For a kernel this is the stream's device. Copies may
+    /// use any device that has access.
     pub(crate) reach: u64,
 }
 
@@ -97,7 +95,8 @@ pub(crate) struct Space {
     objects: Table<Object>,
 }
 
-/// Beyond so many the lowest addresses are forgotten: they only say who unmapped what.
+/// The maximum number of records of removed mappings. Beyond it, those of the lowest addresses are
+/// dropped. They only serve to report the unmap.
 const GHOSTS: usize = 1 << 17;
 
 type Refused = u32;
@@ -113,7 +112,7 @@ impl Space {
         }
     }
 
-    /// Reserves `bytes`, and as much as `guard` behind them that stays empty.
+    /// Reserves `bytes`, followed by a guard of `guard` bytes that stays empty.
     pub(crate) fn reserve(
         &mut self,
         device: DeviceId,
@@ -129,7 +128,7 @@ impl Space {
         Ok(address)
     }
 
-    /// The reservation that starts here.
+    /// Returns the reservation that starts here.
     pub(crate) fn reservation(&self, address: u64) -> Option<&Reservation> {
         self.reservations.get(&address)
     }
@@ -139,12 +138,12 @@ impl Space {
         (address < start + there.bytes).then_some(there)
     }
 
-    /// The device whose reservation an address lies in.
+    /// Returns the device of the reservation that contains an address.
     pub(crate) fn device_of(&self, address: u64) -> Option<DeviceId> {
         self.around(address).map(|there| there.device)
     }
 
-    /// Whether a range lies in one reservation that its owner maps in.
+    /// Returns whether a range lies in one reservation of [`Purpose::Range`].
     pub(crate) fn is_range(&self, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes) else { return false };
         let before = self.reservations.range(..=address).next_back();
@@ -153,23 +152,23 @@ impl Space {
         })
     }
 
-    /// Whether anything is mapped in a range.
+    /// Returns whether nothing is mapped in a range.
     pub(crate) fn is_empty(&self, address: u64, bytes: u64) -> bool {
         self.overlapping(address, address.saturating_add(bytes)).next().is_none()
     }
 
-    /// Ends a reservation in which nothing is mapped.
+    /// Frees a reservation in which nothing is mapped.
     pub(crate) fn unreserve(&mut self, address: u64, by: Mark) {
         if let Some(reservation) = self.reservations.remove(&address) {
             self.bury(address, reservation.bytes);
             self.haunt(address, Ghost { bytes: reservation.bytes, by, uses: Vec::new() });
-            // SAFETY: 1. `reserve` got this span from the store; nothing is mapped in it, so nobody
-            // can use it.
+            // SAFETY: 1. `reserve` got this span from the store. Nothing is mapped in it, so it is
+            // not in use.
             unsafe { self.store.release(address, reservation.span) };
         }
     }
 
-    /// Physical memory. The caller has seen that the device has it.
+    /// Creates physical memory. The caller has already charged the device for it.
     pub(crate) fn create(
         &mut self,
         device: DeviceId,
@@ -189,7 +188,7 @@ impl Space {
         }))
     }
 
-    /// One more handle of an object that has been exported.
+    /// Adds a handle to an exported object.
     pub(crate) fn import(&mut self, device: DeviceId, handle: u64) -> Result<(), Refused> {
         match self.objects.get_mut(handle) {
             Some(object) if object.device == device && object.handles > 0 => {
@@ -204,7 +203,7 @@ impl Space {
         self.objects.get(handle)
     }
 
-    /// Lets go of one handle of an object; what the device has back at once.
+    /// Releases one handle of an object. Returns the bytes that the device regains now.
     pub(crate) fn release(&mut self, handle: u64) -> u64 {
         if let Some(object) = self.objects.get_mut(handle) {
             object.handles = object.handles.saturating_sub(1);
@@ -212,7 +211,7 @@ impl Space {
         self.collect(handle)
     }
 
-    /// Ends an object that nobody holds and that is mapped nowhere.
+    /// Frees an object without handles and mappings.
     fn collect(&mut self, handle: u64) -> u64 {
         if self
             .objects
@@ -226,8 +225,8 @@ impl Space {
         0
     }
 
-    /// Maps an object whole. `host` is the clock of whoever asks: uses through an earlier mapping
-    /// that it does not know to be done are found.
+    /// Maps a whole object. `host` is the clock of the calling host agent: uses through an earlier
+    /// mapping that are not known to be done by that clock are reported.
     pub(crate) fn map(
         &mut self,
         address: u64,
@@ -249,8 +248,8 @@ impl Space {
             return Err(codes::INVALID_VALUE);
         }
         let object = self.objects.get_mut(handle).ok_or(codes::INVALID_HANDLE)?;
-        // SAFETY: 1. The range lies in a reservation, and nothing is mapped in it: both were
-        // checked above.
+        // SAFETY: 1. The range lies in a reservation and nothing is mapped in it. Both were checked
+        // above.
         unsafe { self.store.map(address, bytes, object.extent) }?;
         object.mappings += 1;
         for (start, ghost) in
@@ -272,8 +271,8 @@ impl Space {
         Ok(())
     }
 
-    /// Lets devices touch a range that begins and ends with whole mappings, as far as the first
-    /// hole in between. The sizes of the mappings.
+    /// Gives devices access to a range that begins and ends with whole mappings, up to the first
+    /// hole. Returns the sizes of the mappings.
     pub(crate) fn set_access(
         &mut self,
         address: u64,
@@ -290,7 +289,7 @@ impl Space {
         if hole == address {
             return Err(codes::INVALID_VALUE);
         }
-        // SAFETY: 1. Mappings that `map` made fill the range up to the hole.
+        // SAFETY: 1. Mappings created by `map` fill the range up to the hole.
         unsafe { self.store.open(address, hole - address) }?;
         let mappings = self.mappings.range_mut(address..hole).map(|(_, mapping)| {
             mapping.access |= devices;
@@ -299,7 +298,7 @@ impl Space {
         Ok(mappings.collect())
     }
 
-    /// Where the mappings that begin at `address` and lie side by side end, before or at `end`.
+    /// Returns the end of the contiguous mappings that begin at `address`, limited to `end`.
     fn run_from(&self, address: u64, end: u64) -> u64 {
         self.mappings.range(address..end).fold(address, |cursor, (&start, mapping)| {
             if start == cursor { cursor + mapping.bytes } else { cursor }
@@ -315,7 +314,7 @@ impl Space {
         if whole(address) && whole(end) { Ok(()) } else { Err(codes::INVALID_VALUE) }
     }
 
-    /// Finds uses in a range that `host` does not know to be done.
+    /// Reports uses in a range that are not known to be done by `host`.
     pub(crate) fn in_flight(
         &self,
         address: u64,
@@ -336,8 +335,9 @@ impl Space {
         }
     }
 
-    /// Takes the mappings in a range away, if there are any. The caller has seen that it lies in
-    /// one reservation. The sizes of the mappings, and what each device has back.
+    /// Removes the mappings in a range, if there are any. The caller has checked that the range
+    /// lies in one reservation. Returns for each mapping its size, its device, and the bytes that
+    /// the device regains.
     pub(crate) fn unmap(
         &mut self,
         address: u64,
@@ -378,7 +378,7 @@ impl Space {
         }
     }
 
-    /// Forgets who unmapped what in a range.
+    /// Drops the records of removed mappings in a range.
     fn bury(&mut self, address: u64, bytes: u64) {
         let first = match self.ghosts.range(..=address).next_back() {
             Some((&start, ghost)) if start + ghost.bytes > address => start,
@@ -393,7 +393,7 @@ impl Space {
         self.mappings.range(self.first(address)..end.max(address))
     }
 
-    /// Where the mapping begins that `address` lies in, or else `address`.
+    /// Returns the start of the mapping that contains `address`, or else `address`.
     fn first(&self, address: u64) -> u64 {
         match self.mappings.range(..=address).next_back() {
             Some((&start, mapping)) if start + mapping.bytes > address => start,
@@ -401,8 +401,8 @@ impl Space {
         }
     }
 
-    /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be
-    /// reached.
+    /// Records a use of a range by `mark`, whose stream has `clock`. Returns whether the whole
+    /// range can be accessed.
     pub(crate) fn touch(
         &mut self,
         u: &Use,
@@ -446,8 +446,8 @@ impl Space {
         reached
     }
 
-    /// Notes that a block changes hands: an action on its bytes, not a use of its addresses. Parts
-    /// with nothing behind them are passed over.
+    /// Records the allocation of a block: an action on its bytes, not a use of its addresses.
+    /// Unmapped parts are skipped.
     pub(crate) fn hand_over(
         &mut self,
         address: u64,
@@ -466,7 +466,7 @@ impl Space {
         }
     }
 
-    /// The first part of a range that cannot be reached, if any.
+    /// Returns the first part of a range that cannot be accessed, if any.
     pub(crate) fn unreachable(&self, u: &Use) -> Option<Finding> {
         let DeviceRange { device, address, bytes } = u.range;
         let Some(end) = address.checked_add(bytes) else {
@@ -486,25 +486,25 @@ impl Space {
         (cursor < end).then(|| nobody(&self.ghosts, cursor, end - cursor))
     }
 
-    /// The bytes of a range that can be reached, if there are any. No work may run.
+    /// Returns the bytes of a range, if it can be accessed. No work may run.
     pub(crate) fn read(&self, u: &Use) -> Option<Vec<u8>> {
         if !self.store.has_bytes() || self.unreachable(u).is_some() {
             return None;
         }
-        // SAFETY: 1. The range is mapped and open, as was just checked, and no work runs that could
+        // SAFETY: 1. The range is mapped and accessible, as just checked, and no running work can
         // write it.
         Some(unsafe { self.store.read(u.range.address, u.range.bytes) })
     }
 
-    /// Forgets who touched what.
+    /// Removes all records of accesses.
     pub(crate) fn forget(&mut self) {
         self.ghosts.clear();
         self.mappings.values_mut().for_each(|mapping| mapping.uses.clear());
         self.objects.iter_mut().for_each(|object| object.ledger = Ledger::new(object.bytes));
     }
 
-    /// Physical objects, mappings and reservations of devices that are still there, with what each
-    /// was made for.
+    /// Counts the physical objects, mappings and reservations of a device that still exist, by
+    /// purpose.
     pub(crate) fn held(&self, device: DeviceId) -> Held {
         let of_device =
             self.reservations.values().filter(|reservation| reservation.device == device);
@@ -530,7 +530,7 @@ impl Space {
     }
 }
 
-/// How much of each there is.
+/// The numbers of existing objects.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Held {
     pub(crate) reservations: u64,
@@ -539,7 +539,7 @@ pub(crate) struct Held {
     pub(crate) mappings: u64,
 }
 
-/// A use of addresses with nothing behind them, with whoever took it away.
+/// Creates the finding for a use of unmapped addresses, with the unmap if it is recorded.
 fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
     let ghost = ghosts.range(..address.saturating_add(bytes)).next_back();
     let earlier =
@@ -550,8 +550,8 @@ fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
 impl Drop for Space {
     fn drop(&mut self) {
         for (&address, reservation) in &self.reservations {
-            // SAFETY: 1. The span came from the store. No work is left to use it: queues go with
-            // the space, and no kernel runs, since one that runs holds the simulator.
+            // SAFETY: 1. The span came from the store. No work can use it: queues are dropped with
+            // the space, and no kernel runs, since a running kernel keeps the simulator alive.
             unsafe { self.store.release(address, reservation.span) };
         }
     }

@@ -1,4 +1,4 @@
-//! Everything the simulated machine remembers, and who may look at it.
+//! The state of the simulated machine.
 
 use super::{
     agents::{Agent, Components, Host, acting},
@@ -34,20 +34,20 @@ pub(crate) type Refused = u32;
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) info: DeviceInfo,
-    /// Bytes of its memory that are held.
+    /// Allocated bytes of its memory.
     pub(crate) taken: u64,
-    /// The code that every call answers with, once the device is lost.
+    /// The code that every call returns once the device is lost.
     pub(crate) lost: Option<u32>,
-    /// A call has answered with a sticky error.
+    /// Whether a call has returned a sticky error.
     pub(crate) seen_lost: bool,
-    /// The place of its legacy stream, once used.
+    /// The index of its legacy stream, once used.
     pub(crate) legacy: Option<usize>,
 }
 
-/// The machine. One lock guards it; no call waits while it holds that.
+/// The machine. One lock guards it, and no call waits while it holds the lock.
 #[derive(Debug)]
 pub(crate) struct State {
-    /// Tells it from every other machine of the process.
+    /// The number of this machine, unique in the process.
     machine: u64,
     pub(crate) config: SimConfig,
     pub(crate) devices: Vec<Device>,
@@ -59,18 +59,18 @@ pub(crate) struct State {
     pub(crate) streams: Vec<Stream>,
     vacant_streams: Vec<usize>,
     next_stream_id: u64,
-    /// The default stream of each thread on each device, by place.
+    /// The indices of the default streams, by device and thread.
     thread_streams: HashMap<(DeviceId, ThreadId), usize>,
     pub(crate) events: Table<Event>,
-    /// Items in all queues.
+    /// The number of items in all queues.
     pub(crate) queued: usize,
-    /// Whether an item that calls the program runs right now: nothing else may run or be unmapped
-    /// meanwhile.
+    /// Whether an item that calls the program is running. Meanwhile no other item may run and
+    /// nothing may be unmapped.
     pub(crate) running: bool,
     pub(crate) random: u64,
-    /// Calls since work was last let run, by [`SimConfig::pace`].
+    /// Calls since work was last allowed to run, by [`SimConfig::pace`].
     pub(crate) since_pace: u32,
-    /// Threads that wait for something to run.
+    /// The number of threads that wait for an item to run.
     pub(crate) waiting: usize,
 
     pub(crate) oracle: bool,
@@ -81,9 +81,9 @@ pub(crate) struct State {
     pub(crate) registered: Registered,
     pub(crate) reports: Reports,
     pub(crate) checked: u64,
-    /// The longest of all paths.
+    /// The length of the longest path.
     pub(crate) longest_path: u64,
-    /// Scratch for the checks.
+    /// Scratch buffer for the checks.
     pub(crate) found: Vec<Finding>,
 
     pub(crate) captures: Captures,
@@ -92,7 +92,7 @@ pub(crate) struct State {
 }
 
 impl Device {
-    /// A call answers with a sticky error.
+    /// Records that a call returns a sticky error.
     pub(crate) fn is_told_lost(&mut self) {
         if !std::mem::replace(&mut self.seen_lost, true) {
             count_loss();
@@ -153,7 +153,7 @@ impl State {
         }
     }
 
-    /// A device that is there and not lost.
+    /// Returns a device that exists and is not lost.
     pub(crate) fn device(&mut self, device: DeviceId) -> Result<&mut Device, Refused> {
         let device = self.devices.get_mut(device.0 as usize).ok_or(codes::INVALID_DEVICE)?;
         match device.lost {
@@ -165,13 +165,13 @@ impl State {
         }
     }
 
-    /// The same with virtual memory management, and its granularity.
+    /// Returns the granularity of a device with virtual memory management.
     pub(crate) fn virtual_memory(&mut self, device: DeviceId) -> Result<u64, Refused> {
         let info = &self.device(device)?.info;
         if info.virtual_memory { Ok(info.granularity.max(1)) } else { Err(codes::NOT_SUPPORTED) }
     }
 
-    /// Takes bytes of a device's memory.
+    /// Allocates bytes of a device's memory.
     pub(crate) fn take(&mut self, device: DeviceId, bytes: u64) -> Result<(), Refused> {
         let device = self.device(device)?;
         match device.taken.checked_add(bytes) {
@@ -183,24 +183,24 @@ impl State {
         }
     }
 
-    /// Gives them back.
+    /// Frees bytes of a device's memory.
     pub(crate) fn give(&mut self, device: DeviceId, bytes: u64) {
         if let Some(device) = self.devices.get_mut(device.0 as usize) {
             device.taken = device.taken.saturating_sub(bytes);
         }
     }
 
-    /// The bits of every device that `device` shares its own memory with, itself included.
+    /// Returns the bits of all devices with access to the memory of `device`, including itself.
     pub(crate) fn reach(&self, device: DeviceId) -> u64 {
         if self.config.peers { u64::MAX } else { bit(device) }
     }
 
-    /// Makes a stream, and answers with its place.
+    /// Creates a stream and returns its index.
     pub(crate) fn make_stream(&mut self, device: DeviceId, kind: Kind) -> usize {
         self.make_stream_of(device, kind, None)
     }
 
-    /// The same for somebody who is not just a stream.
+    /// As [`State::make_stream`], for an agent that is not a plain stream.
     pub(crate) fn make_stream_of(
         &mut self,
         device: DeviceId,
@@ -240,7 +240,7 @@ impl State {
         }
     }
 
-    /// The place of a stream that a handle means. Default streams are made when first meant.
+    /// Returns the index of the stream of a handle. Default streams are created when first used.
     pub(crate) fn stream(&mut self, stream: RawStream) -> Result<usize, Refused> {
         let device = stream.device();
         match stream.handle() {
@@ -265,7 +265,7 @@ impl State {
         }
     }
 
-    /// The place of a device's legacy stream.
+    /// Returns the index of a device's legacy stream.
     pub(crate) fn legacy(&mut self, device: DeviceId) -> Result<usize, Refused> {
         if let Some(place) = self.device(device)?.legacy {
             return Ok(place);
@@ -275,13 +275,13 @@ impl State {
         Ok(place)
     }
 
-    /// Whether a stream is one that a program made: not one of the default streams.
+    /// Returns whether the program created a stream: it is not a default stream.
     pub(crate) fn is_made(&self, place: usize) -> bool {
         !matches!(self.streams[place].kind, Kind::Legacy | Kind::Branch)
             && !self.thread_streams.values().any(|&other| other == place)
     }
 
-    /// Frees the place of a stream that is destroyed, once all its work is done.
+    /// Frees the index of a destroyed stream once all its work is done.
     pub(crate) fn retire(&mut self, place: usize) {
         let stream = &mut self.streams[place];
         if !stream.alive && stream.executed == stream.enqueued {
@@ -290,12 +290,12 @@ impl State {
         }
     }
 
-    /// The host agent that this thread acts as.
+    /// Returns the host agent that this thread acts as.
     pub(crate) fn agent(&self) -> usize {
         (acting() as usize).min(self.hosts.len() - 1)
     }
 
-    /// Counts an action of the host's.
+    /// Counts a host action and returns its mark.
     pub(crate) fn host_mark(
         &mut self,
         act: Act,
@@ -307,7 +307,8 @@ impl State {
         Mark { count: host.tick(), slot: host.slot, act, work, site, launch: None }
     }
 
-    /// Names the host without counting: for what needs no place of its own in the order.
+    /// Returns a mark of the host without counting, for an action that needs no own position in the
+    /// order.
     pub(crate) fn host_name(
         &self,
         act: Act,
@@ -319,7 +320,7 @@ impl State {
     }
 }
 
-/// A device's bit in a set of devices.
+/// Returns a device's bit in a set of devices.
 pub(crate) fn bit(device: DeviceId) -> u64 {
     1_u64.checked_shl(device.0).unwrap_or(0)
 }

@@ -1,9 +1,9 @@
-//! What lies behind addresses: bytes, or nothing.
+//! The backing of addresses: bytes, or nothing.
 //!
-//! With bytes, physical memory is extents of one memfd and a mapping is a shared `mmap` of its
-//! extent, placed over a reservation that cannot be touched. So a handle that is mapped twice is
-//! the same bytes twice, a device address is an address of this process, and a copy is a `memmove`.
-//! Without, addresses come from a counter and nothing is behind them.
+//! With bytes, physical memory consists of extents of one memfd, and a mapping is a shared `mmap`
+//! of its extent over an inaccessible reservation. So a handle that is mapped twice refers to the
+//! same bytes, a device address is an address of this process, and a copy is a `memmove`. Without
+//! bytes, addresses come from a counter and have no memory.
 #![expect(unsafe_code, reason = "maps memory, and copies what work in the queues names by address")]
 
 use super::codes;
@@ -23,11 +23,11 @@ use std::{
     ptr::{self, NonNull},
 };
 
-/// Pages of the host, the least that can be mapped.
+/// The page size of the host, the minimum mapping.
 pub(crate) const PAGE: u64 = 4096;
 
-/// Symbolic addresses lie between what Linux gives to programs and to their maps, so that they
-/// resemble neither.
+/// Symbolic addresses lie between those that Linux uses for programs and for their mappings, so
+/// that they differ from both.
 const FIRST_ADDRESS: u64 = 0x0100_0000_0000;
 const LAST_ADDRESS: u64 = 0x5000_0000_0000;
 
@@ -40,16 +40,16 @@ pub(crate) enum Store {
     Bytes(Extents),
 }
 
-/// Addresses with nothing behind them.
+/// Addresses without memory.
 #[derive(Debug)]
 pub(crate) struct Addresses {
     next: u64,
-    /// Those given back, by first address, with their bytes: used again when all others have been
-    /// given out.
+    /// Freed ranges, by first address, with their bytes. They are reused only when all other
+    /// addresses have been allocated.
     free: BTreeMap<u64, u64>,
 }
 
-/// Extents of a file in memory. Offsets are not used twice, so a new extent is always zero.
+/// Extents of a memory file. Offsets are never reused, so a new extent is always zero.
 #[derive(Debug)]
 pub(crate) struct Extents {
     file: OwnedFd,
@@ -61,7 +61,7 @@ impl Store {
         Self::Symbolic(Addresses { next: FIRST_ADDRESS, free: BTreeMap::new() })
     }
 
-    /// A store with bytes, or the system's refusal as the driver would tell it.
+    /// Creates a store with bytes. Returns the driver code if the system refuses.
     pub(crate) fn bytes() -> Result<Self, Refused> {
         let file = memfd_create("aquifer-sim", MFdFlags::MFD_CLOEXEC)
             .map_err(|_| codes::OPERATING_SYSTEM)?;
@@ -72,7 +72,7 @@ impl Store {
         matches!(self, Self::Bytes(_))
     }
 
-    /// Addresses for `bytes`, which cannot be touched. `align` is a power of two.
+    /// Reserves inaccessible addresses for `bytes`. `align` is a power of two.
     pub(crate) fn reserve(&mut self, bytes: u64, align: u64) -> Result<u64, Refused> {
         match self {
             Self::Symbolic(addresses) => {
@@ -82,22 +82,21 @@ impl Store {
         }
     }
 
-    /// Gives addresses back, with whatever is mapped there.
+    /// Frees addresses, with any mappings there.
     ///
     /// # Safety
-    /// 1. The range is one that [`Store::reserve`] answered with, whole, and nobody uses it any
-    ///    more.
+    /// 1. The range is a whole range that [`Store::reserve`] returned, and it is no longer in use.
     pub(crate) unsafe fn release(&mut self, address: u64, bytes: u64) {
         match self {
             Self::Symbolic(addresses) => {
                 addresses.free.insert(address, bytes);
             }
-            // SAFETY: 1. is the caller's.
+            // SAFETY: 1. is promised by the caller.
             Self::Bytes(_) => unsafe { unmap_pages(address, pages(bytes)) },
         }
     }
 
-    /// Physical memory: an offset that [`Store::map`] understands.
+    /// Allocates physical memory. Returns an offset for [`Store::map`].
     pub(crate) fn extent(&mut self, bytes: u64) -> Result<u64, Refused> {
         let Self::Bytes(extents) = self else { return Ok(0) };
         let offset = extents.end;
@@ -108,19 +107,19 @@ impl Store {
         Ok(offset)
     }
 
-    /// Gives physical memory back to the system.
+    /// Frees physical memory to the system.
     pub(crate) fn drop_extent(&mut self, offset: u64, bytes: u64) {
         let Self::Bytes(extents) = self else { return };
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        // If the system refuses, its memory is held until the store goes: the offset is never used
-        // again.
+        // If the system refuses, the memory is held until the store is dropped, since the offset is
+        // never reused.
         let _ = fallocate(&extents.file, flags, offset as i64, pages(bytes) as i64);
     }
 
-    /// Puts an extent behind reserved addresses; they still cannot be touched.
+    /// Maps an extent at reserved addresses, which stay inaccessible.
     ///
     /// # Safety
-    /// 1. The range lies in one that [`Store::reserve`] answered with, and nothing is mapped there.
+    /// 1. The range lies in one that [`Store::reserve`] returned, and nothing is mapped there.
     pub(crate) unsafe fn map(
         &mut self,
         address: u64,
@@ -133,9 +132,9 @@ impl Store {
         else {
             return Err(codes::INVALID_VALUE);
         };
-        // SAFETY: 1. The range lies in a reservation of this store's, by the caller's word, so
-        // MAP_FIXED replaces nothing else. 2. Nothing refers to the bytes there: they could not be
-        // touched.
+        // SAFETY: 1. The caller promised that the range lies in a reservation of this store, so
+        // MAP_FIXED replaces nothing else. 2. Nothing refers to the bytes there, since they were
+        // inaccessible.
         let mapped = unsafe {
             mmap(
                 Some(address),
@@ -149,7 +148,7 @@ impl Store {
         mapped.map(drop).map_err(|_| codes::OUT_OF_MEMORY)
     }
 
-    /// Lets mapped addresses be touched.
+    /// Makes mapped addresses accessible.
     ///
     /// # Safety
     /// 1. The range has been mapped by [`Store::map`].
@@ -158,19 +157,19 @@ impl Store {
             return Ok(());
         }
         let Some(start) = NonNull::new(address as *mut _) else { return Err(codes::INVALID_VALUE) };
-        // SAFETY: 1. The pages are mappings of this store's, by the caller's word, and more rights
-        // take nothing from anybody.
+        // SAFETY: 1. The caller promised that the pages are mappings of this store. Adding rights
+        // affects no other user.
         let opened = unsafe {
             mprotect(start, pages(bytes) as usize, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
         };
         opened.map_err(|_| codes::OUT_OF_MEMORY)
     }
 
-    /// Takes what lies behind addresses away, wherever something does; they stay reserved.
+    /// Removes the mappings of a range, if there are any. The addresses stay reserved.
     ///
     /// # Safety
-    /// 1. The range lies in one that [`Store::reserve`] answered with, and no work of the simulated
-    ///    GPU holds a reference into it.
+    /// 1. The range lies in one that [`Store::reserve`] returned, and no work of the simulated GPU
+    ///    holds a reference into it.
     pub(crate) unsafe fn unmap(&mut self, address: u64, bytes: u64) -> Result<(), Refused> {
         if !self.has_bytes() {
             return Ok(());
@@ -181,47 +180,48 @@ impl Store {
             return Err(codes::INVALID_VALUE);
         };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED | MapFlags::MAP_NORESERVE;
-        // SAFETY: 1. The range lies inside a reservation of this store's, by the caller's word, so
-        // MAP_FIXED replaces only that. 2. Nobody holds a reference into it, likewise.
+        // SAFETY: 1. The caller promised that the range lies inside a reservation of this store, so
+        // MAP_FIXED replaces only that. 2. The caller promised that there is no reference into it.
         let covered = unsafe { mmap_anonymous(Some(address), length, ProtFlags::PROT_NONE, flags) };
         covered.map(drop).map_err(|_| codes::OUT_OF_MEMORY)
     }
 
-    /// Copies bytes; nothing without them. The ranges may overlap.
+    /// Copies bytes. Does nothing without bytes. The ranges may overlap.
     ///
     /// # Safety
     /// 1. With bytes, `from` is readable and `to` writable for `bytes`.
-    /// 2. Nobody else touches `to`, or writes `from`, meanwhile.
+    /// 2. There is no other access to `to`, and no other write to `from`, during the call.
     pub(crate) unsafe fn copy(&self, to: u64, from: u64, bytes: u64) {
         if self.has_bytes() && bytes > 0 {
-            // SAFETY: 1. and 2. are the caller's; `ptr::copy` allows overlap and alignment is 1.
+            // SAFETY: 1. and 2. are promised by the caller. `ptr::copy` allows overlap and the
+            // alignment is 1.
             unsafe { ptr::copy(from as *const u8, to as *mut u8, bytes as usize) }
         }
     }
 
-    /// A copy of bytes; none without them.
+    /// Returns a copy of the bytes, or an empty vector without bytes.
     ///
     /// # Safety
-    /// 1. With bytes, the range is readable, and nobody writes it meanwhile.
+    /// 1. With bytes, the range is readable, and not written during the call.
     pub(crate) unsafe fn read(&self, from: u64, bytes: u64) -> Vec<u8> {
         if !self.has_bytes() || bytes == 0 {
             return Vec::new();
         }
-        // SAFETY: 1. is the caller's.
+        // SAFETY: 1. is promised by the caller.
         unsafe { std::slice::from_raw_parts(from as *const u8, bytes as usize) }.to_vec()
     }
 
-    /// Fills whole elements; nothing without bytes.
+    /// Fills whole elements. Does nothing without bytes.
     ///
     /// # Safety
-    /// 1. With bytes, `to` is writable for `bytes` and aligned for the element, and nobody else
-    ///    touches it meanwhile.
+    /// 1. With bytes, `to` is writable for `bytes` and aligned for the element, and there is no
+    ///    other access to it during the call.
     pub(crate) unsafe fn fill(&self, to: u64, pattern: Pattern, bytes: u64) {
         if !self.has_bytes() || bytes == 0 {
             return;
         }
         let count = (bytes / pattern.bytes()) as usize;
-        // SAFETY: 1. is the caller's: so many elements lie in the range.
+        // SAFETY: 1. is promised by the caller: that many elements fit in the range.
         unsafe {
             match pattern {
                 Pattern::Byte(byte) => ptr::write_bytes(to as *mut u8, byte, count),
@@ -264,16 +264,16 @@ fn pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE)
 }
 
-/// Address space of this process that cannot be touched.
+/// Reserves inaccessible address space of this process.
 fn reserve_pages(bytes: u64, align: u64) -> Option<u64> {
     let bytes = pages(bytes);
     let length = NonZeroUsize::new(usize::try_from(bytes.checked_add(align)?).ok()?)?;
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-    // SAFETY: 1. No address is asked for, so nothing is replaced.
+    // SAFETY: 1. No address is requested, so nothing is replaced.
     let start = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }.ok()?;
     let start = start.as_ptr() as u64;
     let aligned = start.next_multiple_of(align);
-    // SAFETY: 1. Both are ends of the map that was just made, which nobody has seen.
+    // SAFETY: 1. Both are ends of the new mapping, which has no other user yet.
     unsafe {
         unmap_pages(start, aligned - start);
         unmap_pages(aligned + bytes, start + align - aligned);
@@ -281,36 +281,36 @@ fn reserve_pages(bytes: u64, align: u64) -> Option<u64> {
     Some(aligned)
 }
 
-/// Ends a map, or cuts a part of it off.
+/// Unmaps a mapping or a part of it.
 ///
 /// # Safety
-/// 1. The range is pages of a map of this module's, and nobody uses it any more.
+/// 1. The range consists of pages of a mapping of this module, and it is no longer in use.
 unsafe fn unmap_pages(address: u64, bytes: u64) {
     if let Some(start) = NonNull::new(address as *mut _).filter(|_| bytes > 0) {
-        // SAFETY: 1. is the caller's. A refusal leaves the range mapped, and nothing relies on
-        // more.
+        // SAFETY: 1. is promised by the caller. If it is refused, the range stays mapped, which is
+        // harmless.
         let _ = unsafe { munmap(start, bytes as usize) };
     }
 }
 
-/// Zeroed memory of the host for [`host_alloc`](crate::HostMemory::host_alloc), pages of its own.
+/// Allocates zeroed host pages for [`host_alloc`](crate::HostMemory::host_alloc).
 pub(crate) fn host_pages(bytes: u64) -> Option<u64> {
     let bytes = bytes.checked_next_multiple_of(PAGE)?;
     let length = NonZeroUsize::new(usize::try_from(bytes).ok()?)?;
     let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: 1. No address is asked for, so nothing is replaced.
+    // SAFETY: 1. No address is requested, so nothing is replaced.
     let start = unsafe {
         mmap_anonymous(None, length, prot, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE)
     };
     start.ok().map(|start| start.as_ptr() as u64)
 }
 
-/// Gives it back.
+/// Frees host pages.
 ///
 /// # Safety
-/// 1. The range came from [`host_pages`] with the same `bytes`, and nobody uses it any more.
+/// 1. The range came from [`host_pages`] with the same `bytes`, and it is no longer in use.
 pub(crate) unsafe fn free_host_pages(address: u64, bytes: u64) {
-    // SAFETY: 1. is the caller's.
+    // SAFETY: 1. is promised by the caller.
     unsafe { unmap_pages(address, pages(bytes)) }
 }
 
@@ -333,14 +333,14 @@ mod tests {
             }
         }
         let mut back = [0_u8; 8];
-        // SAFETY: 1. Both ranges are mapped and open, and `back` is 8 bytes. 2. Nobody else is
-        // here.
+        // SAFETY: 1. Both ranges are mapped and accessible, and `back` is 8 bytes. 2. There is no
+        // other user.
         unsafe {
             store.fill(a, Pattern::Byte(0x5a), size);
             store.copy(back.as_mut_ptr() as u64, b + size - 8, 8);
         }
         assert_eq!(back, [0x5a; 8]);
-        // SAFETY: 1. Both came from `reserve` and are done with.
+        // SAFETY: 1. Both came from `reserve` and are no longer used.
         unsafe {
             store.release(a, size);
             store.release(b, size);
@@ -352,7 +352,7 @@ mod tests {
         let mut store = Store::symbolic();
         let half = (LAST_ADDRESS - FIRST_ADDRESS) / 2;
         let first = store.reserve(half, 1 << 21).unwrap();
-        // SAFETY: 1. It came from `reserve` and has nothing behind it.
+        // SAFETY: 1. It came from `reserve` and has no memory.
         unsafe { store.release(first, half) };
         let second = store.reserve(half, 1 << 21).unwrap();
         assert_ne!(first, second);

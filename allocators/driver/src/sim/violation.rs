@@ -1,4 +1,4 @@
-//! What the oracle says, and to whom it points.
+//! Violations that the oracle reports.
 
 use super::{
     agents::{Agent, Components},
@@ -8,49 +8,49 @@ use super::{
 use crate::{DeviceId, DeviceRange};
 use std::{collections::HashMap, fmt, panic::Location};
 
-/// What is wrong between two parties.
+/// The kind of a violation between two parties.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum ViolationKind {
-    /// Two writes that nothing orders.
+    /// Two unordered writes.
     WriteWrite,
-    /// A read that nothing orders after a write.
+    /// A read that is not ordered after a write.
     WriteRead,
-    /// A write that nothing orders after a read.
+    /// A write that is not ordered after a read.
     ReadWrite,
-    /// A block given out on one stream while nothing orders that after another's use of its bytes.
+    /// A block allocated on one stream without order after another stream's use of its bytes.
     Reuse,
-    /// A use on another stream than the block's, which nothing orders after the allocation.
+    /// A use on a stream other than the block's, without order after the allocation.
     BeforeReady,
     /// A use of memory that its owner has freed.
     UseAfterFree,
-    /// A use of bytes right before or right behind a block, where its pool has put a guard.
+    /// A use of bytes directly before or after a block, where its pool has put a guard.
     OutsideBlock,
-    /// Work made for a block that is gone: its bytes belong to another by now.
+    /// Work for a block that is gone: its bytes belong to another block now.
     StaleBlock {
         /// The block that the work declares.
         declared: u64,
-        /// The block that is there.
+        /// The block that is there now.
         live: u64,
     },
-    /// A use of addresses with nothing behind them.
+    /// A use of unmapped addresses.
     Unmapped,
     /// A use by a device that was not given access to the mapping.
     NoAccess {
         /// The device.
         device: DeviceId,
     },
-    /// A mapping taken away while the host does not know that work on it is done.
+    /// A mapping removed while the host does not know that work on it is done.
     UnmapInFlight,
-    /// A mapping made where the host does not know that work on the mapping before it is done.
+    /// A mapping created while the host does not know that work on the previous mapping is done.
     MapInFlight,
-    /// A mapping made or taken away, or memory freed, while somebody outside keeps its addresses.
+    /// A mapping created or removed, or memory freed, while its addresses are registered outside.
     MovedWhileRegistered,
-    /// Memory freed, or its registration ended, while nothing orders that after queued work on it.
+    /// Memory freed or unregistered without order after queued work on it.
     FreeInFlight,
     /// A copy whose host side does not lie in one registration.
     AcrossRegistrations,
-    /// A copy into host memory that was registered to be read only.
+    /// A copy into host memory that was registered as read-only.
     WriteToReadOnly,
 }
 
@@ -82,18 +82,19 @@ impl fmt::Display for ViolationKind {
     }
 }
 
-/// One of the two.
+/// One of the two sides of a violation.
 ///
 /// Its example is that of [`Violation`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Party {
-    /// Who.
+    /// The stream or host agent.
     pub agent: Agent,
-    /// Doing what: the kernel's name, `copy to device`, `unmap`.
+    /// The name of its work: the kernel's name, `copy to device`, `unmap`.
     pub work: &'static str,
-    /// The line of the program that asked for it; for a node of a graph, where it was captured.
+    /// The source line of the program that queued it. For a node of a graph, the line of the
+    /// capture.
     pub site: &'static Location<'static>,
-    /// For a node of a graph, the line that launched the graph.
+    /// For a node of a graph, the line of the launch.
     pub launch: Option<&'static Location<'static>>,
 }
 
@@ -109,7 +110,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// Which bytes it is about.
+/// The memory of a violation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Place {
@@ -117,7 +118,7 @@ pub enum Place {
     Device(DeviceRange),
     /// Host memory.
     Host {
-        /// Its first address.
+        /// The first address.
         address: u64,
         /// Bytes.
         bytes: u64,
@@ -135,9 +136,9 @@ impl fmt::Display for Place {
     }
 }
 
-/// Something that a real GPU would answer with wrong bytes, some day.
+/// An unordered or invalid access, which a real GPU would not report.
 ///
-/// Its text names both parties with their source lines:
+/// Its text contains both parties with their source lines:
 ///
 /// ```text
 /// unordered read after write: kernel sum by stream 2 of device 0 at src/step.rs:41,
@@ -146,15 +147,15 @@ impl fmt::Display for Place {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Violation {
-    /// What is wrong.
+    /// The kind.
     pub kind: ViolationKind,
-    /// Who acted first. `None` where there was nobody: memory that has never been mapped.
+    /// The earlier party. `None` if there is none, such as for memory that has never been mapped.
     pub earlier: Option<Party>,
-    /// Who acted on it out of turn.
+    /// The later party, whose access is reported.
     pub later: Party,
-    /// The bytes, those of the first time.
+    /// The bytes of the first occurrence.
     pub place: Place,
-    /// How often these two lines met this way.
+    /// The number of occurrences between these two source lines.
     pub count: u64,
 }
 
@@ -183,7 +184,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// A fault as the checks find it, before anybody is named.
+/// A violation as found by the checks, before its parties are named.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finding {
     pub(crate) kind: ViolationKind,
@@ -193,7 +194,7 @@ pub(crate) struct Finding {
 }
 
 impl Finding {
-    /// Two actions on the same bytes that nothing orders.
+    /// Creates the finding for two unordered actions on the same bytes.
     pub(crate) fn race(earlier: Mark, later: Act, address: u64, bytes: u64) -> Self {
         let kind = match (earlier.act, later) {
             (_, Act::Free) => ViolationKind::FreeInFlight,
@@ -207,18 +208,18 @@ impl Finding {
     }
 }
 
-/// Faults told apart by kind and lines. Beyond this many nobody reads on.
+/// The maximum number of distinct violations, by kind and lines. Further ones are dropped.
 const MOST: usize = 1000;
 
-/// What has been found so far.
+/// The violations found so far.
 #[derive(Default, Debug)]
 pub(crate) struct Reports {
     list: Vec<Violation>,
     places: HashMap<Key, usize>,
-    /// How many of the list, from its start, the program has taken or standard error has been
-    /// given.
+    /// The number of violations, from the start of the list, that were taken or written to standard
+    /// error.
     told: usize,
-    /// Whether each is to be written to standard error as it is found.
+    /// Whether each is written to standard error when it is found.
     pub(crate) at_once: bool,
 }
 
@@ -230,7 +231,7 @@ fn line(site: &'static Location<'static>) -> Line {
 }
 
 impl Reports {
-    /// Adds a finding against `later`; one that is known is counted.
+    /// Adds a finding against `later`. A known one is only counted.
     pub(crate) fn add(
         &mut self,
         components: &Components,
@@ -268,7 +269,7 @@ impl Reports {
         }
     }
 
-    /// Everything found so far, which counts as told from now on.
+    /// Returns all violations found so far and marks them as reported.
     pub(crate) fn list(&mut self) -> &[Violation] {
         self.told = self.list.len();
         &self.list
@@ -280,7 +281,7 @@ impl Reports {
         std::mem::take(&mut self.list)
     }
 
-    /// What has not been told yet, which counts as told from now on.
+    /// Returns the violations that have not been reported yet and marks them as reported.
     pub(crate) fn untold(&mut self) -> Vec<Violation> {
         let from = std::mem::replace(&mut self.told, self.list.len());
         self.list[from..].to_vec()

@@ -1,5 +1,4 @@
-//! Work that a test queues: kernels, declared accesses, values, callbacks, and copies that the host
-//! waits for.
+//! Work that a test queues: kernels, declared accesses, values, callbacks, and synchronous copies.
 #![expect(unsafe_code, reason = "declares copies between raw addresses")]
 
 use super::{
@@ -29,7 +28,7 @@ fn named(call: &'static str) -> impl Fn(u32) -> DriverError {
     move |code| codes::error(call, code)
 }
 
-/// A use by a kernel: the stream's device itself must have access.
+/// Creates the use of a kernel. The stream's own device must have access.
 fn by_kernel(device: DeviceId, declared: &Declared) -> Use {
     Use {
         range: declared.range,
@@ -40,12 +39,12 @@ fn by_kernel(device: DeviceId, declared: &Declared) -> Use {
 }
 
 impl Sim {
-    /// Queues a kernel (`cuLaunchKernel`). What it declares is checked now; its closure runs when
-    /// its turn comes. Where something that it declares cannot be reached, that is reported and the
+    /// Queues a kernel (`cuLaunchKernel`). Its declared accesses are checked now, and its closure
+    /// runs when the item runs. If declared memory cannot be accessed, that is reported and the
     /// closure does not run.
     ///
     /// # Errors
-    /// Invalid handle for a stream that is not there; those of a capture, or of a lost device.
+    /// Invalid handle for a stream that does not exist. Errors of a capture or of a lost device.
     #[track_caller]
     pub fn launch(&self, stream: RawStream, kernel: Kernel) -> Result<()> {
         let site = here();
@@ -59,8 +58,8 @@ impl Sim {
         queued
     }
 
-    /// Queues a kernel that touches one range and does nothing: the lightest way to say that a
-    /// stream uses a block.
+    /// Queues a kernel that accesses one range and does nothing else: the simplest way to declare
+    /// that a stream uses a block.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -111,9 +110,9 @@ impl Sim {
     }
 
     /// Makes a stream wait until the value at an address is `value` or more
-    /// (`cuStreamWaitValue64`). The order that this gives is with the write that ends it, provided
-    /// that this has been queued before: a wait for a value that nobody has promised yet orders
-    /// nothing that the oracle believes.
+    /// (`cuStreamWaitValue64`). This orders the stream after the write that satisfies the wait, if
+    /// that write was queued before. A wait for a value whose write has not been queued yet gives
+    /// no order to the oracle.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -125,8 +124,8 @@ impl Sim {
         self.shared.submit(state, place, task).map(drop).map_err(named(WAIT_VALUE))
     }
 
-    /// Queues a call of the host (`cuLaunchHostFunc`). What it declares is checked now; it runs
-    /// when its turn comes.
+    /// Queues a host call (`cuLaunchHostFunc`). Its declared accesses are checked now. It runs when
+    /// the item runs.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -147,31 +146,31 @@ impl Sim {
         queued
     }
 
-    /// A stream that is ordered with the device's legacy default stream, both ways
+    /// Creates a stream that is ordered with the device's legacy default stream in both directions
     /// (`cuStreamCreate`, default flags). The stream handle 0 means that default stream.
     ///
     /// # Errors
-    /// Invalid device, or a lost one.
+    /// Invalid device, or the error of a lost device.
     pub fn blocking_stream(&self, device: DeviceId) -> Result<RawStream> {
         let mut state = self.shared.enter_named("cuStreamCreate", device)?;
         let place = state.make_stream(device, Kind::Blocking);
-        // SAFETY: 1. The handle is that of the stream just made.
+        // SAFETY: 1. The handle belongs to the stream that was just created.
         Ok(unsafe { RawStream::from_raw(device, handle(self.shared.machine, place)) })
     }
 
-    /// The device's legacy default stream.
+    /// Returns the device's legacy default stream.
     #[must_use]
     pub fn legacy_stream(&self, device: DeviceId) -> RawStream {
-        // SAFETY: 1. Every device has its default stream, under this number, as long as it is
-        // there.
+        // SAFETY: 1. Every device has its default stream, with this number, for its whole lifetime.
         unsafe { RawStream::from_raw(device, 0) }
     }
 
     /// Copies to the device on its legacy stream (`cuMemcpyHtoD`). From pinned memory the host
-    /// waits until the bytes are there; from pageable memory only until they are staged.
+    /// waits until the bytes have arrived. From pageable memory it waits only until they are
+    /// staged.
     ///
     /// # Safety
-    /// 1. `from` is readable for `bytes`, and nobody writes it meanwhile.
+    /// 1. `from` is readable for `bytes`, and is not written during the call.
     ///
     /// # Errors
     /// Invalid value for a host range that spans two registrations.
@@ -185,7 +184,7 @@ impl Sim {
     ) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_TO_DEVICE, device)?;
-        // SAFETY: 1. is the caller's; the copy is done, or staged, when this returns.
+        // SAFETY: 1. is promised by the caller. The copy is done, or staged, when this returns.
         let queued = unsafe { self.shared.queue_to_device(state, place, to, from, bytes, site) };
         let (state, pinned) = queued.map_err(named(COPY_TO_DEVICE))?;
         if pinned {
@@ -197,11 +196,11 @@ impl Sim {
         Ok(())
     }
 
-    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes are
-    /// there.
+    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes
+    /// have arrived.
     ///
     /// # Safety
-    /// 1. `to` is writable for `bytes`, and nobody touches it meanwhile.
+    /// 1. `to` is writable for `bytes`, and there is no other access to it during the call.
     ///
     /// # Errors
     /// Invalid value for a host range that spans two registrations.
@@ -215,7 +214,7 @@ impl Sim {
     ) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_TO_HOST, device)?;
-        // SAFETY: 1. is the caller's; the copy is done when this returns.
+        // SAFETY: 1. is promised by the caller. The copy is done when this returns.
         let queued = unsafe { self.shared.queue_to_host(state, place, to, from, bytes, site) };
         let (state, _) = queued.map_err(named(COPY_TO_HOST))?;
         self.finish(state, place, COPY_TO_HOST)?;
@@ -223,11 +222,11 @@ impl Sim {
         Ok(())
     }
 
-    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Called synchronous, and the host
-    /// learns nothing.
+    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Despite its name it gives the
+    /// host no order.
     ///
     /// # Errors
-    /// Those of a lost device.
+    /// Errors of a lost device.
     #[track_caller]
     pub fn copy_on_device_now(
         &self,
@@ -244,10 +243,10 @@ impl Sim {
         Ok(())
     }
 
-    /// Fills on the device's legacy stream (`cuMemsetD8`). The host learns nothing.
+    /// Fills on the device's legacy stream (`cuMemsetD8`). It gives the host no order.
     ///
     /// # Errors
-    /// Those of a lost device.
+    /// Errors of a lost device.
     #[track_caller]
     pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
         let site = here();
@@ -270,7 +269,7 @@ impl Sim {
         Ok((state, place))
     }
 
-    /// Waits for all that is queued on a stream, and lets the host learn that.
+    /// Waits for all work queued on a stream, and orders the host after it.
     fn finish(&self, state: Guard<'_>, place: usize, call: &'static str) -> Result<()> {
         let device = state.streams[place].device;
         let point = state.point(place);
