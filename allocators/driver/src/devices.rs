@@ -12,7 +12,8 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 /// Returns how many devices, of all drivers of the process, have been [found to be
 /// lost](Devices::is_lost) so far. A caller that stores this count needs to query the drivers again
 /// only when it has changed.
-///
+/// Its example is that of [`Sim::lose_device`](crate::sim::Sim::lose_device), whose loss it would
+/// count.
 /// [`Sim::lose_device`](crate::sim::Sim::lose_device) has an example of a loss that it counts.
 #[inline]
 #[must_use]

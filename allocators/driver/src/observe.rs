@@ -63,7 +63,7 @@ pub enum HostAccess {
 /// use aquifer_driver::{DeviceId, DeviceRange, Driver, sim::Sim};
 /// let driver = Sim::h200(1).driver();
 /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4096)?, bytes: 4096 };
-/// if let Some(observer) = driver.observer() {      // the simulated GPU has one, a real GPU has none
+/// if let Some(observer) = driver.observer() {      // only the simulated GPU has one
 ///     observer.registered(range);                  // from here on, remapping it is reported
 ///     observer.unregistered(range);
 /// }

@@ -1,34 +1,34 @@
-//! Who acts: streams and host agents, and which component of the clocks counts for whom.
+//! Agents (streams and hosts), and the clock component of each.
 
 use super::clock::Clock;
 use crate::DeviceId;
 use std::{cell::Cell, fmt};
 
-/// Somebody whose actions follow one another in one order.
+/// An agent, whose actions have one total order.
 ///
-/// Unless a test asks for [several host agents](super::Sim::host_agents) the host is one; its
-/// example is that of [`Sim::host_edge`](super::Sim::host_edge).
+/// Unless a test configures [several host agents](super::Sim::host_agents), the host is one agent.
+/// Its example is that of [`Sim::host_edge`](super::Sim::host_edge).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Agent {
-    /// The host, or one of several host agents: see [`Sim::host_agents`](super::Sim::host_agents).
+    /// The host, or one of several host agents. See [`Sim::host_agents`](super::Sim::host_agents).
     Host {
-        /// Which; 0 where there is one.
+        /// Its number. 0 if there is only one.
         agent: u32,
     },
     /// A stream.
     Stream {
         /// Its device.
         device: DeviceId,
-        /// The number that no other stream ever has: [`stream_id`](crate::Streams::stream_id).
+        /// A number that no other stream ever has: [`stream_id`](crate::Streams::stream_id).
         id: u64,
     },
-    /// A branch of an executable graph: what was captured on another stream than the one that began
-    /// the capture.
+    /// A branch of an executable graph: work captured on a stream other than the one that began the
+    /// capture.
     Graph {
         /// The graph's device.
         device: DeviceId,
-        /// The number that no other executable graph ever has.
+        /// A number that no other executable graph ever has.
         id: u64,
     },
 }
@@ -46,19 +46,19 @@ impl fmt::Display for Agent {
     }
 }
 
-/// The components of the clocks, and whose each has been.
+/// The components of the clocks, and their owners.
 ///
-/// A component outlives its stream, since other clocks and records name it. It passes to a new
-/// stream only where the creator knows all of the old one's work to be done: then nobody can know
-/// the new stream's work without knowing that.
+/// A component outlives its stream, since other clocks and records refer to it. It is reused for a
+/// new stream only if the creator knows that all of the old stream's work is done. Then every clock
+/// that covers the new stream's work also covers the old stream's.
 #[derive(Default, Debug)]
 pub(crate) struct Components {
-    /// For each component, who has owned it from which count on.
+    /// For each component, its owners and the count from which each owned it.
     owners: Vec<Vec<(u64, Agent)>>,
     vacant: Vec<Vacant>,
 }
 
-/// A component whose stream is gone.
+/// A component whose stream is destroyed.
 #[derive(Debug)]
 struct Vacant {
     slot: u32,
@@ -67,15 +67,15 @@ struct Vacant {
 }
 
 impl Components {
-    /// A component for `agent`, and the clock it starts with. `creator` is the clock of the host
-    /// agent that makes it.
+    /// Returns a component for `agent`, and its initial clock. `creator` is the clock of the host
+    /// agent that creates it.
     pub(crate) fn lease(&mut self, agent: Agent, creator: &Clock) -> (u32, Clock) {
         let known = |vacant: &Vacant| creator.knows(vacant.slot, vacant.clock.get(vacant.slot));
         if let Some(position) = self.vacant.iter().position(known) {
             let Vacant { slot, clock: last, .. } = self.vacant.swap_remove(position);
             let count = last.get(slot);
             self.owners[slot as usize].push((count + 1, agent));
-            // Not all that the old one knew: it may have waited for more since its last action.
+            // The old clock is not inherited: it may have waited for more since its last action.
             let mut clock = Clock::default();
             clock.raise(slot, count);
             return (slot, clock);
@@ -85,18 +85,18 @@ impl Components {
         (slot, Clock::default())
     }
 
-    /// The stream of a component is gone, and all its work is done.
+    /// Frees the component of a destroyed stream whose work is all done.
     pub(crate) fn vacate(&mut self, slot: u32, device: DeviceId, clock: Clock) {
         self.vacant.push(Vacant { slot, device, clock });
     }
 
-    /// What streams of a device that are gone have done: part of what a device synchronisation
-    /// teaches.
+    /// Returns the clocks of a device's destroyed streams, which a device synchronisation covers
+    /// too.
     pub(crate) fn gone(&self, device: DeviceId) -> impl Iterator<Item = &Clock> {
         self.vacant.iter().filter(move |vacant| vacant.device == device).map(|vacant| &vacant.clock)
     }
 
-    /// Whose action it was.
+    /// Returns the agent of an action.
     pub(crate) fn owner(&self, slot: u32, count: u64) -> Agent {
         let owners = self.owners.get(slot as usize).map_or(&[][..], Vec::as_slice);
         let later = owners.partition_point(|&(from, _)| from <= count);
@@ -104,27 +104,26 @@ impl Components {
     }
 }
 
-/// What one host agent knows.
+/// The state of one host agent.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) slot: u32,
     pub(crate) clock: Clock,
-    /// Changes whenever the clock does, so that streams need not join a clock that they have
-    /// joined.
+    /// Changes with the clock, so that streams can skip a clock that they have already joined.
     pub(crate) version: u64,
     /// The longest path whose end it has waited for.
     pub(crate) path: u64,
 }
 
 impl Host {
-    /// Learns what `clock` knows.
+    /// Joins the host's clock with `clock`.
     pub(crate) fn learn(&mut self, clock: &Clock) {
         if self.clock.join(clock) {
             self.version += 1;
         }
     }
 
-    /// Counts one action of the host's own.
+    /// Counts one action of the host.
     pub(crate) fn tick(&mut self) -> u64 {
         self.version += 1;
         self.clock.tick(self.slot)
@@ -135,12 +134,12 @@ thread_local! {
     static ACTING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The host agent that this thread acts as.
+/// Returns the host agent that this thread acts as.
 pub(crate) fn acting() -> u32 {
     ACTING.get()
 }
 
-/// While it lives, this thread acts as one of several host agents. See
+/// A guard that makes this thread act as one of several host agents. See
 /// [`Sim::act_as`](super::Sim::act_as).
 ///
 /// ```
@@ -150,7 +149,7 @@ pub(crate) fn acting() -> u32 {
 /// sim.host_write(pinned, 64);
 /// {
 ///     let _second = sim.act_as(1);
-///     sim.host_read(pinned, 64); // and nobody has told it that the bytes are there
+///     sim.host_read(pinned, 64); // not ordered after the write
 /// }
 /// assert_eq!(sim.violations()[0].kind, ViolationKind::WriteRead);
 /// # Ok::<(), aquifer_driver::DriverError>(())
@@ -159,7 +158,7 @@ pub(crate) fn acting() -> u32 {
 #[must_use = "the thread acts as the agent until this is dropped"]
 pub struct ActingAs {
     before: u32,
-    /// Restores a thread-local, so it stays on its thread.
+    /// Not `Send`, since dropping it restores a thread-local.
     thread: std::marker::PhantomData<*const ()>,
 }
 

@@ -1,4 +1,4 @@
-//! Calls of the host from within a stream.
+//! Host calls from within a stream.
 
 use super::{Sim, clock::Clock};
 use crate::Access;
@@ -7,13 +7,11 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// A call of the host, to be queued by [`Sim::host_callback`], that says what pinned memory it
-/// touches.
+/// A host call for [`Sim::host_callback`] that declares the pinned memory it accesses.
 ///
-/// It runs on whatever thread gets there, at each launch if it was captured, and may call nothing
-/// of the driver's. What it touches is checked when it is queued, at its place in the stream, as a
-/// kernel's declarations are; what it declares by [`Sim::host_read`] or [`Sim::host_write`] while
-/// it runs is passed over.
+/// It runs on any thread, and at each launch if it was captured. It must not call the driver. Its
+/// declared accesses are checked when it is queued, at its position in the stream, like those of a
+/// kernel. [`Sim::host_read`] and [`Sim::host_write`] are ignored while it runs.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, HostFlags, sim::{Callback, Sim}};
@@ -23,7 +21,7 @@ use std::{
 /// let (sender, receiver) = std::sync::mpsc::channel();
 /// let token = sim.host_callback(stream, Callback::new("done", move || drop(sender.send(42))))?;
 /// assert_eq!(receiver.recv(), Ok(42));
-/// assert!(token.has_run()); // and from here on the host knows what came before it to be done
+/// assert!(token.has_run()); // from here on the host knows that the earlier work is done
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
 #[must_use = "a callback does nothing until it is queued"]
@@ -34,18 +32,18 @@ pub struct Callback {
 }
 
 impl Callback {
-    /// A call that touches nothing yet. Reports call it by its name.
+    /// Creates a call without accesses. Reports contain its name.
     pub fn new(name: &'static str, call: impl FnMut() + Send + 'static) -> Self {
         Self { name, touches: Vec::new(), call: Box::new(call) }
     }
 
-    /// It reads `bytes` of pinned memory.
+    /// Declares that it reads `bytes` of pinned memory.
     pub fn reads(mut self, address: u64, bytes: u64) -> Self {
         self.touches.push((address, bytes, Access::Read));
         self
     }
 
-    /// It writes `bytes` of pinned memory.
+    /// Declares that it writes `bytes` of pinned memory.
     pub fn writes(mut self, address: u64, bytes: u64) -> Self {
         self.touches.push((address, bytes, Access::Write));
         self
@@ -65,9 +63,9 @@ impl fmt::Debug for Callback {
 #[derive(Clone)]
 pub(crate) struct Call {
     call: Arc<Mutex<dyn FnMut() + Send>>,
-    /// What came before it when it ran last.
+    /// The clock that preceded its last run.
     ran: Arc<Mutex<Option<Clock>>>,
-    /// What comes before it.
+    /// The clock that precedes it.
     pub(crate) clock: Clock,
 }
 
@@ -76,12 +74,12 @@ impl Call {
         Self { call: Arc::new(Mutex::new(call)), ran: Arc::default(), clock: Clock::default() }
     }
 
-    /// What tells whether it has run.
+    /// Returns a token that reports whether it has run.
     pub(crate) fn token(&self, sim: Sim) -> CallbackToken {
         CallbackToken { sim, ran: Arc::clone(&self.ran) }
     }
 
-    /// Makes it. The simulator's lock must not be held.
+    /// Runs the call. The simulator's lock must not be held.
     pub(crate) fn make(self) {
         (self.call.lock().unwrap_or_else(PoisonError::into_inner))();
         *self.ran.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.clock);
@@ -98,8 +96,8 @@ pub struct CallbackToken {
 }
 
 impl CallbackToken {
-    /// Whether it has run, at all if it was captured. If so, the host agent that asks knows
-    /// everything that came before it, the last time, to be done.
+    /// Returns whether it has run, at least once if it was captured. If so, the calling host agent
+    /// now knows that all work before the last run is done.
     #[must_use]
     pub fn has_run(&self) -> bool {
         let ran = self.ran.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -1,8 +1,8 @@
-//! Stream capture: which calls fail, which captures they break, and what becomes of the work.
+//! Stream capture: which calls fail, which captures they invalidate, and how work is captured.
 //!
 //! Work that is queued on a capturing stream becomes a node of a graph. It comes after the stream's
-//! *tail*: the node before it there, and those of the events that the stream has been made to wait
-//! for since. Events and waits are no nodes; they carry tails from stream to stream.
+//! *tail*: the previous node of the stream, and the tails of the events that the stream has waited
+//! for since. Events and waits are not nodes. They carry tails from stream to stream.
 
 use super::{
     codes,
@@ -16,7 +16,7 @@ use std::{
     thread::{self, ThreadId},
 };
 
-/// Open captures, and how strict each thread is.
+/// Open captures, and the capture mode of each thread.
 #[derive(Default, Debug)]
 pub(crate) struct Captures {
     open: HashMap<u64, Capture>,
@@ -29,25 +29,25 @@ struct Capture {
     mode: CaptureMode,
     thread: ThreadId,
     valid: bool,
-    /// The streams that take part, that which began it first. Their order is that of the graph's
-    /// branches.
+    /// The streams that take part, beginning with the one that began it. Their order is that of the
+    /// graph's branches.
     members: Vec<Member>,
     nodes: Vec<Node>,
-    /// Those who keep memory for the graph.
+    /// The keepers of memory for the graph.
     keepers: Vec<u64>,
 }
 
 /// A stream that takes part in a capture.
 #[derive(Debug)]
 struct Member {
-    /// By place.
+    /// The stream's index.
     stream: usize,
     device: DeviceId,
-    /// The nodes that the next one comes after.
+    /// The nodes that precede the next one.
     tail: Vec<usize>,
 }
 
-/// Where in a capture an event was recorded.
+/// The position of an event's record in a capture.
 #[derive(Clone, Debug)]
 pub(crate) struct Captured {
     capture: u64,
@@ -59,7 +59,7 @@ impl Capture {
         self.members.iter_mut().find(|member| member.stream == stream)
     }
 
-    /// Whether the stream that began it has been made to wait for all work.
+    /// Returns whether the stream that began it waits for all work.
     fn is_joined(&self) -> bool {
         let mut reached = vec![false; self.nodes.len()];
         let mut next = self.members.first().map_or_else(Vec::new, |origin| origin.tail.clone());
@@ -73,12 +73,12 @@ impl Capture {
 }
 
 impl Captures {
-    /// Sets this thread's mode, and answers with the one before.
+    /// Sets this thread's mode and returns the previous one.
     pub(crate) fn exchange(&mut self, mode: CaptureMode) -> CaptureMode {
         self.modes.insert(thread::current().id(), mode).unwrap_or(CaptureMode::Global)
     }
 
-    /// A call that could disturb a capture is made by this thread.
+    /// Handles a call of this thread that is unsafe during a capture.
     pub(crate) fn disturb(&mut self) -> Result<(), Refused> {
         if self.open.is_empty() {
             return Ok(());
@@ -105,7 +105,7 @@ impl Captures {
 }
 
 impl State {
-    /// Opens a capture on a stream.
+    /// Begins a capture on a stream.
     pub(crate) fn begin_capture(
         &mut self,
         stream: RawStream,
@@ -134,7 +134,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends it, and answers with what it has made.
+    /// Ends a capture and returns its graph.
     pub(crate) fn end_capture(&mut self, stream: RawStream) -> Result<Graph, Refused> {
         let place = self.stream(stream)?;
         let id = self.streams[place].capture.ok_or(codes::ILLEGAL_STATE)?;
@@ -157,7 +157,7 @@ impl State {
         Ok(Graph::new(stream.device(), capture.nodes, branches, capture.keepers))
     }
 
-    /// Whether the capture that a stream takes part in was begun there.
+    /// Returns whether the capture that a stream takes part in was begun there.
     fn began(&self, place: usize) -> bool {
         let capture = self.streams[place].capture.and_then(|id| self.captures.open.get(&id));
         capture.is_some_and(|capture| {
@@ -165,14 +165,14 @@ impl State {
         })
     }
 
-    /// Sets all streams of a capture free.
+    /// Removes a capture and releases all of its streams.
     fn close_capture(&mut self, id: u64) -> Option<Capture> {
         self.streams.iter_mut().filter(|s| s.capture == Some(id)).for_each(|s| s.capture = None);
         self.captures.open.remove(&id)
     }
 
-    /// A stream that takes part in a capture is destroyed: the capture is broken, and over if
-    /// nobody can end it now.
+    /// Handles the destruction of a stream that takes part in a capture. The capture is
+    /// invalidated. If the stream began it, it cannot be ended any more and is removed.
     pub(crate) fn leave_capture(&mut self, place: usize) {
         let Some(id) = self.streams[place].capture else { return };
         self.captures.invalidate(id);
@@ -182,7 +182,7 @@ impl State {
         self.streams[place].capture = None;
     }
 
-    /// Which capture a stream takes part in.
+    /// Returns the capture that a stream takes part in.
     pub(crate) fn capture_status(&mut self, stream: RawStream) -> Result<CaptureStatus, Refused> {
         let place = self.stream(stream)?;
         if self.implied(place).into_iter().any(|other| self.streams[other].capture.is_some())
@@ -195,13 +195,13 @@ impl State {
         Ok(if valid { CaptureStatus::Active { id } } else { CaptureStatus::Invalidated })
     }
 
-    /// Whether work for a stream goes into a capture instead of its queue.
+    /// Returns whether work for a stream is captured instead of queued.
     pub(crate) fn captured(&mut self, stream: usize) -> Result<bool, Refused> {
         if let Some(id) = self.streams[stream].capture {
             let valid = self.captures.open.get(&id).is_some_and(|capture| capture.valid);
             return if valid { Ok(true) } else { Err(codes::CAPTURE_INVALIDATED) };
         }
-        // Work that implies an order with a capturing stream cannot be given one.
+        // Work with an implicit order to a capturing stream cannot be ordered.
         let implied =
             self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
         match implied {
@@ -213,7 +213,7 @@ impl State {
         }
     }
 
-    /// Makes work part of the graph of a stream that captures.
+    /// Adds work to the graph of a stream that captures.
     pub(crate) fn capture(&mut self, stream: usize, task: Task) {
         let uses = self.by_block(task.work.uses());
         let id = self.streams[stream].capture;
@@ -229,15 +229,15 @@ impl State {
         capture.nodes.push(Node { task, uses, branch, after });
     }
 
-    /// Where an event stands that is recorded now, if its stream captures.
+    /// Returns the position of an event that is recorded now, if its stream captures.
     pub(crate) fn captured_point(&mut self, stream: usize) -> Option<Captured> {
         let capture = self.streams[stream].capture?;
         let tail = self.captures.open.get_mut(&capture)?.member(stream)?.tail.clone();
         Some(Captured { capture, tail })
     }
 
-    /// A query of, or a wait for, an event that was recorded in a capture: while that is open it
-    /// says so, and later it is no event that there is.
+    /// Refuses a query of, or a wait for, an event that was recorded in a capture. The code says
+    /// that the capture is open, or, after its end, that the event is invalid.
     pub(crate) fn refuse_captured(&mut self, event: RawEvent) -> Result<(), Refused> {
         let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else {
             return Ok(());
@@ -246,7 +246,7 @@ impl State {
         Err(if open { codes::CAPTURED_EVENT } else { codes::INVALID_VALUE })
     }
 
-    /// A query of, or a wait for, a stream that captures.
+    /// Refuses a query of, or a wait for, a stream that captures.
     pub(crate) fn refuse_capturing(&mut self, stream: usize) -> Result<(), Refused> {
         match self.streams[stream].capture {
             Some(id) => {
@@ -257,8 +257,8 @@ impl State {
         }
     }
 
-    /// A stream waits for an event that was recorded in a capture, or captures itself. Whether that
-    /// was all.
+    /// Handles a stream's wait for an event if the event was recorded in a capture or the stream
+    /// captures. Returns whether the wait is complete.
     pub(crate) fn captured_wait(
         &mut self,
         stream: usize,
@@ -267,7 +267,7 @@ impl State {
         match (self.streams[stream].capture, event) {
             (None, None) => Ok(false),
             (mine, Some(event)) if mine.is_none_or(|mine| mine == event.capture) => {
-                // One that is over, or broken, cannot be joined.
+                // A capture that has ended or is invalidated cannot be joined.
                 let refused =
                     if mine.is_some() { codes::CAPTURE_INVALIDATED } else { codes::INVALID_VALUE };
                 let device = self.streams[stream].device;

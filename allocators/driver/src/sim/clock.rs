@@ -1,28 +1,28 @@
-//! Vector clocks: who knows how much of whose work to be done.
+//! Vector clocks: how much of each agent's work is known to be done.
 //!
-//! Each stream and each host agent owns one component and counts its own actions in it. An action's
-//! *stamp* is its owner's component and count; another action comes after it, in an order that the
-//! driver was told of, exactly if its own clock has counted that far. So one comparison of two
-//! numbers decides, however many streams there are.
+//! Each stream and each host agent owns one component and counts its own actions in it. The *stamp*
+//! of an action is its owner's component and count. Another action comes after it, in an order that
+//! the driver knows, exactly if that action's clock has reached this count. So one comparison of
+//! two numbers decides, for any number of streams.
 
-/// How much is known of each component. A component that is not there is at zero.
+/// The known count of each component. A missing component is zero.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub(crate) struct Clock {
     counts: Vec<u64>,
 }
 
 impl Clock {
-    /// How much is known of one component.
+    /// Returns the known count of one component.
     pub(crate) fn get(&self, slot: u32) -> u64 {
         self.counts.get(slot as usize).copied().unwrap_or(0)
     }
 
-    /// Whether the action with this stamp comes before whoever has this clock.
+    /// Returns whether the action with this stamp comes before this clock.
     pub(crate) fn knows(&self, slot: u32, count: u64) -> bool {
         self.get(slot) >= count
     }
 
-    /// Raises one component to `count`; it never sinks.
+    /// Raises one component to at least `count`.
     pub(crate) fn raise(&mut self, slot: u32, count: u64) {
         let slot = slot as usize;
         if self.counts.len() <= slot {
@@ -31,14 +31,14 @@ impl Clock {
         self.counts[slot] = self.counts[slot].max(count);
     }
 
-    /// Counts one action of the component's owner, and answers with its count.
+    /// Counts one action of the component's owner and returns its count.
     pub(crate) fn tick(&mut self, slot: u32) -> u64 {
         let count = self.get(slot) + 1;
         self.raise(slot, count);
         count
     }
 
-    /// Learns all that `other` knows. Whether that was anything new.
+    /// Joins with `other`: each component becomes the maximum. Returns whether this clock changed.
     pub(crate) fn join(&mut self, other: &Clock) -> bool {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);

@@ -1,4 +1,4 @@
-//! The driver's error codes, those that the simulator answers with, and their names.
+//! The driver error codes that the simulator returns, and their names.
 
 use crate::DriverError;
 
@@ -24,7 +24,7 @@ pub(crate) const CAPTURE_IMPLICIT: u32 = 906;
 pub(crate) const CAPTURED_EVENT: u32 = 907;
 pub(crate) const CAPTURE_WRONG_THREAD: u32 = 908;
 
-/// The error of a call.
+/// Creates the error of a call.
 pub(crate) fn error(call: &'static str, code: u32) -> DriverError {
     DriverError { call, code, name: name(code) }
 }

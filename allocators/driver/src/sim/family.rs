@@ -1,4 +1,4 @@
-//! The driver's families over the simulated machine, a file for each.
+//! The driver's families implemented by the simulated machine, one file for each.
 
 pub(super) mod copies;
 mod devices;

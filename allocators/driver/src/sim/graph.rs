@@ -1,11 +1,10 @@
-//! Graphs: what a capture has made, executables, and their launches.
+//! Graphs, executables and their launches.
 //!
-//! A graph is a list of nodes in the order of their capture, each with those that it comes after;
-//! nodes that were captured on one stream are one *branch*. An executable has a stream of its own
-//! for each branch but the first: a launch queues the first branch on the stream that it is
-//! launched on and the others on those, with waits where one branch comes after another. So
-//! branches have clocks of their own, and what nothing orders within a graph is found as between
-//! streams.
+//! A graph is a list of nodes in the order of their capture, each with its predecessors. Nodes that
+//! were captured on one stream are one *branch*. An executable has a stream of its own for each
+//! branch but the first. A launch queues the first branch on the stream of the launch and the
+//! others on those streams, with waits where one branch comes after another. So branches have
+//! clocks of their own, and missing order within a graph is found as between streams.
 
 use super::{
     agents::Agent,
@@ -24,34 +23,34 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Every graph and every executable.
+/// All graphs and executables.
 #[derive(Default, Debug)]
 pub(crate) struct Graphs {
     pub(crate) graphs: Table<Graph>,
     pub(crate) execs: Table<Exec>,
-    /// Executables made so far.
+    /// The number of executables created so far.
     made: u64,
 }
 
-/// One piece of captured work.
+/// A node: one item of captured work.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) task: Task,
-    /// What it touches, cut by the blocks that were there when it was captured.
+    /// Its uses, split by the blocks that existed at the capture.
     pub(crate) uses: Vec<Use>,
     pub(crate) branch: usize,
-    /// The nodes that it comes after, all of which stand before it in the list.
+    /// Its predecessors, all of which precede it in the list.
     pub(crate) after: Vec<usize>,
 }
 
-/// What a capture has made. It does not change, so its executables share it.
+/// The result of a capture. It is immutable, so its executables share it.
 #[derive(Debug)]
 pub(crate) struct Graph {
     pub(crate) device: DeviceId,
     pub(crate) nodes: Arc<[Node]>,
-    /// The device of each branch; the first is that of the stream that began the capture.
+    /// The device of each branch. The first is that of the stream that began the capture.
     branches: Vec<DeviceId>,
-    /// Those who keep memory for it.
+    /// The keepers of memory for it.
     keepers: Arc<[u64]>,
     pub(crate) holds: Vec<Hold>,
 }
@@ -67,20 +66,21 @@ impl Graph {
     }
 }
 
-/// Something that can be launched.
+/// An executable graph.
 #[derive(Debug)]
 pub(crate) struct Exec {
     pub(crate) device: DeviceId,
     nodes: Arc<[Node]>,
     keepers: Arc<[u64]>,
-    /// The streams of the branches after the first, by place.
+    /// The streams of the branches after the first (indices).
     branches: Vec<usize>,
     /// The end of its last launch.
     last: Option<Point>,
     pub(crate) holds: Vec<Hold>,
 }
 
-/// A share in what is called when a graph, its executables and their launches are done with.
+/// A reference to a function that is called when a graph, its executables and their launches are
+/// gone.
 #[derive(Clone)]
 pub(crate) struct Hold {
     held: Arc<Mutex<Held>>,
@@ -88,7 +88,7 @@ pub(crate) struct Hold {
 
 struct Held {
     call: OnRelease,
-    /// What comes before the call: all launches.
+    /// The clock that precedes the call: that of all launches.
     after: Clock,
 }
 
@@ -109,7 +109,7 @@ impl fmt::Debug for Hold {
 }
 
 impl State {
-    /// The graph that a handle means.
+    /// Returns the graph of a handle.
     pub(crate) fn graph(&mut self, graph: RawGraph) -> Result<&mut Graph, Refused> {
         match self.graphs.graphs.get_mut(graph.handle()) {
             Some(there) if there.device == graph.device() => Ok(there),
@@ -117,7 +117,7 @@ impl State {
         }
     }
 
-    /// The executable that a handle means.
+    /// Returns the executable of a handle.
     pub(crate) fn exec(&mut self, exec: RawGraphExec) -> Result<&mut Exec, Refused> {
         match self.graphs.execs.get_mut(exec.handle()) {
             Some(there) if there.device == exec.device() => Ok(there),
@@ -125,7 +125,7 @@ impl State {
         }
     }
 
-    /// Makes an executable of a graph. Fills of what is not mapped now are refused.
+    /// Creates an executable of a graph. Fills of memory that is not mapped now are refused.
     pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, Refused> {
         let Graph { device, nodes, branches, keepers, holds } = self.graph(graph)?;
         let (device, nodes, keepers, holds) =
@@ -145,7 +145,7 @@ impl State {
         Ok(self.graphs.execs.insert(Exec { device, nodes, keepers, branches, last: None, holds }))
     }
 
-    /// Ends an executable. What it held; its launches go on.
+    /// Destroys an executable. Returns its references. Its launches continue.
     pub(crate) fn end_exec(&mut self, exec: RawGraphExec) -> Vec<Hold> {
         let Some(exec) = self.graphs.execs.remove(exec.handle()) else { return Vec::new() };
         for branch in exec.branches {
@@ -155,7 +155,7 @@ impl State {
         exec.holds
     }
 
-    /// Queues a launch on a stream, without running anything.
+    /// Queues a launch on a stream without running anything.
     pub(crate) fn launch(
         &mut self,
         exec: RawGraphExec,
@@ -168,7 +168,8 @@ impl State {
         let name = "graph launch";
         self.after_implied(stream, name, site);
         match last {
-            // There already, or in a stream that has gone since and whose place this one has.
+            // The last launch is on this stream already, or on a destroyed stream whose index this
+            // one has.
             Some(last) if last.stream == stream && self.oracle => {
                 self.streams[stream].clock.join(&last.clock);
             }
@@ -182,7 +183,7 @@ impl State {
         for &branch in &branches {
             self.after(branch, &start, name, site);
         }
-        // Where each node stands, as far as another branch may ask.
+        // The position of each node, for waits of other branches.
         let mut points = Vec::new();
         for node in &*nodes {
             let place =
@@ -212,8 +213,8 @@ impl State {
         Ok(())
     }
 
-    /// Lets go of shares. What is to be called now, without the simulator's lock: the host knows
-    /// then that all launches are done.
+    /// Drops references. Returns the functions to call now, without the simulator's lock. The host
+    /// then knows that all launches are done.
     pub(crate) fn let_go(&mut self, holds: Vec<Hold>) -> Vec<OnRelease> {
         let mut calls = Vec::new();
         for held in holds.into_iter().filter_map(|hold| Arc::into_inner(hold.held)) {
@@ -225,7 +226,7 @@ impl State {
     }
 }
 
-/// Makes calls that were waiting for a release. The simulator's lock must not be held.
+/// Calls release functions. The simulator's lock must not be held.
 pub(crate) fn make(calls: Vec<OnRelease>) {
     for call in calls {
         let _inside = inside::enter();

@@ -1,5 +1,5 @@
-//! Whether this thread runs code of the simulated GPU right now: a kernel's closure or a host
-//! callback, which run on whatever thread gets there. Neither may call the driver.
+//! Whether this thread is running code of the simulated GPU: a kernel's closure or a host callback.
+//! Both run on any thread, and neither may call the driver.
 
 use std::cell::Cell;
 
@@ -7,11 +7,11 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While it lives, this thread is inside.
+/// A guard that marks this thread as inside.
 #[derive(Debug)]
 pub(crate) struct Inside;
 
-/// Enters; there is never more than one to leave, since nothing that runs inside can enter.
+/// Marks this thread as inside. Guards never nest, since code that runs inside cannot enter.
 pub(crate) fn enter() -> Inside {
     INSIDE.set(true);
     Inside
@@ -23,7 +23,7 @@ impl Drop for Inside {
     }
 }
 
-/// Whether this thread is in a kernel or a callback.
+/// Returns whether this thread is in a kernel or a callback.
 pub(crate) fn any() -> bool {
     INSIDE.get()
 }

@@ -1,4 +1,4 @@
-//! Kernels of a test's own: closures that say what they touch.
+//! Kernels of a test: closures that declare their accesses.
 #![expect(unsafe_code, reason = "lends the bytes that a kernel has declared to its closure")]
 
 use super::space::Use;
@@ -9,11 +9,11 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The closure of a kernel, which every launch of a graph that it is part of runs again. Never
-/// contended: one item runs at a time.
+/// The closure of a kernel. Every launch of a graph with this kernel runs it again. Never
+/// contended, since one item runs at a time.
 pub(crate) type Body = Arc<Mutex<dyn FnMut(&mut KernelMemory<'_>) + Send>>;
 
-/// One thing that a kernel touches.
+/// One declared access of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Declared {
     pub(crate) range: DeviceRange,
@@ -21,16 +21,14 @@ pub(crate) struct Declared {
     pub(crate) generation: Option<u64>,
 }
 
-/// A piece of work for the simulated GPU: a name, what it reads and writes, and a closure that does
-/// it.
+/// A kernel for the simulated GPU: a name, the ranges it reads and writes, and a closure.
 ///
-/// The oracle believes the declaration, and the closure gets no bytes beyond it. Name the block's
-/// `generation` where it is known, and a kernel that outlives its block is found even if it is
-/// ordered with everything.
+/// The oracle trusts the declaration, and the closure receives no other bytes. Give the
+/// `generation` of the block if it is known. Then a kernel that outlives its block is found even if
+/// it is ordered with everything.
 ///
-/// The closure runs in [`Mode::Bytes`](super::Mode::Bytes) only, when its stream gets there, on
-/// whatever thread makes that happen: once, or, if it was captured, at each launch of the graph. It
-/// may call nothing of the driver's.
+/// The closure runs only in [`Mode::Bytes`](super::Mode::Bytes), when its item runs, on any thread.
+/// It runs once, or at each launch of the graph if it was captured. It must not call the driver.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DeviceRange, sim::{Kernel, Sim}};
@@ -51,28 +49,28 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel that touches nothing yet. Reports call it by its name.
+    /// Creates a kernel without accesses. Reports contain its name.
     pub fn new(name: &'static str) -> Self {
         Self { name, declared: Vec::new(), body: None }
     }
 
-    /// It reads this range, as part of this block.
+    /// Declares that it reads this range, as part of block `generation`.
     pub fn reads(self, range: DeviceRange, generation: Option<u64>) -> Self {
         self.touches(range, Access::Read, generation)
     }
 
-    /// It writes this range, as part of this block.
+    /// Declares that it writes this range, as part of block `generation`.
     pub fn writes(self, range: DeviceRange, generation: Option<u64>) -> Self {
         self.touches(range, Access::Write, generation)
     }
 
-    /// It touches this range, as part of this block.
+    /// Declares that it accesses this range, as part of block `generation`.
     pub fn touches(mut self, range: DeviceRange, access: Access, generation: Option<u64>) -> Self {
         self.declared.push(Declared { range, access, generation });
         self
     }
 
-    /// What it does, with the ranges numbered in the order in which they were declared.
+    /// Sets the closure. Ranges are numbered in the order of their declaration.
     pub fn run(mut self, body: impl FnMut(&mut KernelMemory<'_>) + Send + 'static) -> Self {
         self.body = Some(Arc::new(Mutex::new(body)));
         self
@@ -88,12 +86,12 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// The bytes that a kernel has declared, one range at a time: declared ranges may overlap.
+/// The bytes that a kernel has declared, accessed one range at a time, since ranges may overlap.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Debug)]
 pub struct KernelMemory<'a> {
-    /// Mapped and open as long as `'a`, and touched by nobody else meanwhile but through this.
+    /// Mapped and accessible for `'a`, without any other access in that time.
     ranges: &'a [Use],
     bytes: PhantomData<&'a mut [u8]>,
 }
@@ -101,42 +99,42 @@ pub struct KernelMemory<'a> {
 impl<'a> KernelMemory<'a> {
     /// # Safety
     /// 1. With bytes, every range can be read and written through its address for `'a`.
-    /// 2. Nobody else touches those bytes for `'a`.
+    /// 2. There is no other access to those bytes for `'a`.
     pub(crate) unsafe fn new(ranges: &'a [Use]) -> Self {
         Self { ranges, bytes: PhantomData }
     }
 
-    /// How many ranges there are.
+    /// Returns the number of ranges.
     #[must_use]
     pub fn len(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Whether nothing was declared.
+    /// Returns whether nothing was declared.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The bytes of a range; none for a number that was not declared.
+    /// Returns the bytes of a range. Empty for a number that was not declared.
     #[must_use]
     pub fn read(&self, range: usize) -> &[u8] {
         let Some(u) = self.ranges.get(range).filter(|u| u.range.bytes > 0) else { return &[] };
-        // SAFETY: 1. The range can be read while `self` is borrowed, by the field's promise; any
-        // bytes are good `u8`s.
-        // 2. Nobody writes it meanwhile: `write` borrows `self` whole.
+        // SAFETY: 1. The field promises that the range can be read while `self` is borrowed. Any
+        // bytes are valid `u8`s. 2. It is not written in that time, since `write` borrows `self`
+        // mutably.
         unsafe { std::slice::from_raw_parts(u.range.address as *const u8, u.range.bytes as usize) }
     }
 
-    /// The bytes of a range declared as written, to change; none for any other.
+    /// Returns the mutable bytes of a range that was declared as written. Empty for any other.
     #[must_use]
     pub fn write(&mut self, range: usize) -> &mut [u8] {
         let Some(u) = self.ranges.get(range).filter(|u| u.writes && u.range.bytes > 0) else {
             return &mut [];
         };
-        // SAFETY: 1. The range can be written while `self` is borrowed, by the field's promise. 2.
-        // No other slice of these bytes lives meanwhile: `self` is borrowed whole, and nobody else
-        // has them.
+        // SAFETY: 1. The field promises that the range can be written while `self` is borrowed. 2.
+        // No other slice of these bytes lives in that time: `self` is borrowed mutably, and the
+        // bytes have no other user.
         unsafe {
             std::slice::from_raw_parts_mut(u.range.address as *mut u8, u.range.bytes as usize)
         }

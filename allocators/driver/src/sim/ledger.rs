@@ -1,12 +1,12 @@
-//! Who touched which bytes last.
+//! Records of the last accesses to memory.
 //!
-//! One ledger belongs to one piece of memory: a physical handle, an allocation, a registration of
-//! host memory. It cuts the piece into intervals and keeps, for each, the last write and the reads
-//! since that no later read comes after. That is enough: an action that comes after the last write
-//! comes after all writes before it.
+//! One ledger belongs to one piece of memory: a physical handle, an allocation, or a registration
+//! of host memory. It divides the piece into intervals. For each interval it keeps the last write,
+//! and the reads since that write that no later read comes after. That is sufficient: an action
+//! after the last write also comes after all earlier writes.
 //!
-//! Most pieces are touched whole or not at all, so a ledger is one interval until somebody touches
-//! a part.
+//! Most pieces are accessed as a whole or not at all, so a ledger is one interval until a part is
+//! accessed.
 
 use super::{
     agents::Components,
@@ -15,20 +15,20 @@ use super::{
 };
 use std::{collections::BTreeMap, panic::Location};
 
-/// What was done to some bytes.
+/// An action on some bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Act {
-    /// They were read.
+    /// A read.
     Read,
-    /// They were written, or read and written.
+    /// A write, or a read and a write.
     Write,
-    /// They were given out as a block. Counts as a write: nobody's bytes are safe from its user.
+    /// The allocation of a block. Counts as a write, since its user may write all bytes.
     Allocate,
-    /// They were given back. Counts as a write: the next user is unknown.
+    /// A free. Counts as a write, since the next user is unknown.
     Free,
 }
 
-/// An action, by its stamp and its line.
+/// An action, with its stamp and its source line.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
     pub(crate) count: u64,
@@ -36,12 +36,12 @@ pub(crate) struct Mark {
     pub(crate) act: Act,
     pub(crate) work: &'static str,
     pub(crate) site: &'static Location<'static>,
-    /// The line that launched the graph which it is part of.
+    /// The line that launched the graph of the action.
     pub(crate) launch: Option<&'static Location<'static>>,
 }
 
 impl Mark {
-    /// Whether it comes before whoever has this clock.
+    /// Returns whether the action comes before this clock.
     pub(crate) fn before(&self, clock: &Clock) -> bool {
         clock.knows(self.slot, self.count)
     }
@@ -52,7 +52,7 @@ impl Mark {
     }
 }
 
-/// What is known of one interval.
+/// The record of one interval.
 #[derive(Clone, Default, Debug)]
 struct Cell {
     write: Option<Mark>,
@@ -61,7 +61,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// Notes an action, after telling whom it does not come after.
+    /// Records an action, and reports the earlier actions that it is not ordered after.
     fn act(&mut self, mark: &Mark, clock: &Clock, mut racing: impl FnMut(Mark)) {
         if let Some(write) = self.write.filter(|write| !write.before(clock)) {
             racing(write);
@@ -80,7 +80,7 @@ impl Cell {
 #[derive(Debug)]
 enum Cells {
     Whole(Cell),
-    /// By first byte; they leave no gap.
+    /// Intervals by first byte, without gaps.
     Parts(BTreeMap<u64, Cell>),
 }
 
@@ -92,13 +92,13 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// The record of `bytes` that nobody has touched.
+    /// Creates the record of `bytes` without any access.
     pub(crate) fn new(bytes: u64) -> Self {
         Self { bytes, cells: Cells::Whole(Cell::default()) }
     }
 
-    /// Notes that `mark`, whose agent has `clock`, touches `bytes` from `offset` on, and adds to
-    /// `found` whom it races with. `base` is the address of offset 0.
+    /// Records an access by `mark`, whose agent has `clock`, to `bytes` from `offset` on. Adds the
+    /// actions it races with to `found`. `base` is the address of offset 0.
     pub(crate) fn act(
         &mut self,
         base: u64,
@@ -139,7 +139,7 @@ impl Ledger {
                 starts_after_first.push(start);
             }
         }
-        // A write leaves the same record everywhere, so one interval says it.
+        // A write leaves the same record everywhere, so the intervals are merged.
         for start in starts_after_first {
             parts.remove(&start);
         }
@@ -150,7 +150,7 @@ impl Ledger {
     }
 }
 
-/// Makes an interval begin at `offset`.
+/// Splits the interval at `offset`.
 fn split(parts: &mut BTreeMap<u64, Cell>, offset: u64) {
     if let Some((&start, cell)) = parts.range(..=offset).next_back()
         && start != offset

@@ -1,10 +1,10 @@
-//! What the driver has given out and not got back.
+//! Driver objects that have not been released.
 
 use super::{pinned::Origin, state::State};
 use std::fmt;
 
-/// Counts of everything that a program holds from the driver. Of a device that is lost nothing
-/// counts: it is gone with the device's context.
+/// Counts of all driver objects that a program holds. Objects of a lost device do not count: they
+/// are gone with the device's context.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, sim::Sim};
@@ -19,7 +19,7 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Outstanding {
-    /// Streams, default streams apart.
+    /// Streams, except default streams.
     pub streams: u64,
     /// Events.
     pub events: u64,
@@ -63,7 +63,7 @@ impl Outstanding {
         ]
     }
 
-    /// Whether everything has been given back.
+    /// Returns whether everything has been released.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.each().iter().all(|&(_, count)| count == 0)

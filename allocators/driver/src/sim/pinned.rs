@@ -1,4 +1,4 @@
-//! Host memory that devices can reach, and who touched it last.
+//! Host memory that devices can access, and its last accesses.
 
 use super::{
     clock::Clock,
@@ -8,12 +8,12 @@ use super::{
 use crate::DeviceId;
 use std::collections::BTreeMap;
 
-/// How memory came to be pinned, and so how that ends.
+/// How memory was pinned, which decides how it is unpinned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Origin {
-    /// The driver's own, with the bytes asked for.
+    /// Allocated by the driver, with the requested size.
     Allocated,
-    /// The program's, registered.
+    /// Memory of the program that was registered.
     Registered,
 }
 
@@ -24,30 +24,30 @@ pub(crate) struct Pinned {
     pub(crate) origin: Origin,
     /// Whether devices may only read it.
     pub(crate) read_only: bool,
-    /// Who pinned it.
+    /// The action that pinned it.
     pub(crate) by: Mark,
     ledger: Ledger,
 }
 
-/// What the driver makes of a host range.
+/// The kind of a host range in a copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Side {
-    /// In one registration.
+    /// Inside one registration.
     Pinned,
-    /// In none.
+    /// In no registration.
     Pageable,
-    /// It begins in a registration and reaches past its end.
+    /// It begins in a registration and extends past its end.
     Across,
 }
 
-/// Every registration, by address; they do not overlap.
+/// All registrations, by address. They do not overlap.
 #[derive(Default, Debug)]
 pub(crate) struct PinnedMemory {
     ranges: BTreeMap<u64, Pinned>,
 }
 
 impl PinnedMemory {
-    /// Adds a registration. `false` if any of it is registered already.
+    /// Adds a registration. Returns `false` if any part of it is already registered.
     pub(crate) fn add(
         &mut self,
         address: u64,
@@ -64,20 +64,20 @@ impl PinnedMemory {
         true
     }
 
-    /// Devices may only read the registration that starts here.
+    /// Makes the registration that starts here read-only for devices.
     pub(crate) fn protect(&mut self, address: u64) {
         if let Some(pinned) = self.ranges.get_mut(&address) {
             pinned.read_only = true;
         }
     }
 
-    /// The registration that holds an address.
+    /// Returns the registration that contains an address.
     pub(crate) fn holding(&self, address: u64) -> Option<&Pinned> {
         let (&start, pinned) = self.ranges.range(..=address).next_back()?;
         (start + pinned.bytes > address).then_some(pinned)
     }
 
-    /// The registration that starts here.
+    /// Returns the registration that starts here.
     pub(crate) fn get(&self, address: u64) -> Option<&Pinned> {
         self.ranges.get(&address)
     }
@@ -110,12 +110,12 @@ impl PinnedMemory {
         self.ranges.range(self.first(address)..address.saturating_add(bytes))
     }
 
-    /// Whether any of a range is pinned this way.
+    /// Returns whether any part of a range is pinned in this way.
     pub(crate) fn overlaps(&self, address: u64, bytes: u64, origin: Origin) -> bool {
         self.overlapping(address, bytes).any(|(_, pinned)| pinned.origin == origin)
     }
 
-    /// Notes an action on the pinned parts of a range.
+    /// Records an action on the pinned parts of a range.
     pub(crate) fn act(
         &mut self,
         address: u64,
@@ -132,12 +132,12 @@ impl PinnedMemory {
         }
     }
 
-    /// Forgets who touched what.
+    /// Removes all records of accesses.
     pub(crate) fn forget(&mut self) {
         self.ranges.values_mut().for_each(|pinned| pinned.ledger = Ledger::new(pinned.bytes));
     }
 
-    /// How many of each origin a device has.
+    /// Returns the number of registrations of a device with this origin.
     pub(crate) fn count(&self, device: DeviceId, origin: Origin) -> u64 {
         self.ranges
             .values()

@@ -52,7 +52,7 @@ pub(crate) struct Pool {
 #[derive(Debug)]
 struct Free {
     bytes: u64,
-    /// Where it was freed: one point for each stream.
+    /// The points at which it was freed, one for each stream.
     after: Vec<Point>,
 }
 

@@ -65,7 +65,7 @@ pub(crate) fn handle(machine: u64, index: usize) -> u64 {
     machine * MACHINE_STEP + FIRST_HANDLE + index as u64 * HANDLE_STEP
 }
 
-/// The place in the table of a machine that a handle means, if it could be one.
+/// Returns the index in a machine's table of the stream of a handle, if it can be one.
 pub(crate) fn place(machine: u64, stream: RawStream) -> Option<usize> {
     let offset = stream.handle().checked_sub(machine * MACHINE_STEP)?.checked_sub(FIRST_HANDLE)?;
     offset.is_multiple_of(HANDLE_STEP).then_some((offset / HANDLE_STEP) as usize)
@@ -74,22 +74,22 @@ pub(crate) fn place(machine: u64, stream: RawStream) -> Option<usize> {
 /// A point in a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct Point {
-    /// The stream's place in the table.
+    /// The stream's index in the table.
     pub(crate) stream: usize,
-    /// Reached when so many items have run.
+    /// Reached when this many items have run.
     pub(crate) count: u64,
-    /// What comes before it.
+    /// The clock at this point.
     pub(crate) clock: Clock,
-    /// The stream's path there.
+    /// The stream's path at this point.
     pub(crate) path: u64,
 }
 
-/// An event: where it was recorded last.
+/// An event, with its last record.
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) device: DeviceId,
     pub(crate) point: Option<Point>,
-    /// Where in a capture it was recorded, if its last record was part of one.
+    /// The position in a capture, if its last record was captured.
     pub(crate) captured: Option<Captured>,
 }
 
@@ -101,30 +101,29 @@ pub(crate) struct Item {
     pub(crate) mark: Mark,
 }
 
-/// Work before it has a place in a queue. What is captured stays in this form, and is given a place
-/// at each launch.
+/// Work that is not in a queue yet. Captured work stays in this form, and is queued at each launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
     pub(crate) name: &'static str,
     pub(crate) site: &'static Location<'static>,
-    /// What it touches of the host, in stream order.
+    /// Its accesses to host memory, in stream order.
     pub(crate) host: Vec<HostUse>,
-    /// What it does, to the device memory that it names.
+    /// What it does, with its device memory.
     pub(crate) work: Work,
 }
 
-/// Host memory that work touches.
+/// An access of work to host memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostUse {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) act: Act,
-    /// Whether the device does, so that it has to be pinned.
+    /// Whether the device accesses it, so that it must be pinned.
     pub(crate) by_device: bool,
 }
 
 impl Task {
-    /// Work that touches device memory only.
+    /// Creates work that accesses device memory only.
     pub(crate) fn new(name: &'static str, site: &'static Location<'static>, work: Work) -> Self {
         Self { name, site, host: Vec::new(), work }
     }
@@ -133,44 +132,45 @@ impl Task {
 /// What an item does when it runs.
 #[derive(Clone)]
 pub(crate) enum Work {
-    /// Nothing: what it was to touch cannot be touched, as has been reported.
+    /// Nothing: its memory cannot be accessed, which has been reported.
     Refused,
-    /// A kernel with one declared access, which does nothing.
+    /// A kernel with one declared access and no effect.
     Touch(Use),
     /// A user's kernel.
     Kernel { uses: Arc<[Use]>, body: Option<Body> },
-    /// From pinned host memory, by address.
+    /// A copy from pinned host memory, by address.
     FromHost { to: Use, from: u64 },
-    /// From pageable memory, as it was when the copy was queued.
+    /// A copy from pageable memory, with the bytes at the time it was queued.
     FromStaging { to: Use, from: Arc<[u8]> },
-    /// To host memory, by address.
+    /// A copy to host memory, by address.
     ToHost { to: u64, from: Use },
-    /// Device to device, from the first to the second.
+    /// A copy on the device, from the first to the second.
     OnDevice([Use; 2]),
     /// A fill.
     Fill { to: Use, pattern: Pattern },
-    /// A copy or fill that goes row by row.
+    /// A 2D copy or fill.
     Rows(Arc<RowWork>),
-    /// Waits until another stream, by place, has run so many items.
+    /// Waits until another stream (an index) has run `count` items.
     Wait { stream: usize, count: u64 },
-    /// Writes a value that others may wait for.
+    /// Writes a value that streams may wait for.
     WriteValue { address: u64, value: u64 },
-    /// Waits until the value there is at least this.
+    /// Waits until the value at the address is at least `value`.
     WaitValue { address: u64, value: u64 },
     /// Calls the host.
     Callback(Call),
-    /// The end of a graph's launch, which lets go of what is called when the graph is done with.
+    /// The end of a graph's launch, which drops its references to the release functions.
     Launched(Vec<Hold>),
 }
 
 impl Work {
-    /// Whether it calls code of the program's, which must not happen under the simulator's lock.
+    /// Returns whether it calls code of the program, which must not happen under the simulator's
+    /// lock.
     pub(crate) fn calls_out(&self) -> bool {
         matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
     }
 
-    /// The device memory that the driver looks at when a graph of it is instantiated: of fills, and
-    /// not of copies nor what a kernel is given.
+    /// Returns the device memory that the driver checks when a graph with this work is
+    /// instantiated: that of fills, but not of copies or kernel arguments.
     pub(crate) fn told(&self) -> &[Use] {
         match self {
             Self::Fill { to, .. } => std::slice::from_ref(to),
@@ -179,7 +179,7 @@ impl Work {
         }
     }
 
-    /// The device memory that it touches, in the order in which that is checked.
+    /// Returns the device memory that it accesses, in the order of the checks.
     pub(crate) fn uses(&self) -> &[Use] {
         match self {
             Self::Touch(u)

@@ -1,9 +1,8 @@
-//! Addresses that somebody outside keeps: network cards, other processes, graphs.
+//! Addresses that are registered outside the pools: by network cards, other processes and graphs.
 //!
-//! Whoever registers a range keys by its addresses, and reads and writes whatever lies behind them
-//! later, by nobody's order. Memory that moves under a registered range is then read as the wrong
-//! memory, silently: so a mapping that goes, or comes, while the range is registered is a fault,
-//! whatever is queued.
+//! A user outside the pools stores the addresses of a registered range and accesses them later,
+//! without any order. If the memory there is remapped, it silently accesses the wrong memory. So
+//! creating or removing a mapping in a registered range is a violation, even if no work is queued.
 
 use super::{
     ledger::Mark,
@@ -11,7 +10,7 @@ use super::{
 };
 use std::collections::BTreeMap;
 
-/// Ranges that are registered, by first address and bytes, with a mark for each time.
+/// Registered ranges, by first address and bytes, with a mark for each registration.
 #[derive(Default, Debug)]
 pub(crate) struct Registered {
     ranges: BTreeMap<(u64, u64), Vec<Mark>>,
@@ -22,7 +21,7 @@ impl Registered {
         self.ranges.entry((address, bytes)).or_default().push(by);
     }
 
-    /// Ends one registration of a range: the last, as they are all alike.
+    /// Ends one registration of a range: the last one, since all are equal.
     pub(crate) fn remove(&mut self, address: u64, bytes: u64) {
         if let Some(marks) = self.ranges.get_mut(&(address, bytes)) {
             marks.pop();
@@ -32,7 +31,7 @@ impl Registered {
         }
     }
 
-    /// Finds registrations that what happens to the mappings of a range breaks.
+    /// Reports the registrations that a change of a range's mappings breaks.
     pub(crate) fn check(&self, address: u64, bytes: u64, found: &mut Vec<Finding>) {
         let end = address.saturating_add(bytes);
         for (&(start, len), marks) in self.ranges.range(..(end, 0)) {

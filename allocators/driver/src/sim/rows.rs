@@ -1,4 +1,4 @@
-//! Copies and fills that go row by row.
+//! 2D copies and fills.
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use super::{
@@ -19,9 +19,9 @@ type Site = &'static Location<'static>;
 /// The largest pitch of an H200 (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`), in bytes.
 const LARGEST_PITCH: u64 = 0x7fff_ffff;
 
-/// What goes row by row.
+/// A 2D copy or fill.
 pub(crate) struct RowWork {
-    /// Every row on a device.
+    /// The uses of all rows on a device.
     pub(crate) uses: Vec<Use>,
     to: Pitched<u64>,
     from: Source,
@@ -29,25 +29,26 @@ pub(crate) struct RowWork {
     rows: Rows,
 }
 
-/// What rows are filled with.
+/// The source of rows.
 enum Source {
     /// Other rows, of a device or of pinned memory, by address.
     Rows(Pitched<u64>),
-    /// Rows of pageable memory side by side, as they were when the copy was queued.
+    /// Contiguous rows of pageable memory, with the bytes at the time the copy was queued.
     Staged(Box<[u8]>),
     /// A pattern.
     Pattern(Pattern),
 }
 
 impl RowWork {
-    /// Whether rows are filled with a pattern, and not copied.
+    /// Returns whether this is a fill and not a copy.
     pub(crate) fn fills(&self) -> bool {
         matches!(self.from, Source::Pattern(_))
     }
 
     /// # Safety
     /// 1. With bytes, the source's rows are readable and the destination's writable.
-    /// 2. Nobody else touches the destination's, or writes the source's, meanwhile.
+    /// 2. There is no other access to the destination's rows, and no write to the source's, during
+    ///    the call.
     pub(crate) unsafe fn perform(&self, store: &Store) {
         if !store.has_bytes() {
             return;
@@ -56,16 +57,17 @@ impl RowWork {
         for row in 0..self.rows.height {
             let to = self.to.start + row * self.to.pitch;
             match &self.from {
-                // SAFETY: 1. and 2. are the caller's.
+                // SAFETY: 1. and 2. are promised by the caller.
                 Source::Rows(from) => unsafe {
                     store.copy(to, from.start + row * from.pitch, width);
                 },
-                // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as
-                // is 2.
+                // SAFETY: 1. `bytes` holds as many rows of this width. The caller promises the
+                // rest, and 2.
                 Source::Staged(bytes) => unsafe {
                     store.copy(to, bytes.as_ptr() as u64 + row * width, width);
                 },
-                // SAFETY: 1. and 2. are the caller's, and the address has been seen to be aligned.
+                // SAFETY: 1. and 2. are promised by the caller, and the alignment of the address
+                // was checked.
                 Source::Pattern(pattern) => unsafe { store.fill(to, *pattern, width) },
             }
         }
@@ -78,7 +80,7 @@ impl Rows {
     }
 }
 
-/// Bytes from the first row's start to the last one's end.
+/// Returns the bytes from the start of the first row to the end of the last.
 fn span(start: u64, pitch: u64, rows: Rows) -> Result<u64, u32> {
     if rows.is_empty() {
         return Ok(0);
@@ -90,7 +92,7 @@ fn span(start: u64, pitch: u64, rows: Rows) -> Result<u64, u32> {
     span.filter(|&span| start.checked_add(span).is_some()).ok_or(codes::INVALID_VALUE)
 }
 
-/// Each row, or all of them as one where nothing lies between: first byte and length.
+/// Returns the first byte and the length of each row. Contiguous rows are returned as one.
 fn each(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, u64)> {
     let (count, width) = match rows {
         _ if rows.is_empty() => (0, 0),
@@ -104,7 +106,7 @@ fn uses(device: DeviceId, at: Pitched<u64>, rows: Rows, writes: bool) -> impl It
     each(at.start, at.pitch, rows).map(move |(address, bytes)| side(device, address, bytes, writes))
 }
 
-/// What the pinned side of a copy of rows is to the order, row by row; what is not pinned has none.
+/// Returns the host accesses of a copy of rows, row by row. Memory that is not pinned has none.
 fn by_device(pinned: bool, start: u64, pitch: u64, rows: Rows, act: Act) -> Vec<HostUse> {
     let row = |(address, bytes)| HostUse { address, bytes, act, by_device: true };
     if pinned { each(start, pitch, rows).map(row).collect() } else { Vec::new() }
@@ -130,12 +132,12 @@ impl Shared {
         let reach = (start, span(start, from.pitch, rows)?);
         let pinned = state.host_side(reach, Act::Read, name, site)? == Side::Pinned;
         let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
-        // What is captured reads the host when it is launched, whatever memory that is.
+        // A captured copy reads host memory when it is launched, pinned or not.
         let staged = !pinned && state.streams[stream].capture.is_none();
         let source = if staged && state.space.store.has_bytes() {
             let mut staged = Vec::new();
             for (address, bytes) in each(start, from.pitch, rows) {
-                // SAFETY: 1. each row is readable, and nobody writes it, by the caller's word.
+                // SAFETY: 1. The caller promises that each row is readable and is not written.
                 staged.extend_from_slice(unsafe {
                     std::slice::from_raw_parts(address as *const u8, bytes as usize)
                 });
@@ -148,7 +150,7 @@ impl Shared {
         let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
         let mut state = self.submit(state, stream, Task { name, site, host, work })?;
         if staged {
-            // Before the call returns: it is the host that reads.
+            // The host reads before the call returns.
             for (address, bytes) in each(start, from.pitch, rows) {
                 state.host_touch(address, bytes, HostAccess::Read, site);
             }
@@ -156,7 +158,7 @@ impl Shared {
         Ok(state)
     }
 
-    /// Queues a copy of rows to the host. Whether its host side is pinned.
+    /// Queues a copy of rows to the host. Returns whether its host side is pinned.
     ///
     /// # Safety
     /// As of [`Copies::copy_2d_to_host`](crate::Copies::copy_2d_to_host).

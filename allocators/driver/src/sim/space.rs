@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 /// The purpose of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
-    /// Reserved by the caller, who maps memory in it.
+    /// Reserved by the caller to map memory in it.
     Range,
     /// For one allocation of the driver, or a segment of one of its pools, with the physical object
     /// mapped there.

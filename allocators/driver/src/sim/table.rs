@@ -1,7 +1,6 @@
-//! Things behind numbers that the driver gives out.
+//! A table of objects behind driver handles.
 
-/// A table whose numbers carry a generation, so that the number of something destroyed names
-/// nothing.
+/// A table whose handles contain a generation, so that the handle of a removed object is invalid.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     slots: Vec<Slot<T>>,
@@ -25,7 +24,7 @@ fn index(handle: u64) -> Option<usize> {
 }
 
 impl<T> Table<T> {
-    /// Puts something in and answers with its number, which is never 0.
+    /// Inserts an object and returns its handle, which is never 0.
     pub(crate) fn insert(&mut self, value: T) -> u64 {
         let index = self.vacant.pop().unwrap_or(self.slots.len() as u32);
         if index as usize == self.slots.len() {
@@ -58,19 +57,19 @@ impl<T> Table<T> {
         Some(value)
     }
 
-    /// What is there, in the order of the slots.
+    /// An iterator over the objects, in the order of the slots.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.slots.iter().filter_map(|slot| slot.value.as_ref())
     }
 
-    /// The numbers of those that are so.
+    /// Returns the handles of the objects that satisfy `is`.
     pub(crate) fn handles_where(&self, is: impl Fn(&T) -> bool) -> Vec<u64> {
         let there =
             self.slots.iter().enumerate().filter(|(_, slot)| slot.value.as_ref().is_some_and(&is));
         there.map(|(index, slot)| u64::from(slot.generation) << 32 | (index as u64 + 1)).collect()
     }
 
-    /// What is there, to change, in the order of the slots.
+    /// A mutable iterator over the objects, in the order of the slots.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.slots.iter_mut().filter_map(|slot| slot.value.as_mut())
     }

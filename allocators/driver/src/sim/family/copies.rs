@@ -1,4 +1,4 @@
-//! Moving and filling bytes.
+//! Copies and fills.
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use crate::{
@@ -18,19 +18,19 @@ use std::{panic::Location, ptr::NonNull};
 
 type Site = &'static Location<'static>;
 
-/// A copy's device side. Copies go by whoever has access, so any access will do.
+/// Returns the device side of a copy. Access by any device is sufficient for copies.
 pub(crate) fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> Use {
     Use { range: DeviceRange { device, address, bytes }, writes, generation: None, reach: u64::MAX }
 }
 
-/// What a copy's pinned side is to the order; what is not pinned has none.
+/// Returns the host access of a copy's pinned side. Memory that is not pinned has none.
 pub(crate) fn by_device(pinned: bool, address: u64, bytes: u64, act: Act) -> Vec<HostUse> {
     if pinned { vec![HostUse { address, bytes, act, by_device: true }] } else { Vec::new() }
 }
 
 impl State {
-    /// How a copy sees its host side; a copy across the end of a registration, or into one that is
-    /// read only, is refused.
+    /// Classifies the host side of a copy. Refuses a copy across the end of a registration, or into
+    /// a read-only one.
     pub(crate) fn host_side(
         &mut self,
         (address, bytes): (u64, u64),
@@ -58,7 +58,7 @@ impl State {
 }
 
 impl Shared {
-    /// Queues a copy to the device. Whether its host side is pinned.
+    /// Queues a copy to the device. Returns whether its host side is pinned.
     ///
     /// # Safety
     /// As of [`Copies::copy_to_device`].
@@ -77,11 +77,11 @@ impl Shared {
             state.host_side((address, bytes as u64), Act::Read, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let to = side(device, to, bytes as u64, true);
-        // What is captured reads the host when it is launched, whatever memory that is.
+        // A captured copy reads host memory when it is launched, pinned or not.
         let staged = !pinned && state.streams[stream].capture.is_none();
         let work = if staged && state.space.store.has_bytes() {
-            // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's
-            // word.
+            // SAFETY: 1. The caller promises that `from` is readable for `bytes` and is not
+            // written.
             let staged = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
             Work::FromStaging { to, from: staged.into() }
         } else {
@@ -90,13 +90,13 @@ impl Shared {
         let host = by_device(pinned, address, bytes as u64, Act::Read);
         let mut state = self.submit(state, stream, Task { name, site, host, work })?;
         if staged {
-            // Before the call returns: it is the host that reads.
+            // The host reads before the call returns.
             state.host_touch(address, bytes as u64, crate::HostAccess::Read, site);
         }
         Ok((state, pinned))
     }
 
-    /// Queues a copy to the host. Whether its host side is pinned.
+    /// Queues a copy to the host. Returns whether its host side is pinned.
     ///
     /// # Safety
     /// As of [`Copies::copy_to_host`].
@@ -160,8 +160,7 @@ impl Shared {
     }
 }
 
-// SAFETY: 1. and 2. a copy is one task of its stream's queue, which is checked before it is
-// queued.
+// SAFETY: 1. and 2. A copy is one task of its stream's queue, and is checked before it is queued.
 unsafe impl Copies for Shared {
     unsafe fn copy_to_device(
         &self,
@@ -173,7 +172,7 @@ unsafe impl Copies for Shared {
         let site = here();
         let call = Call::CopyToDevice;
         self.queueing(call, stream, bytes as u64, |state, place| {
-            // SAFETY: 1. and 2. are the caller's.
+            // SAFETY: 1. and 2. are promised by the caller.
             unsafe { self.queue_to_device(state, place, to, from, bytes, site) }
                 .map(|(state, _)| state)
         })
@@ -190,7 +189,7 @@ unsafe impl Copies for Shared {
         let call = Call::CopyToHost;
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         let queued = unsafe { self.queue_to_host(state, place, to, from, bytes, site) };
         let (state, pinned) = queued.map_err(at(call))?;
         self.cost(call, bytes as u64);
@@ -224,7 +223,7 @@ unsafe impl Copies for Shared {
             stream,
             rows.width.saturating_mul(rows.height),
             |state, place| {
-                // SAFETY: 1. and 2. are the caller's.
+                // SAFETY: 1. and 2. are promised by the caller.
                 unsafe { self.queue_rows_to_device(state, place, to, from, rows, site) }
             },
         )
@@ -241,7 +240,7 @@ unsafe impl Copies for Shared {
         let call = Call::Copy2d;
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        // SAFETY: 1. and 2. are the caller's.
+        // SAFETY: 1. and 2. are promised by the caller.
         let queued = unsafe { self.queue_rows_to_host(state, place, to, from, rows, site) };
         let (state, pinned) = queued.map_err(at(call))?;
         self.cost(call, rows.width.saturating_mul(rows.height));
@@ -294,7 +293,7 @@ unsafe impl Copies for Shared {
 }
 
 impl Shared {
-    /// A call that queues and returns.
+    /// Makes a call that queues work and returns.
     fn queueing<'a>(
         &'a self,
         call: Call,
@@ -309,8 +308,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The end of a copy to the host: into pageable memory the driver returns when the bytes are
-    /// there.
+    /// Completes a copy to the host. For pageable memory the driver returns when the bytes have
+    /// arrived.
     fn back_to_host(
         &self,
         state: Guard<'_>,

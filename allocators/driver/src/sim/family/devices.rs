@@ -1,4 +1,4 @@
-//! What devices there are.
+//! Devices of the simulated machine.
 
 use crate::{
     Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result,
@@ -8,8 +8,8 @@ use crate::{
     },
 };
 
-// SAFETY: 1. the queues of the device have run before it answers. 2. the calls of the other
-// families keep to the same configuration. 3. the queues of a lost device never run again.
+// SAFETY: 1. The queues of the device have run before the call returns. 2. The calls of the other
+// families use the same configuration. 3. The queues of a lost device never run again.
 #[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
 unsafe impl Devices for Shared {
     fn device_count(&self) -> Result<u32> {

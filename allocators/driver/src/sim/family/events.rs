@@ -1,4 +1,4 @@
-//! Points in a queue that others can wait for.
+//! Events of the simulated machine.
 #![expect(unsafe_code, reason = "makes handles, and implements the call that ends one")]
 
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 };
 
 impl State {
-    /// The event that a handle means.
+    /// Returns the event of a handle.
     pub(crate) fn event(&mut self, event: RawEvent) -> Result<&mut Event, Refused> {
         match self.events.get_mut(event.handle()) {
             Some(there) if there.device == event.device() => Ok(there),
@@ -21,14 +21,14 @@ impl State {
     }
 }
 
-// SAFETY: 1. places of events are used again under another handle only. 2. an answer follows
-// from how far the stream's queue has run. 3. faults are looked for before anything changes.
+// SAFETY: 1. The slots of events are reused only under another handle. 2. Results depend on how far
+// the stream's queue has run. 3. Errors are detected before anything changes.
 unsafe impl Events for Shared {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut state = self.enter(Call::EventCreate, Some(device))?;
         self.cost(Call::EventCreate, 0);
         let handle = state.events.insert(Event { device, point: None, captured: None });
-        // SAFETY: 1. The handle is that of the event just made.
+        // SAFETY: 1. The handle belongs to the event that was just created.
         Ok(unsafe { RawEvent::from_raw(device, handle) })
     }
 
@@ -53,8 +53,8 @@ unsafe impl Events for Shared {
         self.cost(call, 0);
         let captured = state.captured_point(place);
         let point = captured.is_none().then(|| {
-            // The event also stands behind what the host knows now, and what the legacy rule
-            // implies.
+            // The event also comes after what the host knows now, and after the work implied by the
+            // legacy rule.
             state.after_implied(place, "event", site);
             state.settle(place);
             state.point(place)
@@ -70,7 +70,7 @@ unsafe impl Events for Shared {
         state.captures.disturb().map_err(at(call))?;
         state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
-        // Taken out and put back, since a clock is not worth a copy at every poll.
+        // Taken out and put back, to avoid copying a clock at every poll.
         let Some(point) = state.event(event).map_err(at(call))?.point.take() else {
             return Ok(true);
         };

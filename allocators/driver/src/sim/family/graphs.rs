@@ -1,4 +1,4 @@
-//! Captures and graphs.
+//! Captures and graphs of the simulated machine.
 #![expect(unsafe_code, reason = "makes handles, and implements calls that end them")]
 
 use crate::{
@@ -9,8 +9,8 @@ use crate::{
     },
 };
 
-// SAFETY: 1. graphs are kept by numbers that do not come back. 2. captured tasks lie in their
-// graph until a launch queues them. 3. captures are counted. 4. what is to be called goes with
+// SAFETY: 1. Graphs are stored under numbers that are not reused. 2. Captured tasks stay in their
+// graph until a launch queues them. 3. Captures are numbered. 4. Release functions are dropped with
 // the last launch of the last executable.
 unsafe impl Graphs for Shared {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
@@ -27,7 +27,7 @@ unsafe impl Graphs for Shared {
         let graph = state.end_capture(stream).map_err(at(call))?;
         self.cost(call, 0);
         let handle = state.graphs.graphs.insert(graph);
-        // SAFETY: 1. The handle is that of the graph just made.
+        // SAFETY: 1. The handle belongs to the graph that was just created.
         Ok(unsafe { RawGraph::from_raw(stream.device(), handle) })
     }
 
@@ -45,7 +45,7 @@ unsafe impl Graphs for Shared {
         state.captures.disturb().map_err(at(call))?;
         let handle = state.instantiate(graph).map_err(at(call))?;
         self.cost(call, 0);
-        // SAFETY: 1. The handle is that of the executable just made.
+        // SAFETY: 1. The handle belongs to the executable that was just created.
         Ok(unsafe { RawGraphExec::from_raw(graph.device(), handle) })
     }
 

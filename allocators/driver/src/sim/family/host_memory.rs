@@ -1,4 +1,4 @@
-//! Pinned memory.
+//! Pinned memory of the simulated machine.
 #![expect(unsafe_code, reason = "implements calls that take memory away")]
 
 use crate::{
@@ -13,13 +13,13 @@ use crate::{
 };
 use std::{panic::Location, ptr::NonNull};
 
-/// The driver refuses to register so much at once.
+/// The driver refuses to register this many bytes at once.
 const TOO_MUCH: usize = 512 << 30;
 
 impl Shared {
-    /// What a free and the end of a registration have in common: whoever works on the memory is
-    /// looked for, and the driver waits for the device, from which the host learns nothing. The
-    /// bytes that it had.
+    /// The common part of a free and the end of a registration: checks for work on the memory, and
+    /// waits for the device as the driver does, without ordering the host. Returns the bytes it
+    /// had.
     fn unpin<'a>(
         &'a self,
         mut state: Guard<'a>,
@@ -28,8 +28,7 @@ impl Shared {
         origin: Origin,
         site: &'static Location<'static>,
     ) -> Result<(Guard<'a>, u64), u32> {
-        // The end of a registration is refused by one code inside pinned memory and by another
-        // where there is none.
+        // Unregistration has one error code inside pinned memory and another outside.
         let wrong = match (origin, state.pinned.side(address, 1)) {
             (Origin::Registered, Side::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
             _ => codes::INVALID_VALUE,
@@ -40,15 +39,15 @@ impl Shared {
         state.host_touch(address, bytes, HostAccess::Free, site);
         let mut state = self.run_device(state, device);
         state.device(device)?;
-        // Another thread may have done the same meanwhile.
+        // Another thread may have unpinned it meanwhile.
         state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
         state.pinned.remove(address);
         Ok((state, bytes))
     }
 }
 
-// SAFETY: 1. whole pages of the system, which are unmapped when they are freed. 2. the device's
-// queues have run by then. 3. faults are looked for before anything changes.
+// SAFETY: 1. The memory consists of whole pages of the system, which are unmapped when they are
+// freed. 2. The device's queues have run by then. 3. Errors are detected before anything changes.
 unsafe impl HostMemory for Shared {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
         let site = here();
@@ -58,14 +57,14 @@ unsafe impl HostMemory for Shared {
             return Err(at(call)(codes::INVALID_VALUE));
         }
         if bytes == 0 {
-            // Of all codes the driver answers with this one.
+            // The code that the driver returns for this.
             return Err(at(call)(codes::OUT_OF_MEMORY));
         }
         let address =
             store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
         self.cost(call, bytes as u64);
         let by = state.host_name(Act::Write, "allocation of host memory", site);
-        // Fresh pages of the system overlap nothing that is registered and still there.
+        // Fresh pages of the system overlap no existing registration.
         state.pinned.add(address, bytes as u64, device, Origin::Allocated, by);
         NonNull::new(address as *mut u8).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))
     }
@@ -78,8 +77,8 @@ unsafe impl HostMemory for Shared {
         let (_state, bytes) =
             self.unpin(state, device, address, Origin::Allocated, site).map_err(at(call))?;
         self.cost(call, bytes);
-        // SAFETY: 1. `host_alloc` got these pages for as many bytes, and nobody uses them any more,
-        // by the caller's word; what was queued on the device has run.
+        // SAFETY: 1. `host_alloc` allocated these pages with this size. The caller promises that
+        // they are no longer in use, and the work queued on the device has run.
         unsafe { store::free_host_pages(address, bytes) };
         Ok(())
     }
@@ -128,8 +127,8 @@ unsafe impl HostMemory for Shared {
         let call = Call::HostDeviceAddress;
         let state = self.enter(call, Some(device))?;
         let address = address.as_ptr() as u64;
-        // One address space for host and devices, as on every 64-bit Linux: the flag is not asked
-        // for there.
+        // Host and devices share one address space, as on every 64-bit Linux, where the `mapped`
+        // flag is not required.
         state.pinned.holding(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, 0);
         Ok(address)

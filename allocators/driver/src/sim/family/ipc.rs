@@ -1,7 +1,8 @@
-//! Memory for others: all of them in this process, since a simulated machine is nowhere else.
+//! Memory sharing of the simulated machine. All users are in this process, since a simulated
+//! machine exists only there.
 //!
-//! A file descriptor is a real one, which can be duplicated and sent over a socket: a file in
-//! memory whose bytes name the machine and the memory, as those of a fabric's name do.
+//! A file descriptor is real, so it can be duplicated and sent over a socket. It is a memory file
+//! that contains the numbers of the machine and the memory, like the name on a fabric.
 #![expect(unsafe_code, reason = "makes handles")]
 
 use crate::{
@@ -21,10 +22,10 @@ use std::{
     },
 };
 
-/// What a name begins with, so that other files are told from ours.
+/// The first bytes of a name, to detect other files.
 const MAGIC: &[u8; 16] = b"aquifer-sim-name";
 
-/// The name of an object of a machine.
+/// Returns the name of an object of a machine.
 fn name(machine: u64, handle: u64) -> FabricHandle {
     let mut bytes = [0; 64];
     bytes[..16].copy_from_slice(MAGIC);
@@ -33,7 +34,7 @@ fn name(machine: u64, handle: u64) -> FabricHandle {
     FabricHandle(bytes)
 }
 
-/// The object that a name means on this machine.
+/// Returns the object of a name on this machine.
 fn named(machine: u64, name: &FabricHandle) -> Result<u64, Refused> {
     let (head, rest) = name.0.split_at(16);
     let number = |at: usize| {
@@ -45,7 +46,7 @@ fn named(machine: u64, name: &FabricHandle) -> Result<u64, Refused> {
 }
 
 impl State {
-    /// Refuses the export of memory that was not made for it.
+    /// Refuses the export of memory that was not created for it.
     fn exportable(&self, handle: PhysicalHandle, way: ExportTypes) -> Result<(), Refused> {
         self.handle(handle)?;
         let made_for = self.space.object(handle.handle()).map(|object| object.types);
@@ -65,13 +66,13 @@ impl Shared {
         let handle = named(self.machine, name).map_err(at(call))?;
         state.space.import(device, handle).map_err(at(call))?;
         self.cost(call, 0);
-        // SAFETY: 1. The object has one handle more, which is this one.
+        // SAFETY: 1. The object has one more handle, which is this one.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 }
 
-// SAFETY: 1. handles are kept by numbers that do not come back, with their bytes. 2. faults are
-// looked for before anything changes.
+// SAFETY: 1. Handles are stored under numbers that are not reused, with their bytes. 2. Errors are
+// detected before anything changes.
 unsafe impl Ipc for Shared {
     fn handle_create_exportable(
         &self,
@@ -86,7 +87,7 @@ unsafe impl Ipc for Shared {
         }
         let handle = state.create(device, bytes, types).map_err(at(call))?;
         self.cost(call, bytes);
-        // SAFETY: 1. The handle is that of the memory just taken.
+        // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 
@@ -115,7 +116,7 @@ unsafe impl Ipc for Shared {
         let mut name = FabricHandle([0; 64]);
         let read =
             fd.try_clone_to_owned().and_then(|fd| File::from(fd).read_exact_at(&mut name.0, 0));
-        // A file that is none of ours is refused by the name that it does not hold.
+        // A file without a valid name is refused.
         if read.is_err() {
             name.0 = [0; 64];
         }

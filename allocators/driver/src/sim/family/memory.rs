@@ -1,4 +1,4 @@
-//! Allocations and the driver's own pools.
+//! Allocations and the driver's own pools of the simulated machine.
 #![expect(unsafe_code, reason = "makes handles, and implements calls that take memory away")]
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// Where a pool's blocks of no bytes lie. To free that address does nothing, whichever way.
+/// The address of a pool's empty blocks. Freeing it has no effect in any call.
 const NOTHING: u64 = 0;
 
 impl State {
@@ -32,8 +32,8 @@ impl State {
     }
 }
 
-// SAFETY: 1. ranges are carved from an address space that is kept here, and none is handed out
-// twice. 2. faults are looked for before anything changes.
+// SAFETY: 1. Ranges come from an address space that is managed here, and none is allocated twice.
+// 2. Errors are detected before anything changes.
 unsafe impl Memory for Shared {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let site = here();
@@ -63,8 +63,8 @@ unsafe impl Memory for Shared {
         let held =
             state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, held);
-        // The driver waits for the device. That it does is no promise, so the host has learned
-        // nothing.
+        // The driver waits for the device, but does not guarantee it, so the host clock does not
+        // change.
         if state.oracle {
             let mark = state.host_mark(Act::Free, "free", site);
             let mut found = std::mem::take(&mut state.found);
@@ -92,7 +92,7 @@ unsafe impl Memory for Shared {
         }
         self.cost(call, 0);
         let handle = state.pools.pools.insert(Pool::new(device, max));
-        // SAFETY: 1. The handle is that of the pool just made.
+        // SAFETY: 1. The handle belongs to the pool that was just created.
         Ok(unsafe { PoolHandle::from_raw(device, handle) })
     }
 
@@ -112,7 +112,7 @@ unsafe impl Memory for Shared {
         let mut state = self.enter(call, Some(pool.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
         if state.streams[place].capture.is_some() {
-            // It would become a node whose memory is the graph's own, which is not simulated.
+            // It would become a node whose memory the graph owns, which is not simulated.
             return Err(at(call)(codes::NOT_SUPPORTED));
         }
         state.captures.disturb().map_err(at(call))?;

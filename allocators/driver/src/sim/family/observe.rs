@@ -1,4 +1,4 @@
-//! The sum of the families, and what pools tell it.
+//! The driver trait, and the observer for notes of pools.
 
 use crate::{
     BlockNote, CallCounts, DeviceRange, Driver, HostAccess, Observer,
@@ -10,7 +10,7 @@ use crate::{
 };
 use std::sync::{Arc, atomic::Ordering};
 
-// SAFETY: 1. one state, which all families share.
+// SAFETY: 1. All families share one state.
 #[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
 unsafe impl Driver for Shared {
     fn name(&self) -> &'static str {

@@ -1,4 +1,4 @@
-//! Virtual memory management.
+//! Virtual memory management of the simulated machine.
 #![expect(unsafe_code, reason = "makes handles, and implements calls that take memory away")]
 
 use crate::{
@@ -13,12 +13,12 @@ use crate::{
     },
 };
 
-/// The device whose reservation an address lies in.
+/// Returns the device of the reservation that contains an address.
 fn device_of(space: &Space, address: u64) -> Result<DeviceId, Refused> {
     space.device_of(address).ok_or(codes::INVALID_VALUE)
 }
 
-/// Refuses what is not a multiple of the granularity, and nothing at all.
+/// Refuses an empty range, and one that is not aligned to the granularity.
 fn granules(bytes: u64, address: u64, granularity: u64) -> Result<(), Refused> {
     let whole =
         bytes > 0 && bytes.is_multiple_of(granularity) && address.is_multiple_of(granularity);
@@ -26,7 +26,7 @@ fn granules(bytes: u64, address: u64, granularity: u64) -> Result<(), Refused> {
 }
 
 impl State {
-    /// Takes memory of a device's, and answers with its handle.
+    /// Allocates memory of a device and returns its handle.
     pub(crate) fn create(
         &mut self,
         device: DeviceId,
@@ -39,7 +39,7 @@ impl State {
         self.space.create(device, bytes, types).inspect_err(|_| self.give(device, bytes))
     }
 
-    /// A handle's size, if it is good.
+    /// Returns a handle's size, if it is valid.
     pub(crate) fn handle(&self, handle: PhysicalHandle) -> Result<u64, Refused> {
         match self.space.object(handle.handle()) {
             Some(object) if object.device == handle.device() && object.handles > 0 => {
@@ -50,9 +50,9 @@ impl State {
     }
 }
 
-// SAFETY: 1. as for the driver's own allocations; handles are counted. 2. the address space
-// leads each access to the handle that is mapped there. 3. faults are looked for before
-// anything changes.
+// SAFETY: 1. As for the driver's own allocations. Handles are numbered. 2. The address space
+// resolves each access to the handle that is mapped there. 3. Errors are detected before anything
+// changes.
 unsafe impl Physical for Shared {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let call = Call::AddressReserve;
@@ -94,7 +94,7 @@ unsafe impl Physical for Shared {
         let mut state = self.enter(call, Some(device))?;
         let handle = state.create(device, bytes, ExportTypes::NONE).map_err(at(call))?;
         self.cost(call, bytes);
-        // SAFETY: 1. The handle is that of the memory just taken.
+        // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 

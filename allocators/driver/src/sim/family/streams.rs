@@ -1,4 +1,4 @@
-//! Queues of work.
+//! Streams of the simulated machine.
 #![expect(unsafe_code, reason = "makes handles, and implements the call that ends one")]
 
 use crate::{
@@ -19,15 +19,15 @@ use std::{
 /// The priorities of an H200.
 const PRIORITIES: RangeInclusive<i32> = -5..=0;
 
-// SAFETY: 1. and 4. places of streams are used again under another handle, and numbers are
-// counted. 2. queues run in order and stop at an event that is not reached. 3. an answer
-// follows from how far the queue has run. 5. faults are looked for before anything changes.
+// SAFETY: 1. and 4. The slots of streams may be reused, and ids are never reused. 2. Queues run in
+// order and stop at an event that has not been reached. 3. Results depend on how far the queue has
+// run. 5. Errors are detected before anything changes.
 unsafe impl Streams for Shared {
     fn stream_create(&self, device: DeviceId, _priority: i32) -> Result<RawStream> {
         let mut state = self.enter(Call::StreamCreate, Some(device))?;
         self.cost(Call::StreamCreate, 0);
         let place = state.make_stream(device, Kind::NonBlocking);
-        // SAFETY: 1. The handle is that of the stream just made.
+        // SAFETY: 1. The handle belongs to the stream that was just created.
         Ok(unsafe { RawStream::from_raw(device, queue::handle(self.machine, place)) })
     }
 
@@ -38,7 +38,7 @@ unsafe impl Streams for Shared {
         if !state.is_made(place) {
             return Err(at(call)(codes::INVALID_HANDLE));
         }
-        // A capture that it took part in is broken.
+        // A capture that it takes part in is invalidated.
         state.leave_capture(place);
         self.cost(call, 0);
         state.streams[place].alive = false;
@@ -102,7 +102,7 @@ unsafe impl Streams for Shared {
         }
         let point = state.point(place);
         if self.host_waits(state, stream.device(), &point).is_err() {
-            // The wait that follows tells.
+            // The synchronisation that follows returns the error.
             return Ok(false);
         }
         word.store(value, Ordering::Relaxed);
