@@ -102,7 +102,7 @@ impl Call {
     }
 }
 
-/// A counter for each call.
+/// One counter for each call.
 ///
 /// ```
 /// use aquifer_driver::{Call, DeviceId, Driver, sim::Sim};

@@ -16,7 +16,7 @@ pub struct Rows {
 /// One side of a 2D copy or fill: the start of its first row, and the distance between row starts
 /// in bytes.
 ///
-/// Its example is that of [`Copies`].
+/// See [`Copies`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Pitched<A> {
     /// The first byte of the first row: an address on the device, or a pointer on the host.
@@ -28,7 +28,7 @@ pub struct Pitched<A> {
 
 /// The element that a fill repeats.
 ///
-/// Its example is that of [`Copies`].
+/// See [`Copies`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Pattern {
     /// One byte (`cuMemsetD8…`).

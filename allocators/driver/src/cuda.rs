@@ -17,7 +17,7 @@
 //!
 //! # Guarantees
 //! - **A call is one call.** Each method makes the driver call that it is named for, and a few
-//!   cheap ones beside it if it must: it reads the thread's current context (7 ns) and sets it if
+//!   cheap ones beside it if needed: it reads the thread's current context (7 ns) and sets it if
 //!   it differs. Nothing is cached, retried or logged. [`calls`](crate::Driver::calls) counts each
 //!   method once.
 //! - **Codes are passed on unchanged**, also those of a driver later than this build. "Not ready"

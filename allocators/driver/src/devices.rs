@@ -12,9 +12,9 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 /// Returns how many devices, of all drivers of the process, have been [found to be
 /// lost](Devices::is_lost) so far. A caller that stores this count needs to query the drivers again
 /// only when it has changed.
-/// Its example is that of [`Sim::lose_device`](crate::sim::Sim::lose_device), whose loss it would
-/// count.
-/// [`Sim::lose_device`](crate::sim::Sim::lose_device) has an example of a loss that it counts.
+///
+/// For example, a loss by [`Sim::lose_device`](crate::sim::Sim::lose_device) is counted when a call
+/// reports it.
 #[inline]
 #[must_use]
 pub fn losses() -> u64 {
@@ -50,7 +50,7 @@ pub struct DeviceInfo {
     /// Whether address ranges and physical handles can be allocated separately (virtual memory
     /// management).
     pub virtual_memory: bool,
-    /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
+    /// Size and alignment of physical handles, in bytes. 0 without virtual memory management.
     pub granularity: u64,
     /// The export types that the device supports for its physical memory. The system may still
     /// forbid some of them.
@@ -90,7 +90,7 @@ impl DeviceInfo {
 /// The driver's own count of a device's memory. It is advisory, since other programs allocate and
 /// free concurrently.
 ///
-/// Its example is that of [`Driver`](crate::Driver).
+/// See [`Driver`](crate::Driver) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryInfo {
     /// Free bytes.
@@ -99,7 +99,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// Devices.
+/// Driver calls for devices.
 ///
 /// # Safety
 /// 1. After [`Devices::device_synchronize`] has returned `Ok`, all work queued on the device before

@@ -4,7 +4,7 @@
 use crate::{DeviceId, RawEvent, RawStream, Result};
 use std::fmt::Debug;
 
-/// Events.
+/// Driver calls for events.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, sim::Sim};

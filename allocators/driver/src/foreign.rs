@@ -69,7 +69,7 @@ pub unsafe trait Foreign: Send + 'static {
 /// let device = DeviceId(0);
 /// let stream = driver.stream_create(device, 0)?;
 /// let range = DeviceRange { device, address: driver.mem_alloc(device, 4096)?, bytes: 4096 };
-/// let theirs = vec![0; 4]; // what frees the memory when it is dropped
+/// let theirs = vec![0; 4]; // a value that frees the memory when it is dropped
 /// // SAFETY: 1. The address has no other user. 2. No work is queued. 3. `theirs` frees nothing.
 /// // 4. The stream is never destroyed.
 /// let external: External<f32, _> = unsafe { External::new(range, stream, Some(Arc::new(())), theirs) };
@@ -99,7 +99,6 @@ impl<T: 'static, G: Send + 'static> External<T, G> {
     ///    holds for any use of the guard after [`External::into_guard`].
     /// 4. `stream` is valid while `alive` lives. Without `alive`, the stream has been adopted by
     ///    the pool that this value is passed to, and its owner keeps the promises made there.
-    ///    that this is given to, and its owner keeps to what was said there.
     #[must_use]
     pub unsafe fn new(
         range: DeviceRange,

@@ -53,7 +53,7 @@ pub enum CaptureStatus {
 /// unsafe { driver.fill_with(stream, address, Pattern::Byte(7), 64)? };
 /// let graph = driver.capture_end(stream)?;
 /// let exec = driver.graph_instantiate(graph)?;
-/// // SAFETY: 1. and 2. as for the fill. 3. The handles are used no more.
+/// // SAFETY: 1. and 2. as for the fill. 3. The handles are not used afterwards.
 /// unsafe {
 ///     driver.graph_launch(exec, stream)?;
 ///     driver.graph_exec_destroy(exec)?;

@@ -77,7 +77,7 @@ impl ExportTypes {
 
 /// The name of memory on a fabric (`CUmemFabricHandle`): bytes to send to the importer.
 ///
-/// Its example is that of [`Ipc`].
+/// See [`Ipc`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FabricHandle(pub [u8; 64]);
 
@@ -94,7 +94,7 @@ impl Debug for FabricHandle {
 /// use std::os::fd::AsFd;
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let handle = driver.handle_create_exportable(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
-/// let file = driver.handle_export(handle)?;                              // goes to another process
+/// let file = driver.handle_export(handle)?; // goes to another process
 /// // SAFETY: 1. No work uses it.
 /// let theirs = unsafe { driver.handle_import(gpu, file.as_fd()) }?;
 /// # let _ = theirs;

@@ -67,7 +67,7 @@ pub fn release(
 
 /// Keeps a release call that was just refused for [`sweep`]. Makes no driver call.
 ///
-/// Its example is that of [`release`].
+/// See [`release`] for an example.
 pub fn keep(
     driver: &Arc<dyn Driver>,
     release: impl FnMut() -> Result<(), DriverError> + Send + 'static,
@@ -79,7 +79,7 @@ pub fn keep(
 
 /// Retries the kept releases of this driver. Takes as long as those calls.
 ///
-/// Its example is that of [`release`].
+/// See [`release`] for an example.
 ///
 /// # Errors
 /// The driver's first refusal. All other releases have been tried.
@@ -106,7 +106,7 @@ pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
 
 /// Returns the number of releases of this driver that are kept for [`sweep`].
 ///
-/// Its example is that of [`release`].
+/// See [`release`] for an example.
 #[must_use]
 pub fn count(driver: &Arc<dyn Driver>) -> usize {
     left().iter().filter(|leftover| Arc::ptr_eq(&leftover.driver, driver)).count()

@@ -29,8 +29,6 @@
 //! Calls that give addresses to the device, or take them away, are `unsafe`: the caller is
 //! responsible for what queued work still does with them. The simulated GPU checks exactly that. It
 //! reports violations with the source lines of both sides. See [`sim`].
-//! what queued work still does with them. The simulated GPU checks exactly that and reports it,
-//! with the source lines of both parties; see [`sim`].
 
 mod calls;
 mod copies;

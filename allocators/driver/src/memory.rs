@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// The bytes that a pool of the driver holds.
 ///
-/// Its example is that of [`Memory`].
+/// See [`Memory`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolUsage {
     /// Allocated from the device.

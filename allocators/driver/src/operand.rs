@@ -91,6 +91,7 @@ pub unsafe trait Operand {
     /// A stream of another library is known from its first use here. `alive` is kept until the last
     /// use is done, since events are recorded on the stream later, when its handle must still be
     /// valid.
+    ///
     /// # Errors
     /// [`Busy`](aquifer_core::MemoryError::Busy) if a conflicting use is open.
     /// [`UnknownId`](aquifer_core::MemoryError::UnknownId) for a stream that has not been leased or

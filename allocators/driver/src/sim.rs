@@ -82,8 +82,6 @@
 //!
 //! Memory that no pool has reported is checked for order and mappings only.
 //!
-//! Memory that no pool has spoken of is checked for order and mapping only.
-//!
 //! # Limits of the oracle
 //! * Undeclared accesses. A closure receives the bytes that it declares and no others, and the
 //!   library's own copies and fills declare their accesses. Real kernels would have to declare
@@ -133,7 +131,6 @@
 //! variable. One item of work runs at a time, so closures never race in Rust's own terms. The cost
 //! of the machine depends on the number of memory intervals, not on bytes: about half a microsecond
 //! for each access in [`Mode::Symbolic`].
-//! microsecond an access, where nothing lies behind the addresses.
 
 mod agents;
 mod callback;

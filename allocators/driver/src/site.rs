@@ -13,7 +13,7 @@ thread_local! {
 
 /// A guard that restores the previous site when dropped.
 ///
-/// Its example is that of [`enter`].
+/// See [`enter`] for an example.
 #[derive(Debug)]
 #[must_use = "the site holds until this is dropped"]
 pub struct Entered {
@@ -34,7 +34,7 @@ pub fn enter() -> Entered {
 /// Sets a line as the site of driver calls on this thread. The line was [entered](fn@entered) on
 /// the thread that this one works for.
 ///
-/// Its example is that of [`enter`].
+/// See [`enter`] for an example.
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
     Entered { before: SITE.replace(site) }
 }
@@ -57,7 +57,7 @@ impl Entered {
 /// Sets `site` as the site of driver calls on this thread, unless an outer function has entered
 /// one. For drops, which have no caller's line: they use the line that created the dropped value.
 ///
-/// Its example is that of [`enter`].
+/// See [`enter`] for an example.
 pub fn enter_or(site: &'static Location<'static>) -> Entered {
     Entered { before: SITE.replace(Some(SITE.get().unwrap_or(site))) }
 }
@@ -70,7 +70,7 @@ impl Drop for Entered {
 
 /// Returns the entered line, if there is one.
 ///
-/// Its example is that of [`enter`].
+/// See [`enter`] for an example.
 #[must_use]
 pub fn entered() -> Option<&'static Location<'static>> {
     SITE.get()

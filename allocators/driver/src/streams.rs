@@ -10,7 +10,7 @@ use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};
 /// Which calls of a thread are refused because they could disturb an open capture
 /// (`CUstreamCaptureMode`).
 ///
-/// Its example is that of [`Streams`].
+/// See [`Streams`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum CaptureMode {
     /// Unsafe calls fail while any thread captures in this mode, and invalidate that capture.
@@ -21,7 +21,7 @@ pub enum CaptureMode {
     Relaxed,
 }
 
-/// Streams.
+/// Driver calls for streams.
 ///
 /// ```
 /// use aquifer_driver::{CaptureMode, DeviceId, Driver, sim::Sim};

@@ -84,7 +84,8 @@ impl Primary {
 
     fn let_go(&self, table: &Table) {
         // SAFETY: 1. This value has retained the device's context once more often than it has
-        // released it. A refusal means that the driver is shutting down, and destroys the context.
+        // released it. A refusal means that the driver is shutting down, which destroys the
+        // context.
         let _ = unsafe { (table.context_release)(self.device) };
     }
 }

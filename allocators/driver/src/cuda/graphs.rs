@@ -123,9 +123,9 @@ unsafe impl Graphs for CudaDriver {
             }
         })
         .inspect_err(|_| {
-            // Releasing the object calls `released`, which must find no function to call. SAFETY:
-            // 1. `user` lives until `released` is called. 2. There is no other access to it: the
-            // reference is still owned here.
+            // Releasing the object calls `released`, which must find no function to call.
+            // SAFETY: 1. `user` lives until `released` is called. 2. There is no other access to
+            // it: the reference is still owned here.
             drop(unsafe { (*user).call.take() });
             // SAFETY: 1. The object is alive, and its one reference is owned here. A refusal leaks
             // an empty box.

@@ -11,11 +11,11 @@
 //!
 //! fn scale<B: Typed<Item = f32> + OperandMut>(x: &mut B, by: f32, f: &CudaFunction, cu: &Arc<CudaStream>) -> Result<(), Error> {
 //!     let n = x.len() as u32;
-//!     let mut lent = x.on_mut(cu)?; // `cu` waits for whatever used `x` before
+//!     let mut lent = x.on_mut(cu)?; // `cu` waits for earlier uses of `x`
 //!     // SAFETY: 1. The kernel takes a float pointer, a float and a count.
 //!     // It accesses `n` elements.
 //!     unsafe { cu.launch_builder(f).arg(&mut lent).arg(&by).arg(&n).launch(LaunchConfig::for_num_elems(n)) }?;
-//!     Ok(()) // and what uses `x` next waits for the kernel
+//!     Ok(()) // the next use of `x` waits for the kernel
 //! }
 //! # #[derive(Debug)]
 //! # enum Error { Memory(aquifer_core::MemoryError), Cudarc(cudarc::driver::DriverError) }

@@ -88,7 +88,7 @@ impl Call {
 
 /// A host callback that has been queued.
 ///
-/// Its example is that of [`Sim`].
+/// See [`Sim`] for an example.
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,

@@ -88,7 +88,7 @@ impl fmt::Debug for Kernel {
 
 /// The bytes that a kernel has declared, accessed one range at a time, since ranges may overlap.
 ///
-/// Its example is that of [`Kernel`].
+/// See [`Kernel`] for an example.
 #[derive(Debug)]
 pub struct KernelMemory<'a> {
     /// Mapped and accessible for `'a`, without any other access in that time.

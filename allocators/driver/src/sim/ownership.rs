@@ -97,7 +97,7 @@ impl Kept {
 /// Owners by address. Addresses that no pool has reported are not checked.
 #[derive(Default, Debug)]
 pub(crate) struct Ownership {
-    /// By first address; they do not overlap.
+    /// Indexed by first address, without overlaps.
     owned: BTreeMap<u64, Owned>,
     /// Ranges that the driver has freed, oldest first. For a limited time, violations on them can
     /// name the free.

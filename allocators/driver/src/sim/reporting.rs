@@ -64,7 +64,7 @@ pub enum OnViolation {
 
 /// The error for a text that is no [`OnViolation`].
 ///
-/// Its example is that of [`OnViolation`].
+/// See [`OnViolation`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BadOnViolation {
     /// The text.

@@ -91,7 +91,7 @@ impl Store {
             Self::Symbolic(addresses) => {
                 addresses.free.insert(address, bytes);
             }
-            // SAFETY: 1. Is promised by the caller.
+            // SAFETY: 1. is promised by the caller.
             Self::Bytes(_) => unsafe { unmap_pages(address, pages(bytes)) },
         }
     }
@@ -207,7 +207,7 @@ impl Store {
         if !self.has_bytes() || bytes == 0 {
             return Vec::new();
         }
-        // SAFETY: 1. Is promised by the caller.
+        // SAFETY: 1. is promised by the caller.
         unsafe { std::slice::from_raw_parts(from as *const u8, bytes as usize) }.to_vec()
     }
 
@@ -221,7 +221,7 @@ impl Store {
             return;
         }
         let count = (bytes / pattern.bytes()) as usize;
-        // SAFETY: 1. Is promised by the caller: that many elements fit in the range.
+        // SAFETY: 1. is promised by the caller: that many elements fit in the range.
         unsafe {
             match pattern {
                 Pattern::Byte(byte) => ptr::write_bytes(to as *mut u8, byte, count),
@@ -287,7 +287,7 @@ fn reserve_pages(bytes: u64, align: u64) -> Option<u64> {
 /// 1. The range consists of pages of a mapping of this module, and it is no longer in use.
 unsafe fn unmap_pages(address: u64, bytes: u64) {
     if let Some(start) = NonNull::new(address as *mut _).filter(|_| bytes > 0) {
-        // SAFETY: 1. Is promised by the caller. If it is refused, the range stays mapped, which is
+        // SAFETY: 1. is promised by the caller. If it is refused, the range stays mapped, which is
         // harmless.
         let _ = unsafe { munmap(start, bytes as usize) };
     }
@@ -310,7 +310,7 @@ pub(crate) fn host_pages(bytes: u64) -> Option<u64> {
 /// # Safety
 /// 1. The range came from [`host_pages`] with the same `bytes`, and it is no longer in use.
 pub(crate) unsafe fn free_host_pages(address: u64, bytes: u64) {
-    // SAFETY: 1. Is promised by the caller.
+    // SAFETY: 1. is promised by the caller.
     unsafe { unmap_pages(address, pages(bytes)) }
 }
 

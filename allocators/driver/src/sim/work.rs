@@ -184,7 +184,7 @@ impl Sim {
     ) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_TO_DEVICE, device)?;
-        // SAFETY: 1. Is promised by the caller. The copy is done, or staged, when this returns.
+        // SAFETY: 1. is promised by the caller. The copy is done, or staged, when this returns.
         let queued = unsafe { self.shared.queue_to_device(state, place, to, from, bytes, site) };
         let (state, pinned) = queued.map_err(named(COPY_TO_DEVICE))?;
         if pinned {
@@ -214,7 +214,7 @@ impl Sim {
     ) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_TO_HOST, device)?;
-        // SAFETY: 1. Is promised by the caller. The copy is done when this returns.
+        // SAFETY: 1. is promised by the caller. The copy is done when this returns.
         let queued = unsafe { self.shared.queue_to_host(state, place, to, from, bytes, site) };
         let (state, _) = queued.map_err(named(COPY_TO_HOST))?;
         self.finish(state, place, COPY_TO_HOST)?;
@@ -222,8 +222,8 @@ impl Sim {
         Ok(())
     }
 
-    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Despite its name it gives the
-    /// host no order.
+    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). The driver calls this
+    /// copy synchronous, but it gives the host no order.
     ///
     /// # Errors
     /// Errors of a lost device.

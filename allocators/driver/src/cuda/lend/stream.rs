@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// Returns the handle of a stream of cudarc, on the device of its context.
 ///
-/// Its example is that of [`Lend`](super::Lend), which calls it.
+/// See [`Lend`](super::Lend) for an example. It calls this function.
 ///
 /// # Safety
 /// 1. The stream is kept alive for as long as the handle is used in a call. [`keep_alive`] returns
@@ -21,7 +21,7 @@ pub unsafe fn raw_stream(stream: &CudaStream) -> RawStream {
 /// Returns a value that keeps a stream of cudarc alive and its handle valid, for code that does not
 /// use cudarc.
 ///
-/// Its example is that of [`Lend`](super::Lend), which calls it.
+/// See [`Lend`](super::Lend) for an example. It calls this function.
 #[must_use]
 pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
     stream.clone()
@@ -29,7 +29,7 @@ pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
 
 /// As [`raw_stream`], for calls made while the stream is borrowed or kept alive.
 pub(super) fn name(stream: &CudaStream) -> RawStream {
-    // SAFETY: 1. Cudarc's stream is a stream of the driver, and alive while it is borrowed. Code
+    // SAFETY: 1. cudarc's stream is a stream of the driver, and alive while it is borrowed. Code
     // that receives the handle also receives the value that keeps the stream alive, or knows the
     // stream and is responsible for its lifetime.
     unsafe { RawStream::from_raw(device_of(stream), stream.cu_stream().expose_provenance() as u64) }

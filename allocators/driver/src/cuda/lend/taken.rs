@@ -6,10 +6,10 @@ use crate::{DeviceRange, Foreign, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 
-// SAFETY: 1. The slice owns its allocation, which ends when the slice is dropped. 2. Cudarc makes
+// SAFETY: 1. The slice owns its allocation, which ends when the slice is dropped. 2. cudarc makes
 // the stream that it passes an address for wait for the slice's reads and writes elsewhere, if the
 // context tracks them. A context that does not track them has one stream, or its owner has promised
-// the order. 3. Cudarc frees on the slice's stream. With the address it also records the slice's
+// the order. 3. cudarc frees on the slice's stream. With the address it also records the slice's
 // events there, and its other streams wait for those events.
 unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     type Item = T;

@@ -10,8 +10,8 @@ use crate::{
 };
 
 // SAFETY: 1. Graphs are stored under numbers that are not reused. 2. Captured tasks stay in their
-// graph until a launch queues them. 3. Captures are numbered. 4. Release functions are dropped with
-// the last launch of the last executable.
+// graph until a launch queues them. 3. Captures are numbered. 4. A release function is called when
+// the last of its graph, executables and launches is gone.
 unsafe impl Graphs for Shared {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         let call = Call::CaptureBegin;
