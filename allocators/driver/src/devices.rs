@@ -90,7 +90,7 @@ impl DeviceInfo {
 /// The driver's own count of a device's memory. It is advisory, since other programs allocate and
 /// free concurrently.
 ///
-/// See [`Driver`](crate::Driver) for an example.
+/// See [`StallGuard`](crate::sim::StallGuard) for an example of [`Devices::memory_info`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryInfo {
     /// Free bytes.

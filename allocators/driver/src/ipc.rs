@@ -77,7 +77,7 @@ impl ExportTypes {
 
 /// The name of memory on a fabric (`CUmemFabricHandle`): bytes to send to the importer.
 ///
-/// See [`Ipc`] for an example.
+/// Returned by [`Ipc::handle_export_fabric`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FabricHandle(pub [u8; 64]);
 

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// The bytes that a pool of the driver holds.
 ///
-/// See [`Memory`] for an example.
+/// Returned by [`Memory::pool_usage`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolUsage {
     /// Allocated from the device.

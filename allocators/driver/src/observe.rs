@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 /// The owner of a range of device memory from now on.
 ///
-/// See [`Observer`] for an example.
+/// Part of a [`BlockNote`], which is passed to [`Observer::block`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Ownership<'a> {
     /// Owned by a block, in stream order on `stream`. `generation` distinguishes it from every
@@ -34,7 +34,7 @@ pub enum Ownership<'a> {
 
 /// A pool's note about the ownership of a range.
 ///
-/// See [`Observer`] for an example.
+/// Passed to [`Observer::block`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNote<'a> {
     /// The whole block.
@@ -45,7 +45,7 @@ pub struct BlockNote<'a> {
 
 /// A host access to memory that devices can reach.
 ///
-/// See [`Observer`] for an example.
+/// Passed to [`Observer::host`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HostAccess {
     /// The CPU reads it.

@@ -11,9 +11,7 @@ thread_local! {
     static SITE: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// A guard that restores the previous site when dropped.
-///
-/// See [`enter`] for an example.
+/// A guard that restores the previous site when dropped. Returned by [`enter`].
 #[derive(Debug)]
 #[must_use = "the site holds until this is dropped"]
 pub struct Entered {
@@ -32,9 +30,7 @@ pub fn enter() -> Entered {
 }
 
 /// Sets a line as the site of driver calls on this thread. The line was [entered](fn@entered) on
-/// the thread that this one works for.
-///
-/// See [`enter`] for an example.
+/// the thread that this one works for. Compare [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
     Entered { before: SITE.replace(site) }
 }
@@ -56,8 +52,7 @@ impl Entered {
 
 /// Sets `site` as the site of driver calls on this thread, unless an outer function has entered
 /// one. For drops, which have no caller's line: they use the line that created the dropped value.
-///
-/// See [`enter`] for an example.
+/// Compare [`enter`].
 pub fn enter_or(site: &'static Location<'static>) -> Entered {
     Entered { before: SITE.replace(Some(SITE.get().unwrap_or(site))) }
 }
@@ -68,9 +63,7 @@ impl Drop for Entered {
     }
 }
 
-/// Returns the entered line, if there is one.
-///
-/// See [`enter`] for an example.
+/// Returns the line set by [`enter`], if there is one.
 #[must_use]
 pub fn entered() -> Option<&'static Location<'static>> {
     SITE.get()

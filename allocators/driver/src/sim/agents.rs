@@ -7,7 +7,7 @@ use std::{cell::Cell, fmt};
 /// An agent, whose actions have one total order.
 ///
 /// Unless a test configures [several host agents](super::Sim::host_agents), the host is one agent.
-/// See [`Sim::host_edge`](super::Sim::host_edge) for an example.
+/// See [`ActingAs`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Agent {

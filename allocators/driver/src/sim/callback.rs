@@ -88,7 +88,7 @@ impl Call {
 
 /// A host callback that has been queued.
 ///
-/// See [`Sim`] for an example.
+/// See [`Callback`] for an example.
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,

@@ -84,7 +84,7 @@ impl fmt::Display for ViolationKind {
 
 /// One of the two sides of a violation.
 ///
-/// See [`Violation`] for an example.
+/// See [`Sim`](super::Sim) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Party {
     /// The stream or host agent.

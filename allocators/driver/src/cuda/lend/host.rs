@@ -20,7 +20,7 @@ use std::{fmt, sync::Arc};
 /// If the notification returns an error, nothing is copied. The error is recorded in cudarc's
 /// context, which returns it from its next safe call.
 ///
-/// See [`Lend`](super::Lend) for an example.
+/// See the [module](super) for an example of lending memory by [`Lend`](super::Lend).
 pub struct LentHost<'a, T, N> {
     slice: &'a mut [T],
     home: &'a Arc<CudaStream>,

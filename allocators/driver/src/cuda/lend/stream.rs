@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// Returns the handle of a stream of cudarc, on the device of its context.
 ///
-/// See [`Lend`](super::Lend) for an example. It calls this function.
+/// [`Lend`](super::Lend) calls it. See the [module](super) for an example.
 ///
 /// # Safety
 /// 1. The stream is kept alive for as long as the handle is used in a call. [`keep_alive`] returns
@@ -21,7 +21,7 @@ pub unsafe fn raw_stream(stream: &CudaStream) -> RawStream {
 /// Returns a value that keeps a stream of cudarc alive and its handle valid, for code that does not
 /// use cudarc.
 ///
-/// See [`Lend`](super::Lend) for an example. It calls this function.
+/// [`Lend`](super::Lend) calls it. See the [module](super) for an example.
 #[must_use]
 pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
     stream.clone()
