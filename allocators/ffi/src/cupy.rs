@@ -15,7 +15,8 @@ pub unsafe extern "C" fn aq_cupy_alloc(
     size: usize,
     device: c_int,
 ) -> *mut c_void {
-    // A size above `isize::MAX` becomes negative, and is refused.
+    // SAFETY: 1. Guaranteed by the caller. A size above `isize::MAX` becomes negative, and is
+    // refused.
     unsafe { aq_torch_alloc(size as isize, device, stream) }
 }
 
