@@ -1,14 +1,14 @@
-//! What the environment says to every runtime of the process, besides what it says to
-//! [pools](aquifer_device) and to [the topology](aquifer_host::topology).
+//! Environment variables that each runtime of the process reads, besides those of
+//! [pools](aquifer_device) and [the topology](aquifer_host::topology).
 //!
-//! | variable | is | default |
+//! | variable | meaning | default |
 //! |---|---|---|
-//! | `AQUIFER_KEEP_FREE` | an amount like `20GiB` of each device that is kept free for others, where the program does not say; `0` or `off` for none | none |
-//! | `AQUIFER_WATCH_HOST` | `1` or `on`: the host's memory is [watched](crate::RuntimeBuilder::watch_host) by the thresholds that are the default, where the program does not say | off |
-//! | `AQUIFER_SIM_FALLBACK` | `quiet`: that a runtime falls back to a [simulated GPU](crate::RuntimeBuilder::or_sim) is not said on standard error; `tell`: it is, once, with the reason | `tell` |
+//! | `AQUIFER_KEEP_FREE` | an amount like `20GiB` of each device that is kept free for other processes, unless the program sets one; `0` or `off` for none | none |
+//! | `AQUIFER_WATCH_HOST` | `1` or `on`: the host's memory is [watched](crate::RuntimeBuilder::watch_host) with the default thresholds, unless the program sets a watch | off |
+//! | `AQUIFER_SIM_FALLBACK` | `tell`: a fall-back to a [simulated GPU](crate::RuntimeBuilder::or_sim) is reported once on standard error, with the reason; `quiet`: it is not reported | `tell` |
 //! | `AQUIFER_SIM_VIOLATIONS` | what happens with violations that a simulated GPU finds and the program does not take: `report` at the end, `now`, `panic`, `exit` or `exit=STATUS`, or `quiet`: see [`OnViolation`] | `report` |
 //!
-//! A value that cannot be followed is an error of whoever builds a runtime, never ignored.
+//! An invalid value makes building a runtime fail. It is never ignored.
 
 use aquifer_core::{Bytes, MemoryError, NoGpu, Result};
 use aquifer_driver::sim::{BadOnViolation, OnViolation};
@@ -18,17 +18,17 @@ use std::{
     sync::Once,
 };
 
-/// Whether a fall-back to a simulated GPU is said.
+/// Whether a fall-back to a simulated GPU is reported.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) enum Fallback {
-    /// Once, on standard error.
+    /// Reported once, on standard error.
     #[default]
     Tell,
-    /// Not at all.
+    /// Not reported.
     Quiet,
 }
 
-/// The variables of this process.
+/// The variables of this process, parsed.
 #[derive(Debug, Default)]
 pub(crate) struct Environment {
     pub(crate) keep_free: Option<u64>,
@@ -38,7 +38,7 @@ pub(crate) struct Environment {
 
 impl Environment {
     pub(crate) fn read() -> Result<Self> {
-        // The simulator reads it itself. Here a value that names nothing is an error.
+        // The simulator reads this variable itself. Here an invalid value becomes an error.
         if let Err(BadOnViolation { value }) = OnViolation::from_env() {
             let (name, expected) = ("AQUIFER_SIM_VIOLATIONS", BadOnViolation::EXPECTED);
             return Err(MemoryError::BadSetting { name, value, expected });
@@ -51,11 +51,11 @@ impl Environment {
     }
 }
 
-/// Says once a process that a simulated GPU stands in, and why.
+/// Reports once per process that a simulated GPU is used, and why.
 pub(crate) fn tell_fallback(why: &NoGpu) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // There is no way to tell of a refusal.
+        // A failed write is ignored: there is no other place to report it.
         let text = format!(
             "aquifer: a simulated GPU is used, since {why} (AQUIFER_SIM_FALLBACK=quiet hides this)\n"
         );

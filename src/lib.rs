@@ -42,16 +42,17 @@ pub use aquifer_stream::{
     StreamPool, Use,
 };
 
-/// Vectors over any allocator: allocator-api2's, which our allocators serve. [`vec::Vec`] is not at
-/// the root, so that `use aquifer::*` leaves the standard library's `Vec`, `vec!`, `Result` and
-/// `core` as they are.
+/// Vectors over any allocator of this crate, from allocator-api2. [`vec::Vec`] is not re-exported
+/// at the root, so that `use aquifer::*` does not shadow the standard library's `Vec`, `vec!`,
+/// `Result` and `core`.
 pub mod vec {
     pub use allocator_api2::vec::*;
 }
 
-/// Which types may cross to a device and back as bytes: plain data of any bit pattern. Derived
-/// by bytemuck's `derive` feature; see [custom structs](guide::custom_structs).
+/// Types that can be copied to a device and back as bytes: plain data for which every bit pattern
+/// is valid. Derive it with bytemuck's `derive` feature, see [custom
+/// structs](guide::custom_structs).
 pub use bytemuck::Pod;
 
-/// Boxes over any allocator.
+/// Boxes over any allocator, from allocator-api2.
 pub use allocator_api2::boxed;

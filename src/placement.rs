@@ -1,27 +1,27 @@
-//! Which device a request goes to, and bytes that are held there until they are used.
+//! Placement chooses a device for a request and reserves the bytes there until they are used.
 //!
-//! A pick that holds nothing is a guess: by the time the memory is asked for, others have taken it.
-//! [`Placer::place`] picks and reserves in one step, and answers with a [`Lease`] that draws from
-//! what it holds. A device whose budget refuses is not picked, so of two requests for the last
-//! bytes one wins and the other goes elsewhere or is told.
+//! A choice without a reservation can be outdated before the memory is allocated. [`Placer::place`]
+//! chooses and reserves in one step and returns a [`Lease`] that allocates from its reservation. A
+//! device is not chosen if its budget refuses the bytes. Of two requests for the last bytes, one
+//! succeeds. The other one is placed elsewhere or fails.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `request` | [`Place`], [`Near`], [`Group`]: what is asked |
-//! | `policy` | [`Policy`]: which of those that satisfy it is taken |
-//! | `hash` | the hash of [`Policy::Affinity`], written down |
-//! | `fleet` | the devices: free memory by the moment, health, generations |
-//! | `lease` | [`Lease`]: bytes that are held |
-//! | `group` | several leases, all or nothing |
-//! | `waiting` | [`Placing`], and of groups [`Grouping`]: waiting until there is room |
-//! | `refusal` | [`PlaceError`]: each device, and why not |
+//! | `request` | [`Place`], [`Near`], [`Group`]: the request |
+//! | `policy` | [`Policy`]: the choice among the devices that satisfy a request |
+//! | `hash` | the hash of [`Policy::Affinity`], specified |
+//! | `fleet` | the devices: current free memory, health, generations |
+//! | `lease` | [`Lease`]: reserved bytes |
+//! | `group` | several leases, all or none |
+//! | `waiting` | [`Placing`], and [`Grouping`] for groups: waiting until there is room |
+//! | `refusal` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
-//! # What a policy sees
-//! Free memory is the pool's own account at this moment, so that a burst of requests spreads as the
-//! policy says, joined with what the driver had left when it was last asked, which other programs
-//! change too; see [`Candidate::age`]. A policy picks among devices that satisfy every hint and
-//! serve. A lost device leaves as soon as any call has met the loss; one that is
-//! [drained](Placer::drain) takes nothing new.
+//! # Input of a policy
+//! Free memory combines two sources. The first is the pool's own account at this moment, so that a
+//! burst of requests spreads according to the policy. The second is the free memory that the driver
+//! last reported, which other programs change too; see [`Candidate::age`]. A policy chooses among
+//! the devices that satisfy every hint and are in service. A lost device is excluded as soon as any
+//! call has returned the loss. A [drained](Placer::drain) device receives no new requests.
 
 mod fleet;
 mod group;
@@ -53,9 +53,10 @@ use std::{
     },
 };
 
-/// Picks devices by one policy.
+/// Chooses devices by one policy.
 ///
-/// Clones share it, and all placers of a runtime share its devices: what one drains, all pass over.
+/// Clones share their state. All placers of a runtime share its devices: a device drained through
+/// one placer is drained for all.
 ///
 /// ```
 /// use aquifer::{Place, Policy, Runtime, sim::Sim};
@@ -70,13 +71,13 @@ use std::{
 pub struct Placer {
     fleet: Arc<Fleet>,
     policy: Policy,
-    /// By index; none where all weigh the same.
+    /// Weights by device index. Empty if all devices weigh the same.
     weights: Arc<[u32]>,
-    /// Requests placed: where round robin stands.
+    /// The number of placed requests: the position of round robin.
     turn: Arc<AtomicU64>,
 }
 
-/// One of a placer's devices, as it is at this moment.
+/// A snapshot of one of a placer's devices.
 ///
 /// ```
 /// use aquifer::{Policy, Runtime, placement::Health, sim::Sim};
@@ -90,15 +91,15 @@ pub struct Placer {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Device<'a> {
-    /// What a policy sees of it.
+    /// The values that a policy sees.
     pub seen: Candidate<'a>,
-    /// How it stands with it.
+    /// The health of the device.
     pub health: Health,
-    /// Its pool.
+    /// The pool of the device.
     pub pool: &'a DevicePool,
 }
 
-/// What a request met: the set of devices that refused, and what they said.
+/// The devices that have rejected a request, as a set, and their errors.
 #[derive(Default)]
 struct Met {
     refused: u64,
@@ -134,16 +135,19 @@ impl Placer {
         Self { fleet, policy, weights, turn: Arc::default() }
     }
 
-    /// Picks a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
-    /// does. Does not block: a pool whose caches hold what its budget lacks is made to give that
-    /// back first (`cuMemUnmap`, `cuMemRelease`), then those of other devices where they share a
-    /// budget, and the driver is asked for its free memory when that is due (`cuMemGetInfo`).
+    /// Chooses a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
+    /// does.
     ///
-    /// The device that the policy picks is taken if its budget grants the bytes; else the one that
-    /// it picks of the rest.
+    /// Does not wait for other threads or for streams. A pool whose caches hold what its budget
+    /// lacks first has to release that (`cuMemUnmap`, `cuMemRelease`), then the pools of other
+    /// devices if they share a budget. The driver is queried for its free memory (`cuMemGetInfo`)
+    /// if the last reading is too old.
+    ///
+    /// The policy's first choice is taken if its budget grants the bytes. Otherwise the policy
+    /// chooses among the remaining devices.
     ///
     /// # Errors
-    /// [`PlaceError`], with every device and why it was not taken.
+    /// [`PlaceError`] lists every device and the reason why it was not taken.
     ///
     /// [`Budget::reserve`]: aquifer_core::Budget::reserve
     pub fn place(&self, place: &Place) -> Result<Lease, PlaceError> {
@@ -153,7 +157,8 @@ impl Placer {
         let now = self.fleet.look();
         let turn = self.turn();
         let mut met = Met::default();
-        // Custom policies, and those that have to look around first, allocate.
+        // Ranking allocates. Only custom policies and `Near`, which inspects the topology first,
+        // need it.
         if let Policy::Custom(_) | Policy::Near = self.policy {
             if let Some(lease) = self.try_ranked(place, turn, now, &mut met)? {
                 return Ok(lease);
@@ -173,7 +178,7 @@ impl Placer {
         Candidate { weight: self.weights.get(candidate.index).copied().unwrap_or(1), ..candidate }
     }
 
-    /// Tries the devices one after another, each the best of those that are left.
+    /// Tries the devices one after another, each time the best one that remains.
     #[inline]
     fn try_each(&self, place: &Place, turn: u64, now: u64, met: &mut Met) -> Option<Lease> {
         loop {
@@ -196,8 +201,8 @@ impl Placer {
         }
     }
 
-    /// Devices that serve and satisfy `place`, `rest`, in the order in which the policy would take
-    /// them.
+    /// Returns those of `rest`, devices in service that satisfy `place`, in the policy's order of
+    /// preference.
     fn ranked<'a>(
         &'a self,
         place: &Place,
@@ -246,7 +251,8 @@ impl Placer {
         Ok(None)
     }
 
-    /// Nothing was found by what was known: finds out anew, and tries again before it says so.
+    /// The slow path, when the known figures found no device: refreshes them and retries before it
+    /// fails.
     #[cold]
     fn place_slowly(&self, place: &Place, turn: u64, mut met: Met) -> Result<Lease, PlaceError> {
         let mut now = self.find_out();
@@ -258,7 +264,7 @@ impl Placer {
         lease.ok_or_else(|| self.nowhere(place, 1, &met))
     }
 
-    /// Asks caches and driver anew. Answers with the time.
+    /// Refreshes the figures of caches and driver. Returns the time.
     fn find_out(&self) -> u64 {
         let now = self.fleet.look();
         self.fleet.sample(now);
@@ -275,8 +281,8 @@ impl Placer {
         PlaceError::Nowhere(Box::new(Nowhere { requested: place.size(), shards, devices }))
     }
 
-    /// Lets nothing new go to a device; what is leased there lives on. For all placers of the
-    /// runtime.
+    /// Stops placing new requests on a device. Its existing leases stay valid. Applies to all
+    /// placers of the runtime.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`].
@@ -284,7 +290,7 @@ impl Placer {
         self.fleet.set_draining(device, true)
     }
 
-    /// Lets requests go to a device again that was [drained](Placer::drain).
+    /// Makes a [drained](Placer::drain) device available for requests again.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`].
@@ -292,19 +298,21 @@ impl Placer {
         self.fleet.set_draining(device, false)
     }
 
-    /// Puts a lost device back: `pool`, opened on it after the application has reset it, takes its
-    /// place in a new generation, which is answered. Leases of the one before stay refused. Asks
-    /// the driver for its free memory.
+    /// Replaces the pool of a lost device by `pool`, which the application opened after it had
+    /// reset the device.
+    ///
+    /// Returns the device's new generation. Leases of the old generation stay refused. Queries the
+    /// driver for its free memory.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`] for a device that is none of the runtime's;
-    /// [`MemoryError::BadSetting`] for one that is not lost.
+    /// [`MemoryError::NoDevice`] if the runtime does not have the device;
+    /// [`MemoryError::BadSetting`] if it is not lost.
     pub fn restore(&self, pool: DevicePool) -> Result<u32> {
         self.fleet.look();
         self.fleet.restore(pool)
     }
 
-    /// The devices it picks from, as they are now, lost ones too.
+    /// Returns snapshots of all devices of this placer, including lost ones.
     pub fn devices(&self) -> impl ExactSizeIterator<Item = Device<'_>> {
         let now = self.fleet.look();
         let fleet = &self.fleet;
@@ -315,19 +323,19 @@ impl Placer {
         })
     }
 
-    /// The device at `index`.
+    /// Returns a snapshot of the device at `index`.
     #[must_use]
     pub fn device(&self, index: usize) -> Option<Device<'_>> {
         self.devices().nth(index)
     }
 
-    /// The device with this ordinal.
+    /// Returns a snapshot of the device with this ordinal.
     #[must_use]
     pub fn by_ordinal(&self, device: DeviceId) -> Option<Device<'_>> {
         self.devices().find(|known| known.seen.device == device)
     }
 
-    /// How many devices there are, lost ones too.
+    /// Returns the number of devices, including lost ones.
     #[must_use]
     pub fn count(&self) -> usize {
         self.fleet.len()

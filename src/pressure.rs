@@ -1,23 +1,21 @@
-//! Pressure that no budget of ours sees: neighbours on the device, and a host that runs out of
-//! memory.
+//! Memory pressure that no budget of this process sees: other processes on the device, and a host
+//! short of memory.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `ceiling` | a budget above all of ours in one memory, whose limit is what the outside leaves |
-//! | `keep_free` | a device: the driver's free memory, and what follows from it |
-//! | `host` | the host: control groups, stalls and free memory, and what follows from them |
+//! | `ceiling` | a budget above ours for one memory, limited to what the outside leaves |
+//! | `keep_free` | devices: reads the driver's free memory and reacts |
+//! | `host` | the host: reads control groups, stalls and free memory, and reacts |
 //! | `report` | [`Pressure`]: what was seen and done |
-//! | `thread` | the thread that looks |
+//! | `thread` | the watch thread |
 //!
-//! Nothing here runs unless asked for by
-//! [`RuntimeBuilder::keep_free`](crate::RuntimeBuilder::keep_free) or
-//! [`RuntimeBuilder::watch_host`](crate::RuntimeBuilder::watch_host). What was read goes through a
-//! pure function that answers with what to do; the thread does it.
+//! Nothing here runs unless [`RuntimeBuilder::keep_free`](crate::RuntimeBuilder::keep_free) or
+//! [`RuntimeBuilder::watch_host`](crate::RuntimeBuilder::watch_host) enables it. A pure function
+//! maps each reading to an action, and the thread carries it out.
 //!
-//! # Whose memory gives way
-//! A neighbour process cannot wait in line at our budget: all it can do is try again. So the bytes
-//! that it lacks must lie free in the driver's hands, and must stay there when our own pools want
-//! to grow:
+//! # How room for other processes is made
+//! Another process cannot wait for our budget. It can only retry. So the bytes that it lacks must
+//! lie free in the driver, and must stay free when our own pools need to grow:
 //!
 //! ```text
 //!   |◀─────────────────── the device ────────────────────▶|
@@ -25,10 +23,11 @@
 //!                 |◀──────── the ceiling ───────▶|keep_free|   ceiling = used + free − keep_free
 //! ```
 //!
-//! The ceiling does not move when our pools grow or give back, since what `used` gains `free`
-//! loses: it is the device without its neighbours and without `keep_free`, and moves when they take
-//! or give. A limit at `used` plus what is free beyond `keep_free`, never less than `used`, would
-//! let a pool take back what another has just given. Nor does it flap: what is given back is a
+//! The ceiling does not move when our pools grow or release memory, since `free` shrinks by what
+//! `used` gains. It is the device less the neighbours' memory and `keep_free`, and moves only with
+//! those two. A limit of `used` plus the free bytes beyond `keep_free`, but at least `used`, would
+//! let one pool take what another has just released. The ceiling does not oscillate either:
+//! slightly more is released than was missing, and growth stops where `keep_free` begins.
 //! little more than was missing, and growth stops where `keep_free` begins.
 
 mod ceiling;

@@ -1,4 +1,4 @@
-//! Everything wired together.
+//! The runtime: driver, device pools, pinned pools and watches, connected.
 
 mod budgets;
 
@@ -25,12 +25,13 @@ use aquifer_host::{
 use budgets::{Above, Limits};
 use std::{fmt, sync::Arc, time::Duration};
 
-/// A driver, a pool for each of its devices, and pinned memory near each.
+/// A driver, a pool for each of its devices, and pinned memory near each device.
 ///
-/// Clones share it. Building one takes no device memory beyond the driver's own context and starts
-/// no thread, unless it is to [keep memory free](RuntimeBuilder::keep_free) or to [watch the
-/// host](RuntimeBuilder::watch_host); without a GPU it has no devices, and host memory is pageable
-/// and says so. Pools may outlive it, and blocks their pools: things may be dropped in any order.
+/// Clones share one runtime. Building it takes no device memory beyond the driver's own context. It
+/// starts no thread, unless it has to [keep memory free](RuntimeBuilder::keep_free) or to [watch
+/// the host](RuntimeBuilder::watch_host). Without a GPU it has no devices, and host memory is
+/// pageable and reported as such. Pools may outlive the runtime, and blocks may outlive their
+/// pools: all can be dropped in any order.
 ///
 /// ```
 /// use aquifer::Runtime;
@@ -45,25 +46,25 @@ pub struct Runtime {
 }
 
 struct Inner {
-    /// Their threads hold pools, and end before those go.
+    /// The threads of both watches hold pools. They end before the pools are dropped.
     keep_free: Option<KeepFree>,
     watched_host: Option<WatchedHost>,
     driver: Option<Arc<dyn Driver>>,
-    /// Why there is no driver, or none with a device.
+    /// The reason, if there is no driver or no device.
     no_gpu: Option<NoGpu>,
-    /// As they were opened.
+    /// The pools as they were opened, before any was replaced.
     pools: Vec<DevicePool>,
     fleet: Arc<Fleet>,
     host: Host,
-    /// A pool for each node that some device is near, and first the one for no node in particular.
+    /// First the pool for no particular node, then one for each node that is near a device.
     pinned: Vec<PinnedPool>,
-    /// Which of `pinned` each device is near.
+    /// For each device, the index in `pinned` of the pool near it.
     near: Vec<usize>,
-    /// The last to go, when the pools have closed.
+    /// Dropped last, after the pools have closed.
     _reported: Option<ReportedAtEnd>,
 }
 
-/// A simulated machine of the runtime's own, whose violations are reported when the runtime ends.
+/// A simulated machine that the runtime created. Its violations are reported when the runtime ends.
 struct ReportedAtEnd(Sim);
 
 impl Drop for ReportedAtEnd {
@@ -72,7 +73,7 @@ impl Drop for ReportedAtEnd {
     }
 }
 
-/// How a [`Runtime`] is to be built.
+/// The settings of a [`Runtime`] to be built.
 #[derive(Debug)]
 pub struct RuntimeBuilder {
     driver: Option<Arc<dyn Driver>>,
@@ -115,32 +116,33 @@ impl Default for RuntimeBuilder {
 }
 
 impl RuntimeBuilder {
-    /// On this driver, instead of the machine's own.
+    /// Sets the driver, instead of the machine's own.
     #[must_use]
     pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
         self.driver = Some(driver);
         self
     }
 
-    /// On a simulated GPU where the machine has none. That is said once on standard error, with the
-    /// reason, unless `AQUIFER_SIM_FALLBACK=quiet`.
+    /// Uses a simulated GPU if the machine has none. This is reported once on standard error, with
+    /// the reason, unless `AQUIFER_SIM_FALLBACK=quiet`.
     #[must_use]
     pub fn or_sim(mut self) -> Self {
         self.or_sim = true;
         self
     }
 
-    /// The same, and says nothing of it, whatever the environment says.
+    /// Like [`or_sim`](Self::or_sim), but never reports it, regardless of the environment.
     #[must_use]
     pub fn or_sim_quietly(mut self) -> Self {
         self.fallback = Some(Fallback::Quiet);
         self.or_sim()
     }
 
-    /// Does this with the violations that a simulated GPU of [`or_sim`](Self::or_sim) finds and the
-    /// program does not take by [`Runtime::simulator`], whatever `AQUIFER_SIM_VIOLATIONS` says.
-    /// They are reported when the runtime ends, and what is found later when the last of its blocks
-    /// does.
+    /// Sets what happens with the violations that a simulated GPU of [`or_sim`](Self::or_sim) finds
+    /// and the program does not take by [`Runtime::simulator`]. Overrides `AQUIFER_SIM_VIOLATIONS`.
+    ///
+    /// Violations are reported when the runtime ends. Those found later are reported when the last
+    /// of its blocks is dropped.
     ///
     /// ```
     /// use aquifer::{Runtime, driver::sim::OnViolation};
@@ -156,115 +158,117 @@ impl RuntimeBuilder {
         self
     }
 
-    /// With these devices, in this order, instead of all.
+    /// Sets the devices and their order, instead of all devices.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
         self.devices = Some(devices.into_iter().collect());
         self
     }
 
-    /// At most so many bytes of each device, instead of 80 % of what it has free now.
+    /// Limits the pool of each device to `bytes`, instead of 80 % of the memory that is free now.
     #[must_use]
     pub fn device_budget(mut self, bytes: u64) -> Self {
         self.device_budget = Some(bytes);
         self
     }
 
-    /// At most so many bytes of pinned host memory in all, instead of half of what the process may
-    /// still take of the host's memory ([`Topology::headroom`]).
+    /// Limits pinned host memory to `bytes` in all, instead of half of the host memory that the
+    /// process may still take ([`Topology::headroom`]).
     #[must_use]
     pub fn pinned_budget(mut self, bytes: u64) -> Self {
         self.pinned_budget = Some(bytes);
         self
     }
 
-    /// With these settings for each device's pool. A budget in them is shared by all devices.
+    /// Sets the configuration of each device's pool. A budget in it is shared by all devices.
     #[must_use]
     pub fn pools(mut self, config: PoolConfig) -> Self {
         self.pool = config;
         self
     }
 
-    /// With these settings for pinned pools. Their node is each device's own.
+    /// Sets the configuration of the pinned pools. The node of each pool is set by the runtime.
     #[must_use]
     pub fn pinned(mut self, config: PinnedConfig) -> Self {
         self.pinned = config;
         self
     }
 
-    /// On this picture of the machine, instead of reading it.
+    /// Sets the machine's topology, instead of reading it from the system.
     #[must_use]
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = Some(topology);
         self
     }
 
-    /// With the devices' free memory asked of the driver (`cuMemGetInfo`, 3.6 µs a device) by
-    /// whoever places when the last answer is so old, instead of 100 ms. What this process takes
-    /// and gives counts at once in any case.
+    /// Sets the maximum age of the driver's free-memory figure, 100 ms by default. A placement that
+    /// finds an older figure queries the driver (`cuMemGetInfo`, a few µs per device). What this
+    /// process allocates and releases is counted at once in any case.
     #[must_use]
     pub fn sample_every(mut self, interval: Duration) -> Self {
         self.sampled = interval;
         self
     }
 
-    /// Keeps so many bytes of each device free in the driver's hands, for other processes and
-    /// libraries: `AQUIFER_KEEP_FREE` unless set, and none unless that is. 0 keeps none, whatever
-    /// the environment says.
+    /// Keeps `bytes` of each device free in the driver, for other processes and libraries. The
+    /// default is `AQUIFER_KEEP_FREE`, or none if that is not set. 0 keeps none free, regardless of
+    /// the environment.
     ///
-    /// A thread, one for all devices, asks the driver every 10 to 50 ms (`cuMemGetInfo`, some 4
-    /// µs). When less is free, the pool and others who have memory of the device under the same
+    /// One thread for all devices queries the driver every 10 to 50 ms (`cuMemGetInfo`, some 4 µs).
+    /// When less is free, the pool and all others that hold memory of the device under the same
     /// budgets are asked to [give some back](DevicePool::give_back), without waiting for any work
-    /// of the device; the [warm reserve](PoolConfig::warm_reserve) goes too. What the pool and
-    /// everything else under its budget may hold is limited to what leaves as much free, so that
-    /// nobody here takes it back. Devices that cannot map are limited too, but give nothing back:
-    /// see [`keep_free_may_stall`](Self::keep_free_may_stall). [`Runtime::pressure`] tells what was
-    /// seen and done.
+    /// of the device. The [warm reserve](PoolConfig::warm_reserve) is released too. The total under
+    /// the device's budget is limited so that this much stays free. So no pool of this process
+    /// takes the released memory again. Devices without virtual memory mapping are limited too, but
+    /// release nothing: see [`keep_free_may_stall`](Self::keep_free_may_stall).
+    /// [`Runtime::pressure`] reports what the watch has seen and done.
     ///
-    /// The budget of each pool is below one of the watch's own then; where the
-    /// [settings](Self::pools) name a budget, each pool has a node below that.
+    /// The budget of each pool becomes a child of the watch's own budget. If the
+    /// [settings](Self::pools) contain a budget, each pool gets a node below that one.
     #[must_use]
     pub fn keep_free(mut self, bytes: u64) -> Self {
         self.keep_free = Some(bytes);
         self
     }
 
-    /// Also gives back the segments of devices that cannot map, though the driver waits for all
-    /// work of the device then.
+    /// Also releases segments of devices without virtual memory mapping, although the driver then
+    /// waits for all work of the device.
     #[must_use]
     pub fn keep_free_may_stall(mut self) -> Self {
         self.keep_free_may_stall = true;
         self
     }
 
-    /// Watches the host's memory on a thread: control groups, stalls and what nodes have free, once
-    /// a second, four times where memory is scarce, and at once when the kernel tells of stalls.
-    /// [`Runtime::pressure`] tells what was seen. Unless set, `AQUIFER_WATCH_HOST=1` has it watched
-    /// by [the default](HostWatch::default).
+    /// Watches the host's memory on a thread: control groups, stalls and the free memory of the
+    /// nodes. It reads them once a second, four times a second while memory is scarce, and at once
+    /// when the kernel signals stalls.
+    ///
+    /// [`Runtime::pressure`] reports what was seen. Unless set, `AQUIFER_WATCH_HOST=1` starts a
+    /// watch with [the default](HostWatch::default) thresholds.
     #[must_use]
     pub fn watch_host(mut self, watch: HostWatch) -> Self {
         self.watch_host = Some(watch);
         self
     }
 
-    /// With the system calls of this kernel, for pinned memory and for the threads that watch: one
-    /// with planned failures, in tests.
+    /// Sets the kernel interface for pinned memory and for the watch threads. Tests use one with
+    /// planned failures.
     #[must_use]
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
         self
     }
 
-    /// Opens the driver, reads the machine, and makes the pools. Takes the driver's own time for a
-    /// context per device, and little more.
+    /// Opens the driver, reads the machine's topology, and creates the pools. Most of the time is
+    /// the driver's, for one context per device.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be
-    /// read; [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is
-    /// no GPU is no error.
+    /// [`MemoryError::BadSetting`] for an invalid environment variable or an unreadable topology;
+    /// [`MemoryError::NoDevice`] for a device that does not exist; the driver's error. A machine
+    /// without a GPU is not an error.
     #[track_caller]
     pub fn build(self) -> Result<Runtime> {
-        // What its pools do when they end is named by the line that built it.
+        // What the pools do when they close is attributed to the caller's line.
         let _site = site::enter();
         let environment = Environment::read()?;
         let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
@@ -333,7 +337,7 @@ impl RuntimeBuilder {
         };
         let watched_host = match (watch_host, host_ceiling) {
             (Some(mut watch), Some(ceiling)) => {
-                // Without a device nothing is registered that would have to wait for one.
+                // Without a device no memory is registered, so unregistering cannot stall.
                 watch.may_stall |= pools.is_empty();
                 let topology = host.topology.clone();
                 Some(WatchedHost::start(&self.kernel, topology, watch, ceiling, pinned.clone())?)
@@ -357,7 +361,7 @@ impl RuntimeBuilder {
     }
 }
 
-/// The machine's CUDA driver, if this build has it and it opens.
+/// Returns the machine's CUDA driver, if this build includes it and it can be opened.
 fn machine_driver() -> Result<Arc<dyn Driver>, NoGpu> {
     #[cfg(feature = "cuda")]
     return Ok(aquifer_driver::cuda::CudaDriver::open()?);
@@ -365,7 +369,7 @@ fn machine_driver() -> Result<Arc<dyn Driver>, NoGpu> {
     Err(NoGpu::NotBuilt)
 }
 
-/// The devices that are asked for, or all.
+/// Returns the requested devices, or all.
 fn chosen(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<DeviceInfo>> {
     let count = driver.device_count().map_err(MemoryError::Driver)?;
     let devices = devices.unwrap_or_else(|| (0..count).map(DeviceId).collect());
@@ -382,7 +386,7 @@ fn chosen(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<Dev
     devices.into_iter().map(look).collect()
 }
 
-/// A pinned pool for no node in particular, and one for each node that a device is near.
+/// Creates a pinned pool for no particular node, and one for each node that is near a device.
 fn pinned_pools(
     driver: &Option<Arc<dyn Driver>>,
     pools: &[DevicePool],
@@ -421,13 +425,13 @@ fn pinned_pools(
 }
 
 impl Runtime {
-    /// Starts a description of a runtime.
+    /// Returns a builder with the default settings.
     #[must_use]
     pub fn builder() -> RuntimeBuilder {
         RuntimeBuilder::default()
     }
 
-    /// A runtime on `driver` with all of its devices.
+    /// Creates a runtime on `driver` with all of its devices.
     ///
     /// # Errors
     /// As [`RuntimeBuilder::build`].
@@ -436,11 +440,11 @@ impl Runtime {
         Self::builder().driver(driver).build()
     }
 
-    /// The pool of the device at `index` among this runtime's devices: the new one, where a lost
-    /// device was [put back](Placer::restore).
+    /// Returns the pool of the device at `index` among this runtime's devices. After
+    /// [`Placer::restore`] this is the new pool.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
+    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] with the reason, if there is no GPU.
     pub fn device(&self, index: usize) -> Result<&DevicePool> {
         self.inner
             .fleet
@@ -448,17 +452,18 @@ impl Runtime {
             .ok_or_else(|| self.missing(u32::try_from(index).unwrap_or(u32::MAX)))
     }
 
-    /// The pool of the device with this ordinal; the new one, where a lost device was put back.
+    /// Returns the pool of the device with this ordinal. After [`Placer::restore`] this is the new
+    /// pool.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
+    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] with the reason, if there is no GPU.
     pub fn by_ordinal(&self, device: DeviceId) -> Result<&DevicePool> {
         let index = self.inner.pools.iter().position(|pool| pool.device() == device);
         let found = index.and_then(|index| self.inner.fleet.pool(index));
         found.ok_or_else(|| self.missing(device.0))
     }
 
-    /// Why there is no such device.
+    /// Returns the error for a device that does not exist.
     fn missing(&self, asked: u32) -> MemoryError {
         let count = u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX);
         match self.inner.no_gpu {
@@ -467,51 +472,51 @@ impl Runtime {
         }
     }
 
-    /// The pools of all devices, as they were opened.
+    /// Returns the pools of all devices as they were opened.
     #[must_use]
     pub fn devices(&self) -> &[DevicePool] {
         &self.inner.pools
     }
 
-    /// Pinned memory on the node that the device at `index` is near, or on the next that has memory
-    /// for this process. Where that is not known, or there is no such device, on no node in
-    /// particular.
+    /// Returns the pinned pool of the NUMA node nearest to the device at `index` that has memory
+    /// for this process. If that node is unknown, or there is no such device, returns the pool for
+    /// no particular node.
     #[must_use]
     pub fn pinned_near(&self, index: usize) -> &PinnedPool {
         let at = self.inner.near.get(index).copied().unwrap_or(0);
         &self.inner.pinned[at]
     }
 
-    /// A stager between pageable memory or files and the device at `index`. Its slots come from the
-    /// process's [staging allocator](crate::staging::install), or, if none is installed, from
-    /// pinned memory near the device. Starts no thread and takes no memory yet; clones of one share
-    /// its workers and slots, so make one for each device and clone it.
+    /// Creates a stager between pageable memory or files and the device at `index`.
     ///
-    /// Where devices are near different nodes, one pool serves some of them from afar:
-    /// [`Stager::new`] on [this machine](Runtime::host) takes another.
+    /// Its slots come from the process's [staging allocator](crate::staging::install), or from
+    /// pinned memory near the device if none is installed. Starts no thread and allocates nothing
+    /// yet. Clones share workers and slots, so create one stager for each device and clone it.
+    ///
+    /// A staging allocator is one pool on one node, so it is remote for devices near other nodes.
+    /// [`Stager::new`] with [this host](Runtime::host) accepts another pool.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for a configuration that cannot be
-    /// followed.
+    /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for an invalid configuration.
     pub fn stager(&self, index: usize, config: StagerConfig) -> Result<Stager> {
         let streams = self.device(index)?.streams();
         let pinned = staging::installed().unwrap_or_else(|| self.pinned_near(index));
         Stager::new(&self.inner.host, pinned, streams, config)
     }
 
-    /// The machine that its pinned pools are on, for more of them.
+    /// Returns the host that the pinned pools are on, to create further pools.
     #[must_use]
     pub fn host(&self) -> &Host {
         &self.inner.host
     }
 
-    /// Picks devices by `policy`.
+    /// Creates a placer that chooses devices by `policy`.
     #[must_use]
     pub fn placer(&self, policy: Policy) -> Placer {
         Placer::new(self.inner.fleet.clone(), policy)
     }
 
-    /// What the watches for [neighbours](RuntimeBuilder::keep_free) and for [the
+    /// Returns what the watches for [neighbour processes](RuntimeBuilder::keep_free) and for [the
     /// host](RuntimeBuilder::watch_host) have seen and done so far. Never blocks.
     #[must_use]
     pub fn pressure(&self) -> Pressure {
@@ -525,11 +530,12 @@ impl Runtime {
         pressure
     }
 
-    /// Keeps so many bytes of each device free from now on, instead of what the
-    /// [builder](RuntimeBuilder::keep_free) said; 0 for none. The watch looks at once.
+    /// Sets how many bytes of each device are kept free from now on, instead of the
+    /// [builder](RuntimeBuilder::keep_free)'s value; 0 for none. The watch reads the devices at
+    /// once.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] where the runtime was built to keep none: nothing watches then.
+    /// [`MemoryError::BadSetting`] if the runtime was built without a watch.
     pub fn set_keep_free(&self, bytes: u64) -> Result<()> {
         let Some(keep_free) = &self.inner.keep_free else {
             let (name, value) = ("keep_free", bytes.to_string());
@@ -543,13 +549,15 @@ impl Runtime {
         Ok(())
     }
 
-    /// Says that no kernels are being launched: the time for what stalls those. Pinned memory that
-    /// the host [was seen to lack](RuntimeBuilder::watch_host) is given back; where none was,
-    /// pinned pools [grow ahead](PinnedPool::quiet_point). Answers with the bytes given back.
-    /// Blocks meanwhile, and until devices are idle.
+    /// Marks a moment at which no kernels are being launched, so that calls which stall launches
+    /// can run.
+    ///
+    /// If the [watch](RuntimeBuilder::watch_host) has found the host short of memory, pinned memory
+    /// is released. Otherwise pinned pools [grow ahead](PinnedPool::quiet_point). Returns the
+    /// number of released bytes. Blocks until this is done and until the devices are idle.
     ///
     /// # Errors
-    /// The driver's or the kernel's.
+    /// The error of the driver or of the kernel.
     pub fn quiet_point(&self) -> Result<u64> {
         if let Some(host) = self.inner.watched_host.as_ref().filter(|host| host.is_short()) {
             return host.give_back();
@@ -560,8 +568,8 @@ impl Runtime {
         Ok(0)
     }
 
-    /// Returns the simulated machine that the runtime is on, to look at what it has found, fail its
-    /// calls or run its work; `None` on GPUs.
+    /// Returns the simulated machine of the runtime, to inspect its findings, fail its calls or run
+    /// its work. Returns `None` on real GPUs.
     ///
     /// ```
     /// use aquifer::{Runtime, driver::sim::Sim};
@@ -575,14 +583,14 @@ impl Runtime {
         self.inner.driver.clone()?.simulator()
     }
 
-    /// Returns why there is no GPU to use, as `aquifer doctor` says it; `None` where there is one,
-    /// simulated ones included.
+    /// Returns why there is no usable GPU, as `aquifer doctor` reports it. Returns `None` if there
+    /// is one, also if it is simulated.
     #[must_use]
     pub fn no_gpu(&self) -> Option<NoGpu> {
         self.inner.no_gpu
     }
 
-    /// The driver, if there is one.
+    /// Returns the driver, if there is one.
     #[must_use]
     pub fn driver(&self) -> Option<&Arc<dyn Driver>> {
         self.inner.driver.as_ref()

@@ -1,8 +1,8 @@
-//! Staging: what is not pinned goes through a [`Stager`], and what is allocated in pinned memory
-//! needs none.
+//! Staging: memory that is not pinned is copied by a [`Stager`], and memory allocated in pinned
+//! memory needs no copy.
 //!
-//! [`install`] makes one pinned pool the process's staging allocator, and [`route`] sends to it
-//! what a part of the program allocates:
+//! [`install`] makes one pinned pool the staging allocator of the process. [`route`] directs the
+//! allocations of a part of the program to it:
 //!
 //! ```no_run
 //! use aquifer::{Runtime, staging};
@@ -15,7 +15,7 @@
 //! # }
 //! ```
 //!
-//! A [`Stager`] moves memory that somebody else allocated, and files, at the speed of the link:
+//! A [`Stager`] transfers pageable memory and files at the speed of the link:
 //!
 //! ```
 //! use aquifer::{DeviceBuffer, Runtime, StagerConfig};
@@ -30,19 +30,19 @@
 //! ```
 //!
 //! # The process's staging allocator
-//! | | once a pool is installed | before |
+//! | | after `install` | before |
 //! |---|---|---|
-//! | [`route`] | the pool serves the scope | allocations are what they always are |
+//! | [`route`] | the pool serves the scope | allocations are unchanged |
 //! | [`PinnedBuf::new`](crate::PinnedBuf::new) | a buffer of the pool | [`MemoryError::NotSet`](crate::MemoryError::NotSet) |
 //! | [`Runtime::stager`](crate::Runtime::stager) | slots of the pool, workers on its node | [pinned memory near the device](crate::Runtime::pinned_near) |
 //!
-//! Nothing that was made before changes: a stager keeps the pool of its slots. A pool that has no
-//! more memory refuses each as it would anybody: a buffer answers with the reason, and what a route
-//! is refused the wrapped allocator serves.
+//! `install` does not change what exists already: a stager keeps the pool of its slots. When the
+//! pool has no more memory, a buffer returns the reason, and an allocation in a routed scope is
+//! served by the wrapped allocator.
 //!
-//! There is no way to uninstall, and installing another is an error that names the first one's
-//! line: other libraries hold what the first has served. The process keeps it open, also when its
-//! [`Runtime`](crate::Runtime) has gone.
+//! There is no uninstall. Installing another pool is an error that names the source line of the
+//! first `install`, since other libraries hold memory of the first pool. The process keeps the pool
+//! open, even after its [`Runtime`](crate::Runtime) has been dropped.
 
 mod routed;
 

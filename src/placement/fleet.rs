@@ -1,4 +1,4 @@
-//! The devices that requests go to, and what is known of each at this moment.
+//! The devices that requests are placed on, and their current figures.
 //!
 //! ```text
 //!   free  =  what caches hold  +  min(what the budget has left, what the driver has left)
@@ -6,12 +6,12 @@
 //! ```
 //!
 //! The budget's part is read from its atomics for each request, so a lease that another thread has
-//! just taken counts. The rest is asked for on a clock, by whichever thread finds that it is due,
-//! one at a time and with no lock held; others go on with the older sample.
+//! just taken is counted. The rest is sampled at an interval, by the thread that finds it due. One
+//! thread samples at a time, with no lock held; other threads use the older sample.
 //!
-//! The devices stand in slots. A device that was lost and put back has a new pool and a new
-//! generation in the same slot; earlier generations stay behind it, for the leases that are still
-//! about.
+//! Devices are stored in slots. A device that was lost and restored has a new pool and a new
+//! generation in the same slot. Earlier generations remain linked before it, for leases that still
+//! exist.
 
 use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::Seen};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
@@ -33,18 +33,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Devices of one fleet at most: a set of them is a word.
+/// The maximum number of devices, so that a set of them fits in one word.
 pub(crate) const MAX_DEVICES: usize = 64;
 
-/// How it stands with a device.
+/// The health of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Health {
-    /// Requests go there.
+    /// Requests are placed there.
     Serving,
-    /// Nothing new goes there; what is leased lives on.
+    /// No new requests are placed there. Existing leases stay valid.
     Draining,
-    /// A call has answered that it is lost. Leases on it answer with [`MemoryError::DeviceLost`].
+    /// A call has reported it lost. Leases on it return [`MemoryError::DeviceLost`].
     Lost,
 }
 
@@ -54,7 +54,8 @@ const LOST: u8 = 2;
 /// One generation of a device.
 #[derive(Debug)]
 pub(super) struct Member {
-    /// What a policy sees comes first, and from here: the pool's own lies two pointers away.
+    /// Copies of the pool's fields that policies read, placed first: the pool's own are two
+    /// pointers away.
     device: DeviceId,
     compute_capability: (u32, u32),
     peers: Box<[DeviceId]>,
@@ -63,27 +64,27 @@ pub(super) struct Member {
     /// [`DRAINING`] and [`LOST`].
     state: AtomicU8,
     budget: Budget,
-    /// No other device's pool is charged to the same budget.
+    /// Whether no other device's pool is charged to the same budget.
     alone: bool,
-    /// Another one is charged to a budget above it, or to the same.
+    /// Whether another device's pool is charged to the same budget or below a common root.
     shares: bool,
     total: u64,
-    /// What caches held when they were asked.
+    /// The bytes in caches at the last count.
     cached: AtomicU64,
-    /// What the pool held in all then, and when that was.
+    /// The physical bytes of the pool at the last count, and the time of that count.
     physical: AtomicU64,
     counted: AtomicU64,
-    /// What the driver had left then; where the budget is the device's own, with what was charged
-    /// to it then.
+    /// The driver's free bytes at the last sample. If the budget belongs to this device alone, the
+    /// pool's physical bytes at that time are added.
     ceiling: AtomicU64,
-    /// Nanoseconds on the fleet's clock.
+    /// The time of the last sample, in nanoseconds on the fleet's clock.
     sampled: AtomicU64,
     node: Option<NodeId>,
-    /// The generation that has taken its place.
+    /// The generation that replaced this one.
     next: OnceLock<Box<Member>>,
 }
 
-/// A device at a glance: what it has free, and where the rest can be found out.
+/// A snapshot of a device: its free bytes, and references to the rest.
 #[derive(Clone, Copy)]
 pub(super) struct Glimpse<'a> {
     pub(super) member: &'a Member,
@@ -93,7 +94,7 @@ pub(super) struct Glimpse<'a> {
 }
 
 impl<'a> Glimpse<'a> {
-    /// All of it.
+    /// Returns the full candidate.
     pub(super) fn candidate(&self, now: u64) -> Candidate<'a> {
         Candidate {
             free: self.free,
@@ -134,14 +135,14 @@ impl Seen for Glimpse<'_> {
         self.weights.get(self.index).copied().unwrap_or(1)
     }
 
-    /// Who asks for it looks at candidates.
+    /// Policies that need the distance use full candidates.
     #[inline]
     fn far(&self) -> u32 {
         0
     }
 }
 
-/// What a request is to be near.
+/// What a request is to be near, resolved.
 #[derive(Clone, Copy)]
 pub(super) enum Target {
     Anywhere,
@@ -149,20 +150,20 @@ pub(super) enum Target {
     Device(DeviceId),
 }
 
-/// The devices of a runtime, for all of its placers.
+/// The devices of a runtime, shared by all of its placers.
 #[derive(Debug)]
 pub(crate) struct Fleet {
     slots: Box<[Member]>,
     topology: Arc<Topology>,
-    /// Nanoseconds between samples.
+    /// The interval of samples in nanoseconds.
     interval: u64,
     now: fn() -> Duration,
     /// When the last sample began, by `now`.
     sampled: AtomicU64,
     sampling: AtomicBool,
-    /// The losses that have been looked into.
+    /// The number of losses that have been handled.
     losses: AtomicU64,
-    /// Who waits for a device to come back.
+    /// The wakers of requests that wait for a device to come back.
     wakers: Mutex<Vec<(u64, Waker)>>,
     watchers: AtomicU64,
 }
@@ -209,7 +210,7 @@ impl Member {
         }
     }
 
-    /// That its pool can be used.
+    /// Returns an error unless the pool can be used.
     pub(super) fn check(&self) -> Result<()> {
         let device = self.pool.device();
         if self.next.get().is_some() || self.pool.driver().is_lost(device) {
@@ -218,29 +219,29 @@ impl Member {
         Ok(())
     }
 
-    /// Whether requests may go there.
+    /// Returns whether requests may be placed there.
     pub(super) fn serves(&self) -> bool {
         self.health() == Health::Serving && self.check().is_ok()
     }
 
-    /// Bytes that the driver had left when it was asked, less what was charged since.
+    /// Returns the driver's free bytes at the last sample, less what was charged since.
     #[inline]
     fn drivers(&self) -> u64 {
         let ceiling = self.ceiling.load(Relaxed);
         if self.alone { ceiling.saturating_sub(self.budget.used()) } else { ceiling }
     }
 
-    /// What its bytes are charged to.
+    /// Returns the budget that its bytes are charged to.
     pub(super) fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// Whether its caches held anything when they were asked.
+    /// Returns whether its caches held anything at the last count.
     pub(super) fn holds_free(&self) -> bool {
         self.cached.load(Relaxed) > 0
     }
 
-    /// Whether the driver has what has been charged.
+    /// Returns whether the driver has the bytes that are charged.
     pub(super) fn is_covered(&self) -> bool {
         let ceiling = self.ceiling.load(Relaxed).saturating_add(self.cached.load(Relaxed));
         !self.alone || self.budget.used() <= ceiling
@@ -251,13 +252,13 @@ impl Member {
         self.cached.load(Relaxed).saturating_add(self.budget.estimate(priority).min(self.drivers()))
     }
 
-    /// Bytes that its pool may have at all.
+    /// Returns the most bytes that its pool may have.
     #[inline]
     fn total(&self) -> u64 {
         self.total.min(self.budget.limit())
     }
 
-    /// As a policy sees it, to a request of this priority.
+    /// Returns the candidate that a policy sees, for a request of this priority.
     #[inline]
     pub(super) fn candidate(&self, index: usize, now: u64, priority: Option<i32>) -> Candidate<'_> {
         Candidate {
@@ -274,15 +275,15 @@ impl Member {
         }
     }
 
-    /// The free bytes after a closer look, if it satisfies `place` then.
+    /// Returns the free bytes, recounted if necessary, if the device then satisfies `place`.
     #[inline(never)]
     fn admit(&self, index: usize, free: u64, place: &Place, now: u64) -> Option<u64> {
         let free = if free < place.needs() { self.recount(free, place, now) } else { free };
         place.admits(&Candidate { free, ..self.candidate(index, now, None) }).then_some(free)
     }
 
-    /// Counts what caches hold once more, if that could make `free` bytes as many as are needed,
-    /// and the pool has grown or shrunk since or the clock has ticked. Answers with the free bytes.
+    /// Recounts the caches if that could raise `free` to the needed bytes, and the pool's physical
+    /// bytes or the clock have changed since the last count. Returns the free bytes.
     #[cold]
     fn recount(&self, free: u64, place: &Place, now: u64) -> u64 {
         let physical = self.pool.physical();
@@ -296,26 +297,26 @@ impl Member {
         self.free(place.priority_asked())
     }
 
-    /// Asks the caches what they hold. No driver call.
+    /// Counts what the caches hold. Makes no driver call.
     pub(super) fn count(&self) {
         let stats = self.pool.stats();
         self.physical.store(stats.physical, Relaxed);
         self.cached.store(stats.cached, Relaxed);
     }
 
-    /// Asks the driver what it has left (`cuMemGetInfo`). One that does not answer leaves the older
-    /// sample.
+    /// Queries the driver's free memory (`cuMemGetInfo`). If that fails, the older sample stays.
     fn sample(&self, now: u64) {
         let device = self.pool.device();
         let Ok(info) = self.pool.driver().memory_info(device) else { return };
         self.count();
-        // What is charged and not held yet is to be had of the driver as well.
+        // `ceiling` is free plus held. Bytes charged but not held yet are to come from the driver
+        // as well.
         let held = if self.alone { self.physical.load(Relaxed) } else { 0 };
         self.ceiling.store(info.free.saturating_add(held), Relaxed);
         self.sampled.store(now, Relaxed);
     }
 
-    /// Takes `bytes` of its budget, having its caches make room where that is what lacks.
+    /// Reserves `bytes` of its budget. If the budget lacks bytes, the caches release some first.
     pub(super) fn reserve(&self, bytes: u64, priority: Option<i32>) -> Result<Reservation> {
         let reserve = || match priority {
             None => self.budget.reserve(bytes),
@@ -330,15 +331,16 @@ impl Member {
         }
     }
 
-    /// Has whoever shares a budget with this device give back what `bytes` lack there: caches of
-    /// other devices, which are not among its own free bytes. As far as that needs no waiting, and
-    /// until there is `enough`; whether there is.
+    /// Makes others that share a budget with this device release what is missing for `bytes`: the
+    /// caches of other devices, which are not among its own free bytes. Continues as long as this
+    /// needs no waiting and until `enough` returns `true`. Returns whether there is enough.
     #[cold]
     pub(super) fn ask_others(&self, bytes: u64, mut enough: impl FnMut() -> bool) -> bool {
-        // A deadline that has passed: nobody is asked who would wait.
+        // The deadline is now, so reclaimers that would wait are skipped.
         let now = Instant::now();
         let mut asking = self.budget.asking(None);
-        // What others wait for is refused as well, and nobody can give that back.
+        // The budget also refuses bytes that earlier waiters are queued for. Reclaiming does not
+        // help with those.
         let lacks = || {
             let refused = self.budget.refusal(bytes);
             refused.is_some_and(|refused| refused.current.saturating_add(bytes) > refused.limit)
@@ -353,7 +355,7 @@ impl Member {
         }
     }
 
-    /// Has the caches give `bytes` back, as far as that needs no waiting.
+    /// Makes the caches release `bytes`, as far as that needs no waiting.
     #[cold]
     pub(super) fn make_room(&self, bytes: u64) -> Result<()> {
         self.pool.trim(self.pool.stats().physical.saturating_sub(bytes))?;
@@ -363,7 +365,7 @@ impl Member {
 }
 
 impl Fleet {
-    /// The devices of these pools, and the first sample of each.
+    /// Creates the set of these pools' devices and takes the first sample of each.
     pub(crate) fn new(pools: &[DevicePool], topology: Arc<Topology>, interval: Duration) -> Self {
         let member = |(index, pool): (usize, &DevicePool)| {
             let others = pools.iter().enumerate().filter(move |(other, _)| *other != index);
@@ -387,11 +389,11 @@ impl Fleet {
     #[inline]
     pub(super) fn now(&self) -> u64 {
         let now = (self.now)();
-        // In 64 bits, for five hundred years.
+        // 64 bits last for five hundred years.
         now.as_secs() * 1_000_000_000 + u64::from(now.subsec_nanos())
     }
 
-    /// The generation that stands of each device, in the order of their indices.
+    /// Returns the current generation of each device, in the order of their indices.
     pub(super) fn members(&self) -> impl ExactSizeIterator<Item = &Member> + Clone {
         self.slots.iter().map(newest)
     }
@@ -400,18 +402,18 @@ impl Fleet {
         self.slots.len()
     }
 
-    /// The generation of the device at `index` that stands.
+    /// Returns the current generation of the device at `index`.
     #[inline]
     pub(super) fn current(&self, index: usize) -> Option<&Member> {
         self.slots.get(index).map(newest)
     }
 
-    /// The pool of the device at `index`.
+    /// Returns the pool of the device at `index`.
     pub(crate) fn pool(&self, index: usize) -> Option<&DevicePool> {
         self.current(index).map(|member| &member.pool)
     }
 
-    /// Where a device stands.
+    /// Returns the index and the current generation of a device.
     pub(super) fn find(&self, device: DeviceId) -> Result<(usize, &Member)> {
         let count = u32::try_from(self.len()).unwrap_or(u32::MAX);
         let mut members = self.members().enumerate();
@@ -419,7 +421,7 @@ impl Fleet {
         found.ok_or(MemoryError::NoDevice { asked: device.0, count })
     }
 
-    /// One generation of the device at `index`.
+    /// Returns one generation of the device at `index`.
     pub(super) fn at(&self, index: usize, generation: u32) -> &Member {
         let mut member = &self.slots[index];
         while member.generation != generation {
@@ -431,7 +433,7 @@ impl Fleet {
         member
     }
 
-    /// Sees whether devices have been lost and whether a sample is due. Answers with the time.
+    /// Handles new device losses and takes a sample if it is due. Returns the time.
     #[inline]
     pub(super) fn look(&self) -> u64 {
         let now = self.now();
@@ -452,8 +454,9 @@ impl Fleet {
             let lost = member.pool.driver().is_lost(member.pool.device());
             if lost && member.state.fetch_or(LOST, AcqRel) & LOST == 0 {
                 found = true;
-                // Its memory is gone, and what its caches are charged for is anybody's under the
-                // same budget. A lost device refuses every call, which is what ends the charges.
+                // The device's memory is gone, but its caches are still charged to a budget that
+                // others may share. Trimming ends these charges, since a lost device refuses every
+                // call.
                 let _ = member.pool.trim(0);
             }
         }
@@ -463,10 +466,10 @@ impl Fleet {
         }
     }
 
-    /// Samples every device, unless another thread is at it.
+    /// Samples every device, unless another thread is sampling.
     #[cold]
     pub(super) fn sample(&self, now: u64) {
-        /// Ends the turn, also when a pool or driver panics.
+        /// Clears the flag, also when a pool or driver panics.
         struct Turn<'a>(&'a AtomicBool);
         impl Drop for Turn<'_> {
             fn drop(&mut self) {
@@ -482,14 +485,14 @@ impl Fleet {
             member.sample(now);
         }
         drop(turn);
-        // What did not answer may be lost.
+        // A device whose sample failed may be lost.
         if losses() != self.losses.load(Acquire) {
             self.note_losses();
         }
     }
 
-    /// Those that new requests may go to and that satisfy `place`, in the order of their indices,
-    /// but for the set `tried`.
+    /// Returns the serving devices that satisfy `place`, in the order of their indices, except for
+    /// the set `tried`.
     #[inline]
     pub(super) fn admitted<'a>(
         &'a self,
@@ -507,12 +510,12 @@ impl Fleet {
         })
     }
 
-    /// Those that new requests may go to.
+    /// Returns the devices on which new requests may be placed, except for the set `tried`.
     #[inline]
     pub(super) fn serving(&self, tried: u64) -> impl Iterator<Item = (usize, &Member)> + Clone {
         self.slots.iter().enumerate().filter_map(move |(index, slot)| {
             let serves = |member: &Member| member.state.load(Acquire) == 0;
-            // What has been replaced was lost before.
+            // A generation that has been replaced was lost before.
             let member = if serves(slot) {
                 slot
             } else {
@@ -522,8 +525,8 @@ impl Fleet {
         })
     }
 
-    /// Has others give back what a common budget lacks for `bytes` on a device that suits `place`;
-    /// see [`Member::ask_others`]. Whether there is room somewhere now.
+    /// Makes others release what a shared budget lacks for `bytes` on a device that suits `place`;
+    /// see [`Member::ask_others`]. Returns whether some device now has room.
     #[cold]
     pub(super) fn ask_others(&self, place: &Place, bytes: u64) -> bool {
         let mut asked: Vec<&Budget> = Vec::new();
@@ -539,7 +542,7 @@ impl Fleet {
         })
     }
 
-    /// What a request is to be near, found out now.
+    /// Resolves what a request is to be near.
     #[cold]
     pub(super) fn target(&self, near: Near) -> Target {
         match near {
@@ -555,7 +558,8 @@ impl Fleet {
         }
     }
 
-    /// How far a device is from there: 0 there, and unknown farthest.
+    /// Returns the distance of a device from `target`: 0 for the same place, and the largest value
+    /// if it is unknown.
     pub(super) fn far(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
         match target {
             Target::Anywhere => 0,
@@ -571,7 +575,8 @@ impl Fleet {
         }
     }
 
-    /// Each device, and why it was not taken: what the others say is asked of `why`.
+    /// Returns each device and the reason why it was not taken. `why` supplies the reason for
+    /// devices that serve and satisfy the hints.
     pub(super) fn passed(
         &self,
         place: &Place,
@@ -595,7 +600,7 @@ impl Fleet {
             .collect()
     }
 
-    /// Lets nothing new go to a device, or again.
+    /// Sets or clears the draining state of a device.
     pub(super) fn set_draining(&self, device: DeviceId, draining: bool) -> Result<()> {
         let (_, member) = self.find(device)?;
         if draining {
@@ -607,7 +612,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Puts a new pool in the place of a lost one. Answers with its generation.
+    /// Replaces the pool of a lost device. Returns the new generation.
     pub(super) fn restore(&self, pool: DevicePool) -> Result<u32> {
         let (index, _) = self.find(pool.device())?;
         let others = self.members().enumerate().filter(|(other, _)| *other != index);
@@ -631,14 +636,15 @@ impl Fleet {
         Ok(newest(last).generation)
     }
 
-    /// A number for [`Fleet::watch`].
+    /// Returns a new number for [`Fleet::watch`].
     pub(super) fn watcher(&self) -> u64 {
         self.watchers.fetch_add(1, Relaxed)
     }
 
-    /// Has the waker of a watcher called when a device comes or goes, or no longer.
+    /// Registers the waker to be called when a device is lost, restored, drained or undrained.
+    /// `None` removes it.
     pub(super) fn watch(&self, watcher: u64, waker: Option<&Waker>) {
-        // Clones and drops of wakers may be anybody's code, so they happen outside.
+        // Cloning and dropping wakers may run foreign code, so both happen outside the lock.
         let mut waker = waker.map(|waker| (watcher, waker.clone()));
         let mut wakers = self.wakers.lock().unwrap_or_else(PoisonError::into_inner);
         let known = wakers.iter().position(|(other, _)| *other == watcher);
@@ -658,13 +664,13 @@ impl Fleet {
     fn wake(&self) {
         let wakers =
             std::mem::take(&mut *self.wakers.lock().unwrap_or_else(PoisonError::into_inner));
-        // Code of others, and the rest is woken all the same.
+        // Wakers are foreign code. A panic in one does not keep the others from being woken.
         for (_, waker) in wakers {
             contain(|| waker.wake());
         }
     }
 
-    /// A lease of what was reserved.
+    /// Returns a lease of what was reserved.
     #[inline]
     pub(super) fn lease(
         self: &Arc<Self>,

@@ -1,10 +1,12 @@
-//! Several leases at once, all or nothing.
+//! Several leases at once, all or none.
 //!
-//! Devices are chosen first, by what is known of them, and then reserved one after another in the
-//! order of their indices. A refusal gives back what was taken, last first, and another choice is
-//! made without what was refused. So whoever comes second to a device that two groups want holds
-//! nothing behind it that the first could need: of groups that meet, one gets through. How they
-//! wait is in `waiting`.
+//! - Devices are chosen first, by their known figures, and then reserved one after another in the
+//!   order of their indices.
+//! - A refusal releases what was reserved, last first. The next choice excludes what was refused.
+//! - So of two groups that compete for a device, the second holds nothing with a higher index that
+//!   the first could need. One of them succeeds.
+//!
+//! `waiting` describes how groups wait.
 
 mod waiting;
 
@@ -13,14 +15,14 @@ pub use waiting::Grouping;
 use super::{Candidate, Group, Lease, Met, PlaceError, Placer, Why};
 use aquifer_core::{MemoryError, Reservation};
 
-/// Bytes that a wait was granted, for a shard on that device.
+/// Bytes that a wait was granted, for one shard on a device.
 struct Granted {
     index: usize,
     generation: u32,
     held: Reservation,
 }
 
-/// A device of a choice, and how many shards go there.
+/// A device of a choice, and its number of shards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Part {
     index: usize,
@@ -28,16 +30,16 @@ struct Part {
     shards: usize,
 }
 
-/// A device that could be part of a choice, and how many shards it has room for.
+/// A device that could be part of a choice, and the number of shards it has room for.
 #[derive(Clone, Copy, Debug)]
 struct Choice<'a> {
     device: Candidate<'a>,
     room: usize,
 }
 
-/// The first devices, in the order given, that have room for all shards together, each on a peer of
-/// every other where that is asked. Packed, those with the most room come first, so that they are
-/// as few as can be.
+/// Returns the first devices, in the given order, that together have room for all shards. If the
+/// group is on peers, each is a peer of every other. If it is packed, devices with the most room
+/// come first, so that the choice has as few devices as possible.
 fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
     if group.packed {
         options.sort_by_key(|option| std::cmp::Reverse(option.room));
@@ -46,8 +48,8 @@ fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
     search(options, 0, group, group.shards, &mut chosen).then_some(chosen)
 }
 
-/// Goes on from `from`. It ends at once where any two devices are peers, or devices form islands;
-/// in general it is the search for a clique.
+/// Continues the search from `from`. If any two devices are peers, or devices form islands, it ends
+/// without backtracking. In general it is the search for a clique.
 fn search(
     options: &[Choice<'_>],
     from: usize,
@@ -87,16 +89,16 @@ fn search(
 }
 
 impl Placer {
-    /// As [`Placer::place`] for every shard of a group, or for none: in the order in which the
-    /// policy takes the devices. Does not block.
+    /// Places every shard of a group as [`Placer::place`] does, or none. Leases are in the order in
+    /// which the policy takes the devices. Does not wait for memory.
     ///
     /// # Errors
-    /// [`PlaceError`], with every device and why it was not taken. Nothing is held.
+    /// [`PlaceError`] with every device and the reason why it was not taken. Nothing is reserved.
     pub fn place_group(&self, group: &Group) -> Result<Vec<Lease>, PlaceError> {
         self.try_group(group, self.turn(), &mut None)
     }
 
-    /// Whether there would be room if nothing were used.
+    /// Returns whether there would be room if nothing were in use.
     fn could_ever(&self, group: &Group) -> bool {
         let suits = |candidate: &Candidate<'_>| group.each.suits(candidate);
         let mut options: Vec<_> = self
@@ -122,11 +124,11 @@ impl Placer {
         }
         let (mut now, priority) = (self.fleet.look(), group.each.priority_asked());
         let mut met = Met::default();
-        // What each device has been seen to have room for, once it has refused.
+        // For each device, the number of shards that it could hold when it refused one.
         let mut most = vec![usize::MAX; self.fleet.len()];
         let mut fresh = false;
         loop {
-            // What a wait was granted is the group's to use.
+            // The group may use the bytes that a wait was granted.
             let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
             let serving =
                 self.fleet.serving(0).map(|(index, member)| member.candidate(index, now, priority));
@@ -141,8 +143,8 @@ impl Placer {
                 if fresh {
                     return Err(self.nowhere(&group.each, group.shards, &met));
                 }
-                // By what was known there was none: finds out anew, once, and has others give back
-                // what they can.
+                // The known figures give no choice. Refresh them once, and make others release what
+                // they can.
                 fresh = true;
                 let all = group.each.size().saturating_mul(group.shards as u64);
                 self.fleet.ask_others(&group.each, all);
@@ -189,7 +191,7 @@ impl Placer {
                 }
             }
         }
-        // In the policy's order again.
+        // Restore the policy's order.
         held.sort_by_key(|(at, _)| *at);
         let lease = |(at, reserved): (usize, _)| {
             self.fleet.lease(parts[at].index, parts[at].generation, reserved)
@@ -198,13 +200,13 @@ impl Placer {
     }
 }
 
-/// A device with what is held there already.
+/// Returns a device with the bytes already granted there added to its free bytes.
 fn with(device: Candidate<'_>, own: Option<(usize, u64)>) -> Candidate<'_> {
     let more = own.filter(|(index, _)| *index == device.index).map_or(0, |(_, bytes)| bytes);
     Candidate { free: device.free.saturating_add(more), ..device }
 }
 
-/// How many shards a device has room for, of `bytes` in all.
+/// Returns how many shards fit on a device of which `bytes` are free.
 fn room(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
     if bytes < group.each.needs() || device.total < group.each.size() {
         return 0;
@@ -220,7 +222,8 @@ mod tests {
     use aquifer_core::DeviceId;
     use proptest::prelude::*;
 
-    /// Devices with this much room, and which of them are peers, both ways.
+    /// Picks from devices with this much room. `peers` lists the pairs that are peers, in both
+    /// directions.
     fn pick(
         room: &[usize],
         peers: &[(usize, usize)],
@@ -273,7 +276,7 @@ mod tests {
     }
 
     proptest! {
-        /// A choice is found exactly where one exists, by trying all subsets.
+        /// A choice is found exactly if one exists, checked against all subsets.
         #[test]
         fn a_choice_is_found_wherever_there_is_one(
             room in prop::collection::vec(0usize..4, 1..7),

@@ -1,11 +1,12 @@
-//! The hash that gives each key its device: rendezvous (highest random weight) hashing.
+//! The hash that maps each key to a device: rendezvous (highest random weight) hashing.
 //!
-//! Every device has a score for every key, and the device with the highest score has the key. So
-//! when a device leaves, its keys go to whoever was second for them, and no other key moves; when
-//! one comes, it takes from all others the keys for which it is first, and no other key moves.
-//! (Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996.)
+//! Every device has a score for every key, and a key is mapped to the device with the highest
+//! score. When a device leaves, each of its keys moves to the device with the second-highest score,
+//! and no other key moves. When a device joins, it takes the keys for which its score is highest,
+//! and no other key moves. (Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous",
+//! 1996.)
 //!
-//! The hash never changes: the same key has the same device in every process, build and version.
+//! The hash never changes: a key is mapped to the same device in every process, build and version.
 //!
 //! ```text
 //!   mix(x)            x ^= x >> 30; x *= 0xbf58476d1ce4e5b9; x ^= x >> 27; x *= 0x94d049bb133111eb; x ^= x >> 31
@@ -13,7 +14,8 @@
 //!   key_of(bytes)     FNV-1a: h = 0xcbf29ce484222325; for each byte: h = (h ^ byte) · 0x100000001b3
 //! ```
 //!
-//! `mix` is the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014), `d` the device's ordinal.
+//! `mix` is the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014), `d` is the device's
+//! ordinal.
 
 use aquifer_core::DeviceId;
 
@@ -23,14 +25,14 @@ const fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// How strongly `device` is drawn to `key`.
+/// Returns the score of `device` for `key`.
 #[inline]
 pub(super) const fn score(key: u64, device: DeviceId) -> u64 {
     mix(key ^ mix((device.0 as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// The key of a name, such as a session's or a model's: FNV-1a over its bytes, in 64 bits. It never
-/// changes.
+/// Returns the key of a name, such as a session or a model: FNV-1a over its bytes, in 64 bits. The
+/// function never changes.
 ///
 /// ```
 /// use aquifer::placement::{Place, key_of};
@@ -53,7 +55,7 @@ mod tests {
 
     #[test]
     fn the_hash_is_the_one_that_is_written_down() {
-        // Of another implementation; if one of these changes, keys move between versions.
+        // Values of another implementation. If one of these changes, keys move between versions.
         assert_eq!(key_of(b"a"), 0xaf63_dc4c_8601_ec8c);
         assert_eq!(key_of(b"foobar"), 0x8594_4171_f739_67e8);
         // SplitMix64's first output from the seed 0.

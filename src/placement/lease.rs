@@ -1,4 +1,4 @@
-//! Bytes that are held on a device until they are used.
+//! Bytes reserved on a device until they are used.
 
 use super::fleet::{Fleet, Member};
 use aquifer_core::{DeviceId, Reservation, Result};
@@ -10,21 +10,20 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Bytes reserved on one device, drawn from by allocations; the rest goes back when this is
-/// dropped.
+/// Bytes reserved on one device. Allocations draw from them, and the rest is released when the
+/// lease is dropped.
 ///
-/// Blocks drawn from a lease are blocks like any other, and outlive it. A lease counts bytes as its
-/// device's budget does, so a request beside it can never take what it holds; how the bytes lie is
-/// not reserved.
+/// Blocks drawn from a lease are ordinary blocks and outlive it. A lease is counted by its device's
+/// budget, so no other request can take its bytes. Contiguity is not reserved.
 ///
-/// It belongs to one generation of its device: when that is lost, all that is asked of the lease is
-/// answered by [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), also when the
-/// device has been put back.
+/// A lease belongs to one generation of its device. After that generation is lost, every request on
+/// the lease returns [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), even if
+/// the device has been restored.
 pub struct Lease {
     fleet: Arc<Fleet>,
     index: usize,
     generation: u32,
-    /// [`Reserved`] memory draws from it as it grows, and does not keep it.
+    /// [`Reserved`] memory draws from it as it grows, and does not keep it alive.
     held: Arc<Mutex<Reservation>>,
 }
 
@@ -44,37 +43,37 @@ impl Lease {
         Ok(&member.pool)
     }
 
-    /// The device that was picked.
+    /// Returns the chosen device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.pool().device()
     }
 
-    /// Its place among the runtime's devices.
+    /// Returns the device's index among the runtime's devices.
     #[must_use]
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// The generation of the device that it belongs to.
+    /// Returns the generation of the device that the lease belongs to.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.generation
     }
 
-    /// Its pool.
+    /// Returns the pool of the device.
     #[must_use]
     pub fn pool(&self) -> &DevicePool {
         &self.member().pool
     }
 
-    /// Bytes that are still held.
+    /// Returns the reserved bytes that are left.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).remaining()
     }
 
-    /// Leases a stream of the device.
+    /// Returns a stream of the device, leased from its stream pool.
     ///
     /// # Errors
     /// As [`DevicePool::stream`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
@@ -82,8 +81,8 @@ impl Lease {
         self.usable()?.stream()
     }
 
-    /// A block drawn from what is held. A request for more than that draws the rest and asks the
-    /// budget.
+    /// Allocates a block from the reservation. A larger request takes the rest of the reservation
+    /// and charges the budget for what is missing.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
@@ -92,9 +91,9 @@ impl Lease {
         self.usable()?.alloc_reserved(stream, request, &self.held)
     }
 
-    /// A block whose memory never moves, drawn from what is held: a whole physical handle, rounded
-    /// up to the device's granularity. A request for more than is held draws the rest and asks the
-    /// budget.
+    /// Allocates a block whose memory never moves from the reservation: whole physical handles,
+    /// rounded up to the device's granularity. A larger request takes the rest of the reservation
+    /// and charges the budget for what is missing.
     ///
     /// # Errors
     /// As [`DevicePool::alloc_stable`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
@@ -103,10 +102,10 @@ impl Lease {
         self.usable()?.alloc_stable_reserved(stream, request, &self.held)
     }
 
-    /// Addresses for `max_len` elements, with no memory behind them, as [`DevicePool::reserve`]:
-    /// each [`commit`](Reserved::commit) draws from what is held and asks the budget for the rest.
-    /// Once the lease is dropped, commits ask the budget alone. Memory that is decommitted goes
-    /// back to the budget, not to the lease.
+    /// Reserves addresses for `max_len` elements without memory, like [`DevicePool::reserve`]. Each
+    /// [`commit`](Reserved::commit) draws from the reservation and charges the budget for what is
+    /// missing. After the lease is dropped, commits charge the budget alone. Decommitted memory
+    /// returns to the budget, not to the lease.
     ///
     /// ```
     /// use aquifer::{Place, Policy, Runtime, sim::Sim};
@@ -125,7 +124,7 @@ impl Lease {
         self.usable()?.reserve_drawing(stream, max_len, None, &self.held)
     }
 
-    /// As [`Lease::reserve`], committed in steps of `step` bytes, rounded up to the device's
+    /// Like [`Lease::reserve`], but commits in steps of `step` bytes, rounded up to the device's
     /// granularity.
     ///
     /// # Errors
@@ -140,7 +139,7 @@ impl Lease {
         self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.held)
     }
 
-    /// A buffer drawn from what is held.
+    /// Allocates a buffer from the reservation.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).

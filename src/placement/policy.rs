@@ -1,4 +1,5 @@
-//! Which of the devices that satisfy a request is taken: pure functions of what was seen of them.
+//! Policies choose among the devices that satisfy a request. They are pure functions of the
+//! devices' figures.
 
 use super::{Place, hash};
 use aquifer_core::DeviceId;
@@ -12,38 +13,38 @@ use std::{
 
 /// A device as a policy sees it.
 ///
-/// Its example is that of [`Policy`].
+/// [`Policy`] has an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Candidate<'a> {
-    /// Its place among the runtime's devices.
+    /// The index among the runtime's devices.
     pub index: usize,
-    /// Which.
+    /// The device.
     pub device: DeviceId,
-    /// 1 at first; one more each time the device was [put back](super::Placer::restore) after a
-    /// loss.
+    /// The generation: 1 at first, incremented each time the device was
+    /// [restored](super::Placer::restore) after a loss.
     pub generation: u32,
-    /// Bytes that its pool could give: what its budget has left, or the driver if that is less,
-    /// and what its caches hold.
+    /// Bytes that its pool could provide: what its budget or the driver has left, whichever is
+    /// less, plus what its caches hold.
     pub free: u64,
-    /// Bytes that its pool may have at all.
+    /// The most bytes that its pool may have.
     pub total: u64,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
-    /// The devices whose memory its kernels could reach.
+    /// The devices whose memory its kernels can reach.
     pub peers: &'a [DeviceId],
-    /// Its weight under [`Policy::weighted`], else 1.
+    /// The weight under [`Policy::weighted`], else 1.
     pub weight: u32,
-    /// How far it is from what the request is to be near, under [`Policy::Near`], else 0.
-    /// Comparable within one request only.
+    /// The distance from what the request is to be near, under [`Policy::Near`], else 0. Comparable
+    /// only within one request.
     pub far: u32,
-    /// How long ago the driver was asked for its free memory, and the caches for what they hold.
-    /// The rest is of this moment.
+    /// The age of the last sample of the driver's free memory and of the caches. The other figures
+    /// are current.
     pub age: Duration,
 }
 
 impl Candidate<'_> {
-    /// A device of which only this is known; fill in the rest.
+    /// Creates a candidate with these figures and defaults for the rest.
     #[must_use]
     pub fn new(index: usize, device: DeviceId, free: u64, total: u64) -> Self {
         let (generation, compute_capability, weight) = (1, (0, 0), 1);
@@ -51,7 +52,7 @@ impl Candidate<'_> {
         Self { index, device, generation, free, total, compute_capability, peers, weight, far, age }
     }
 
-    /// Whether its kernels could reach that device's memory.
+    /// Returns whether its kernels can reach that device's memory.
     #[inline]
     #[must_use]
     pub fn reaches(&self, device: DeviceId) -> bool {
@@ -59,8 +60,8 @@ impl Candidate<'_> {
     }
 }
 
-/// What the library's own policies ask of a device, each of them one or two things: a request looks
-/// at every device, and finds out no more than it needs.
+/// The figures of a device that built-in policies use. Each policy needs one or two of them, so a
+/// request computes only those for every device.
 pub(super) trait Seen: Copy {
     fn index(&self) -> usize;
     fn device(&self) -> DeviceId;
@@ -101,33 +102,34 @@ impl Seen for Candidate<'_> {
     }
 }
 
-/// Which of the devices that satisfy a request is taken.
+/// The choice among the devices that satisfy a request.
 ///
-/// Each is a pure function of what was seen of the devices and, where it says so, of how many
-/// requests were placed before. Ties go to the lowest index.
+/// Each policy is a pure function of the devices' figures and, for policies that take turns, of the
+/// number of earlier requests. Ties go to the lowest index.
 #[derive(Clone, Default, Debug)]
 #[non_exhaustive]
 pub enum Policy {
-    /// Each in turn.
+    /// Each device in turn.
     RoundRobin,
-    /// The one of which the least part is used.
+    /// The device with the smallest used share.
     LeastLoaded,
-    /// The one with the most free bytes.
+    /// The device with the most free bytes.
     #[default]
     MostFree,
-    /// The one with the fewest free bytes that are enough, so that large requests find room later.
+    /// The device with the fewest free bytes that suffice, so that large requests find room later.
     BestFit,
-    /// The one with the highest compute capability; of those the one with the most free bytes.
+    /// The device with the highest compute capability; of several the one with the most free bytes.
     BestCompute,
-    /// In turn, by weights: [`Policy::weighted`].
+    /// In turn, by weight: see [`Policy::weighted`].
     Weighted(Weights),
-    /// The one to which the request's [key](Place::key) belongs, or, where that does not admit, the
-    /// next for the key. Requests without a key go where the most bytes are free.
+    /// The device to which the request's [key](Place::key) is mapped or, if that is not admitted,
+    /// the next device for the key. Requests without a key go to the device with the most free
+    /// bytes.
     Affinity,
-    /// The one nearest to what the request is to be [near](Place::near); of those the one with the
-    /// most free bytes.
+    /// The device nearest to what the request is to be [near](Place::near); of several the one with
+    /// the most free bytes.
     Near,
-    /// By a function of the program: [`Policy::custom`].
+    /// A function of the program: see [`Policy::custom`].
     Custom(Custom),
 }
 
@@ -136,7 +138,7 @@ pub enum Policy {
 pub struct Weights(Arc<[(DeviceId, u32)]>);
 
 impl Weights {
-    /// The weight of a device: 1 if it was given none.
+    /// Returns the weight of a device, 1 if none was set.
     #[must_use]
     pub fn of(&self, device: DeviceId) -> u32 {
         self.0.iter().find(|(other, _)| *other == device).map_or(1, |&(_, weight)| weight)
@@ -145,7 +147,7 @@ impl Weights {
 
 type Order = dyn Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
 
-/// A program's own policy, for [`Policy::Custom`].
+/// A custom policy of the program, for [`Policy::Custom`].
 #[derive(Clone)]
 pub struct Custom {
     pub(super) name: &'static str,
@@ -159,8 +161,8 @@ impl fmt::Debug for Custom {
 }
 
 impl Custom {
-    /// The indices of devices in the order in which they are to be tried. What is not among the
-    /// candidates, or was named before, is passed over. `None` if the function has panicked.
+    /// Returns the indices of devices in the order in which they are to be tried. Devices that are
+    /// not candidates, and repeated ones, are skipped. Returns `None` if the function panicked.
     pub(super) fn order(&self, place: &Place, candidates: &[Candidate<'_>]) -> Option<Vec<usize>> {
         let named =
             std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
@@ -178,20 +180,20 @@ impl Custom {
 }
 
 impl Policy {
-    /// In turn, each as often as its weight says: of a device with weight 3 and one with weight 1
-    /// the first is taken three times of four, and any run of requests keeps close to that. A
-    /// device that is not listed has weight 1; one with weight 0 is taken only where no other
-    /// admits.
+    /// Creates a policy that takes devices in turn, in proportion to their weights. Of a device
+    /// with weight 3 and one with weight 1, the first is taken three times of four, and any run of
+    /// requests is close to that ratio. A device that is not listed has weight 1. A device with
+    /// weight 0 is taken only if no other is admitted.
     #[must_use]
     pub fn weighted(weights: impl IntoIterator<Item = (DeviceId, u32)>) -> Self {
         Self::Weighted(Weights(weights.into_iter().collect()))
     }
 
-    /// By a pure function of the program's own: from the request and the devices that satisfy it to
-    /// the devices in the order in which they are to be tried.
+    /// Creates a policy from a pure function of the program. The function maps the request and the
+    /// devices that satisfy it to the order in which devices are to be tried.
     ///
-    /// Its answer is checked, never believed: a device that is unknown, does not satisfy the
-    /// request or is named twice is passed over. Where it panics, the request is refused with
+    /// The result is validated: devices that are unknown, do not satisfy the request or are
+    /// repeated are skipped. If the function panics, the request fails with
     /// [`PlaceError::PolicyPanicked`](super::PlaceError::PolicyPanicked).
     ///
     /// ```
@@ -209,9 +211,9 @@ impl Policy {
         Self::Custom(Custom { name, order: Arc::new(order) })
     }
 
-    /// The index of the device that is taken, of `candidates` that satisfy `place`, when `turn`
-    /// requests have been placed before on `devices` devices in all. `None` where there are no
-    /// candidates, or a function of the program's own names none of them or panics.
+    /// Returns the index of the chosen device among `candidates`, which satisfy `place`. `turn` is
+    /// the number of requests placed before, and `devices` the number of all devices. Returns
+    /// `None` if there are no candidates, or if a custom function names none of them or panics.
     #[must_use]
     pub fn pick(
         &self,
@@ -228,14 +230,14 @@ impl Policy {
         }
     }
 
-    /// Whether the number of requests before counts.
+    /// Returns whether the policy depends on the number of earlier requests.
     #[inline]
     pub(super) fn takes_turns(&self) -> bool {
         matches!(self, Self::RoundRobin | Self::Weighted(_))
     }
 
-    /// The same over whatever yields devices in the order of their indices; of the library's own
-    /// policies.
+    /// Like [`pick`](Self::pick), for built-in policies, over an iterator in the order of device
+    /// indices.
     #[inline]
     pub(super) fn pick_from<S: Seen>(
         &self,
@@ -267,7 +269,7 @@ impl Policy {
     }
 }
 
-/// The part of a device that is used, compared as a fraction: a/b < c/d where a·d < c·b.
+/// The used share of a device, compared as a fraction: a/b < c/d where a·d < c·b.
 #[derive(Clone, Copy)]
 struct Load {
     used: u64,
@@ -275,7 +277,7 @@ struct Load {
 }
 
 impl Load {
-    /// What cannot be had of it is used.
+    /// Bytes that are not free count as used.
     #[inline]
     fn of(free: u64, total: u64) -> Self {
         Self { used: total.saturating_sub(free), total }
@@ -296,7 +298,7 @@ impl PartialOrd for Load {
     }
 }
 
-/// The first of those with the lowest key.
+/// Returns the first element with the lowest key.
 #[inline]
 fn lowest<S: Seen, K: PartialOrd>(
     seen: impl Iterator<Item = S>,
@@ -312,11 +314,11 @@ fn lowest<S: Seen, K: PartialOrd>(
     best.map(|(_, taken)| taken)
 }
 
-/// 2⁶⁴ over the golden ratio: of the multiples of all numbers, modulo 1, its own lie most evenly.
+/// 2⁶⁴ divided by the golden ratio: the constant whose multiples modulo 1 are spread most evenly.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Lays the weights end to end and takes the device under the turn's point. Points are multiples of
-/// the golden ratio, so every stretch has its share of them in any run of turns (Weyl).
+/// Lays the weights end to end and returns the device at the turn's point. Points are multiples of
+/// the golden ratio, so every interval gets its share of the points in any run of turns (Weyl).
 #[inline]
 fn weighted<S: Seen>(seen: impl Iterator<Item = S> + Clone, turn: u64) -> Option<S> {
     let mut total = 0;
@@ -330,7 +332,7 @@ fn weighted<S: Seen>(seen: impl Iterator<Item = S> + Clone, turn: u64) -> Option
         }
         last = Some(next);
     });
-    // All weigh nothing, or one has gone between the two passes.
+    // All weights are 0, or a device disappeared between the two passes.
     taken.or(last)
 }
 

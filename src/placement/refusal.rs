@@ -1,4 +1,4 @@
-//! Why no device was found.
+//! Errors of placement: why no device was found.
 
 use aquifer_core::{Bytes, DeviceId, MemoryError, OutOfBudget};
 use std::{error, fmt, time::Duration};
@@ -7,18 +7,18 @@ use std::{error, fmt, time::Duration};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Why {
-    /// It is excluded, or others only are allowed.
+    /// It is excluded, or not among the allowed devices.
     Excluded,
     /// Its compute capability is too low.
     Compute {
-        /// What it has.
+        /// The capability of the device.
         has: (u32, u32),
-        /// What is asked for.
+        /// The required capability.
         needs: (u32, u32),
     },
-    /// It cannot reach a device that it has to.
+    /// It cannot reach a required device.
     Unreachable {
-        /// Which.
+        /// The device that it cannot reach.
         peer: DeviceId,
     },
     /// Too little is free.
@@ -26,50 +26,50 @@ pub enum Why {
         /// Bytes that must be free.
         needs: u64,
     },
-    /// Nothing new goes there.
+    /// It receives no new requests.
     Draining,
     /// It is lost.
     Lost,
-    /// Its budget refused after all.
+    /// Its budget refused the reservation.
     Budget(OutOfBudget),
     /// Its pool could not make room.
     Pool(MemoryError),
-    /// The policy did not name it.
+    /// The policy did not return it.
     NotNamed,
-    /// A group that it could be part of is not there: too few others, or no peers.
+    /// No group with it exists: too few other devices, or they are not peers.
     Alone,
 }
 
-/// What was seen of a device, and why it was not taken.
+/// A device that was not taken, its figures and the reason.
 ///
-/// Its example is that of [`Nowhere`].
+/// [`Nowhere`] has an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Passed {
-    /// Which.
+    /// The device.
     pub device: DeviceId,
     /// Its generation.
     pub generation: u32,
-    /// Bytes that it had free.
+    /// Its free bytes.
     pub free: u64,
-    /// How old the driver's part of that was.
+    /// The age of the driver's part of `free`.
     pub age: Duration,
-    /// Why.
+    /// The reason.
     pub why: Why,
 }
 
-/// No device was found: each of them, and why. Its text is one line for each.
+/// No device was found. Lists each device with the reason; the text has one line for each.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Nowhere {
-    /// Bytes asked for, for each shard.
+    /// The requested bytes per shard.
     pub requested: u64,
-    /// How many at once.
+    /// The number of shards.
     pub shards: usize,
     /// Every device, in order.
     pub devices: Vec<Passed>,
 }
 
-/// Why nothing was placed. Nothing is held.
+/// Why nothing was placed. Nothing is reserved.
 ///
 /// ```
 /// use aquifer::{Place, PlaceError, Policy, Runtime, placement::Why, sim::Sim};
@@ -83,13 +83,13 @@ pub struct Nowhere {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlaceError {
-    /// A request for no bytes, or for no shards.
+    /// A request for zero bytes or zero shards.
     ZeroSize,
     /// No device satisfies the hints and has room.
     Nowhere(Box<Nowhere>),
-    /// A policy of the program's own has panicked.
+    /// A custom policy panicked.
     PolicyPanicked {
-        /// Its name.
+        /// The name of the policy.
         policy: &'static str,
     },
 }
@@ -144,8 +144,9 @@ impl fmt::Display for PlaceError {
 impl error::Error for PlaceError {}
 
 impl From<PlaceError> for MemoryError {
-    /// The nearest of the library's errors: a budget's refusal if one stood in the way, the loss if
-    /// all are lost, else that there is no such device. The list goes.
+    /// Converts to the closest library error: the budget's or pool's refusal if there was one, the
+    /// loss if all devices are lost, otherwise that there is no such device. The list of devices is
+    /// dropped.
     fn from(error: PlaceError) -> Self {
         let devices = match error {
             PlaceError::ZeroSize => return Self::ZeroSize,

@@ -1,10 +1,10 @@
-//! What a request asks of a device.
+//! Requests for memory on some device.
 
 use super::{Candidate, Why};
 use aquifer_core::{DeviceId, Tag};
 use aquifer_host::topology::NodeId;
 
-/// A request for bytes on some device, with hints that are always honoured.
+/// A request for bytes on some device. Its constraints are always met or the request fails.
 ///
 /// ```
 /// use aquifer::Place;
@@ -15,7 +15,7 @@ use aquifer_host::topology::NodeId;
 pub struct Place {
     bytes: u64,
     min_free: u64,
-    /// It has hints that not all devices satisfy, but for those on free bytes.
+    /// Whether it has constraints that not all devices satisfy, besides those on free bytes.
     choosy: bool,
     min_compute: (u32, u32),
     allowed: Option<Vec<DeviceId>>,
@@ -26,25 +26,24 @@ pub struct Place {
     near: Near,
 }
 
-/// What a request is to be near, under [`Policy::Near`](super::Policy::Near).
+/// The place that a request is to be near, under [`Policy::Near`](super::Policy::Near).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub enum Near {
-    /// The NUMA node whose CPU the calling thread runs on.
+    /// The NUMA node of the CPU that runs the calling thread.
     #[default]
     Caller,
     /// This NUMA node of the host.
     Node(NodeId),
-    /// This device: itself first, then those that can reach its memory, then the rest.
+    /// This device: first itself, then those that can reach its memory, then the rest.
     Device(DeviceId),
-    /// The device on which live blocks of this tag hold the most bytes, as near a
-    /// [device](Near::Device). Looks through every pool's caches, so it takes microseconds and
-    /// more.
+    /// The device on which live blocks of this tag hold the most bytes, treated like
+    /// [`Near::Device`]. Searches every pool's caches, which takes microseconds or longer.
     Data(Tag),
 }
 
 impl Place {
-    /// `bytes` on any device.
+    /// Creates a request for `bytes` on any device.
     #[must_use]
     pub fn bytes(bytes: u64) -> Self {
         Self {
@@ -61,65 +60,65 @@ impl Place {
         }
     }
 
-    /// Only where so many bytes are free, those asked for among them.
+    /// Requires that this many bytes are free, including the requested ones.
     #[must_use]
     pub fn min_free(self, bytes: u64) -> Self {
         Self { min_free: bytes, ..self }
     }
 
-    /// Only on devices of this compute capability or later.
+    /// Requires this compute capability or a later one.
     #[must_use]
     pub fn min_compute(self, capability: (u32, u32)) -> Self {
         Self { min_compute: capability, choosy: true, ..self }
     }
 
-    /// Only on these devices.
+    /// Allows only these devices.
     #[must_use]
     pub fn only(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
         Self { allowed: Some(devices.into_iter().collect()), choosy: true, ..self }
     }
 
-    /// On none of these devices.
+    /// Excludes these devices.
     #[must_use]
     pub fn not_on(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
         Self { excluded: devices.into_iter().collect(), choosy: true, ..self }
     }
 
-    /// Only on devices whose kernels can reach the memory of each of these, or are these
-    /// themselves.
+    /// Allows only devices that are among these, or whose kernels can reach their memory, for each
+    /// of them.
     #[must_use]
     pub fn reaching(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
         Self { reaching: devices.into_iter().collect(), choosy: true, ..self }
     }
 
-    /// Charged, and waiting in line, by this priority instead of the budget's own; higher is served
-    /// first.
+    /// Sets the priority of the charge and of the wait, instead of the budget's own. Higher
+    /// priorities are served first.
     #[must_use]
     pub fn priority(self, priority: i32) -> Self {
         Self { priority: Some(priority), ..self }
     }
 
-    /// Belonging to this key, which [`Policy::Affinity`](super::Policy::Affinity) gives always the
-    /// same device; [`key_of`](super::key_of) makes one of a name.
+    /// Sets the key of the request. [`Policy::Affinity`](super::Policy::Affinity) always maps a key
+    /// to the same device. [`key_of`](super::key_of) computes a key from a name.
     #[must_use]
     pub fn key(self, key: u64) -> Self {
         Self { key: Some(key), ..self }
     }
 
-    /// Near this, under [`Policy::Near`](super::Policy::Near); near the caller unless told
-    /// otherwise.
+    /// Sets what the request is to be near, under [`Policy::Near`](super::Policy::Near). The
+    /// default is the caller's node.
     #[must_use]
     pub fn near(self, near: Near) -> Self {
         Self { near, ..self }
     }
 
-    /// Bytes asked for.
+    /// Returns the requested bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.bytes
     }
 
-    /// Bytes that must be free: those asked for, or more.
+    /// Returns the bytes that must be free: the requested ones, or more.
     #[inline]
     pub(super) fn needs(&self) -> u64 {
         self.bytes.max(self.min_free)
@@ -138,20 +137,21 @@ impl Place {
         self.near
     }
 
-    /// Whether a device satisfies every hint.
+    /// Returns whether a device satisfies every constraint.
     #[inline]
     #[must_use]
     pub fn admits(&self, candidate: &Candidate<'_>) -> bool {
         candidate.free >= self.needs() && self.suits(candidate)
     }
 
-    /// Whether it has hints that not all devices satisfy, but for those on free bytes.
+    /// Returns whether it has constraints that not all devices satisfy, besides those on free
+    /// bytes.
     #[inline]
     pub(super) fn is_choosy(&self) -> bool {
         self.choosy
     }
 
-    /// Whether a device satisfies every hint but those on free bytes.
+    /// Returns whether a device satisfies every constraint except those on free bytes.
     #[inline]
     pub(super) fn suits(&self, candidate: &Candidate<'_>) -> bool {
         !self.choosy || self.fits_hints(candidate)
@@ -164,7 +164,7 @@ impl Place {
             && self.reaching.iter().all(|&other| candidate.reaches(other))
     }
 
-    /// Which hint a device does not satisfy, if there is one.
+    /// Returns the first constraint that a device does not satisfy, if there is one.
     #[must_use]
     pub fn objection(&self, candidate: &Candidate<'_>) -> Option<Why> {
         let device = candidate.device;
@@ -182,7 +182,7 @@ impl Place {
     }
 }
 
-/// Requests for several leases at once, all or nothing: the shards of a model.
+/// A request for several leases at once, all or none, such as for the shards of a model.
 ///
 /// ```
 /// use aquifer::{Group, Place, Policy, Runtime, sim::Sim};
@@ -200,19 +200,19 @@ pub struct Group {
 }
 
 impl Group {
-    /// So many shards, each as `each` asks, on a device of its own.
+    /// Creates a request for this many shards, each as `each` describes, each on its own device.
     #[must_use]
     pub fn of(shards: usize, each: Place) -> Self {
         Self { shards, each, on_peers: false, packed: false }
     }
 
-    /// Only on devices of which each can reach every other's memory.
+    /// Requires devices each of which can reach every other's memory.
     #[must_use]
     pub fn on_peers(self) -> Self {
         Self { on_peers: true, ..self }
     }
 
-    /// On as few devices as have room, several shards on one, instead of one on each.
+    /// Uses as few devices as have room, with several shards on one device, instead of one on each.
     #[must_use]
     pub fn packed(self) -> Self {
         Self { packed: true, ..self }

@@ -1,8 +1,8 @@
 //! Waiting until some device has room.
 //!
-//! Whoever waits stands in line at the budget of every device that suits. The first that grants
-//! serves; the others' places are given up, and bytes that one of them had granted meanwhile go to
-//! the next in its line.
+//! A request waits in the queue of the budget of every suitable device. The first grant serves it.
+//! The other queue entries are then removed, and bytes that another queue has granted in the
+//! meantime go to its next waiter.
 
 use super::{Health, Lease, Met, Place, PlaceError, Placer};
 use aquifer_core::{Charge, Reservation, budget::Waiting};
@@ -16,16 +16,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a thread that waits looks for what nobody tells: free memory of caches and of the
-/// driver.
+/// The interval at which a blocked thread checks for changes without a wake-up: free memory of
+/// caches and of the driver.
 const TICK: Duration = Duration::from_millis(20);
 
-/// A request that waits for room. A `Future` that needs no runtime.
+/// A request that waits for room. A `Future` that needs no async runtime.
 ///
-/// Its waker is called when a budget grants the bytes, and when a device comes or goes. It has no
-/// clock: what caches could give up, what other programs give back to the driver, and its deadline
-/// are looked at when it is polled, so a program with a timer polls now and then. Dropping it gives
-/// its places in line up; bytes that were granted and not taken go to the next.
+/// Its waker is called when a budget grants the bytes, and when a device is lost, restored or
+/// drained. It has no clock: memory that caches could release, memory that other programs return to
+/// the driver, and the deadline are checked only when it is polled. So a program with a timer
+/// should poll it periodically. Dropping it removes its queue entries; bytes that were granted but
+/// not taken go to the next waiter.
 ///
 /// ```
 /// use aquifer::{Place, Policy, Runtime, sim::Sim};
@@ -48,9 +49,9 @@ pub struct Placing {
     place: Place,
     deadline: Option<Instant>,
     lines: Vec<Line>,
-    /// Its turn, once it has been polled.
+    /// The turn of the policy, taken at the first poll.
     turn: Option<u64>,
-    /// Where its waker stands among those of the fleet.
+    /// The number under which its waker is registered with the fleet.
     watch: u64,
     over: bool,
 }
@@ -62,12 +63,13 @@ struct Line {
 }
 
 impl Placer {
-    /// As [`Placer::place`], waiting until a device has room, or until `deadline`: in line at the
-    /// budget of each device that suits, by priority, then in order. Blocks the thread, with no
-    /// lock held.
+    /// Like [`Placer::place`], but waits until a device has room or until `deadline`. Waits in the
+    /// queue of the budget of each suitable device, by priority, then in order of arrival. Blocks
+    /// the thread, with no lock held.
     ///
     /// # Errors
-    /// [`PlaceError`] of the deadline; at once where no device could ever have room.
+    /// [`PlaceError`] with the state at the deadline. Fails at once if no device could ever have
+    /// room.
     pub fn place_by(&self, place: &Place, deadline: Option<Instant>) -> Result<Lease, PlaceError> {
         let placing = self.place_async(place.clone());
         match deadline {
@@ -76,7 +78,7 @@ impl Placer {
         }
     }
 
-    /// As [`Placer::place_by`], by a future.
+    /// Returns a future that waits as [`Placer::place_by`] does.
     pub fn place_async(&self, place: Place) -> Placing {
         let (lines, watch) = (Vec::new(), self.fleet.watcher());
         Placing {
@@ -99,7 +101,8 @@ impl Wake for Sleeper {
     }
 }
 
-/// Polls whenever it is woken, each tick and at the deadline, which is the future's own.
+/// Polls at each wake-up, each tick and at the deadline. The deadline is enforced by the future
+/// itself.
 pub(super) fn block_on<F: Future + Unpin>(mut future: F, deadline: Option<Instant>) -> F::Output {
     let waker = Waker::from(Arc::new(Sleeper(thread::current())));
     let mut context = Context::from_waker(&waker);
@@ -113,18 +116,19 @@ pub(super) fn block_on<F: Future + Unpin>(mut future: F, deadline: Option<Instan
 }
 
 impl Placing {
-    /// Ends with the refusal of that moment when it is polled after `deadline`.
+    /// Sets a deadline. A poll after it ends the wait with the refusal of that moment.
     pub fn until(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
         self
     }
 
-    /// Bytes that a device has to have room for.
+    /// Returns the bytes that a device has to have room for.
     fn needs(&self) -> u64 {
         self.place.needs()
     }
 
-    /// What one line has granted, if the device still serves and the driver has as much.
+    /// Makes a lease of what one queue has granted, if the device is in service and the driver has
+    /// the bytes.
     fn take(&self, index: usize, generation: u32, charge: Charge) -> Option<Lease> {
         let fleet = &self.placer.fleet;
         let member = fleet.at(index, generation);
@@ -132,12 +136,12 @@ impl Placing {
             return None;
         }
         let mut held = Reservation::from(charge);
-        // Room beyond what is held was a condition.
+        // `min_free` beyond the size was a condition only. It is not kept.
         drop(held.draw(self.needs() - self.place.size()));
         Some(fleet.lease(index, generation, held))
     }
 
-    /// Asks every line. A line at a device that has left is given up.
+    /// Polls every queue entry. Entries at devices out of service are dropped.
     fn ask(&mut self, context: &mut Context<'_>) -> Option<Lease> {
         for mut line in std::mem::take(&mut self.lines) {
             if !self.placer.fleet.at(line.index, line.generation).serves() {
@@ -146,19 +150,21 @@ impl Placing {
             match Pin::new(&mut line.waiting).poll(context) {
                 Poll::Pending => self.lines.push(line),
                 Poll::Ready(Ok(charge)) => {
-                    // Other lines, taken out with this one, are given up when it serves.
+                    // The other entries, removed together with this one, are dropped when it
+                    // serves.
                     if let Some(lease) = self.take(line.index, line.generation, charge) {
                         return Some(lease);
                     }
                 }
-                // Above a limit that was lowered; it is asked again at the next poll.
+                // The request exceeds a limit that was lowered. It is tried again at the next poll.
                 Poll::Ready(Err(_)) => {}
             }
         }
         None
     }
 
-    /// Gets in line where the budget lacks bytes. Whether a device could ever have room.
+    /// Joins the queue of each suitable budget that lacks bytes. Returns whether a device could
+    /// ever have room.
     fn line_up(&mut self) -> bool {
         let fleet = self.placer.fleet.clone();
         let mut hope = false;
@@ -192,7 +198,8 @@ impl Placing {
         if let Some(lease) = self.ask(context) {
             return Ok(Some(lease));
         }
-        // Where it stands in line, its own place there would refuse it.
+        // Devices where the request is queued are skipped: its own queue entry would make them
+        // refuse.
         let refused = self.lines.iter().fold(0, |set, line| set | (1 << line.index));
         let mut met = Met { refused, ..Met::default() };
         let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
@@ -209,7 +216,7 @@ impl Placing {
                 .needs()
                 .saturating_sub(member.budget().limit().saturating_sub(member.budget().used()));
             if lacks > 0 && member.holds_free() {
-                // What it cannot give now it may at the next tick.
+                // What cannot be released now may be released at the next tick.
                 let _ = member.make_room(lacks);
             }
         }
@@ -232,7 +239,7 @@ impl Placing {
 impl Future for Placing {
     type Output = Result<Lease, PlaceError>;
 
-    /// Once it has been ready it stays pending.
+    /// After it has returned `Ready`, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         if self.over {
             return Poll::Pending;
@@ -241,14 +248,14 @@ impl Future for Placing {
             self.over = true;
             return Poll::Ready(Err(PlaceError::ZeroSize));
         }
-        // Before anything is looked at: what changes from here on is told.
+        // Registered before anything is read, so that no later change is missed.
         self.placer.fleet.watch(self.watch, Some(context.waker()));
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let answer = match self.try_now(context) {
             Ok(Some(lease)) => Ok(lease),
             Err(refused) => Err(refused),
             Ok(None) if late => {
-                // Without its own places in line, which are in the way of what it says.
+                // Its own queue entries would distort the reasons in the error.
                 self.lines.clear();
                 Err(self.placer.nowhere(&self.place, 1, &Met::default()))
             }

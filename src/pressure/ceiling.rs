@@ -1,19 +1,20 @@
-//! A limit that follows what the outside leaves.
+//! A budget limit that follows what the outside leaves.
 
 use aquifer_core::Budget;
 
-/// Looks in a row at most, each because something was charged or released during the one before.
+/// The maximum number of consecutive readings. One is repeated if bytes were charged or released
+/// during it.
 const LOOKS: u32 = 4;
 
-/// A budget above all that this process charges for one memory. Only whoever watches that memory
-/// sets its limit, so that limits below it stay the program's own.
+/// A budget above all charges of this process for one memory. Only the watch of that memory sets
+/// its limit, so that the limits below it stay the program's own.
 #[derive(Clone, Debug)]
 pub(crate) struct Ceiling {
     budget: Budget,
 }
 
 impl Ceiling {
-    /// None yet, below `above` if there is something.
+    /// Creates a ceiling without a limit yet, as a child of `above` if there is one.
     pub(crate) fn new(above: Option<&Budget>, name: &'static str) -> Self {
         let budget = match above {
             Some(above) => above.child(name, u64::MAX),
@@ -26,16 +27,17 @@ impl Ceiling {
         &self.budget
     }
 
-    /// Reads what is free by `look` and sets the limit so that all but `keep` of it may be taken,
-    /// or that as much must be given back first as is missing.
+    /// Reads the free bytes with `look` and sets the limit so that all but `keep` of them may be
+    /// taken. If less than `keep` is free, the limit lies below the used bytes, and the difference
+    /// must be released first.
     ///
-    /// Bytes that are charged or released during a look are in neither sum or in both, so it looks
-    /// again then. Where that happens [each time](LOOKS), what is ours lies between the counts
-    /// before and after, and the limit moves no further than those prove: our own growth, which
-    /// takes from one sum what it adds to the other, is no reason to refuse any.
+    /// Bytes charged or released during a reading are counted in neither sum or in both, so the
+    /// reading is repeated. If this happens in [all of them](LOOKS), our share lies between the
+    /// counts before and after, and the limit moves only as far as these bounds prove. Our own
+    /// growth takes from one sum what it adds to the other and is no reason to refuse any.
     ///
-    /// Bytes that were charged before a look and are not yet taken from the memory are in both
-    /// sums, and as much too much may be granted, until the next one.
+    /// Bytes that were charged before a reading but not yet taken from the memory are in both sums.
+    /// Until the next reading, too much may be granted by that amount.
     pub(crate) fn follow<T, E>(
         &self,
         keep: u64,
@@ -57,13 +59,13 @@ impl Ceiling {
         }
     }
 
-    /// No limit any more.
+    /// Removes the limit.
     pub(crate) fn lift(&self) {
         self.set(u64::MAX);
     }
 
     fn set(&self, limit: u64) {
-        // Setting one wakes whoever waits and takes back what leases have spare.
+        // Setting a limit wakes waiters and reclaims unused bytes from leases.
         if self.budget.limit() != limit {
             self.budget.set_limit(limit);
         }
@@ -96,8 +98,8 @@ mod tests {
         assert!(pool.charge(1000).is_ok());
     }
 
-    /// A memory of 100 bytes that only the pool takes of: 5 in the middle of a look, before it is
-    /// read what is free, or after.
+    /// A memory of 100 bytes of which only the pool takes: 5 bytes in the middle of a reading,
+    /// before or after the free bytes are read.
     fn follow_and_grow(
         ceiling: &Ceiling,
         held: &mut Vec<Charge>,
@@ -157,7 +159,7 @@ mod tests {
         });
         read.unwrap();
         assert_eq!(ceiling.budget().limit(), 100, "the 50 are among what is free");
-        // 40 go to a neighbour while we take 5 in each look.
+        // A neighbour takes 40 while we take 5 in each reading.
         let mut held = Vec::new();
         let read = ceiling.follow(0, || {
             held.push(ceiling.budget().charge(5).unwrap());

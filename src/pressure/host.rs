@@ -1,12 +1,11 @@
-//! The host: how near the process is to the end of what its control groups and nodes leave it, and
-//! what follows.
+//! The host watch: how close the process is to the limits of its control groups and nodes, and the
+//! reaction to it.
 //!
-//! Pinned memory is given back by unregistering it, which waits for the device and holds up
-//! launches meanwhile. So a shortage only says how much is wanted; it is given back when the
-//! program says that nothing is being launched
-//! ([`Runtime::quiet_point`](crate::Runtime::quiet_point)), or at once where it may stall. What
-//! pinned pools may grow by is limited at once: populating memory beyond a group's limit is a kill,
-//! not an error.
+//! Pinned memory is released by unregistering it. This waits for the device and stalls launches. So
+//! a shortage only records how much is to be released. It is released when the program reports that
+//! nothing is being launched ([`Runtime::quiet_point`](crate::Runtime::quiet_point)), or at once if
+//! stalls are allowed. The growth of pinned pools is limited at once: populating memory beyond a
+//! group's limit kills the process instead of returning an error.
 
 use super::{
     Ceiling,
@@ -27,26 +26,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between looks while the level is nominal.
+/// The interval of readings while the level is nominal.
 const EASY: Duration = Duration::from_secs(1);
-/// Between looks while it is not.
+/// The interval of readings at higher levels.
 const TENSE: Duration = Duration::from_millis(250);
-/// Looks in a row that have to find less before the level falls, by one.
+/// Consecutive readings with a lower result after which the level falls by one.
 const CALM: u32 = 4;
-/// Stalls of this length in each span make the kernel tell at once. Without privileges it takes
-/// spans of two seconds.
+/// Stalls of this length within each `WITHIN` make the kernel signal at once. Unprivileged
+/// processes need spans of two seconds.
 const STALLED: Duration = Duration::from_millis(200);
 const WITHIN: Duration = Duration::from_secs(2);
-/// How long those who are not our pools may take to give back.
+/// How long reclaimers other than our pools may take.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// What is called when the level of the host has changed: the level before, the level now, and what
-/// was read. It is called on the thread that looks, with no lock held; a panic is counted and
-/// otherwise passed over.
+/// The hook that is called when the level of the host has changed. Its arguments are the old level,
+/// the new level and the reading. It runs on the watch thread, with no lock held. A panic is
+/// counted and otherwise ignored.
 pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 
-/// When host memory counts as scarce. Shares are of the host's memory, or of the tightest limit of
-/// the process's control groups.
+/// The thresholds at which host memory counts as scarce. Shares are of the host's memory, or of the
+/// tightest limit of the process's control groups.
 ///
 /// ```
 /// use aquifer::{Runtime, base::budget::Level, pressure::HostWatch, sim::Sim};
@@ -62,21 +61,23 @@ pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct HostWatch {
-    /// Less left than this, in per cent, is [`Level::Warning`]. 10 unless set.
+    /// Below this share left, in per cent, the level is [`Level::Warning`]. Default 10.
     pub warning_left: u64,
-    /// Less left than this, in per cent, is [`Level::Critical`], and pinned pools do not grow into
-    /// it. 5 unless set.
+    /// Below this share left, in per cent, the level is [`Level::Critical`]. Pinned pools do not
+    /// grow into this share. Default 5.
     pub critical_left: u64,
-    /// How much more than that has to be left for the level to fall again, in per cent. 2 unless
-    /// set.
+    /// How much more than the threshold has to be left before the level falls again, in per cent.
+    /// Default 2.
     pub slack: u64,
-    /// Of the last ten seconds, those in which some thread waited for memory, in per cent: as many
-    /// or more are a warning. 10 unless set.
+    /// The share of the last ten seconds in which some thread waited for memory, in per cent, from
+    /// which the level is a warning. Default 10.
     pub some_stalls: u32,
-    /// The same of those in which all threads did: as many or more are critical. 10 unless set.
+    /// The share of the last ten seconds in which all threads waited for memory, in per cent, from
+    /// which the level is critical. Default 10.
     pub full_stalls: u32,
-    /// Give pinned memory back at once when the level is critical, though that stalls the devices.
-    /// Not unless set: without a device nothing stalls, and it is given back at once in any case.
+    /// Whether pinned memory is released at once when the level is critical, although that stalls
+    /// the devices. Default `false`. Without a device nothing stalls, and memory is released at
+    /// once in any case.
     pub may_stall: bool,
     hook: Option<Arc<HostHook>>,
 }
@@ -96,7 +97,7 @@ impl Default for HostWatch {
 }
 
 impl HostWatch {
-    /// Calls `hook` when the level has changed, instead of what was to be called before.
+    /// Calls `hook` when the level has changed. Replaces a hook set before.
     #[must_use]
     pub fn on_level(
         mut self,
@@ -106,8 +107,8 @@ impl HostWatch {
         self
     }
 
-    /// The level that one reading alone would make. `now` is the level that stands: leaving it
-    /// takes some slack.
+    /// Returns the level for one reading alone. `now` is the current level: falling below it takes
+    /// some slack.
     fn level(
         &self,
         now: Level,
@@ -121,7 +122,8 @@ impl HostWatch {
             let share = if now >= at { share + self.slack } else { share };
             left.is_some_and(|left| left < per_cent(share))
         };
-        // Stalls fade over ten seconds by themselves; half of the threshold is over.
+        // The averages decay over ten seconds. A level ends when they fall to half of the
+        // threshold.
         let stalled = |seen: u32, threshold: u32, at: Level| {
             let threshold = threshold * 100;
             threshold > 0 && seen >= if now >= at { threshold / 2 } else { threshold }
@@ -158,28 +160,28 @@ impl fmt::Debug for HostWatch {
     }
 }
 
-/// What was heard of stalls.
+/// What a reading reports about stalls.
 #[derive(Clone, Copy, Default, Debug)]
 struct Told {
     stalls: Stalls,
-    /// The kernel's alarm went off.
+    /// Whether the kernel's alarm was triggered.
     alarm: bool,
 }
 
-/// What stands between looks.
+/// State between readings.
 #[derive(Clone, Copy, Debug)]
 struct Standing {
     level: Level,
-    /// Looks in a row that found less than the level.
+    /// Consecutive readings below the level.
     calm: u32,
     events: Option<GroupEvents>,
 }
 
-/// What follows from a look.
+/// The result of a reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Verdict {
     level: Level,
-    /// Bytes that are to be given back.
+    /// Bytes that are to be released.
     wanted: u64,
 }
 
@@ -188,8 +190,8 @@ impl Standing {
         Self { level: Level::Nominal, calm: 0, events: None }
     }
 
-    /// Takes a reading in. The level rises at once, and falls by one when some looks in a row have
-    /// found less.
+    /// Evaluates a reading. The level rises at once. It falls by one after [`CALM`] consecutive
+    /// lower readings.
     fn judge(&mut self, watch: &HostWatch, all: u64, strain: &Strain, alarm: bool) -> Verdict {
         let events = strain.events.value;
         let grown = self
@@ -214,8 +216,8 @@ impl Standing {
             left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
-            // Scarce though enough is left: it is somebody else's stalls that our memory would
-            // ease.
+            // Memory is scarce although enough is left: other processes stall, and releasing ours
+            // eases that.
             Level::Warning => short.max(per_cent(1)),
             Level::Critical => u64::MAX,
         };
@@ -239,23 +241,23 @@ fn lower(level: Level) -> Level {
     }
 }
 
-/// Pinned memory that gives way to the host.
+/// Pinned memory that is released for the host.
 #[derive(Clone)]
 struct Pinned {
-    /// Above all pinned memory.
+    /// The budget above all pinned memory.
     ceiling: Ceiling,
     pools: Vec<PinnedPool>,
 }
 
 impl Pinned {
-    /// Gives back up to `bytes`. Waits for the devices.
+    /// Releases up to `bytes`. Waits for the devices.
     fn give(&self, bytes: u64) -> Result<u64> {
         if bytes == 0 {
             return Ok(0);
         }
         let budget = self.ceiling.budget();
         let before = budget.used();
-        // Free slots and caches come back to the pools first, and go with their regions then.
+        // Free slots and caches return to the pools first, so that their regions can be released.
         budget.reclaim(bytes, Instant::now().checked_add(PATIENCE), None);
         let (mut given, mut failed) = (before.saturating_sub(budget.used()), None);
         for pool in &self.pools {
@@ -263,7 +265,8 @@ impl Pinned {
             if missing == 0 {
                 break;
             }
-            // Regions go whole: where none fits into what is missing, more than that goes.
+            // Regions are released whole. If none is small enough, more than the missing bytes is
+            // released.
             let some = pool.stats().memory.cached.saturating_sub(missing);
             for keep in [usize::try_from(some).unwrap_or(usize::MAX), 0] {
                 if given >= bytes {
@@ -294,10 +297,10 @@ struct Seen {
 }
 
 impl WatchedHost {
-    /// Starts to look at the host on a thread.
+    /// Starts the watch on a thread.
     ///
     /// # Errors
-    /// The system's, where there may be no more threads or files.
+    /// The system's error, if no more threads or files can be had.
     pub(crate) fn start(
         kernel: &Kernel,
         topology: Arc<Topology>,
@@ -323,7 +326,7 @@ impl WatchedHost {
             match looker.look(woken.stalled) {
                 Ok(pause) => Next::In(pause),
                 Err(error) => {
-                    // Before anybody is told: nothing limits pinned memory any more.
+                    // Lifted before the end is reported: from here nothing limits pinned memory.
                     looker.pinned.ceiling.lift();
                     lock(&looker.seen).report.ended = Some(error);
                     Next::Over
@@ -333,15 +336,15 @@ impl WatchedHost {
         Ok(Self { _watch: watch.map_err(MemoryError::System)?, pinned, seen })
     }
 
-    /// Whether pinned memory should be given back.
+    /// Returns whether pinned memory should be released.
     pub(crate) fn is_short(&self) -> bool {
         lock(&self.seen).report.wanted > 0
     }
 
-    /// Gives back what is wanted. Waits for the devices.
+    /// Releases the bytes that the last reading called for. Waits for the devices.
     ///
     /// # Errors
-    /// The driver's or the kernel's, where nothing could be given back.
+    /// The error of the driver or of the kernel, if nothing could be released.
     pub(crate) fn give_back(&self) -> Result<u64> {
         let wanted = std::mem::take(&mut lock(&self.seen).report.wanted);
         let given = self.pinned.give(wanted)?;
@@ -361,13 +364,13 @@ impl WatchedHost {
     }
 }
 
-/// The kernel's alarm at the nearest account of stalls that takes one.
+/// Returns an alarm on the first stall file that accepts one, the nearest group first.
 fn alarm(kernel: &Kernel, topology: &Topology) -> Option<StallAlarm> {
     let files = topology.stall_files().unwrap_or_default();
     files.iter().find_map(|file| kernel.stall_alarm(file, STALLED, WITHIN).ok())
 }
 
-/// Who looks.
+/// The state of the watch thread.
 struct Looker {
     watch: HostWatch,
     topology: Arc<Topology>,
@@ -382,7 +385,7 @@ impl Looker {
         let before = self.standing.level;
         let ceiling = &self.pinned.ceiling;
         let critical = all / 100 * self.watch.critical_left;
-        // What is left is read within, so that the ceiling goes by the count of that moment.
+        // The figure is read within `follow`, so that the ceiling matches the count of that moment.
         let strain = ceiling.follow(critical, || {
             let strain = self.topology.strain()?;
             let left = strain.headroom.bytes.value.unwrap_or(u64::MAX);
@@ -411,7 +414,7 @@ impl Looker {
     fn tell(&self, before: Level, level: Level, strain: &Strain) {
         let Some(hook) = &self.watch.hook else { return };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| hook(before, level, strain))) {
-            // What was thrown may throw again when it goes.
+            // The payload is leaked, since dropping it may panic again.
             let _kept = ManuallyDrop::new(panic);
             lock(&self.seen).report.panics += 1;
         }
@@ -419,7 +422,7 @@ impl Looker {
 }
 
 impl Drop for Looker {
-    /// Pinned pools outlive the watch, and are not held by its last reading.
+    /// Pinned pools outlive the watch and must not stay limited by its last reading.
     fn drop(&mut self) {
         self.pinned.ceiling.lift();
     }
@@ -436,8 +439,8 @@ mod tests {
 
     const ALL: u64 = 1000 << 20;
 
-    /// A reading: what is left in per cent, `some` and `full` in per cent, and how often
-    /// `memory.max` and `.high` were met.
+    /// A reading: the share left, `some` and `full`, each in per cent, and the counts of
+    /// `memory.max` and `memory.high` events.
     #[derive(Clone, Copy)]
     struct Read(u64, u32, u32, u64, u64);
 
@@ -467,7 +470,7 @@ mod tests {
         use Level::{Critical, Nominal, Warning};
         let (watch, template) = (HostWatch::default(), any());
         let calm = Read(50, 0, 0, 0, 0);
-        // One after another: a reading, whether the alarm went off, and the level after it.
+        // Each step: a reading, whether the alarm went off, and the level after it.
         for (name, steps) in [
             ("little is left", vec![(calm, false, Nominal), (Read(9, 0, 0, 0, 0), false, Warning)]),
             ("hardly any is left", vec![(Read(4, 0, 0, 0, 0), false, Critical)]),

@@ -1,10 +1,10 @@
-//! A device: what its driver has free is kept above a mark, so that a neighbour who tries again
-//! finds it.
+//! The device watch: keeps the driver's free memory above a mark, so that another process finds it
+//! when it retries.
 //!
-//! When less is free, the pool and all others who have memory of the device under the same budgets
-//! are asked for some, the cheapest first ([`DevicePool::give_back`]), with no time to wait for
-//! work of the device: segments of devices that cannot map, and pinned memory, stay, unless it was
-//! said that the device may be waited for.
+//! When less is free, the pool and all others that hold memory of the device under the same budgets
+//! are asked to release some, the cheapest first ([`DevicePool::give_back`]). There is no time to
+//! wait for work of the device. So segments of devices without virtual memory mapping, and pinned
+//! memory, are kept unless stalls are allowed.
 
 use super::{
     Ceiling,
@@ -22,44 +22,45 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between looks while something happens, and the first after that.
+/// The interval of readings while the free memory changes, and the first one after that.
 const SHORTEST: Duration = Duration::from_millis(10);
-/// Between looks while nothing does.
+/// The interval of readings while nothing changes.
 const LONGEST: Duration = Duration::from_millis(50);
-/// Bytes that go back in one step: an allocation of ours that comes meanwhile waits for no more
-/// than that, some 30 ms where handles are of 2 MiB.
+/// Bytes released in one step. A concurrent allocation waits for at most one step, some 30 ms with
+/// handles of 2 MiB.
 const PIECE: u64 = 2 << 30;
-/// How long those who have to wait for the device may take, where they may.
+/// How long reclaimers that wait for the device may take, where stalls are allowed.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// What is free beyond the mark when enough was given back: a neighbour asks for a little more than
-/// it takes, for its context and for the driver's own tables.
+/// Returns the bytes beyond the mark at which a shortage ends. Another process needs slightly more
+/// than it allocates, for its context and for the driver's own tables.
 fn slack(keep_free: u64) -> u64 {
     (keep_free / 16).clamp(32 << 20, 1 << 30).min(keep_free)
 }
 
-/// Bytes to give back, with this much free. `giving` says that some have been given back already
-/// for this shortage, which ends only some way above the mark.
+/// Returns the bytes to release, given the free bytes. `giving` is set if some have already been
+/// released for this shortage, which ends only somewhat above the mark.
 pub(super) fn missing(keep_free: u64, free: u64, giving: bool) -> u64 {
     let enough = keep_free.saturating_add(slack(keep_free));
     if free < keep_free || giving { enough.saturating_sub(free) } else { 0 }
 }
 
-/// How long to wait after a look, by how long it was before it and whether anything has changed.
+/// Returns the interval after a reading, given the interval before it and whether anything has
+/// changed.
 fn pause(before: Duration, changed: bool) -> Duration {
     if changed { SHORTEST } else { (before * 2).min(LONGEST) }
 }
 
-/// A device that is looked at.
+/// A watched device.
 pub(crate) struct WatchedDevice {
     pub(crate) pool: DevicePool,
-    /// Above everything that is charged for the device.
+    /// The budget above all charges for the device.
     pub(crate) ceiling: Ceiling,
-    /// Give back though the device waits for its work first.
+    /// Release memory even if the device first has to finish its work.
     pub(crate) may_stall: bool,
 }
 
-/// Keeps memory of devices free for their neighbours, until it is dropped.
+/// Keeps memory of devices free for other processes until it is dropped.
 pub(crate) struct KeepFree {
     watch: Watch,
     bytes: Arc<AtomicU64>,
@@ -73,17 +74,17 @@ struct Seen {
 }
 
 impl KeepFree {
-    /// Starts to look at these devices, on one thread for all.
+    /// Starts to watch these devices, on one thread for all.
     ///
     /// # Errors
-    /// The system's, where there may be no more threads or files.
+    /// The system's error, if no more threads or files can be had.
     pub(crate) fn start(kernel: &Kernel, bytes: u64, devices: Vec<WatchedDevice>) -> Result<Self> {
         let bytes = Arc::new(AtomicU64::new(bytes));
         let mut all: Vec<Looker> = devices.into_iter().map(Looker::new).collect();
         let seen = all.iter().map(|looker| looker.seen.clone()).collect();
         let mark = bytes.clone();
         let watch = Watch::start(kernel, "aq-keep-free", None, move |calls, _| {
-            // Relaxed: it guards no memory, and whoever sets it has the thread look.
+            // Relaxed: it guards no memory, and `set` wakes the thread after storing it.
             let keep_free = mark.load(Ordering::Relaxed);
             all.retain_mut(|looker| looker.look(keep_free, calls));
             all.iter().map(|looker| looker.pause).min().map_or(Next::Over, Next::In)
@@ -91,7 +92,7 @@ impl KeepFree {
         Ok(Self { watch: watch.map_err(MemoryError::System)?, bytes, seen })
     }
 
-    /// Keeps as much free from now on.
+    /// Sets how many bytes are kept free from now on.
     pub(crate) fn set(&self, bytes: u64) {
         self.bytes.store(bytes, Ordering::Relaxed);
         self.watch.call();
@@ -115,13 +116,13 @@ impl KeepFree {
     }
 }
 
-/// Who looks at one device.
+/// The watch of one device.
 struct Looker {
     device: WatchedDevice,
     seen: Arc<Mutex<Seen>>,
-    /// What was free at the last look.
+    /// The free bytes at the last reading.
     free: Option<u64>,
-    /// A shortage is on.
+    /// Whether a shortage is being served.
     giving: bool,
     pause: Duration,
 }
@@ -133,7 +134,7 @@ impl Looker {
         Self { device, seen, free: None, giving: false, pause: SHORTEST }
     }
 
-    /// One look, and what follows from it. Whether there will be another.
+    /// Takes one reading and reacts to it. Returns whether there will be another one.
     fn look(&mut self, keep_free: u64, calls: &Calls) -> bool {
         let outcome = self.keep(keep_free, calls);
         if let Err(error) = outcome {
@@ -158,8 +159,8 @@ impl Looker {
                 seen.report.shortages += u64::from(missing > 0 && !self.giving);
             }
             self.giving = missing > 0;
-            // Whoever gives, and takes it again or has it taken by others at once, is asked again
-            // at the next look.
+            // If memory was released but free memory did not grow, it was taken again at once. The
+            // next attempt is made at the next reading.
             let futile = given && before.is_some_and(|before| free <= before);
             given = missing > 0 && !futile && !calls.stopped() && self.give(missing) > 0;
             if !given {
@@ -169,7 +170,7 @@ impl Looker {
         }
     }
 
-    /// Asks the driver, and moves the ceiling.
+    /// Queries the driver and moves the ceiling.
     fn read(&self, keep_free: u64) -> Result<u64, DriverError> {
         let WatchedDevice { pool, ceiling, .. } = &self.device;
         let ask = || pool.driver().memory_info(pool.device()).map(|memory| (memory, memory.free));
@@ -188,7 +189,7 @@ impl Looker {
         Ok(free)
     }
 
-    /// Has some of what is missing given back; answers with the bytes.
+    /// Releases some of the missing bytes. Returns how many.
     fn give(&self, missing: u64) -> u64 {
         let now = Instant::now();
         let deadline = if self.device.may_stall { now.checked_add(PATIENCE) } else { Some(now) };
@@ -203,7 +204,7 @@ impl Looker {
 }
 
 impl Drop for Looker {
-    /// Whoever outlives the watch is not held by its last reading.
+    /// What outlives the watch must not stay limited by its last reading.
     fn drop(&mut self) {
         self.device.ceiling.lift();
     }
@@ -221,7 +222,7 @@ mod tests {
     fn what_is_missing_is_missing_up_to_a_little_above_the_mark_and_only_once_below_it() {
         const G: u64 = 1 << 30;
         const M: u64 = 1 << 20;
-        // To keep free, free, giving already; what is missing.
+        // Bytes to keep free, free bytes, already giving, and the expected missing bytes.
         for (keep_free, free, giving, expected) in [
             (16 * G, 100 * G, false, 0),
             (16 * G, 16 * G, false, 0),
@@ -232,7 +233,7 @@ mod tests {
             (16 * G, 18 * G, true, 0),
             (256 * M, 0, false, 288 * M),
             (100 * G, 0, false, 101 * G),
-            // A mark below the least slack does not ask for more than twice itself.
+            // A mark below the minimum slack asks for at most twice itself.
             (M, 0, false, 2 * M),
         ] {
             assert_eq!(missing(keep_free, free, giving), expected, "{keep_free} {free} {giving}");

@@ -1,11 +1,11 @@
-//! What a watch has seen and done.
+//! Reports of what a watch has seen and done.
 
 use aquifer_core::{DeviceId, DriverError, budget::Level, error::Tried};
 use aquifer_host::topology::{Strain, TopologyError};
 use std::time::Duration;
 
-/// What the watches of a [`Runtime`](crate::Runtime) have seen and done so far; empty where none
-/// was asked for.
+/// What the watches of a [`Runtime`](crate::Runtime) have seen and done so far. Empty if none is
+/// enabled.
 ///
 /// ```
 /// use aquifer::{Runtime, sim::Sim};
@@ -23,47 +23,47 @@ pub struct Pressure {
     pub host: Option<HostPressure>,
 }
 
-/// The driver's word on a device's memory.
+/// The driver's figures for a device's memory.
 ///
-/// Its example is that of [`Pressure`].
+/// [`Pressure`] has an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct DeviceReading {
-    /// Bytes that nobody has.
+    /// Free bytes.
     pub free: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
-    /// How long ago it was read.
+    /// The age of this reading.
     pub age: Duration,
 }
 
-/// What was seen of a device, and done for its neighbours.
+/// What was seen of a device, and what was released for other processes.
 ///
-/// Its example is that of [`Pressure`].
+/// [`Pressure`] has an example.
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct DevicePressure {
-    /// Which.
+    /// The device.
     pub device: DeviceId,
-    /// Bytes that are to be free in the driver's hands; 0 for none.
+    /// Bytes that are to be kept free in the driver; 0 for none.
     pub keep_free: u64,
-    /// The last reading; none before the first.
+    /// The last reading. `None` before the first.
     pub reading: Option<DeviceReading>,
-    /// Bytes that this process's pools may hold of the device, by the last reading; `u64::MAX`
-    /// where nothing is kept free.
+    /// Bytes of the device that this process's pools may hold, as of the last reading. `u64::MAX`
+    /// if nothing is kept free.
     pub ceiling: u64,
-    /// How often the driver was asked (a count).
+    /// The number of readings.
     pub looks: u64,
-    /// How often free memory fell below what is to be kept (a count).
+    /// How often free memory fell below the amount to be kept.
     pub shortages: u64,
-    /// Bytes that the pool and others under the same budgets have given back.
+    /// Bytes that the pool and others under the same budgets have released.
     pub given_back: u64,
-    /// Who was asked last, in order, and what each gave.
+    /// The reclaimers that were called last, in order, with the bytes that each released.
     pub asked: Vec<Tried>,
-    /// Bytes that were missing at the last look; 0 where enough is free.
+    /// Bytes that were missing at the last reading; 0 if enough is free.
     pub missing: u64,
-    /// Why nobody looks any more: the driver did not answer, or the device is lost. Growth is not
-    /// limited from then on.
+    /// Why the watch has ended: the driver returned an error, or the device is lost. From then on
+    /// growth is not limited.
     pub ended: Option<DriverError>,
 }
 
@@ -86,42 +86,42 @@ impl DevicePressure {
 
 /// How scarce the host's memory was.
 ///
-/// Its example is that of [`Pressure`].
+/// [`Pressure`] has an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HostReading {
-    /// What the kernel told.
+    /// The kernel's figures.
     pub strain: Strain,
-    /// How long ago it was read.
+    /// The age of this reading.
     pub age: Duration,
 }
 
-/// What was seen of the host, and done.
+/// What was seen of the host, and what was done.
 ///
-/// Its example is that of [`Pressure`].
+/// [`Pressure`] has an example.
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct HostPressure {
-    /// The level now.
+    /// The current level.
     pub level: Level,
-    /// The last reading; none before the first.
+    /// The last reading. `None` before the first.
     pub reading: Option<HostReading>,
-    /// Whether the kernel tells of stalls by itself; else its averages are read.
+    /// Whether the kernel signals stalls by itself. Otherwise its averages are read.
     pub alarmed: bool,
-    /// How often the kernel was asked (a count).
+    /// The number of readings.
     pub looks: u64,
-    /// How often it told of a stall (a count).
+    /// How often the kernel signalled a stall.
     pub alarms: u64,
-    /// How often the level has risen (a count).
+    /// How often the level has risen.
     pub rises: u64,
-    /// Bytes that pinned pools should give back at the next [quiet
+    /// Bytes that pinned pools should release at the next [quiet
     /// point](crate::Runtime::quiet_point).
     pub wanted: u64,
-    /// Bytes of pinned memory that were given back.
+    /// Bytes of pinned memory that were released.
     pub given_back: u64,
-    /// How often a hook has panicked (a count).
+    /// How often a hook has panicked.
     pub panics: u64,
-    /// Why nobody looks any more: a file of the kernel's that cannot be understood.
+    /// Why the watch has ended: a file of the kernel could not be parsed.
     pub ended: Option<TopologyError>,
 }
 

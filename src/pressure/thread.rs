@@ -1,4 +1,4 @@
-//! The thread that looks.
+//! The watch thread.
 
 use aquifer_core::SystemError;
 use aquifer_host::kernel::{Bell, Kernel, Process, StallAlarm, Woken};
@@ -12,43 +12,43 @@ use std::{
     time::Duration,
 };
 
-/// When to look again.
+/// When to run the next reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Next {
-    /// After so long, or when something calls.
+    /// After this time, or when it is called.
     In(Duration),
-    /// There is nothing left to look at.
+    /// Never: the watch is over.
     Over,
 }
 
-/// What a look may ask of the thread it runs on.
+/// The part of the watch that a reading may query.
 #[derive(Clone)]
 pub(super) struct Calls {
     stop: Arc<AtomicBool>,
 }
 
 impl Calls {
-    /// Whether the watch is to end: a look that takes steps ends before its next one.
+    /// Returns whether the watch is to end. A reading with several steps ends before its next step.
     pub(super) fn stopped(&self) -> bool {
-        // Relaxed: it guards no memory.
+        // Relaxed: the flag guards no memory.
         self.stop.load(Ordering::Relaxed)
     }
 }
 
-/// A thread that looks at something again and again. Dropping it ends and joins the thread.
+/// A thread that runs a function repeatedly. Dropping the watch ends and joins the thread.
 pub(super) struct Watch {
     calls: Calls,
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
-    /// A child of a fork has no such thread.
+    /// The process of the thread. A forked child does not have it.
     process: Process,
 }
 
 impl Watch {
-    /// Starts it. The kernel keeps 15 bytes of a name.
+    /// Starts the thread. The kernel keeps 15 bytes of a name.
     ///
     /// # Errors
-    /// `EMFILE` where there may be no more files, `EAGAIN` where there may be no more threads.
+    /// `EMFILE` if the process may open no more files, `EAGAIN` if it may start no more threads.
     pub(super) fn start(
         kernel: &Kernel,
         name: &str,
@@ -63,8 +63,8 @@ impl Watch {
             while !inside.stopped() {
                 let Next::In(pause) = look(&inside, woken) else { return };
                 woken = system.wait(&heard, alarm.as_ref(), pause).unwrap_or_else(|_| {
-                    // No memory for a wait of the kernel's: a sleep takes none, and is short so
-                    // that the end is not late.
+                    // The kernel has no memory for a wait. A sleep needs none, and it is short so
+                    // that a stop is not delayed.
                     thread::sleep(pause.min(Duration::from_millis(10)));
                     Woken::default()
                 });
@@ -76,7 +76,7 @@ impl Watch {
         Ok(Self { calls, bell, thread: Some(thread), process: Process::current() })
     }
 
-    /// Has it look now.
+    /// Runs the next reading now.
     pub(super) fn call(&self) {
         self.bell.ring();
     }
@@ -86,14 +86,14 @@ impl Drop for Watch {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if !self.process.is_current() {
-            // The bell is the parent's too, and what a handle of a thread that is not there does is
-            // not said anywhere.
+            // The bell is shared with the parent, and the behaviour of a handle to a thread that
+            // does not exist in this process is not specified.
             let _kept = ManuallyDrop::new(thread);
             return;
         }
         self.calls.stop.store(true, Ordering::Relaxed);
         self.bell.ring();
-        // Something that a look has called may be the last to hold it.
+        // The last reference may be dropped by the function itself, on this thread.
         if let Some(thread) = thread.filter(|there| there.thread().id() != thread::current().id()) {
             let _ = thread.join();
         }

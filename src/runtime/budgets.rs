@@ -1,4 +1,4 @@
-//! The budgets of a runtime's pools, and what stands above them.
+//! The budgets of a runtime's pools, and their parents.
 //!
 //! ```text
 //!   the machine's memory            where a device has the host's for its own: what either takes, the other lacks
@@ -11,29 +11,29 @@ use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::Topology;
 
-/// Bytes that are assumed where nobody tells what the host has.
+/// Bytes that are assumed if the host's free memory is unknown.
 const UNKNOWN_HOST: u64 = 16 << 30;
 
-/// What stands above all pools.
+/// The parents of all pool budgets.
 pub(super) struct Above {
-    /// The memory that the host shares with devices.
+    /// The memory that the host shares with integrated devices.
     shared: Option<Budget>,
-    /// Bytes of host memory that the process may still take: what a device counts as its own is
-    /// not the host's.
+    /// Host memory in bytes that the process may still take. Memory that a device counts as its own
+    /// is not included.
     left: u64,
 }
 
-/// What a program has set for a device's pool.
+/// What the program has set for a device's pool.
 pub(super) struct Limits {
-    /// Its budget.
+    /// The budget itself.
     pub(super) own: Option<Budget>,
-    /// The limit of one that is made.
+    /// The limit of a budget to be created.
     pub(super) bytes: Option<u64>,
 }
 
 impl Above {
-    /// What the machine says. The limit of shared memory is the larger of what host and device say,
-    /// since a device's share is not everywhere counted in control groups.
+    /// Reads the limits of the machine. The limit of shared memory is the larger of the host's and
+    /// the device's figure, since control groups do not count a device's share on every system.
     pub(super) fn read(
         driver: Option<&dyn Driver>,
         infos: &[DeviceInfo],
@@ -50,8 +50,8 @@ impl Above {
         Ok(Self { shared, left })
     }
 
-    /// The budget of a device's pool, where it is not the pool that makes one, and the ceiling
-    /// above everything there.
+    /// Returns the budget of a device's pool, or `None` if the pool creates its own, and the
+    /// ceiling above all budgets of the device.
     pub(super) fn of_device(
         &self,
         driver: &dyn Driver,
@@ -62,7 +62,7 @@ impl Above {
         const BESIDE: &str = "the device beside its neighbours";
         let shared = self.shared.as_ref().filter(|_| info.integrated);
         if let Some(own) = limits.own {
-            // One of nothing is refused by the pool, which must see it.
+            // An empty budget gets no ceiling, so that the pool sees it and refuses it.
             let ceiling = (watched && own.limit() > 0).then(|| Ceiling::new(Some(&own), BESIDE));
             let budget = ceiling.as_ref().map_or(own, |ceiling| ceiling.budget().clone());
             return Ok((Some(budget), ceiling));
@@ -78,8 +78,8 @@ impl Above {
         Ok((Some(above.child(info.device.name(), bytes)), ceiling))
     }
 
-    /// The budget of pinned memory, half of what is left unless set, and the ceiling above it where
-    /// the host is watched.
+    /// Returns the budget of pinned memory, half of what is left unless set, and the ceiling above
+    /// it if the host is watched.
     pub(super) fn of_pinned(&self, bytes: Option<u64>, watched: bool) -> (Budget, Option<Ceiling>) {
         const PINNED: &str = "pinned memory";
         let shared = self.shared.as_ref();

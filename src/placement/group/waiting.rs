@@ -1,10 +1,12 @@
 //! Waiting until there is room for all shards of a group.
 //!
-//! A group stands in line at one device at a time: the one that lacks bytes and has the most. What
-//! that grants is the group's to use in the next try, and goes back if the rest is not to be had,
-//! before it stands in line again. So it holds nothing while it waits, and groups cannot wait for
-//! each other, whether their budgets stand under one root or not. In line at several at once, two
-//! groups could each hold what the other lacks.
+//! - A group waits in one queue at a time: that of the device which lacks bytes and has the most
+//!   left.
+//! - The next attempt uses what that queue grants. If the rest is not available, the grant is
+//!   released before the group queues again.
+//! - So a group holds nothing while it waits, and groups cannot deadlock, whether or not their
+//!   budgets share a root. In several queues at once, two groups could each hold what the other
+//!   needs.
 
 use super::{Granted, Group, Lease, PlaceError, Placer, Why};
 use crate::placement::waiting::block_on;
@@ -17,14 +19,15 @@ use std::{
     time::Instant,
 };
 
-/// Lines that grant at once, in one poll. A device that others empty again and again is left to the
-/// next.
+/// The maximum number of immediate grants in one poll. A device that is repeatedly emptied by
+/// others is left to the next poll.
 const GRANTS: usize = 4;
 
-/// A group that waits for room. A `Future` that needs no runtime, as
-/// [`Placing`](super::super::Placing) is: its waker is called when a budget grants bytes and when a
-/// device comes or goes, it has no clock, and dropping it gives its place in line up and bytes
-/// back.
+/// A group that waits for room. A `Future` that needs no async runtime.
+///
+/// As with [`Placing`](super::super::Placing), its waker is called when a budget grants bytes and
+/// when a device is lost, restored or drained. It has no clock. Dropping it removes its queue entry
+/// and releases its bytes.
 ///
 /// ```
 /// use aquifer::{Group, Place, Policy, Runtime, sim::Sim};
@@ -46,14 +49,14 @@ pub struct Grouping {
     group: Group,
     deadline: Option<Instant>,
     line: Option<Line>,
-    /// Its turn, once it has been polled.
+    /// The turn of the policy, taken at the first poll.
     turn: Option<u64>,
-    /// Where its waker stands among those of the fleet.
+    /// The number under which its waker is registered with the fleet.
     watch: u64,
     over: bool,
 }
 
-/// A place in line, for the bytes of one shard.
+/// A queue entry for the bytes of one shard.
 struct Line {
     index: usize,
     generation: u32,
@@ -61,11 +64,11 @@ struct Line {
 }
 
 impl Placer {
-    /// As [`Placer::place_group`], waiting until there is room for all, or until `deadline`.
-    /// Blocks, with no lock and no bytes held.
+    /// Like [`Placer::place_group`], but waits until there is room for all shards or until
+    /// `deadline`. Blocks, with no lock and no bytes held.
     ///
     /// # Errors
-    /// [`PlaceError`] of the deadline; at once where there can never be room.
+    /// [`PlaceError`] with the state at the deadline. Fails at once if there can never be room.
     pub fn place_group_by(
         &self,
         group: &Group,
@@ -78,7 +81,7 @@ impl Placer {
         }
     }
 
-    /// As [`Placer::place_group_by`], by a future.
+    /// Returns a future that waits as [`Placer::place_group_by`] does.
     pub fn place_group_async(&self, group: Group) -> Grouping {
         let watch = self.fleet.watcher();
         Grouping {
@@ -94,14 +97,14 @@ impl Placer {
 }
 
 impl Grouping {
-    /// Ends with the refusal of that moment when it is polled after `deadline`.
+    /// Sets a deadline. A poll after it ends the wait with the refusal of that moment.
     pub fn until(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
         self
     }
 
-    /// What the line has granted, if its device still serves and the driver has as much. A line
-    /// that has ended is left.
+    /// Returns what the queue has granted, if its device is in service and the driver has the
+    /// bytes. A finished queue entry is removed.
     fn granted(&mut self, context: &mut Context<'_>) -> Option<Granted> {
         let line = self.line.as_mut()?;
         let (index, generation) = (line.index, line.generation);
@@ -115,19 +118,20 @@ impl Grouping {
             Poll::Ready(Ok(charge)) if serves && member.is_covered() => {
                 Some(Granted { index, generation, held: charge.into() })
             }
-            // Refused, or of a budget that has room where the driver has none: that is seen at the
-            // next sample.
+            // Refused, or granted by a budget with room while the driver has none. The next sample
+            // shows that.
             _ => None,
         }
     }
 
-    /// Stands in line at the device that lacks bytes and has the most, or stays where it is if no
-    /// other has more.
+    /// Joins the queue of the device that lacks bytes and has the most left. Keeps its entry if no
+    /// other device has more.
     fn line_up(&mut self, refused: &PlaceError) {
         let PlaceError::Nowhere(nowhere) = refused else { return };
         let fleet = &self.placer.fleet;
         let standing = self.line.as_ref().map(|line| line.index);
-        // Its own place in line hides what a budget has left from what it is told.
+        // Computed from the limit, since the group's own queue entry hides what the budget has
+        // left.
         let left = |index: usize| {
             let budget = fleet.current(index).map(|member| member.budget());
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
@@ -138,8 +142,8 @@ impl Grouping {
         let best = lacking
             .map(|(index, _)| index)
             .max_by_key(|&index| (left(index), standing == Some(index)));
-        // Where none lacks bytes a device has to come back, or a pool to find room; the next poll
-        // sees that.
+        // If no device lacks bytes, a device has to come back or a pool has to find room. The next
+        // poll detects that.
         let Some(index) = best.filter(|_| best != standing) else { return };
         let Some(member) = fleet.current(index) else { return };
         let waiting = member.budget().charge_async(self.group.each.size());
@@ -181,18 +185,18 @@ impl Grouping {
 impl Future for Grouping {
     type Output = Result<Vec<Lease>, PlaceError>;
 
-    /// Once it has been ready it stays pending.
+    /// After it has returned `Ready`, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         if self.over {
             return Poll::Pending;
         }
-        // Before anything is looked at: what changes from here on is told.
+        // Registered before anything is read, so that no later change is missed.
         self.placer.fleet.watch(self.watch, Some(context.waker()));
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let answer = match self.try_now(context) {
             Poll::Ready(answer) => answer,
             Poll::Pending if late => {
-                // Without its own place in line, which is in the way of what it says.
+                // Its own queue entry would distort the reasons in the error.
                 self.line = None;
                 self.placer.place_group(&self.group)
             }

@@ -1,4 +1,4 @@
-//! Every policy, by table and by property.
+//! Tests of every policy, by table and by property.
 
 use super::*;
 use proptest::prelude::*;
@@ -12,7 +12,7 @@ fn one() -> Place {
     Place::bytes(1)
 }
 
-/// Which devices are taken in the first turns.
+/// Returns the devices that are taken in the first turns.
 fn picks(policy: &Policy, candidates: &[Candidate<'_>], turns: u64, devices: usize) -> Vec<usize> {
     (0..turns).map(|turn| policy.pick(&one(), candidates, turn, devices).unwrap()).collect()
 }
@@ -122,7 +122,7 @@ fn every_hint_is_honoured() {
 }
 
 proptest! {
-    /// Keys of a device that leaves go elsewhere and come back with it; no other key moves.
+    /// Keys of a device that leaves move elsewhere and return with it; no other key moves.
     #[test]
     fn a_changed_fleet_moves_only_the_keys_that_must_move(
         devices in prop::collection::btree_set(0u32..200, 2..20),
@@ -140,7 +140,7 @@ proptest! {
         }
     }
 
-    /// What is picked is one of the candidates, and nothing is better by the policy's own measure.
+    /// The pick is one of the candidates, and none is better by the policy's own measure.
     #[test]
     fn what_is_picked_is_the_best_of_those_that_are_there(
         free in prop::collection::vec(0u64..100, 1..64),
