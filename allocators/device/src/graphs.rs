@@ -1,9 +1,9 @@
-//! Memory of CUDA graphs.
+//! Memory for CUDA graphs.
 //!
-//! A graph keeps *addresses*. What it was captured with it reads and writes at every launch, also
-//! where a block was freed within the capture: the capture's later blocks lie there. So what is
-//! allocated for captured work must be nobody else's for as long as the graph can be launched. A
-//! [`GraphPool`] is such memory, for one graph or for several that share it:
+//! A graph stores *addresses*. At every launch it reads and writes the memory it was captured with,
+//! also where a block was freed within the capture, since later blocks of the capture lie there. So
+//! memory allocated for captured work must not be used for anything else as long as the graph can
+//! be launched. A [`GraphPool`] is such memory, for one graph or for several that share it:
 //!
 //! ```text
 //!   announce ─▶ begin ─▶ alloc a, alloc b, drop a, alloc c ─▶ end ─▶ launch, launch, …   ─▶ drop the graph, the pool, b, c
@@ -12,50 +12,58 @@
 //!   memory                                                                                  done: back to the driver
 //! ```
 //!
-//! # Who draws from it
-//! Captures are *announced*: from then on blocks for a stream that takes part in such a capture
-//! come from the graph pool, whatever way they are asked for by, [`DevicePool::alloc`], buffers,
-//! arenas, by address. Which capture a stream takes part in is the driver's own number, so streams
-//! that join by an event draw as well, and the same stream's work outside of a capture is served as
-//! before. Everything else goes on meanwhile: other streams' blocks, frees, trims; what the pool
-//! itself asks of the driver breaks no capture.
+//! # Which allocations come from it
+//! A capture must be *announced*. From then on, blocks for a stream that takes part in the capture
+//! come from the graph pool, by whichever way they are requested: [`DevicePool::alloc`], buffers,
+//! arenas, or by address.
 //!
-//! # What is freed
-//! | freed | is had again by |
+//! - The capture of a stream is identified by the driver's number for it. So streams that join by
+//!   an event use the graph pool too.
+//! - Work of the same stream outside of a capture is served as before.
+//! - Allocations, frees and trims of other streams continue. The driver calls of the pool itself do
+//!   not invalidate a capture.
+//!
+//! # When freed blocks are reused
+//! | freed | reused by |
 //! |---|---|
-//! | within the capture that allocated it | the same stream, at once, in this capture; after it any that shares the pool |
-//! | within it, used by another captured stream ([`Block::record_use`](crate::Block::record_use)) | whoever captures after its end |
+//! | within the capture that allocated it | the same stream at once, in this capture; after it any capture that shares the pool |
+//! | within it, used by another captured stream ([`Block::record_use`](crate::Block::record_use)) | captures after its end |
 //! | after it | later captures that share the pool, when eager work on it is known to be done |
-//! | an ordinary block, within a capture | as ever; where another stream's use has to be proved, after the capture, since no event can be recorded before |
+//! | an ordinary block, within a capture | as ever; if the use by another stream has to be proved, after the capture, since no event can be recorded before |
 //!
-//! **What lives on of a capture lasts until an earlier graph of the same pool runs.** A later
-//! capture's blocks may lie where an earlier one's temporaries do, and launches of that write them.
-//! So of graphs that share a pool an output is read, or an input written, with no earlier graph
-//! launched in between; what is to last longer is allocated before the capture, as an
-//! ordinary block, or the graph has a pool of its own. A capture's blocks are safe from later
-//! captures as long as they live.
+//! **Data that outlives a capture is valid until an earlier graph of the same pool is launched.** A
+//! later capture's blocks may lie where an earlier capture's temporaries do, and launches of the
+//! earlier graph write them. So with graphs that share a pool, read an output or write an input
+//! only while no earlier graph has been launched in between. Allocate data that must last longer
+//! before the capture, as an ordinary block, or give the graph its own pool. A capture's live
+//! blocks are safe from later captures.
 //!
-//! Memory that was a graph's once is never an ordinary block's. It is not trimmed either while the
-//! pool or a graph lives: launches write it.
+//! Memory of a graph never becomes an ordinary block. It is not trimmed while the pool or a graph
+//! lives, since launches write it.
 //!
 //! # Order
-//! Several graphs that share a pool write the same bytes, so they must not run at once:
-//! [`Graph::launch`] orders each launch behind all that touches the memory, other graphs' launches
-//! and eager uses of blocks that are still held, and notes it with those blocks. Graphs of other
-//! libraries are launched by those, who order them and tell ([`Captured::launched`]).
+//! Graphs that share a pool write the same bytes, so they must not run concurrently.
+//! [`Graph::launch`] orders each launch after all work that touches the memory: launches of other
+//! graphs, and eager uses of blocks that are still live. It also records the launch as a use of
+//! those blocks. The owner of another library's graph has to order its launches and report them
+//! ([`Captured::launched`]).
 //!
-//! # When it goes
-//! With the last of: handles of the pool, graphs, announcements, blocks. And then when the host has
-//! seen the last launch done on each stream: dropping calls nobody and waits for nothing, memory
-//! leaves at the next slow path, trim or end of the device pool. Three ways to know about graphs of
-//! others: their launches are noted; the driver tells ([`Captured::keep_until_released`]); nobody
-//! knows, and then the device is waited for, as it is where the driver frees.
+//! # When the memory is released
+//! The memory is released after the last of its pool handles, graphs, announcements and blocks is
+//! dropped, and after the host has seen the last launch done on each stream. Dropping makes no
+//! driver call and never waits: the memory is released at the next slow path, trim or close of the
+//! device pool. For graphs of other libraries there are three cases:
 //!
-//! # What it costs
-//! A device pool without open announcements serves blocks as if there were none. While one is open
-//! every allocation takes the longer way and asks the driver for its stream's capture, some tens of
-//! nanoseconds; one within the capture takes a lock, a search and an account, some hundreds.
-//! Debugging's guards and poison are not for blocks of graphs: every launch would write them.
+//! - Their launches are reported ([`Captured::launched`]).
+//! - The driver reports their end ([`Captured::keep_until_released`]).
+//! - Neither: then the whole device is synchronised before the memory is released.
+//!
+//! # Cost
+//! A device pool without open announcements serves blocks as if there were none. While one is open,
+//! every allocation takes the slow path and queries the driver for its stream's capture, which
+//! takes some tens of nanoseconds. An allocation within the capture takes a lock and a search, some
+//! hundreds. Guards and poison of the debug mode do not apply to blocks of graphs: every launch
+//! would write them.
 
 mod announce;
 mod graph;
@@ -78,13 +86,14 @@ use std::{fmt, sync::Arc};
 /// device pool open.
 ///
 /// Blocks for a stream come from it while the stream takes part in a capture that was
-/// [announced](GraphPool::announce), or that is [ours](GraphPool::capture). What is freed of it
-/// belongs to graphs until the last who holds the memory is gone, handles, graphs, announcements
-/// and blocks, and the last launch is done on each stream.
+/// [announced](GraphPool::announce) or started by [`GraphPool::capture`]. Freed memory remains
+/// reserved for graphs until all handles, graphs, announcements and blocks are dropped, and the
+/// last launch is done on each stream.
 ///
-/// Of graphs that share a pool a later one's blocks may lie where an earlier one's temporaries do,
-/// and every launch writes those: an output is read, or an input written, with no earlier graph
-/// launched in between. What is to last longer is an ordinary block, allocated before the capture.
+/// Among graphs that share a pool, a later one's blocks may lie where an earlier one's temporaries
+/// do, and every launch writes those. So read an output or write an input only while no earlier
+/// graph has been launched in between. Data that must last longer belongs in an ordinary block,
+/// allocated before the capture.
 ///
 /// ```
 /// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
@@ -122,13 +131,13 @@ pub struct GraphPool {
 }
 
 impl DevicePool {
-    /// Memory for graphs: for one, or for several that share it. Reserves addresses, as many as the
-    /// device has memory (`cuMemAddressReserve`), and takes no memory; that comes in steps of the
-    /// pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), 2 MiB as a rule, charged to the
-    /// pool's budget.
+    /// Creates memory for one graph, or for several that share it. Reserves addresses for as much
+    /// memory as the device has (`cuMemAddressReserve`), but no memory. Memory is added in steps of
+    /// the pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), usually 2 MiB, and charged to
+    /// the pool's budget.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     #[track_caller]
     pub fn graph_pool(&self) -> Result<GraphPool> {
         let _site = site::enter();
@@ -139,25 +148,29 @@ impl DevicePool {
 }
 
 impl GraphPool {
-    /// From now on until the answer ends, blocks for `stream` are of this memory while it captures;
-    /// and so are those for streams that join the capture. To be called right before the capture
-    /// begins: what has been queued on the stream by now is fenced. Never blocks.
+    /// Announces a capture: until the returned value is dropped, blocks for `stream` come from this
+    /// memory while it captures. So do blocks for streams that join the capture.
+    ///
+    /// Call it right before the capture begins: work queued on the stream so far is fenced. Never
+    /// blocks.
     ///
     /// # Errors
     /// [`MemoryError::WrongDevice`](aquifer_core::MemoryError::WrongDevice);
-    /// [`MemoryError::AlreadyAnnounced`](aquifer_core::MemoryError::AlreadyAnnounced) where an
-    /// announcement for this stream is open, of this pool or another of the same device pool.
+    /// [`MemoryError::AlreadyAnnounced`](aquifer_core::MemoryError::AlreadyAnnounced) if an
+    /// announcement for this stream is open, of this pool or another one of the same device pool.
     #[track_caller]
     pub fn announce(&self, stream: &Stream) -> Result<Announced> {
         let _site = site::enter();
         Announced::new(&self.pool, &self.memory, Whose::Stream(stream.timeline().clone()))
     }
 
-    /// As [`GraphPool::announce`], for whatever stream `whose` says, by its handle. It is asked
-    /// whenever a block is allocated for a stream that captures, by the thread that allocates and
-    /// under no lock, and must not allocate from this pool. It says yes to streams that join as
-    /// well, for whom it may be the first to be asked: by the number of the capture, say.
-    /// Where several announcements include a stream the oldest counts.
+    /// Like [`GraphPool::announce`], for every stream for whose handle `whose` returns `true`.
+    ///
+    /// `whose` is called whenever a block is allocated for a capturing stream, on the allocating
+    /// thread and with no lock held. It must not allocate from this pool. It must also return
+    /// `true` for streams that join the capture, possibly before it is called for any other stream
+    /// of it. For example, it can compare the number of the capture. If several announcements
+    /// include a stream, the oldest applies.
     ///
     /// # Errors
     /// None so far.
@@ -170,13 +183,14 @@ impl GraphPool {
         Announced::new(&self.pool, &self.memory, Whose::Those(Box::new(whose)))
     }
 
-    /// What it holds. `physical` is all of its memory, `cached` what later captures may draw from.
+    /// Returns the pool's statistics. `physical` is all of its memory, `cached` what later captures
+    /// may use.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.memory.stats()
     }
 
-    /// The device pool.
+    /// Returns the device pool.
     #[must_use]
     pub fn pool(&self) -> &DevicePool {
         &self.pool

@@ -1,170 +1,157 @@
-//! Whether streams keep what is free apart from each other, or share it.
+//! The policy that decides whether streams keep their free memory in separate caches or share it.
 //!
-//! Apart, a stream's cache serves it without looking at anybody else, and no stream waits for
-//! another. But what is free in one is no use to the others, and the layout of each is its own: on
-//! a recorded serving program with four streams it takes 1.54 times the live bytes, and under a
-//! limit of 1.05 times 11,000 handles have to move, since a large block finds room in no single
-//! cache.
+//! - **Apart**: each stream is served from its own cache and never waits for another stream. But
+//!   free memory in one cache is of no use to other streams, and a large block may fit in no single
+//!   cache although enough is free in all.
+//! - **Together**: freed memory goes to a shared free list, and blocks go to the lowest address
+//!   that is ready for them, whichever stream used it last. This packs blocks tightly without
+//!   moving handles. The price is a slow path for nearly each block above the small sizes, and
+//!   waits between streams.
 //!
-//! Together, what streams free comes to the commons, and blocks go to the lowest address that is
-//! ready for them, whoever used it last. That packs the same program into 1.047 times its live
-//! bytes without moving anything. The price is a slow path for nearly each block above the small
-//! sizes, and waits between streams.
+//! Rules:
 //!
-//! So streams keep apart while memory is ample, and come together once more than half of the budget
-//! is taken. Before that a stream takes what others have freed only for a large block, and where a
-//! third of all memory lies idle: when every block did so, sixteen threads with random sizes up to
-//! 1 MiB took ranges from each other for ever, at 68 µs an operation instead of 47 ns. And where a
-//! third lies idle a large block takes it before there is new memory, even if its stream has to
-//! wait for the others' work: on a device that lags behind, rounds of the serving program would
-//! take more and more, six times the live bytes after twenty.
-//!
-//! **Rounds that are alike come to rest.** What was enough for a round is enough for the next, if
-//! the next finds room in it. So below the high water of use a block of 8 MiB and more takes what
-//! others have, or waits for it on the device, before there is new memory, however little lies
-//! idle. Where it finds no room what there is lies badly, and it gets new memory as long as itself,
-//! not as long as the gap beside some free range: a hole that lasts. And once five fourths of the
-//! high water are held by several streams, large blocks come from what streams share, at the lowest
-//! address that is ready: they lie side by side and leave large holes, and small ones stay apart.
-//! On the simulator, in twenty rounds of each recorded program on its own streams, and of all three
-//! split over 1, 2, 3, 4, 5, 6 and 8 as well (432 rounds after the second):
-//!
-//! | | serving: memory calls of rounds 2, 3, … 20; held at last, over live | training on two streams | rounds after the second with memory calls, of all |
-//! |---|---|---|---|
-//! | apart | 162, 91, 0, 0, 25, 0, 0, 182, 89, 0, 0, 95, then none; 1.817 | 3 in nearly each of nine; 1.071 | – |
-//! | what others have, where a third lies idle | 83, 188, 188, then none; 1.724 | 5, then none; 1.047 | – |
-//! | the same, and large blocks from what is shared | none but 71 in round 15; 1.398 | none; 1.038 | 38 |
-//! | what others have, however little lies idle | none but 65 in one; 1.317 | none but 5 in one; 1.036 | – |
-//! | the same, and holes as long as the block | none; 1.310 | none; 1.027 | 28 |
-//!
-//! What is left in the splits is a hole that is missing now and then; on six streams handles move
-//! as well. Tried beside it, and no better: small blocks' memory at addresses of its own (65 to 74
-//! such rounds in place of 56, made programs included), and all free memory brought together
-//! whenever use falls to a quarter of its high water (25 in place of 56, but caches are empty then,
-//! and warm rounds of the training program took ten times as long).
+//! - Streams are apart while memory is ample, and together once more than half of the budget is
+//!   used.
+//! - While apart, only a large block takes what other streams have freed, and only if more than a
+//!   third of all memory is idle. If every block did so, streams that allocate at the same time
+//!   would take the same ranges from each other forever.
+//! - If more than a third is idle, a large block reuses it before memory grows, even if its stream
+//!   has to wait for the others' work on the device. Otherwise memory would grow without bound on a
+//!   device that lags behind.
+//! - **Similar rounds reach a steady state.** What was enough for one round is enough for the next
+//!   if its blocks find room. So below the high-water mark of use, a block of 8 MiB or more reuses
+//!   what other streams have, or waits for it on the device, before memory grows, however little is
+//!   idle.
+//! - If such a block finds no room, the free memory is fragmented. The block then gets new memory
+//!   of its full size, not only what is missing next to a free range. This leaves a hole that the
+//!   next round can reuse.
+//! - Once several streams hold five fourths of the high-water mark, large blocks come from the
+//!   shared free list, at the lowest ready address. They then lie side by side and leave large
+//!   holes, and small blocks stay apart.
 
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Blocks up to this size, in bytes, come from the stream's own cache in either case: many of them
-/// fit in what is taken at once.
+/// Blocks up to this size, in bytes, always come from the stream's own cache: many of them fit in
+/// one refill.
 const ALWAYS_OWN: u64 = 64 << 10;
-/// Blocks from this size on, in bytes, are worth a look at what other streams have: for a smaller
-/// one that costs more than it saves, and streams that allocate at the same time would take the
-/// same ranges from each other for ever.
+/// From this size on, in bytes, a block is worth searching the other streams' memory. For smaller
+/// ones the search costs more than it saves, and streams that allocate at the same time would take
+/// the same ranges from each other forever.
 const LARGE: u64 = 16 << 20;
-/// Where as much has been in use before, blocks from this size on, in bytes, take what others have
-/// rather than more.
+/// From this size on, in bytes, blocks reuse other streams' memory instead of new memory, if as
+/// much has been in use before.
 const MIDDLING: u64 = 8 << 20;
-/// A stream counts as one of several that share when it holds more than this part of all memory, or
-/// more than half of an equal share where there are more streams.
+/// A stream counts as one of several that share if it holds more than this part of all memory, or
+/// more than half of an equal share if there are many streams.
 const HOLDERS_PART: u64 = 8;
 
 /// Memory is tight when less than this part of the budget is left or free.
 const TIGHT_PART: u64 = 32;
 
-/// What one stream holds, in bytes.
+/// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Holds {
-    /// Blocks that have an owner.
+    /// In live blocks.
     pub(crate) live: u64,
     /// In its cache, or freed and still in use elsewhere.
     pub(crate) free: u64,
 }
 
-/// Where a stream that has no room looks first.
+/// The order in which a stream without room searches for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum First {
-    /// New memory: half of the budget is left, and no more than a third of what is held lies idle,
-    /// or the block is not large and no more than half does.
+    /// New memory first: half of the budget is left, and at most a third of the held memory is
+    /// idle, or the block is not large and at most half is idle.
     New,
-    /// What is in no cache, if the stream has to wait for it; then as before: as much has been in
-    /// use before, and a quarter more is held.
+    /// The shared free list first, even if the stream has to wait for it; then as before. Chosen if
+    /// as much has been in use before and a quarter more is held.
     Nobodys,
-    /// What lies idle elsewhere, if the stream has to wait for it; then new memory: also for a
-    /// middling block, however little lies idle, where as much has been in use before.
+    /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
+    /// Also for a block of at least [`MIDDLING`] bytes if as much has been in use before, however
+    /// little is idle.
     Idle,
-    /// The same, and before new memory handles that lie idle move: what is held is seven fourths of
-    /// what has ever been in use.
+    /// Like `Idle`, but idle handles are moved before memory grows: the held memory is seven
+    /// fourths of the high-water mark of use.
     Moves,
 }
 
-/// Where a block goes of several places that are as good otherwise.
+/// The choice among otherwise equal places for a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Fit {
-    /// To the lowest: what is free gathers at the other end.
+    /// The lowest, so that free memory gathers at the other end.
     Lowest,
-    /// Where it keeps the fewest handles from being moved that are wholly free now, and of those to
-    /// the lowest.
+    /// The one that pins the fewest handles which are wholly free now. Of several, the lowest.
     FewestPinned,
 }
 
-/// Which of the two it is.
+/// The current state of the policy.
 #[derive(Default, Debug)]
 pub(crate) struct Leasing {
-    /// Caches that cannot share are each served from for good.
+    /// Whether the caches can share. If not, each keeps its memory for good.
     sharing: bool,
     together: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
-    /// No more than a third of what is held lies idle.
+    /// At most a third of the held memory is idle.
     ample: AtomicBool,
     /// Nearly all of the budget is in use: see [`TIGHT_PART`].
     tight: AtomicBool,
     /// There is more than one stream.
     several: AtomicBool,
-    /// What is held is five fourths of what has ever been in use, by several streams.
+    /// Several streams hold five fourths of the high-water mark of use.
     gathers: AtomicBool,
     /// Bytes in use at the last decision.
     live: AtomicU64,
-    /// Bytes in use at any decision or right after it, at most.
+    /// The most bytes in use at any decision or right after it.
     most: AtomicU64,
     /// Bytes held at the last decision.
     held: AtomicU64,
-    /// Bytes in use at any decision, at most: what is compared with `held`, which is of that
-    /// moment too. By `most` in its place handles would move later, and a training step no longer
-    /// fitted 1.05 times its edge.
+    /// The most bytes in use at any decision. It is compared with `held`, which is also taken at
+    /// decisions. With `most` instead, handles would move later, and held memory would exceed its
+    /// bound.
     high_water: AtomicU64,
 }
 
 impl Leasing {
-    /// Apart; for good unless there is `sharing`.
+    /// Creates a policy that starts apart, and stays so unless `sharing` is set.
     pub(crate) fn new(sharing: bool) -> Self {
         Self { sharing, ..Self::default() }
     }
 
-    /// Whether streams share what is free.
+    /// Returns whether streams share free memory.
     #[inline]
     pub(crate) fn is_together(&self) -> bool {
-        // Relaxed: a stream that learns of it late takes one block out of its own cache.
+        // Relaxed: a stream that sees the change late takes one block from its own cache.
         self.together.load(Ordering::Relaxed)
     }
 
-    /// The smallest free ranges, in bytes, that a cache gives up to what streams share.
+    /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
+    /// list.
     pub(crate) fn gives_up(&self) -> u64 {
         if self.is_together() { 0 } else { LARGE }
     }
 
-    /// Whether a block of `bytes` comes from what streams share, though its own stream's cache may
-    /// have room.
+    /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
+    /// cache may have room.
     #[inline]
     pub(crate) fn takes_over(&self, bytes: u64) -> bool {
         bytes > ALWAYS_OWN
             && (self.is_together() || bytes >= LARGE && self.gathers.load(Ordering::Relaxed))
     }
 
-    /// Whether a block of `bytes` that finds no room in its stream's cache may be cut from what
-    /// streams share: single units for it are not worth their while.
+    /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
+    /// the shared free list. Single units are not worth it.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
         self.is_together() || self.sharing && bytes >= MIDDLING
     }
 
-    /// Where a block goes of several places that are as good otherwise.
+    /// Returns the choice among otherwise equal places for a block.
     pub(crate) fn fit(&self) -> Fit {
         if self.tight.load(Ordering::Relaxed) { Fit::FewestPinned } else { Fit::Lowest }
     }
 
-    /// What comes first for a stream that has no room for `bytes`.
+    /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn first(&self, bytes: u64) -> First {
         let (held, high) =
             (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
@@ -181,32 +168,33 @@ impl Leasing {
         }
     }
 
-    /// Whether as much has been in use before as with a block of `bytes` more.
+    /// Returns whether as much has been in use before as now with a block of `bytes` more.
     fn has_been_enough(&self, bytes: u64) -> bool {
         self.live.load(Ordering::Relaxed).saturating_add(bytes) <= self.most.load(Ordering::Relaxed)
     }
 
-    /// Whether a block of `bytes` is worth a look at what others have since what there is was
-    /// enough before.
+    /// Returns whether a block of `bytes` should search other streams' memory because what is held
+    /// was enough before.
     fn is_again(&self, bytes: u64) -> bool {
         bytes >= MIDDLING && self.several.load(Ordering::Relaxed) && self.has_been_enough(bytes)
     }
 
-    /// Whether new memory for a block of `bytes` is to be as long as the block, whatever is free
-    /// beside it: what there is was enough before and lies badly now, so a hole is made that lasts.
+    /// Returns whether new memory for a block of `bytes` has the full size of the block, whatever
+    /// is free next to it. The held memory was enough before and is fragmented now, so this creates
+    /// a hole that can be reused.
     pub(crate) fn grows_whole(&self, bytes: u64) -> bool {
         self.is_again(bytes)
     }
 
-    /// A block of `bytes` has been made since the last decision: it is in use as well.
+    /// Records that a block of `bytes` has been allocated since the last decision.
     pub(crate) fn served(&self, bytes: u64) {
         self.most
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
-    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie
-    /// free beside them. Once together, streams stay so until less than three eighths are taken, so
-    /// that a loop at the border does not go back and forth.
+    /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes. Once
+    /// together, streams stay so until less than three eighths of the budget are used. This
+    /// hysteresis keeps a loop at the border from oscillating.
     pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
@@ -224,7 +212,8 @@ impl Leasing {
         self.high_water.fetch_max(live, Ordering::Relaxed);
         let most = self.most.fetch_max(live, Ordering::Relaxed).max(live);
         let gathers = self.sharing && streams.len() > 1 && live + free >= most / 4 * 5;
-        // Read far more often than it changes: the line stays shared.
+        // Written only on change: the flags are read far more often, and the cache line stays
+        // shared.
         let flags = [
             (&self.together, together),
             (&self.spacious, spacious),
@@ -282,7 +271,7 @@ mod tests {
         let _charge = budget.charge(1600);
         for count in [2, 7, 8, 9, 16, 100] {
             let leasing = Leasing::new(true);
-            // Those that hold nothing are nobody to share with.
+            // Streams that hold nothing do not count.
             let mut equal = vec![Holds { live: 1600 / count, free: 0 }; count as usize];
             equal.extend([Holds { live: 0, free: 0 }; 50]);
             leasing.decide(&budget, &equal, 0);
@@ -338,10 +327,10 @@ mod tests {
         assert!(!leasing.takes_over(LARGE));
         decide(&two, 250);
         assert!(leasing.takes_over(LARGE) && !leasing.takes_over(LARGE - 1));
-        // What has been in use counts, not what is.
+        // The high-water mark counts, not the current use.
         decide(&[Holds { live: 100, free: 0 }; 2], 1000);
         assert!(!leasing.takes_over(LARGE));
-        // A stream that is alone has nobody to share with.
+        // A single stream has no other to share with.
         decide(&two[..1], 1000);
         assert!(!leasing.takes_over(LARGE));
         let apart = Leasing::new(false);
@@ -358,7 +347,7 @@ mod tests {
         };
         let high = 100 * MIDDLING;
         assert_eq!(step(high, 0, MIDDLING), First::New);
-        // Half as much lies idle beside it, and the block would be new use, or not.
+        // Half as much is idle, and the block would be new use, or not.
         assert_eq!(step(high, high / 2 + 1, MIDDLING), First::New);
         assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING), First::Idle);
         assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING - 1), First::Nobodys);

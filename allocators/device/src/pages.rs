@@ -1,4 +1,4 @@
-//! Runs of pages in one block of device memory, told apart by their offset.
+//! Runs of pages in one block of device memory, identified by their offset.
 
 use crate::{Block, DeviceSlice, DeviceSliceMut, MAX_ALIGN, Request, Resource};
 use aquifer_core::{Id, IdSpace, MemoryError, Result};
@@ -10,18 +10,20 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// A fixed number of pages of one size in one block, given out in runs: the home of a cache of keys
-/// and values, or of whatever else a kernel finds by a table of offsets.
+/// A fixed number of pages of one size in one block, allocated in runs. It suits a cache of keys
+/// and values, or any data that a kernel finds through a table of offsets.
 ///
-/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed
-/// neighbours are one run again at once. Pages hold what was there before.
+/// Allocation is first fit: the lowest run that is long enough is taken, so the same operations
+/// give the same offsets. Free neighbours are merged at once. Pages are not cleared.
 ///
-/// A view of pages is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream
-/// takes it, waits for what it must, and its use is noted. A use is one of the whole block. So
-/// [`free`](DevicePages::free) waits for nothing, and calls no driver: work that uses pages which
-/// were freed and taken again is queued behind what used them before, whatever the streams. And so
-/// two streams that write pages of one arena take turns; where they are to run at once, take
-/// an arena for each.
+/// A view of pages works like a part of a [`DeviceBuffer`](crate::DeviceBuffer): work on any stream
+/// accepts it, waits for its dependencies, and is recorded as a use. A use applies to the whole
+/// block. This has two effects:
+///
+/// - [`free`](DevicePages::free) does not wait and makes no driver call. Work on pages that were
+///   freed and allocated again is ordered after their earlier uses, on any stream.
+/// - Two streams that write pages of one arena run one after the other. For concurrent writes,
+///   create one arena per stream.
 ///
 /// ```
 /// use aquifer_device::{DevicePages, DevicePool, PoolConfig};
@@ -42,7 +44,7 @@ use std::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Pages are a token: without a copy of it nobody can use them once they are freed.
+/// A [`PageRun`] cannot be copied, so pages cannot be used after they are freed.
 ///
 /// ```compile_fail,E0505
 /// # use aquifer_device::{DevicePages, PageRun};
@@ -62,7 +64,8 @@ pub struct DevicePages {
 
 /// A run of pages of one [`DevicePages`].
 ///
-/// It is given back by [`DevicePages::free`]; one that is dropped stays taken until the arena goes.
+/// Return it with [`DevicePages::free`]. A run that is dropped stays allocated until the arena is
+/// dropped.
 #[must_use = "pages that are dropped stay taken"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct PageRun {
@@ -71,10 +74,10 @@ pub struct PageRun {
     bytes: u64,
 }
 
-/// Pages that could not be given back, since they are another arena's. They are still taken, by
-/// whoever has this.
+/// The error for pages that belong to another arena. It contains the pages, which are still
+/// allocated.
 ///
-/// Its example is that of [`DevicePages`].
+/// [`DevicePages`] has an example.
 #[derive(PartialEq, Eq, Debug)]
 pub struct ForeignPages(
     /// The pages.
@@ -82,13 +85,13 @@ pub struct ForeignPages(
 );
 
 impl DevicePages {
-    /// `pages` pages of `page` bytes, a power of two, in one block from `resource`, for work on
-    /// `stream` first of all. The block is aligned to a page, or to [`MAX_ALIGN`] if pages are
-    /// larger.
+    /// Creates an arena of `pages` pages of `page` bytes each, a power of two, in one block from
+    /// `resource`, allocated for `stream`. The block is aligned to a page, or to [`MAX_ALIGN`] if
+    /// pages are larger.
     ///
     /// # Errors
-    /// [`MemoryError::BadAlignment`] for pages that are no power of two in size;
-    /// [`MemoryError::ZeroSize`] for none; the resource's.
+    /// [`MemoryError::BadAlignment`] if the page size is not a power of two;
+    /// [`MemoryError::ZeroSize`] for no pages; the resource's.
     #[track_caller]
     pub fn new(
         resource: &(impl Resource + ?Sized),
@@ -101,23 +104,23 @@ impl DevicePages {
         }
         let bytes = (pages as u64).saturating_mul(page);
         let block = resource.allocate(stream, Request::bytes(bytes).align(page.min(MAX_ALIGN)))?;
-        // A wrapper may have handed out any block.
+        // A custom resource may return any block, so it is checked.
         if block.bytes() < bytes {
             return Err(MemoryError::OutOfBounds { offset: 0, len: bytes, bytes: block.bytes() });
         }
         if !block.address().is_multiple_of(page.min(MAX_ALIGN)) {
             return Err(MemoryError::BadAlignment { align: page });
         }
-        // A device has fewer pages than a host has bits for them.
+        // A device has fewer pages than the host can represent.
         let runs = Runs::new(pages).ok_or(MemoryError::TooLarge { requested: bytes, limit: 0 })?;
         Ok(Self { block, page, space: IdSpace::new(), runs: Mutex::new(runs) })
     }
 
-    /// The lowest run of pages that holds `bytes`, which is one page at least. Calls no driver; in
-    /// time linear in the pages.
+    /// Allocates the lowest free run of pages that holds `bytes`, at least one page. Makes no
+    /// driver call. Takes time linear in the number of pages.
     ///
     /// # Errors
-    /// [`MemoryError::TooLarge`] if no more than that limit is free in one run.
+    /// [`MemoryError::TooLarge`] with the longest free run as its limit.
     pub fn take(&self, bytes: u64) -> Result<PageRun> {
         let pages = usize::try_from(bytes.div_ceil(self.page).max(1)).unwrap_or(usize::MAX);
         let mut runs = self.runs();
@@ -131,10 +134,10 @@ impl DevicePages {
         Ok(PageRun { id: self.space.mint(0, 0), offset, bytes })
     }
 
-    /// Gives pages back, at once, whatever is queued on them. Calls no driver.
+    /// Frees pages at once, whatever work on them is queued. Makes no driver call.
     ///
     /// # Errors
-    /// [`ForeignPages`] with those of another arena.
+    /// [`ForeignPages`] if they belong to another arena.
     pub fn free(&self, pages: PageRun) -> Result<(), ForeignPages> {
         if self.check(&pages).is_err() {
             return Err(ForeignPages(pages));
@@ -144,8 +147,7 @@ impl DevicePages {
         Ok(())
     }
 
-    /// Part of the bytes of some pages, to be read by work: those in `range`, counted from the
-    /// pages' start.
+    /// Returns a view of `range`, counted from the start of the pages, for work that reads it.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::ForeignBlock`] for pages of another arena.
@@ -158,7 +160,7 @@ impl DevicePages {
         Ok(DeviceSlice::of_several(&self.block, offset, len))
     }
 
-    /// As [`view`](DevicePages::view), to be written.
+    /// Returns a view of `range`, counted from the start of the pages, for work that writes it.
     ///
     /// # Errors
     /// As [`view`](DevicePages::view).
@@ -168,49 +170,51 @@ impl DevicePages {
         range: Range<u64>,
     ) -> Result<DeviceSliceMut<'v, u8>> {
         let (offset, len) = self.part(pages, range)?;
-        // The bytes are these pages' alone, whose token is held by `&mut` for as long as the view
-        // is there.
+        // The bytes belong to these pages alone, and their token is borrowed mutably as long as the
+        // view.
         Ok(DeviceSliceMut::of_several(&self.block, offset, len))
     }
 
-    /// All pages, taken or not, to be read by a kernel that finds its own by their offsets.
+    /// Returns a view of all pages, allocated or not, for a kernel that reads its pages by their
+    /// offsets.
     #[must_use]
     pub fn all(&self) -> DeviceSlice<'_, u8> {
         DeviceSlice::of_several(&self.block, 0, self.block.bytes() as usize)
     }
 
-    /// All pages, taken or not, to be written by a kernel that finds its own by their offsets.
+    /// Returns a view of all pages, allocated or not, for a kernel that writes its pages by their
+    /// offsets.
     #[must_use]
     pub fn all_mut(&mut self) -> DeviceSliceMut<'_, u8> {
         DeviceSliceMut::of_several(&self.block, 0, self.block.bytes() as usize)
     }
 
-    /// Pages that are free.
+    /// Returns the number of free pages.
     #[must_use]
     pub fn free_pages(&self) -> usize {
         self.runs().free_pages()
     }
 
-    /// Bytes of a page.
+    /// Returns the size of a page in bytes.
     #[must_use]
     pub fn page_bytes(&self) -> u64 {
         self.page
     }
 
-    /// Bytes of all pages.
+    /// Returns the size of all pages in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.block.bytes()
     }
 
-    /// The address of offset 0 on the device.
+    /// Returns the device address of offset 0.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.block.address()
     }
 
     fn runs(&self) -> MutexGuard<'_, Runs> {
-        // Nothing unwinds while it is held.
+        // Nothing panics while it is held.
         self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -235,13 +239,13 @@ impl DevicePages {
 }
 
 impl PageRun {
-    /// Bytes from the arena's start to the first page.
+    /// Returns the bytes from the arena's start to the first page.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes of all pages.
+    /// Returns the bytes of all pages in the run.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes

@@ -1,9 +1,8 @@
-//! Memory that goes to sleep: a tag's blocks give their physical memory back to the driver and keep
-//! their addresses.
+//! Parking: the blocks of a tag return their physical memory to the driver and keep their
+//! addresses.
 //!
-//! An inference server between requests, or one that lends its GPU to training, needs its weights
-//! and its cache again at the addresses that its kernels and tables know, and nothing of them
-//! meanwhile.
+//! An inference server between requests, or one that lends its GPU to training, later needs its
+//! weights and its cache at the same addresses, but no memory in between.
 //!
 //! ```text
 //!            device                                         host
@@ -17,33 +16,33 @@
 //!   awake    ┃ addresses ┃━━ handles ━━ contents ┃
 //! ```
 //!
-//! # Which memory can go
-//! Physical memory goes by whole handles, and blocks of different tags share those of the caches.
-//! So blocks that are to be parked come from a [`Parkable`], which lies apart: addresses of its
-//! own, and handles in which no other tag lives. Parking a tag releases all of them, the free parts
-//! between its blocks too, and none of anybody else's. What else the tag has, in the caches and as
-//! stable or reserved memory, stays as it is and is reported.
+//! # Which memory can be parked
+//! Physical memory is released in whole handles, and blocks of different tags share the handles of
+//! the caches. So parkable blocks come from a [`Parkable`], which is separate: it has its own
+//! addresses, and handles that no other tag uses. Parking a tag releases all of these handles,
+//! including the free parts between its blocks, and none of other tags. The tag's other memory, in
+//! the caches or stable or reserved, stays and is reported.
 //!
 //! # What a parked block is
-//! Its token stays with its owner, at the same address. Every use of it, `order`, `prepare`, a
-//! copy, a fill, a launch, a use that is noted, is refused with [`MemoryError::Parked`], and so is
-//! a new block of the tag's. It may be dropped, which makes no driver call: what was saved of it
-//! goes with the last block that shares its piece of host memory. A kernel that uses its bare
-//! address all the same meets an address with nothing behind it: on a device that is the end of the
-//! context; the simulated GPU reports it.
+//! The owner keeps its token, with the same address. Every use of it fails with
+//! [`MemoryError::Parked`]: `order`, `prepare`, a copy, a fill, a launch, a recorded use. So does a
+//! new block of the tag. The block may be dropped, which makes no driver call. Its saved contents
+//! are freed with the last block that shares their piece of host memory. A kernel that still uses
+//! the bare address accesses unmapped memory: on a device this destroys the context, and the
+//! simulated GPU reports it.
 //!
 //! # Order
-//! `cuMemUnmap` is not stream ordered, so the host waits for all work on the blocks, until a
-//! deadline, before anything is copied: of their home streams, of those that used them, of those
-//! that used what is free between them. The copies have a stream of their own, and the host waits
-//! for them as well; so does a resume, and whatever is queued after it comes after the contents. A
-//! use that was prepared and is not finished is [`Busy`](aquifer_core::MemoryError::Busy).
+//! `cuMemUnmap` is not stream ordered. So the host first waits, until a deadline, for all work on
+//! the blocks: of their home streams, of streams that used them, and of streams that used the free
+//! ranges between them. The copies run on their own stream, and the host waits for them as well. A
+//! resume waits too, so that everything queued after it finds the contents. A prepared use that is
+//! not finished is [`Busy`](aquifer_core::MemoryError::Busy).
 //!
-//! # When it fails
-//! A park that fails has changed nothing. What the driver refuses to unmap at its end stays
-//! charged, is reported, and goes with the pool's next slow path or trim. A resume that fails,
-//! since the budget or the driver refuses, leaves everything parked, and can be tried again. Blocks
-//! of a pool that has closed meanwhile stay parked for good.
+//! # Failures
+//! A park that fails changes nothing. Handles that the driver refuses to unmap at its end stay
+//! charged, are reported, and are retried by the pool's next slow path or trim. A resume that
+//! fails, because the budget or the driver refuses, leaves everything parked and can be retried. If
+//! the pool is closed, blocks that are parked stay so for good.
 
 pub(crate) mod lodging;
 mod passage;
@@ -63,37 +62,38 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes of a slot where the pool does not say and memory is ample: 1 GiB of them is mapped in
-/// under a millisecond.
+/// The size of a slot in bytes, if the pool sets none and memory is ample. At this size, 1 GiB is
+/// mapped in under a millisecond.
 const SLOT: u64 = 32 << 20;
-/// As little of a budget as a slot may be.
+/// A slot is at most this fraction of the budget.
 const OF_BUDGET: u64 = 64;
 
-/// What becomes of the contents of blocks that are parked, and how long to wait for their last use.
+/// How to park: what happens with the contents of the blocks, and how long to wait for their last
+/// use.
 #[derive(Clone)]
 pub struct Park {
-    /// `None`: they are dropped.
+    /// `None`: the contents are dropped.
     host: Option<saved::Host>,
     deadline: Option<Instant>,
 }
 
 impl Park {
-    /// They are saved in memory of this allocator: pinned memory, to be copied at the speed of the
-    /// link. It is asked for 64 MiB at a time, or less where that is refused, and keeps them until
+    /// Saves the contents in memory of this allocator. Use pinned memory to copy at the speed of
+    /// the link. It is allocated in pieces of 64 MiB, or less if that is refused, and kept until
     /// the blocks are resumed or dropped.
     #[must_use]
     pub fn save_in(host: impl Allocator + Send + Sync + 'static) -> Self {
         Self { host: Some(Arc::new(host)), deadline: None }
     }
 
-    /// They are dropped. What a resumed block holds is not known.
+    /// Drops the contents. A resumed block then has unspecified contents.
     #[must_use]
     pub fn discard() -> Self {
         Self { host: None, deadline: None }
     }
 
-    /// Waits for the blocks' uses until then at most, and not as long as the pool's
-    /// [`wait`](crate::PoolConfig::wait). The copies that follow take as long as the link needs.
+    /// Waits for uses of the blocks at most until `deadline`, instead of the pool's
+    /// [`wait`](crate::PoolConfig::wait). The deadline does not limit the copies that follow.
     #[must_use]
     pub fn by(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
@@ -101,63 +101,62 @@ impl Park {
     }
 }
 
-/// What became of a tag's memory.
+/// The result of parking a tag.
 ///
-/// Its example is that of [`Parkable`].
+/// [`Parkable`] has an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ParkReport {
-    /// Whose.
+    /// The tag.
     pub tag: Tag,
-    /// Blocks that are parked (a count).
+    /// The number of parked blocks.
     pub blocks: u64,
-    /// Bytes that they hold.
+    /// Their bytes.
     pub parked: u64,
-    /// Bytes of host memory that keep their contents.
+    /// Bytes of host memory that hold their contents.
     pub saved: u64,
-    /// Bytes of physical memory that went back to the driver, and that nobody is charged for any
-    /// more.
+    /// Bytes of physical memory that were returned to the driver and are no longer charged.
     pub released: u64,
-    /// What stayed on the device.
+    /// The memory that stayed on the device.
     pub kept: Elsewhere,
-    /// What the copies took, with finding host memory for them.
+    /// The time of the copies, including the allocation of host memory.
     pub copying: Duration,
-    /// All of it, the wait for the last use included.
+    /// The total time, including the wait for the last use.
     pub took: Duration,
 }
 
-/// What of a tag's memory stays on the device when it is parked.
+/// The memory of a parked tag that stays on the device.
 ///
-/// Its example is that of [`Parkable`].
+/// [`Parkable`] has an example.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Elsewhere {
-    /// Bytes in blocks that are not parkable: of the streams' caches, where other tags share the
-    /// handles, and stable and reserved memory, whose addresses others may keep.
+    /// Bytes in blocks that are not parkable: those in the streams' caches, where other tags share
+    /// the handles, and stable and reserved memory, whose addresses may be stored elsewhere.
     pub shared: u64,
-    /// Bytes of handles that the driver did not unmap. They stay charged, and are tried again.
+    /// Bytes of handles that the driver did not unmap. They stay charged, and unmapping is retried.
     pub refused: u64,
-    /// What the driver said.
+    /// The driver's error.
     pub refusal: Option<MemoryError>,
 }
 
-/// What came back of a tag's memory.
+/// The result of resuming a tag.
 ///
-/// Its example is that of [`Parkable`].
+/// [`Parkable`] has an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ResumeReport {
-    /// Whose.
+    /// The tag.
     pub tag: Tag,
-    /// Blocks that may be used again (a count).
+    /// The number of blocks that can be used again.
     pub blocks: u64,
-    /// Bytes of physical memory behind them.
+    /// Bytes of physical memory that were mapped for them.
     pub taken: u64,
     /// Bytes of contents that were copied back.
     pub restored: u64,
-    /// What the copies took.
+    /// The time of the copies.
     pub copying: Duration,
-    /// All of it.
+    /// The total time.
     pub took: Duration,
 }
 
@@ -175,12 +174,12 @@ impl ResumeReport {
     }
 }
 
-/// The part of a pool in which the blocks of one tag lie together, to be parked together.
+/// The part of a pool that holds the parkable blocks of one tag.
 ///
-/// It gives out blocks as the pool does, under the pool's budget, to be used as any other. They
-/// come by a slower way than the caches': a lock and a search, some hundred nanoseconds, and their
-/// uses on their own streams are asked for too. So it is for what lives long, weights and caches of
-/// keys and values, not for what a request needs and drops.
+/// It allocates blocks under the pool's budget, and they are used like any other. Allocation is
+/// slower than from the caches: a lock and a search, some hundred nanoseconds. Uses on their own
+/// streams are checked too. So use it for long-lived data, such as weights and caches of keys and
+/// values, not for temporaries.
 ///
 /// Clones share it, and it keeps the pool open.
 ///
@@ -215,7 +214,7 @@ pub struct Parkable {
     lodging: Arc<Lodging>,
 }
 
-/// The parkable memory of a pool, by tag. It ends with the last who may use it.
+/// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
 #[derive(Default)]
 pub(crate) struct Lodgings(Mutex<Vec<Weak<Lodging>>>);
 
@@ -224,17 +223,17 @@ impl Lodgings {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns those that are in use, with no lock held.
+    /// Returns all that are in use, with no lock held.
     pub(crate) fn all(&self) -> Vec<Arc<Lodging>> {
         self.list().iter().filter_map(Weak::upgrade).collect()
     }
 
     fn of(&self, tag: Tag) -> Option<Arc<Lodging>> {
-        // Those that end here do so when the lock is open.
+        // Entries whose last reference is dropped here are dropped after the lock is released.
         self.all().into_iter().find(|lodging| lodging.tag == tag)
     }
 
-    /// Takes one in, unless somebody was faster: that one then.
+    /// Registers `new` and returns it. If another thread was faster, returns that thread's instead.
     fn add(&self, new: Arc<Lodging>) -> Arc<Lodging> {
         let mut all = self.list();
         let known: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
@@ -247,10 +246,10 @@ impl Lodgings {
         found.unwrap_or(new)
     }
 
-    /// Gives back to the driver what is free in slots of their own. The bytes.
+    /// Returns slots that are wholly free to the driver. Returns the bytes.
     ///
     /// # Errors
-    /// The driver's first refusal; all others have been tried.
+    /// The driver's first error. All others have been tried.
     pub(crate) fn trim(&self) -> Result<u64> {
         let all = self.all();
         let (mut gone, mut outcome) = (0, Ok(()));
@@ -265,7 +264,7 @@ impl Lodgings {
 }
 
 impl Inner {
-    /// Bytes of a tag in live blocks that are on the device.
+    /// Returns the bytes of a tag in live blocks on the device.
     fn held_by(&self, tag: Tag) -> u64 {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
@@ -278,14 +277,15 @@ impl Inner {
 }
 
 impl DevicePool {
-    /// Where blocks of `tag` come from that can be parked: made at its first use, the same for all
-    /// who ask for the tag. Reserves addresses (`cuMemAddressReserve`), and takes no memory.
+    /// Returns the allocator of parkable blocks of `tag`. It is created at the first call and
+    /// shared by all callers for the tag. Creating it reserves addresses (`cuMemAddressReserve`),
+    /// but no memory.
     ///
-    /// Memory comes in slots of the pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), or of
-    /// 32 MiB, less where that is more than a sixty-fourth of the budget.
+    /// Memory is added in slots of the pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), or
+    /// of 32 MiB, or less if that exceeds a sixty-fourth of the budget.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] on devices that cannot map; the driver's.
+    /// [`MemoryError::Unsupported`] on devices without virtual memory mapping; the driver's.
     #[track_caller]
     pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
         let _site = site::enter();
@@ -303,29 +303,31 @@ impl DevicePool {
         Ok(Parkable { pool: self.clone(), lodging })
     }
 
-    /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves what
-    /// is in them or drops it, and gives their memory back to the driver (`cuMemcpyDtoHAsync`,
-    /// `cuMemUnmap`, `cuMemRelease`). From here on their uses are refused, and blocks of the tag
-    /// too, until [`DevicePool::resume`]. Other tags go on meanwhile.
+    /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves or
+    /// drops their contents, and returns their memory to the driver (`cuMemcpyDtoHAsync`,
+    /// `cuMemUnmap`, `cuMemRelease`).
     ///
-    /// Blocks until all of it is done. A tag that has no parkable blocks has nothing parked, and
-    /// the report says what it has elsewhere.
+    /// From then on, uses of the blocks and new blocks of the tag are refused until
+    /// [`DevicePool::resume`]. Other tags are not affected.
+    ///
+    /// Blocks the thread until all of it is done. For a tag without parkable blocks nothing is
+    /// parked, and the report contains its other memory.
     ///
     /// # Safety
-    /// 1. From the call until a resume, no work is queued that was ordered before it: whoever has a
-    ///    view of such a block [ordered](aquifer_driver::Operand::order), as an argument of a
-    ///    launch or as a side of a copy, has queued his work before the call or never does.
-    ///    Prepared uses are no such thing: they are seen, and refuse it.
-    /// 2. No bare address of such a block is used meanwhile, and no part of it that was given to an
-    ///    arena.
+    /// 1. From the call until a resume, no work is queued that was ordered before it: if a view of
+    ///    such a block was [ordered](aquifer_driver::Operand::order), as an argument of a launch or
+    ///    as a side of a copy, its work was queued before the call or is never queued. Prepared
+    ///    uses are exempt: they are detected, and the call is refused.
+    /// 2. No bare address of such a block is used in that time, and no part of it that was given to
+    ///    an arena.
     ///
     /// # Errors
-    /// [`MemoryError::Parked`] if they are parked, or on the way; [`MemoryError::Busy`] if a
-    /// prepared use is not finished; [`MemoryError::TimedOut`]; [`MemoryError::Capturing`] if a
-    /// stream that used them captures a graph; [`MemoryError::Capacity`] if no stream can be leased
-    /// for the copies; [`MemoryError::System`] if the allocator
-    /// refuses; [`MemoryError::Unsupported`] on devices that cannot map; the driver's. Nothing has
-    /// changed then.
+    /// [`MemoryError::Parked`] if they are parked, being parked or being resumed;
+    /// [`MemoryError::Busy`] if a prepared use is not finished; [`MemoryError::TimedOut`];
+    /// [`MemoryError::Capturing`] if a stream that used them captures a graph;
+    /// [`MemoryError::Capacity`] if no stream can be leased for the copies; [`MemoryError::System`]
+    /// if the allocator refuses; [`MemoryError::Unsupported`] on devices without virtual memory
+    /// mapping; the driver's. In each case nothing has changed.
     #[track_caller]
     #[expect(unsafe_code, reason = "the caller promises what cannot be seen from here")]
     pub unsafe fn park(&self, tag: Tag, how: Park) -> Result<ParkReport> {
@@ -344,19 +346,18 @@ impl DevicePool {
         }
     }
 
-    /// Brings the parked blocks of `tag` back, at their addresses: takes memory for all of them
-    /// from the budget and the driver, or none, and copies back what was saved (`cuMemCreate`,
-    /// `cuMemMap`, `cuMemSetAccess`, `cuMemcpyHtoDAsync`). All that is queued from here on finds
-    /// the contents there. Does nothing for a tag that is not parked.
+    /// Resumes the parked blocks of `tag` at their addresses: takes memory for all of them from the
+    /// budget and the driver, or for none, and copies back the saved contents (`cuMemCreate`,
+    /// `cuMemMap`, `cuMemSetAccess`, `cuMemcpyHtoDAsync`). Everything queued after it finds the
+    /// contents. Does nothing for a tag that is not parked.
     ///
-    /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there.
-    /// Where others have taken the budget it waits in line for it until `deadline`, or not at all
-    /// without one.
+    /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there. If
+    /// the budget is exhausted, waits for it until `deadline`, or not at all without one.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] while another thread parks or resumes
-    /// it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's.
-    /// Everything is parked then, and can be resumed again.
+    /// it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's. In
+    /// each case everything stays parked and can be resumed again.
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();
@@ -371,7 +372,7 @@ const UNSUPPORTED: MemoryError =
     MemoryError::Unsupported { feature: "parking: virtual memory management (cuMemMap)" };
 
 impl Inner {
-    /// Bytes of a slot of parkable memory.
+    /// Returns the size of a slot of parkable memory in bytes.
     fn slot(&self) -> u64 {
         if self.config.handle_bytes > 0 {
             return self.apart.step();
@@ -382,12 +383,12 @@ impl Inner {
 }
 
 impl Parkable {
-    /// A block for work that is queued on `stream` from now on. It is the tag's, whatever the
-    /// request says, and counts under the tag's [limit](DevicePool::limit_tag), also while it is
-    /// parked.
+    /// Allocates a block for work that is queued on `stream` from now on. The block gets this
+    /// allocator's tag, regardless of the request, and counts towards the tag's
+    /// [limit](DevicePool::limit_tag), also while it is parked.
     ///
-    /// Where no free place is ready, takes memory as [`DevicePool::alloc_stable`] does, and may
-    /// block as that may.
+    /// If no free range is ready, takes memory as [`DevicePool::alloc_stable`] does, and may block
+    /// like it.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`MemoryError::Parked`] while the tag is parked.
@@ -402,7 +403,7 @@ impl Parkable {
         Ok(block)
     }
 
-    /// A buffer of `len` elements for work that is queued on `stream` from now on.
+    /// Allocates a buffer of `len` elements for work that is queued on `stream` from now on.
     ///
     /// # Errors
     /// As [`Parkable::alloc`].
@@ -411,25 +412,25 @@ impl Parkable {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// Whose its blocks are.
+    /// Returns the tag of its blocks.
     #[must_use]
     pub fn tag(&self) -> Tag {
         self.lodging.tag
     }
 
-    /// The pool.
+    /// Returns the pool.
     #[must_use]
     pub fn pool(&self) -> &DevicePool {
         &self.pool
     }
 
-    /// Whether its blocks are parked, or on the way there or back.
+    /// Returns whether its blocks are parked, being parked or being resumed.
     #[must_use]
     pub fn is_parked(&self) -> bool {
         self.lodging.is_parked()
     }
 
-    /// What it holds. Parked blocks are counted, and have no bytes.
+    /// Returns its statistics. Parked blocks are counted, but have no bytes.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.lodging.stats()

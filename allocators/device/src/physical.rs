@@ -1,10 +1,11 @@
-//! What stands behind the addresses.
+//! Physical memory behind a pool's addresses.
 //!
-//! With virtual memory management ([`mapped`]) a pool has one range of addresses and a stock of
-//! physical handles, all of one size. Addresses are cheap and handles are memory, so handles go
-//! where the need is: a live block's stay, those under free ranges may be taken away and mapped
-//! elsewhere. Without it ([`plain`]) a pool has whole allocations of the driver's, each a segment
-//! that no block crosses.
+//! - With virtual memory management ([`mapped`]), a pool has one range of addresses and a set of
+//!   physical handles. Addresses are cheap and handles are memory, so handles are moved to where
+//!   they are needed: those of live blocks stay, and those under free ranges can be unmapped and
+//!   mapped elsewhere.
+//! - Without it ([`plain`]), a pool has whole allocations of the driver. Each is a segment, and no
+//!   block crosses segments.
 
 pub(crate) mod commons;
 pub(crate) mod handle;
@@ -16,7 +17,7 @@ pub(crate) mod window;
 use mapped::Mapped;
 use plain::Plain;
 
-/// One of the two.
+/// The physical memory of a pool, of one of the two kinds.
 #[derive(Debug)]
 pub(crate) enum Physical {
     Mapped(Mapped),

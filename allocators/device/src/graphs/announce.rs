@@ -1,4 +1,4 @@
-//! Which captures draw from which memory.
+//! Announcements: which captures allocate from which memory.
 
 use super::memory::{Capture, Memory};
 use crate::{Block, DevicePool, Request, home::check_home, pool::Inner};
@@ -13,18 +13,18 @@ use std::{
     },
 };
 
-/// Announcements made so far.
+/// The next announcement number.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// Whose captures.
+/// The streams whose captures an announcement covers.
 pub(super) enum Whose {
     Stream(Arc<Timeline>),
     Those(Box<dyn Fn(RawStream) -> bool + Send + Sync>),
 }
 
 impl Whose {
-    /// Whether `timeline`, which takes part in the capture of this number, does so in one of
-    /// theirs. A stream that has joined may allocate before the one that is announced does.
+    /// Returns whether `timeline`, which takes part in the capture `id`, is covered. A stream that
+    /// has joined the capture may allocate before the announced stream does.
     fn includes(&self, timeline: &Arc<Timeline>, id: u64) -> bool {
         match self {
             Self::Stream(announced) => {
@@ -36,17 +36,17 @@ impl Whose {
     }
 }
 
-/// What captures of some streams draw from.
+/// Maps the captures of some streams to a graph memory.
 pub(super) struct Announcement {
     number: u64,
     whose: Whose,
     memory: Arc<Memory>,
-    /// The driver's number of the last capture that has drawn; 0 before there was one. Streams
-    /// that join it draw too.
+    /// The driver's number of the last capture that has allocated from it; 0 before the first.
+    /// Streams that join that capture use it too.
     capture: AtomicU64,
 }
 
-/// The open announcements of a pool. Nearly always none.
+/// The open announcements of a pool. Usually none.
 #[derive(Default)]
 pub(crate) struct Announcements(Mutex<Vec<Arc<Announcement>>>);
 
@@ -55,10 +55,10 @@ impl Announcements {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where blocks for this stream come from, if it takes part in a capture that was announced.
-    /// The oldest announcement counts. Asks the driver.
+    /// Returns the memory for blocks of this stream, if it takes part in an announced capture. The
+    /// oldest announcement applies. Queries the driver.
     fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<Memory>, Capture)>> {
-        // The filters are others' code, and run without the lock.
+        // The filters are foreign code and run without the lock.
         let open = self.open().clone();
         let Some(id) = stream.timeline().capture()? else { return Ok(None) };
         let draws = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
@@ -71,8 +71,8 @@ impl Announcements {
 }
 
 impl Inner {
-    /// A block for work that `stream` captures, where that was announced. The request has been
-    /// checked.
+    /// Allocates a block for work that `stream` captures, if the capture was announced. The request
+    /// has been checked.
     pub(crate) fn allocate_for_graph(
         self: &Arc<Self>,
         stream: &Stream,
@@ -94,7 +94,7 @@ impl Inner {
 pub struct Announced {
     pool: DevicePool,
     announcement: Arc<Announcement>,
-    /// Whether somebody notes the launches of what was captured.
+    /// Whether launches of the captured graph will be recorded.
     noted: bool,
 }
 
@@ -123,13 +123,13 @@ impl Announced {
             }
             open.push(announcement.clone());
         }
-        // Whoever captures has seen this.
+        // The capturing thread has seen this count.
         inner.apart.announced.fetch_add(1, Ordering::Relaxed);
         inner.add_detour();
         let announced = Self { pool: pool.clone(), announcement, noted: false };
         let number = announced.announcement.number;
         memory.passes(number);
-        // What runs already is fenced while it can be.
+        // Fence the work that runs already, while that is possible.
         if let Whose::Stream(timeline) = &announced.announcement.whose
             && timeline.fence(timeline.open()) == Ok(Fence::Recorded)
         {
@@ -138,7 +138,8 @@ impl Announced {
         Ok(announced)
     }
 
-    /// The memory, where somebody notes the launches of what was captured.
+    /// Ends the announcement and returns the memory. The caller records the launches of the
+    /// captured graph.
     pub(super) fn end_noted(mut self) -> Arc<Memory> {
         self.noted = true;
         self.announcement.memory.clone()

@@ -1,4 +1,4 @@
-//! Graphs over the memory of a pool: ours, and those that others make.
+//! Graphs over the memory of a pool, captured by this library or by others.
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
 use super::{Announced, GraphPool, memory::Memory};
@@ -16,15 +16,15 @@ use std::{
     },
 };
 
-/// The driver's code for a capture that some call has broken.
+/// The driver's error code for an invalidated capture.
 const CAPTURE_INVALIDATED: u32 = 901;
 
-/// A graph that was captured over the memory of a [`GraphPool`], and can be launched on any stream
-/// of the device, as often as one likes.
+/// A graph captured over the memory of a [`GraphPool`]. It can be launched any number of times, on
+/// any stream of the device.
 ///
-/// It keeps all of the pool's memory. Dropping it waits for nothing (`cuGraphExecDestroy`):
-/// launches that are queued still run, and the memory goes back to the driver when the last of them
-/// is done, and all else that keeps it is gone.
+/// It keeps all of the pool's memory. Dropping it does not wait (`cuGraphExecDestroy`): queued
+/// launches still run. The memory is returned to the driver when the last of them is done and
+/// nothing else keeps it.
 pub struct Graph {
     driver: Arc<dyn Driver>,
     device: DeviceId,
@@ -32,7 +32,7 @@ pub struct Graph {
     memory: Arc<Memory>,
 }
 
-/// A capture of ours that is open: it is ended, and what it made destroyed, if nobody ends it.
+/// An open capture of this library. Dropping it ends the capture and destroys the resulting graph.
 struct Open<'a> {
     driver: &'a Arc<dyn Driver>,
     stream: RawStream,
@@ -43,8 +43,8 @@ impl Open<'_> {
     /// Ends the capture. It stays open if the driver refused and the stream still captures.
     fn end(&mut self) -> Result<RawGraph> {
         let ended = self.driver.capture_end(self.stream);
-        // A capture that was broken, or not joined, is over all the same; one whose end was refused
-        // is not.
+        // An invalidated or unjoined capture has ended despite the error. A capture whose end was
+        // refused has not.
         self.ended =
             ended.is_ok() || matches!(self.driver.stream_is_capturing(self.stream), Ok(false));
         ended.map_err(|refused| match refused.code {
@@ -64,39 +64,40 @@ impl Drop for Open<'_> {
     }
 }
 
-/// Destroys a graph that is known to the caller alone, now or in a later sweep.
+/// Destroys a graph that only the caller references, now or in a later sweep.
 fn destroy(driver: &Arc<dyn Driver>, graph: RawGraph) {
     let of = driver.clone();
     leftovers::release(driver, move || {
         let _relaxed = Relaxed::enter(&*of);
-        // SAFETY: 1. made by the caller and known to it alone, and no release of it has succeeded
-        // yet.
+        // SAFETY: 1. the caller made the graph and has its only reference, and no release of it has
+        // succeeded yet.
         unsafe { of.graph_destroy(graph) }
     });
 }
 
 impl GraphPool {
-    /// Captures what `work` queues on `stream`, and on streams that join it there, and makes a
-    /// graph of it (`cuStreamBeginCapture`, `cuStreamEndCapture`, `cuGraphInstantiate`). Blocks
-    /// that are allocated meanwhile for those streams are of this pool's memory, and the graph
-    /// finds them at their addresses, whether they live or have been freed by then. None of the
-    /// work runs.
+    /// Captures the work that `work` queues on `stream` and on streams that join it, and
+    /// instantiates a graph (`cuStreamBeginCapture`, `cuStreamEndCapture`, `cuGraphInstantiate`).
     ///
-    /// Calls that could break a capture are refused to this thread meanwhile, but for those of this
-    /// library; other threads are free to make them ([`CaptureMode::ThreadLocal`]). Blocks for as
-    /// long as instantiating takes, milliseconds for thousands of nodes.
+    /// Blocks allocated in `work` for those streams come from this pool's memory. The graph uses
+    /// them at their addresses, whether they are still live or already freed. None of the work runs
+    /// now.
+    ///
+    /// During the capture, this thread may not make calls that could invalidate it, except through
+    /// this library; other threads may ([`CaptureMode::ThreadLocal`]). Blocks until the graph is
+    /// instantiated, which takes milliseconds for thousands of nodes.
     ///
     /// # Safety
-    /// 1. What the captured work touches beside blocks of this pool's memory stays valid, where it
-    ///    is, and the caller's, until the graph has been dropped and its launches are done. (Blocks
-    ///    of this memory do so by themselves.)
-    /// 2. The caller orders launches with whatever else uses those things.
+    /// 1. Memory that the captured work touches, besides blocks of this pool, stays valid, in
+    ///    place, and owned by the caller until the graph has been dropped and its launches are
+    ///    done. (Blocks of this pool do so by themselves.)
+    /// 2. The caller orders launches with all other uses of that memory.
     ///
     /// # Errors
     /// Those of `work`; [`MemoryError::WrongDevice`], [`MemoryError::AlreadyAnnounced`];
-    /// [`MemoryError::CaptureInvalidated`] if some call has broken the capture; the driver's. There
-    /// is no graph then, and the stream captures no longer, unless the driver has refused twice to
-    /// end the capture.
+    /// [`MemoryError::CaptureInvalidated`] if some call has invalidated the capture; the driver's.
+    /// In each case no graph is made, and the stream no longer captures, unless the driver has
+    /// refused twice to end the capture.
     #[track_caller]
     pub unsafe fn capture<T>(
         &self,
@@ -115,7 +116,7 @@ impl GraphPool {
         let made = work(stream)?;
         let graph = open.end()?;
         let memory = announced.end_noted();
-        // Others may capture: neither is a call that they could bear.
+        // Other threads may be capturing, and either call would invalidate their captures.
         let _relaxed = Relaxed::enter(&**driver);
         let exec = driver.graph_instantiate(graph);
         destroy(driver, graph);
@@ -125,35 +126,35 @@ impl GraphPool {
 }
 
 impl Graph {
-    /// Queues all of the graph on `stream` (`cuGraphLaunch`): behind whatever has been queued that
-    /// touches the pool's memory on any stream, launches of other graphs that share it included.
-    /// Later uses of its blocks come after it. The host waits for no work.
+    /// Queues the whole graph on `stream` (`cuGraphLaunch`). The launch is ordered after all queued
+    /// work that touches the pool's memory on any stream, including launches of other graphs that
+    /// share it. Later uses of its blocks are ordered after it. The host does not wait for work.
     ///
-    /// Whoever has allocated blocks within the capture and kept them reads and writes them between
-    /// launches as he does others': a copy on another stream waits for the launch, and the next
-    /// launch for the copy.
+    /// Blocks that were allocated within the capture and kept can be read and written between
+    /// launches like other blocks: a copy on another stream waits for the launch, and the next
+    /// launch waits for the copy.
     ///
     /// # Errors
     /// [`MemoryError::WrongDevice`]; [`MemoryError::Capturing`] if `stream` captures;
     /// [`MemoryError::Busy`] if a prepared use of a block of the pool is not finished; the
-    /// driver's. Nothing is queued then but waits.
+    /// driver's. In each case nothing but waits is queued.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
         check_home(&*self.driver, self.device, stream.timeline())?;
         self.memory.launch(stream.timeline(), || {
             let _calling = stream.timeline().calling()?;
-            // SAFETY: 1. the pool's memory is mapped until the last launch that is noted is done,
-            // and this one is about to be; the rest was promised to `capture`. 2. the stream has
-            // been made to wait for whatever touches the blocks, whoever comes next waits for it,
-            // and what is free belongs to graphs of this memory alone, whose launches follow each
-            // other; the rest was promised to `capture`.
+            // SAFETY: 1. the pool's memory stays mapped until the last recorded launch is done, and
+            // this launch is recorded next; the caller of `capture` has promised the rest. 2. the
+            // stream waits for all work that touches the blocks, and later uses wait for this
+            // launch; free memory is used only by graphs of this memory, whose launches are
+            // ordered; the caller of `capture` has promised the rest.
             let queued = unsafe { self.driver.graph_launch(self.exec, stream.raw()) };
             queued.map_err(|refused| MemoryError::driver(self.device, refused))
         })
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.device
@@ -164,9 +165,9 @@ impl Drop for Graph {
     fn drop(&mut self) {
         let (driver, exec) = (self.driver.clone(), self.exec);
         leftovers::release(&self.driver, move || {
-            // It would break captures that other threads have open.
+            // The call would invalidate captures of other threads.
             let _relaxed = Relaxed::enter(&*driver);
-            // SAFETY: 1. the handle was this value's alone, and no release of it has succeeded yet.
+            // SAFETY: 1. only this value had the handle, and no release of it has succeeded yet.
             unsafe { driver.graph_exec_destroy(exec) }
         });
     }
@@ -181,54 +182,56 @@ impl fmt::Debug for Graph {
     }
 }
 
-/// A graph of another library's that was captured over the memory of a [`GraphPool`]: keeps that
-/// memory, and is told when the graph is launched.
+/// A graph of another library that was captured over the memory of a [`GraphPool`]. It keeps that
+/// memory, and the caller reports launches to it.
 ///
-/// It is dropped when the graph is not launched any more; what has been noted by then is waited for
-/// before the memory goes.
+/// Drop it when the graph is not launched any more. The memory is released only after all launches
+/// recorded by then are done.
 #[derive(Clone)]
 pub struct Captured {
     memory: Arc<Memory>,
 }
 
 impl Announced {
-    /// Ends the announcement, for whoever says when the graph that was captured meanwhile is
-    /// launched, or gives it to [`Captured::keep_until_released`]. An announcement that is dropped
-    /// instead leaves a graph whose launches nobody sees: when the last who holds the memory is
-    /// gone the whole device is waited for before it goes.
+    /// Ends the announcement. The caller then reports when the captured graph is launched, or
+    /// passes it to [`Captured::keep_until_released`].
     ///
-    /// Waits for nothing. To be called after the capture's end: what is allocated on a stream that
-    /// captures still is not the graph's.
+    /// If the announcement is dropped instead, launches of the captured graph cannot be observed:
+    /// the whole device is synchronised before the memory is released.
+    ///
+    /// Does not wait. Call it after the end of the capture: a stream that still captures no longer
+    /// allocates from the graph's memory.
     pub fn end(self) -> Captured {
         Captured { memory: self.end_noted() }
     }
 }
 
 impl Captured {
-    /// Notes that the graph has just been launched on `stream`: the memory stays until that launch
-    /// is done, and later uses of its blocks come after it. The launch must have been ordered with
-    /// earlier uses of the memory by other streams, other graphs that share it included.
+    /// Records that the graph has just been launched on `stream`. The memory is kept until that
+    /// launch is done, and later uses of its blocks are ordered after it. The caller must have
+    /// ordered the launch after earlier uses of the memory by other streams, including other graphs
+    /// that share it.
     ///
     /// # Errors
-    /// The driver's, where the stream has to be fenced at once; the launch is noted all the same.
+    /// The driver's, if the stream has to be fenced at once. The launch is recorded nevertheless.
     #[track_caller]
     pub fn launched(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
         self.memory.launched(stream.timeline())
     }
 
-    /// Has the driver keep the memory for as long as the graph, its executables made from here on
-    /// and their launches last (`cuGraphRetainUserObject`): nobody has to note launches then. The
-    /// memory goes at the next trim, slow path or end of a pool of this process that finds them
-    /// gone.
+    /// Makes the driver keep the memory as long as the graph, its executables instantiated from now
+    /// on, and their launches (`cuGraphRetainUserObject`). Launches then need not be reported. The
+    /// memory is released at the next trim, slow path or close of a pool of this process that finds
+    /// them gone.
     ///
     /// # Errors
-    /// The driver's; the memory is kept no longer by this.
+    /// The driver's. The memory is then no longer kept by this value.
     pub fn keep_until_released(self, graph: RawGraph) -> Result<()> {
         let released = Arc::new(AtomicBool::new(false));
         let word = released.clone();
         let driver = self.memory.driver().clone();
-        // Before the driver can say that they are gone.
+        // Registered before the driver can report the release.
         kept().push(Held { released: released.clone(), memory: self.memory });
         let call = Box::new(move || word.store(true, Ordering::Release));
         let _relaxed = Relaxed::enter(&*driver);
@@ -248,19 +251,19 @@ impl fmt::Debug for Captured {
 
 /// Memory that the driver keeps for a graph.
 struct Held {
-    /// What the driver has left word of.
+    /// Set by the driver's callback.
     released: Arc<AtomicBool>,
     memory: Arc<Memory>,
 }
 
-/// Of all pools: graphs outlive those.
+/// For all pools, since graphs can outlive them.
 static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
 
 fn kept() -> MutexGuard<'static, Vec<Held>> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Lets go of memory whose graphs the driver has said are gone, and ends caches whose end the
+/// Drops memory whose graphs the driver has released, and retries the release of caches that the
 /// driver has refused.
 pub(crate) fn sweep() {
     crate::home::sweep();

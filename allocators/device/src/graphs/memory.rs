@@ -1,5 +1,5 @@
-//! The memory of graphs that share a pool: what is in it, who may have what is free, and which
-//! launches touch it.
+//! The memory of graphs that share a pool: its blocks, its free ranges and when they can be reused,
+//! and the launches that touch it.
 
 use crate::{
     Block,
@@ -32,13 +32,13 @@ use std::{
     },
 };
 
-/// Bytes that are taken at a time where the device cannot map.
+/// The granularity of allocations in bytes on devices without virtual memory mapping.
 const PIECE: u64 = 2 << 20;
 
-/// Numbers of memories, for drivers that check. Never used twice.
+/// Numbers of memories, for drivers that validate accesses. Never reused.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// A capture, as an announcement knows it.
+/// A capture of an announcement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Capture {
     /// The announcement's number.
@@ -47,20 +47,20 @@ pub(super) struct Capture {
     pub(super) id: u64,
 }
 
-/// Memory that graphs keep addresses of: it is never remapped, and never anybody else's, before the
-/// last who holds this is gone and all launches are done.
+/// Memory whose addresses graphs store. It is never remapped or used for anything else until the
+/// last reference is dropped and all launches are done.
 ///
-/// Held by the pool's handles, its graphs, its announcements and its blocks.
+/// The pool's handles, its graphs, its announcements and its blocks hold references.
 pub(crate) struct Memory {
     number: u64,
     pool: Weak<Inner>,
     apart: Arc<Apart>,
     streams: StreamPool,
-    /// Addresses for as much as the device has, in slots with a handle each; `None` where the
-    /// device cannot map.
+    /// Addresses for as much memory as the device has, in slots with a handle each. `None` if the
+    /// device has no virtual memory mapping.
     span: Option<Arc<Span>>,
     state: Mutex<State>,
-    /// A thread queues a launch: the next one is ordered behind it, and waits until it can be.
+    /// Set while a thread queues a launch. The next launch is ordered after it and waits for that.
     launching: AtomicBool,
 }
 
@@ -68,24 +68,24 @@ pub(crate) struct Memory {
 struct State {
     /// Live blocks, by address.
     blocks: BTreeMap<u64, Live>,
-    /// What any capture may draw from, once the host has seen its past done.
+    /// Free ranges that any capture may use once the host has seen their dependencies done.
     free: Commons,
-    /// Freed blocks that other streams use.
+    /// Freed blocks that other streams still use.
     held_back: Vec<HeldBack>,
-    /// Of the captures that are open, what was freed within them.
+    /// Ranges freed within captures that are still open.
     shelves: Vec<Shelf>,
-    /// Slots that have memory, or are about to.
+    /// Slots that have memory or are getting it.
     claimed: BTreeSet<u64>,
-    /// What the driver allocated where it cannot map.
+    /// Allocations of the driver, on devices without virtual memory mapping.
     pieces: Vec<Arc<Span>>,
-    /// Of streams whose captures are announced, by the announcement: the epoch that was closed and
-    /// fenced then.
+    /// For streams with announced captures: the announcement, the stream, and the epoch that was
+    /// closed and fenced at the announcement.
     fenced: Vec<(u64, Arc<Timeline>, u64)>,
     /// The last launch on each stream.
     launches: Vec<(Arc<Timeline>, u64)>,
     /// Bytes of memory.
     physical: u64,
-    /// Graphs are about that nobody notes the launches of.
+    /// Whether there are graphs whose launches are not recorded.
     unseen: bool,
 }
 
@@ -94,18 +94,18 @@ struct Live {
     requested: u64,
     tag: Tag,
     home: Arc<Timeline>,
-    /// What it was allocated in.
+    /// The capture it was allocated in.
     capture: Capture,
-    /// `None` as soon as its owner lets go of it.
+    /// `None` as soon as its owner drops the block.
     watch: Option<Watch>,
 }
 
 impl Live {
-    /// A launch touches it: whoever uses it next waits for that. Its own stream is in order with
-    /// itself.
+    /// Records a launch as a use of this block, so that later uses wait for it. The block's own
+    /// stream is ordered anyway.
     fn touched(&self, on: &Arc<Timeline>, epoch: u64) {
         if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.home, on)) {
-            // Only parked memory refuses it, and none of this is.
+            // Recording fails only for parked memory, which this is not.
             let _ = watch.record(on, epoch);
         }
     }
@@ -117,15 +117,15 @@ struct HeldBack {
     own: (Arc<Timeline>, u64),
 }
 
-/// What one stream has freed within one capture: its own at once, since what a stream has captured
-/// is in order.
+/// The ranges that one stream has freed within one capture. The stream can reuse them at once,
+/// since its captured work is in order.
 struct Shelf {
     capture: Capture,
     of: Arc<Timeline>,
     free: Commons,
 }
 
-/// The turn to launch.
+/// The exclusive right to queue a launch.
 struct Turn<'a>(&'a AtomicBool);
 
 impl Drop for Turn<'_> {
@@ -134,7 +134,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Tells a driver that checks that a range is kept for graphs no longer, when it is dropped.
+/// Reports to a validating driver, when dropped, that a range is no longer kept for graphs.
 struct Kept {
     apart: Weak<Apart>,
     range: DeviceRange,
@@ -151,16 +151,16 @@ impl Drop for Kept {
 }
 
 impl State {
-    /// Ends what earlier captures of this announcement had freed for themselves: any later one may
-    /// draw from it.
+    /// Ends the earlier captures of this announcement: what they had freed becomes usable by any
+    /// later capture.
     fn enter(&mut self, capture: Capture) {
         self.leave(|other| other.announced == capture.announced && other != capture);
     }
 
     fn leave(&mut self, over: impl Fn(Capture) -> bool) {
         let closed: Vec<_> = self.shelves.extract_if(.., |shelf| over(shelf.capture)).collect();
-        // Launches meanwhile have not been noted with its blocks, which nothing but captured work
-        // could use.
+        // Launches during the capture have not been recorded with these blocks, which only captured
+        // work could use.
         let blocks =
             self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
         for live in blocks {
@@ -180,8 +180,8 @@ impl State {
         self.shelves.iter_mut().find(is).map(|shelf| &mut shelf.free)
     }
 
-    /// A free range for the capture: of what its stream has freed in it, or of what nobody uses any
-    /// more.
+    /// Takes a free range for the capture: one that its stream has freed in it, or one whose
+    /// dependencies are done.
     fn take(
         &mut self,
         capture: Capture,
@@ -199,8 +199,8 @@ impl State {
         self.free.take(range).map(|_| range)
     }
 
-    /// The end of what is free up to `end`, and may be had by the capture, from an aligned address
-    /// on: taken.
+    /// Takes the free range that ends at `end`, from an aligned address on, if the capture may use
+    /// it.
     fn take_tail(
         &mut self,
         capture: Capture,
@@ -212,7 +212,7 @@ impl State {
         let tail = |free: &Commons, ready: fn(&Past) -> bool| {
             let (range, past) = free.iter().last()?;
             let start = range.start.next_multiple_of(align);
-            // What is longer than the block lies too low for it.
+            // A range that is long enough for the whole block lies too low to be extended.
             let fits = range.end() == end && start < end && end - start < most && ready(past);
             fits.then_some(Range { start, len: end - start })
         };
@@ -225,7 +225,7 @@ impl State {
         self.free.take(range).map(|_| range)
     }
 
-    /// A range is free whose last work is `own`.
+    /// Frees a range whose last work is `own`.
     fn put(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
         let open =
             capture.filter(|capture| self.shelves.iter().any(|shelf| shelf.capture == *capture));
@@ -243,8 +243,8 @@ impl State {
         }
     }
 
-    /// What was freed and is done with becomes free. What ends with it, to be dropped outside the
-    /// lock.
+    /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
+    /// outside the lock.
     fn settle(&mut self, apart: &Apart) -> Vec<Deferred> {
         let mut over = Vec::new();
         for mut held in std::mem::take(&mut self.held_back) {
@@ -261,7 +261,7 @@ impl State {
         over
     }
 
-    /// What freed memory waits for, but for uses that are open.
+    /// Returns the work that freed memory depends on, except for open uses.
     fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let shelves = self.shelves.iter().map(|shelf| &shelf.free);
         let pasts = std::iter::once(&self.free).chain(shelves).flat_map(Commons::iter);
@@ -273,7 +273,7 @@ impl State {
         work
     }
 
-    /// All that a launch comes after: whatever touches any of the memory.
+    /// Returns all work that a launch must follow: everything that touches any of the memory.
     fn all_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>> {
         if let Some(open) = self.held_back.iter().find(|held| held.block.uses.is_open()) {
             return Err(MemoryError::Busy { address: open.block.address });
@@ -290,7 +290,7 @@ impl State {
     }
 }
 
-/// What was freed is free, and belongs to graphs.
+/// Accounts a freed block as free memory of graphs.
 fn settled(apart: &Apart, bytes: u64) {
     apart.lodged_settled(bytes);
     apart.count(|account| account.free_of_graphs += bytes);
@@ -336,7 +336,7 @@ impl Memory {
         })
     }
 
-    /// A block for work that `stream` captures.
+    /// Allocates a block for work that `stream` captures.
     pub(super) fn allocate(
         self: &Arc<Self>,
         stream: &Stream,
@@ -361,8 +361,7 @@ impl Memory {
         Ok(self.lend(stream, range, &request, capture))
     }
 
-    /// A range with new memory behind it, as far as what is free at the end of the memory does not
-    /// do.
+    /// Takes a range with new memory, using the free range at the end of the memory first.
     fn grow(
         &self,
         stream: &Stream,
@@ -435,8 +434,8 @@ impl Memory {
         }
     }
 
-    /// An allocation of the driver's. What nobody is given of it at its end keeps neighbours from
-    /// becoming one.
+    /// Takes an allocation of the driver. Its last bytes are never lent, so that it cannot merge
+    /// with a neighbouring allocation.
     fn grow_plain(&self, pool: &Arc<Inner>, bytes: u64, request: &Request) -> Result<Range> {
         let align = request.alignment();
         let piece = (bytes + align + BLOCK_ALIGN).next_multiple_of(PIECE);
@@ -455,7 +454,7 @@ impl Memory {
         Ok(range)
     }
 
-    /// There is new memory.
+    /// Accounts new memory.
     fn keep(&self, range: Range, new: u64) {
         self.apart.lodged_backed(BlockKind::Graph, new, range.len - new);
         self.apart.count(|account| {
@@ -472,7 +471,7 @@ impl Memory {
         DeviceRange { device: self.apart.device, address: range.start, bytes: range.len }
     }
 
-    /// The token of a block over a range that is the caller's.
+    /// Wraps a range, which the caller owns, in a block.
     fn lend(
         self: &Arc<Self>,
         stream: &Stream,
@@ -502,7 +501,7 @@ impl Memory {
                 range.start,
                 Live { bytes: range.len, requested, tag, home, capture, watch },
             );
-            // From here on what the stream frees in this capture is the stream's.
+            // From here on, what the stream frees in this capture can be reused by the stream.
             if state.shelf(capture, timeline).is_none() {
                 state.shelves.push(Shelf {
                     capture,
@@ -522,12 +521,12 @@ impl Memory {
         block
     }
 
-    /// Looks which work is done that freed memory waits for. How much of it there was. Never
+    /// Polls the work that freed memory depends on. Returns the number of streams polled. Never
     /// blocks.
     fn look(&self) -> usize {
         let work = latest(self.state().freed_work());
         for (timeline, epoch) in &work {
-            // What cannot be fenced or asked about now is not done; there is other memory.
+            // What cannot be fenced or polled now counts as not done. Other memory can be used.
             let _ = timeline.fence(*epoch).and_then(|_| timeline.poll());
         }
         let over = self.state().settle(&self.apart);
@@ -535,8 +534,8 @@ impl Memory {
         work.len()
     }
 
-    /// An announcement begins or ends. What was freed within it may be drawn from by every later
-    /// one, as soon as it is known to be done. Never blocks.
+    /// Called when an announcement begins or ends. What was freed within it becomes usable by every
+    /// later one, as soon as it is known to be done. Never blocks.
     pub(super) fn passes(&self, announced: u64) {
         let over: Vec<_> = {
             let mut state = self.state();
@@ -547,13 +546,14 @@ impl Memory {
         self.look();
     }
 
-    /// What a stream is about to capture is all in later epochs than this, which has been fenced.
+    /// Records that `epoch` of a stream has been fenced. All work that the stream is about to
+    /// capture is in later epochs.
     pub(super) fn was_fenced(&self, announced: u64, timeline: &Arc<Timeline>, epoch: u64) {
         self.state().fenced.push((announced, timeline.clone(), epoch));
     }
 
-    /// The epoch that covers what a stream runs, where it captures now: nothing of its open epoch
-    /// does.
+    /// Returns the fenced epoch that covers all uncaptured work of a stream, if its open epoch
+    /// contains only captured work.
     fn ran(&self, timeline: &Arc<Timeline>) -> Option<u64> {
         let state = self.state();
         let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
@@ -561,7 +561,7 @@ impl Memory {
         last.filter(|epoch| epoch + 1 == timeline.open())
     }
 
-    /// Says that freed blocks are free, and ends what ends with them.
+    /// Reports freed blocks as free, and drops what was kept until then.
     fn complete(&self, over: Vec<Deferred>) {
         for block in over {
             let Deferred { address, bytes, timeline, until_free, .. } = block;
@@ -579,14 +579,14 @@ impl Memory {
 
     fn turn(&self) -> Turn<'_> {
         while self.launching.swap(true, Ordering::Acquire) {
-            // A few calls of the driver's long.
+            // The wait is only as long as a few driver calls.
             std::thread::yield_now();
         }
         Turn(&self.launching)
     }
 
-    /// Orders a launch on `on` behind all that touches the memory, queues it, and notes it. The
-    /// host does not wait, but for another launch of the same memory that is being queued.
+    /// Orders a launch on `on` after all work that touches the memory, queues it, and records it.
+    /// The host waits only while another launch of the same memory is being queued.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not
@@ -600,24 +600,24 @@ impl Memory {
         if on.is_capturing()? {
             return Err(MemoryError::Capturing { stream: on.raw().handle() });
         }
-        // Taken out first: no lock over a driver call.
+        // Copied first: no lock is held during a driver call.
         let work = self.state().all_work()?;
         for (other, epoch) in latest(work) {
             match (on.wait_for(&other, epoch), self.ran(&other)) {
                 (Err(MemoryError::Capturing { .. }), Some(ran)) => drop(on.wait_for(&other, ran)?),
                 (waited, _) => drop(waited?),
             }
-            // Events of launches that are done would add up otherwise.
+            // Polled so that events of finished launches do not accumulate.
             other.poll()?;
         }
         queue()?;
         self.launched(on)
     }
 
-    /// A launch has been queued on `on`: it touches all of the memory.
+    /// Records a launch queued on `on`, which touches all of the memory.
     pub(super) fn launched(&self, on: &Arc<Timeline>) -> Result<()> {
         let epoch = on.open();
-        // What is let go of goes when the lock is open: it may be the last to hold a stream.
+        // Dropped after the lock is released: it may be the last reference to a stream.
         let _over: Vec<_> = {
             let mut state = self.state();
             match state.launches.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
@@ -627,7 +627,7 @@ impl Memory {
             let state = &mut *state;
             let captured =
                 |live: &Live| state.shelves.iter().any(|shelf| shelf.capture == live.capture);
-            // Work that is captured waits for no launch: its own one will.
+            // Captured work does not wait for a launch. The launch of its own graph will.
             state
                 .blocks
                 .values()
@@ -638,7 +638,7 @@ impl Memory {
         on.fence_at_once(epoch)
     }
 
-    /// A graph has been made of which nobody says when it is launched.
+    /// Records that a graph exists whose launches are not reported.
     pub(super) fn lose_sight(&self) {
         self.state().unseen = true;
     }
@@ -658,7 +658,7 @@ impl Memory {
 
 impl Release for Memory {
     fn ending(&self, address: u64) {
-        // Before the block's uses are taken: what watches them is good no longer then.
+        // Cleared before the block's uses are taken, which invalidates the watch.
         if let Some(live) = self.state().blocks.get_mut(&address) {
             live.watch = None;
         }
@@ -694,7 +694,7 @@ impl Release for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
-        // No block lives, and launches and work of freed blocks may still run.
+        // No block is live, but launches and work on freed blocks may still run.
         let mut work = state.freed_work();
         work.extend(state.launches);
         let until: Past = latest(work).into();

@@ -1,10 +1,12 @@
-//! Where the parkable blocks of one tag lie: addresses and handles of their own.
+//! The parkable memory of one tag, with its own addresses and handles.
 //!
-//! One range of addresses, twice as long as the device has memory, in slots with a handle each.
-//! Blocks are cut out of slots that have memory, lowest place first, and what is free remembers
-//! whose work has to be over before others may have it: the [`Commons`] of the caches, here for one
-//! tag. A stream has what it freed itself at once, what others freed when that is known to be done,
-//! and where there is no more memory to be had it waits for them on the device.
+//! - It has one range of addresses, twice as long as the device's memory, in slots with a handle
+//!   each.
+//! - Blocks are cut out of slots that have memory, lowest address first.
+//! - Each free range stores its dependencies: the work that must be over before it is reused. Free
+//!   ranges are kept in a [`Commons`], as in the caches, here for one tag.
+//! - A stream reuses its own freed ranges at once, and those of other streams when their work is
+//!   known to be done. If no more memory is available, it waits for that work on the device.
 
 use super::saved::Piece;
 use crate::{
@@ -36,10 +38,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks whether other threads have taken the memory that they were about to.
+/// The interval at which a thread checks whether other threads have finished taking memory.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// The memory of one tag.
+/// The parkable memory of one tag.
 pub(crate) struct Lodging {
     pub(super) pool: Weak<Inner>,
     pub(super) apart: Arc<Apart>,
@@ -49,20 +51,20 @@ pub(crate) struct Lodging {
     state: Mutex<State>,
 }
 
-/// What a tag's blocks may be used for.
+/// The state of a tag's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Phase {
-    /// Anything.
+    /// Resident: uses are allowed.
     Awake,
-    /// Nothing: they are about to be parked. Their memory is still there.
+    /// Being parked: no uses. The memory is still there.
     Parking,
-    /// Nothing, and there is no memory behind them.
+    /// Parked: no uses, and no memory.
     Parked,
-    /// Nothing: they are about to have memory again.
+    /// Being resumed: no uses yet.
     Resuming,
 }
 
-/// A thread that is taking memory for blocks. Nothing is parked before it is through.
+/// Marks a thread that takes memory for blocks. Parking waits until it has finished.
 struct Underway<'a>(&'a Lodging);
 
 impl Drop for Underway<'_> {
@@ -75,28 +77,29 @@ pub(super) struct State {
     pub(super) phase: Phase,
     /// Live blocks, by address.
     pub(super) blocks: BTreeMap<u64, Lodger>,
-    /// What is free in claimed slots.
+    /// Free ranges in claimed slots.
     pub(super) free: Commons,
-    /// Freed blocks that others use or used, and what ends when they are free.
+    /// Freed blocks that other streams still use, with what is dropped once they are free.
     held_back: Vec<HeldBack>,
-    /// Slots that are somebody's: they have memory, are about to, or had it when they were parked.
+    /// Claimed slots: they have memory, are getting it, or had it when they were parked.
     pub(super) claimed: BTreeSet<u64>,
-    /// What was in the live blocks when they were parked.
+    /// The contents of the live blocks when they were parked.
     pub(super) saved: Vec<Piece>,
-    /// Freed on the way to or from being parked: whoever checks is told at its end.
+    /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
+    /// end.
     untold: Vec<(u64, Range)>,
-    /// Threads that take memory for blocks, or blocks back: what they have in hand is in none of
-    /// the above.
+    /// The number of threads that take memory for blocks or return blocks. Their memory is in none
+    /// of the lists above.
     underway: u64,
 }
 
-/// A live block, as its memory's keeper sees it.
+/// A live block, as its allocator sees it.
 pub(super) struct Lodger {
     pub(super) bytes: u64,
     pub(super) requested: u64,
     pub(super) home: Arc<Timeline>,
     pub(super) generation: u64,
-    /// `None` as soon as its owner lets go of it.
+    /// `None` as soon as its owner drops the block.
     pub(super) watch: Option<Watch>,
 }
 
@@ -112,11 +115,11 @@ impl HeldBack {
     }
 }
 
-/// The way home of a parkable block.
+/// Returns a parkable block to its memory.
 struct Lodged(Arc<Lodging>);
 
 impl State {
-    /// For each live block an event of each of these, to be sent without the lock.
+    /// Returns an event of each action for each live block, to be sent without the lock.
     pub(super) fn events(
         &self,
         apart: &Apart,
@@ -133,7 +136,7 @@ impl State {
         self.blocks.iter().flat_map(of).collect()
     }
 
-    /// The live blocks as ranges, those that touch as one, by address.
+    /// Returns the ranges of the live blocks by address, adjacent ones merged.
     pub(super) fn live_ranges(&self) -> Vec<Range> {
         let mut ranges: Vec<Range> = Vec::new();
         for (&start, lodger) in &self.blocks {
@@ -145,14 +148,14 @@ impl State {
         ranges
     }
 
-    /// Whether a live block lies in any part of a range.
+    /// Returns whether a live block overlaps a range.
     pub(super) fn lives_in(&self, range: Range) -> bool {
         let below = self.blocks.range(..range.end()).next_back();
         below.is_some_and(|(start, lodger)| start + lodger.bytes > range.start)
     }
 
-    /// What was freed and is done with becomes free; `all` where the host has seen that all of it
-    /// is. What ends with it, to be dropped outside the lock.
+    /// Moves freed blocks whose uses are done to the free ranges. With `all`, the host has seen all
+    /// uses done. Returns what is to be dropped outside the lock.
     pub(super) fn settle(&mut self, apart: &Apart, all: bool) -> Vec<Deferred> {
         let mut over = Vec::new();
         for mut held in std::mem::take(&mut self.held_back) {
@@ -168,8 +171,8 @@ impl State {
         over
     }
 
-    /// Where `bytes` find room with the fewest slots that have no memory yet: the first of them,
-    /// how many, and the free range before it that is the block's too.
+    /// Returns where `bytes` fit with the fewest slots without memory: the first such slot, their
+    /// number, and the free range before it that also becomes part of the block.
     fn room(
         &self,
         grid: Grid,
@@ -192,7 +195,7 @@ impl State {
         (gap(&self.claimed, count), count, None)
     }
 
-    /// Lets go of those of `slots` that are wholly free and whose past is `ready`. Answers with
+    /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns
     /// them.
     pub(super) fn vacate(
         &mut self,
@@ -203,8 +206,8 @@ impl State {
         let mut vacated = Vec::new();
         for &slot in slots {
             let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
-            // Looked at by taking it, and given back if it is not to go: whoever could see that
-            // waits for this lock.
+            // Taken to inspect it, and added back if it is to stay. The lock keeps other threads
+            // from seeing this.
             let Some(past) = self.free.take(range) else { continue };
             if ready(&past) {
                 self.claimed.remove(&slot);
@@ -216,14 +219,15 @@ impl State {
         vacated
     }
 
-    /// Refuses uses of all blocks, unless one is open. The work that may be queued for them.
+    /// Refuses uses of all blocks, unless one is open. Returns the work that may be queued for
+    /// them.
     fn shut_blocks(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
         if let Some(open) = self.held_back.iter().find(|held| held.block.uses.is_open()) {
             return Err(MemoryError::Busy { address: open.block.address });
         }
         let mut work = Vec::new();
         for (&address, lodger) in &self.blocks {
-            // Nobody is about to let go of one, or that would be under way.
+            // A block being dropped would be counted in `underway`, which is 0.
             let Some(watch) = &lodger.watch else { continue };
             work.extend(watch.park(address, tag)?);
             work.push((lodger.home.clone(), lodger.home.open()));
@@ -231,14 +235,14 @@ impl State {
         Ok(work)
     }
 
-    /// Uses begin again.
+    /// Allows uses again.
     pub(super) fn wake(&mut self, apart: &Apart) {
         self.tell(apart);
         self.phase = Phase::Awake;
         self.blocks.values().filter_map(|lodger| lodger.watch.as_ref()).for_each(Watch::resume);
     }
 
-    /// Tells whoever checks of the blocks that were freed on the way.
+    /// Reports to a validating driver the blocks that were freed while being parked or resumed.
     pub(super) fn tell(&mut self, apart: &Apart) {
         for (generation, range) in std::mem::take(&mut self.untold) {
             apart.note(generation, range.start, range.len, Ownership::Free);
@@ -273,7 +277,7 @@ impl Lodging {
         Grid { base: self.span.address, slot: self.span.slot }
     }
 
-    /// That the tag is parked, unless it is awake.
+    /// Returns an error unless the tag is resident.
     fn admit(&self, state: &State) -> Result<()> {
         match state.phase {
             Phase::Awake => Ok(()),
@@ -283,7 +287,7 @@ impl Lodging {
         }
     }
 
-    /// A block for work that is queued on `stream` from now on.
+    /// Allocates a block for work that is queued on `stream` from now on.
     pub(super) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
         check_home(&*self.apart.driver, self.apart.device, stream.timeline())?;
@@ -324,7 +328,7 @@ impl Lodging {
         self.lodge(stream, range, past, &request)
     }
 
-    /// Waits for the work of what has been freed, until the deadline, and makes it free.
+    /// Waits for the work on freed blocks until the deadline, and frees their ranges.
     fn wait_for_freed(&self, until: Option<Instant>) -> Result<()> {
         for (timeline, epoch) in latest(self.freed_work()) {
             waited(|| timeline.wait(epoch, until))?;
@@ -332,7 +336,7 @@ impl Lodging {
         self.look()
     }
 
-    /// A free range of the tag's that is `ready`, and what has to be over before it is used.
+    /// Takes a free range whose dependencies are `ready`, with these dependencies.
     fn take(
         &self,
         bytes: u64,
@@ -345,7 +349,7 @@ impl Lodging {
         Ok(range.and_then(|range| Some((range, state.free.take(range)?))))
     }
 
-    /// The same, whatever uses it: the stream waits for that on the device.
+    /// Like `take`, for any free range: the stream waits for its dependencies on the device.
     fn take_and_wait(
         &self,
         stream: &Stream,
@@ -360,7 +364,7 @@ impl Lodging {
             Ok(()) => Ok(Some((range, past))),
             Err(error) => {
                 self.state().free.add(range, past);
-                // Nobody can wait for these just now; there may be other memory.
+                // The stream cannot wait for these now. Other memory may be available.
                 match error {
                     MemoryError::Capturing { .. }
                     | MemoryError::OtherThread { .. }
@@ -371,8 +375,8 @@ impl Lodging {
         }
     }
 
-    /// A range with new memory behind it, as far as what is free and `ready` at the end of the
-    /// claimed slots does not do.
+    /// Takes a range with new memory, using the free range at the end of the claimed slots first if
+    /// it is `ready`.
     fn grow(
         &self,
         pool: &Arc<Inner>,
@@ -425,7 +429,8 @@ impl Lodging {
         }
     }
 
-    /// The token of a block over a range that is the caller's, whom nothing of its `past` stops.
+    /// Wraps a range in a block. The caller owns the range and has already waited for its
+    /// dependencies.
     fn lodge(
         self: &Arc<Self>,
         stream: &Stream,
@@ -466,7 +471,7 @@ impl Lodging {
                 Ok(block)
             }
             Err(error) => {
-                // Its token goes unknown to anybody.
+                // The block was never handed out.
                 drop(block);
                 self.state().free.add(range, past);
                 Err(error)
@@ -474,7 +479,7 @@ impl Lodging {
         }
     }
 
-    /// Looks which work is done that freed blocks wait for. Never blocks.
+    /// Polls the work that freed blocks depend on. Never blocks.
     pub(crate) fn look(&self) -> Result<()> {
         let work = latest(self.freed_work());
         for (timeline, epoch) in work {
@@ -486,7 +491,7 @@ impl Lodging {
         Ok(())
     }
 
-    /// What freed blocks wait for, but for uses that are open.
+    /// Returns the work that freed blocks depend on, except for open uses.
     pub(crate) fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let state = self.state();
         let mut work: Vec<_> =
@@ -498,7 +503,7 @@ impl Lodging {
         work
     }
 
-    /// Says that freed blocks are free, and ends what ends with them.
+    /// Reports freed blocks as free, and drops what was kept until then.
     pub(super) fn complete(&self, over: Vec<Deferred>) {
         for block in over {
             let Deferred { address, bytes, timeline, until_free, .. } = block;
@@ -517,13 +522,13 @@ impl Lodging {
         }
     }
 
-    /// Refuses blocks from now on, and every use of those there are. Answers with the work that has
-    /// to be over before nothing uses the tag's memory any more. Blocks while other threads take
-    /// memory for blocks, until the deadline.
+    /// Refuses new blocks and every use of existing ones from now on. Returns the work that must be
+    /// over before nothing uses the tag's memory any more. While other threads take memory for
+    /// blocks, waits until the deadline.
     ///
     /// # Errors
     /// [`MemoryError::Parked`]; [`MemoryError::Busy`] if a use is open; [`MemoryError::TimedOut`].
-    /// Nothing has changed then.
+    /// In each case nothing has changed.
     pub(super) fn shut(&self, until: Option<Instant>) -> Result<Vec<(Arc<Timeline>, u64)>> {
         {
             let mut state = self.state();
@@ -553,17 +558,17 @@ impl Lodging {
         }
     }
 
-    /// Uses begin again.
+    /// Allows uses again.
     pub(super) fn open(&self) {
         self.state().wake(&self.apart);
     }
 
-    /// Whether no use may begin.
+    /// Returns whether uses are refused.
     pub(super) fn is_parked(&self) -> bool {
         self.state().phase != Phase::Awake
     }
 
-    /// Gives slots back to the driver in which nothing lives and nothing runs. Answers with the
+    /// Returns slots to the driver that contain no live block and no running work. Returns the
     /// bytes.
     pub(crate) fn trim(&self) -> Result<u64> {
         self.look()?;
@@ -574,7 +579,7 @@ impl Lodging {
             }
             let slots: Vec<u64> = state.claimed.iter().copied().collect();
             let vacated = state.vacate(&slots, self.grid(), commons::is_done);
-            // Before anybody can take them down.
+            // Accounted before another thread can unmap them.
             self.apart.lodged_left(vacated.len() as u64 * self.span.slot);
             for slot in &vacated {
                 self.span.leave(*slot..slot + 1, Past::new(), Vec::new());
@@ -588,7 +593,7 @@ impl Lodging {
         outcome.map(|()| gone)
     }
 
-    /// What it holds.
+    /// Returns its statistics.
     pub(super) fn stats(&self) -> PoolStats {
         let mut stats = PoolStats::default();
         stats.physical = self.span.charged_bytes();
@@ -605,7 +610,7 @@ impl Lodging {
 }
 
 impl Lodging {
-    /// A block comes home.
+    /// Returns a block.
     fn take_back(&self, block: Deferred) {
         let range = Range { start: block.address, len: block.bytes };
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
@@ -613,7 +618,7 @@ impl Lodging {
         let own = Owned::ends(&block.timeline);
         let (over, pieces, events) = {
             let mut state = self.state();
-            // One that was never given out is not known, and lies in what its maker has in hand.
+            // A block that was never handed out is not in the list. Its maker still owns the range.
             let Some(lodger) = state.blocks.remove(&block.address) else { return };
             state.underway -= 1;
             let there = matches!(state.phase, Phase::Awake | Phase::Parking);
@@ -653,7 +658,7 @@ impl Lodging {
                     self.tag,
                 )
             };
-            // A block without memory was freed by every account when it was parked.
+            // A parked block was already accounted as freed when it was parked.
             let freed = there.then(|| event(Action::Free)).flatten();
             let completed =
                 (freed.is_some() && over.is_some()).then(|| event(Action::Complete)).flatten();
@@ -666,7 +671,8 @@ impl Lodging {
 }
 
 impl State {
-    /// Takes out what was saved of a freed range, as far as nothing else was saved with it.
+    /// Removes the saved contents of a freed range, unless they share a piece with those of a live
+    /// block.
     fn forget(&mut self, range: Range) -> Vec<Piece> {
         let saved = std::mem::take(&mut self.saved);
         let (kept, over) = saved
@@ -679,7 +685,7 @@ impl State {
 
 impl Release for Lodged {
     fn ending(&self, address: u64) {
-        // Before the block's uses are taken: what watches them is good no longer then.
+        // Taken before the block's uses are taken, which invalidates the watch.
         let mut state = self.0.state();
         if let Some(lodger) = state.blocks.get_mut(&address)
             && let Some(watch) = lodger.watch.take()
@@ -694,7 +700,7 @@ impl Release for Lodged {
     }
 }
 
-/// The last epoch of each stream.
+/// Returns the latest unfinished epoch of each stream.
 pub(crate) fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
     let mut latest: Vec<(Arc<Timeline>, u64)> = Vec::new();
     for (timeline, epoch) in work {
@@ -707,7 +713,7 @@ pub(crate) fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64
     latest
 }
 
-/// The first of `count` numbers in a row that are not taken.
+/// Returns the first of `count` consecutive numbers that are not taken.
 pub(crate) fn gap(taken: &BTreeSet<u64>, count: u64) -> u64 {
     let mut first = 0;
     for &slot in taken {
@@ -722,7 +728,7 @@ pub(crate) fn gap(taken: &BTreeSet<u64>, count: u64) -> u64 {
 impl Drop for Lodging {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // No block lives, and what is free may be in use by work of those that did.
+        // No block is live, but work on freed ones may still use the free ranges.
         let (mut until, mut uses, mut until_free) = (Past::new(), Vec::new(), Vec::new());
         until.extend(state.free.iter().flat_map(|(_, past)| past.iter().cloned()));
         for HeldBack { block, own } in state.held_back.drain(..) {

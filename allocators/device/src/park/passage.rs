@@ -1,4 +1,4 @@
-//! The way of a tag's blocks to the host and back.
+//! Suspending and resuming the blocks of a tag.
 
 use super::{
     Elsewhere, Park, ParkReport, ResumeReport,
@@ -18,21 +18,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What the copies came to.
+/// The result of the copies.
 struct Copied {
     pieces: Vec<Piece>,
     took: Duration,
 }
 
 impl State {
-    /// Bytes of the live blocks, as they are held and as they were asked for.
+    /// Returns the bytes of the live blocks: allocated and requested.
     fn live(&self) -> (u64, u64) {
         self.blocks.values().fold((0, 0), |(bytes, requested), lodger| {
             (bytes + lodger.bytes, requested + lodger.requested)
         })
     }
 
-    /// Lets go of claimed slots in which no block lives.
+    /// Releases claimed slots that contain no live block.
     fn vacate_empty(&mut self, lodging: &Lodging) {
         let grid = lodging.grid();
         let lives = |slot: &u64| {
@@ -42,7 +42,7 @@ impl State {
         let _ = self.vacate(&empty, grid, |_| true);
     }
 
-    /// Keeps those of `pieces` that hold something of a live block. The others.
+    /// Keeps those of `pieces` that hold contents of a live block. Returns the others.
     fn keep(&mut self, pieces: Vec<Piece>) -> Vec<Piece> {
         let (kept, over) =
             pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.lives_in(r)));
@@ -50,15 +50,15 @@ impl State {
         over
     }
 
-    /// Tells whoever checks that nothing may touch the live blocks.
+    /// Reports to a validating driver that nothing may touch the live blocks.
     fn note_parked(&self, lodging: &Lodging) {
         for (&address, lodger) in &self.blocks {
             lodging.apart.note(lodger.generation, address, lodger.bytes, Ownership::Free);
         }
     }
 
-    /// Tells whoever checks that the live blocks have memory again: that `on` writes it, or nobody,
-    /// and they are as new.
+    /// Reports to a validating driver that the live blocks have memory again, and which stream may
+    /// write them: `on`, or their own if it is `None`.
     fn note_backed(&self, lodging: &Lodging, on: Option<&Stream>) {
         for (&address, lodger) in &self.blocks {
             let (generation, home) = (lodger.generation, lodger.home.raw());
@@ -69,7 +69,7 @@ impl State {
 }
 
 impl Lodging {
-    /// Takes the memory of all blocks away, with what is in it saved as `how` says.
+    /// Releases the memory of all blocks and saves its contents as `how` says.
     pub(super) fn park(&self, how: &Park) -> Result<ParkReport> {
         let began = Instant::now();
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
@@ -84,7 +84,7 @@ impl Lodging {
         }
     }
 
-    /// Waits for all work on the blocks, and copies what is in them.
+    /// Waits for all work on the blocks, and copies their contents.
     fn save(
         &self,
         pool: &Inner,
@@ -108,8 +108,8 @@ impl Lodging {
         Ok(Copied { pieces, took: began.elapsed() })
     }
 
-    /// Gives the memory back to the driver: nothing uses it, and nothing will. What the driver
-    /// refuses to unmap stays, and is not in the way.
+    /// Returns the memory to the driver. Nothing uses it now or later. Mappings that the driver
+    /// refuses to unmap stay, and do no harm.
     fn take_away(&self, pool: &Inner, copied: Copied, began: Instant) -> ParkReport {
         let mut report = ParkReport::of(self.tag);
         report.copying = copied.took;
@@ -136,8 +136,8 @@ impl Lodging {
         self.complete(over);
         let before = self.apart.held().stuck();
         let (_, refused) = self.apart.take_down(&self.span);
-        // Another thread may have unmapped some of it meanwhile: what counts is what is left. What
-        // was unmapped and not released is left too.
+        // Another thread may have unmapped some of it concurrently. So the report counts what is
+        // left, including what was unmapped but not released.
         let unreleased = self.apart.held().stuck().saturating_sub(before);
         let stuck = self.span.leaving_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);
@@ -147,8 +147,8 @@ impl Lodging {
         report
     }
 
-    /// Brings the memory of all blocks back, with what was in it. Does nothing for blocks that are
-    /// awake.
+    /// Restores the memory of all blocks with its contents. Does nothing for blocks that are
+    /// resident.
     pub(super) fn resume(&self, until: Option<Instant>) -> Result<ResumeReport> {
         let began = Instant::now();
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
@@ -217,16 +217,16 @@ impl Lodging {
                 self.state().note_parked(self);
                 self.apart.lodged_left(bytes);
                 self.span.leave(0..u64::MAX, Past::new(), Vec::new());
-                // A refusal is tried again by whoever reaps next, or what is there is used by the
-                // next resume.
+                // A refusal is retried by the next caller that reaps. Otherwise the next resume
+                // uses what is still mapped.
                 let _ = self.apart.take_down(&self.span);
                 Err(error)
             }
         }
     }
 
-    /// Puts memory behind all of `slots`, or none. Waits in line for the budget until the deadline,
-    /// if there is one and nothing else makes room.
+    /// Maps memory for all of `slots`, or for none. If there is a deadline and nothing else makes
+    /// room, waits for the budget until then.
     fn back_by(
         &self,
         pool: &Inner,

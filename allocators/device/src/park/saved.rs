@@ -1,4 +1,4 @@
-//! What was in parked blocks, in host memory.
+//! The contents of parked blocks, in host memory.
 #![expect(unsafe_code, reason = "copies between a device and memory of a caller's allocator")]
 
 use allocator_api2::alloc::Allocator;
@@ -7,18 +7,17 @@ use aquifer_heap::Range;
 use aquifer_stream::Stream;
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
-/// Bytes of host memory that are asked for at once, unless less is left to save: long enough for a
-/// copy to run at the speed of the link, short enough for a pool of pinned memory to have
-/// somewhere.
+/// Bytes of host memory that are allocated at once, unless less remains to save. Long enough for a
+/// copy to run at the speed of the link, short enough for a pool of pinned memory to find room.
 const PIECE: u64 = 64 << 20;
-/// Where that is refused, halves of it are asked for, down to this.
+/// If an allocation is refused, its size is halved, down to this.
 const SMALLEST: u64 = 1 << 20;
 /// A cache line.
 const ALIGN: usize = 64;
-/// What an allocator's refusal is called, which says nothing itself.
+/// The error for an allocator's refusal, which carries no reason.
 const REFUSED: SystemError = SystemError { call: "Allocator::allocate", errno: 12 };
 
-/// Host memory that any thread may take and give back.
+/// An allocator of host memory that any thread may use.
 pub(super) type Host = Arc<dyn Allocator + Send + Sync>;
 
 /// Host memory that holds parts of parked blocks.
@@ -27,7 +26,7 @@ pub(super) struct Piece {
     parts: Vec<Part>,
 }
 
-/// A range of device addresses, and where in the piece its contents are.
+/// A range of device addresses, and the offset of its contents in the piece.
 struct Part {
     range: Range,
     at: u64,
@@ -39,13 +38,13 @@ struct HostBytes {
     from: Host,
 }
 
-// SAFETY: 1. the memory is this value's alone, and the allocator may be called from any thread.
+// SAFETY: 1. only this value has the memory, and the allocator may be called from any thread.
 unsafe impl Send for HostBytes {}
 
 impl HostBytes {
     fn new(from: &Host, bytes: u64) -> Option<Self> {
         let layout = Layout::from_size_align(usize::try_from(bytes).ok()?, ALIGN).ok()?;
-        // A panic of the caller's allocator is a refusal.
+        // A panic of the caller's allocator counts as a refusal.
         let start = contain(|| from.allocate(layout))?.ok()?.cast();
         Some(Self { start, layout, from: from.clone() })
     }
@@ -53,33 +52,33 @@ impl HostBytes {
 
 impl Drop for HostBytes {
     fn drop(&mut self) {
-        // SAFETY: 1. from this allocator, with this layout, and given back once. No copy touches it
-        // any more: `save` and `restore` wait for theirs.
+        // SAFETY: 1. the memory comes from this allocator, with this layout, and is deallocated
+        // once. No copy uses it any more: `save` and `restore` wait for theirs.
         contain(|| unsafe { self.from.deallocate(self.start, self.layout) });
     }
 }
 
 impl Piece {
-    /// The device addresses whose contents it holds.
+    /// Returns the device addresses whose contents it holds.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
         self.parts.iter().map(|part| part.range)
     }
 
-    /// Whether it holds something of a range.
+    /// Returns whether it holds any part of a range.
     pub(super) fn touches(&self, range: Range) -> bool {
         self.ranges().any(|own| own.start < range.end() && range.start < own.end())
     }
 
-    /// Bytes.
+    /// Returns its size in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.host.layout.size() as u64
     }
 }
 
-/// Copies `ranges` to memory of `host`. Each piece is asked for while the copies into those before
-/// it run. Blocks until all of them are done, and then nothing of it is in use if it fails.
+/// Copies `ranges` to memory of `host`. Each piece is allocated while the copies into earlier
+/// pieces run. Blocks until all copies are done, also if it fails.
 ///
-/// No work that writes the ranges may be left anywhere, and `stream` is the caller's alone.
+/// No work that writes the ranges may be pending, and no other code may use `stream`.
 ///
 /// # Errors
 /// [`MemoryError::System`] if the allocator refuses; the driver's.
@@ -110,14 +109,14 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
                 rest = Range { start: range.end(), len: rest.len - range.len };
             }
             left -= bytes;
-            // Before a copy is queued: they all outlive the scope, which waits.
+            // Stored before a copy is queued: all pieces outlive the scope, which waits.
             pieces.push(Piece { host, parts });
             let parts = pieces.last().map_or(&[][..], |piece| &piece.parts);
             for Part { range, at } in parts {
                 let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. `at` and as many bytes lie in the piece; it lives until the scope has
-                // waited, and the range's memory until the caller takes it away. 2. the caller's:
-                // nothing else uses either.
+                // SAFETY: 1. the bytes at `at` lie in the piece, which lives until the scope has
+                // waited; the range's memory lives until the caller releases it. 2. the caller
+                // guarantees that nothing else uses either.
                 let queued = unsafe {
                     let to = start.add(*at as usize);
                     stream.driver().copy_to_host(stream.raw(), to, range.start, range.len as usize)
@@ -131,13 +130,13 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
     Ok(pieces)
 }
 
-/// Copies back what `pieces` hold of `ranges`, which lie apart and ascend. Blocks until it is
-/// there. The bytes.
+/// Copies back the contents of `ranges` that `pieces` hold. The ranges are disjoint and ascending.
+/// Blocks until the contents are there. Returns the copied bytes.
 ///
-/// Nothing else may touch the ranges, and `stream` is the caller's alone.
+/// Nothing else may touch the ranges, and no other code may use `stream`.
 ///
 /// # Errors
-/// The driver's. The pieces are as they were.
+/// The driver's. The pieces are unchanged.
 pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Result<u64> {
     let copied = stream.scope(|_| {
         let mut bytes = 0;
@@ -151,8 +150,9 @@ pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Re
                 let end = range.end().min(part.range.end());
                 let at = part.at + (start - part.range.start);
                 let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. what lies within the part lies within the piece, which outlives the
-                // scope; the range has memory. 2. the caller's: nothing else uses either.
+                // SAFETY: 1. the source lies within the part and so within the piece, which
+                // outlives the scope; the range has memory. 2. the caller guarantees that nothing
+                // else uses either.
                 let queued = unsafe {
                     let from = piece.host.start.add(at as usize);
                     stream.driver().copy_to_device(

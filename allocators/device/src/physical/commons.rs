@@ -1,11 +1,12 @@
-//! Free memory that no stream's cache has: it belongs to all of them.
+//! The shared free list: free memory that is in no stream's cache.
 //!
-//! While memory is ample streams keep what they free in caches of their own, apart from each other.
-//! When it gets short, what is free in all of them is brought here, where neighbours join whoever
-//! freed them, so that a block fits that no single cache has room for. What streams leave that
-//! nobody leases any more comes here at all times, and so does what is mapped ahead of the need.
-//! Each range remembers which stream used it last and up to which epoch; where two join, what
-//! either waited for is remembered of both.
+//! While memory is ample, streams keep what they free in separate caches. When memory gets short,
+//! the free ranges of all caches are moved here, and neighbours are merged regardless of their last
+//! stream. A block then fits that no single cache has room for. Ranges of streams that were
+//! returned to the stream pool, and memory mapped ahead of need, are always kept here.
+//!
+//! Each range stores its dependencies: the streams that used it last, and up to which epochs. A
+//! merged range has the dependencies of both parts.
 
 use super::window::Grid;
 use crate::leasing::Fit;
@@ -14,49 +15,50 @@ use aquifer_stream::Timeline;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// What has to be over before memory is anybody's: the streams that used it, and up to which
-/// epochs.
+/// The dependencies of a range: the streams that used it, and the epochs that must be done before
+/// it is reused.
 pub(crate) type Past = SmallVec<[(Arc<Timeline>, u64); 2]>;
 
-/// The ranges, by address, none touching the next.
+/// The free ranges by address. None touches the next.
 ///
-/// They stand in short chunks, each of which knows its longest, so that a search passes over what
-/// is too short, and a change moves few of them.
+/// They are stored in short chunks with the length of their longest range. A search skips chunks
+/// that are too short, and a change moves few ranges.
 #[derive(Default, Debug)]
 pub(crate) struct Commons {
-    /// None is empty.
+    /// No chunk is empty.
     chunks: Vec<Chunk>,
     bytes: u64,
 }
 
-/// Ranges that follow each other.
+/// Consecutive ranges.
 #[derive(Debug)]
 struct Chunk {
     longest: u64,
     spans: Vec<Range>,
-    /// Of the spans, in their order. Apart from them, since a search looks at the spans alone.
+    /// The dependencies of the spans, in the same order. Stored separately, since a search reads
+    /// only the spans.
     pasts: Vec<Past>,
 }
 
-/// More ranges than this in a chunk are two chunks.
+/// The maximum number of ranges in a chunk. A longer one is split.
 const CHUNK: usize = 128;
 
-/// Which chunk, and which of its ranges.
+/// The index of a chunk, and of a range in it.
 type At = (usize, usize);
 
-/// Whether the host has seen all of it done.
+/// Returns whether the host has seen all dependencies done.
 pub(crate) fn is_done(past: &Past) -> bool {
     is_done_but_for(past, None)
 }
 
-/// Whether the host has seen all of it done but for the work of `own`, which is in order with
-/// itself.
+/// Returns whether the host has seen all dependencies done, except for those on `own`, which is in
+/// order with itself.
 pub(crate) fn is_done_but_for(past: &Past, own: Option<&Arc<Timeline>>) -> bool {
     let is_own = |timeline| own.is_some_and(|own| Arc::ptr_eq(own, timeline));
     past.iter().all(|(timeline, epoch)| is_own(timeline) || timeline.is_done(*epoch))
 }
 
-/// Adds what `more` remembers to `past`. What is over need not be remembered.
+/// Merges the dependencies `more` into `past`, without those that are done.
 fn join(past: &mut Past, more: Past) {
     past.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
     for (timeline, epoch) in more {
@@ -71,31 +73,31 @@ fn join(past: &mut Past, more: Past) {
 }
 
 impl Commons {
-    /// Bytes in it.
+    /// Returns the free bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The ranges, by address.
+    /// An iterator over the ranges, by address.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Range, &Past)> {
         self.chunks.iter().flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.pasts))
     }
 
-    /// Lets go of what is known to be done of all pasts, and so of streams that nobody else knows
-    /// any more.
+    /// Removes dependencies that are done, and with them references to streams that are otherwise
+    /// unused.
     pub(crate) fn forget_done(&mut self) {
         for past in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pasts) {
             past.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
         }
     }
 
-    /// Whether an address is in it.
+    /// Returns whether an address is in a free range.
     pub(crate) fn covers(&self, address: u64) -> bool {
         self.below(address)
             .is_some_and(|(chunk, at)| self.chunks[chunk].spans[at].contains(address))
     }
 
-    /// The last range that begins at `address` or below.
+    /// Returns the last range that begins at `address` or below.
     fn below(&self, address: u64) -> Option<At> {
         let chunk =
             self.chunks.partition_point(|chunk| chunk.spans[0].start <= address).checked_sub(1)?;
@@ -137,7 +139,7 @@ impl Commons {
         }
     }
 
-    /// Adds a range that is nobody else's.
+    /// Adds a range that the caller owns, and merges it with its neighbours.
     pub(crate) fn add(&mut self, range: Range, past: Past) {
         self.bytes += range.len;
         let mut whole = range;
@@ -160,7 +162,7 @@ impl Commons {
         self.insert(whole, all);
     }
 
-    /// The best place for a block in what is `ready`, by `fit`.
+    /// Returns the best place for a block among the ranges that are `ready`, by `fit`.
     pub(crate) fn place(
         &self,
         bytes: u64,
@@ -188,7 +190,7 @@ impl Commons {
         best.map(|(_, range)| range)
     }
 
-    /// Takes a range out; `None` if it is not wholly here.
+    /// Removes a range; returns `None` if it is not entirely free.
     pub(crate) fn take(&mut self, range: Range) -> Option<Past> {
         let at = self.below(range.start)?;
         if !self.chunks[at.0].spans[at.1].covers(&range) {
@@ -231,7 +233,7 @@ mod tests {
         smallvec![(stream.timeline().clone(), stream.timeline().open())]
     }
 
-    /// Whether the past of a range names a stream, for each.
+    /// Returns for each stream whether the dependencies name it.
     fn named(streams: &[Stream], past: &Past) -> Vec<bool> {
         streams.iter().map(|s| past.iter().any(|(t, _)| Arc::ptr_eq(t, s.timeline()))).collect()
     }
@@ -239,7 +241,7 @@ mod tests {
     #[test]
     fn where_ranges_join_the_pasts_of_all_of_them_are_remembered() {
         let all = streams(3);
-        // In whatever order they come.
+        // In every order of insertion.
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
             let mut commons = Commons::default();
             for at in order {
@@ -248,7 +250,7 @@ mod tests {
             let joined: Vec<_> =
                 commons.iter().map(|(range, past)| (range, named(&all, past))).collect();
             assert_eq!(joined, [(Range { start: 0, len: 300 }, vec![true; 3])]);
-            // What is taken out of the middle, and what is left of it, remembers as much.
+            // A part taken from the middle, and what is left, keep all dependencies.
             let taken = commons.take(Range { start: 150, len: 20 });
             assert_eq!(taken.map(|past| named(&all, &past)), Some(vec![true; 3]));
             assert!(commons.iter().all(|(_, past)| named(&all, past) == [true; 3]));
@@ -276,7 +278,7 @@ mod tests {
     fn the_lowest_place_is_the_first_that_is_ready_aligned_and_long_enough() {
         let all = streams(2);
         let mut commons = Commons::default();
-        // In use, too short, too short when aligned, right, right.
+        // In use, too short, too short when aligned, suitable, suitable.
         for (start, len, stream) in
             [(64, 64, 1), (192, 32, 0), (264, 66, 0), (384, 64, 0), (512, 64, 0)]
         {
@@ -305,14 +307,14 @@ mod tests {
         let place =
             |bytes, fit| commons.place(bytes, 1, fit, GRID, |_| true).map(|range| range.start);
         assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
-        // What fits in no part of a slot pins what it has to.
+        // A block that fits in no part of a slot pins what it must.
         assert_eq!(place(90, Fit::FewestPinned), Some(100));
     }
 
     #[test]
     fn many_ranges_are_kept_and_found_as_few_are() {
-        // Against a plain list: ranges of 10 at every second place, in no order, taken out in
-        // another.
+        // Compared with a plain map: ranges of 10 at every second place, added in one random order
+        // and removed in another.
         let (mut commons, mut model) = (Commons::default(), BTreeMap::new());
         let check = |commons: &Commons, model: &BTreeMap<u64, u64>| {
             assert!(commons.iter().map(|(range, _)| (range.start, range.len)).eq(model.clone()));

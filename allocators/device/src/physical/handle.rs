@@ -1,4 +1,4 @@
-//! Physical memory that is charged for as long as the device is short of it.
+//! Physical handles, charged to the budget as long as the device lacks their memory.
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
 use aquifer_core::{
@@ -13,11 +13,11 @@ use std::{
     },
 };
 
-/// What new memory is charged to.
+/// The source of charges for new memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Funds<'a> {
     pub(crate) budget: &'a Budget,
-    /// Drawn from first.
+    /// Used before the budget.
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
 }
 
@@ -32,19 +32,19 @@ impl Funds<'_> {
         self.budget.charge(bytes)
     }
 
-    /// Bytes that could be charged now.
+    /// Returns the bytes that could be charged now.
     pub(crate) fn remaining(&self) -> u64 {
         self.budget.remaining().saturating_add(self.reserved_bytes())
     }
 
-    /// Returns how many bytes have to be given back before `bytes` could be charged; 0 where they
-    /// could be now.
+    /// Returns how many bytes have to be released before `bytes` could be charged; 0 if they could
+    /// be charged now.
     pub(crate) fn shortfall(&self, bytes: u64) -> u64 {
         self.budget.shortfall(bytes.saturating_sub(self.reserved_bytes()))
     }
 
-    /// How `bytes` would be refused now, if they would: by the budget that has no room for them,
-    /// this one or one above.
+    /// Returns the refusal that charging `bytes` would meet now, if any, from this budget or one
+    /// above it.
     pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
         let reserved = self.reserved_bytes();
         let refused = self.budget.refusal(bytes.saturating_sub(reserved))?;
@@ -58,12 +58,12 @@ impl Funds<'_> {
     }
 }
 
-/// Bytes held from the driver, now and at most.
+/// Bytes held from the driver: current and peak.
 #[derive(Default, Debug)]
 pub(crate) struct Held {
     now: AtomicU64,
     peak: AtomicU64,
-    /// Of what is held now, what the driver has refused to take back.
+    /// The part of the held bytes whose release the driver has refused.
     stuck: AtomicU64,
 }
 
@@ -81,10 +81,10 @@ impl Held {
         self.peak.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Counts the peak from what is held now.
+    /// Resets the peak to the current value.
     pub(crate) fn reset_peak(&self) {
         self.peak.store(self.now(), Ordering::Relaxed);
-        // Of what came meanwhile.
+        // Includes what was added concurrently.
         self.peak.fetch_max(self.now(), Ordering::Relaxed);
     }
 
@@ -93,12 +93,12 @@ impl Held {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// The driver has refused to take bytes back. They stay held.
+    /// Records that the driver has refused a release. The bytes stay held.
     pub(crate) fn strand(&self, bytes: u64) {
         self.stuck.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// It has taken them after all.
+    /// Records that a refused release has succeeded later.
     pub(crate) fn unstrand(&self, bytes: u64) {
         self.stuck.fetch_sub(bytes, Ordering::Relaxed);
         self.sub(bytes);
@@ -109,23 +109,23 @@ impl Held {
     }
 }
 
-/// A physical handle and what is charged for it.
+/// A physical handle and its charge.
 ///
-/// Whoever maps it keeps an `Arc` of it: the device has the memory back after the release *and* the
-/// last unmap, so the charge ends with the last `Arc`, and no earlier. Dropping the last one calls
-/// the driver: never under a lock.
+/// Each mapping keeps an `Arc` of its handle. The device gets the memory back after the release
+/// *and* the last unmap, so the charge ends with the last `Arc`. Dropping the last one calls the
+/// driver, so never drop one while holding a lock.
 pub(crate) struct Handle {
     driver: Arc<dyn Driver>,
     raw: PhysicalHandle,
     bytes: u64,
     held: Arc<Held>,
-    /// `None` for memory that somebody else pays for, and after the end.
+    /// `None` for imported memory, which is charged elsewhere, and after the release.
     charge: Option<Charge>,
-    /// Not released yet.
+    /// Whether it has not been released yet.
     live: bool,
 }
 
-/// Why there is no handle.
+/// Why no handle could be created.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum NoHandle {
     Budget(OutOfBudget),
@@ -149,8 +149,8 @@ impl NoHandle {
 }
 
 impl Handle {
-    /// Takes as much memory from the driver as `charge` pays for. If it is refused the charge is
-    /// handed back.
+    /// Creates a handle of as many bytes as `charge` covers. Returns the charge if the driver
+    /// refuses.
     pub(crate) fn create(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
@@ -160,7 +160,7 @@ impl Handle {
         Self::create_exportable(driver, device, ExportTypes::NONE, charge, held)
     }
 
-    /// As [`Handle::create`], for memory that can be exported in the ways of `types`.
+    /// Like [`Handle::create`], for memory that can be exported as `types`.
     pub(crate) fn create_exportable(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
@@ -184,13 +184,13 @@ impl Handle {
         }
     }
 
-    /// Gives the memory back and keeps what paid for it; `None` if somebody else has the handle, or
-    /// if the driver will not have it back, and then all stays as it is.
+    /// Releases the memory and returns its charge. Returns `None` if there are other references to
+    /// the handle, or if the driver refuses the release; then nothing changes.
     pub(crate) fn melt(handle: Arc<Handle>) -> Option<Charge> {
         Arc::into_inner(handle)?.release()
     }
 
-    /// A handle of memory that somebody else has taken from the device, and is charged for.
+    /// Wraps a handle of imported memory, which is charged elsewhere.
     pub(crate) fn imported(driver: &Arc<dyn Driver>, raw: PhysicalHandle) -> Arc<Handle> {
         Arc::new(Handle {
             driver: driver.clone(),
@@ -206,18 +206,18 @@ impl Handle {
         self.raw
     }
 
-    /// Bytes that the pool is charged for: none for memory that somebody else has taken.
+    /// Returns the bytes that the pool is charged for: none for imported memory.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Ends the handle, once.
+    /// Releases the handle, once.
     fn release(&mut self) -> Option<Charge> {
         if !std::mem::take(&mut self.live) {
             return None;
         }
         let charge = self.charge.take();
-        // SAFETY: 1. the handle is private to this value, which has not released it before.
+        // SAFETY: 1. only this value has the handle, and it has not released it before.
         match unsafe { self.driver.handle_release(self.raw) } {
             Err(e) if !e.is_device_lost() => {
                 self.leave(charge);
@@ -230,16 +230,16 @@ impl Handle {
         }
     }
 
-    /// The driver has refused to take the memory back. It stays charged, as stranded, until a later
-    /// sweep releases it.
+    /// Keeps a handle whose release the driver has refused. It stays charged, as stranded, until a
+    /// later sweep releases it.
     fn leave(&self, charge: Option<Charge>) {
         let (driver, raw) = (self.driver.clone(), self.raw);
         let (held, bytes) = (self.held.clone(), self.bytes);
         held.strand(bytes);
         let mut stranded = charge.map(Charge::strand);
         leftovers::keep(&self.driver, move || {
-            // SAFETY: 1. the handle was private to the value that left it here, and no release of
-            // it has succeeded yet.
+            // SAFETY: 1. only the value that left the handle here had it, and no release of it has
+            // succeeded yet.
             let released = unsafe { driver.handle_release(raw) };
             if released.is_ok() || released.is_err_and(|e| e.is_device_lost()) {
                 held.unstrand(bytes);

@@ -1,8 +1,7 @@
-//! One range of addresses, and handles that go where the need is.
+//! One range of addresses, and physical handles that are mapped where they are needed.
 //!
-//! The range is shared by all streams of the pool: any free part of it can go from one stream's
-//! cache to another's, a unit at a time. Physical memory comes and goes in handles, and a handle is
-//! mapped and unmapped whole:
+//! All streams of the pool share the range: any free part of it can be transferred from one
+//! stream's cache to another's, a unit at a time. A handle is mapped and unmapped as a whole:
 //!
 //! ```text
 //!   nobody's ──claim──▶ being backed ──map, set access──▶ in the streams' caches ──┐
@@ -12,20 +11,20 @@
 //!      └── unmap, later ◀── zombie: handle mapped elsewhere, some work not done ◀───┘
 //! ```
 //!
-//! **A move** takes a handle from under free memory and maps it where it is missing. If the work
-//! that last used the memory is known to be done, the old mapping goes first. If not, the new
-//! mapping comes first, the stream that gets it waits for that work on the device, and the old
-//! mapping becomes a *zombie* that goes when the host has seen the work done: unmapping is not
-//! ordered with streams. Nobody waits on the host.
+//! **A move** takes a handle from under free memory and maps it where memory is missing. If the
+//! work that last used the memory is known to be done, the old mapping is removed first. If not,
+//! the new mapping is made first, and the receiving stream waits for that work on the device. The
+//! old mapping becomes a *zombie*: it is removed when the host has seen the work done, since
+//! unmapping is not stream ordered. The host does not wait.
 //!
-//! **How large a handle is.** A mapping costs by the handle and hardly by the byte, so a block of
-//! 512 MiB is backed by a few large handles where one handle is far smaller than what is left to
-//! give, and by small ones near the limit: see [`Mapped::largest_handle`]. A large handle that is
-//! free but does not fit where memory is missing is *melted*: it goes back to the driver, what was
-//! charged for it stays, and new handles of the right size are made of that.
+//! **Handle sizes.** The cost of a mapping depends on the number of handles and hardly on their
+//! size. So a block of 512 MiB gets a few large handles if a handle is far smaller than the memory
+//! that is left, and small ones near the limit: see [`Mapped::largest_handle`]. A large handle that
+//! is free but does not fit where memory is missing is *melted*: it is released to the driver, its
+//! charge is kept, and new handles of the right size are created with that charge.
 //!
-//! The table is under a mutex that is never held over a driver call. While calls are made, the
-//! memory they concern is in nobody's cache, so no other thread can reach it.
+//! A mutex protects the table. It is never held during a driver call. While calls are made, the
+//! memory they concern is in no cache, so no other thread can reach it.
 
 mod mapping;
 mod offers;
@@ -56,68 +55,69 @@ use std::{
 };
 use stock::Stock;
 
-/// The sizes that caches work in.
+/// The size classes of the caches.
 const UNITS: Config = Config::device();
-/// No handle is larger: what one costs hardly falls beyond it, and what one pins grows. In bytes.
+/// The maximum size of a handle in bytes. Beyond it the cost hardly falls, and the memory that one
+/// block pins grows.
 const LARGEST_HANDLE: u64 = 64 << 20;
-/// A handle is at most this part of what the pool could still give.
+/// A handle is at most this fraction of what the pool could still provide.
 const HEADROOM_PARTS: u64 = 4096;
 
-/// How far to go for memory that is free in some cache.
+/// Which free memory of other caches may be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reach {
-    /// What the host has seen done.
+    /// Memory whose last work the host has seen done.
     Done,
-    /// Also what is still in use: the taker waits for it, on the device.
+    /// Also memory that is still in use: the receiving stream waits for it on the device.
     Wait,
 }
 
-/// In which pieces memory goes from one cache to another.
+/// The pieces in which memory is transferred between caches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Grain {
-    /// Whole slots: caches stay apart.
+    /// Whole slots, so that caches stay separate.
     Slots,
     /// Single units.
     Units,
 }
 
-/// What an attempt to place a block may do.
+/// The options of an attempt to place a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Attempt {
     pub(crate) reach: Reach,
     pub(crate) grain: Grain,
-    /// Take new memory from the driver.
+    /// Whether new memory may be taken from the driver.
     pub(crate) grow: bool,
-    /// Take handles from under free memory elsewhere.
+    /// Whether handles may be taken from under free memory elsewhere.
     pub(crate) steal: bool,
 }
 
-/// What an attempt to place a block did.
+/// The result of an attempt to place a block.
 #[derive(Default, Debug)]
 pub(crate) struct Effort<'a> {
-    /// What new memory is drawn from before the budget is asked.
+    /// A reservation that new memory draws from before it charges the budget.
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
-    /// Where the attempt grows, and no more than that, it grows by the whole block.
+    /// If the attempt may grow but not steal, it grows by the whole block.
     pub(crate) whole: bool,
     /// Bytes taken from the driver.
     pub(crate) grown: u64,
     /// Bytes taken over from other caches.
     pub(crate) adopted: u64,
-    /// Handles moved, or melted and made anew.
+    /// Handles that were moved, or melted and recreated.
     pub(crate) moves: u64,
     /// Waits queued on the device.
     pub(crate) waits: u64,
-    /// How often memory was taken in hand, and let go of again.
+    /// How often memory was in transit.
     pub(crate) transits: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<NoHandle>,
 }
 
-/// Physical memory behind one range of addresses.
+/// The physical memory of one range of addresses.
 pub(crate) struct Mapped {
     driver: Arc<dyn Driver>,
     device: DeviceId,
-    /// Whom mappings are opened to, itself the first.
+    /// The devices that can access the mappings. The first is the device itself.
     reach: Arc<[DeviceId]>,
     /// Start of the reserved range.
     base: u64,
@@ -127,44 +127,44 @@ pub(crate) struct Mapped {
     slot: u64,
     /// The most slots that one handle covers.
     most: u64,
-    /// Steal before growing.
+    /// Whether to move handles before growing.
     compact: bool,
     budget: Budget,
     held: Arc<Held>,
     slots: Mutex<Slots>,
-    /// What is free and in no cache.
+    /// Free ranges that are in no cache.
     commons: Mutex<Commons>,
-    /// What passes list.
+    /// Scratch memory for the lists of a pass.
     scratch: Scratch,
-    /// Attempts that have taken something, and those of them that are over.
+    /// The number of transits begun and ended.
     departed: AtomicU64,
     arrived: AtomicU64,
-    /// Work that nobody could wait for may still run on what is mapped, so it stays for good.
+    /// Set if work that cannot be waited for may still use the mappings. They are then never
+    /// unmapped.
     kept: AtomicBool,
 }
 
-/// A window whose slots are claimed and whose backed parts are out of their caches.
+/// A window whose slots are claimed and whose backed parts are taken out of their caches.
 struct Claim<'a> {
     window: Window<'a>,
     taken: List<'a, Piece>,
-    /// Slots that one handle may cover, at most.
+    /// The maximum number of slots that one handle may cover.
     largest: u64,
-    /// From before anything is taken until all of it is somebody's again.
+    /// Lasts from before anything is taken until all of it is in some list again.
     _transit: Transit<'a>,
 }
 
-/// How an attempt to take a window ended.
+/// The outcome of an attempt to take a window.
 enum Picked<'a> {
     Claimed(Claim<'a>),
-    /// Nothing within reach is large enough.
+    /// Nothing that may be used is large enough.
     Nothing,
-    /// Another thread has changed a cache since it was looked at: a new look decides.
+    /// Another thread has changed a cache since it was read: retry with new offers.
     Outrun,
 }
 
-/// Memory on its way from one place to another, which nobody else can see meanwhile. It is
-/// announced before the memory is taken: who finds nothing and sees nobody on the way has seen all
-/// there is.
+/// Marks memory that is being moved, which other threads cannot see. It is counted before the
+/// memory is taken. So a thread that finds nothing, and no transit, has seen all memory.
 struct Transit<'a>(&'a Mapped);
 
 impl Drop for Transit<'_> {
@@ -174,10 +174,10 @@ impl Drop for Transit<'_> {
 }
 
 impl Mapped {
-    /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a
-    /// block needs them in one piece. Less where the process has not that many left. It is the
-    /// memory of the first of `reach`, and open to all of them. `fixed` says that all handles are
-    /// of the size of a slot.
+    /// Reserves addresses for sixteen times the device's memory, or less if the process has not
+    /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
+    /// on the first device of `reach`, and all of them can access it. With `fixed`, all handles
+    /// have the size of a slot.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         reach: Arc<[DeviceId]>,
@@ -222,15 +222,15 @@ impl Mapped {
         &self.held
     }
 
-    /// Bytes that no cache has and that are not in use: handles that are mapped nowhere, and the
-    /// commons.
+    /// Returns the bytes that are neither in a cache nor in use: unmapped handles and the shared
+    /// free list.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         spare + self.commons().bytes()
     }
 
-    /// Calls `note` with the numbers of the streams whose queued work may still use what is free
-    /// and in no cache, and the bytes.
+    /// Calls `note` for each free range in no cache that queued work may still use, with the number
+    /// of that work's stream and the bytes.
     pub(crate) fn shared_in_use(&self, mut note: impl FnMut(u32, u64)) {
         for (range, past) in self.commons().iter() {
             let busy = past.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));
@@ -238,7 +238,7 @@ impl Mapped {
         }
     }
 
-    /// Whether an address is free and in no cache.
+    /// Returns whether an address is free and in no cache.
     pub(crate) fn is_in_commons(&self, address: u64) -> bool {
         self.commons().covers(address)
     }
@@ -259,7 +259,7 @@ impl Mapped {
         Range { start: self.address(first), len: count * self.slot }
     }
 
-    /// The whole slots inside a range: first and count.
+    /// Returns the whole slots inside a range: first and count.
     fn whole_slots(&self, range: Range) -> (u64, u64) {
         let first = (range.start - self.base).div_ceil(self.slot);
         let end = (range.start + range.len - self.base) / self.slot;
@@ -275,27 +275,27 @@ impl Mapped {
         Transit(self)
     }
 
-    /// What tells, compared with a later answer, whether memory was on its way between: (departed,
-    /// arrived).
+    /// Returns the number of transits begun and ended. Comparing it with a later result shows
+    /// whether memory was in transit.
     pub(crate) fn traffic(&self) -> (u64, u64) {
-        // Arrivals first: one that departs and arrives between the two readings must not look as if
-        // it were on its way.
+        // The end count is read first. Otherwise a transit that begins and ends between the two
+        // reads would look unfinished.
         let arrived = self.arrived.load(Ordering::SeqCst);
         (self.departed.load(Ordering::SeqCst), arrived)
     }
 
-    /// How many slots a new handle may cover, while `live` bytes of what is held are in use: a
-    /// fixed part of what could still be given. So what one survivor can keep from being moved is
-    /// small against what there is, and handles get small as the limit comes near.
+    /// Returns the maximum number of slots of a new handle, while `live` bytes of the held memory
+    /// are in use: a fixed part of what could still be provided. So the memory that one live block
+    /// pins is small compared to the rest, and handles become small near the limit.
     fn largest_handle(&self, live: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
         let slots = (left / HEADROOM_PARTS / self.slot).clamp(1, self.most);
         1 << slots.ilog2()
     }
 
-    /// Finds room for `request` among what is free in the caches of `home` and of `givers` and
-    /// slots that are nobody's, and backs what is missing, as far as the attempt goes. `None` if
-    /// there is not enough; nothing has changed then but where handles are that nobody uses.
+    /// Finds room for `request` in the free ranges of `home` and `givers` and in unclaimed slots,
+    /// and maps what is missing, as far as `how` allows. Returns `None` if there is not enough;
+    /// then only unused handles may have moved.
     pub(crate) fn place(
         &self,
         home: &'static Home,
@@ -307,7 +307,7 @@ impl Mapped {
     ) -> Result<Option<aquifer_heap::Block>> {
         let pass = self.scratch.begin();
         self.reap_zombies(&pass)?;
-        // Whoever is outrun looks again: another thread got somewhere meanwhile, so this ends.
+        // A failed race is retried: another thread has made progress, so this terminates.
         let claim = loop {
             let offers = self.offers(&pass, givers, Some(home), how.reach);
             match self.claim(home, &offers, request, how, fit, effort) {
@@ -348,8 +348,8 @@ impl Mapped {
         Grid { base: self.base, slot: self.slot }
     }
 
-    /// A block out of the commons, at the best place by `fit` that is ready for its stream. No
-    /// driver call.
+    /// Allocates a block from the shared free list, at the best place by `fit` that is ready for
+    /// its stream. Makes no driver call.
     pub(crate) fn shared(
         &self,
         home: &'static Home,
@@ -366,7 +366,7 @@ impl Mapped {
                 .place(taken, align, fit, self.grid(), |past| is_done_but_for(past, Some(&own)))?;
             (range, commons.take(range)?)
         };
-        // What is not done is its own stream's.
+        // Dependencies that are not done belong to the stream itself.
         let stamp = past.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
         home.with(|s| {
             s.add(range, stamp);
@@ -374,8 +374,8 @@ impl Mapped {
         })
     }
 
-    /// Backs what is missing in a claim, and makes the taker wait for whoever used what it takes
-    /// over. Says whether there was enough.
+    /// Maps what is missing in a claim, and makes the stream of `home` wait for the work on the
+    /// memory it takes over. Returns whether there was enough.
     fn back(
         &self,
         home: &'static Home,
@@ -397,8 +397,8 @@ impl Mapped {
         Ok(true)
     }
 
-    /// Picks the window among what is offered and takes it: its slots from nobody, its backed parts
-    /// from who has them. What is not claimed is as it was.
+    /// Picks the window among the offers and takes it: its unclaimed slots, and its backed parts
+    /// from their owners. If it returns no claim, nothing has changed.
     fn claim<'a>(
         &'a self,
         home: &'static Home,
@@ -414,8 +414,8 @@ impl Mapped {
             return Picked::Nothing;
         };
         let mut claim = None;
-        // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and
-        // a unit for one.
+        // Small blocks come from slabs of the heap. A whole slot gives the heap room for many
+        // blocks, a unit for one.
         let several = if how.grain == Grain::Slots { self.slot } else { UNITS.page };
         let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
         for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
@@ -453,7 +453,7 @@ impl Mapped {
                 _ => (offer.range, block),
             };
             let Some(range) = intersection(range, within) else { continue };
-            // Another thread may have been faster, or have used it again.
+            // Another thread may have taken or used it in the meantime.
             let piece = self.take_piece(offers, offer, range);
             let ready =
                 |piece: &Piece| how.reach == Reach::Wait || piece.is_done_but_for(Some(&taker));
@@ -467,25 +467,25 @@ impl Mapped {
         Picked::Claimed(claim)
     }
 
-    /// The whole slots inside a range.
+    /// Returns the whole slots inside a range.
     fn whole_range(&self, range: Range) -> Range {
         let (first, count) = self.whole_slots(range);
         self.range(first, count)
     }
 
-    /// The slots that a range touches.
+    /// Returns the slots that a range touches.
     fn slots_around(&self, range: Range) -> Range {
         let first = (range.start - self.base) / self.slot;
         let end = (range.start + range.len - self.base).div_ceil(self.slot);
         self.range(first, end - first)
     }
 
-    /// Takes a claim back.
+    /// Releases a claim.
     fn unclaim(&self, claim: Claim<'_>) {
         self.unclaim_but(claim, &[]);
     }
 
-    /// Takes a claim back, but for the slots under `stuck`.
+    /// Releases a claim, except for the slots under `stuck`.
     fn unclaim_but(&self, mut claim: Claim<'_>, stuck: &[Mapping]) {
         self.put_back(claim.taken.drain(..));
         let mut slots = self.slots();
@@ -497,7 +497,7 @@ impl Mapped {
         }
     }
 
-    /// Gives a claimed and backed window to the cache and allocates from it.
+    /// Adds a claimed and backed window to the cache and allocates from it.
     fn settle_in(
         &self,
         home: &'static Home,
@@ -505,7 +505,7 @@ impl Mapped {
         request: &Request,
     ) -> Option<aquifer_heap::Block> {
         home.with(|s| {
-            // The stream has waited for whoever used this memory before, in its open epoch.
+            // In its open epoch, the stream has waited for all earlier uses of this memory.
             let epoch = s.timeline().map_or(0, |t| t.open());
             for &(first, count) in &claim.window.missing {
                 s.add(self.range(first, count), epoch);

@@ -1,7 +1,8 @@
-//! Whole allocations of the driver's, on devices that cannot map.
+//! Whole allocations of the driver, on devices without virtual memory mapping.
 //!
-//! A segment is one `cuMemAlloc`. Blocks never cross from one to the next, also where two happen to
-//! touch. A segment goes back whole, and only when asked, since `cuMemFree` waits for the device.
+//! A segment is one `cuMemAlloc`. No block crosses from one segment to the next, even if two are
+//! adjacent. A segment is released as a whole, and only by an explicit trim, since `cuMemFree`
+//! waits for the device.
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use super::{
@@ -24,9 +25,9 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Segments are at least this long where the budget allows, in bytes.
+/// The minimum length of segments in bytes, if the budget allows it.
 const SEGMENT: u64 = 32 << 20;
-/// What segments are rounded up to, as the driver does.
+/// The granularity of segment lengths in bytes, that of the driver.
 const GRAIN: u64 = 2 << 20;
 
 /// Physical memory in segments.
@@ -37,7 +38,7 @@ pub(crate) struct Plain {
     held: Arc<Held>,
     /// By address.
     segments: Mutex<BTreeMap<u64, Segment>>,
-    /// What passes list.
+    /// Scratch memory for the lists of a pass.
     scratch: Scratch,
 }
 
@@ -60,15 +61,16 @@ impl Plain {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where segments lie, by address: to be read before any cache is locked, since the table's
-    /// lock may sleep.
+    /// Returns the ranges of the segments, by address. Read them before a cache is locked, since
+    /// the table's lock may sleep.
     fn ranges<'s>(&self, bump: &'s Bump) -> List<'s, Range> {
         list(bump, self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)))
     }
 
-    /// A free segment in another cache than `home`'s that holds the request, the smallest: whole,
-    /// or its pieces would be scattered over caches and never go back. Takes it out; answers with
-    /// whose it was, who stays its cache's as long as it is held, and its stamp.
+    /// Takes the smallest free segment that holds the request from a cache other than `home`. Only
+    /// whole segments are taken: otherwise their pieces would be scattered over caches and never
+    /// released. Returns the range, its cache, the timeline that keeps that cache bound to its
+    /// stream, and its stamp.
     fn take_over(
         &self,
         home: &'static Home,
@@ -96,14 +98,14 @@ impl Plain {
             });
         }
         let (_, range, giver) = best?;
-        // Another thread of that stream may have been faster.
+        // Another thread of that stream may have taken it in the meantime.
         let (timeline, stamp) =
             giver.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
         Some((range, giver, timeline, stamp))
     }
 
-    /// Gives the cache of `home` a free segment of another, for which it waits on the device if it
-    /// has to, and allocates from it.
+    /// Moves a free segment of another cache to the cache of `home`, which waits for it on the
+    /// device if necessary, and allocates from it.
     pub(crate) fn adopt(
         &self,
         home: &'static Home,
@@ -132,8 +134,8 @@ impl Plain {
         }))
     }
 
-    /// Gives the cache of `home` all free segments of the caches `from` whose work is known to be
-    /// done. The bytes.
+    /// Moves all free segments whose work is known to be done from the caches `from` to the cache
+    /// of `home`. Returns the bytes.
     pub(crate) fn inherit(&self, home: &'static Home, from: &[&'static Home]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
@@ -148,13 +150,13 @@ impl Plain {
                 free
             });
             inherited += taken.iter().map(|range| range.len).sum::<u64>();
-            // The host has seen their work done, so no epoch of the heir has to be waited for.
+            // The host has seen their work done, so no epoch of the receiving stream is needed.
             home.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
         }
         inherited
     }
 
-    /// Bytes of segments that a trim could give back now.
+    /// Returns the bytes of segments that a trim could release now.
     pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
@@ -170,13 +172,13 @@ impl Plain {
         givers.iter().map(in_cache).sum()
     }
 
-    /// Bytes of a segment that holds any block of this request.
+    /// Returns the bytes of a segment that holds any block of this request.
     pub(crate) fn whole(request: &Request) -> u64 {
         (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN
     }
 
-    /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from
-    /// it. `None` if neither a large nor an exact one can be had.
+    /// Allocates a segment that `request` fits in, adds it to the cache of `home` and allocates
+    /// from it. Returns `None` if neither a large nor an exact segment is available.
     pub(crate) fn place(
         &self,
         home: &'static Home,
@@ -219,9 +221,9 @@ impl Plain {
         Ok(None)
     }
 
-    /// Gives whole free segments back whose work is known to be done, largest first, until no more
-    /// than `keep` bytes are held. Blocks until the device is idle if it gives any back. Answers
-    /// with the bytes.
+    /// Releases whole free segments whose work is known to be done, largest first, until at most
+    /// `keep` bytes are held. Blocks until the device is idle if it releases any. Returns the
+    /// bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         let before = self.held.now();
         let pass = self.scratch.begin();
@@ -241,7 +243,7 @@ impl Plain {
                     s.heap.remove(usable).ok().map(|stamp| (home, timeline, stamp))
                 })
             });
-            // While its stream is held, the cache serves no other.
+            // While the timeline is held, the cache is not recycled for another stream.
             let Some((home, _timeline, stamp)) = taken else { continue };
             if let Err(error) = self.free(usable.start) {
                 home.with(|s| s.add_segment(usable, stamp));
@@ -251,7 +253,7 @@ impl Plain {
         Ok(before.saturating_sub(self.held.now()))
     }
 
-    /// The driver has refused to take a segment back, and the pool is ending. The segment stays
+    /// Keeps a segment whose release the driver has refused while the pool closes. It stays
     /// charged, as stranded, until a later sweep frees it.
     fn leave(&self, address: u64) {
         let Some(Segment { bytes, charge }) = self.segments().remove(&address) else { return };
@@ -261,8 +263,8 @@ impl Plain {
         leftovers::keep(&self.driver, move || {
             let freed = {
                 let _relaxed = Relaxed::enter(&*driver);
-                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool is gone, and
-                // with it all caches.
+                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool has been
+                // dropped, and with it all caches.
                 unsafe { driver.mem_free(device, address) }
             };
             if freed.is_ok() || freed.is_err_and(|e| e.is_device_lost()) {
@@ -273,13 +275,14 @@ impl Plain {
         });
     }
 
-    /// Gives one segment back, in which nothing is in use.
+    /// Releases one segment that is not in use.
     fn free(&self, address: u64) -> Result<()> {
         let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
         let freed = {
             let _relaxed = Relaxed::enter(&*self.driver);
-            // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it
-            // is in no cache, and the epoch that covers its last use was seen done by the host.
+            // SAFETY: 1. it came from `mem_alloc`, and is removed from the table before it is
+            // freed. 2. it is in no cache, and the host has seen the epoch done that covers its
+            // last use.
             unsafe { self.driver.mem_free(self.device, address) }
         };
         match freed {
@@ -296,7 +299,7 @@ impl Plain {
     }
 }
 
-/// Whether a range is exactly one of these, which are in order.
+/// Returns whether a range is exactly one of these segments, which are sorted.
 fn is_one_of(segments: &[Range], range: Range) -> bool {
     let at = segments.partition_point(|segment| segment.start < range.start);
     segments.get(at) == Some(&range)
@@ -306,7 +309,7 @@ impl Drop for Plain {
     fn drop(&mut self) {
         let left: Vec<u64> = self.segments().keys().copied().collect();
         for address in left {
-            // Every cache has been retired and its stream waited for.
+            // Every cache has been retired, and its stream was waited for.
             match self.free(address) {
                 Ok(()) | Err(MemoryError::DeviceLost { .. }) => {}
                 Err(_) => self.leave(address),

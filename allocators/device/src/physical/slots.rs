@@ -1,7 +1,8 @@
-//! Which slot of a pool's address range is under which handle, and which is nobody's.
+//! The table of slots: which slots of a pool's address range are mapped to which handle, and which
+//! are unclaimed.
 //!
-//! A slot is the smallest handle; a handle covers one or more, in one piece. What is not covered is
-//! nobody's: no cache has a byte of it. All of this is bookkeeping: nothing here calls the driver.
+//! A slot is as large as the smallest handle. A handle covers one or more consecutive slots.
+//! Unclaimed slots are in no cache. Nothing here calls the driver.
 
 use super::handle::Handle;
 use aquifer_stream::Timeline;
@@ -10,31 +11,31 @@ use std::{collections::BTreeMap, iter, sync::Arc};
 /// The table of one address range. Slots are counted from its start.
 #[derive(Debug, Default)]
 pub(crate) struct Slots {
-    /// Runs of slots that are nobody's: first slot and count. Neighbours are merged.
+    /// Runs of unclaimed slots: first slot and count. Neighbours are merged.
     free: BTreeMap<u64, u64>,
-    /// What is mapped, by its first slot.
+    /// Mappings by their first slot.
     mapped: BTreeMap<u64, Mapping>,
-    /// Handles that are mapped nowhere.
+    /// Handles that are not mapped.
     pub(crate) spare: Vec<Arc<Handle>>,
-    /// Mappings that are to go when their stream is done with them.
+    /// Mappings to be removed once their streams are done with them.
     pub(crate) zombies: Vec<Zombie>,
 }
 
-/// A handle at an address.
+/// A handle mapped at an address.
 #[derive(Clone, Debug)]
 pub(crate) struct Mapping {
     pub(crate) first: u64,
-    /// How many slots it covers.
+    /// The number of slots it covers.
     pub(crate) count: u64,
     pub(crate) handle: Arc<Handle>,
 }
 
-/// A mapping that nobody uses any more, while work queued before may.
+/// An unused mapping that queued work may still access.
 #[derive(Debug)]
 pub(crate) struct Zombie {
     /// Keeps the memory charged while it is mapped here.
     pub(crate) mapping: Mapping,
-    /// Unmapped when these epochs of these streams are done.
+    /// The epochs that must be done before it is unmapped.
     pub(crate) until: Vec<(Arc<Timeline>, u64)>,
 }
 
@@ -51,24 +52,24 @@ impl Zombie {
 }
 
 impl Slots {
-    /// `count` slots, all nobody's.
+    /// Creates a table of `count` unclaimed slots.
     pub(crate) fn new(count: u64) -> Self {
         let mut slots = Self::default();
         slots.free.insert(0, count);
         slots
     }
 
-    /// How many handles are mapped or spare.
+    /// Returns the number of handles that are mapped or spare.
     pub(crate) fn count(&self) -> u64 {
         (self.mapped.len() + self.spare.len()) as u64
     }
 
-    /// Runs that are nobody's, by address.
+    /// An iterator over the runs of unclaimed slots, by address.
     pub(crate) fn free_runs(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.free.iter().map(|(&first, &count)| (first, count))
     }
 
-    /// Takes `count` slots from `first` on, all of which are nobody's.
+    /// Claims `count` unclaimed slots from `first` on.
     pub(crate) fn claim(&mut self, first: u64, count: u64) {
         let Some((&start, &len)) = self.free.range(..=first).next_back() else { return };
         debug_assert!(first + count <= start + len, "claims slots that are somebody's");
@@ -82,7 +83,7 @@ impl Slots {
         }
     }
 
-    /// Gives `count` slots from `first` on back. Nothing is mapped there.
+    /// Releases `count` slots from `first` on, where nothing is mapped.
     pub(crate) fn release(&mut self, first: u64, count: u64) {
         let (mut start, mut len) = (first, count);
         if let Some((&before, &n)) = self.free.range(..first).next_back()
@@ -97,35 +98,35 @@ impl Slots {
         self.free.insert(start, len);
     }
 
-    /// Notes what is mapped.
+    /// Records a mapping.
     pub(crate) fn map(&mut self, mapping: Mapping) {
         let before = self.mapped.insert(mapping.first, mapping);
         debug_assert!(before.is_none(), "two handles at one slot");
     }
 
-    /// Takes the mapping off that begins at a slot.
+    /// Removes the mapping that begins at a slot.
     pub(crate) fn unmap(&mut self, first: u64) -> Option<Mapping> {
         self.mapped.remove(&first)
     }
 
-    /// Takes the mapping off that covers exactly these slots.
+    /// Removes the mapping that covers exactly these slots.
     pub(crate) fn unmap_exactly(&mut self, first: u64, count: u64) -> Option<Mapping> {
         if self.mapped.get(&first)?.count == count { self.mapped.remove(&first) } else { None }
     }
 
-    /// Mappings that lie wholly in a run of slots, by address.
+    /// An iterator over the mappings that lie wholly in a run of slots, by address.
     pub(crate) fn inside(&self, first: u64, count: u64) -> impl Iterator<Item = &Mapping> + '_ {
         let end = first + count;
         self.mapped.range(first..end).map(|(_, mapping)| mapping).filter(move |m| m.end() <= end)
     }
 
-    /// All that is mapped, by address.
+    /// An iterator over all mappings, by address.
     pub(crate) fn mapped(&self) -> impl Iterator<Item = &Mapping> + '_ {
         self.mapped.values()
     }
 }
 
-/// Merges pieces of slots (first and count), sorted, into runs.
+/// Merges sorted pieces of slots (first and count) into runs.
 pub(crate) fn runs(
     pieces: impl IntoIterator<Item = (u64, u64)>,
 ) -> impl Iterator<Item = (u64, u64)> {
@@ -181,7 +182,7 @@ mod tests {
         for (first, count) in [(2, 1), (2, 3), (3, 1), (1, 3)] {
             assert!(slots.unmap_exactly(first, count).is_none(), "{first}, {count}");
         }
-        // One that only begins in a run is not in it.
+        // A mapping that only begins in a run is not inside it.
         assert_eq!(slots.inside(0, 3).count(), 0);
         assert_eq!(slots.inside(0, 4).count(), 1);
         assert!(slots.unmap_exactly(2, 2).is_some());

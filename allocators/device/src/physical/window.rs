@@ -1,8 +1,9 @@
-//! Where to put a block that no backed range can hold.
+//! The search for a place for a block that fits in no free backed range.
 //!
-//! A window is a stretch of addresses as long as the block in which everything is either free and
-//! backed, in whatever cache, or nobody's and not backed. What is not backed costs memory a slot,
-//! so the best window is the one that needs the fewest slots; among equals the lowest.
+//! A window is a stretch of addresses as long as the block in which every part is either free and
+//! backed, in any cache, or unclaimed and not backed. Memory for unbacked parts is added by the
+//! slot, so the best window is the one with the fewest slots to back. Among equals it is the
+//! lowest.
 //!
 //! ```text
 //!   caches    ▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓       ▓ live   ░ free, backed
@@ -10,7 +11,7 @@
 //!   window             ├───────────────┤         8 backed, 8 to be backed
 //! ```
 //!
-//! The number of missing slots changes only where the window's end or start passes a border, so it
+//! The number of missing slots changes only where the window's start or end crosses a border. So it
 //! is enough to try the windows that start or end at one.
 
 use crate::leasing::Fit;
@@ -20,14 +21,14 @@ use aquifer_heap::Range;
 /// A place for a block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Window<'s> {
-    /// Where the block will lie.
+    /// The address range of the block.
     pub(crate) block: Range,
-    /// Runs of slots that have to be backed, first and count, by address.
+    /// Runs of slots to back, first and count, by address.
     pub(crate) missing: List<'s, (u64, u64)>,
 }
 
 impl Window<'_> {
-    /// How many slots have to be backed.
+    /// Returns the number of slots to back.
     pub(crate) fn need(&self) -> u64 {
         self.missing.iter().map(|&(_, count)| count).sum()
     }
@@ -41,18 +42,18 @@ struct Piece {
     backed: bool,
 }
 
-/// Where slots lie.
+/// The layout of slots.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grid {
-    /// The start of the first.
+    /// The start of the first slot.
     pub(crate) base: u64,
-    /// Bytes of one.
+    /// The size of a slot in bytes.
     pub(crate) slot: u64,
 }
 
 impl Grid {
-    /// How many slots that are wholly free a block at `block` would keep from being moved. It lies
-    /// in the free stretch `free`, at whose ends something is in use.
+    /// Returns how many wholly free slots a block at `block` would pin. `free` is the free stretch
+    /// around it, which is delimited by memory in use.
     pub(crate) fn pins(self, free: Range, block: Range) -> u64 {
         let Self { base, slot } = self;
         let first = ((block.start - base) / slot).max((free.start - base).div_ceil(slot));
@@ -61,8 +62,8 @@ impl Grid {
     }
 }
 
-/// The window of `bytes` at `align` that needs the fewest slots, and of those the best by `fit`.
-/// `backed` are free ranges and `bare` the runs of slots that are nobody's, each by address.
+/// Returns the window of `bytes` at `align` that needs the fewest slots, and of several the best by
+/// `fit`. `backed` are free ranges and `bare` the runs of unclaimed slots, each by address.
 pub(crate) fn best<'s>(
     bump: &'s Bump,
     backed: impl Iterator<Item = Range>,
@@ -95,12 +96,11 @@ pub(crate) fn best<'s>(
     Some(Window { block: Range { start, len: bytes }, missing })
 }
 
-/// What windows are compared by: slots that are missing, slots that are pinned where that matters,
-/// the start.
+/// The order of windows: missing slots, then pinned slots where `fit` counts them, then the start.
 type Rank = (u64, u64, u64);
 
-/// Tries the windows of one run of touching pieces against the best so far. `bare_before` is room
-/// for what it sums up.
+/// Compares the windows of one run of adjacent pieces with the best so far. `bare_before` is a
+/// buffer for its prefix sums.
 fn best_in_run(
     run: &[Piece],
     grid: Grid,
@@ -115,7 +115,7 @@ fn best_in_run(
     if last.end - first.start < bytes {
         return;
     }
-    // Bare bytes before each piece, so that a window's need is a difference of two sums.
+    // Bare slots before each piece, so that the need of a window is a difference of two sums.
     bare_before.clear();
     let mut sum = 0;
     for piece in run {
@@ -162,7 +162,7 @@ fn best_in_run(
     }
 }
 
-/// The slots of a window that are bare.
+/// Returns the bare slots of a window.
 fn missing(
     pieces: &[Piece],
     base: u64,
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn the_fewest_missing_slots_win_over_the_lowest_address() {
-        // At 0 everything is bare; at 1000 half is there.
+        // At 0 everything is bare; at 1000 half is backed.
         assert_eq!(find(&[(1000, 100)], &[(0, 4), (11, 4)], 200), Some((1000, vec![(11, 1)])));
     }
 
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn every_window_is_no_better_than_the_one_found() {
-        // All layouts of eight slots, each live, backed or bare, against trying every start.
+        // All layouts of six slots, each live, backed or bare, compared with trying every start.
         for layout in 0..3u32.pow(6) {
             let kind = |slot: u32| layout / 3u32.pow(slot) % 3;
             let backed: Vec<(u64, u64)> =

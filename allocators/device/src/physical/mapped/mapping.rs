@@ -1,4 +1,4 @@
-//! Mapping and unmapping.
+//! Mapping and unmapping of handles.
 #![expect(unsafe_code, reason = "maps and unmaps")]
 
 use super::{Mapped, Stock, offers::Stolen};
@@ -14,16 +14,16 @@ use aquifer_stream::Timeline;
 use std::sync::Arc;
 
 impl Mapped {
-    /// Maps what is planned and lets the device and its peers at it. If that fails, nothing new is
-    /// mapped and the stock is whole, but for what the driver would not unmap again, which is
-    /// stuck.
+    /// Maps the planned handles and grants access to the device and its peers. If that fails, no
+    /// new mapping remains and the stock is complete, except for mappings that the driver refused
+    /// to remove, which are in `stuck`.
     pub(super) fn map_all(&self, stock: &mut Stock<'_>) -> Result<()> {
         let mut mapped = 0;
         let outcome = self.map_planned(stock, &mut mapped);
         if outcome.is_err() {
             for planned in &stock.planned[..mapped] {
                 let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
-                // SAFETY: 1. mapped above, and handed to nobody.
+                // SAFETY: 1. mapped above, and not handed out.
                 if unsafe { self.driver.unmap(self.device, address, bytes) }.is_err() {
                     stock.stuck.push(planned.mapping());
                 }
@@ -45,8 +45,8 @@ impl Mapped {
         for planned in &stock.planned {
             let mapping = planned.mapping();
             let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
-            // SAFETY: 1. the slots are claimed by this attempt: nothing is mapped there and nobody
-            // knows them.
+            // SAFETY: 1. this attempt has claimed the slots: nothing is mapped there, and no other
+            // code uses them.
             let done = unsafe { self.driver.map(address, bytes, mapping.handle.raw()) };
             done.map_err(|e| self.lost(e))?;
             *mapped += 1;
@@ -61,9 +61,9 @@ impl Mapped {
         Ok(())
     }
 
-    /// Unmaps stolen memory whose work the host has seen done, makes its slots nobody's, and
-    /// answers with the handles. If a call fails, what was not unmapped by then is back in its
-    /// caches.
+    /// Unmaps reclaimed mappings whose work the host has seen done, releases their slots, and
+    /// returns the handles. If a call fails, mappings that are not yet unmapped are returned to
+    /// their caches.
     pub(super) fn unmap_done<'s>(
         &self,
         mut stolen: List<'s, Stolen<'s>>,
@@ -85,9 +85,9 @@ impl Mapped {
         (loose, Ok(()))
     }
 
-    /// Unmaps a run of slots for which nothing is queued any more, and makes it nobody's.
+    /// Unmaps a run of slots that no queued work uses, and releases the slots.
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
-        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more,
+        // SAFETY: 1. the caller's slots are in no cache, so nothing is queued for them any more,
         // and the host has seen the epochs done that cover their last use.
         let unmapped =
             unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
@@ -96,7 +96,8 @@ impl Mapped {
         Ok(())
     }
 
-    /// Keeps the old mappings of what has been mapped a second time, until their work is done.
+    /// Keeps the old mappings of handles that have been mapped a second time until their work is
+    /// done.
     pub(super) fn zombify(&self, busy: List<'_, Stolen<'_>>) {
         let zombies = busy.into_iter().map(|Stolen { mapping, pieces }| {
             let until = pieces.into_iter().flat_map(|piece| piece.past).collect();
@@ -105,8 +106,8 @@ impl Mapped {
         self.slots().zombies.extend(zombies);
     }
 
-    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again.
-    /// Their memory stays charged.
+    /// Keeps unused mappings whose removal the driver has refused, to be retried. Their memory
+    /// stays charged.
     pub(super) fn zombify_mappings(&self, stuck: impl IntoIterator<Item = Mapping>) {
         let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: Vec::new() });
         self.slots().zombies.extend(zombies);
@@ -125,7 +126,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// The streams and epochs that zombies wait for.
+    /// Returns the streams and epochs that zombies wait for.
     pub(crate) fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
         list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))
     }

@@ -1,6 +1,6 @@
-//! What could be had: free ranges of caches and of the commons in one list, by address, and the
-//! handles that lie wholly in them. The lists are a pass's, made in part under the locks of caches:
-//! see [`Scratch`](aquifer_core::scratch::Scratch).
+//! Candidates for reuse: the free ranges of caches and of the shared free list in one list, by
+//! address, and the handles that lie wholly in them. The lists belong to a pass and are partly
+//! built under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
 
 use super::{Mapped, Reach, intersection};
 use crate::{
@@ -16,10 +16,10 @@ use aquifer_stream::Timeline;
 use smallvec::smallvec;
 use std::{cmp::Reverse, sync::Arc};
 
-/// Who has a free range.
+/// The list that a free range is in.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
-    /// The cache at this place in [`Offers::homes`].
+    /// The cache at this index of [`Offers::homes`].
     Cache(usize),
     Commons,
 }
@@ -31,18 +31,18 @@ pub(super) struct Offer {
     done: bool,
 }
 
-/// Free ranges, by address. Seen, not taken: another thread may be faster.
+/// Free ranges, by address. They are only read, not taken: another thread may take one first.
 pub(super) struct Offers<'s> {
     homes: List<'s, (&'static Home, Arc<Timeline>)>,
     pub(super) all: List<'s, Offer>,
-    /// Bytes of these caches that have an owner.
+    /// Bytes of live blocks of these caches.
     pub(super) live: u64,
 }
 
-/// A range taken from who had it.
+/// A range taken from its list.
 pub(super) struct Piece {
     pub(super) range: Range,
-    /// `None` for the commons.
+    /// `None` for the shared free list.
     pub(super) from: Option<&'static Home>,
     pub(super) past: Past,
 }
@@ -53,11 +53,11 @@ pub(super) struct Candidate {
     pub(super) count: u64,
     /// Bytes of the free stretch around it.
     pub(super) stretch: u64,
-    /// Some of its work is not known to be done.
+    /// Whether some of its work is not known to be done.
     pub(super) busy: bool,
 }
 
-/// A mapping taken out of the table, with the memory over it, which is nobody's.
+/// A mapping removed from the table, with the memory over it, which is in no list.
 pub(super) struct Stolen<'s> {
     pub(super) mapping: Mapping,
     pub(super) pieces: List<'s, Piece>,
@@ -68,7 +68,7 @@ impl Piece {
         self.from.is_some_and(|from| std::ptr::eq(from, home))
     }
 
-    /// Whether the host has seen all work there done, but for that of `own`.
+    /// Returns whether the host has seen all work on it done, except for that of `own`.
     pub(super) fn is_done_but_for(&self, own: Option<&Arc<Timeline>>) -> bool {
         is_done_but_for(&self.past, own)
     }
@@ -81,7 +81,7 @@ impl Stolen<'_> {
 }
 
 impl<'s> Offers<'s> {
-    /// What it lies in.
+    /// Returns the allocator of its lists.
     pub(super) fn bump(&self) -> &'s Bump {
         self.all.allocator()
     }
@@ -93,22 +93,22 @@ impl<'s> Offers<'s> {
         }
     }
 
-    /// Those that share a byte with `range`.
+    /// Returns the ranges that overlap `range`.
     pub(super) fn touching(&self, range: Range) -> &[Offer] {
         let from = self.all.partition_point(|o| o.range.start + o.range.len <= range.start);
         let to = self.all.partition_point(|o| o.range.start < range.start + range.len);
         &self.all[from..to.max(from)]
     }
 
-    /// Stretches without a gap: the ranges of each.
+    /// An iterator over the stretches without a gap, as slices of ranges.
     fn stretches(&self) -> impl Iterator<Item = &[Offer]> {
         self.all.chunk_by(|a, b| a.range.start + a.range.len == b.range.start)
     }
 }
 
 impl Mapped {
-    /// What is free in `givers` and in the commons: what is done, what only `home` itself waits
-    /// for, and within reach of a wait all of it.
+    /// Returns the free ranges of `givers` and of the shared free list: those that are done, those
+    /// that only `home` itself still uses, and with [`Reach::Wait`] all of them.
     pub(super) fn offers<'s>(
         &self,
         bump: &'s Bump,
@@ -144,8 +144,8 @@ impl Mapped {
                 in_use.push((range, past.clone()));
             }
         }
-        // Asks the driver, so not under the lock. The work of an isolated stream is waited for by
-        // nobody.
+        // This queries the driver, so it runs without the lock. Work of an isolated stream is never
+        // waited for.
         let waited_for =
             |past: &Past| past.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e));
         for (range, _) in in_use.into_iter().filter(|(_, past)| waited_for(past)) {
@@ -155,8 +155,8 @@ impl Mapped {
         offers
     }
 
-    /// Brings what is free in the caches of `givers` to the commons, in ranges of at least `least`
-    /// bytes. What it costs grows with what is brought.
+    /// Moves free ranges of at least `least` bytes from the caches of `givers` to the shared free
+    /// list. The cost grows with the number of ranges moved.
     pub(crate) fn pool_together(&self, givers: &[&'static Home], least: u64) {
         let _transit = self.transit();
         let pass = self.scratch.begin();
@@ -175,9 +175,9 @@ impl Mapped {
         }
     }
 
-    /// Brings what is free and known to be done in the caches of `givers` to the commons as far as
-    /// it is more than `cap` bytes in one of them: of the longest ranges the high ends. Answers
-    /// with how often memory was taken in hand.
+    /// Moves free ranges whose work is known to be done from the caches of `givers` to the shared
+    /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
+    /// longest ranges. Returns the number of transits.
     pub(crate) fn cap(&self, givers: &[&'static Home], cap: u64) -> u64 {
         let mut transits = 0;
         for &giver in givers {
@@ -201,7 +201,7 @@ impl Mapped {
                     if over == 0 {
                         break;
                     }
-                    // By the slot: others take whole ones first.
+                    // Cut at a slot border: other streams take whole slots first.
                     let from = start + len.saturating_sub(over);
                     let from = (from - (from - self.base) % self.slot).max(start);
                     let range = Range { start: from, len: start + len - from };
@@ -218,12 +218,12 @@ impl Mapped {
         transits
     }
 
-    /// Lets the commons forget what is known to be done.
+    /// Removes finished dependencies from the shared free list.
     pub(crate) fn forget_done(&self) {
         self.commons().forget_done();
     }
 
-    /// Takes the part of an offer that lies in `within`. `None` if another thread was faster.
+    /// Takes `range` out of an offer. Returns `None` if another thread has taken it.
     pub(super) fn take_piece(
         &self,
         offers: &Offers<'_>,
@@ -241,7 +241,7 @@ impl Mapped {
         Some(Piece { range, from, past })
     }
 
-    /// The handles that lie wholly in what is offered.
+    /// Returns the handles that lie wholly in the offered ranges.
     pub(super) fn candidates<'s>(&self, offers: &Offers<'s>) -> List<'s, Candidate> {
         let mut found = List::new_in(offers.bump());
         let slots = self.slots();
@@ -260,8 +260,8 @@ impl Mapped {
         found
     }
 
-    /// Takes a candidate: the memory over it from who has it, the mapping out of the table. `None`
-    /// if another thread was faster.
+    /// Takes a candidate: the memory over it from its lists, and the mapping out of the table.
+    /// Returns `None` if another thread was faster.
     pub(super) fn take<'s>(
         &self,
         candidate: &Candidate,
@@ -276,8 +276,8 @@ impl Mapped {
             pieces.push(piece);
         }
         let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
-        // With all of the memory in hand nobody else can unmap it, but before that another handle
-        // may have come here.
+        // With all of the memory taken, no other thread can unmap the handle. But another handle
+        // may have been mapped here before.
         let mapping =
             if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
         let Some(mapping) = mapping else {
@@ -292,7 +292,7 @@ impl Mapped {
         Some(stolen)
     }
 
-    /// Puts stolen memory back as it was.
+    /// Returns reclaimed mappings to where they were.
     pub(super) fn give_back<'s>(&self, stolen: impl IntoIterator<Item = Stolen<'s>>) {
         for Stolen { mapping, pieces } in stolen {
             self.slots().map(mapping);

@@ -1,4 +1,4 @@
-//! Giving handles back to the driver: on request, and at the end.
+//! Releasing handles to the driver, by a trim and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
 use super::{Mapped, Reach, offers::Candidate};
@@ -23,13 +23,13 @@ use std::{
 };
 
 impl Mapped {
-    /// Work may still run on what a cache held, and nobody can wait for it: what is mapped stays
-    /// for good.
+    /// Marks that queued work which cannot be waited for may still use a cache's memory. All
+    /// mappings are then kept for good.
     pub(crate) fn keep(&self) {
         self.kept.store(true, Ordering::Relaxed);
     }
 
-    /// Gives handles that are mapped nowhere back to the driver.
+    /// Releases the handles that are not mapped to the driver.
     pub(crate) fn drop_spare(&self) {
         let mut slots = self.slots();
         if slots.spare.is_empty() {
@@ -42,10 +42,10 @@ impl Mapped {
         drop(spare);
     }
 
-    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free
-    /// memory whose work is known to be done allows. Long stretches first, and of each the large
-    /// handles, which cost the driver as much as small ones, from the high end. Answers with the
-    /// bytes.
+    /// Releases handles to the driver until at most `keep` bytes are held, as far as free memory
+    /// whose work is known to be done allows. Long stretches come first. Within a stretch, large
+    /// handles are released first, since each costs the driver as much as a small one, and from the
+    /// high end. Returns the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         let pass = self.scratch.begin();
         self.reap_zombies(&pass)?;
@@ -54,8 +54,8 @@ impl Mapped {
         if over() == 0 {
             return Ok(before.saturating_sub(self.held.now()));
         }
-        // What is charged and in nobody's cache is not lost to others: they may have it as soon as
-        // it has been given back.
+        // The memory is in transit until it is released. A concurrent caller that finds nothing
+        // retries, since it can then use the budget.
         let _transit = self.transit();
         while over() > 0 {
             let spare = self.slots().spare.pop();
@@ -79,7 +79,7 @@ impl Mapped {
             };
             candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.count, c.first)));
             give(&candidates, false);
-            // Less is left than any of the others has.
+            // Every remaining handle is larger than what is left.
             candidates.sort_unstable_by_key(|c| (c.count, Reverse((c.stretch, c.first))));
             give(&candidates, true);
             let (loose, outcome) = self.unmap_done(taken);
@@ -89,7 +89,7 @@ impl Mapped {
         Ok(before.saturating_sub(self.held.now()))
     }
 
-    /// Bytes of handles that a trim could give back now.
+    /// Returns the bytes of handles that a trim could release now.
     pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         let pass = self.scratch.begin();
@@ -97,18 +97,18 @@ impl Mapped {
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
     }
 
-    /// Bytes of a handle, in the mean over those that are held.
+    /// Returns the mean size of the held handles in bytes.
     pub(crate) fn mean_handle(&self) -> u64 {
         let count = self.slots().count();
         self.held.now().checked_div(count).unwrap_or(0).max(self.slot)
     }
 
-    /// Bytes of handles that make room for any block of `bytes` where nothing is mapped.
+    /// Returns the bytes of handles for any block of `bytes` where nothing is mapped.
     pub(crate) fn whole(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.slot)
     }
 
-    /// What a retired cache held. All of its stream's work has been waited for.
+    /// Takes the ranges of a retired cache. All work of its stream has been waited for.
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
         let pass = self.scratch.begin();
         let whole = {
@@ -116,7 +116,7 @@ impl Mapped {
             ranges.for_each(|range| commons.add(range, Past::new()));
             list(&pass, commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range))
         };
-        // A handle goes when the last of the caches that shared it has left its part.
+        // A handle is released when the last of the caches that shared it has returned its part.
         for range in whole {
             let (first, count) = self.whole_slots(range);
             let mappings = {
@@ -125,7 +125,7 @@ impl Mapped {
                 list(&pass, inside.into_iter().filter_map(|first| slots.unmap(first)))
             };
             for mapping in mappings {
-                // Nobody else is there to take it: the pool is closed.
+                // No other code can take it: the pool is closed.
                 let _over = self.commons().take(self.range(mapping.first, mapping.count));
                 if self.unmap_run(mapping.first, mapping.count).is_err() {
                     self.zombify_mappings([mapping]);
@@ -135,7 +135,7 @@ impl Mapped {
     }
 }
 
-/// Whether a mapping is no more: taken away, or lost with its device.
+/// Returns whether a mapping no longer exists: removed, or lost with its device.
 fn is_gone(unmapped: Result<(), DriverError>) -> bool {
     unmapped.map_or_else(|error| error.is_device_lost(), |()| true)
 }
@@ -144,8 +144,8 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
         let kept = self.kept.load(Ordering::Relaxed);
-        // Work that cannot be waited for may run on some of it, which stays mapped, and charged,
-        // for good.
+        // Work that cannot be waited for may use some of it. That part stays mapped and charged for
+        // good.
         let mut for_good = false;
         let mut mapped = Vec::new();
         for zombie in std::mem::take(&mut slots.zombies) {
@@ -180,13 +180,13 @@ impl Drop for Mapped {
         }
         let (driver, device, base, bytes) =
             (self.driver.clone(), self.device, self.base, self.bytes);
-        // What the driver refuses to unmap is still taken, so its handles stay, and stay charged,
-        // until a later sweep.
+        // Ranges that the driver refuses to unmap are still mapped. Their handles stay, and stay
+        // charged, until a later sweep.
         leftovers::release(&self.driver, move || {
             let mut refused = None;
             left.retain(|(address, bytes, _)| {
-                // SAFETY: 1. every cache has been retired and its stream waited for, and what
-                // zombies wait for as well.
+                // SAFETY: 1. every cache has been retired and its stream waited for, and so has the
+                // work that zombies wait for.
                 let unmapped = unsafe { driver.unmap(device, *address, *bytes) };
                 let gone = is_gone(unmapped);
                 refused = refused.or(unmapped.err().filter(|_| !gone));

@@ -1,5 +1,5 @@
-//! Where handles come from: spare ones, the driver, from under free memory, and out of other
-//! handles.
+//! The handles for a mapping plan: spare ones, new ones of the driver, those under free memory, and
+//! those made from other handles.
 
 use super::{Attempt, Claim, Effort, Mapped, Reach, offers::Stolen};
 use crate::{
@@ -15,27 +15,27 @@ use aquifer_core::{
 };
 use std::{cmp::Reverse, sync::Arc};
 
-/// What an attempt has in hand. None of it is in a cache.
+/// The memory that an attempt holds. None of it is in a cache.
 pub(super) struct Stock<'s> {
-    /// Handles that are mapped nowhere.
+    /// Handles that are not mapped.
     loose: List<'s, Loose>,
-    /// Paid for, and not made into a handle: what melted ones were charged.
+    /// Charged bytes without a handle, such as those of melted handles.
     pot: Option<Charge>,
-    /// Bytes of the pot that the budget was asked for by this attempt.
+    /// Bytes of the pot that this attempt has charged to the budget.
     new: u64,
-    /// What goes where.
+    /// The handles and their planned slots.
     pub(super) planned: List<'s, Planned>,
     /// Mappings whose work is not done. Their handles are mapped a second time.
     pub(super) busy: List<'s, Stolen<'s>>,
-    /// Mapped by this attempt, and the driver would not unmap it again.
+    /// Mappings made by this attempt that the driver refused to remove.
     pub(super) stuck: List<'s, Mapping>,
 }
 
 pub(super) struct Loose {
     handle: Arc<Handle>,
-    /// Made by this attempt.
+    /// Created by this attempt.
     fresh: bool,
-    /// Mapped elsewhere as well, so it cannot be melted.
+    /// Still mapped elsewhere, so it cannot be melted.
     busy: bool,
 }
 
@@ -64,7 +64,7 @@ impl<'s> Stock<'s> {
         }
     }
 
-    /// What it lies in.
+    /// Returns the allocator of its lists.
     fn bump(&self) -> &'s Bump {
         self.loose.allocator()
     }
@@ -74,7 +74,7 @@ impl<'s> Stock<'s> {
         pot + self.loose.iter().map(|loose| loose.handle.bytes()).sum::<u64>()
     }
 
-    /// Adds what has been charged to what is paid for. One pool, one budget: they always merge.
+    /// Adds a charge to the pot. A pool has one budget, so charges always merge.
     fn pay(&mut self, charge: Charge) {
         match &mut self.pot {
             Some(pot) => drop(pot.merge(charge)),
@@ -82,7 +82,7 @@ impl<'s> Stock<'s> {
         }
     }
 
-    /// As much of what is paid for, and how much of it is new.
+    /// Takes a charge of `bytes` from the pot, with the part of it that is new.
     fn draw(&mut self, bytes: u64) -> Option<(Charge, u64)> {
         let charge = self.pot.as_mut()?.split(bytes)?;
         let new = bytes.min(self.new);
@@ -90,24 +90,24 @@ impl<'s> Stock<'s> {
         Some((charge, new))
     }
 
-    /// Gives back to the budget what it was asked for and no handle was made of.
+    /// Returns to the budget the new charge for which no handle was created.
     fn drop_new(&mut self) {
         drop(self.draw(self.new));
     }
 
-    /// Takes the plan apart.
+    /// Discards the plan and keeps its handles.
     fn unplan(&mut self) {
         self.loose.extend(self.planned.drain(..).map(|planned| planned.loose));
     }
 
-    /// Gives handles back to the driver that this attempt has made.
+    /// Releases the handles that this attempt has created to the driver.
     pub(super) fn forget_fresh(&mut self) {
         self.unplan();
         self.loose.retain(|loose| !loose.fresh);
     }
 
-    /// The mappings whose work is not done: those whose handles were mapped a second time, and the
-    /// others.
+    /// Takes the mappings whose work is not done: those whose handles were mapped a second time,
+    /// and the others.
     pub(super) fn take_busy(&mut self) -> (List<'s, Stolen<'s>>, List<'s, Stolen<'s>>) {
         let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
         for stolen in self.busy.drain(..) {
@@ -119,14 +119,15 @@ impl<'s> Stock<'s> {
         (used, unused)
     }
 
-    /// The largest loose handle of at most `bytes`.
+    /// Returns the index of the largest loose handle of at most `bytes`.
     fn largest_within(&self, bytes: u64) -> Option<usize> {
         let fitting =
             self.loose.iter().enumerate().filter(|(_, loose)| loose.handle.bytes() <= bytes);
         fitting.max_by_key(|(_, loose)| (loose.busy, loose.handle.bytes())).map(|(at, _)| at)
     }
 
-    /// Melts loose handles, the smallest first, until `bytes` are paid for. Says whether they are.
+    /// Melts loose handles, the smallest first, until the pot holds `bytes`. Returns whether it
+    /// does.
     fn melt(&mut self, bytes: u64) -> bool {
         self.loose.sort_unstable_by_key(|loose| Reverse(loose.handle.bytes()));
         loop {
@@ -142,7 +143,8 @@ impl<'s> Stock<'s> {
 }
 
 impl Mapped {
-    /// Brings together what the claim misses, as a plan in `stock`. Says whether there was enough.
+    /// Collects handles for the missing slots of the claim, as a plan in `stock`. Returns whether
+    /// there were enough.
     pub(super) fn gather(
         &self,
         givers: &[&'static Home],
@@ -161,7 +163,7 @@ impl Mapped {
         let mut room = if how.grow { funds.remaining() } else { 0 };
         let mut grows = how.grow;
         if self.compact && how.steal {
-            // As much as there is: what is still missing then is new.
+            // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(stock.bytes());
             effort.moves += self.steal(givers, claim, short, Reach::Done, stock)?;
         }
@@ -181,8 +183,9 @@ impl Mapped {
                 }
             }
             let missing = need.saturating_sub(stock.bytes());
-            // At once or not at all: of two that want the last bytes, neither is left with a part
-            // of them. What is reserved may do for some handles only, and is drawn for each.
+            // All or nothing: if two threads compete for the last bytes, neither is left with a
+            // part of them. A reservation may cover only some of the handles, so it is drawn from
+            // for each.
             if grows && missing > 0 && effort.reserved.is_none() {
                 match self.budget.charge(missing) {
                     Ok(charge) => {
@@ -211,8 +214,8 @@ impl Mapped {
         }
     }
 
-    /// Plans a handle for every missing slot: those in stock where they are not too small, else new
-    /// ones, as large as the claim allows. `Err(None)` if what is in stock fits nowhere.
+    /// Plans a handle for every missing slot: one from the stock unless it is too small, otherwise
+    /// a new one as large as the claim allows. Returns `Err(None)` if nothing in the stock fits.
     fn cut(
         &self,
         claim: &Claim<'_>,
@@ -226,7 +229,7 @@ impl Mapped {
                 let fitting = stock.largest_within(left * self.slot);
                 let good = |at: &usize| {
                     let loose = &stock.loose[*at];
-                    // Made anew it would be a mapping instead of four or more.
+                    // A new handle would be one mapping instead of four or more.
                     loose.busy || loose.handle.bytes() * 4 > wanted * self.slot
                 };
                 let loose = match fitting.filter(good) {
@@ -234,7 +237,7 @@ impl Mapped {
                     None => loop {
                         match self.make(wanted, stock, funds, effort) {
                             Ok(handle) => break Loose { handle, fresh: true, busy: false },
-                            // What there is may still do in smaller parts, or as it is.
+                            // The stock may still suffice in smaller parts, or as it is.
                             Err(refused) if refused.is_none_or(|r| r.is_out_of_memory()) => {
                                 if let Some(at) = stock.largest_within(left * self.slot) {
                                     break stock.loose.swap_remove(at);
@@ -256,8 +259,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// A new handle over `slots`: of what is paid for, of the budget, of what loose handles free
-    /// when they are melted.
+    /// Creates a handle over `slots`, paid from the pot, the budget, or melted handles.
     fn make(
         &self,
         slots: u64,
@@ -267,7 +269,7 @@ impl Mapped {
     ) -> Result<Arc<Handle>, Option<NoHandle>> {
         let bytes = slots * self.slot;
         let mut refused = None;
-        // What was drawn goes back where it came from if there is no handle.
+        // If no handle is created, the charge is returned to its source.
         let mut drawn = true;
         let paid = match stock.draw(bytes) {
             Some(paid) => Some(paid),
@@ -298,9 +300,9 @@ impl Mapped {
         }
     }
 
-    /// Takes handles of `bytes` and more from under free memory, and unmaps those whose work is
-    /// done. Answers with how many. Done ones come first, and among them those at high addresses:
-    /// blocks go to low ones.
+    /// Takes handles of at least `bytes` in all from under free memory, and unmaps those whose work
+    /// is done. Returns their number. Finished ones are taken first, and among those the ones at
+    /// high addresses, since blocks are placed at low ones.
     fn steal(
         &self,
         givers: &[&'static Home],
@@ -312,7 +314,7 @@ impl Mapped {
         let offers = self.offers(stock.bump(), givers, None, reach);
         let mut candidates = self.candidates(&offers);
         let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
-        // What is busy cannot be melted, so it has to fit.
+        // A busy handle cannot be melted, so it must fit.
         candidates.retain(|c| !c.busy || c.count <= longest);
         candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
         let (mut got, mut moved, mut done) = (0, 0, List::new_in(stock.bump()));
@@ -340,8 +342,8 @@ impl Mapped {
         outcome.map(|()| moved)
     }
 
-    /// What was not needed: handles become spare, what is only paid for goes back to the budget.
-    /// Those that are mapped elsewhere as well belong there.
+    /// Returns what was not needed: handles become spare, and the pot is returned to the budget.
+    /// Busy handles stay mapped where they were.
     pub(super) fn put_aside(&self, stock: &mut Stock<'_>) {
         stock.unplan();
         let spare = stock.loose.drain(..).filter(|loose| !loose.busy).map(|loose| loose.handle);

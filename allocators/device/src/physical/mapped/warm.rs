@@ -1,4 +1,4 @@
-//! Memory that is mapped ahead of the need.
+//! Mapping memory ahead of need.
 
 use super::{Attempt, Claim, Effort, Grain, Mapped, Reach, Stock};
 use crate::{
@@ -8,12 +8,12 @@ use crate::{
 use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
 
-/// New memory and nobody else's.
+/// Only new memory.
 const NEW: Attempt = Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false };
 
 impl Mapped {
-    /// Takes memory from the driver until `bytes` are held, rounded up to slots, and brings it to
-    /// the commons. Answers with the bytes taken. If that fails as much is held as before.
+    /// Takes memory from the driver until `bytes` are held, rounded up to slots, and adds it to the
+    /// shared free list. Returns the bytes taken. If it fails, no more is held than before.
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
         let need = bytes.saturating_sub(self.held.now()).div_ceil(self.slot) * self.slot;
         if need == 0 {
