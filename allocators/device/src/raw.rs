@@ -1,14 +1,13 @@
-//! Blocks as bare addresses, for interfaces that carry nothing else.
+//! Blocks as raw addresses, for interfaces that carry only addresses.
 //!
-//! A block that is [turned into its address](Block::into_raw) leaves what its token held in a table
-//! of its own stream's cache, under that cache's lock. So streams share nothing here either, and a
-//! table that has reached its size allocates nothing.
-//!
-//! Which cache an address belongs to is a question of its own, since caches share the pool's range.
-//! A [`Directory`] remembers for each 2 MiB which caches have turned blocks there into addresses,
-//! up to four. In a steady state it is read and not written. It is a hint: a cache that it has
-//! forgotten is found by asking all of them, and a cache that it names by mistake knows nothing of
-//! the address.
+//! - [`Block::into_raw`] stores the contents of the block's token in a table of its stream's cache,
+//!   under that cache's lock. So streams share no state here either. A table that has reached its
+//!   size allocates nothing.
+//! - Caches share the pool's address range, so the cache of an address has to be found. A
+//!   [`Directory`] stores, for each 2 MiB, up to four caches that have released raw addresses
+//!   there. In a steady state it is only read.
+//! - The directory is a hint. A cache that it has dropped is found by searching all caches, and a
+//!   cache that it names wrongly does not have the address.
 
 use crate::{
     Block, DevicePool, Request,
@@ -30,15 +29,15 @@ use std::{
     },
 };
 
-/// A block that is out as its address.
+/// A block that was released as its raw address.
 pub(crate) enum Raw {
-    /// What its token held.
+    /// The contents of its token.
     Alone(Token),
-    /// The token itself: somebody looks at it, or has.
+    /// The token itself: it is or was shared.
     Shared(Arc<Block>),
 }
 
-/// What a block's token held.
+/// The contents of a block's token.
 pub(crate) struct Token {
     freed: Freed,
     uses: UseList,
@@ -52,11 +51,10 @@ impl Token {
     }
 }
 
-/// The blocks of one cache that are out as bare addresses.
+/// The blocks of one cache that were released as raw addresses.
 pub(crate) type Table = HashMap<u64, Raw, BuildHasherDefault<Spread>>;
 
-/// Spreads addresses, whose low bits are all alike. The same ones each time, as all that a pool
-/// does.
+/// A hash for addresses, whose low bits are all alike. It is deterministic, like all of the pool.
 #[derive(Default)]
 pub(crate) struct Spread(u64);
 
@@ -75,21 +73,21 @@ impl Hasher for Spread {
     }
 }
 
-/// Bytes that share an entry, as a power of two.
+/// The bytes of addresses that share an entry, as a power of two.
 const GRAIN_BITS: u32 = 21;
-/// Entries: 128 GiB in a row have one each.
+/// The number of entries: 128 GiB of consecutive addresses have one each.
 const ENTRIES: usize = 1 << 16;
-/// Caches of an entry, two bytes each: one more than the cache's number, the one noted last lowest.
+/// Caches per entry, in two bytes each: the number of the cache plus one, the latest in the lowest.
 const LANES: u32 = 4;
-/// Caches that can be named.
+/// The maximum number of caches that can be recorded.
 const NAMED: usize = 1024;
 
-/// Which caches have had addresses out, by where these lie.
+/// Maps addresses to the caches that may have released them as raw addresses.
 pub(crate) struct Directory {
-    /// Made when the first address goes out: half a MiB, of which the kernel backs what is used.
+    /// Allocated at the first raw address: half a MiB, of which the kernel backs only what is used.
     entries: OnceLock<Box<[AtomicU64]>>,
-    /// The caches of the pool in the order they were made. They stay until the pool closes, and
-    /// nobody asks then.
+    /// The caches of the pool in the order of their creation. They exist until the pool closes, and
+    /// the directory is not used afterwards.
     homes: Box<[OnceLock<&'static Home>]>,
 }
 
@@ -101,14 +99,14 @@ impl Directory {
         }
     }
 
-    /// Names a cache. One too many is found by asking all.
+    /// Registers a cache. A cache beyond the limit is found by searching all.
     pub(crate) fn name(&self, number: usize, home: &'static Home) {
         if let Some(place) = self.homes.get(number) {
             let _ = place.set(home);
         }
     }
 
-    /// The cache of this number, if it can be named.
+    /// Returns the cache of this number, if it is registered.
     #[inline]
     pub(crate) fn home(&self, number: usize) -> Option<&'static Home> {
         self.homes.get(number)?.get().copied()
@@ -118,7 +116,7 @@ impl Directory {
         (address >> GRAIN_BITS) as usize % ENTRIES
     }
 
-    /// Notes that the cache of this number has an address out here.
+    /// Records that the cache of this number has released an address here.
     pub(crate) fn note(&self, address: u64, number: usize) {
         if number >= NAMED {
             return;
@@ -130,12 +128,12 @@ impl Directory {
         let entry = &entries[Self::entry(address)];
         let noted = entry.load(Ordering::Relaxed);
         if !(0..LANES).any(|n| noted >> (16 * n) & 0xffff == lane) {
-            // Two at once may lose one of the two, which costs a search.
+            // A race between two stores may lose one of the records. The only cost is a search.
             entry.store(noted << 16 | lane, Ordering::Relaxed);
         }
     }
 
-    /// The caches that may have `address` out, the likeliest first.
+    /// Returns the caches that may have released `address`, the most likely first.
     fn likely(&self, address: u64) -> impl Iterator<Item = &'static Home> {
         let entry = self.entries.get().map(|entries| &entries[Self::entry(address)]);
         let noted = entry.map_or(0, |entry| entry.load(Ordering::Relaxed));
@@ -147,11 +145,11 @@ impl Directory {
 }
 
 impl Block {
-    /// The block as its bare address. It lives on, with all that was noted of it, until
-    /// [`DevicePool::from_raw`] makes it a block again or [`DevicePool::free_raw`] frees it. What
-    /// never comes back leaks, and keeps its pool's memory.
+    /// Converts the block to its raw address. The block stays allocated, with its recorded uses,
+    /// until [`DevicePool::from_raw`] converts it back or [`DevicePool::free_raw`] frees it.
+    /// Otherwise it leaks and keeps its pool's memory.
     ///
-    /// Takes the lock of its stream's cache, and makes no driver call.
+    /// Takes the lock of its stream's cache and makes no driver call.
     #[must_use = "the address is the only way back to the block"]
     pub fn into_raw(self) -> u64 {
         let address = self.address();
@@ -160,7 +158,7 @@ impl Block {
             keeper.keep_raw(self);
             return address;
         }
-        // Its drop would free it.
+        // Dropping it would free the block.
         let mut block = ManuallyDrop::new(self);
         let (uses, extras) = (mem::take(&mut block.uses), block.extras.take());
         if let Owner::Pool(way) = block.owner {
@@ -171,11 +169,11 @@ impl Block {
     }
 }
 
-/// Blocks that are out as bare addresses and belong to no cache: by address, which no two live
-/// blocks of a process share.
+/// Raw blocks that belong to no cache, by address. No two live blocks of a process share an
+/// address.
 static BACKED: Mutex<Backlog> = Mutex::new(Backlog(BTreeMap::new()));
 
-/// Blocks by the addresses that they are out as, any of which somebody may look at.
+/// Blocks by their raw addresses. Any of them may be shared.
 #[derive(Default)]
 pub(crate) struct Backlog(BTreeMap<u64, Arc<Block>>);
 
@@ -189,7 +187,7 @@ impl Backlog {
         self.0.get(&address).cloned()
     }
 
-    /// The block to be owned, unless somebody looks at it.
+    /// Removes and returns the block, unless it is shared.
     pub(crate) fn take(&mut self, address: u64) -> Option<Result<Block>> {
         let block = self.0.remove(&address)?;
         Some(Arc::try_unwrap(block).map_err(|shared| {
@@ -198,20 +196,20 @@ impl Backlog {
         }))
     }
 
-    /// The block to be let go of, which is not to happen under this table's lock.
+    /// Removes the block. The caller must drop it without this table's lock.
     pub(crate) fn let_go(&mut self, address: u64) -> Option<Arc<Block>> {
         self.0.remove(&address)
     }
 }
 
-/// Addresses that so many blocks had are remembered when they are freed.
+/// The maximum number of freed addresses that are remembered.
 const REMEMBERED: usize = 1 << 16;
 
-/// Addresses whose blocks have been freed and that no block has had since, the newest of them: so
-/// that a second free is told from an address that never was a block's.
+/// The newest addresses whose blocks were freed and that have not been allocated since. They
+/// distinguish a double free from an address that was never allocated.
 #[derive(Default, Debug)]
 pub(crate) struct FreedAddresses {
-    /// The free that each was noted at.
+    /// The number of the free at each address.
     at: HashMap<u64, u64>,
     /// Oldest first, some of them out of date.
     order: VecDeque<(u64, u64)>,
@@ -219,7 +217,7 @@ pub(crate) struct FreedAddresses {
 }
 
 impl FreedAddresses {
-    /// A block at this address is freed.
+    /// Records that the block at this address was freed.
     pub(crate) fn note(&mut self, address: u64) {
         self.frees += 1;
         self.at.insert(address, self.frees);
@@ -232,7 +230,7 @@ impl FreedAddresses {
         }
     }
 
-    /// A block is given out at this address.
+    /// Records that a block was allocated at this address.
     pub(crate) fn forget(&mut self, address: u64) {
         self.at.remove(&address);
     }
@@ -241,7 +239,7 @@ impl FreedAddresses {
         self.at.contains_key(&address)
     }
 
-    /// Why no block is out as this address.
+    /// Returns the error for an address without a raw block.
     pub(crate) fn refuse(&self, address: u64) -> MemoryError {
         if self.has(address) {
             MemoryError::DoubleFree { address }
@@ -255,14 +253,15 @@ fn backed() -> MutexGuard<'static, Backlog> {
     BACKED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Keeps a block of no cache while its address is out.
+/// Stores a block that belongs to no cache while its address is released.
 pub(crate) fn keep_backed(block: Block) {
     backed().keep(block);
 }
 
 impl DevicePool {
-    /// A block as its bare address: [`DevicePool::alloc`] and [`Block::into_raw`] in one, for
-    /// interfaces that carry nothing else. The cache is locked once for both.
+    /// Allocates a block and returns its raw address, like [`DevicePool::alloc`] followed by
+    /// [`Block::into_raw`], for interfaces that carry only addresses. Locks the cache once for
+    /// both.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -288,7 +287,7 @@ impl DevicePool {
         self.alloc(stream, request).map(Block::into_raw)
     }
 
-    /// The block of this pool that was [turned into](Block::into_raw) this address.
+    /// Returns the block of this pool that was [converted](Block::into_raw) to this address.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -303,10 +302,10 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::DoubleFree`] if the block at this address has been freed, as long as memory
-    /// is there; [`MemoryError::ForeignBlock`] for any other address that is not out;
-    /// [`MemoryError::Busy`] while somebody [looks at it](DevicePool::share_raw). Nothing changes
-    /// then.
+    /// [`MemoryError::DoubleFree`] if the block at this address was freed and its memory still
+    /// exists; [`MemoryError::ForeignBlock`] for any other address without a raw block;
+    /// [`MemoryError::Busy`] while the block is [shared](DevicePool::share_raw). In each case
+    /// nothing has changed.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         if let Some(direct) = self.bypass(address) {
             return direct.from_raw(address);
@@ -317,11 +316,12 @@ impl DevicePool {
         block.unwrap_or_else(|| Err(self.refuse(address)))
     }
 
-    /// The block of this pool that is out as this address, to note uses of it; its address stays
-    /// out.
+    /// Returns the raw block of this pool at this address, to record uses of it. The address stays
+    /// valid.
     ///
-    /// Several threads may hold it at once. One that is freed by [`DevicePool::free_raw`] meanwhile
-    /// ends with the last of them, so what they note holds its memory back.
+    /// Several threads may hold the block at once. If it is freed by [`DevicePool::free_raw`] in
+    /// that time, it is freed when the last of them drops it, so the uses they have recorded delay
+    /// its reuse.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -336,7 +336,7 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// As [`DevicePool::from_raw`], which it is never too busy for.
+    /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
         if let Some(direct) = self.bypass(address) {
             return direct.share_raw(address);
@@ -347,24 +347,23 @@ impl DevicePool {
         block.ok_or_else(|| self.refuse(address))
     }
 
-    /// Where each block is an allocation of its own, unless this is one of those that are not:
-    /// graphs' and stable ones.
+    /// Returns the bypass allocator, in which each block is its own allocation, unless the address
+    /// is one of a graph's or a stable block.
     fn bypass(&self, address: u64) -> Option<&Direct> {
         self.inner().bypass().filter(|_| !self.is_backed(address))
     }
 
-    /// Whether a block that belongs to no cache is out as this address, and is of this pool.
+    /// Returns whether a raw block of this pool that belongs to no cache has this address.
     fn is_backed(&self, address: u64) -> bool {
         backed().0.get(&address).is_some_and(
             |block| matches!(&block.owner, Owner::Backend(home) if home.streams.is(self.streams())),
         )
     }
 
-    /// Frees the block that was [turned into](Block::into_raw) this address, as dropping it would
-    /// have.
+    /// Frees the block that was [converted](Block::into_raw) to this address, as dropping it would.
     ///
     /// # Errors
-    /// As [`DevicePool::from_raw`], which it is never too busy for.
+    /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn free_raw(&self, address: u64) -> Result<()> {
         if let Some(direct) = self.bypass(address) {
             return direct.free_raw(address);
@@ -376,20 +375,20 @@ impl DevicePool {
         backed.map(drop).ok_or_else(|| self.refuse(address))
     }
 
-    /// Asks the likely caches, then all.
+    /// Searches the likely caches, then all.
     fn find<T>(&self, address: u64, mut ask: impl FnMut(&'static Home) -> Option<T>) -> Option<T> {
         let inner = self.inner();
         let likely = inner.directory.likely(address).find_map(&mut ask);
         likely.or_else(|| inner.homes(&inner.scratch.begin()).into_iter().find_map(ask))
     }
 
-    /// The blocks of streams' caches that are out as bare addresses.
+    /// Returns the raw blocks of the streams' caches.
     pub(crate) fn raw_blocks(&self) -> Vec<HeldBlock> {
         let inner = self.inner();
         inner.homes(&inner.scratch.begin()).into_iter().flat_map(Home::raw_blocks).collect()
     }
 
-    /// Why there is no such address out.
+    /// Returns the error for an address without a raw block.
     #[cold]
     fn refuse(&self, address: u64) -> MemoryError {
         let inner = self.inner();
@@ -417,7 +416,8 @@ impl DevicePool {
 }
 
 impl Home {
-    /// A block out of the cache, if it has room, as its address. The hot path where nobody listens.
+    /// Allocates a block from the cache, if it has room, and returns its address. The fast path
+    /// without listeners.
     #[inline]
     fn quick_alloc_raw(&'static self, request: &Request) -> Option<u64> {
         self.with_last(|s| {
@@ -432,7 +432,7 @@ impl Home {
         })
     }
 
-    /// The blocks of this cache that are out as bare addresses.
+    /// Returns the raw blocks of this cache.
     fn raw_blocks(&'static self) -> Vec<HeldBlock> {
         let stream = self.timeline().number();
         let told = |(&address, raw): (&u64, &Raw)| {
@@ -442,13 +442,14 @@ impl Home {
             };
             HeldBlock { address, bytes: asked.bytes(), stream, tag: asked.tag(), at: None }
         };
-        // The memory for the list is taken before the lock; what has come meanwhile takes its own.
+        // The list is allocated before the lock is taken. It may grow under the lock if blocks were
+        // added since.
         let mut blocks = Vec::with_capacity(self.with(|s| s.raw.len()));
         self.with(|s| blocks.extend(s.raw.iter().map(told)));
         blocks
     }
 
-    /// Keeps what a token held while its address is out.
+    /// Stores the contents of a token while its address is released.
     fn keep_raw(&self, address: u64, token: Token) {
         self.with_last(|s| {
             s.raw.insert(address, Raw::Alone(token));
@@ -456,12 +457,12 @@ impl Home {
         });
     }
 
-    /// The block of this cache that is out as `address`, to be owned; `None` if there is none.
+    /// Removes and returns the raw block at `address`; `None` if this cache has none.
     fn take_raw(&self, address: u64) -> Option<Result<Block>> {
         self.with_last(|s| {
             let block = match s.raw.remove(&address)? {
                 Raw::Alone(token) => Ok(token.into_block()),
-                // Clones are made under the lock only, so one that is alone here stays so.
+                // References are cloned only under this lock, so a unique one stays unique.
                 Raw::Shared(block) => Arc::try_unwrap(block),
             };
             Some(block.map_err(|shared| {
@@ -471,7 +472,7 @@ impl Home {
         })
     }
 
-    /// The block of this cache that is out as `address`, which stays out.
+    /// Returns the raw block at `address`, which stays raw; `None` if this cache has none.
     fn share_raw(&self, address: u64) -> Option<Arc<Block>> {
         self.with_last(|s| {
             let block = match s.raw.remove(&address)? {
@@ -483,9 +484,9 @@ impl Home {
         })
     }
 
-    /// Frees the block of this cache that is out as `address`; `None` if there is none.
+    /// Frees the raw block at `address`; `None` if this cache has none.
     fn free_raw(&'static self, address: u64) -> Option<()> {
-        /// What is to be done once the lock is open again.
+        /// What remains to be done after the lock is released.
         enum Rest {
             After(Option<Box<AfterFree>>),
             Token(Token),

@@ -1,8 +1,11 @@
-//! What a pool gives back for others, and how it asks them.
+//! Reclaim: the memory that a pool releases for others, and the requests to others to release
+//! theirs.
 //!
-//! Whatever holds memory under a budget is registered there for as long as it lives: weakly, so
-//! that nothing is kept alive by it. An offer is read off the pool's own books, under locks that
-//! nobody holds over a driver call. What each costs stands in the crate's text.
+//! - Everything that holds memory under a budget is registered with the budget as long as it lives,
+//!   by a weak reference.
+//! - An offer is computed from the pool's own accounts, under locks that are never held during a
+//!   driver call.
+//! - The crate's documentation lists the cost of each kind of offer.
 
 use crate::{
     DevicePool,
@@ -24,10 +27,10 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 
-/// Bytes of a segment that a pool takes where it cannot map.
+/// The bytes of a segment of a pool without virtual memory mapping.
 const SEGMENT: u64 = 64 * MIB;
 
-/// What it costs to give back so many bytes in so many pieces, and to take them anew.
+/// Returns the cost of releasing so many bytes in so many pieces and allocating them again.
 pub(crate) fn price(pieces: u64, each: Duration, bytes: u64, each_mib: Duration) -> Duration {
     let of =
         |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
@@ -38,7 +41,7 @@ pub(crate) fn has_passed(deadline: Option<Instant>) -> bool {
     deadline.is_some_and(|deadline| Instant::now() >= deadline)
 }
 
-/// Whether memory that is given back could help.
+/// Returns whether released memory could resolve the error.
 pub(crate) fn is_shortage(error: &MemoryError) -> bool {
     match error {
         MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
@@ -47,7 +50,8 @@ pub(crate) fn is_shortage(error: &MemoryError) -> bool {
     }
 }
 
-/// Whether memory of that place is the device's: an integrated device's is the host's.
+/// Returns whether memory of that place is the device's. Memory of an integrated device is host
+/// memory.
 fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: Place) -> bool {
     match place {
         Place::Device(other) => other == device,
@@ -56,7 +60,7 @@ fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: Place) -> bool {
     }
 }
 
-/// Those that one who holds device memory asks for some, the cheapest first.
+/// The reclaimers that a holder of device memory can call, the cheapest first.
 pub(crate) struct Others<'a> {
     asking: Asking<'a>,
     driver: &'a dyn Driver,
@@ -73,14 +77,13 @@ impl<'a> Others<'a> {
         Self { asking: budget.asking(own), driver, device }
     }
 
-    /// Asks the next for a charge of `bytes` that a budget has refused: one of those below the
-    /// budget that has.
+    /// Calls the next reclaimer below the budget that has refused a charge of `bytes`.
     pub(crate) fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         self.asking.for_charge(bytes, deadline)
     }
 
-    /// Asks the next for `bytes` that the driver has refused: one with memory of this device, under
-    /// whatever budget of the tree.
+    /// Calls the next reclaimer with memory of this device, under any budget of the tree, after the
+    /// driver has refused `bytes`.
     pub(crate) fn for_memory(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         let Self { asking, driver, device } = self;
         asking.for_memory(bytes, deadline, &|place| is_memory_of(*driver, *device, place))
@@ -88,7 +91,7 @@ impl<'a> Others<'a> {
 }
 
 impl Inner {
-    /// Has others under the same budgets ask this pool.
+    /// Registers this pool as a reclaimer of its budgets.
     pub(crate) fn register(self: &Arc<Self>) {
         let _only_once = self.registration.set(self.budget.on_need(self));
     }
@@ -97,7 +100,7 @@ impl Inner {
         Others::new(&self.budget, self.registration.get(), &*self.driver, self.info.device)
     }
 
-    /// Bytes that are in no block, or will be in none when work that is queued is done.
+    /// Returns the bytes that are in no live block, including those of pending frees.
     fn idle(&self) -> u64 {
         let pass = self.scratch.begin();
         let live: u64 = self.homes(&pass).iter().map(|home| home.with(|s| s.holds().live)).sum();
@@ -106,8 +109,8 @@ impl Inner {
             Physical::Plain(plain) => (plain.held().now(), 1),
         };
         let idle = held.saturating_sub(live);
-        // What a block shares a handle with stays. No rounding: whoever was asked in vain is asked
-        // again when this changes.
+        // Memory that shares a handle with a live block is kept. The number is not rounded: a
+        // reclaimer that failed is called again when it changes.
         (if idle >= grain { idle } else { 0 }) + self.apart.leaving()
     }
 }
@@ -138,8 +141,7 @@ impl Reclaim for Inner {
             return;
         }
         let keep = self.held().saturating_sub(bytes);
-        // What the driver refuses to take back stays charged, and the next one who trims tries it
-        // again.
+        // Bytes whose release the driver refuses stay charged, and the next trim retries.
         while self.press(keep).is_ok()
             && self.held() > keep
             && !has_passed(deadline)
@@ -186,17 +188,18 @@ impl Reclaim for Checked {
 }
 
 impl DevicePool {
-    /// Gives device memory back to the driver for somebody else: for a library whose own allocation
-    /// has failed, or is about to. Asks this pool and all who are registered under the same root of
-    /// budgets and have memory of this device, the cheapest first, until `bytes` have been given
-    /// back or nobody has more. Answers with what is missing and who gave what.
+    /// Releases device memory to the driver for other users, such as a library whose own allocation
+    /// has failed or is about to. Asks this pool and all reclaimers that are registered under the
+    /// same root of budgets and have memory of this device, the cheapest first, until `bytes` have
+    /// been released or no more is available. Returns what is missing, and what each reclaimer
+    /// released.
     ///
-    /// The bytes are the driver's then, and the budget has room for as many again: whoever wants to
-    /// keep this program from taking them back meanwhile lowers the budget's limit
-    /// ([`Budget::shrink`]) or charges them to it.
+    /// The bytes then belong to the driver, and the budget has that much more room. To keep this
+    /// program from taking them again, lower the budget's limit ([`Budget::shrink`]) or charge them
+    /// to it.
     ///
-    /// Blocks for the driver's time and, until `deadline`, for queued work and the device; with one
-    /// that has passed it waits for neither, and `None` is no limit.
+    /// Blocks for the time of the driver calls and, until `deadline`, for queued work and the
+    /// device. With a deadline in the past it waits for neither. `None` means no limit.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -225,7 +228,7 @@ impl DevicePool {
         let before = root.used();
         let mut others = Others::new(budget, None, &**driver, info.device);
         let mut room = Room { missing: bytes, tried: Vec::new() };
-        // What is to be had without waiting, and then the rest.
+        // First what is available without waiting, then the rest.
         for deadline in [Some(Instant::now()), deadline] {
             while room.missing > 0
                 && let Some(tried) = others.for_memory(room.missing, deadline)

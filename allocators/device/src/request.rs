@@ -1,20 +1,20 @@
-//! What can be asked of device memory.
+//! Limits and validation of requests for device memory.
 
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Request, Result};
 
-/// The largest alignment that can be asked for, in bytes.
+/// The maximum alignment of a request, in bytes.
 pub const MAX_ALIGN: u64 = 2 << 20;
-/// More than any device has: a request beyond it is an arithmetic mistake.
+/// More than the memory of any device: a larger request is an arithmetic error.
 pub(crate) const MAX_BYTES: u64 = 1 << 46;
 
-/// Whether a request makes sense here.
+/// Validation of requests.
 pub(crate) trait Sensible: Sized {
-    /// Whether it makes sense as it is, and asks for no more alignment than every block has: true
-    /// of nearly all.
+    /// Returns whether it is valid without change and needs no more than the default alignment,
+    /// which is true for nearly all requests.
     fn is_plain(&self) -> bool;
 
-    /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be
-    /// had.
+    /// Returns the request if it is valid: not empty, not larger than any device, with a supported
+    /// alignment.
     fn checked(self) -> Result<Self>;
 }
 

@@ -1,4 +1,4 @@
-//! Elements at addresses that stay, while memory behind them comes and goes.
+//! Growable memory: elements at fixed addresses, with memory that is committed and decommitted.
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
@@ -22,23 +22,24 @@ use std::{
     sync::{Arc, Mutex, Weak},
 };
 
-/// Room for `max_len` elements of `T` at a fixed address, with memory behind those that are
-/// committed.
+/// Address space for `max_len` elements of `T` at a fixed address, with memory for the committed
+/// ones.
 ///
-/// Growing it moves nothing, so pointers that kernels keep stay right and nothing is copied.
-/// Addresses cost no memory; what is committed is charged, exactly, by the steps it comes in: the
-/// pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), 2 MiB as a rule, or what
-/// [`DevicePool::reserve_in_steps`] was told.
+/// Growing moves nothing, so pointers that kernels keep stay valid and nothing is copied. Addresses
+/// cost no memory. Committed memory is charged exactly, in steps: the pool's
+/// [`handle_bytes`](crate::PoolConfig::handle_bytes), usually 2 MiB, or the step of
+/// [`DevicePool::reserve_in_steps`].
 ///
-/// Committing calls the driver, about 30 µs a step on an H200 whatever its size, and waits for no
-/// device. [`Reserved::decommit`] and dropping make no driver call and never block: the memory
-/// stays mapped and charged until the pool's next slow path or trim finds that the work which used
-/// it is done; what is committed again before then is the same memory. Elements are not
+/// Committing calls the driver, about 30 µs a step on an H200 regardless of its size, and does not
+/// wait for the device. [`Reserved::decommit`] and dropping make no driver call and never block:
+/// the memory stays mapped and charged until the pool's next slow path or trim finds the work that
+/// used it done. Memory that is committed again before then is the same memory. Elements are not
 /// initialised.
 ///
 /// [`Tenant::reserve`](crate::Tenant::reserve) counts committed steps as a tenant's live bytes.
 ///
-/// A cache of keys and values that grows by a token at a time, and is cut back when a sequence
+/// The example is a cache of keys and values that grows by a token at a time, and is truncated when
+/// a sequence ends:
 /// ends:
 ///
 /// ```
@@ -69,34 +70,34 @@ use std::{
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 pub struct Reserved<T> {
-    /// Over all addresses. Not lent: not all of them can be touched.
+    /// Covers all addresses. Never lent as a whole, since not all of it can be accessed.
     block: Block,
     span: Arc<Span>,
     apart: Arc<Apart>,
     pool: Weak<Inner>,
     stream: Stream,
     max_len: usize,
-    /// Who is charged besides the pool's budget.
+    /// What is charged besides the pool's budget.
     account: StepAccount,
-    /// What the tenant and the tag are charged for committed steps, by step number. Steps that are
+    /// The charges of the tenant and the tag for committed steps, by step number. Steps that are
     /// charged to neither are not listed.
     live: BTreeMap<u64, LiveBytes>,
     elements: PhantomData<T>,
 }
 
-/// Who is charged for committed steps besides the pool's budget.
+/// What is charged for committed steps besides the pool's budget.
 #[derive(Default)]
 pub(crate) struct StepAccount {
-    /// The tenant whose live bytes they are.
+    /// The tenant of these live bytes.
     pub(crate) tenant: Option<Arc<Share>>,
-    /// Bytes that new memory is drawn from before the pool's budget is asked. Their holder may
-    /// drop the rest at any time.
+    /// The reservation that new memory is drawn from before the pool's budget is charged. Its owner
+    /// may drop it at any time.
     pub(crate) held: Weak<Mutex<Reservation>>,
 }
 
 impl StepAccount {
-    /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second
-    /// gives the first back.
+    /// Charges `request`'s bytes to the limits of the tenant and of the tag. If the second refuses,
+    /// the first charge is returned.
     fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
         let of_tenant =
             self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
@@ -105,8 +106,8 @@ impl StepAccount {
 }
 
 impl DevicePool {
-    /// Addresses for `max_len` elements, for work on `stream`, with no memory behind them
-    /// (`cuMemAddressReserve`). It is committed in steps of the pool's handles.
+    /// Reserves addresses for `max_len` elements without memory, for work on `stream`
+    /// (`cuMemAddressReserve`). Memory is committed in steps of the pool's handle size.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::WrongDevice`];
@@ -117,8 +118,9 @@ impl DevicePool {
         self.reserve_in_steps(stream, max_len, self.inner().apart.step())
     }
 
-    /// The same with steps of `step` bytes, rounded up to the device's granularity: fewer and
-    /// larger ones are cheaper to commit, and what lies between two steps cannot go.
+    /// Like [`DevicePool::reserve`], with steps of `step` bytes, rounded up to the device's
+    /// granularity. Fewer and larger steps are cheaper to commit, but a step is decommitted only as
+    /// a whole.
     ///
     /// # Errors
     /// As [`DevicePool::reserve`].
@@ -133,10 +135,9 @@ impl DevicePool {
         self.reserve_for(stream, max_len, step, StepAccount::default())
     }
 
-    /// As [`DevicePool::reserve_in_steps`], with the memory of each commit drawn from `held` before
-    /// the budget is asked, as long as another owner keeps `held`. Memory that is decommitted goes
-    /// back to the budget, not to `held`. The pool's handle size is the step where `step` is
-    /// `None`.
+    /// Like [`DevicePool::reserve_in_steps`], but each commit draws from `held` before it charges
+    /// the budget, as long as another owner keeps `held`. Decommitted memory returns to the budget,
+    /// not to `held`. If `step` is `None`, the step is the pool's handle size.
     ///
     /// # Errors
     /// As [`DevicePool::reserve`].
@@ -202,15 +203,15 @@ impl DevicePool {
 }
 
 impl<T: Pod> Reserved<T> {
-    /// Puts memory behind the elements in `range`, as far as there is none: whole steps, so that
-    /// neighbours may come to have some too. Makes room as [`DevicePool::alloc_stable`] does, and
-    /// may block as that may.
+    /// Commits memory for the elements in `range` that have none, in whole steps, so neighbouring
+    /// elements may be committed too. Makes room as [`DevicePool::alloc_stable`] does, and may
+    /// block like it.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also where the limit of the
-    /// tenant or of the tag refuses; [`MemoryError::Closed`] if the pool is gone;
-    /// [`MemoryError::Busy`] if memory that was decommitted just now has a prepared use which is
-    /// not finished; the driver's. Nothing has changed then.
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also if the limit of the tenant
+    /// or of the tag refuses; [`MemoryError::Closed`] if the pool is closed; [`MemoryError::Busy`]
+    /// if memory that was just decommitted has an unfinished prepared use; the driver's. In each
+    /// case nothing has changed.
     #[track_caller]
     pub fn commit(&mut self, range: Range<usize>) -> Result<()> {
         let _site = site::enter();
@@ -256,10 +257,10 @@ impl<T: Pod> Reserved<T> {
         self.commit(0..len)
     }
 
-    /// Lets go of the memory behind the elements in `range`: of the steps that lie wholly in it,
-    /// the last one with what follows the last element. Their contents are lost. Answers with the
-    /// bytes, which stay charged until the work that used them is done and the pool has given them
-    /// back. Makes no driver call, unless a stream has to be fenced at once, and never blocks.
+    /// Decommits the steps that lie wholly in `range`. If `range` contains the last element, the
+    /// last step counts as wholly in it. The contents are lost. Returns the bytes, which stay
+    /// charged until the work that used them is done and the pool has released them. Makes no
+    /// driver call, unless a stream has to be fenced at once, and never blocks.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -301,7 +302,7 @@ impl<T: Pod> Reserved<T> {
         Ok(bytes)
     }
 
-    /// The elements that have memory behind them, ascending.
+    /// Returns the ranges of committed elements, ascending.
     #[must_use]
     pub fn committed(&self) -> Vec<Range<usize>> {
         let (step, size) = (self.span.slot, size_of::<T>() as u64);
@@ -313,17 +314,17 @@ impl<T: Pod> Reserved<T> {
         self.span.runs().into_iter().map(elements).filter(|range| !range.is_empty()).collect()
     }
 
-    /// The elements in `range`, all of them committed, to be read.
+    /// Returns a view of `range` for reading. All its elements must be committed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part that has no
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part without
     /// memory.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         let (offset, len) = self.backed(&range)?;
         Ok(DeviceSlice::of(&self.block, offset, len))
     }
 
-    /// The elements in `range`, all of them committed, to be written.
+    /// Returns a view of `range` for writing. All its elements must be committed.
     ///
     /// # Errors
     /// As [`Reserved::slice`].
@@ -345,57 +346,57 @@ impl<T: Pod> Reserved<T> {
         Err(MemoryError::Uncommitted { offset: from, len: to - from })
     }
 
-    /// The slots that bytes from `offset` to `end` lie in.
+    /// Returns the slots of the bytes from `offset` to `end`.
     fn around(&self, offset: u64, end: u64) -> Range<u64> {
         if offset == end { 0..0 } else { offset / self.span.slot..end.div_ceil(self.span.slot) }
     }
 }
 
 impl<T> Reserved<T> {
-    /// Its first address on the device, which never changes.
+    /// Returns its first device address, which never changes.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.block.address()
     }
 
-    /// How many elements there are addresses for.
+    /// Returns the number of elements that have addresses.
     #[must_use]
     pub fn max_len(&self) -> usize {
         self.max_len
     }
 
-    /// Bytes that memory is committed by.
+    /// Returns the size of a commit step in bytes.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.span.slot
     }
 
-    /// Bytes that are committed, and charged for it.
+    /// Returns the committed bytes, which are charged.
     #[must_use]
     pub fn committed_bytes(&self) -> u64 {
         self.span.charged_bytes()
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.block.device()
     }
 
-    /// The stream that it belongs to.
+    /// Returns the stream that it belongs to.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// A number that nothing else at these addresses has, on a driver that checks; 0 on others.
+    /// Returns a unique number of this use of its addresses on a validating driver, 0 on others.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.block.generation()
     }
 
-    /// As [`Block::prepare`], for work that is launched with the address: a use of all that is
-    /// committed.
+    /// Like [`Block::prepare`], for work that is launched with the address. It counts as a use of
+    /// all committed memory.
     ///
     /// # Errors
     /// As [`Block::prepare`].
@@ -404,7 +405,7 @@ impl<T> Reserved<T> {
         self.block.prepare(stream, access)
     }
 
-    /// As [`Block::record_use`], for work that was launched with the address.
+    /// Like [`Block::record_use`], for work that was launched with the address.
     ///
     /// # Errors
     /// As [`Block::record_use`].
@@ -414,7 +415,7 @@ impl<T> Reserved<T> {
     }
 }
 
-/// What two ranges share.
+/// Returns the intersection of two ranges.
 fn both(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
     let range = a.start.max(b.start)..a.end.min(b.end);
     (!range.is_empty()).then_some(range)

@@ -1,4 +1,4 @@
-//! The one interface of everything that gives out device memory.
+//! The common interface of all allocators of device memory.
 
 use crate::Block;
 use aquifer_core::Opaque;
@@ -6,9 +6,9 @@ use aquifer_stream::Stream;
 use std::fmt::Debug;
 
 /// A source of device memory: the caching pool, the driver's own allocators, a
-/// [`SourcePool`](crate::SourcePool) over memory of one's own, and whatever wraps one of them, by
-/// aquifer-adapters' wrappers too. Its methods are those of [`Opaque`], and it is implemented by
-/// implementing that. Object safe.
+/// [`SourcePool`](crate::SourcePool) over a custom source, and wrappers around any of them,
+/// including those of aquifer-adapters. Its methods are those of [`Opaque`]; implementing
+/// [`Opaque`] implements it. It is object safe.
 ///
 /// ```
 /// use aquifer_core::{MemoryError, Opaque, Result};

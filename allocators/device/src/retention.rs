@@ -1,15 +1,14 @@
-//! How much of what lies idle a pool keeps: the release threshold, the warm reserve and the cap on
-//! each stream's cache.
+//! Retention: how much idle memory a pool keeps. It is controlled by the release threshold, the
+//! warm reserve and the cap on each stream's cache.
 //!
-//! None of it is looked at where a stream's cache serves a request. The cap is held where a slow
-//! path has looked which frees are done, the threshold when a slow path has served its request, so
-//! that what the request itself needed is not given back first.
-//!
-//! **A loop at the threshold must not thrash**: to give back at each low point what each high point
-//! takes again would cost a creation and a mapping of every handle in every round, at some 40 µs
-//! and more each. So what was given back and is taken again is kept on top of the threshold from
-//! then on. A loop pays once for what it turns out to need, and its later rounds make no memory
-//! call; what it never needed again stays given back. An explicit trim starts this anew.
+//! - None of it is checked while a stream's cache serves a request. The cap is enforced when a slow
+//!   path has polled which frees are done. The threshold is enforced after a slow path has served
+//!   its request, so that memory the request needs is not released first.
+//! - **A loop at the threshold must not thrash.** Releasing memory at each low point and taking it
+//!   again at each high point would create and map every handle in every round, at 40 µs or more
+//!   each. So memory that was released and taken again is kept in addition to the threshold from
+//!   then on. A loop pays once for the memory that it needs, and later rounds make no memory call.
+//!   Memory that is not needed again stays released. An explicit trim resets this.
 
 use crate::{DevicePool, chain::Unfenced, home::Home, physical::Physical, pool::Inner};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
@@ -19,22 +18,22 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-/// What a pool keeps.
+/// The amounts of memory that a pool keeps.
 #[derive(Debug)]
 pub(crate) struct Retention {
     /// Idle bytes that are kept; `u64::MAX` for all.
     threshold: u64,
     /// Idle bytes that one stream's cache keeps; `u64::MAX` for all.
     pub(crate) stream_cache: u64,
-    /// Bytes, in use or idle, below which nothing is given back unless memory is short.
+    /// Bytes, in use or idle, below which nothing is released unless memory is short.
     reserve: AtomicU64,
     given: Mutex<Given>,
 }
 
-/// What the threshold has given back.
+/// The memory that the threshold has released.
 #[derive(Default, Debug)]
 struct Given {
-    /// Bytes that have not been missed.
+    /// Bytes that were not needed again.
     back: u64,
     /// Bytes that were taken again.
     again: u64,
@@ -49,13 +48,13 @@ impl Retention {
         self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is no threshold.
+    /// Returns whether there is no threshold.
     pub(crate) fn keeps_all(&self) -> bool {
         self.threshold == u64::MAX
     }
 
     pub(crate) fn reserve(&self) -> u64 {
-        // Relaxed: it guards no memory, and whoever learns of it late has trimmed before.
+        // Relaxed: it guards no memory, and a thread that reads it late has trimmed earlier.
         self.reserve.load(Ordering::Relaxed)
     }
 
@@ -63,18 +62,18 @@ impl Retention {
         self.reserve.store(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that are held at a quiet point, at most, while `live` of them are in use.
+    /// Returns the maximum bytes to hold at a quiet point, while `live` of them are in use.
     pub(crate) fn keep(&self, live: u64) -> u64 {
         let idle = self.threshold.saturating_add(self.given().again);
         live.saturating_add(idle).max(self.reserve())
     }
 
-    /// The threshold has given bytes back.
+    /// Records that the threshold has released bytes.
     pub(crate) fn gave_back(&self, bytes: u64) {
         self.given().back += bytes;
     }
 
-    /// The pool takes bytes from the driver.
+    /// Records that the pool takes bytes from the driver.
     pub(crate) fn grew(&self, bytes: u64) {
         if self.keeps_all() {
             return;
@@ -85,7 +84,7 @@ impl Retention {
         given.again += missed;
     }
 
-    /// What was needed before is not to be kept for that.
+    /// Resets the record of what was needed again.
     pub(crate) fn forget(&self) {
         *self.given() = Given::default();
     }
@@ -93,15 +92,14 @@ impl Retention {
 
 impl DevicePool {
     /// Takes memory from the driver and maps it (`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`) until
-    /// the caches hold `bytes`, rounded up to handles; it belongs to whichever stream needs it
-    /// first. Answers with the bytes taken. Blocks for nothing but the driver's own time.
+    /// the caches hold `bytes`, rounded up to handles. The first stream that needs it gets it.
+    /// Returns the bytes taken. Blocks only for the driver's own time.
     ///
     /// From now on neither a trim nor the [release threshold](crate::PoolConfig::release_threshold)
-    /// gives anything back that brings the caches below `bytes`, in use or idle; that is in place
-    /// of what was set before, and 0 lets all go again. Only pressure may take it: a request of
-    /// this pool, for a block or for stable or reserved memory, that nothing else makes room for;
-    /// another pool under the same budget; and the end of the pool. What is taken so does not come
-    /// back by itself.
+    /// releases memory below `bytes` in the caches, in use or idle. This replaces an earlier value,
+    /// and 0 removes the reserve. Only these may take it: a request of this pool, for a block or
+    /// for stable or reserved memory, for which no other room can be made; another pool under the
+    /// same budget; and closing the pool. It is not refilled automatically.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -119,9 +117,9 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] on devices that cannot map, and beside bypass;
-    /// [`MemoryError::OutOfMemory`]; the driver's. The pool holds what it held then, and the
-    /// reserve is as it was.
+    /// [`MemoryError::Unsupported`] on devices without virtual memory mapping, and in bypass mode;
+    /// [`MemoryError::OutOfMemory`]; the driver's. In each case the pool holds as much as before,
+    /// and the reserve is unchanged.
     #[track_caller]
     pub fn warm(&self, bytes: u64) -> Result<u64> {
         let _site = site::enter();
@@ -130,7 +128,7 @@ impl DevicePool {
 }
 
 impl Inner {
-    /// Gives back what is free until no more than `keep` bytes are held, but for the warm reserve.
+    /// Releases free memory until at most `keep` bytes are held, but not the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         let mut gone = self.sweep();
         self.tenants.trim();
@@ -155,24 +153,23 @@ impl Inner {
         if !asked {
             self.retention.gave_back(given);
         }
-        // What was refused just now is tried once more. What is refused again stays charged, and is
-        // reported.
+        // Retry what was refused just now. What is refused again stays charged and is reported.
         let (given_later, swept) = self.sweep_leftovers();
         gone += given_later;
         swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
         Ok(gone + given)
     }
 
-    /// Lets go of what drivers keep for graphs that are gone, and of what the driver has refused to
-    /// release before. Returns the bytes given back. What is refused again is left for the next
+    /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
+    /// driver has refused. Returns the released bytes. What is refused again is left to the next
     /// sweep.
     pub(crate) fn sweep(&self) -> u64 {
         crate::graphs::sweep();
         self.sweep_leftovers().0
     }
 
-    /// Releases what the driver has refused to release before. Returns the bytes, and the driver's
-    /// first refusal.
+    /// Retries releases that the driver has refused. Returns the bytes, and the driver's first
+    /// refusal.
     fn sweep_leftovers(&self) -> (u64, Result<(), DriverError>) {
         let before = self.stuck();
         let outcome = leftovers::sweep(&self.driver);
@@ -184,7 +181,7 @@ impl Inner {
         (given, outcome)
     }
 
-    /// Returns the bytes that the driver has refused to take back.
+    /// Returns the bytes whose release the driver has refused.
     fn stuck(&self) -> u64 {
         let cached = match &self.physical {
             Physical::Mapped(mapped) => mapped.held().stuck(),
@@ -206,7 +203,7 @@ impl Inner {
         rounds.map(drop)
     }
 
-    /// The same for somebody who is short of memory, whom the warm reserve does not stop.
+    /// Trims under memory pressure: the warm reserve is released too.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
         let mut gone = self.sweep();
         gone += self.apart.in_rounds(|| {
@@ -222,8 +219,8 @@ impl Inner {
         Ok(gone + given + self.sweep())
     }
 
-    /// Gives back what the release threshold says, where that waits for nothing. A refusal is met
-    /// again by whoever trims.
+    /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
+    /// the next trim.
     pub(crate) fn shed(&self) {
         let Physical::Mapped(mapped) = &self.physical else { return };
         if self.retention.keeps_all() {
@@ -237,7 +234,7 @@ impl Inner {
         }
     }
 
-    /// Gives back what is free and known to be done in the caches until they hold no more than
+    /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
     fn give_back(&self, homes: &[&'static Home], keep: u64) -> Result<u64> {
         let given = match &self.physical {
@@ -272,7 +269,7 @@ impl Inner {
     }
 }
 
-/// Bytes of these caches that have an owner.
+/// Returns the bytes in live blocks of these caches.
 fn live(homes: &[&'static Home]) -> u64 {
     homes.iter().map(|home| home.with(|s| s.holds().live)).sum()
 }

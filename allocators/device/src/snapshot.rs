@@ -1,4 +1,4 @@
-//! What a pool did and holds, for PyTorch's memory viewer.
+//! Snapshots of a pool's history and state, for PyTorch's memory viewer.
 
 use crate::DevicePool;
 use aquifer_core::{
@@ -7,15 +7,15 @@ use aquifer_core::{
 };
 
 impl DevicePool {
-    /// A memory snapshot of what this pool did, by the events that were kept, and of what is live
-    /// behind the last of them: [`MemorySnapshot::save`] writes it for PyTorch's memory viewer,
-    /// `_memory_viz.py` and `aquifer replay`.
+    /// Returns a memory snapshot of this pool: its history as recorded in `events`, and the blocks
+    /// that are live after the last of them. [`MemorySnapshot::save`] writes it for PyTorch's
+    /// memory viewer, `_memory_viz.py` and `aquifer replay`.
     ///
-    /// Blocks that are older than the first event are told if they are out as
+    /// Blocks that are older than the first event are included if they are raw
     /// [addresses](DevicePool::alloc_raw), of which a pool has a list, or if
-    /// [`Debugging::leaks`](crate::Debugging::leaks) is switched on, with the lines that asked for
-    /// them; without it a pool has no list of the others, nor of graphs' blocks, and one that no
-    /// event names is not told. Never blocks on the driver.
+    /// [`Debugging::leaks`](crate::Debugging::leaks) is enabled, with the source lines of their
+    /// allocations. Without it the pool has no list of its other blocks, nor of graphs' blocks, and
+    /// those without an event are missing. Never blocks on the driver.
     ///
     /// ```
     /// use aquifer_core::{Recorder, event::RingSink};

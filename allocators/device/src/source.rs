@@ -1,5 +1,5 @@
-//! Device memory from a source of the user's own: a slab carved from another library's allocation,
-//! a driver call that this library does not make.
+//! Device memory from a custom source, such as a slab of another library's allocation or a driver
+//! call that this library does not make.
 //!
 //! ```text
 //!   Limit, Tagged, Counted, …      wrappers: any Resource, safe to implement
@@ -7,9 +7,9 @@
 //!   S: RangeSource                 ranges: what a user writes, unsafe to implement
 //! ```
 //!
-//! A source deals in ranges and knows nothing of blocks. [`SourcePool`] makes blocks of them, keeps
-//! account of the streams that use each, and gives a range back to the source with its
-//! [`Dependencies`]: what must be over before the memory may be used by others.
+//! A source handles ranges, not blocks. [`SourcePool`] makes blocks of them, records the streams
+//! that use each, and returns a range to the source with its [`Dependencies`]: the work that must
+//! be over before the memory may be reused.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
 use crate::{
@@ -26,7 +26,7 @@ use std::{fmt, sync::Arc, time::Instant};
 
 /// A source of ranges of device memory, to be used through a [`SourcePool`].
 ///
-/// This one hands out the slots of one allocation of another library:
+/// This example hands out the slots of another library's allocation:
 ///
 /// ```
 /// use aquifer_core::{DeviceId, MemoryError, Result};
@@ -73,21 +73,21 @@ use std::{fmt, sync::Arc, time::Instant};
 ///
 /// # Safety
 /// 1. [`allocate`](RangeSource::allocate) returns the first address of `bytes` bytes of memory of
-///    [`device`](RangeSource::device), mapped in its primary context, aligned to
-///    [`alignment`](RangeSource::alignment), that overlap no other range which has not been given
-///    back and no memory that anything else uses.
-/// 2. The range stays so until [`deallocate`](RangeSource::deallocate) has returned `Ok` for it,
-///    also if the source is dropped before: then for ever.
+///    [`device`](RangeSource::device), mapped in its primary context and aligned to
+///    [`alignment`](RangeSource::alignment). They overlap no other range that has not been
+///    returned, and no memory that anything else uses.
+/// 2. The range stays so until [`deallocate`](RangeSource::deallocate) has returned `Ok` for it. If
+///    the source is dropped before, it stays so forever.
 /// 3. Work that is queued on the `stream` of an allocation from then on comes after every earlier
 ///    use of the memory.
-/// 4. `deallocate` neither unmaps, writes nor hands on a range before its dependencies are over, or
-///    a stream has been made to wait for them and the memory goes to work of that stream alone.
+/// 4. `deallocate` neither unmaps, writes nor reuses a range before its dependencies are over, or
+///    before a stream has been made to wait for them and only work of that stream gets the memory.
 pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
-    /// The device.
+    /// Returns the device.
     fn device(&self) -> DeviceId;
 
-    /// The alignment of every range, in bytes: a power of two, [`BLOCK_ALIGN`] at least. Requests
-    /// for more are refused.
+    /// Returns the alignment of every range, in bytes: a power of two, at least [`BLOCK_ALIGN`].
+    /// Requests for more are refused.
     fn alignment(&self) -> u64 {
         BLOCK_ALIGN
     }
@@ -99,23 +99,23 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
     /// Out of memory; the driver's. Nothing has changed.
     fn allocate(&self, stream: &Stream, bytes: u64) -> Result<u64>;
 
-    /// Takes back a range that was [allocated](RangeSource::allocate), and that the host may free
-    /// or reuse once `after` is over. May run in the drop of a block, so it should neither panic
-    /// nor take long.
+    /// Takes back a range that was [allocated](RangeSource::allocate). The source may free or reuse
+    /// it once `after` is over. May run in the drop of a block, so it should neither panic nor take
+    /// long.
     ///
     /// # Errors
-    /// Any error leaves the range with the pool, charged: it is offered again at the next
-    /// allocation, free or trim. [`MemoryError::Busy`] is the one to return where the work is not
-    /// done and the source does not wait.
+    /// Any error leaves the range with the pool, charged. It is offered again at the next
+    /// allocation, free or trim. Return [`MemoryError::Busy`] if the work is not done and the
+    /// source does not wait.
     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()>;
 
-    /// Bytes held from the device, if they are more than those in blocks.
+    /// Returns the bytes held from the device, if they are more than those in blocks.
     fn reserved(&self) -> Option<u64> {
         None
     }
 
-    /// Gives memory that is not used back to the device, until `keep` bytes are left, as far as
-    /// that needs no waiting. Returns the bytes given back.
+    /// Releases unused memory to the device until `keep` bytes are left, as far as that needs no
+    /// waiting. Returns the released bytes.
     ///
     /// # Errors
     /// The driver's.
@@ -125,16 +125,16 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
     }
 }
 
-/// The work that must be over before a range that was freed may be used by others.
+/// The work that must be over before a freed range may be reused.
 ///
-/// Its example is that of [`RangeSource`].
+/// [`RangeSource`] has an example.
 pub struct Dependencies<'a> {
     freed: &'a Deferred,
 }
 
 impl Dependencies<'_> {
-    /// Waits on the host until the work is over. Nothing runs on a lost device any more, so there
-    /// it returns at once. Blocks.
+    /// Waits on the host until the work is over. Returns at once on a lost device, where nothing
+    /// runs any more.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
@@ -142,7 +142,7 @@ impl Dependencies<'_> {
         self.look(None).map(drop)
     }
 
-    /// Returns whether the work is over. Never blocks; may call the driver.
+    /// Returns whether the work is over. Never blocks, but may call the driver.
     ///
     /// # Errors
     /// As [`Dependencies::wait`].
@@ -165,8 +165,7 @@ impl Dependencies<'_> {
         }
     }
 
-    /// Makes work that is queued on `stream` from now on come after the work. The host does not
-    /// wait.
+    /// Orders work that is queued on `stream` from now on after this work. The host does not wait.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
@@ -189,13 +188,13 @@ impl fmt::Debug for Dependencies<'_> {
     }
 }
 
-/// Blocks from a [`RangeSource`]: a [`Resource`](crate::Resource) like any pool's. A clone is
-/// another handle.
+/// Blocks from a [`RangeSource`]: a [`Resource`](crate::Resource) like any pool. A clone is another
+/// handle.
 ///
-/// It caches nothing: each allocation and each free asks the source. The source lives until the
-/// last block has come home.
+/// It caches nothing: each allocation and each free calls the source. The source lives until the
+/// last block has been returned.
 ///
-/// Its example is that of [`RangeSource`].
+/// [`RangeSource`] has an example.
 #[derive(Debug)]
 pub struct SourcePool<S: RangeSource> {
     ledger: Arc<Ledger<Ranges<S>>>,
@@ -214,8 +213,8 @@ impl<S: RangeSource> Clone for SourcePool<S> {
 }
 
 impl<S: RangeSource> SourcePool<S> {
-    /// Blocks from `source` for work on `streams`, whose requested bytes are charged to `budget` if
-    /// there is one.
+    /// Creates a pool of blocks from `source` for work on `streams`. Requested bytes are charged to
+    /// `budget` if there is one.
     ///
     /// # Errors
     /// [`MemoryError::WrongDevice`] for streams of another device; [`MemoryError::BadAlignment`]
@@ -232,7 +231,7 @@ impl<S: RangeSource> SourcePool<S> {
         Ok(Self { ledger: Ledger::new(Ranges { source, budget }, driver, streams) })
     }
 
-    /// The source.
+    /// Returns the source.
     #[must_use]
     pub fn source(&self) -> &S {
         &self.ledger.source.source

@@ -1,17 +1,17 @@
-//! Blocks whose memory never moves, for whoever keeps an address: NCCL, RDMA, other processes,
-//! multicast, graphs.
+//! Stable blocks: blocks whose memory never moves, for users that keep an address, such as NCCL,
+//! RDMA, other processes, multicast and graphs.
 //!
-//! The caches move physical memory to where it is missing, and hand a freed block's bytes to the
-//! next who asks. Whoever has *registered* an address with a network card, exported it or captured
-//! it in a graph keeps it beyond the block, and would read and write the wrong memory, silently. A
-//! [`StableBlock`] therefore has a physical handle of its own, at addresses of its own, which
-//! nobody else is ever given. A [`Registration`] stands for one who keeps the address: the
-//! block may be freed, but while one lives nothing is unmapped and the charge stays. A driver that
-//! checks is told of each, and reports a move under it.
+//! The caches move physical memory to where it is missing, and reuse a freed block's bytes for the
+//! next block. An address that was *registered* with a network card, exported, or captured in a
+//! graph is used beyond the life of the block, and would then silently access the wrong memory. A
+//! [`StableBlock`] therefore has its own physical handle, at its own addresses, which are never
+//! reused. A [`Registration`] represents one user that keeps the address: the block may be freed,
+//! but while a registration lives nothing is unmapped and the charge stays. A validating driver is
+//! notified of each, and reports a move under it.
 //!
-//! Such a block costs the driver's calls, some 30 µs and more, and whole handles of 2 MiB as a
-//! rule: it is for buffers that live long. On devices that cannot map, and in bypass mode without
-//! exports, it is a `cuMemAlloc` of its own, which cannot be exported.
+//! Such a block costs driver calls, some 30 µs or more, and whole handles, usually of 2 MiB, so use
+//! it for long-lived buffers. On devices without virtual memory mapping, and in bypass mode without
+//! exports, it is its own `cuMemAlloc`, which cannot be exported.
 
 mod export;
 
@@ -35,13 +35,12 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// A block with a physical handle and addresses of its own, which are never remapped or given to
-/// anybody else.
+/// A block with its own physical handle and addresses, which are never remapped or reused.
 ///
-/// Work uses it as it uses any [`Block`], which [`StableBlock::block`] lends and
-/// [`StableBlock::into_block`] is. When it is dropped its memory goes back to the driver, not to a
-/// cache: at the next slow path or trim of the pool that finds its last use done and its last
-/// [`Registration`] gone. Dropping never calls the driver and never blocks.
+/// Work uses it like any [`Block`]: [`StableBlock::block`] borrows it as one, and
+/// [`StableBlock::into_block`] converts it. When it is dropped, its memory returns to the driver,
+/// not to a cache: at the next slow path or trim of the pool after its last use is done and its
+/// last [`Registration`] is dropped. Dropping never calls the driver and never blocks.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -64,15 +63,16 @@ pub struct StableBlock {
     block: Block,
     span: Arc<Span>,
     apart: Arc<Apart>,
-    /// Its memory was made by somebody else.
+    /// Whether its memory was imported.
     imported: bool,
 }
 
-/// One who keeps the address of a [`StableBlock`]: while it lives, what lies behind the address
-/// stays, whatever becomes of the block.
+/// One user that keeps the address of a [`StableBlock`]. While it lives, the memory at the address
+/// stays, even if the block is freed.
 ///
-/// A clone is one more. Forgetting one keeps the memory for good. Dropping one makes no driver
-/// call; the memory of a block that has been freed goes at the pool's next slow path, trim, or end.
+/// A clone is another registration. Leaking one keeps the memory for good. Dropping one makes no
+/// driver call; the memory of a freed block is released at the pool's next slow path, trim, or
+/// close.
 pub struct Registration {
     span: Arc<Span>,
     apart: Arc<Apart>,
@@ -80,18 +80,18 @@ pub struct Registration {
 }
 
 impl DevicePool {
-    /// A block for work that is queued on `stream` from now on, whose memory never moves. One
-    /// physical handle, whole, rounded up to the device's granularity: `cuMemAddressReserve`,
-    /// `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, or `cuMemAlloc` where those are not to be
-    /// had. Memory is exportable as [`PoolConfig::export`] says.
+    /// Allocates a block whose memory never moves, for work that is queued on `stream` from now on.
+    /// It gets one whole physical handle, rounded up to the device's granularity:
+    /// `cuMemAddressReserve`, `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, or `cuMemAlloc` where
+    /// those are not available. Its memory is exportable as [`PoolConfig::export`] specifies.
     ///
-    /// When there is no room the pool gives its caches' free memory back to the driver, asks its
-    /// handlers and waits for queued work, at most as long as its settings say.
+    /// If there is no room, the pool releases its caches' free memory to the driver, calls its
+    /// failure handlers and waits for queued work, for at most the time in its settings.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`MemoryError::BadAlignment`] beyond
-    /// [`BLOCK_ALIGN`](crate::BLOCK_ALIGN) where it is an allocation of the driver's. Nothing has
-    /// changed then.
+    /// [`BLOCK_ALIGN`](crate::BLOCK_ALIGN) if it is an allocation of the driver. In each case
+    /// nothing has changed.
     ///
     /// [`PoolConfig::export`]: crate::PoolConfig::export
     #[track_caller]
@@ -100,12 +100,12 @@ impl DevicePool {
         self.stable_block(stream, request, None)
     }
 
-    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. Where `held` has
-    /// less, what it lacks is charged and all of it drawn.
+    /// Like [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. If `held` has
+    /// less, the missing bytes are charged first and then all of it is drawn.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, unless others have taken what a
-    /// call of the driver gave back as it failed.
+    /// As [`DevicePool::alloc_stable`]. `held` is then unchanged, unless another thread has taken
+    /// bytes that a failed driver call had returned.
     #[track_caller]
     pub fn alloc_stable_reserved(
         &self,
@@ -143,12 +143,12 @@ impl DevicePool {
         Ok(stable)
     }
 
-    /// Refuses another device's or machine's stream.
+    /// Returns an error for a stream of another device or machine.
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<()> {
         check_home(&**self.driver(), self.device(), stream.timeline())
     }
 
-    /// The block of a span that is mapped whole.
+    /// Returns the block of a span that is mapped whole.
     #[track_caller]
     fn stable(
         &self,
@@ -172,8 +172,8 @@ impl DevicePool {
         let mut block =
             self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
-            // It is others' memory in others' order: to a driver that checks, nobody gives it out
-            // here.
+            // The memory belongs to another owner's order. A validating driver must not count it as
+            // allocated here.
             block.extras_mut().generation = 0;
         }
         self.inner().list(&mut block, None);
@@ -182,7 +182,7 @@ impl DevicePool {
         StableBlock { block, span, apart, imported }
     }
 
-    /// A block over a whole span, whatever is mapped there.
+    /// Returns a block over a whole span, whatever is mapped there.
     pub(crate) fn apart_block(
         &self,
         stream: &Stream,
@@ -205,31 +205,32 @@ impl DevicePool {
 }
 
 impl StableBlock {
-    /// Its first address on the device, the same as long as it or a registration of it lives.
+    /// Returns its first device address, which is the same as long as it or a registration of it
+    /// lives.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.block.address()
     }
 
-    /// Bytes that were asked for.
+    /// Returns the requested bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.block.bytes()
     }
 
-    /// Bytes that it holds: its whole handle.
+    /// Returns the bytes that it holds: its whole handle.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.block.capacity()
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.block.device()
     }
 
-    /// As a block: to prepare and note uses.
+    /// Returns it as a block, to prepare and record uses.
     #[must_use]
     pub fn block(&self) -> &Block {
         &self.block
@@ -239,14 +240,14 @@ impl StableBlock {
         &mut self.block
     }
 
-    /// As a block from here on, which can be registered no more; for a
-    /// [`DeviceBuffer`](crate::DeviceBuffer), say.
+    /// Converts it to a block, such as for a [`DeviceBuffer`](crate::DeviceBuffer). The block can
+    /// no longer be registered.
     #[must_use]
     pub fn into_block(self) -> Block {
         self.block
     }
 
-    /// Notes that somebody keeps the address, until the answer is dropped.
+    /// Registers a user that keeps the address until the returned value is dropped.
     #[track_caller]
     pub fn register(&self) -> Registration {
         let _site = site::enter();
@@ -256,13 +257,13 @@ impl StableBlock {
         Registration::new(apart, span, range)
     }
 
-    /// How many registrations of it live.
+    /// Returns the number of its live registrations.
     #[must_use]
     pub fn registrations(&self) -> u64 {
         self.span.kept_by()
     }
 
-    /// The elements in `range`, counted from its start, to be read.
+    /// Returns a view of the elements in `range`, counted from its start, for reading.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -271,7 +272,7 @@ impl StableBlock {
         Ok(DeviceSlice::of(&self.block, offset, len))
     }
 
-    /// The elements in `range`, counted from its start, to be written.
+    /// Returns a view of the elements in `range`, counted from its start, for writing.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -281,7 +282,8 @@ impl StableBlock {
     }
 }
 
-/// Where a range of elements lies within `bytes`: its first byte, and how many elements.
+/// Returns the position of a range of elements within `bytes`: its first byte and its number of
+/// elements.
 pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)> {
     if range.start > range.end {
         return Err(MemoryError::ReversedRange {
@@ -305,9 +307,9 @@ pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the block's own range, which stays mapped while it lives. Only unsafe code can make
-// another block over the same memory: the import. 2. the block's own promise: its pool holds the
-// memory until every noted use is done. 3. the block's own promise.
+// SAFETY: 1. the range is the block's own and stays mapped while it lives. Another block over the
+// same memory can only be made by unsafe code, the import. 2. the block's own promise: its pool
+// keeps the memory until every recorded use is done. 3. the block's own promise.
 unsafe impl Operand for StableBlock {
     fn range(&self) -> DeviceRange {
         self.block.range()
@@ -330,7 +332,7 @@ impl Tracked for StableBlock {
 }
 
 impl Registration {
-    /// Notes one more who keeps the address.
+    /// Records one more user that keeps the address.
     fn new(apart: Arc<Apart>, span: Arc<Span>, range: DeviceRange) -> Self {
         span.keep();
         if let Some(observer) = apart.driver.observer() {
@@ -339,7 +341,7 @@ impl Registration {
         Self { span, apart, range }
     }
 
-    /// What is kept.
+    /// Returns the range that is kept.
     #[must_use]
     pub fn range(&self) -> DeviceRange {
         self.range
@@ -356,7 +358,7 @@ impl Clone for Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Before the count: from then on another thread may unmap.
+        // Before the count is decremented: from then on another thread may unmap.
         if let Some(observer) = self.apart.driver.observer() {
             observer.unregistered(self.range);
         }

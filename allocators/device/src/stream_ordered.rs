@@ -1,4 +1,4 @@
-//! The driver's own stream-ordered pools: `cuMemAllocFromPoolAsync` and `cuMemFreeAsync`.
+//! The driver's stream-ordered pools: `cuMemAllocFromPoolAsync` and `cuMemFreeAsync`.
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
@@ -18,12 +18,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Memory from a pool of the driver's, some 0.3 µs a call on one thread.
+/// Memory from a pool of the driver, some 0.3 µs a call on one thread.
 ///
-/// The pool keeps what is freed and holds at most what its budget had left when it was made. What
-/// it reserves is charged after each allocation, since only the driver knows how much that is. When
-/// there is no room, others under the same budget are asked for what they can give back without
-/// waiting, and it gives what it does not use to them.
+/// The pool keeps freed memory, and holds at most what its budget had left when it was created. The
+/// memory that it reserves is charged after each allocation, since only the driver can determine
+/// the amount. If there is no room, others under the same budget are asked for what they can
+/// release without waiting. It releases its unused memory for them too.
 ///
 /// ```
 /// use aquifer_core::{Budget, Opaque};
@@ -48,16 +48,16 @@ struct Calls {
     driver: Arc<dyn Driver>,
     pool: PoolHandle,
     budget: Budget,
-    /// For what the pool has reserved.
+    /// The charge for what the pool has reserved.
     charged: Mutex<Option<Charge>>,
     registration: OnceLock<Registration>,
 }
 
 impl StreamOrdered {
-    /// A pool of its own for `streams`, under `budget`.
+    /// Creates a driver pool for `streams`, under `budget`.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] where the driver has no such pools; the driver's.
+    /// [`MemoryError::Unsupported`] if the driver has no such pools; the driver's.
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Budget) -> Result<Self> {
         let device = streams.device();
         let lost = |e| MemoryError::driver(device, e);
@@ -87,7 +87,7 @@ impl Calls {
         self.charged.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Charges what the pool has reserved by now. A refusal leaves the charge as it was.
+    /// Charges what the pool has reserved by now. If that is refused, the charge is unchanged.
     fn charge_reserved(&self) -> Result<()> {
         let reserved = self.driver.pool_usage(self.pool).map_err(|e| self.lost(e))?.reserved;
         let mut charged = self.charged();
@@ -96,7 +96,7 @@ impl Calls {
             let more = self.budget.charge(reserved - now)?;
             match charged.as_mut() {
                 Some(charge) => {
-                    // Both are of one budget, so they merge.
+                    // Both charges belong to one budget, so they merge.
                     let _ = charge.merge(more);
                 }
                 None => *charged = Some(more),
@@ -109,7 +109,7 @@ impl Calls {
 }
 
 impl StreamOrdered {
-    /// The block of these that was [turned into](Block::into_raw) this address.
+    /// Returns the block of this pool that was [converted](Block::into_raw) to this address.
     ///
     /// # Errors
     /// [`MemoryError::ForeignBlock`] if there is none.
@@ -123,7 +123,7 @@ impl Source for Calls {
         let address =
             self.driver.pool_alloc(self.pool, stream.raw(), bytes).map_err(|e| self.lost(e))?;
         if let Err(error) = self.charge_reserved() {
-            // SAFETY: 1. it has just come from `pool_alloc`. 2. nobody has used it.
+            // SAFETY: 1. `pool_alloc` has just returned it. 2. it has not been used.
             let _ = unsafe { self.driver.pool_free(stream.raw(), address) };
             let _ = self.driver.pool_trim(self.pool, 0);
             let _ = self.charge_reserved();
@@ -137,10 +137,9 @@ impl Source for Calls {
         for noted in uses.iter() {
             home.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
-        // SAFETY: 1. from `pool_alloc`; each block is given back once, and kept whole if this
-        // fails.
-        // 2. its home stream, which the free is queued on, has been made to wait for every other
-        //    user.
+        // SAFETY: 1. it came from `pool_alloc`; each block is freed once, and kept whole if this
+        // fails. 2. its home stream, which the free is queued on, has been made to wait for all
+        // other uses.
         unsafe { self.driver.pool_free(home.raw(), address) }.map_err(|e| self.lost(e))
     }
 
@@ -162,8 +161,8 @@ impl Source for Calls {
 
 impl Drop for Calls {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which is going. Blocks hold it, so none
-        // is left.
+        // SAFETY: 1. only this value has the handle, and it is being dropped. Blocks keep this
+        // value alive, so none is left.
         let _ = unsafe { self.driver.pool_destroy(self.pool) };
     }
 }
@@ -173,7 +172,7 @@ impl Reclaim for Ledger<Calls> {
         "a pool of the driver's"
     }
 
-    /// By what was reserved when it was last charged: the driver is not asked.
+    /// Computed from the last charge of the reserved memory. The driver is not queried.
     fn offer(&self) -> Offer {
         let bytes = self
             .source
@@ -186,7 +185,7 @@ impl Reclaim for Ledger<Calls> {
 
     fn reclaim(&self, bytes: u64, _: Option<Instant>) {
         let keep = self.source.reserved().unwrap_or(0).saturating_sub(bytes);
-        // A refusal leaves it reserved, and charged, for the next trim.
+        // If it is refused, the memory stays reserved and charged until the next trim.
         let _ = self.trim(keep);
     }
 

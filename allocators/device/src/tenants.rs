@@ -1,4 +1,4 @@
-//! Limits on what a tenant or a tag has live in a pool.
+//! Limits on the live bytes of a tenant or a tag in a pool.
 //!
 //! ```text
 //!   physical bytes     process ── device 0 ── pool            charged by the pool, for what it holds from the driver
@@ -7,27 +7,25 @@
 //!                                   └─ tenant b
 //! ```
 //!
-//! **Two trees, since they count two things.** A live block lies in memory that the pool has been
-//! charged for already, and that memory stays charged when the block is freed, for whoever comes
-//! next: a tenant's bytes are a part of the pool's, not more of them. Were a tenant a child of the
-//! pool's own budget, each live byte would count twice on the way to the root, and a device of 80
-//! GiB would be full with 40 in use. So a tenant is a budget of another tree, of the program's own
-//! making: with tenants of tenants, guarantees, priorities and levels as any tree, over one pool or
-//! over those of several devices. One that has its root in common with the pool's budget is
-//! refused.
+//! **There are two trees, since they count two things.** A live block lies in memory that the pool
+//! has already been charged for. When the block is freed, that memory stays charged for later
+//! blocks. So a tenant's bytes are part of the pool's bytes. If a tenant were a child of the pool's
+//! own budget, each live byte would count twice on the way to the root, and a device of 80 GiB
+//! would be full with 40 in use. So a tenant is a budget of a separate tree that the program
+//! creates. Like any tree, it may have nested tenants, guarantees, priorities and levels, over one
+//! pool or over the pools of several devices. A tenant that shares its root with the pool's budget
+//! is refused.
 //!
-//! **What is counted** are the bytes that were asked for, of blocks that have an owner: the sum of
-//! a tenant's is [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks.
-//! [`Reserved`] memory is counted by its committed steps. Freed memory that other streams still use
-//! is the pool's again, as in its statistics. Pinned memory and any other that an `Allocator` gives
-//! is counted for the same budget by a `Limit` around it.
+//! **What is counted**: the requested bytes of live blocks. The sum for a tenant is
+//! [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks. [`Reserved`] memory
+//! is counted by its committed steps. Freed memory that other streams still use counts as the
+//! pool's again, as in its statistics. For pinned memory and any other `Allocator`, a `Limit`
+//! around it charges the same budget.
 //!
-//! **What it costs.** Charges come out of [`Lease`]s, one for each of a few streams, so a block up
-//! to the lease's grain touches no lock of the tree as a rule. The block remembers its charge in
-//! its extras, an allocation of 88 bytes on the host. A cached pair takes 51 ns in place of 16 on a
-//! 2-core virtual machine, and 493 instructions in place of 182; one beyond the grain, 597. A block
-//! of nobody's takes 182 where it took 181 before there were tenants, and 584 an operation
-//! of random sizes as before. A pool with a limited tag takes the longer way for all its blocks.
+//! **Cost**: charges come from [`Lease`]s, one for each group of streams, so a block up to the
+//! lease's grain usually takes no lock of the tree. The block stores its charge in a small host
+//! allocation. Blocks without a tenant are not affected, except that a pool with a limited tag
+//! takes the slow path for all its blocks.
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, pool::Inner, pool::deadline,
@@ -46,28 +44,28 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-/// Leases of one share: streams with different numbers hardly ever touch the same.
+/// Leases per share. Streams with different numbers rarely use the same.
 const LANES: usize = 8;
-/// A lease takes this part of the limit at a time, so that all of them keep less than half of it
-/// spare.
+/// A lease takes this fraction of the limit at a time, so that all leases together keep less than
+/// half of it unused.
 const GRAIN_PART: u64 = 64;
-/// Bounds of that, in bytes.
+/// Bounds of the grain, in bytes.
 const GRAIN: (u64, u64) = (64 << 10, 16 << 20);
 
-/// Who has a share of the pool.
+/// The tenants and limited tags of a pool.
 #[derive(Debug, Default)]
 pub(crate) struct Tenants {
-    /// Whether any of them is a tag's.
+    /// Whether any of the shares limits a tag.
     limits_tags: AtomicBool,
     shares: RwLock<Vec<Arc<Share>>>,
 }
 
-/// What one tenant or tag has in one pool.
+/// The live bytes of one tenant or tag in one pool.
 #[derive(Debug)]
 pub(crate) struct Share {
     budget: Budget,
     leases: [Lease; LANES],
-    /// The tag whose limit it is.
+    /// The tag that it limits, if any.
     tag: Option<Tag>,
 }
 
@@ -77,12 +75,12 @@ impl Share {
         Self { leases: std::array::from_fn(|_| budget.lease(grain)), budget, tag }
     }
 
-    /// Whether only the pool has it, and nothing of the tenant is live.
+    /// Returns whether only the pool references it, and no bytes of the tenant are live.
     fn is_forgotten(self: &Arc<Self>) -> bool {
         self.tag.is_none() && Arc::strong_count(self) == 1 && self.live() == 0
     }
 
-    /// The live bytes of the whole tenant, wherever they are.
+    /// Returns the live bytes of the whole tenant, in all pools.
     fn live(&self) -> u64 {
         self.budget.used().saturating_sub(self.budget.spare())
     }
@@ -101,7 +99,7 @@ impl Share {
         }
     }
 
-    /// Whoever has said that it can free something of the tenant's is asked.
+    /// Calls the reclaimers that are registered for the tenant's budget, then retries.
     #[cold]
     fn charge_slowly(&self, pool: &Inner, lease: &Lease, request: &Request) -> Result<Leased> {
         let room = self.budget.make_room(request.size(), deadline(pool.config.wait), None);
@@ -117,7 +115,7 @@ impl Tenants {
         shares.iter().find(|share| is(share)).cloned()
     }
 
-    /// The share that `is` finds, or a new one.
+    /// Returns the share that `is` finds, or a new one.
     fn share(&self, is: impl Fn(&Share) -> bool, make: impl FnOnce() -> Share) -> Arc<Share> {
         if let Some(share) = self.find(&is) {
             return share;
@@ -128,28 +126,28 @@ impl Tenants {
             return share.clone();
         }
         shares.push(new.clone());
-        // Those that nobody uses any more and that have nothing left. Their leases go after the
-        // lock.
+        // Remove shares that are unused and have no live bytes. Their leases are dropped after the
+        // lock is released.
         let gone: Vec<_> = shares.extract_if(.., |share| share.is_forgotten()).collect();
         drop(shares);
         drop(gone);
         new
     }
 
-    /// Gives back what leases have spare, and forgets tenants that have no handle and nothing live:
-    /// a budget with no live bytes is charged for none afterwards.
+    /// Returns unused bytes of leases to the budgets, and drops tenants without handles and live
+    /// bytes. A budget without live bytes then has no charge left.
     pub(crate) fn trim(&self) {
         let gone: Vec<_> = {
             let mut shares = self.shares.write().unwrap_or_else(PoisonError::into_inner);
             shares.extract_if(.., |share| share.is_forgotten()).collect()
         };
-        // Their leases go after the lock.
+        // Their leases are dropped after the lock is released.
         drop(gone);
         let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner).clone();
         shares.iter().flat_map(|share| &share.leases).for_each(Lease::trim);
     }
 
-    /// What each has live, most first.
+    /// Returns the live bytes of each, most first.
     pub(crate) fn holdings(&self) -> Vec<TenantHolding> {
         let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner).clone();
         let mut holdings: Vec<_> = shares
@@ -166,7 +164,7 @@ impl Tenants {
 }
 
 impl Inner {
-    /// Takes the request's bytes of its tag's limit, if the tag has one.
+    /// Charges the request's bytes to the limit of its tag, if the tag has one.
     pub(crate) fn charge_tag(&self, stream: &Stream, request: &Request) -> Result<Option<Leased>> {
         if !self.tenants.limits_tags.load(Ordering::Relaxed) {
             return Ok(None);
@@ -177,9 +175,9 @@ impl Inner {
 }
 
 impl DevicePool {
-    /// This pool, as a tenant sees it: every block is counted as the tenant's live bytes from its
-    /// allocation to its free, and what the tenant's budget does not grant is refused. Asking again
-    /// for the same tenant costs a look into a list.
+    /// Returns this pool for a tenant: every block counts towards the tenant's live bytes from its
+    /// allocation to its free, and what the tenant's budget does not grant is refused. Further
+    /// calls for the same tenant cost a search of a list.
     ///
     /// ```
     /// use aquifer_core::{Budget, MemoryError};
@@ -199,7 +197,7 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget that has its root in common with the [pool's
+    /// [`MemoryError::BadSetting`] for a budget that shares its root with the [pool's
     /// own](DevicePool::budget), where each live byte would count twice.
     pub fn for_tenant(&self, tenant: &Budget) -> Result<Tenant> {
         let root =
@@ -216,12 +214,12 @@ impl DevicePool {
         Ok(Tenant { pool: self.clone(), share })
     }
 
-    /// Limits the live bytes of `tag` in this pool from now on, or sets that limit anew, and
-    /// answers with the budget that counts them. Blocks that are live already are not counted.
-    /// Stable and [parkable](DevicePool::parkable) blocks are, and [`Reserved`] memory by its
+    /// Sets the limit of the live bytes of `tag` in this pool, and returns the budget that counts
+    /// them. Blocks that are live already are not counted. Stable and
+    /// [parkable](DevicePool::parkable) blocks are counted, and [`Reserved`] memory by its
     /// committed steps, under the tag of the thread that reserved it.
     ///
-    /// Every allocation of this pool looks up its tag from then on, some 20 ns.
+    /// From then on every allocation of this pool looks up its tag, which takes some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {
         let inner = self.inner();
         let share = inner.tenants.share(
@@ -229,7 +227,7 @@ impl DevicePool {
             || Share::new(Budget::new(tag.name(), bytes), Some(tag)),
         );
         share.budget.set_limit(bytes);
-        // Whoever has seen the limit set takes the way that heeds it.
+        // A thread that has seen the limit set takes the slow path, which checks it.
         if !inner.tenants.limits_tags.swap(true, Ordering::Relaxed) {
             inner.add_detour();
         }
@@ -237,9 +235,9 @@ impl DevicePool {
     }
 }
 
-/// A pool as one tenant sees it: [`DevicePool::for_tenant`]. A clone is another handle.
+/// A pool for one tenant: see [`DevicePool::for_tenant`]. A clone is another handle.
 ///
-/// Wrappers, arenas and buffers take it where they take a pool:
+/// Wrappers, arenas and buffers accept it in place of a pool:
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -261,16 +259,15 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// As [`DevicePool::alloc`], counted as the tenant's.
+    /// Allocates like [`DevicePool::alloc`], counted for the tenant.
     ///
-    /// Where the tenant's budget has no room, those who have [registered](Budget::on_need) with it
-    /// are asked to free something first, until [`PoolConfig::wait`](crate::PoolConfig::wait) is
-    /// over.
+    /// If the tenant's budget has no room, the reclaimers [registered](Budget::on_need) with it are
+    /// called first, for at most [`PoolConfig::wait`](crate::PoolConfig::wait).
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`]; of [`MemoryError::OutOfMemory`],
-    /// [`of_live_bytes`](aquifer_core::OutOfMemory::of_live_bytes) says that it was the tenant's
-    /// budget, or one above, that refused.
+    /// As [`DevicePool::alloc`]. In [`MemoryError::OutOfMemory`],
+    /// [`of_live_bytes`](aquifer_core::OutOfMemory::of_live_bytes) is set if the tenant's budget,
+    /// or one above it, refused.
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let leased = self.charge(stream, request)?;
@@ -279,7 +276,7 @@ impl Tenant {
         Ok(block)
     }
 
-    /// As [`DevicePool::alloc_stable`], counted as the tenant's.
+    /// Allocates like [`DevicePool::alloc_stable`], counted for the tenant.
     ///
     /// # Errors
     /// As [`DevicePool::alloc_stable`] and [`Tenant::alloc`].
@@ -291,7 +288,7 @@ impl Tenant {
         Ok(stable)
     }
 
-    /// As [`DevicePool::buffer`], counted as the tenant's.
+    /// Allocates like [`DevicePool::buffer`], counted for the tenant.
     ///
     /// # Errors
     /// As [`Tenant::alloc`].
@@ -300,8 +297,8 @@ impl Tenant {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// As [`DevicePool::reserve`], with committed steps counted as the tenant's live bytes:
-    /// growable memory, such as a cache of keys and values. Addresses are not counted.
+    /// Reserves like [`DevicePool::reserve`], with committed steps counted as the tenant's live
+    /// bytes: growable memory, such as a cache of keys and values. Addresses are not counted.
     ///
     /// ```
     /// use aquifer_core::{Budget, MemoryError};
@@ -321,16 +318,16 @@ impl Tenant {
     /// ```
     ///
     /// # Errors
-    /// As [`DevicePool::reserve`]. [`Reserved::commit`] is refused by the tenant's limit as
-    /// [`Tenant::alloc`] is.
+    /// As [`DevicePool::reserve`]. The tenant's limit applies to [`Reserved::commit`] as to
+    /// [`Tenant::alloc`].
     #[track_caller]
     pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
         let _site = site::enter();
         self.reserve_in_steps(stream, max_len, self.pool.inner().apart.step())
     }
 
-    /// As [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's live
-    /// bytes.
+    /// Reserves like [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's
+    /// live bytes.
     ///
     /// # Errors
     /// As [`Tenant::reserve`].
@@ -347,25 +344,25 @@ impl Tenant {
     }
 
     fn charge(&self, stream: &Stream, request: Request) -> Result<Leased> {
-        // What makes no sense is refused as such, and not by a limit.
+        // An invalid request is reported as such, not as a refusal by the limit.
         let request = request.checked()?;
         self.share.charge(self.pool.inner(), stream, &request)
     }
 
-    /// What its live bytes are charged to.
+    /// Returns the budget that its live bytes are charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.share.budget
     }
 
-    /// Bytes that the tenant has live, in this pool and in any other that counts for the same
-    /// budget, and those of tenants below it.
+    /// Returns the tenant's live bytes, in this pool and in all others that charge the same budget,
+    /// including those of tenants below it.
     #[must_use]
     pub fn live(&self) -> u64 {
         self.share.live()
     }
 
-    /// The pool.
+    /// Returns the pool.
     #[must_use]
     pub fn pool(&self) -> &DevicePool {
         &self.pool

@@ -11,19 +11,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The first pause before a request is tried again, and the longest.
+/// The first pause before a request is retried, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(5));
 
-/// A request for a block that waits for room. A `Future` that needs no runtime: see
+/// A request for a block that waits for room. A `Future` that needs no async runtime: see
 /// [`aquifer_core::wake`].
 ///
-/// Each poll tries once, and takes every step of [`DevicePool::alloc`] that waits for nothing: it
-/// may call the driver. What becomes free in between, by queued work that ends or by blocks that
-/// are dropped on any thread, is found after 5 ms at most. A request above the limit that refuses
-/// it, and any error that is not about room, is answered at once. Each try that finds no room
-/// counts as a failed allocation in the pool's statistics.
+/// Each poll tries once, with every step of [`DevicePool::alloc`] that does not wait. It may call
+/// the driver. Memory that becomes free between polls, by finished work or by blocks dropped on any
+/// thread, is found within 5 ms. A request larger than the limit that refuses it, and any error
+/// that is not about room, is returned at once. Each try without room counts as a failed allocation
+/// in the pool's statistics.
 ///
-/// Dropping it gives up nothing but the wait, since it holds no memory before it is ready.
+/// Dropping it only ends the wait, since it holds no memory before it is ready.
 ///
 /// ```
 /// use aquifer_core::{Budget, MemoryError};
@@ -53,9 +53,9 @@ pub struct Allocating<R> {
 }
 
 enum Deadline {
-    /// So long after the first poll.
+    /// This long after the first poll.
     After(Duration),
-    /// `None` waits as long as it takes.
+    /// At this time. `None` waits without limit.
     At(Option<Instant>),
 }
 
@@ -65,21 +65,22 @@ impl<R> Allocating<R> {
         Self { resource, stream, request, deadline, pause: PAUSES.0, alarm: Alarm::new() }
     }
 
-    /// Answers with the refusal of that moment when it is polled after `deadline`; `None` waits as
-    /// long as it takes. Unless set, it waits for the pool's [`wait`](crate::PoolConfig::wait) from
-    /// its first poll on.
+    /// Sets a deadline. A poll after it returns the refusal of that moment. `None` waits without
+    /// limit. The default is the pool's [`wait`](crate::PoolConfig::wait), counted from the first
+    /// poll.
     pub fn until(mut self, deadline: impl Into<Option<Instant>>) -> Self {
         self.deadline = Deadline::At(deadline.into());
         self
     }
 }
 
-/// Whether waiting may help: what refused could grant as much if less were in use.
+/// Returns whether waiting may help: whether the refusing budget could grant the request if less
+/// were in use.
 fn may_come(refused: &OutOfMemory) -> bool {
     refused.refused.as_ref().is_none_or(|by| by.requested <= by.limit)
 }
 
-// Nothing points into it.
+// No part of it is self-referential.
 impl<R> Unpin for Allocating<R> {}
 
 impl<R: Resource> Future for Allocating<R> {
@@ -114,7 +115,8 @@ impl<R: fmt::Debug> fmt::Debug for Allocating<R> {
 }
 
 impl DevicePool {
-    /// As [`DevicePool::alloc`], by a future that waits for room and blocks no thread.
+    /// Returns a future that allocates like [`DevicePool::alloc`], waits for room and blocks no
+    /// thread.
     ///
     /// [`DeviceBuffer::from_block`](crate::DeviceBuffer::from_block) gives the block a type.
     pub fn alloc_async(&self, stream: &Stream, request: Request) -> Allocating<DevicePool> {
@@ -123,8 +125,8 @@ impl DevicePool {
 }
 
 impl Tenant {
-    /// As [`Tenant::alloc`], by a future that waits until the tenant's budget and the pool have
-    /// room, and blocks no thread.
+    /// Returns a future that allocates like [`Tenant::alloc`], waits until the tenant's budget and
+    /// the pool have room, and blocks no thread.
     pub fn alloc_async(&self, stream: &Stream, request: Request) -> Allocating<Tenant> {
         Allocating::new(self.clone(), stream, request, self.pool().inner().config.wait)
     }

@@ -1,4 +1,4 @@
-//! Stable blocks for other processes, and theirs for us.
+//! Export of stable blocks to other processes, and import of theirs.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
 use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::Sensible};
@@ -10,12 +10,12 @@ use std::{
     sync::Arc,
 };
 
-/// What a block is exported by: a file descriptor to send over a Unix socket, or a name on the
-/// fabric to send anywhere.
+/// An exported block: a file descriptor to send over a Unix socket, or a fabric handle to send
+/// anywhere.
 ///
-/// It is the block's whole handle, and nobody else's memory is in it. While this lives the memory
-/// stays taken from the device, and charged, even if the block is freed; a descriptor that has been
-/// taken out of it, or sent, keeps the memory too, beyond what the budget can know.
+/// It covers the block's whole handle, which contains no other memory. While it lives, the memory
+/// stays allocated on the device, and charged, even if the block is freed. A descriptor that has
+/// been taken out of it, or sent, keeps the memory too, beyond what the budget can count.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -38,9 +38,9 @@ use std::{
 #[derive(Debug)]
 pub struct Exported {
     by: By,
-    /// Of the whole handle.
+    /// Bytes of the whole handle.
     bytes: u64,
-    /// Where it lies, if this process has exported it.
+    /// The device of the memory, if this process has exported it.
     device: Option<DeviceId>,
     #[expect(dead_code, reason = "keeps the memory charged while it can be imported")]
     keeps: Option<Arc<Handle>>,
@@ -53,26 +53,26 @@ enum By {
 }
 
 impl Exported {
-    /// What another process has sent: a descriptor of memory of `bytes`, as its [`Exported::bytes`]
-    /// said.
+    /// Wraps a descriptor that another process has sent, of memory of `bytes` as returned by its
+    /// [`Exported::bytes`].
     #[must_use]
     pub fn from_fd(fd: OwnedFd, bytes: u64) -> Self {
         Self { by: By::Fd(fd), bytes, device: None, keeps: None }
     }
 
-    /// What another machine has sent: a name on the fabric, of memory of `bytes`.
+    /// Wraps a fabric handle that another machine has sent, of memory of `bytes`.
     #[must_use]
     pub fn from_fabric(name: FabricHandle, bytes: u64) -> Self {
         Self { by: By::Fabric(name), bytes, device: None, keeps: None }
     }
 
-    /// Bytes of the whole handle, which whoever imports it has to be told.
+    /// Returns the bytes of the whole handle. The importer needs this number.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The file descriptor, if that is what it is.
+    /// Returns the file descriptor, if it has one.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.by {
@@ -81,7 +81,7 @@ impl Exported {
         }
     }
 
-    /// The name on the fabric, if that is what it is.
+    /// Returns the fabric handle, if it has one.
     #[must_use]
     pub fn fabric(&self) -> Option<&FabricHandle> {
         match &self.by {
@@ -90,8 +90,8 @@ impl Exported {
         }
     }
 
-    /// The file descriptor alone, which keeps the memory taken though nobody is charged for it once
-    /// the block is gone.
+    /// Returns the file descriptor alone. It keeps the memory allocated, but uncharged once the
+    /// block is freed.
     #[must_use]
     pub fn into_fd(self) -> Option<OwnedFd> {
         match self.by {
@@ -102,12 +102,12 @@ impl Exported {
 }
 
 impl StableBlock {
-    /// A file descriptor of its memory (`cuMemExportToShareableHandle`). Does not block.
+    /// Exports its memory as a file descriptor (`cuMemExportToShareableHandle`). Does not block.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] for memory that was not made for it:
-    /// [`PoolConfig::export`](crate::PoolConfig::export) says for what it is made; imported memory
-    /// is its maker's to export. The driver's.
+    /// [`MemoryError::Unsupported`] for memory that was not created for it, see
+    /// [`PoolConfig::export`](crate::PoolConfig::export), and for imported memory, which only its
+    /// creator can export. The driver's.
     #[track_caller]
     pub fn export(&self) -> Result<Exported> {
         let _site = site::enter();
@@ -116,7 +116,7 @@ impl StableBlock {
         Ok(self.exported(By::Fd(fd), handle))
     }
 
-    /// Its memory's name on the fabric (`cuMemExportToShareableHandle`). Does not block.
+    /// Exports its memory as a fabric handle (`cuMemExportToShareableHandle`). Does not block.
     ///
     /// # Errors
     /// As [`StableBlock::export`].
@@ -146,18 +146,18 @@ impl StableBlock {
 
 impl DevicePool {
     /// Maps memory that another pool or process has exported, for work on `stream` from now on
-    /// (`cuMemImportFromShareableHandle`). It is a stable block like one of ours, whole handles, of
-    /// as many bytes as were exported; it is charged where it was made, and not here. Does not
-    /// block.
+    /// (`cuMemImportFromShareableHandle`). The result is a stable block of whole handles, of as
+    /// many bytes as were exported. It is charged to its creator, not here. Does not block.
     ///
     /// # Safety
-    /// 1. Work on the memory through this block is ordered with everybody else's work on it: what
-    ///    other blocks over the same memory note is not known to this one, nor to other processes.
+    /// 1. Work on the memory through this block is ordered with all other work on it. Uses recorded
+    ///    with other blocks over the same memory are not visible to this one, nor to other
+    ///    processes.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] where memory cannot be mapped; [`MemoryError::WrongDevice`] for
-    /// another device's memory or stream; [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`]; the
-    /// driver's, also for a descriptor of something else or a wrong number of bytes.
+    /// [`MemoryError::Unsupported`] without virtual memory mapping; [`MemoryError::WrongDevice`]
+    /// for another device's memory or stream; [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`];
+    /// the driver's, also for a descriptor of something else or a wrong number of bytes.
     #[track_caller]
     pub unsafe fn import(&self, stream: &Stream, exported: &Exported) -> Result<StableBlock> {
         let _site = site::enter();
@@ -173,9 +173,9 @@ impl DevicePool {
         }
         apart.reap_quietly();
         let raw = match &exported.by {
-            // SAFETY: 1. is the caller's.
+            // SAFETY: 1. promised by the caller.
             By::Fd(fd) => unsafe { apart.driver.handle_import(apart.device, fd.as_fd()) },
-            // SAFETY: 1. is the caller's.
+            // SAFETY: 1. promised by the caller.
             By::Fabric(name) => unsafe { apart.driver.handle_import_fabric(apart.device, name) },
         };
         let handle = Handle::imported(&apart.driver, raw.map_err(|e| apart.lost(e))?);
