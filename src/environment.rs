@@ -1,12 +1,17 @@
 //! Environment variables that each runtime of the process reads, besides those of
 //! [pools](aquifer_device) and [the topology](aquifer_host::topology).
 //!
-//! | variable | meaning | default |
-//! |---|---|---|
-//! | `AQUIFER_KEEP_FREE` | an amount like `20GiB` of each device that is kept free for other processes, unless the program sets one; `0` or `off` for none | none |
-//! | `AQUIFER_WATCH_HOST` | `1` or `on`: the host's memory is [watched](crate::RuntimeBuilder::watch_host) with the default thresholds, unless the program sets a watch | off |
-//! | `AQUIFER_SIM_FALLBACK` | `tell`: a fall-back to a [simulated GPU](crate::RuntimeBuilder::or_sim) is reported once on standard error, with the reason; `quiet`: it is not reported | `tell` |
-//! | `AQUIFER_SIM_VIOLATIONS` | what happens with violations that a simulated GPU finds and the program does not take: `report` at the end, `now`, `panic`, `exit` or `exit=STATUS`, or `quiet`: see [`OnViolation`] | `report` |
+//! - `AQUIFER_KEEP_FREE`: an amount like `20GiB` of each device that is kept free for other
+//!   processes, unless the program sets one; `0` or `off` for none. Default: none.
+//! - `AQUIFER_WATCH_HOST`: with `1` or `on`, the host's memory is
+//!   [watched](crate::RuntimeBuilder::watch_host) with the default thresholds, unless the program
+//!   sets a watch. Default: off.
+//! - `AQUIFER_SIM_FALLBACK`: with `tell`, a fall-back to a [simulated
+//!   GPU](crate::RuntimeBuilder::or_sim) is reported once on standard error, with the reason; with
+//!   `quiet`, it is not reported. Default: `tell`.
+//! - `AQUIFER_SIM_VIOLATIONS`: what happens with violations that a simulated GPU finds and the
+//!   program does not take: `report` at the end, `now`, `panic`, `exit` or `exit=STATUS`, or
+//!   `quiet`, see [`OnViolation`]. Default: `report`.
 //!
 //! An invalid value makes building a runtime fail. It is never ignored.
 

@@ -9,7 +9,8 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let rt = Runtime::builder().build()?;
 //! staging::install(rt.pinned_near(0).clone())?;
-//! // With `aquifer::Global` as the program's global allocator, this is a plain `std::vec::Vec<u8>` in pinned memory.
+//! // With `aquifer::Global` as the program's global allocator, this is a plain
+//! // `std::vec::Vec<u8>` in pinned memory.
 //! let bytes = staging::route(|| std::fs::read("weights.bin"))?;
 //! # Ok(())
 //! # }
@@ -30,11 +31,11 @@
 //! ```
 //!
 //! # The process's staging allocator
-//! | | after `install` | before |
-//! |---|---|---|
-//! | [`route`] | the pool serves the scope | allocations are unchanged |
-//! | [`PinnedBuf::new`](crate::PinnedBuf::new) | a buffer of the pool | [`MemoryError::NotSet`](crate::MemoryError::NotSet) |
-//! | [`Runtime::stager`](crate::Runtime::stager) | slots of the pool, workers on its node | [pinned memory near the device](crate::Runtime::pinned_near) |
+//! - [`route`]: once a pool is installed, it serves the scope. Before, allocations are unchanged.
+//! - [`PinnedBuf::new`](crate::PinnedBuf::new): returns a buffer of the pool. Before, it fails with
+//!   [`MemoryError::NotSet`](crate::MemoryError::NotSet).
+//! - [`Runtime::stager`](crate::Runtime::stager): uses slots of the pool and workers on its node.
+//!   Before, it uses [pinned memory near the device](crate::Runtime::pinned_near).
 //!
 //! `install` does not change what exists already: a stager keeps the pool of its slots. When the
 //! pool has no more memory, a buffer returns the reason, and an allocation in a routed scope is

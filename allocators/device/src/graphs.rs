@@ -23,13 +23,15 @@
 //! - Allocations, frees and trims of other streams continue. The driver calls of the pool itself do
 //!   not invalidate a capture.
 //!
-//! # When freed blocks are reused
-//! | freed | reused by |
-//! |---|---|
-//! | within the capture that allocated it | the same stream at once, in this capture; after it any capture that shares the pool |
-//! | within it, used by another captured stream ([`Block::record_use`](crate::Block::record_use)) | captures after its end |
-//! | after it | later captures that share the pool, when eager work on it is known to be done |
-//! | an ordinary block, within a capture | as ever; if the use by another stream has to be proved, after the capture, since no event can be recorded before |
+//! # When freed memory is reused, and by which captures
+//! - A block freed within the capture that allocated it: by the same stream at once, in this
+//!   capture. After the capture, by any capture that shares the pool.
+//! - The same, but used by another captured stream
+//!   ([`Block::record_use`](crate::Block::record_use)): by captures after its end.
+//! - A block freed after the capture: by later captures that share the pool, when eager work on it
+//!   is known to be done.
+//! - An ordinary block freed within a capture: as usual. If the use by another stream has to be
+//!   proved, only after the capture, since no event can be recorded before.
 //!
 //! **Data that outlives a capture is valid until an earlier graph of the same pool is launched.** A
 //! later capture's blocks may lie where an earlier capture's temporaries do, and launches of the
@@ -103,14 +105,14 @@ use std::{fmt, sync::Arc};
 /// let (s, u) = (pool.stream()?, pool.stream()?);
 /// let graphs = pool.graph_pool()?;
 /// # #[expect(unsafe_code, reason = "promises what the graph touches")]
-/// // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+/// // SAFETY: 1. and 2. the work touches only blocks of the graph pool.
 /// let (graph, out) = unsafe {
 ///     graphs.capture(&s, |s| {
 ///         let mut x: DeviceBuffer<u8> = pool.buffer(s, 4096)?;
 ///         s.fill(&mut x, 7)?;
 ///         let mut out: DeviceBuffer<u8> = pool.buffer(s, 4096)?;
 ///         s.copy(&x, &mut out)?;
-///         Ok(out)                                  // `x` is freed, and stays the graph's
+///         Ok(out)                                  // `x` is freed, but its memory stays the graph's
 ///     })
 /// }?;
 /// graph.launch(&u)?;

@@ -38,7 +38,7 @@ use std::{
 /// assert!(arena.view(&keys, 0..200_000).is_err(), "it ends at 131,072");
 /// arena.free(keys)?; // the fill may still be queued
 /// let mut values = arena.take(1)?;
-/// u.fill(&mut arena.view_mut(&mut values, 0..4096)?, 1)?; // runs when it is done
+/// u.fill(&mut arena.view_mut(&mut values, 0..4096)?, 1)?; // runs after the fill
 /// assert_eq!(values.offset(), 0);
 /// # assert!(sim.violations().is_empty());
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -196,7 +196,8 @@ impl ResumeReport {
 /// stream.try_scope(|c| c.upload(&contents, &mut weights))?;
 /// let address = weights.range().address;
 ///
-/// // SAFETY: 1. no work is about to be queued for the weights: nothing of them is lent, and one thread runs here.
+/// // SAFETY: 1. no work is about to be queued for the weights: no view of them exists, and only
+/// // this thread runs.
 /// let report = unsafe { pool.park(tag, Park::save_in(allocator_api2::alloc::Global)) }?;
 /// assert_eq!((report.saved, pool.stats().physical), (4 << 20, 0));
 /// assert_eq!(stream.fill(&mut weights, 0.0), Err(MemoryError::Parked { tag }));

@@ -331,7 +331,7 @@ impl DevicePool {
     /// let address = pool.alloc(&stream, Request::bytes(4096))?.into_raw();
     /// other.wait_for(&stream)?;
     /// pool.share_raw(address)?.record_use(&other, Access::Read)?;
-    /// pool.free_raw(address)?; // `stream` does not have it again before `other` is done
+    /// pool.free_raw(address)?; // `stream` reuses it only after `other` is done
     /// # Ok::<(), aquifer_core::MemoryError>(())
     /// ```
     ///

@@ -207,9 +207,9 @@ impl DevicePool {
     /// let sim = Sim::h200(1).symbolic();
     /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
     /// let stream = pool.stream()?;
-    /// drop(pool.alloc(&stream, Request::bytes(100 << 30))?);        // lies idle now
+    /// drop(pool.alloc(&stream, Request::bytes(100 << 30))?);        // idle now
     ///
-    /// // A library that allocates by itself, and is told that there is no more.
+    /// // Another library's own allocation, which fails for lack of memory.
     /// let theirs = || sim.driver().mem_alloc(DeviceId(0), 60 << 30);
     /// let answer = theirs().or_else(|refused| {
     ///     match pool.give_back(60 << 30, None).missing {

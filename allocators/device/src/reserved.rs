@@ -61,7 +61,7 @@ use std::{
 /// }
 /// assert_eq!((keys.address(), keys.committed()), (address, vec![0..2 * STEP]));
 /// assert_eq!(pool.budget().used(), 4 << 20);
-/// assert!(keys.slice(0..3 * STEP).is_err());             // nothing is behind the last third
+/// assert!(keys.slice(0..3 * STEP).is_err());             // the last third has no memory
 ///
 /// keys.decommit(STEP..keys.max_len())?;
 /// stream.synchronize()?;

@@ -54,7 +54,7 @@ impl Retention {
     }
 
     pub(crate) fn reserve(&self) -> u64 {
-        // Relaxed: it guards no memory, and a thread that reads it late has trimmed earlier.
+        // Relaxed: it guards no memory, and a trim that misses a change counts as an earlier trim.
         self.reserve.load(Ordering::Relaxed)
     }
 

@@ -39,8 +39,8 @@ use std::{fmt, sync::Arc, time::Instant};
 /// #[derive(Debug)]
 /// struct Slab { range: DeviceRange, free: Mutex<Vec<u64>> }
 ///
-/// // SAFETY: 1. a slot lies in the slab, is free, and is taken off the list. 2. the slab is never freed here. 3. and 4. a
-/// // slot is on the list only when its work is done.
+/// // SAFETY: 1. a slot lies in the slab, is free, and is removed from the list. 2. the slab is
+/// // never freed here. 3. and 4. a slot is on the list only when its work is done.
 /// unsafe impl RangeSource for Slab {
 ///     fn device(&self) -> DeviceId { self.range.device }
 ///     fn allocate(&self, _stream: &Stream, bytes: u64) -> Result<u64> {
@@ -60,7 +60,7 @@ use std::{fmt, sync::Arc, time::Instant};
 /// }
 ///
 /// let driver = Sim::h200(1).driver();
-/// let address = driver.mem_alloc(DeviceId(0), 8 * SLOT)?; // the other library's
+/// let address = driver.mem_alloc(DeviceId(0), 8 * SLOT)?; // another library's allocation
 /// let range = DeviceRange { device: DeviceId(0), address, bytes: 8 * SLOT };
 /// let free = Mutex::new((0..8).map(|slot| address + slot * SLOT).collect());
 /// let streams = StreamPool::new(driver, DeviceId(0), 4);

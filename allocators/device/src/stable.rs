@@ -49,11 +49,11 @@ use std::{
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let stream = pool.stream()?;
 /// let block = pool.alloc_stable(&stream, Request::bytes(3 << 20))?;
-/// let kept = block.register();        // a network card is told `kept.range()`
+/// let kept = block.register();        // `kept.range()` is registered with a network card
 /// drop(block);
 /// pool.trim(0)?;
 /// assert_eq!(pool.stats().physical, 4 << 20);
-/// drop(kept);                         // and has forgotten it
+/// drop(kept);                         // once it is unregistered there
 /// pool.trim(0)?;
 /// assert_eq!(pool.stats().physical, 0);
 /// assert!(sim.violations().is_empty());
@@ -172,8 +172,8 @@ impl DevicePool {
         let mut block =
             self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
-            // The memory belongs to another owner's order. A validating driver must not count it as
-            // allocated here.
+            // Another owner allocates the memory and orders its uses. A validating driver must not
+            // count it as allocated here.
             block.extras_mut().generation = 0;
         }
         self.inner().list(&mut block, None);

@@ -123,7 +123,7 @@ impl Announced {
             }
             open.push(announcement.clone());
         }
-        // The capturing thread has seen this count.
+        // Relaxed: the announcement precedes the capture, so allocations in it see this count.
         inner.apart.announced.fetch_add(1, Ordering::Relaxed);
         inner.add_detour();
         let announced = Self { pool: pool.clone(), announcement, noted: false };

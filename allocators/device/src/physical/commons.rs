@@ -2,8 +2,8 @@
 //!
 //! While memory is ample, streams keep what they free in separate caches. When memory gets short,
 //! the free ranges of all caches are moved here, and neighbours are merged regardless of their last
-//! stream. A block then fits that no single cache has room for. Ranges of streams that were
-//! returned to the stream pool, and memory mapped ahead of need, are always kept here.
+//! stream. A block then fits that no single cache has room for. Ranges of streams that are no
+//! longer leased, and memory mapped ahead of need, are always kept here.
 //!
 //! Each range stores its dependencies: the streams that used it last, and up to which epochs. A
 //! merged range has the dependencies of both parts.

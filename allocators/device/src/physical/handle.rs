@@ -1,4 +1,4 @@
-//! Physical handles, charged to the budget as long as the device lacks their memory.
+//! Physical handles, charged to the budget as long as they occupy device memory.
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
 use aquifer_core::{

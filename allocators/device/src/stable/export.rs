@@ -22,7 +22,7 @@ use std::{
 /// use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let mut config = PoolConfig::default();
-/// config.export = ExportTypes::POSIX_FD;          // before there is any memory
+/// config.export = ExportTypes::POSIX_FD;          // set before memory is created
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), config)?;
 /// let stream = pool.stream()?;
 /// let mut ours = pool.alloc_stable(&stream, Request::bytes(1 << 20))?;
