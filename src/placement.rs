@@ -138,7 +138,7 @@ impl Placer {
     /// Chooses a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
     /// does.
     ///
-    /// Does not wait for other threads or for streams. A pool whose caches hold what its budget
+    /// Does not block on memory or on streams, but may call the driver. A pool whose caches hold what its budget
     /// lacks first has to release that (`cuMemUnmap`, `cuMemRelease`), then the pools of other
     /// devices if they share a budget. The driver is queried for its free memory (`cuMemGetInfo`)
     /// if the last reading is too old.

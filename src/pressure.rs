@@ -28,7 +28,6 @@
 //! those two. A limit of `used` plus the free bytes beyond `keep_free`, but at least `used`, would
 //! let one pool take what another has just released. The ceiling does not oscillate either:
 //! slightly more is released than was missing, and growth stops where `keep_free` begins.
-//! little more than was missing, and growth stops where `keep_free` begins.
 
 mod ceiling;
 mod host;

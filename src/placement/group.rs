@@ -90,7 +90,7 @@ fn search(
 
 impl Placer {
     /// Places every shard of a group as [`Placer::place`] does, or none. Leases are in the order in
-    /// which the policy takes the devices. Does not wait for memory.
+    /// which the policy takes the devices. Does not block.
     ///
     /// # Errors
     /// [`PlaceError`] with every device and the reason why it was not taken. Nothing is reserved.

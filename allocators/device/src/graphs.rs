@@ -112,7 +112,7 @@ use std::{fmt, sync::Arc};
 ///         s.fill(&mut x, 7)?;
 ///         let mut out: DeviceBuffer<u8> = pool.buffer(s, 4096)?;
 ///         s.copy(&x, &mut out)?;
-///         Ok(out)                                  // `x` is freed, but its memory stays the graph's
+///         Ok(out)                                  // `x` is freed, its memory stays the graph's
 ///     })
 /// }?;
 /// graph.launch(&u)?;

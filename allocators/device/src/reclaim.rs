@@ -189,7 +189,7 @@ impl Reclaim for Checked {
 
 impl DevicePool {
     /// Releases device memory to the driver for other users, such as a library whose own allocation
-    /// has failed or is about to. Asks this pool and all reclaimers that are registered under the
+    /// has failed or is about to. Calls this pool and all reclaimers registered under the
     /// same root of budgets and have memory of this device, the cheapest first, until `bytes` have
     /// been released or no more is available. Returns what is missing, and what each reclaimer
     /// released.

@@ -40,7 +40,6 @@ use std::{
 ///
 /// The example is a cache of keys and values that grows by a token at a time, and is truncated when
 /// a sequence ends:
-/// ends:
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig};

@@ -22,7 +22,7 @@ use std::{
 ///
 /// The pool keeps freed memory, and holds at most what its budget had left when it was created. The
 /// memory that it reserves is charged after each allocation, since only the driver can determine
-/// the amount. If there is no room, others under the same budget are asked for what they can
+/// the amount. If there is no room, it reclaims from others under the same budget what they can
 /// release without waiting. It releases its unused memory for them too.
 ///
 /// ```
