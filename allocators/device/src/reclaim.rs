@@ -189,10 +189,9 @@ impl Reclaim for Checked {
 
 impl DevicePool {
     /// Releases device memory to the driver for other users, such as a library whose own allocation
-    /// has failed or is about to. Calls this pool and all reclaimers registered under the
-    /// same root of budgets and have memory of this device, the cheapest first, until `bytes` have
-    /// been released or no more is available. Returns what is missing, and what each reclaimer
-    /// released.
+    /// has failed or is about to. Calls this pool and all reclaimers under the same root of budgets
+    /// that have memory of this device, the cheapest first, until `bytes` have been released or no
+    /// more is available. Returns what is missing, and what each reclaimer released.
     ///
     /// The bytes then belong to the driver, and the budget has that much more room. To keep this
     /// program from taking them again, lower the budget's limit ([`Budget::shrink`]) or charge them

@@ -115,7 +115,7 @@ impl HeldBack {
     }
 }
 
-/// Returns a parkable block to its memory.
+/// Takes back parkable blocks that were dropped.
 struct Lodged(Arc<Lodging>);
 
 impl State {
@@ -610,7 +610,7 @@ impl Lodging {
 }
 
 impl Lodging {
-    /// Returns a block.
+    /// Takes back a block that its owner has dropped.
     fn take_back(&self, block: Deferred) {
         let range = Range { start: block.address, len: block.bytes };
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
