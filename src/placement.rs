@@ -138,10 +138,10 @@ impl Placer {
     /// Chooses a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
     /// does.
     ///
-    /// Does not block on memory or on streams, but may call the driver. A pool whose caches hold what its budget
-    /// lacks first has to release that (`cuMemUnmap`, `cuMemRelease`), then the pools of other
-    /// devices if they share a budget. The driver is queried for its free memory (`cuMemGetInfo`)
-    /// if the last reading is too old.
+    /// Does not block on memory or on streams, but may call the driver. If the budget lacks bytes
+    /// that the pool's caches hold, the caches release them first (`cuMemUnmap`, `cuMemRelease`),
+    /// then those of other devices that share the budget. The driver is queried for its free memory
+    /// (`cuMemGetInfo`) if the last reading is too old.
     ///
     /// The policy's first choice is taken if its budget grants the bytes. Otherwise the policy
     /// chooses among the remaining devices.
