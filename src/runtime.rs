@@ -535,7 +535,7 @@ impl Runtime {
     /// once.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] if the runtime was built without a watch.
+    /// [`MemoryError::BadSetting`] if the runtime was built to keep none free: no watch runs then.
     pub fn set_keep_free(&self, bytes: u64) -> Result<()> {
         let Some(keep_free) = &self.inner.keep_free else {
             let (name, value) = ("keep_free", bytes.to_string());

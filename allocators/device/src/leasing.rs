@@ -13,8 +13,8 @@
 //! - Streams are apart while memory is ample, and together once more than half of the budget is
 //!   used.
 //! - While apart, only a large block takes what other streams have freed, and only if more than a
-//!   third of all memory is idle. If every block did so, streams that allocate at the same time
-//!   would take the same ranges from each other forever.
+//!   third of all memory is idle, except for the steady state below. If every block did so, streams
+//!   that allocate at the same time would take the same ranges from each other forever.
 //! - If more than a third is idle, a large block reuses it before memory grows, even if its stream
 //!   has to wait for the others' work on the device. Otherwise memory would grow without bound on a
 //!   device that lags behind.
@@ -141,7 +141,7 @@ impl Leasing {
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
-    /// the shared free list. Single units are not worth it.
+    /// the shared free list. For smaller blocks, cutting single units is not worth it.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
         self.is_together() || self.sharing && bytes >= MIDDLING
     }
