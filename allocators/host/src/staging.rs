@@ -1,8 +1,8 @@
-//! Moving memory that is not pinned, and files, to the device and back at the speed of the link.
+//! Staged transfers of pageable host memory and files to and from the device at link speed.
 //!
-//! A device reads pinned memory at 55 GB/s over `PCIe` 5 and any other through the driver at 9: the
-//! driver copies it into pinned memory first, by one thread, and a thread copies that fast and no
-//! faster. A [`Stager`] does the same with many.
+//! The device copies pinned memory at the speed of the link. A copy of pageable memory through the
+//! driver is several times slower: the driver first copies it into pinned memory with one thread. A
+//! [`Stager`] does the same with several threads.
 //!
 //! ```text
 //!   slice, file ──► worker ──► slot ─┐
@@ -10,50 +10,52 @@
 //!   ──────────────► worker ──► slot ─┘
 //! ```
 //!
-//! The workers of a transfer share a stream. The device takes longer to go from one stream to
-//! another than to copy 512 KiB: 64 MiB in chunks of 1 MiB go at 33 GB/s with a stream for each of
-//! eight workers, and at 41 with one for all.
+//! The workers of a transfer share one stream, because the device switches between streams more
+//! slowly than it copies a small chunk.
 //!
-//! # Who does what
-//! Each direction has workers on the pinned pool's node, and lanes: a few slots of pinned memory,
-//! which a worker has to itself while it takes part in a transfer. Workers claim chunks of a
-//! transfer until none is left, so that a slow one costs little. While they copy one slot, the
-//! device copies the other. A thread that waits for its transfer takes part in it. Transfers of one
-//! direction are begun in the order in which they came; the two directions go on side by side.
+//! # Structure
+//! - Each direction has its own workers, on the NUMA node of the pinned pool.
+//! - Each direction has its own lanes. A lane is a few slots of pinned memory. One worker at a time
+//!   uses it.
+//! - The workers claim chunks of a transfer until none is left, so a slow worker costs little.
+//!   While a worker copies one slot, the device copies another.
+//! - A thread that waits for its transfer takes part in it.
+//! - Transfers of one direction begin in the order of submission. The two directions run
+//!   concurrently.
 //!
-//! Short transfers ([`StagerConfig::alone`]) are made by the calling thread, through a slot, or the
-//! shortest to the device by the driver: waking others takes longer. It waits for them by a word
-//! that the device writes where that takes less time than the driver's own wait ([`ShortWait`]).
+//! The calling thread makes short transfers ([`StagerConfig::alone`]) itself, through a slot,
+//! because waking workers takes longer. The shortest transfers to the device go through the driver.
+//! The calling thread waits for a word that the device writes where that is faster than the
+//! driver's own wait ([`ShortWait`]).
 //!
 //! # Order
-//! A transfer waits, on the device, for what has been queued for its operands before: its stream is
-//! made to wait for their home if they have the same, and else they are ordered for it one by one.
-//! It is finished when the host has seen all of its copies done, so that whatever is queued after
-//! it needs to wait for nothing. Until then the operands are borrowed or owned by the transfer.
+//! Before a transfer starts, its stream waits on the device for all earlier work on its operands.
+//! If the operands share a home stream, the transfer's stream waits for that stream. Otherwise each
+//! operand is ordered individually. A transfer is finished when the host has observed the end of
+//! all its copies, so work queued later needs no dependency on it. Until then the transfer borrows
+//! or owns its operands.
 //!
 //! # Soundness
 //! | host memory and operands are | kept until the transfer is finished by |
 //! |---|---|
 //! | borrowed in [`Stager::scope`] | the scope, which waits before it returns, also on unwind |
-//! | owned by a [`Ticket`] | the transfer itself; the ticket gives them back, and forgetting it leaks them |
+//! | owned by a [`Ticket`] | the transfer; the ticket returns them, and leaks them if forgotten |
 //!
-//! A slot is filled again, or goes back to its pool, only when the event behind its copies has
-//! passed. If the driver refuses to say whether it has, the pool keeps the slot until it does.
+//! A slot is reused, or returned to its pool, only after the event behind its copies has completed.
+//! If the driver cannot report the state of the event, the pool keeps the slot until it can.
 //!
-//! # What goes wrong
-//! A refusal of the driver, a source that fails or panics, a device that is lost: the transfer
-//! answers with a [`StageError`], and others go on. A transfer that waits for a slow source or a
-//! busy operand holds up those of its direction that came after it.
-//!
-//! Where the driver refuses to say whether copies are done, it is asked again, in each of its ways,
-//! until it does. One that refuses all of them for a second is taken for one that is gone, and with
-//! it whatever was queued: an operand comes back then.
-//!
-//! A child process that was forked has neither the workers nor the slots: whatever it asks for, or
-//! waits for, is answered by [`MemoryError::OtherProcess`] at once.
-//!
-//! Slots that no transfer uses stay with the stager, but go back to their pool where that has no
-//! memory left, or is asked for some by others under its budget.
+//! # Failures
+//! - If the driver returns an error, a source fails or panics, or the device is lost, the transfer
+//!   ends with a [`StageError`]. Other transfers continue.
+//! - A transfer that waits for a slow source or a busy operand delays the later transfers of its
+//!   direction.
+//! - If the driver cannot report whether copies are done, the stager retries with every method of
+//!   the driver. A driver that fails all of them for one second is considered gone, and all queued
+//!   work with it. The operands are then returned.
+//! - A forked child process has neither the workers nor the slots. Every request and every wait
+//!   there returns [`MemoryError::OtherProcess`] at once.
+//! - The stager keeps unused slots. They return to the pool when the pool has no memory left, or
+//!   when its budget reclaims memory for another pool.
 
 mod alone;
 mod error;
@@ -97,49 +99,50 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// How a [`Stager`] works. What the settings mean was measured on one H200's host, an Intel with 16
-/// CPUs and 300 MiB of last-level cache, over a link that carries 55 GB/s; `aquifer bench stage`
-/// takes all of them as flags.
+/// Configuration of a [`Stager`].
+///
+/// `aquifer bench stage` has a flag for each setting.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct StagerConfig {
-    /// Threads that fill slots for the device, at most. 1 to 256, and two fewer than the node has
-    /// CPUs for us; with [`StagerConfig::down_workers`] they are no more than those CPUs, or each
-    /// side has half of them. Eight fill slots at 68 GB/s and one at 10; twelve send no more than
-    /// eight.
+    /// Maximum number of threads that fill slots for the device, 1 to 256.
+    ///
+    /// It is at most two less than the CPUs of the node that this process may use. If the sum with
+    /// [`StagerConfig::down_workers`] exceeds those CPUs, each direction gets at most half of them.
+    /// The default of eight saturates the link.
     pub up_workers: usize,
-    /// Threads that empty slots of the device, at most, of their own. 1 to 256, as above.
+    /// Maximum number of threads that empty slots of the device, 1 to 256. The same bounds apply.
+    /// These threads are separate from those of the other direction.
     pub down_workers: usize,
-    /// Bytes of a slot: the longest chunk. A multiple of 4096, up to 1 GiB. While each of eight
-    /// workers called the driver for its own two slots, 1 MiB sent 37 GB/s, 2 MiB 49, 4 MiB 52.5
-    /// and 8 MiB 52.7.
+    /// Bytes of a slot, which is also the size of the longest chunk. A multiple of 4096, up to 1
+    /// GiB.
     pub slot: usize,
-    /// Slots of each worker. 1 to 16; with one, the CPU and the device take turns. Four of 8 MiB
-    /// are more than the cache holds, and send 40 GB/s.
+    /// Slots of each worker, 1 to 16. With one slot, the CPU and the device alternate. The slots of
+    /// a direction should fit into the last-level cache.
     pub slots: usize,
-    /// Bytes of the shortest chunk, with which a transfer begins and ends. 4096 up to a slot.
+    /// Bytes of the shortest chunk, used at the beginning and the end of a transfer. 4096 up to
+    /// [`StagerConfig::slot`].
     pub least_chunk: usize,
-    /// Bytes up to which a transfer from memory to the device goes through the driver, by the
-    /// calling thread. It reads what is so short before it returns, as it would a slot: 4 and 16
-    /// KiB take 6.9 and 8.8 µs, through a slot 6.9 and 9.0, and 64 KiB 16.8 and 13.5.
+    /// Transfers from host memory to the device of at most this many bytes are copied by the
+    /// driver, called by the calling thread. The driver reads memory of this size before the call
+    /// returns, so this is as fast as a slot.
     pub direct: usize,
-    /// The same for a transfer to memory. The driver takes 10.1 and 11.6 µs for 4 and 16 KiB, a
-    /// slot 6.8 and 7.5.
+    /// The same limit for transfers to host memory. The default is 0, because a slot is faster in
+    /// this direction.
     pub down_direct: usize,
-    /// Bytes up to which the calling thread makes a transfer from memory to the device by itself,
-    /// through a slot. Not more than a slot. 512 KiB take it 40 µs and eight workers, who have to
-    /// be woken, 54; 1 MiB 74 and 84; 4 MiB some 300.
+    /// Transfers from host memory to the device of at most this many bytes are made by the calling
+    /// thread itself, through a slot. Values above [`StagerConfig::slot`] have the effect of a
+    /// slot. For short transfers, waking the workers takes longer than the copy.
     pub alone: usize,
-    /// The same for a transfer to memory. Before it came in pieces 512 KiB took it 69 µs, through
-    /// its caches, and the workers 57; 1 MiB 132 and 65.
+    /// The same limit for transfers to host memory.
     pub down_alone: usize,
-    /// Transfers under way at most, in both directions together. Each needs a stream.
+    /// Maximum number of transfers in flight, both directions together. Each needs a stream.
     pub depth: usize,
-    /// How the CPU writes into slots for the device.
+    /// How the CPU writes into the slots of uploads.
     pub stores: Stores,
-    /// How the CPU writes what comes from the device.
+    /// How the CPU writes the data of downloads.
     pub down_stores: Stores,
-    /// How the calling thread waits for a transfer that it makes by itself.
+    /// How the calling thread waits for a transfer that it makes itself.
     pub short_wait: ShortWait,
 }
 
@@ -188,7 +191,7 @@ impl StagerConfig {
         }
     }
 
-    /// The same with no more workers than so many CPUs are for.
+    /// Returns the configuration with the numbers of workers limited to what `cpus` CPUs can run.
     fn bounded(mut self, cpus: usize) -> Self {
         let most = cpus.saturating_sub(2).max(1);
         let half = (cpus / 2).max(1);
@@ -202,16 +205,15 @@ impl StagerConfig {
         self
     }
 
-    /// How a transfer of so many bytes is cut.
+    /// Returns how a transfer of `total` bytes is cut into chunks.
     fn grain(&self, way: Way, total: u64) -> Grain {
         let (least, slot) = (self.least_chunk as u64, self.slot as u64);
         let (least, last, most, shares) = match way {
-            // What is being filled is not on its way: with long chunks, which all are filled side
-            // by side, the link has nothing to do at first and too much in the end. They also touch
-            // more of the slots before any of these is used again: 256 MiB go at 43 GB/s in chunks
-            // of 2 MiB, and at 39 in 4.
+            // The link cannot copy a chunk while it is being filled. With long chunks, all filled
+            // in parallel, the link idles at first and is the bottleneck at the end. Long chunks
+            // also touch more of the slots before any is reused. So chunks stay short.
             Way::Up => (least, None, (total / 128).max(MIB).clamp(least, slot), 1),
-            // Here the link begins at once.
+            // In this direction the link starts immediately.
             Way::Down => {
                 let usual = (total / 32).min(2 * MIB).clamp(least, slot);
                 (usual, Some(2 * least).filter(|&last| last < usual), slot, 2)
@@ -223,16 +225,16 @@ impl StagerConfig {
 
 const MIB: u64 = 1 << 20;
 
-/// What a direction has of its own.
+/// The resources of one direction.
 struct Side {
     workers: Workers,
     workers_most: usize,
     lanes: Arc<Lanes>,
-    /// As it is configured.
+    /// The configured setting.
     stores: Stores,
-    /// Bytes of all its slots.
+    /// Total bytes of the slots of this direction.
     slots: u64,
-    /// Of the CPUs' last-level cache, where it is known.
+    /// Size of the CPUs' last-level cache in bytes, if known.
     cache: Option<u64>,
 }
 
@@ -250,7 +252,7 @@ impl Side {
             Way::Up => config.stores,
             Way::Down => config.down_stores,
         };
-        // One more than workers, for whoever waits and takes part.
+        // One more than the workers, for a waiting thread that takes part.
         let lanes = workers + 1;
         let slots =
             (lanes as u64).saturating_mul(config.slots as u64).saturating_mul(config.slot as u64);
@@ -267,11 +269,11 @@ impl Side {
     }
 }
 
-/// The stream that operands have been ordered for.
+/// The stream on which the operands have been ordered.
 enum Front {
-    /// Their home.
+    /// The home stream of the operands.
     Home(Arc<Timeline>),
-    /// One of the stager's.
+    /// A stream of the stager.
     Own(Stream),
 }
 
@@ -284,22 +286,22 @@ impl Front {
     }
 }
 
-/// What the stager's handles and its transfers share.
+/// State that is shared by the stager's handles and its transfers.
 struct Shared {
-    /// The process whose threads and memory these are. In a child of it a lock may be held for
-    /// good.
+    /// The process that owns the threads and the memory. In a forked child, locks may be held
+    /// forever.
     process: Process,
     streams: StreamPool,
     device: DeviceId,
-    /// Where workers run; `None` for anywhere.
+    /// The NUMA node of the workers, `None` for any node.
     node: Option<NodeId>,
     config: StagerConfig,
     up: Side,
     down: Side,
     permits: Permits,
     waits: Waits,
-    /// Streams for transfers, used in turn: operands without a home in common are noted on theirs
-    /// until somebody asks.
+    /// Idle transfer streams, reused in FIFO order. Operands without a common home stream record
+    /// their uses on them until the next query.
     roads: Mutex<VecDeque<Stream>>,
 }
 
@@ -308,7 +310,7 @@ impl Shared {
         self.process.is_current()
     }
 
-    /// An error in a child of the process that has the stager.
+    /// Returns an error in a forked child of the process that owns the stager.
     fn here(&self) -> Result<()> {
         if self.is_here() { Ok(()) } else { Err(MemoryError::OtherProcess) }
     }
@@ -320,20 +322,21 @@ impl Shared {
         }
     }
 
-    /// A stream that no other transfer has.
+    /// Returns a stream that no other transfer uses.
     fn take_road(&self) -> Result<Stream> {
         let idle = self.roads.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
         idle.map_or_else(|| self.streams.lease(), Ok)
     }
 
-    /// Takes a road back that nothing has gone wrong with.
+    /// Returns a transfer stream for reuse. It must be free of errors.
     fn give_road(&self, road: &Stream) {
         self.roads.lock().unwrap_or_else(PoisonError::into_inner).push_back(road.clone());
     }
 }
 
-/// Moves pageable memory and files to one device and back. Cheap to clone; transfers keep what they
-/// need of it.
+/// Transfers pageable memory and files to and from one device.
+///
+/// Cloning is cheap. Transfers keep the parts that they need alive.
 ///
 /// ```
 /// use aquifer_core::{Budget, DeviceId};
@@ -346,7 +349,8 @@ impl Shared {
 /// let sim = Sim::h200(1);
 /// let host = Host::new(Topology::read()?, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
 /// let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
-/// let streams = StreamPool::new(sim.driver(), DeviceId(0), 64); // of a device pool: `pool.streams()`
+/// // With a device pool, use its own streams: `pool.streams()`.
+/// let streams = StreamPool::new(sim.driver(), DeviceId(0), 64);
 /// let stager = Stager::new(&host, &pool, &streams, StagerConfig::default())?;
 ///
 /// fn there_and_back(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u8, StageError> {
@@ -363,15 +367,16 @@ pub struct Stager {
 }
 
 impl Stager {
-    /// A stager for the device of `streams`, whose slots come from `pool` and whose workers run on
-    /// that pool's node, or anywhere where it has no CPUs for us. Starts no thread and takes no
-    /// memory yet.
+    /// Creates a stager for the device of `streams`, with slots from `pool`.
     ///
-    /// Operands must know `streams`: for blocks of a device pool it is that pool's own. A stream is
-    /// leased for each transfer under way.
+    /// The workers run on the NUMA node of that pool, or on any node if this process may not use
+    /// the node's CPUs. Starts no thread and allocates no memory yet.
+    ///
+    /// Operands must belong to `streams`. For blocks of a device pool, pass that pool's own
+    /// streams. Each transfer in flight leases a stream.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed.
+    /// [`MemoryError::BadSetting`] for an invalid configuration.
     pub fn new(
         host: &Host,
         pool: &PinnedPool,
@@ -384,7 +389,7 @@ impl Stager {
         let node = pool.node().filter(|&id| cpus_of(id).is_some_and(|cpus| !cpus.is_empty()));
         let cpus = node.and_then(cpus_of).or(host.topology.cpus_allowed().value.as_ref());
         let config = config.bounded(cpus.map_or(1, |cpus| cpus.len()));
-        // Where the kernel writes nonsense nothing is known.
+        // The cache size stays unknown if the kernel reports invalid values.
         let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
         let side = |way| Side::new(host, pool, way, &config, cache);
         let shared = Shared {
@@ -402,19 +407,19 @@ impl Stager {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Makes all lanes, so that no transfer has to wait for pinned memory later. Blocks.
+    /// Creates all lanes now, so that later transfers do not wait for pinned memory. Blocks.
     ///
     /// # Errors
-    /// The pool's or the stream pool's, where there is not even one lane for a direction.
+    /// Those of the pool or of the stream pool, if a direction cannot get a single lane.
     pub fn warm(&self) -> Result<()> {
         self.shared.here()?;
         let sides = [&self.shared.up, &self.shared.down];
-        // Neither direction is to get the other's.
+        // One direction must not reclaim the lanes of the other.
         let _kept = sides.map(|side| side.lanes.keep());
         sides.into_iter().try_for_each(|side| side.lanes.ensure(side.lanes.most()))
     }
 
-    /// Gives the slots that no transfer uses now back to their pool. Answers with their bytes.
+    /// Returns all unused slots to their pool. Returns the number of their bytes.
     #[must_use = "the bytes that went back"]
     pub fn trim(&self) -> u64 {
         if !self.shared.is_here() {
@@ -423,19 +428,19 @@ impl Stager {
         self.shared.up.lanes.trim() + self.shared.down.lanes.trim()
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.shared.device
     }
 
-    /// The node that its workers run on; `None` for anywhere.
+    /// Returns the NUMA node of the workers, `None` for any node.
     #[must_use]
     pub fn node(&self) -> Option<NodeId> {
         self.shared.node
     }
 
-    /// How it works, with no more workers than there are CPUs for.
+    /// Returns the configuration, with the numbers of workers limited to the available CPUs.
     #[must_use]
     pub fn config(&self) -> &StagerConfig {
         &self.shared.config

@@ -1,4 +1,4 @@
-//! Transfers that borrow.
+//! Transfers that borrow their operands.
 #![expect(unsafe_code, reason = "moves bytes of what is borrowed on other threads")]
 
 use super::{
@@ -27,10 +27,10 @@ use std::{
 
 type Result<T, E = StageError> = std::result::Result<T, E>;
 
-/// A transfer that has been taken. Dropping it changes nothing.
+/// A handle to a transfer that has been accepted. Dropping it does not affect the transfer.
 ///
-/// It is a future of no particular runtime: a worker wakes it. It may be polled again after it was
-/// ready, dropped and made anew by [`Clone`].
+/// It is a future for any runtime: a worker wakes it. It may be polled again after it was ready,
+/// and cloned with [`Clone`] at any time.
 #[derive(Clone)]
 pub struct Staged {
     state: State,
@@ -38,7 +38,7 @@ pub struct Staged {
 
 #[derive(Clone)]
 enum State {
-    /// So many bytes were moved before the call returned.
+    /// This many bytes were moved before the call returned.
     Done(u64),
     Begun(Arc<Transfer>),
 }
@@ -48,7 +48,7 @@ impl Staged {
         Self { state: State::Begun(transfer) }
     }
 
-    /// How far it is.
+    /// Returns the progress of the transfer.
     #[must_use]
     pub fn progress(&self) -> Progress {
         match &self.state {
@@ -57,7 +57,7 @@ impl Staged {
         }
     }
 
-    /// Whether it has come to its end, a good one or not. Never blocks.
+    /// Returns whether the transfer has finished, successfully or not. Never blocks.
     #[must_use]
     pub fn is_done(&self) -> bool {
         match &self.state {
@@ -66,7 +66,7 @@ impl Staged {
         }
     }
 
-    /// What came of it; `None` while it is under way. Never blocks.
+    /// Returns the outcome of the transfer, or `None` while it is in flight. Never blocks.
     #[must_use]
     pub fn try_wait(&self) -> Option<Result<()>> {
         match &self.state {
@@ -75,10 +75,10 @@ impl Staged {
         }
     }
 
-    /// Takes part in it, and waits for its end. Blocks.
+    /// Takes part in the transfer, and waits until it is finished. Blocks.
     ///
     /// # Errors
-    /// What ended it early.
+    /// The error that ended the transfer early.
     pub fn wait(&self) -> Result<()> {
         match &self.state {
             State::Done(_) => Ok(()),
@@ -86,10 +86,12 @@ impl Staged {
         }
     }
 
-    /// Waits for its end until `deadline`; `None` if that passed first, and the transfer goes on.
+    /// Waits until the transfer is finished or `deadline` has passed.
+    ///
+    /// Returns `None` if the deadline passed first. The transfer then continues.
     ///
     /// # Errors
-    /// What ended it early.
+    /// The error that ended the transfer early.
     pub fn wait_until(&self, deadline: Instant) -> Option<Result<()>> {
         match &self.state {
             State::Done(_) => Some(Ok(())),
@@ -97,8 +99,10 @@ impl Staged {
         }
     }
 
-    /// Claims no further chunk. The transfer ends with [`StageError::Cancelled`] when the chunks
-    /// that workers are at are done, unless it comes to its end first. Never blocks.
+    /// Cancels the transfer: no further chunk is claimed. Never blocks.
+    ///
+    /// The transfer ends with [`StageError::Cancelled`] when the workers have finished their
+    /// current chunks, unless it completes first.
     pub fn cancel(&self) {
         if let State::Begun(transfer) = &self.state {
             transfer.cancel();
@@ -124,12 +128,12 @@ impl fmt::Debug for Staged {
 }
 
 impl Stager {
-    /// As [`Stager::scope`], for work that may fail: one result, with the error of the work or of a
-    /// transfer.
+    /// Runs fallible `work` as [`Stager::scope`] does, and merges the errors of the work and of its
+    /// transfers into one result.
     ///
     /// # Errors
-    /// As [`Stager::scope`]; else what `work` returned. All transfers have come to their ends in
-    /// either case.
+    /// As [`Stager::scope`], otherwise the error of `work`. All transfers have finished in either
+    /// case.
     #[track_caller]
     pub fn try_scope<'env, R>(
         &'env self,
@@ -139,13 +143,14 @@ impl Stager {
         self.scope(work)?
     }
 
-    /// Runs `work`, in which transfers may borrow memory, operands and sources, and returns when
-    /// all of them have come to their ends, also on unwind, when what has not begun is cancelled.
+    /// Runs `work`, whose transfers may borrow memory, operands and sources, and returns when all
+    /// of them have finished.
     ///
-    /// Blocks at its end, where the calling thread takes part.
+    /// On unwind, transfers in flight are cancelled and waited for. Blocks at its end, where the
+    /// calling thread takes part in the transfers.
     ///
     /// # Errors
-    /// That of the first of its transfers that ended early; cancelled ones count.
+    /// The error of the first transfer that ended early. Cancelled transfers count.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
@@ -159,16 +164,16 @@ impl Stager {
         }
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
-                // On unwind only.
+                // Runs on unwind only.
                 let begun = self.take();
                 begun.iter().for_each(|transfer| transfer.cancel());
-                // What came of them is nobody's any more.
+                // No caller is left to receive the outcomes.
                 begun.iter().for_each(|transfer| drop(transfer.wait()));
             }
         }
         let begun = Mutex::new(Vec::new());
         let unwound = Settle(&begun);
-        // What is called inside names its own lines.
+        // The calls inside `work` record their own call sites.
         let result =
             work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
@@ -180,10 +185,10 @@ impl Stager {
     }
 }
 
-/// Inside [`Stager::scope`]: transfers here may borrow whatever outlives the scope.
+/// The scope of [`Stager::scope`]. Its transfers may borrow everything that outlives the scope.
 ///
-/// Each method takes a transfer and returns, when a permit is had; small ones between memory and
-/// the device are done by then. Operands are the scope's until it ends.
+/// Each method submits one transfer and returns when a permit is available. Short transfers between
+/// host memory and the device are complete by then. The scope borrows the operands until it ends.
 ///
 /// ```
 /// use aquifer_driver::{OperandMut, Typed};
@@ -215,12 +220,12 @@ impl Stager {
 ///     let bytes = x.len();
 ///     stager.scope(|s| {
 ///         let up = vec![1; bytes];
-///         s.upload(&up, x).map(drop) // `up` ends before the copy may have
+///         s.upload(&up, x).map(drop) // `up` is dropped before the copy may have finished
 ///     })?
 /// }
 /// ```
 ///
-/// An operand cannot be used beside its transfer:
+/// An operand cannot be used while its transfer is in flight:
 ///
 /// ```compile_fail,E0502
 /// # use aquifer_driver::{OperandMut, Typed};
@@ -229,15 +234,15 @@ impl Stager {
 ///     let (up, mut down) = (vec![1; 9], vec![0; 9]);
 ///     stager.scope(|s| {
 ///         s.upload(&up, x)?;
-///         s.download(x, &mut down).map(drop) // the upload may still be on its way
+///         s.download(x, &mut down).map(drop) // the upload may still be in flight
 ///     })?
 /// }
 /// ```
 pub struct StageScope<'scope, 'env: 'scope> {
     stager: &'env Stager,
-    /// Those that may be under way.
+    /// The transfers that may be in flight.
     begun: &'scope Mutex<Vec<Arc<Transfer>>>,
-    // Invariant in both, so that neither can be shortened to let a borrow out.
+    // Invariant in both lifetimes, so that neither can be shortened and a borrow cannot escape.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
 }
@@ -246,7 +251,8 @@ impl<'env> StageScope<'_, 'env> {
     /// Copies `from` to the device.
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `to`, the driver's. Nothing is begun.
+    /// Different lengths, a conflicting use of `to`, or an error of the driver. No transfer was
+    /// started.
     #[track_caller]
     pub fn upload<T, D>(&self, from: &'env [T], to: &'env mut D) -> Result<Staged>
     where
@@ -257,10 +263,11 @@ impl<'env> StageScope<'_, 'env> {
         self.gather([from], to)
     }
 
-    /// Copies `from` into `to`, which is the scope's until it ends.
+    /// Copies `from` into `to`, which stays borrowed until the scope ends.
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is begun.
+    /// Different lengths, a conflicting use of `from`, or an error of the driver. No transfer was
+    /// started.
     #[track_caller]
     pub fn download<T: Pod, D: Typed<Item = T>>(
         &self,
@@ -271,8 +278,9 @@ impl<'env> StageScope<'_, 'env> {
         self.scatter(from, [to])
     }
 
-    /// Copies many slices to the device, each right behind the one before. They share slots, so
-    /// small ones cost little.
+    /// Copies several slices to the device, one after another into contiguous memory.
+    ///
+    /// The slices share slots, so small slices cost little.
     ///
     /// # Errors
     /// As [`StageScope::upload`].
@@ -294,8 +302,9 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies from the device into many slices, one after the other. They share slots, so small
-    /// ones cost little.
+    /// Copies contiguous device memory into several slices, one after another.
+    ///
+    /// The slices share slots, so small slices cost little.
     ///
     /// # Errors
     /// As [`StageScope::download`].
@@ -313,8 +322,9 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies many slices, each to its own operand, as one transfer. They share slots, so small
-    /// ones cost little.
+    /// Copies several slices, each to its own operand, as one transfer.
+    ///
+    /// The slices share slots, so small slices cost little.
     ///
     /// # Errors
     /// As [`StageScope::upload`].
@@ -341,8 +351,9 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies many operands, each into its own slice, as one transfer. They share slots, so small
-    /// ones cost little.
+    /// Copies several operands, each into its own slice, as one transfer.
+    ///
+    /// The slices share slots, so small slices cost little.
     ///
     /// # Errors
     /// As [`StageScope::download`].
@@ -365,10 +376,10 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Fills `to` from `source`, from `offset` on.
+    /// Fills `to` from `source`, starting at `offset`.
     ///
     /// # Errors
-    /// A conflicting use of `to`, the driver's. Nothing is begun.
+    /// A conflicting use of `to`, or an error of the driver. No transfer was started.
     #[track_caller]
     pub fn read<D>(&self, source: &'env dyn Source, offset: u64, to: &'env mut D) -> Result<Staged>
     where
@@ -380,12 +391,13 @@ impl<'env> StageScope<'_, 'env> {
         self.read_ranges(source, iter::once(offset..end), to)
     }
 
-    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before: a column of
-    /// a matrix, for one. They share slots, so small ones cost little.
+    /// Fills `to` from byte ranges of `source`, one after another, such as a column of a matrix.
+    ///
+    /// The ranges share slots, so small ranges cost little.
     ///
     /// # Errors
-    /// Ranges that are not as long as `to` together, a conflicting use of `to`, the driver's.
-    /// Nothing is begun.
+    /// Ranges whose total length is not that of `to`, a conflicting use of `to`, or an error of the
+    /// driver. No transfer was started.
     #[track_caller]
     pub fn read_ranges<D>(
         &self,
@@ -405,10 +417,10 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Writes `from` to `sink`, from `offset` on: a checkpoint, for one.
+    /// Writes `from` to `sink`, starting at `offset`, such as for a checkpoint.
     ///
     /// # Errors
-    /// A conflicting use of `from`, the driver's. Nothing is begun.
+    /// A conflicting use of `from`, or an error of the driver. No transfer was started.
     #[track_caller]
     pub fn write<D>(&self, from: &'env D, sink: &'env dyn Sink, offset: u64) -> Result<Staged>
     where
@@ -433,26 +445,26 @@ impl<'env> StageScope<'_, 'env> {
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
         let bytes = parts.total;
-        // Before any lock.
+        // Checked before any lock is taken.
         shared.here()?;
-        // Slots that are not pinned would be one copy more, and the driver's own staging all the
-        // same.
+        // Slots that are not pinned would add a copy, and the driver would still use its own
+        // staging.
         if far.is_none()
             && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned())
         {
-            // SAFETY: 1. all of it is borrowed while this runs.
+            // SAFETY: 1. everything that the parts name is borrowed while this runs.
             unsafe { shared.move_alone(&parts, home, order) }?;
             return Ok(Staged { state: State::Done(bytes) });
         }
         let permit = self.stager.permit();
-        // SAFETY: 1. what the parts name, and the source or sink, is borrowed for longer than the
-        // scope, which waits for it.
+        // SAFETY: 1. everything that the parts name, and the source or sink, is borrowed for longer
+        // than the scope, and the scope waits for the transfer.
         let transfer = unsafe { shared.transfer(parts, far, permit, home, order) }?;
         {
             let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
-            // Those that went well are nothing to wait for.
+            // Transfers that succeeded need no wait.
             begun.retain(|old: &Arc<Transfer>| !matches!(old.outcome(), Some(Ok(()))));
-            // Known to the scope before anybody touches what it names.
+            // The scope must hold the transfer before any thread touches its memory.
             begun.push(transfer.clone());
         }
         transfer.begin();
@@ -460,7 +472,7 @@ impl<'env> StageScope<'_, 'env> {
     }
 }
 
-/// The home of all operands, if they have the same.
+/// Returns the common home stream of all operands, if they share one.
 fn common(mut homes: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
     let first = homes.next()??;
     homes.all(|home| home == Some(first)).then_some(first)
@@ -472,21 +484,23 @@ impl fmt::Debug for StageScope<'_, '_> {
     }
 }
 
-/// A source without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
+/// Erases the lifetime of a source. The caller must keep the source alive until its transfer is
+/// finished.
 pub(super) fn from_source(source: &dyn Source) -> Far {
     let source = NonNull::from(source);
-    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's
-    // caller knows.
+    // SAFETY: 1. both types are the same pointer. The `'static` lifetime promises nothing: the
+    // caller of `from_source` keeps the source alive.
     Far::From(unsafe {
         std::mem::transmute::<NonNull<dyn Source + '_>, NonNull<dyn Source + 'static>>(source)
     })
 }
 
-/// A sink without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
+/// Erases the lifetime of a sink. The caller must keep the sink alive until its transfer is
+/// finished.
 pub(super) fn to_sink(sink: &dyn Sink) -> Far {
     let sink = NonNull::from(sink);
-    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's
-    // caller knows.
+    // SAFETY: 1. both types are the same pointer. The `'static` lifetime promises nothing: the
+    // caller of `to_sink` keeps the sink alive.
     Far::To(unsafe {
         std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink)
     })

@@ -1,4 +1,4 @@
-//! Transfers that own.
+//! Transfers that own their operands.
 #![expect(
     unsafe_code,
     reason = "declares an unsafe trait, and moves bytes of what is owned on other threads"
@@ -32,22 +32,22 @@ use std::{
     label = "a transfer that goes on in the background owns its host side",
     note = "hand in a vector or a boxed slice by value, or borrow a slice in `Stager::try_scope`"
 )]
-/// Host memory with an owner that can be moved while other threads read or write it.
+/// Owned host memory that can be moved while other threads read or write its elements.
 ///
-/// Its example is that of [`Stager::upload`](crate::Stager::upload), which takes any.
+/// See [`Stager::upload`](crate::Stager::upload), which accepts any such buffer, for an example.
 ///
 /// # Safety
-/// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays
-///    where it is when the owner is moved.
+/// 1. [`HostBuffer::elements`] returns initialised memory that only the owner may access, and whose
+///    address does not change when the owner is moved.
 pub unsafe trait HostBuffer: Send + 'static {
-    /// The elements' type.
+    /// The type of the elements.
     type Item: Pod;
 
-    /// The elements.
+    /// Returns the elements.
     fn elements(&mut self) -> NonNull<[Self::Item]>;
 }
 
-// SAFETY: 1. a vector's elements are initialised, its own, and do not move with it.
+// SAFETY: 1. the elements of a vector are initialised, owned by it, and do not move with it.
 unsafe impl<T: Pod + Send> HostBuffer for Vec<T> {
     type Item = T;
     fn elements(&mut self) -> NonNull<[T]> {
@@ -55,7 +55,7 @@ unsafe impl<T: Pod + Send> HostBuffer for Vec<T> {
     }
 }
 
-// SAFETY: 1. a boxed slice's elements are initialised, its own, and do not move with it.
+// SAFETY: 1. the elements of a boxed slice are initialised, owned by it, and do not move with it.
 unsafe impl<T: Pod + Send> HostBuffer for Box<[T]> {
     type Item = T;
     fn elements(&mut self) -> NonNull<[T]> {
@@ -79,7 +79,7 @@ unsafe impl<T: Pod + Send, A: Allocator + Send + 'static> HostBuffer for AllocBo
     }
 }
 
-/// Where what a transfer owns lies until it is finished. Nobody looks at it before.
+/// Storage for what a transfer owns. It is not accessed before the transfer is finished.
 struct Shelf<T>(Mutex<Option<T>>);
 
 impl<T> Shelf<T> {
@@ -88,14 +88,16 @@ impl<T> Shelf<T> {
     }
 }
 
-/// A transfer that owns both its sides, and gives them back when it is waited for.
+/// A transfer that owns both its sides, and returns them when it is waited for.
 ///
-/// Dropped early it is cancelled, and what it owns is dropped by the last worker that is at it;
-/// [`Ticket::detach`] lets it come to its end first. Forgotten, what it owns is leaked. Workers
-/// move it on whether somebody waits or not.
+/// The workers make progress whether or not a thread waits.
 ///
-/// As a future it needs no particular runtime. It is cancel-safe: poll `&mut ticket`, and nothing
-/// is lost when that is dropped.
+/// - Dropping the ticket cancels the transfer. The last worker of the transfer drops what it owns.
+/// - [`Ticket::detach`] lets the transfer complete first.
+/// - Forgetting the ticket leaks what the transfer owns.
+///
+/// As a future it works with any runtime. It is cancel-safe: poll `&mut ticket`, and nothing is
+/// lost when that borrow is dropped.
 ///
 /// ```
 /// use aquifer_driver::{OperandMut, Typed};
@@ -107,7 +109,7 @@ impl<T> Shelf<T> {
 /// {
 ///     let permit = stager.ready().await; // back-pressure
 ///     let ticket = permit.upload(rows, to)?;
-///     Ok(ticket.await?) // both again
+///     Ok(ticket.await?) // returns both sides
 /// }
 /// ```
 #[must_use = "a ticket that is dropped cancels its transfer"]
@@ -118,47 +120,48 @@ pub struct Ticket<T> {
 }
 
 impl<T> Ticket<T> {
-    /// How far it is.
+    /// Returns the progress of the transfer.
     #[must_use]
     pub fn progress(&self) -> Progress {
         self.staged.progress()
     }
 
-    /// Whether it has come to its end, a good one or not. Never blocks.
+    /// Returns whether the transfer has finished, successfully or not. Never blocks.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.staged.is_done()
     }
 
-    /// Claims no further chunk, as [`Staged::cancel`]. Wait for it to have both sides back.
+    /// Cancels the transfer, as [`Staged::cancel`]. Wait for the ticket to get both sides back.
     pub fn cancel(&self) {
         self.staged.cancel();
     }
 
-    /// The transfer without what it owns, for those who only watch it.
+    /// Returns a handle that observes the transfer but does not own its operands.
     #[must_use]
     pub fn watch(&self) -> Staged {
         self.staged.clone()
     }
 
-    /// Lets it come to its end with nobody waiting. What it owns is dropped then, by a worker.
+    /// Lets the transfer complete in the background. A worker then drops what it owns.
     pub fn detach(mut self) {
         self.detached = true;
     }
 
-    /// Takes part in it, waits for its end, and gives both sides back. Blocks.
+    /// Takes part in the transfer, waits until it is finished, and returns both sides. Blocks.
     ///
     /// # Errors
-    /// What ended it early, with both sides.
+    /// The error that ended the transfer early, with both sides.
     pub fn wait(self) -> Result<T, Failed<T>> {
         let outcome = self.staged.wait();
         self.give(outcome)
     }
 
-    /// Both sides, if it has come to its end. Never blocks.
+    /// Returns both sides if the transfer has finished. Never blocks.
     ///
     /// # Errors
-    /// This ticket again, if it has not; what ended it early, with both sides.
+    /// This ticket, if the transfer has not finished. The inner error is the one that ended the
+    /// transfer early, with both sides.
     pub fn try_wait(self) -> Result<Result<T, Failed<T>>, Self> {
         match self.staged.try_wait() {
             Some(outcome) => Ok(self.give(outcome)),
@@ -166,11 +169,11 @@ impl<T> Ticket<T> {
         }
     }
 
-    /// Waits until `deadline`.
+    /// Waits until the transfer is finished or `deadline` has passed.
     ///
     /// # Errors
-    /// This ticket again, if the transfer has not come to its end by then; what ended it early,
-    /// with both sides.
+    /// This ticket, if the transfer has not finished by then. The inner error is the one that ended
+    /// the transfer early, with both sides.
     pub fn wait_until(self, deadline: Instant) -> Result<Result<T, Failed<T>>, Self> {
         match self.staged.wait_until(deadline) {
             Some(outcome) => Ok(self.give(outcome)),
@@ -178,7 +181,7 @@ impl<T> Ticket<T> {
         }
     }
 
-    /// What a transfer that is finished gives back.
+    /// Returns the result of a finished transfer.
     fn give(&self, outcome: Result<(), StageError>) -> Result<T, Failed<T>> {
         match (self.shelf.take(), outcome) {
             (Some(sides), Ok(())) => Ok(sides),
@@ -211,16 +214,17 @@ impl<T> fmt::Debug for Ticket<T> {
     }
 }
 
-/// A ticket, or what was handed in and why nothing was begun.
+/// A ticket, or the operands of the call and the reason why no transfer was started.
 pub type Begun<T> = Result<Ticket<T>, Failed<T>>;
 
 impl Permit {
-    /// Copies `from` to the device and owns both until that is done. Does not block, but for pinned
-    /// memory when it is the first.
+    /// Copies `from` to the device, and owns both sides until the copy is done.
+    ///
+    /// Does not block, except for pinned memory if this is the first transfer.
     ///
     /// # Errors
-    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `to`, the driver's.
-    /// Nothing is begun.
+    /// [`Failed`] with both sides: different lengths, a conflicting use of `to`, or an error of the
+    /// driver. No transfer was started.
     #[track_caller]
     pub fn upload<H, D>(self, mut from: H, mut to: D) -> Begun<(H, D)>
     where
@@ -231,8 +235,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Up);
         let made = parts.slices([from.elements()], place(&to)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
-            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it
-            // is finished.
+            // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
+            // until it is finished.
             unsafe {
                 shared.transfer(parts, None, self, to.home_stream(), |front| {
                     to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
@@ -242,12 +246,13 @@ impl Permit {
         ticket(made, (from, to), |shelf| shelf)
     }
 
-    /// Copies `from` into `to` and owns both until that is done. Does not block, but for pinned
-    /// memory when it is the first.
+    /// Copies `from` into `to`, and owns both sides until the copy is done.
+    ///
+    /// Does not block, except for pinned memory if this is the first transfer.
     ///
     /// # Errors
-    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `from`, the driver's.
-    /// Nothing is begun.
+    /// [`Failed`] with both sides: different lengths, a conflicting use of `from`, or an error of
+    /// the driver. No transfer was started.
     #[track_caller]
     pub fn download<H, D>(self, from: D, mut to: H) -> Begun<(D, H)>
     where
@@ -258,8 +263,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Down);
         let made = parts.slices([to.elements()], place(&from)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
-            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it
-            // is finished.
+            // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
+            // until it is finished.
             unsafe {
                 shared.transfer(parts, None, self, from.home_stream(), |front| {
                     from.order(front.raw(), Some(front.keep_alive()), Access::Read)
@@ -269,11 +274,13 @@ impl Permit {
         ticket(made, (from, to), |shelf| shelf)
     }
 
-    /// Fills `to` from `source`, from `offset` on, and owns it until that is done. Does not block,
-    /// but for pinned memory when it is the first.
+    /// Fills `to` from `source`, starting at `offset`, and owns `to` until that is done.
+    ///
+    /// Does not block, except for pinned memory if this is the first transfer.
     ///
     /// # Errors
-    /// [`Failed`] with `to`: a conflicting use of it, the driver's. Nothing is begun.
+    /// [`Failed`] with `to`: a conflicting use of it, or an error of the driver. No transfer was
+    /// started.
     #[track_caller]
     pub fn read<D>(self, source: Arc<dyn Source>, offset: u64, to: D) -> Begun<D>
     where
@@ -284,12 +291,12 @@ impl Permit {
         self.read_ranges(source, iter::once(offset..end), to)
     }
 
-    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before, and owns it
-    /// until that is done.
+    /// Fills `to` from byte ranges of `source`, one after another, and owns `to` until that is
+    /// done.
     ///
     /// # Errors
-    /// [`Failed`] with `to`: ranges that are not as long as it together, a conflicting use of it,
-    /// the driver's. Nothing is begun.
+    /// [`Failed`] with `to`: ranges whose total length is not that of `to`, a conflicting use of
+    /// it, or an error of the driver. No transfer was started.
     #[track_caller]
     pub fn read_ranges<D>(
         self,
@@ -305,8 +312,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Up);
         let made = parts.ranges(from, place(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
-            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until
-            // it is finished, and the source with it.
+            // SAFETY: 1. the operand and the source are moved to the shelf, which the transfer
+            // keeps untouched until it is finished.
             unsafe {
                 shared.transfer(parts, from, self, to.home_stream(), |front| {
                     to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
@@ -316,11 +323,13 @@ impl Permit {
         ticket(made, to, |shelf| Arc::new((shelf, source)))
     }
 
-    /// Writes `from` to `sink`, from `offset` on, and owns it until that is done. Does not block,
-    /// but for pinned memory when it is the first.
+    /// Writes `from` to `sink`, starting at `offset`, and owns `from` until that is done.
+    ///
+    /// Does not block, except for pinned memory if this is the first transfer.
     ///
     /// # Errors
-    /// [`Failed`] with `from`: a conflicting use of it, the driver's. Nothing is begun.
+    /// [`Failed`] with `from`: a conflicting use of it, or an error of the driver. No transfer was
+    /// started.
     #[track_caller]
     pub fn write<D>(self, from: D, sink: Arc<dyn Sink>, offset: u64) -> Begun<D>
     where
@@ -332,8 +341,8 @@ impl Permit {
         let to = iter::once(offset..offset.saturating_add(range.bytes));
         let made = parts.ranges(to, place(&from)).map_err(Into::into).and_then(|()| {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
-            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until
-            // it is finished, and the sink with it.
+            // SAFETY: 1. the operand and the sink are moved to the shelf, which the transfer keeps
+            // untouched until it is finished.
             unsafe {
                 shared.transfer(parts, to, self, from.home_stream(), |front| {
                     from.order(front.raw(), Some(front.keep_alive()), Access::Read)
@@ -344,7 +353,7 @@ impl Permit {
     }
 }
 
-/// Shelves what a transfer owns, and begins it.
+/// Stores what a transfer owns, and starts the transfer.
 fn ticket<T: Send + 'static>(
     made: Result<Arc<Transfer>, StageError>,
     sides: T,
@@ -361,11 +370,11 @@ fn ticket<T: Send + 'static>(
 }
 
 impl Stager {
-    /// [`Permit::upload`], with a permit that is waited for. Blocks while too many transfers are
-    /// under way.
+    /// Waits for a permit, then starts [`Permit::upload`]. Blocks while too many transfers are in
+    /// flight.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Permit::upload`].
     #[track_caller]
     pub fn upload<H, D>(&self, from: H, to: D) -> Begun<(H, D)>
     where
@@ -375,11 +384,11 @@ impl Stager {
         self.permit().upload(from, to)
     }
 
-    /// [`Permit::download`], with a permit that is waited for. Blocks while too many transfers are
-    /// under way.
+    /// Waits for a permit, then starts [`Permit::download`]. Blocks while too many transfers are in
+    /// flight.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Permit::download`].
     #[track_caller]
     pub fn download<H, D>(&self, from: D, to: H) -> Begun<(D, H)>
     where
@@ -389,11 +398,11 @@ impl Stager {
         self.permit().download(from, to)
     }
 
-    /// [`Permit::read`], with a permit that is waited for. Blocks while too many transfers are
-    /// under way.
+    /// Waits for a permit, then starts [`Permit::read`]. Blocks while too many transfers are in
+    /// flight.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Permit::read`].
     #[track_caller]
     pub fn read<D>(&self, source: Arc<dyn Source>, offset: u64, to: D) -> Begun<D>
     where
@@ -403,11 +412,11 @@ impl Stager {
         self.permit().read(source, offset, to)
     }
 
-    /// [`Permit::write`], with a permit that is waited for. Blocks while too many transfers are
-    /// under way.
+    /// Waits for a permit, then starts [`Permit::write`]. Blocks while too many transfers are in
+    /// flight.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Permit::write`].
     #[track_caller]
     pub fn write<D>(&self, from: D, sink: Arc<dyn Sink>, offset: u64) -> Begun<D>
     where

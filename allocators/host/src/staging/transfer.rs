@@ -1,13 +1,14 @@
-//! One transfer: who is at it, how far it is, and who waits for its end.
+//! The state of one transfer: its participants, its progress and the threads that wait for it.
 //!
 //! ```text
 //!             take part: claim a chunk, move it, claim the next …
 //!   begun ──▶ running: 0 … n ──▶ over: nothing left to claim, or stopped; and nobody at it ──▶ finished
 //! ```
 //!
-//! Whoever takes part leaves only when no copy of his is on its way any more. So once a transfer is
-//! finished nobody touches its host memory, and everything that the host queues from then on comes
-//! after its copies.
+//! A participant leaves only when none of its copies is in flight. So once a transfer is finished:
+//!
+//! - No thread touches its host memory.
+//! - Everything that the host queues later comes after its copies.
 
 use super::{
     Shared, StageError,
@@ -34,72 +35,71 @@ use std::{
     time::Instant,
 };
 
-/// How far a transfer is.
+/// The progress of a transfer.
 ///
-/// Its example is that of [`Ticket`](crate::Ticket).
+/// See [`Ticket`](crate::Ticket) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Progress {
     /// Bytes that have arrived.
     pub done: u64,
-    /// Bytes there are.
+    /// Total bytes.
     pub total: u64,
 }
 
-/// Bytes for which one more worker is woken: it takes tens of microseconds to be at it, and then
-/// the others are done with less. Whoever wakes them is held up by each.
+/// Bytes per woken worker. A worker takes tens of microseconds to start, and each wake-up delays
+/// the calling thread, so fewer bytes are not worth another worker.
 const WORTH_WAKING: u64 = 512 << 10;
 
-/// How many workers a transfer of so many bytes is worth.
+/// Returns the number of workers worth waking for a transfer of `bytes` bytes.
 fn worth_waking(bytes: u64) -> usize {
     usize::try_from(bytes / WORTH_WAKING).unwrap_or(usize::MAX).max(1)
 }
 
-/// How often somebody who has nothing left to do looks whether a transfer is finished before he
-/// goes to sleep: for about as long as workers take for their last chunks, and many times what it
-/// takes to be woken.
+/// Spin iterations of a waiting thread before it sleeps. They cover about the time of the workers'
+/// last chunks, which is much longer than a wake-up.
 const LOOKS: u32 = 8000;
 
-/// What owns the memory of a transfer until it is finished.
+/// The owner of a transfer's memory, kept until the transfer is finished.
 pub(super) type Keep = Arc<dyn Any + Send + Sync>;
 
 pub(super) struct Transfer {
     pub(super) shared: Arc<Shared>,
     pub(super) plan: Plan,
-    /// The stream of its copies, which come after the operands' earlier uses.
+    /// The stream of the copies, ordered after the earlier uses of the operands.
     pub(super) road: Stream,
-    /// Copies on their way to it.
+    /// Copies on their way to that stream.
     pub(super) submissions: Submissions,
-    /// The operands' home, where they have one in common.
+    /// The common home stream of the operands, if they share one.
     home: Option<Arc<Timeline>>,
     /// The next chunk to be claimed.
     next: AtomicUsize,
-    /// No further chunk is claimed. Once set it stays.
+    /// No further chunk is claimed. It is never reset.
     stopped: AtomicBool,
     /// Bytes that have arrived.
     done: AtomicU64,
-    /// The line of the program that asked for it.
+    /// The call site of the request.
     site: Option<&'static Location<'static>>,
     state: Mutex<State>,
-    /// The transfer is finished.
+    /// Signalled when the transfer is finished.
     changed: Condvar,
-    /// The same for those who do not sleep.
+    /// The same state for threads that spin.
     ended: AtomicBool,
 }
 
 struct State {
-    /// How many take part now.
+    /// Number of current participants.
     running: usize,
-    /// What went wrong first.
+    /// The first error.
     error: Option<StageError>,
-    /// Nobody takes part, and nobody will.
+    /// There is no participant, and there will be none.
     over: bool,
-    /// And what the transfer held has been given back.
+    /// The transfer is over, and its permit has been returned.
     finished: bool,
     wakers: Vec<Waker>,
     held: Held,
 }
 
-/// What a transfer holds until it is over.
+/// Resources that a transfer holds until it is over.
 #[derive(Default)]
 struct Held {
     permit: Option<Permit>,
@@ -144,18 +144,20 @@ impl Transfer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What came of it in a child of the process that has its workers and its memory: there, no
-    /// lock may be taken.
+    /// Returns the outcome in a forked child of the process that owns the workers and the memory.
+    /// No lock may be taken there.
     fn elsewhere(&self) -> Option<Result<(), StageError>> {
         self.shared.here().err().map(|error| Err(error.into()))
     }
 
-    /// Keeps what owns its memory until it is finished. To be called before it is begun.
+    /// Stores the owner of the transfer's memory until it is finished. Must be called before
+    /// [`Transfer::begin`].
     pub(super) fn keep(&self, keep: Keep) {
         self.lock().held.keep = Some(keep);
     }
 
-    /// Has the workers of its direction begin it. What cannot be begun is finished with an error.
+    /// Submits the transfer to the workers of its direction. If that fails, the transfer is
+    /// finished with an error.
     pub(super) fn begin(self: &Arc<Self>) {
         let chunks = self.plan.chunks();
         if chunks > 0 {
@@ -181,7 +183,7 @@ impl Transfer {
         self.finish_if_over();
     }
 
-    /// A worker takes part, with whichever lane it gets.
+    /// Takes part as a worker, with any lane that is available.
     fn work(&self) {
         let Some(part) = self.enter() else { return };
         let lanes = &self.shared.side(self.plan.way).lanes;
@@ -196,7 +198,7 @@ impl Transfer {
         }
     }
 
-    /// The calling thread takes part, if a lane is idle.
+    /// Takes part on the calling thread, if a lane is idle.
     pub(super) fn help(&self) {
         if self.elsewhere().is_none()
             && let Some(part) = self.enter()
@@ -216,12 +218,12 @@ impl Transfer {
         Some(Participant { transfer: self, moving: Cell::new(false) })
     }
 
-    /// Whether nothing is left to claim.
+    /// Returns whether nothing is left to claim.
     fn is_claimed(&self) -> bool {
         self.is_stopped() || self.next.load(Ordering::Relaxed) >= self.plan.chunks()
     }
 
-    /// Claims a chunk.
+    /// Claims the next chunk, if one is left.
     pub(super) fn claim(&self) -> Option<usize> {
         if self.is_stopped() {
             return None;
@@ -233,7 +235,7 @@ impl Transfer {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// Counts bytes that have arrived.
+    /// Adds `bytes` to the bytes that have arrived.
     pub(super) fn arrived(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -242,7 +244,7 @@ impl Transfer {
         Progress { done: self.done.load(Ordering::Relaxed), total: self.plan.total() }
     }
 
-    /// Ends it early, for this reason, unless it has come to its end or failed before.
+    /// Ends the transfer early with `error`, unless it has completed or failed before.
     pub(super) fn fail(&self, error: StageError) {
         if self.elsewhere().is_some() {
             return;
@@ -263,7 +265,8 @@ impl Transfer {
         self.fail(StageError::Cancelled);
     }
 
-    /// If nobody is at it and nobody will be, gives back what it holds and tells those who wait.
+    /// Finishes the transfer if it has no participant and nothing left to claim: releases its
+    /// resources and wakes the waiting threads.
     fn finish_if_over(&self) {
         let held = {
             let mut state = self.lock();
@@ -277,7 +280,7 @@ impl Transfer {
             std::mem::take(&mut state.held)
         };
         let Held { permit, keep, job } = held;
-        // Before anybody is told: who waited finds a permit.
+        // Before the wake-ups, so that a woken thread finds a permit.
         drop(permit);
         let wakers = {
             let mut state = self.lock();
@@ -286,12 +289,12 @@ impl Transfer {
             std::mem::take(&mut state.wakers)
         };
         self.changed.notify_all();
-        // Code of others, and the rest is woken all the same.
+        // Wakers run foreign code. A panic in one must not keep the others from being woken.
         for waker in wakers {
             contain(|| waker.wake());
         }
         drop(job);
-        // Last, and outside of all locks: it may be anything.
+        // Last, and without locks: the drop may run arbitrary code.
         contain(|| drop(keep));
     }
 
@@ -299,7 +302,7 @@ impl Transfer {
         self.elsewhere().is_some() || self.lock().finished
     }
 
-    /// What came of it, once it is finished.
+    /// Returns the outcome, once the transfer is finished.
     pub(super) fn outcome(&self) -> Option<Result<(), StageError>> {
         if let Some(elsewhere) = self.elsewhere() {
             return Some(elsewhere);
@@ -308,14 +311,14 @@ impl Transfer {
         state.finished.then(|| state.error.clone().map_or(Ok(()), Err))
     }
 
-    /// Takes part, and blocks until it is finished.
+    /// Takes part, and blocks until the transfer is finished.
     pub(super) fn wait(&self) -> Result<(), StageError> {
         if let Some(elsewhere) = self.elsewhere() {
             return elsewhere;
         }
         self.help();
-        // Nothing is left to claim then, or no lane was to be had: mostly the others are at their
-        // last chunks.
+        // Now nothing is left to claim, or no lane was idle. Usually the other participants are at
+        // their last chunks, so spin for a while.
         for _ in 0..LOOKS {
             if self.ended.load(Ordering::Acquire) {
                 break;
@@ -329,7 +332,8 @@ impl Transfer {
         state.error.clone().map_or(Ok(()), Err)
     }
 
-    /// Blocks until it is finished or the deadline has passed; whether it is finished.
+    /// Blocks until the transfer is finished or the deadline has passed. Returns whether it is
+    /// finished.
     pub(super) fn wait_until(&self, deadline: Instant) -> bool {
         if self.elsewhere().is_some() {
             return true;
@@ -346,7 +350,7 @@ impl Transfer {
         true
     }
 
-    /// The outcome, or `waker` is woken when there is one.
+    /// Returns the outcome, or registers `waker` to be woken when there is one.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<(), StageError>> {
         if let Some(elsewhere) = self.elsewhere() {
             return Poll::Ready(elsewhere);
@@ -368,10 +372,10 @@ impl fmt::Debug for Transfer {
     }
 }
 
-/// Somebody who takes part. However he leaves, he is counted out.
+/// A participant of a transfer. Its drop deregisters it, also on unwind.
 struct Participant<'a> {
     transfer: &'a Transfer,
-    /// He is at it, and has not come back.
+    /// A move of chunks has started and has not returned.
     moving: Cell<bool>,
 }
 
@@ -380,12 +384,12 @@ impl Participant<'_> {
         !self.transfer.is_claimed()
     }
 
-    /// Moves chunks until there are none, and hands the lane back.
+    /// Moves chunks until none is left, then returns the lane.
     fn run(&self, lane: Lane) {
         let transfer = self.transfer;
         let _site = site::enter_as(transfer.site);
         let lanes = &transfer.shared.side(transfer.plan.way).lanes;
-        // Whatever happens, the lane is settled before anybody else gets it.
+        // The drop of `held` settles the lane before another thread gets it, also on unwind.
         let mut held = Handed { lane: Some(lane), transfer };
         let Some(lane) = held.lane.as_mut() else { return };
         self.moving.set(true);
@@ -406,8 +410,8 @@ impl Participant<'_> {
 
 impl Drop for Participant<'_> {
     fn drop(&mut self) {
-        // Not by asking whether the thread panics: one that unwinds may wait for a transfer, and so
-        // take part in it.
+        // `thread::panicking` would be wrong here: a thread that is unwinding may wait for a
+        // transfer, and so take part in it.
         if self.moving.get() {
             self.transfer.fail(StageError::WorkerLost);
         }
@@ -416,7 +420,7 @@ impl Drop for Participant<'_> {
     }
 }
 
-/// A lane in use. Dropped with it, the lane is settled first.
+/// A lane in use. Its drop waits for the lane's copies before the lane is returned.
 struct Handed<'a> {
     lane: Option<Lane>,
     transfer: &'a Transfer,
@@ -431,9 +435,9 @@ impl Drop for Handed<'_> {
         match lane.settle(road) {
             Ok(()) => lanes.give(lane),
             Err(error) => {
-                // Uses of the operands on their home stream must come after the copies. If that is
-                // refused too, the operands go back only when no copy runs any more: it is done, or
-                // the device is lost or the driver gone.
+                // Uses of the operands on their home stream must come after the copies. If that
+                // dependency cannot be recorded either, the operands are returned only when no copy
+                // can run: the work is done, the device is lost or the driver is gone.
                 let joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
                 if let Some(Err(_)) = joined {
                     let _over = settle_or_abort(road);
