@@ -1,9 +1,9 @@
-//! Beginning a transfer: on which stream its operands are ordered, and those that the calling
-//! thread makes by itself.
+//! The start of a transfer: the stream on which its operands are ordered, and transfers that the
+//! calling thread makes itself.
 //!
-//! Waking a worker takes as long as a thread takes to copy some hundred KiB, and an order between
-//! two streams as long as the driver takes to queue ten copies. So a short transfer is one copy on
-//! the operand's home stream, where program order is all the order there is, and a wait:
+//! Waking a worker takes as long as copying some hundred KiB on one thread. A dependency between
+//! two streams costs the driver as much as queueing ten copies. So a short transfer is one copy on
+//! the operand's home stream, where program order is sufficient, and one wait:
 //!
 //! ```text
 //!   to the device          memory ──► home stream           up to `direct`: the driver copies it into its own buffers
@@ -28,13 +28,16 @@ use aquifer_driver::{HostAccess, RawStream};
 use aquifer_stream::Timeline;
 use std::{ptr::NonNull, sync::Arc};
 
-/// Bytes that go at once. One more copy costs as much time as 50 KiB take on the link.
+/// Bytes of the longest piece that is not split. An additional copy costs as much time as 50 KiB on
+/// the link.
 const AT_ONCE: usize = 96 << 10;
 
-/// Where the pieces of a transfer of so many bytes end but for the last: while one is on its way
-/// the thread copies the next. To the device each is two thirds of what is left. The link is three
-/// times as fast as the thread, so each has arrived when the next is copied, and only the last,
-/// which is short, is waited for. To the host the shortest comes first.
+/// Returns the ends of all pieces of a transfer of `total` bytes except the last.
+///
+/// While one piece is in flight, the thread copies the next. To the device, each piece is two
+/// thirds of what is left. The link is three times as fast as the thread, so each piece has arrived
+/// when the next is copied. Only the last piece, which is short, is waited for. To the host, the
+/// shortest piece comes first.
 ///
 /// ```text
 ///   to the device   copy ────────────┬──────┬───┬─┐          to the host   link ─┬───┬──────┐
@@ -53,15 +56,16 @@ fn cuts(way: Way, total: usize) -> Vec<usize> {
     cuts
 }
 
-/// What cuts are multiples of from one end, so that copies begin with a line of the cache.
+/// Cuts are multiples of this from one end, so that copies begin at a cache line.
 const PAGE: usize = 4096;
 
-/// Bytes from which on the thread writes past its caches what it sends. It writes slower so, and
-/// the link, which need not ask the caches for what they have, is faster by more: 64 KiB arrive in
-/// 13 µs, and through the caches in 15; 16 KiB in 14, and through the caches in 10.
+/// Bytes from which the thread uses non-temporal stores for uploads.
+///
+/// These stores are slower for the thread. The link gains more, because it need not snoop the
+/// caches. For shorter transfers, cached stores are faster.
 const PAST_CACHES: u64 = 32 << 10;
 
-/// The same for what it receives. Through the caches it takes 52 µs to copy 512 KiB.
+/// The same bound for downloads. Shorter downloads are faster with cached stores.
 const PAST_CACHES_DOWN: u64 = 512 << 10;
 
 type Result<T> = std::result::Result<T, StageError>;
@@ -85,8 +89,8 @@ impl Shared {
         }
     }
 
-    /// Orders operands for a stream: their home, where they have one that does not capture, else
-    /// one of the stager's own.
+    /// Orders operands for a stream: their home stream if they have one that is not capturing,
+    /// otherwise a stream of the stager.
     fn front(
         &self,
         home: Option<RawStream>,
@@ -109,12 +113,12 @@ impl Shared {
         }
     }
 
-    /// Makes a transfer whose operands have been ordered, and does not begin it.
+    /// Creates a transfer whose operands have been ordered, but does not begin it.
     ///
     /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody
-    ///    else's, the operands keep their ranges and are lent to nobody else, and the source or
-    ///    sink is there, until the transfer is finished.
+    /// 1. Until the transfer is finished: the memory that the parts name is readable or, where it
+    ///    is copied to, writable and not accessed by others, the operands keep their ranges and are
+    ///    lent to no other user, and the source or sink is alive.
     pub(super) unsafe fn transfer(
         self: &Arc<Self>,
         parts: Parts,
@@ -128,10 +132,11 @@ impl Shared {
             Front::Own(road) => (road, None),
             Front::Home(home) => {
                 let road = self.take_road()?;
-                // Events of earlier transfers are recorded again, once they are seen to have
-                // passed. What a refusal means is told by the calls to come.
+                // Events of earlier transfers are recycled once they are known to have completed. A
+                // later call reports any error.
                 let _looked = home.poll();
-                // Now: what its user queues on the home stream later is nothing to wait for.
+                // The dependency is recorded now, so that work queued later on the home stream is
+                // not waited for.
                 if let Err(error) = road.timeline().wait_for(&home, home.open()) {
                     self.give_road(&road);
                     return Err(error.into());
@@ -144,13 +149,13 @@ impl Shared {
         Ok(Transfer::new(self, plan, road, home, permit))
     }
 
-    /// Whether a transfer between memory and the device is so short that the calling thread makes
-    /// it.
+    /// Returns whether a transfer between memory and the device is short enough for the calling
+    /// thread to make it itself.
     pub(super) fn is_short(&self, way: Way, bytes: u64) -> bool {
         bytes <= self.direct(way).max(self.alone(way))
     }
 
-    /// Bytes up to which the driver copies by itself.
+    /// Returns the number of bytes up to which the driver copies directly.
     fn direct(&self, way: Way) -> u64 {
         match way {
             Way::Up => self.config.direct as u64,
@@ -158,7 +163,7 @@ impl Shared {
         }
     }
 
-    /// Bytes up to which the calling thread copies through a slot.
+    /// Returns the number of bytes up to which the calling thread copies through a slot.
     fn alone(&self, way: Way) -> u64 {
         let alone = match way {
             Way::Up => self.config.alone,
@@ -167,7 +172,8 @@ impl Shared {
         alone.min(self.config.slot) as u64
     }
 
-    /// How the calling thread copies. Of what comes down, little is read from its caches soon.
+    /// Returns the kind of stores that the calling thread uses. Downloaded data is rarely read from
+    /// its caches soon.
     fn stores_alone(&self, parts: &Parts) -> Stores {
         let (said, auto) = match parts.way {
             Way::Up if parts.total >= PAST_CACHES => (self.config.stores, Stores::NonTemporal),
@@ -180,12 +186,15 @@ impl Shared {
         if said == Stores::Auto { auto } else { said }
     }
 
-    /// Copies by this thread, through a slot or, where it is not to be or there is none that is
-    /// pinned, through the driver. Blocks.
+    /// Copies on the calling thread. Blocks.
+    ///
+    /// Copies through a slot. If the configuration excludes that, or no pinned slot is available,
+    /// it copies through the driver.
     ///
     /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody
-    ///    else's, and the operands keep their ranges and are lent to nobody else, while this runs.
+    /// 1. While this runs: the memory that the parts name is readable or, where it is copied to,
+    ///    writable and not accessed by others, and the operands keep their ranges and are lent to
+    ///    no other user.
     pub(super) unsafe fn move_alone(
         &self,
         parts: &Parts,
@@ -209,8 +218,8 @@ impl Shared {
         let slots = lent.lane.as_mut().map(|lane| &mut lane.slots[..]);
         let (moved, settled) = match slots {
             Some([slot, others @ ..]) if !direct => {
-                // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have
-                // just been ordered.
+                // SAFETY: 1. guaranteed by the caller, and no part is longer than a slot. 2. the
+                // operands have just been ordered.
                 unsafe {
                     through_slot(
                         on,
@@ -222,7 +231,7 @@ impl Shared {
                     )
                 }
             }
-            // SAFETY: 1. the caller's. 2. the operands have just been ordered.
+            // SAFETY: 1. guaranteed by the caller. 2. the operands have just been ordered.
             slots => unsafe {
                 through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut))
             },
@@ -230,7 +239,7 @@ impl Shared {
         match &settled {
             Ok(()) => lent.give(),
             Err(MemoryError::Capturing { .. }) => lent.lose(),
-            // As it is dropped.
+            // The drop of `lent` waits for the stream.
             Err(_) => {}
         }
         if let Front::Own(road) = &front
@@ -242,8 +251,8 @@ impl Shared {
     }
 }
 
-/// Copies by the driver, and waits for that, with a slot for a word if there is one. Answers with
-/// what came of both.
+/// Copies through the driver and waits, by a word in a slot if one is given. Returns the results of
+/// the copies and of the wait.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
@@ -261,8 +270,8 @@ unsafe fn through_driver(
         let _calling = on.calling()?;
         for part in parts.parts.iter().filter(|part| part.bytes > 0) {
             let HostSide::Memory(host) = part.host else { continue };
-            // SAFETY: 1. the caller's, and nothing is returned before the copies are done. 2. the
-            // caller's.
+            // SAFETY: 1. guaranteed by the caller, and this function does not return before the
+            // copies are done. 2. guaranteed by the caller.
             let copied = unsafe {
                 match parts.way {
                     Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
@@ -274,13 +283,13 @@ unsafe fn through_driver(
         Ok(())
     };
     let queued = queue();
-    // Also after a refusal: some may have been queued. The memory is borrowed, and the driver reads
-    // or writes it itself.
+    // Wait after an error too, since some copies may have been queued. The memory is borrowed, and
+    // the driver accesses it directly.
     (queued, waits.settle(word, on, settle_or_abort))
 }
 
-/// Copies through a slot, and waits for that, with another for a word if there is one. Answers with
-/// what came of both.
+/// Copies through a slot and waits, by a word in another slot if one is given. Returns the results
+/// of the copies and of the wait.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for
@@ -303,22 +312,24 @@ unsafe fn through_slot(
         Way::Up => {
             slot.touch(on, 0..at, HostAccess::Write);
             let queued = pieces.try_for_each(|piece| {
-                // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is
-                // this thread's; no copy reads these bytes of it yet.
+                // SAFETY: 1. guaranteed by the caller: the parts are readable and fit into the
+                // slot. This thread has exclusive use of the slot, and no copy reads these bytes of
+                // it yet.
                 unsafe { move_host(Way::Up, start, piece, stores) };
-                // SAFETY: 1. the moves fit into the slot, where nobody touches them until they are
-                // known to be done. 2. the caller's.
+                // SAFETY: 1. the moves fit into the slot, which is not touched until they are known
+                // to be done. 2. guaranteed by the caller.
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
-            // Also after a refusal: some may have been queued.
+            // Wait after an error too, since some copies may have been queued.
             (queued, waits.settle(word, on, settle))
         }
         Way::Down => {
-            // Behind each piece but the last an event: the stream is waited for then.
+            // An event follows each piece except the last. For the last piece, the stream is waited
+            // for.
             let (mut points, mut queued) = (Vec::with_capacity(cuts.len()), Ok(()));
             for piece in pieces.clone() {
-                // SAFETY: 1. the moves fit into the slot, which is this thread's until they are
-                // known to be done. 2. the caller's.
+                // SAFETY: 1. the moves fit into the slot, which this thread uses exclusively until
+                // they are known to be done. 2. guaranteed by the caller.
                 queued = unsafe { queue_moves(on, Way::Down, start, piece) };
                 if queued.is_err() {
                     break;
@@ -332,18 +343,19 @@ unsafe fn through_slot(
                 let bytes = piece.first().map_or(0, |one| one.at)
                     ..piece.last().map_or(0, |one| one.at + one.bytes);
                 slot.touch(on, bytes, HostAccess::Read);
-                // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy
-                // touches these bytes of the slot any more.
+                // SAFETY: 1. guaranteed by the caller: the parts are writable and not accessed by
+                // others. No copy touches these bytes of the slot any more.
                 unsafe { move_host(Way::Down, start, piece, stores) };
             };
-            // One that cannot be waited for by itself comes with all others.
+            // A piece that cannot be waited for by its event is copied after the wait for the whole
+            // stream.
             for epoch in points {
                 if queued.is_err() || !matches!(on.wait(epoch, None), Ok(true)) {
                     break;
                 }
                 pieces.next().into_iter().for_each(&mut empty);
             }
-            // Also after a refusal: some may have been queued.
+            // Wait after an error too, since some copies may have been queued.
             let settled = waits.settle(word, on, settle);
             if settled.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
@@ -355,8 +367,8 @@ unsafe fn through_slot(
     (moved, settled)
 }
 
-/// Lists what a slot carries of parts that lie in it end to end, cut at those places. Answers with
-/// its bytes.
+/// Fills `moves` with the content of a slot that holds `parts` end to end, split at `cuts`. Returns
+/// the number of bytes.
 fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
     moves.clear();
     let (mut at, mut cuts) = (0, cuts.iter().copied().peekable());
@@ -373,24 +385,24 @@ fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
     at
 }
 
-/// Copies between a slot that begins at `start` and memory.
+/// Copies between a slot that begins at `start` and host memory.
 ///
 /// # Safety
-/// 1. The moves lie in the slot. Their memory is readable, or writable and nobody else's; so is the
-///    slot.
+/// 1. The moves lie in the slot. The source, slot or host memory, is readable. The destination is
+///    writable and not accessed by others.
 unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores) {
     for one in moves {
         let HostSide::Memory(host) = one.host else { continue };
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. guaranteed by the caller.
         let slot = unsafe { start.add(one.at) };
         let (to, from) = if way == Way::Up { (slot, host) } else { (host, slot) };
-        // SAFETY: 1. and 3. the caller's. 2. a slot is nothing that is borrowed elsewhere.
+        // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
         unsafe { stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, stores) };
     }
 }
 
-/// A lane, if there is one, whose slots are used on a stream. Dropped with it, that stream is
-/// waited for first.
+/// An optional lane whose slots are used on a stream. Its drop waits for that stream before it
+/// returns the lane.
 struct Lent<'a> {
     lane: Option<Lane>,
     on: &'a Arc<Timeline>,
@@ -398,12 +410,12 @@ struct Lent<'a> {
 }
 
 impl Lent<'_> {
-    /// Gives the lane back, which no copy touches any more.
+    /// Returns the lane. No copy may touch it any more.
     fn give(&mut self) {
         self.lane.take().into_iter().for_each(|lane| self.lanes.give(lane));
     }
 
-    /// Never uses the lane again, which a graph may touch.
+    /// Leaks the lane, since a graph may touch it on every launch.
     fn lose(&mut self) {
         self.lane.take().into_iter().for_each(|lane| self.lanes.lose(lane));
     }

@@ -1,62 +1,62 @@
-//! Why bytes did not get there.
+//! Errors of transfers.
 
 use crate::workers::WorkerError;
 use aquifer_core::MemoryError;
 use std::{error, fmt, io, sync::Arc};
 
-/// Why a transfer was not taken, or did not come to its end.
+/// The reason why a transfer was rejected, or ended early.
 ///
-/// A transfer that was not taken has changed nothing. Of one that ended early some bytes may have
-/// been moved; what else is in flight goes on.
+/// A rejected transfer has changed nothing. A transfer that ended early may have moved some bytes.
+/// Other transfers continue.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum StageError {
-    /// The driver, a pool or an operand refused: lengths that differ, a conflicting use, no pinned
-    /// memory, a device that is lost, a deadline that passed.
+    /// An error of the driver, a pool or an operand: different lengths, a conflicting use, no
+    /// pinned memory, a lost device, or a deadline that passed.
     Memory(MemoryError),
-    /// A source answered with an error.
+    /// A source returned an error.
     Source {
-        /// First byte that was asked for.
+        /// Offset of the first requested byte.
         offset: u64,
-        /// What it said.
+        /// The source's error.
         error: Arc<io::Error>,
     },
     /// A source ended early.
     SourceEnded {
-        /// Where it ended.
+        /// Offset at which it ended.
         offset: u64,
-        /// Bytes that were wanted from there on.
+        /// Number of requested bytes that are missing from there.
         missing: u64,
     },
-    /// A sink answered with an error, or took no bytes.
+    /// A sink returned an error, or accepted no bytes.
     Sink {
-        /// First byte that was handed to it.
+        /// Offset of the first byte that was passed to it.
         offset: u64,
-        /// What it said.
+        /// The sink's error.
         error: Arc<io::Error>,
     },
-    /// A source or a sink panicked. The message went to the panic hook, and the worker lives on.
+    /// A source or a sink panicked. The message went to the panic hook, and the worker continues.
     SourcePanicked {
-        /// First byte that it was to read or write.
+        /// Offset of the first byte that it had to read or write.
         offset: u64,
     },
     /// No worker could be started.
     Workers(WorkerError),
-    /// It was cancelled.
+    /// The transfer was cancelled.
     Cancelled,
-    /// As many transfers as the stager may have are under way.
+    /// The maximum number of transfers is in flight.
     Full {
-        /// That many: [`StagerConfig::depth`](super::StagerConfig::depth).
+        /// That number: [`StagerConfig::depth`](super::StagerConfig::depth).
         depth: usize,
     },
-    /// A worker left in the middle, by a bug of the stager.
+    /// A worker left the transfer early, because of a bug in the stager.
     WorkerLost,
-    /// The result has been taken already.
+    /// The result has already been taken.
     Taken,
 }
 
 impl StageError {
-    /// Whether the device is lost: no transfer will succeed any more.
+    /// Returns whether the device is lost, so that no transfer can succeed any more.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
         matches!(self, Self::Memory(MemoryError::DeviceLost { .. }))
@@ -107,14 +107,14 @@ impl From<MemoryError> for StageError {
     }
 }
 
-/// A transfer that did not come about, with what was handed in.
+/// A failed transfer, with the operands of the call.
 ///
-/// Its example is that of [`Stager`](crate::Stager).
+/// See [`Stager`](crate::Stager) for an example.
 pub struct Failed<T> {
-    /// What was handed in; `None` only where it had been [taken](StageError::Taken) already. Of a
-    /// download that failed some bytes may have been written.
+    /// The operands of the call. `None` only if they had already been [taken](StageError::Taken). A
+    /// failed download may have written some bytes.
     pub back: Option<T>,
-    /// Why.
+    /// The reason.
     pub error: StageError,
 }
 

@@ -1,4 +1,4 @@
-//! Files as a source.
+//! Files as a source of transfers.
 #![expect(unsafe_code, reason = "asks the kernel how direct reads are to be aligned")]
 
 use super::Source;
@@ -21,21 +21,21 @@ use std::{
 /// How a file is read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum ReadMode {
-    /// Through the page cache, which keeps what is read.
+    /// Through the page cache.
     #[default]
     Cached,
-    /// Past it (`O_DIRECT`), from the disk into pinned memory.
+    /// Direct I/O (`O_DIRECT`), from the disk into pinned memory.
     Direct,
 }
 
-/// What a file system asks of direct reads, where it does not say.
+/// The alignment of direct reads if the file system does not report one.
 const USUAL_ALIGNMENT: usize = 4096;
 
-/// A file that a stager reads, through the page cache or past it.
+/// A file that a stager reads, through the page cache or with direct I/O.
 ///
-/// Direct reads begin and end on multiples of what the file system asks for (`statx`, or 4096);
-/// what lies before and behind goes through the page cache. A file system that refuses direct reads
-/// is read through the page cache, and [`FileSource::mode`] says so.
+/// Direct reads begin and end at multiples of the alignment that the file system requires (`statx`,
+/// or 4096). The bytes before and after are read through the page cache. If the file system refuses
+/// direct reads, the page cache is used, and [`FileSource::mode`] reports that.
 ///
 /// ```
 /// use aquifer_host::{FileSource, ReadMode, Source};
@@ -55,9 +55,9 @@ pub struct FileSource {
 #[derive(Debug)]
 struct Direct {
     file: File,
-    /// Of addresses, offsets and lengths.
+    /// Required alignment of addresses, offsets and lengths.
     align: usize,
-    /// A read has been refused, though the file could be opened.
+    /// A read has been refused, although the file could be opened.
     refused: AtomicBool,
 }
 
@@ -65,21 +65,21 @@ impl FileSource {
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// Those of `open`. That direct reads are refused is none.
+    /// Those of `open`. Refused direct reads are not an error.
     pub fn open(path: impl AsRef<Path>, mode: ReadMode) -> io::Result<Self> {
         let path = path.as_ref();
         let cached = File::open(path)?;
         let direct = match mode {
             ReadMode::Cached => {
-                // Chunks are read side by side, from the front to the back. The kernel takes that
-                // for random reads, and fetches little ahead, unless it is told: of a cold file
-                // eight threads read four times as much then.
+                // Workers read chunks in parallel, from front to back. Without this advice, the
+                // kernel treats that as random access and reads ahead little, which is several
+                // times slower for a cold file.
                 let _advised =
                     posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
                 None
             }
             ReadMode::Direct => {
-                // What little is read through the cache then is the ends of reads.
+                // Only the unaligned ends of reads go through the cache.
                 let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
                 direct(path, &cached)
             }
@@ -87,19 +87,20 @@ impl FileSource {
         Ok(Self { cached, direct })
     }
 
-    /// A file that is open, read through the page cache.
+    /// Creates a source from an open file, which is read through the page cache.
     #[must_use]
     pub fn new(file: File) -> Self {
         Self { cached: file, direct: None }
     }
 
-    /// How it is read: directly only while nothing has refused that.
+    /// Returns how the file is read: [`ReadMode::Direct`] only as long as no direct read has been
+    /// refused.
     #[must_use]
     pub fn mode(&self) -> ReadMode {
         if self.usable().is_some() { ReadMode::Direct } else { ReadMode::Cached }
     }
 
-    /// Its length, in bytes.
+    /// Returns the length of the file in bytes.
     ///
     /// # Errors
     /// Those of `fstat`.
@@ -107,7 +108,7 @@ impl FileSource {
         self.cached.metadata().map(|file| file.len())
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the file is empty.
     ///
     /// # Errors
     /// Those of `fstat`.
@@ -115,9 +116,8 @@ impl FileSource {
         self.len().map(|len| len == 0)
     }
 
-    /// Asks the kernel to forget what it has of the file (`posix_fadvise`, `POSIX_FADV_DONTNEED`),
-    /// so that the next read comes from the disk. Pages that are dirty or that somebody has mapped
-    /// stay.
+    /// Drops the file's pages from the page cache (`posix_fadvise`, `POSIX_FADV_DONTNEED`), so that
+    /// the next read comes from the disk. Pages that are dirty or mapped stay.
     ///
     /// # Errors
     /// Those of `fsync` and of `posix_fadvise`.
@@ -135,7 +135,7 @@ impl FileSource {
 impl Source for FileSource {
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let Some(direct) = self.usable() else { return self.cached.read_at(into, offset) };
-        // Up to where a direct read may begin, and no further: what comes after is asked for next.
+        // Read only up to where a direct read may begin. The next call continues there.
         let before = (direct.align - (offset % direct.align as u64) as usize) % direct.align;
         let whole = into.len() / direct.align * direct.align;
         if before > 0 {
@@ -159,20 +159,20 @@ impl Source for FileSource {
     }
 }
 
-/// The file opened once more, past the page cache; `None` where that is refused.
+/// Opens the file again for direct I/O. Returns `None` if that is refused.
 fn direct(path: &Path, cached: &File) -> Option<Direct> {
     let align = direct_alignment(cached)?;
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
     Some(Direct { file, align, refused: AtomicBool::new(false) })
 }
 
-/// What direct reads of a file must be aligned to, in bytes; `None` where the file system says that
-/// there are none.
+/// Returns the required alignment of direct reads of a file, in bytes, or `None` if the file system
+/// does not support them.
 fn direct_alignment(file: &File) -> Option<usize> {
-    // SAFETY: 1. all zeros are a `statx`, which is plain numbers.
+    // SAFETY: 1. `statx` consists of integers, so all zeros are valid.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: 1. the descriptor is open, the path an empty C string, and `found` a `statx` to be
-    // written.
+    // SAFETY: 1. the descriptor is open, the path is an empty C string, and `found` is a writable
+    // `statx`.
     let answer = unsafe {
         libc::statx(
             file.as_raw_fd(),
@@ -183,10 +183,10 @@ fn direct_alignment(file: &File) -> Option<usize> {
         )
     };
     if Errno::result(answer).is_err() || found.stx_mask & libc::STATX_DIOALIGN == 0 {
-        // Before Linux 6.1, or a file system that does not say: to be tried.
+        // Linux before 6.1, or a file system that does not report it. Direct reads are attempted.
         return Some(USUAL_ALIGNMENT);
     }
     let align = found.stx_dio_mem_align.max(found.stx_dio_offset_align) as usize;
-    // Slots are aligned to pages and no more.
+    // Slots are only aligned to pages.
     (align.is_power_of_two() && align <= USUAL_ALIGNMENT).then_some(align)
 }

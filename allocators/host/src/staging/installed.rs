@@ -1,11 +1,11 @@
-//! The process's staging allocator: one pinned pool, for whoever does not say which.
+//! The staging allocator of the process: the pinned pool that is used when a caller names none.
 
 use crate::{PinnedBuf, PinnedPool};
 use aquifer_core::{MemoryError, Result};
 use bytemuck::Pod;
 use std::{panic::Location, sync::OnceLock};
 
-/// What errors call it.
+/// Its name in errors.
 const WHAT: &str = "the staging allocator";
 
 struct Installed {
@@ -15,14 +15,14 @@ struct Installed {
 
 static INSTALLED: OnceLock<Installed> = OnceLock::new();
 
-/// Makes `pool` the staging allocator of this process, once and for good.
+/// Makes `pool` the staging allocator of this process. This can be done only once.
 ///
-/// It cannot be taken back or replaced: what it has served lies in other libraries' hands. The
-/// process keeps a clone of the pool from then on, so that it is never closed, and its memory stays
-/// registered until the process ends.
+/// The pool cannot be removed or replaced, since other libraries may hold its memory. The process
+/// keeps a clone of the pool, so the pool is never closed, and its memory stays registered until
+/// the process ends.
 ///
 /// # Errors
-/// [`MemoryError::AlreadySet`] with the line that was first. The pool of that line stays.
+/// [`MemoryError::AlreadySet`] with the location of the first call, whose pool stays installed.
 #[track_caller]
 pub fn install(pool: PinnedPool) -> Result<()> {
     let by = Location::caller();
@@ -34,14 +34,15 @@ pub fn install(pool: PinnedPool) -> Result<()> {
     if ours { Ok(()) } else { Err(MemoryError::AlreadySet { what: WHAT, by: installed.by }) }
 }
 
-/// The staging allocator, if one has been installed. Never blocks.
+/// Returns the staging allocator, if one has been installed. Never blocks.
 #[must_use]
 pub fn installed() -> Option<&'static PinnedPool> {
     INSTALLED.get().map(|installed| &installed.pool)
 }
 
 impl<T: Pod> PinnedBuf<T> {
-    /// `len` zeroed elements in the process's staging allocator. Blocks when the pool has to grow.
+    /// Allocates `len` zeroed elements from the process's staging allocator. Blocks if the pool has
+    /// to grow.
     ///
     /// ```
     /// use aquifer_core::{Budget, MemoryError};
@@ -56,7 +57,7 @@ impl<T: Pod> PinnedBuf<T> {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::NotSet`] before [`install`]; as [`PinnedPool::allocate`].
+    /// [`MemoryError::NotSet`] before [`install`], and those of [`PinnedPool::allocate`].
     #[track_caller]
     pub fn new(len: usize) -> Result<Self> {
         let pool = installed().ok_or(MemoryError::NotSet { what: WHAT, by: "staging::install" })?;

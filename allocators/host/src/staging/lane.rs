@@ -1,4 +1,4 @@
-//! A few slots, which one worker at a time has to itself.
+//! Lanes: small sets of slots, each used by one worker at a time.
 #![expect(
     unsafe_code,
     reason = "tells the slots' elements plain, and gives pointers to their bytes out"
@@ -22,7 +22,7 @@ use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-/// What slots are made of, so that each begins with a page: direct reads of files ask for it.
+/// The unit of slots. It aligns each slot to a page, as direct reads of files require.
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; Page::BYTES]);
@@ -31,23 +31,24 @@ impl Page {
     const BYTES: usize = 4096;
 }
 
-// SAFETY: 1. all zeros are an array of bytes.
+// SAFETY: 1. all zeros are a valid array of bytes.
 unsafe impl Zeroable for Page {}
-// SAFETY: 1. an array of bytes as long as its alignment: no padding, and any bytes will do.
+// SAFETY: 1. an array of bytes whose size is its alignment has no padding, and all bit patterns are
+// valid.
 unsafe impl Pod for Page {}
 
-/// A piece of pinned memory that bytes pass through.
+/// A staging buffer of pinned memory.
 pub(super) struct Slot {
     pages: PinnedBuf<Page>,
-    /// What it carries, or carried last.
+    /// The moves that the slot carries, or carried last.
     pub(super) moves: Vec<Move>,
-    /// Of what it carries.
+    /// The number of bytes that the slot carries.
     pub(super) bytes: u64,
-    /// The end of the copies that are on their way between it and the device: an epoch of the
-    /// stream that they are on.
+    /// The epoch that ends the copies in flight between the slot and the device, on the stream of
+    /// these copies.
     busy: Option<u64>,
-    /// Its copies have been handed in, and it is not to be touched before the receipt says what
-    /// came of that.
+    /// The copies have been submitted. The slot must not be touched before the receipt holds the
+    /// result.
     handed_in: bool,
     receipt: Arc<Receipt>,
 }
@@ -57,7 +58,7 @@ impl Slot {
         self.pages.len() * Page::BYTES
     }
 
-    /// Copies may be on their way that have no event behind them.
+    /// Marks the slot busy: copies without an event behind them may be in flight.
     pub(super) fn mark_busy(&mut self, on: &Timeline) {
         self.busy = Some(on.open());
     }
@@ -66,17 +67,17 @@ impl Slot {
         self.handed_in || self.busy.is_some()
     }
 
-    /// Its copies, for whoever queues them. It is busy from now on.
+    /// Marks the slot busy and returns its copies for submission.
     pub(super) fn hand_in(&mut self) -> Submission {
         self.handed_in = true;
         Submission::new(self.start(), std::mem::take(&mut self.moves), self.receipt.clone())
     }
 
-    /// Has it back if its copies have been handed in, when they have been queued on this stream.
-    /// Blocks until then.
+    /// Waits until submitted copies of this slot have been queued on the stream `on`, and updates
+    /// the slot. Blocks.
     ///
     /// # Errors
-    /// What refused them; the slot is busy all the same, since some may have been queued.
+    /// The error of queueing the copies. The slot stays busy, since some may have been queued.
     fn take_back(&mut self, on: &Timeline) -> std::result::Result<(), StageError> {
         if !self.handed_in {
             return Ok(());
@@ -88,7 +89,7 @@ impl Slot {
         answer.queued
     }
 
-    /// Tells whoever checks it that the CPU touches some of its bytes.
+    /// Reports a CPU access to some bytes of the slot to the driver's observer, if there is one.
     pub(super) fn touch(&mut self, on: &Timeline, bytes: Range<usize>, access: HostAccess) {
         if let Some(observer) = on.driver().observer() {
             let start = self.start().as_ptr() as u64;
@@ -96,13 +97,14 @@ impl Slot {
         }
     }
 
-    /// Its bytes. Nobody else's while no copy is on its way.
+    /// Returns the address of the slot's bytes. The holder has exclusive use of them while no copy
+    /// is in flight.
     pub(super) fn start(&mut self) -> NonNull<u8> {
         self.pages.bytes().cast()
     }
 }
 
-/// A few slots. None is busy while nobody has the lane.
+/// A few slots. No slot of an idle lane is busy.
 pub(super) struct Lane {
     pub(super) slots: Vec<Slot>,
 }
@@ -121,11 +123,11 @@ impl Lane {
         self.slots.iter().all(|slot| slot.pages.is_pinned())
     }
 
-    /// Waits until the copies of a slot are done, which were queued on this stream or are about to
-    /// be.
+    /// Waits until the copies of a slot are done. They have been queued on the stream `on`, or are
+    /// about to be.
     ///
     /// # Errors
-    /// What refused them, or the wait; the slot stays busy.
+    /// The error of queueing the copies or of the wait. The slot stays busy.
     pub(super) fn wait(
         &mut self,
         slot: usize,
@@ -139,20 +141,21 @@ impl Lane {
         Ok(())
     }
 
-    /// Tells whoever checks it that the CPU touches all that a slot carries.
+    /// Reports a CPU access to all bytes that the slot carries to the driver's observer, if there
+    /// is one.
     pub(super) fn touch(&mut self, slot: usize, on: &Timeline, access: HostAccess) {
         let slot = &mut self.slots[slot];
         let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
         slot.touch(on, 0..used, access);
     }
 
-    /// Waits for everything that is on its way on this stream, after something has gone wrong.
+    /// Waits for everything in flight on this stream, after an error.
     ///
     /// # Errors
-    /// As [`settle`]. The slots stay busy, and the lane is to be [discarded](Lanes::discard).
+    /// As [`settle`]. The slots stay busy, and the lane must be [discarded](Lanes::discard).
     pub(super) fn settle(&mut self, on: &Timeline) -> Result<()> {
-        // What refused them is told by whoever waits for the slot; here it is enough that no one
-        // queues them any more.
+        // A later wait for the slot reports errors of the submission. Here it only matters that no
+        // other thread queues the copies any more.
         self.slots.iter_mut().for_each(|slot| drop(slot.take_back(on)));
         if self.slots.iter().any(Slot::is_busy) {
             settle(on)?;
@@ -161,8 +164,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Gives the slots back to their pool, which keeps those with copies on their way until what
-    /// has been queued on `behind` is known to be done: of a lost device, for ever.
+    /// Returns the slots to their pool. The pool keeps busy slots until the work queued on `behind`
+    /// is known to be done. After the loss of the device it keeps them forever.
     fn retire(mut self, behind: &Arc<Timeline>) {
         let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
             let point = Point::ahead(behind);
@@ -170,32 +173,33 @@ impl Lane {
             slot.pages.defer(Arc::new(point)).is_ok()
         });
         if !held {
-            // Nobody could say when they are free again, so they never are.
+            // The slots are leaked, because their release cannot be determined.
             let _leaked = ManuallyDrop::new(self);
         }
     }
 }
 
-/// The lanes of one direction. There are never more than were asked for; they are made when they
-/// are first needed.
+/// The lanes of one direction. They are created on first use, and never more than requested.
 pub(super) struct Lanes {
     pool: PinnedPool,
     slots: usize,
     slot_bytes: usize,
     most: usize,
     state: Mutex<State>,
-    /// A lane came back, or is gone.
+    /// Signalled when a lane is returned or removed.
     changed: Condvar,
 }
 
 struct State {
     idle: Vec<Lane>,
-    /// Lanes there are, those about to be made included.
+    /// Number of lanes, including those being created.
     made: usize,
-    /// Threads that wait for one: waking nobody is a system call all the same.
+    /// Threads that wait for a lane. Checked first, because a notification is a system call even
+    /// without waiters.
     waiting: usize,
-    /// Threads that are about to make one, for whom none of these is to be given up: with memory
-    /// for one, they would go on giving and making.
+    /// Threads that are creating a lane. While there are any, idle lanes are not returned to the
+    /// pool. Otherwise, with memory for only one lane, two threads could alternate forever between
+    /// trimming and creating.
     kept: usize,
 }
 
@@ -219,10 +223,11 @@ impl Lanes {
         self.most
     }
 
-    /// Makes lanes until there are `wanted`. Blocks while the pool grows.
+    /// Creates lanes until there are `wanted`. Blocks while the pool grows.
     ///
     /// # Errors
-    /// The pool's, if there is not even one; with fewer than wanted the work takes longer.
+    /// Those of the pool, if there is not a single lane. With fewer lanes than wanted, transfers
+    /// only take longer.
     pub(super) fn ensure(&self, wanted: usize) -> Result<()> {
         loop {
             {
@@ -246,24 +251,24 @@ impl Lanes {
         }
     }
 
-    /// None of these goes back to the pool unasked while the answer lives.
+    /// Prevents that lanes are reclaimed by the pool while the returned guard is alive.
     pub(super) fn keep(&self) -> Kept<'_> {
         self.lock().kept += 1;
         Kept(self)
     }
 
-    /// A lane that nobody has now.
+    /// Returns an idle lane, if there is one.
     pub(super) fn try_take(&self) -> Option<Lane> {
         self.lock().idle.pop()
     }
 
-    /// A lane that nobody has now and that is pinned, made if it is the first. Blocks while the
+    /// Returns an idle lane that is pinned, and creates it if it is the first. Blocks while the
     /// pool grows.
     pub(super) fn one_pinned(&self) -> Option<Lane> {
         let lane = match self.try_take() {
             Some(lane) => lane,
             None => {
-                // Without one the driver copies, and says what is wrong.
+                // Without a lane the caller copies through the driver, which reports the error.
                 self.ensure(1).ok()?;
                 self.try_take()?
             }
@@ -275,8 +280,10 @@ impl Lanes {
         None
     }
 
-    /// A lane, waited for while some other transfer has it, unless `given_up` says so, which is
-    /// asked whenever [`Lanes::call`] was called. `None` also if there are none any more.
+    /// Returns a lane, and waits for one while other transfers use all of them.
+    ///
+    /// Returns `None` if `given_up` returns true, or if no lane exists any more. `given_up` is
+    /// checked again after each [`Lanes::call`].
     pub(super) fn take(&self, given_up: impl Fn() -> bool) -> Option<Lane> {
         let mut state = self.lock();
         loop {
@@ -292,40 +299,39 @@ impl Lanes {
         }
     }
 
-    /// Has those who wait for a lane look again whether they need one.
+    /// Wakes the threads in [`Lanes::take`], so that they check again whether they need a lane.
     pub(super) fn call(&self) {
-        // Under the lock, or somebody who has just looked would go to sleep after it.
+        // Under the lock: otherwise a thread that has just checked would miss the notification.
         self.wake(&self.lock());
     }
 
-    /// All of them: one alone may have given up meanwhile.
+    /// Notifies all waiting threads: a single one may have given up in the meantime.
     fn wake(&self, state: &State) {
         if state.waiting > 0 {
             self.changed.notify_all();
         }
     }
 
-    /// Takes a lane back, none of whose slots is busy.
+    /// Returns a lane. None of its slots may be busy.
     pub(super) fn give(&self, lane: Lane) {
         let mut state = self.lock();
         state.idle.push(lane);
         self.wake(&state);
     }
 
-    /// Takes back a lane whose busy slots are touched by what was queued on a stream that nobody
-    /// can wait for.
+    /// Removes a lane with busy slots, whose work was queued on a stream that cannot be waited for.
     pub(super) fn discard(&self, lane: Lane, behind: &Arc<Timeline>) {
         lane.retire(behind);
         self.forget_one();
     }
 
-    /// Takes back a lane that a graph may touch whenever it is launched: nobody ever uses it again.
+    /// Leaks a lane that a graph may touch on every launch.
     pub(super) fn lose(&self, lane: Lane) {
         let _leaked = ManuallyDrop::new(lane);
         self.forget_one();
     }
 
-    /// Counts out a lane; answers with how many are left.
+    /// Decrements the number of lanes, and returns what is left.
     fn forget_one(&self) -> usize {
         let mut state = self.lock();
         state.made -= 1;
@@ -333,12 +339,12 @@ impl Lanes {
         state.made
     }
 
-    /// Whether the slots are pinned, as far as there are any idle ones.
+    /// Returns whether the slots of all idle lanes are pinned. Returns `true` if none is idle.
     pub(super) fn is_pinned(&self) -> bool {
         self.lock().idle.iter().all(Lane::is_pinned)
     }
 
-    /// Gives the slots of idle lanes back to their pool. Answers with their bytes.
+    /// Returns the slots of idle lanes to their pool, and returns the number of their bytes.
     pub(super) fn trim(&self) -> u64 {
         let idle = {
             let mut state = self.lock();
@@ -350,7 +356,7 @@ impl Lanes {
     }
 }
 
-/// See [`Lanes::keep`].
+/// The guard of [`Lanes::keep`].
 pub(super) struct Kept<'a>(&'a Lanes);
 
 impl Drop for Kept<'_> {
@@ -359,7 +365,7 @@ impl Drop for Kept<'_> {
     }
 }
 
-/// Where the pool has no memory left, idle slots go back to it.
+/// Idle slots return to the pool when it has no memory left.
 impl Keeper for Lanes {
     fn idle(&self) -> u64 {
         let state = self.lock();

@@ -1,4 +1,4 @@
-//! What a caller hands in, on its way into a plan.
+//! The operands of a call, collected for a plan.
 
 use super::plan::{HostSide, Part, Way};
 use aquifer_core::{MemoryError, Result as MemoryResult};
@@ -6,21 +6,21 @@ use aquifer_driver::{DeviceRange, Operand};
 use smallvec::SmallVec;
 use std::{ops::Range, ptr::NonNull};
 
-/// Parts on their way into a plan.
+/// The parts of a transfer, before they become a plan.
 pub(super) struct Parts {
     pub(super) way: Way,
-    /// Most transfers are of one slice.
+    /// Most transfers consist of one slice.
     pub(super) parts: SmallVec<[Part; 2]>,
     pub(super) total: u64,
     pub(super) range: Option<DeviceRange>,
-    /// The machine that the ranges lie on, as far as the operands know.
+    /// The machine of the ranges, if the operands report one.
     pub(super) machine: Option<u64>,
 }
 
-/// A range of the device's, and the machine that it lies on.
+/// A range of device memory, and its machine.
 pub(super) type Place = (DeviceRange, Option<u64>);
 
-/// Where an operand lies.
+/// Returns the place of an operand.
 pub(super) fn place<D: Operand + ?Sized>(operand: &D) -> Place {
     (operand.range(), operand.machine())
 }
@@ -30,7 +30,7 @@ impl Parts {
         Self { way, parts: SmallVec::new(), total: 0, range: None, machine: None }
     }
 
-    /// Adds slices that follow one another in `place`.
+    /// Adds slices that are contiguous in `place`.
     pub(super) fn slices<T>(
         &mut self,
         slices: impl IntoIterator<Item = NonNull<[T]>>,
@@ -43,7 +43,7 @@ impl Parts {
         self.add(sides, place)
     }
 
-    /// Adds ranges of the source or sink that follow one another in `place`.
+    /// Adds ranges of the source or sink that are contiguous in `place`.
     pub(super) fn ranges(
         &mut self,
         ranges: impl IntoIterator<Item = Range<u64>>,
@@ -78,7 +78,7 @@ impl Parts {
             return Err(MemoryError::LengthMismatch { from, to });
         }
         self.total += range.bytes;
-        // One that lies elsewhere is told of; all others are as the last.
+        // A range on another device is an error. Otherwise every range matches the last one.
         match self.range {
             Some(other) if other.device != range.device => {
                 Err(MemoryError::WrongDevice { expected: other.device, actual: range.device })

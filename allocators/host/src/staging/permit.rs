@@ -1,4 +1,4 @@
-//! How many transfers are under way at once.
+//! Permits, which bound the number of transfers in flight.
 
 use super::{Shared, StageError, Stager};
 use aquifer_core::{MemoryError, panics::contain};
@@ -14,7 +14,7 @@ use std::{
 /// The permits of one stager.
 pub(super) struct Permits {
     state: Mutex<State>,
-    /// A permit came back.
+    /// Signalled when a permit is returned.
     changed: Condvar,
 }
 
@@ -36,8 +36,9 @@ impl Permits {
     }
 }
 
-/// Leave to have one more transfer under way. It is used up by a transfer until that is finished,
-/// or goes back when it is dropped.
+/// Permission to start one more transfer.
+///
+/// A transfer holds the permit until it is finished. A dropped permit is returned.
 ///
 /// ```
 /// # use aquifer_core::{Budget, DeviceId};
@@ -51,7 +52,8 @@ impl Permits {
 /// let mut config = StagerConfig::default();
 /// config.depth = 1;
 /// let stager = Stager::new(&host, &pool, &streams, config)?;
-/// let permit = stager.permit(); // blocks; `try_permit`, `permit_until` and `ready().await` do not, or not for ever
+/// // This blocks. `try_permit` and `ready().await` do not, and `permit_until` has a deadline.
+/// let permit = stager.permit();
 /// assert!(stager.try_permit().is_none());
 /// drop(permit);
 /// assert!(stager.try_permit().is_some());
@@ -74,7 +76,7 @@ impl Drop for Permit {
             std::mem::take(&mut state.wakers)
         };
         permits.changed.notify_one();
-        // Code of others, and the rest is woken all the same.
+        // Wakers run foreign code. A panic in one must not keep the others from being woken.
         for waker in wakers {
             contain(|| waker.wake());
         }
@@ -88,11 +90,11 @@ impl fmt::Debug for Permit {
 }
 
 impl Stager {
-    /// A permit for one more transfer. Blocks while
-    /// [`StagerConfig::depth`](super::StagerConfig::depth) are under way.
+    /// Returns a permit for one more transfer. Blocks while
+    /// [`StagerConfig::depth`](super::StagerConfig::depth) transfers are in flight.
     ///
-    /// In a child of the process that made the stager there is always one, and what is begun with
-    /// it is refused.
+    /// In a forked child process a permit is always available, and transfers that use it are
+    /// refused.
     pub fn permit(&self) -> Permit {
         if !self.shared.is_here() {
             return Permit { shared: self.shared.clone() };
@@ -106,7 +108,7 @@ impl Stager {
         Permit { shared: self.shared.clone() }
     }
 
-    /// A permit, if there is one now. Never blocks.
+    /// Returns a permit if one is available. Never blocks.
     #[must_use]
     pub fn try_permit(&self) -> Option<Permit> {
         if !self.shared.is_here() {
@@ -117,7 +119,7 @@ impl Stager {
         Some(Permit { shared: self.shared.clone() })
     }
 
-    /// A permit, waited for until `deadline`.
+    /// Waits for a permit until `deadline`.
     ///
     /// # Errors
     /// [`MemoryError::TimedOut`].
@@ -139,14 +141,14 @@ impl Stager {
         Ok(Permit { shared: self.shared.clone() })
     }
 
-    /// A permit when there is one: a future of no particular runtime. Dropped early it has taken
-    /// nothing.
+    /// Returns a future that waits for a permit, for any runtime. If it is dropped early, it has
+    /// not taken a permit.
     pub fn ready(&self) -> Ready<'_> {
         Ready { stager: self }
     }
 }
 
-/// A [`Permit`] to come. See [`Stager::ready`].
+/// A future that resolves to a [`Permit`]. See [`Stager::ready`].
 #[must_use = "a future does nothing unless it is polled"]
 #[derive(Debug)]
 pub struct Ready<'a> {

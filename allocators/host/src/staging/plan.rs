@@ -1,26 +1,30 @@
-//! What a transfer moves, and in which pieces.
+//! The plan of a transfer: what it moves, and in which chunks.
 //!
-//! Parts lie end to end, as one string of bytes, which is cut into chunks that workers claim:
+//! The parts are treated as one contiguous string of bytes, which is cut into chunks. Workers claim
+//! the chunks:
 //!
 //! ```text
 //!   parts    |── a ──|b|c|────────────── d ──────────────────────────────|
 //!   chunks   |‒|‒|‒|‒|──|──|──|──|────|────|────|────|───|──|─|‒|‒|‒|
 //! ```
 //!
-//! The first chunks are short, so that the first copy is on its way soon. With each round of the
-//! workers they grow to twice as much, bit by bit, so that workers who began together do not come
-//! to the driver together. The last ones are short too, so that nobody waits long for the slowest
-//! worker's last one: each chunk is at most an equal share of what is left (guided self-scheduling,
-//! Polychronopoulos and Kuck, 1987). To the host it is half of that, since a worker claims two
-//! before it has emptied one. The link, which has all of the last ones on its way then, has nothing
-//! to do while they are emptied, so there the very last are shorter than any other.
+//! - The first chunks are short, so that the first copy starts early.
+//! - In each round of the workers, the chunk length doubles gradually. So workers that start
+//!   together do not call the driver together.
+//! - The last chunks are short, so that the end is not delayed by the slowest worker. Each chunk is
+//!   at most an equal share of the remaining bytes (guided self-scheduling, Polychronopoulos and
+//!   Kuck, 1987).
+//! - To the host, a chunk is at most half of that share, since a worker claims two chunks before it
+//!   has emptied one.
+//! - To the host, the very last chunks are shorter than all others: the link is idle while they are
+//!   emptied.
 
 #![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
 
 use super::{Sink, Source};
 use std::ptr::NonNull;
 
-/// Which way bytes go.
+/// The direction of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Way {
     /// To the device.
@@ -29,26 +33,26 @@ pub(super) enum Way {
     Down,
 }
 
-/// The host's end of a part.
+/// The host end of a part.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum HostSide {
-    /// In memory, from here on.
+    /// Memory that starts at this address.
     Memory(NonNull<u8>),
-    /// In the transfer's source or sink, from this byte on.
+    /// Bytes of the transfer's source or sink that start at this offset.
     File(u64),
 }
 
-// SAFETY: 1. an address of plain elements, which any thread may read or write; whoever makes a
-// transfer of it has them borrowed or owned until that is finished.
+// SAFETY: 1. an address of plain elements, which any thread may read or write. The creator of a
+// transfer borrows or owns them until the transfer is finished.
 unsafe impl Send for HostSide {}
-// SAFETY: 1. as above; nothing in it changes.
+// SAFETY: 1. as above, and it has no interior mutability.
 unsafe impl Sync for HostSide {}
 
 impl HostSide {
-    /// So many bytes further on.
+    /// Returns the position `bytes` further on.
     pub(super) fn skip(self, bytes: u64) -> Self {
         match self {
-            // Wrapping arithmetic: the result lies in the part, whose memory is one piece.
+            // Wrapping arithmetic is enough: the result lies in the part, which is one allocation.
             Self::Memory(start) => {
                 let moved = start.as_ptr().wrapping_add(bytes as usize);
                 Self::Memory(NonNull::new(moved).unwrap_or(start))
@@ -58,33 +62,33 @@ impl HostSide {
     }
 }
 
-/// Bytes that lie in one piece on both sides.
+/// Bytes that are contiguous on both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) host: HostSide,
-    /// On the device.
+    /// Address on the device.
     pub(super) device: u64,
     pub(super) bytes: u64,
 }
 
-/// What a slot carries: a part of a part, and where it lies in the slot.
+/// A piece of a part that a slot carries, and its position in the slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Move {
     pub(super) host: HostSide,
     pub(super) device: u64,
-    /// From the slot's start.
+    /// Offset from the slot's start.
     pub(super) at: usize,
     pub(super) bytes: usize,
 }
 
-/// The source or the sink of a transfer, which outlives it.
+/// The source or the sink of a transfer. It outlives the transfer.
 #[derive(Clone, Copy)]
 pub(super) enum Far {
     From(NonNull<dyn Source>),
     To(NonNull<dyn Sink>),
 }
 
-// SAFETY: 1. a reference, in all but its lifetime, to something that is `Sync`.
+// SAFETY: 1. equivalent to a reference, without its lifetime, to a `Sync` value.
 unsafe impl Send for Far {}
 // SAFETY: 1. as above.
 unsafe impl Sync for Far {}
@@ -93,35 +97,35 @@ unsafe impl Sync for Far {}
 pub(super) struct Plan {
     pub(super) way: Way,
     pub(super) far: Option<Far>,
-    /// None is empty.
+    /// None of them is empty.
     parts: Vec<Part>,
-    /// Where each part begins in the string of bytes.
+    /// The offset of each part in the string of bytes.
     starts: Vec<u64>,
-    /// Where chunks begin, and where the last ends: from 0 to the total.
+    /// The boundaries of the chunks, from 0 to the total.
     cuts: Vec<u64>,
 }
 
-/// How finely a plan is cut.
+/// The granularity of a plan's chunks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grain {
-    /// Bytes of a chunk at least.
+    /// Minimum bytes of a chunk.
     pub(super) least: u64,
-    /// The same of the last ones, where these are to be shorter still: each at most a sixth of
-    /// what is left.
+    /// The minimum for the last chunks, if they may be shorter still. Each of them is at most a
+    /// sixth of the remaining bytes.
     pub(super) last: Option<u64>,
-    /// Bytes of a chunk at most.
+    /// Maximum bytes of a chunk.
     pub(super) most: u64,
-    /// Workers that share them.
+    /// Number of workers that share the chunks.
     pub(super) workers: u64,
-    /// Shares that each of them takes, at least.
+    /// Minimum number of shares for each worker.
     pub(super) shares: u64,
 }
 
-/// What chunks begin on a multiple of, where the source is a file: its pages.
+/// The alignment of chunk starts: the page size of files.
 const PAGE: u64 = 4096;
 
 impl Plan {
-    /// Joins parts that follow one another on both sides, and cuts the whole.
+    /// Joins parts that are contiguous on both sides, and cuts the result into chunks.
     pub(super) fn new(
         way: Way,
         far: Option<Far>,
@@ -160,16 +164,18 @@ impl Plan {
         self.cuts.len() - 1
     }
 
-    /// The start of a chunk.
+    /// Returns a cursor at the start of a chunk.
     pub(super) fn chunk(&self, which: usize) -> Cursor {
         let (at, end) = (self.cuts[which], self.cuts[which + 1]);
         let part = self.starts.partition_point(|&start| start <= at) - 1;
         Cursor { part, at, end }
     }
 
-    /// Fills a slot's list with what comes next in a chunk, as much as a slot of `room` bytes
-    /// holds, and answers with its bytes. Pieces of a source lie in the slot as they lie between
-    /// multiples of `align` in the source.
+    /// Fills the list of a slot with the next part of a chunk, as much as a slot of `room` bytes
+    /// holds.
+    ///
+    /// Returns the number of bytes. Pieces of a source keep their offset modulo `align` in the
+    /// slot.
     pub(super) fn load(
         &self,
         cursor: &mut Cursor,
@@ -208,7 +214,7 @@ impl Plan {
     }
 }
 
-/// Where somebody is in a chunk.
+/// A position in a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cursor {
     part: usize,
@@ -224,21 +230,21 @@ impl Cursor {
 
 fn follows(end: HostSide, next: HostSide) -> bool {
     match (end, next) {
-        // Two slices that touch are still two borrows, and a pointer into the one must not reach
-        // into the other.
+        // Adjacent slices are still two borrows. A pointer into one must not reach into the other.
         (HostSide::Memory(_), _) | (_, HostSide::Memory(_)) => false,
         (HostSide::File(end), HostSide::File(next)) => end == next,
     }
 }
 
-/// Transfers of so many least chunks begin with longer ones: workers that begin together have their
-/// first ones ready together, and each costs the driver a copy and an event.
+/// Transfers of more than this many minimum chunks begin with longer chunks. Workers that start
+/// together finish their first chunks together, and each chunk costs the driver a copy and an
+/// event.
 const LONG: u64 = 128;
 
-/// The part of what is left that none of the last chunks is longer than.
+/// Each of the last chunks is at most this fraction (1 / `LAST`) of the remaining bytes.
 const LAST: u64 = 6;
 
-/// Cuts `total` bytes of which the first lies `phase` bytes behind the start of a page.
+/// Cuts `total` bytes whose first byte lies `phase` bytes after the start of a page.
 fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
     let Grain { least, last, most, workers, shares } = grain;
     let workers = workers.max(1);
@@ -253,8 +259,8 @@ fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
         let want = last.map_or(want, |last| want.min((left / LAST).max(last)));
         let end = (at + want + phase) / PAGE * PAGE;
         let end = end.saturating_sub(phase);
-        // A rest of less than half the shortest goes with the chunk before it, where that may be as
-        // long.
+        // A remainder of less than half the minimum joins the chunk before it, if that chunk may be
+        // so long.
         let rest = total.saturating_sub(end);
         at = if end <= at || rest == 0 || (rest < last.unwrap_or(least) / 2 && left <= most) {
             total.min(at + most)

@@ -1,4 +1,4 @@
-//! Moving chunks through the slots of a lane.
+//! Movement of chunks through the slots of a lane.
 //!
 //! ```text
 //!   to the device, two slots                          to the host, two slots
@@ -6,9 +6,9 @@
 //!   stream         │ copy 0 │ copy 1 │ copy 0         CPU             │ empty 0│ empty 1│ empty 0
 //! ```
 //!
-//! Behind the copies of each slot stands an event; the CPU touches the slot again when that has
-//! passed. All workers together keep the link busy, though one alone fills slots at a fifth of its
-//! speed.
+//! An event follows the copies of each slot. The CPU touches the slot again only after the event
+//! has completed. One worker fills slots at a fifth of the speed of the link, so all workers
+//! together keep it busy.
 #![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
 
 use super::{
@@ -25,12 +25,13 @@ use std::{io, ptr::NonNull, sync::Arc};
 
 type Result<T> = std::result::Result<T, StageError>;
 
-/// Queues the copies between a slot that begins at `start` and the device. Those that follow one
-/// another on both sides are one.
+/// Queues the copies between a slot that begins at `start` and the device. Moves that are
+/// contiguous on both sides are merged into one copy.
 ///
 /// # Safety
-/// 1. The moves lie in the slot. That and their ranges on the device are there until the copies are
-///    done, and nobody touches the slot meanwhile. 2. The ranges have been ordered for the stream.
+/// 1. The moves lie in the slot. The slot and the moves' ranges on the device stay alive until the
+///    copies are done, and the slot is not touched until then. 2. The ranges have been ordered for
+///    the stream.
 pub(super) unsafe fn queue_moves(
     on: &Timeline,
     way: Way,
@@ -43,9 +44,9 @@ pub(super) unsafe fn queue_moves(
     let _calling = on.calling()?;
     moves.chunk_by(joined).try_for_each(|run| {
         let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
-        // SAFETY: 1. the caller's.
+        // SAFETY: 1. guaranteed by the caller.
         let at = unsafe { start.add(first.at) };
-        // SAFETY: 1. and 2. the caller's.
+        // SAFETY: 1. and 2. guaranteed by the caller.
         let copied = unsafe {
             match way {
                 Way::Up => driver.copy_to_device(raw, first.device, at, bytes),
@@ -76,7 +77,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Waits until what a slot carries is on the device.
+    /// Waits until the content of a slot is on the device.
     fn land(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         if lane.slots[slot].is_busy() {
             lane.wait(slot, self.road.timeline())?;
@@ -89,7 +90,7 @@ impl Transfer {
     pub(super) fn download(&self, lane: &mut Lane) -> Result<()> {
         let slots = lane.slots.len();
         let mut cursor: Option<Cursor> = None;
-        // Slots `first` and on carry bytes, `full` of them.
+        // `full` slots, starting with `first`, carry bytes.
         let (mut first, mut full) = (0, 0);
         loop {
             while full < slots && !self.is_stopped() {
@@ -117,12 +118,12 @@ impl Transfer {
         }
     }
 
-    /// Decides what a slot carries next. A source that panics when it is asked for its alignment
-    /// has none; a panic in a read is told.
+    /// Decides what a slot carries next. If the source panics in `alignment`, the alignment is 1. A
+    /// panic in a read is reported.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
         let align = match self.plan.far {
             Some(Far::From(source)) => {
-                // SAFETY: 1. the source outlives the transfer, which is under way.
+                // SAFETY: 1. the source outlives the transfer, which has not finished.
                 contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1)
             }
             _ => 1,
@@ -139,19 +140,21 @@ impl Transfer {
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
-            // SAFETY: 1. `load` puts moves inside of the slot.
+            // SAFETY: 1. `load` only creates moves inside the slot.
             let to = unsafe { start.add(one.at) };
             match one.host {
                 HostSide::Memory(from) => {
-                    // SAFETY: 1. the part is readable while the transfer is under way; the slot
-                    // holds the move. 2. a slot is nothing that is borrowed elsewhere. 3. nobody
-                    // writes what is borrowed to be read, and the slot is this lane's.
+                    // SAFETY: 1. the part is readable until the transfer is finished, and the slot
+                    // contains the move. 2. slot memory is never borrowed elsewhere. 3. the part is
+                    // borrowed for reading, so it is not written, and the slot belongs to this
+                    // lane.
                     unsafe {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
                 HostSide::File(offset) => {
-                    // SAFETY: 1. initialised bytes inside of the slot, which is this lane's alone.
+                    // SAFETY: 1. initialised bytes inside the slot, to which this lane has
+                    // exclusive access.
                     let into = unsafe { NonNull::slice_from_raw_parts(to, one.bytes).as_mut() };
                     self.read(offset, into)?;
                 }
@@ -163,7 +166,7 @@ impl Transfer {
     /// Fills `into` from the source.
     fn read(&self, mut offset: u64, mut into: &mut [u8]) -> Result<()> {
         let Some(Far::From(source)) = self.plan.far else { return Ok(()) };
-        // SAFETY: 1. the source outlives the transfer, which is under way.
+        // SAFETY: 1. the source outlives the transfer, which has not finished.
         let source = unsafe { source.as_ref() };
         while !into.is_empty() {
             let asked = contain(|| source.read_at(offset, into));
@@ -172,7 +175,7 @@ impl Transfer {
                     return Err(StageError::SourceEnded { offset, missing: into.len() as u64 });
                 }
                 Some(Ok(read)) => {
-                    // One that claims more than was asked for has read that.
+                    // A source may report more bytes than requested.
                     let read = read.min(into.len());
                     into = &mut into[read..];
                     offset += read as u64;
@@ -190,20 +193,20 @@ impl Transfer {
         Ok(())
     }
 
-    /// Has the copies between a slot and the device queued, and an event behind them: by this
-    /// thread, or by the one who is at it. What came of it is known when the slot is waited for.
+    /// Submits the copies between a slot and the device, with an event behind them. This thread or
+    /// the current combiner queues them. The result is known when the slot is waited for.
     fn queue(&self, lane: &mut Lane, slot: usize) {
         let Some(turn) = self.submissions.hand_in(lane.slots[slot].hand_in()) else { return };
         let on = self.road.timeline();
         while let Some(submission) = turn.next() {
-            // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's,
-            // until the event behind the copies has passed: its worker has it back only then, and
-            // stays until he has; the operands are there while the transfer is under way, which
-            // ends after that. 2. the stream waits for the operands' earlier uses, and their owners
-            // have lent them to the transfer.
+            // SAFETY: 1. `load` only creates moves inside the slot. The slot stays alive and unused
+            // until the event behind the copies has completed: only then does its worker get it
+            // back, and the worker does not leave before. The operands stay alive until the
+            // transfer is finished, which is later. 2. the stream waits for the operands' earlier
+            // uses, and their owners have lent them to the transfer.
             let queued =
                 unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
-            // Also after a refusal: some may have been queued.
+            // Record an event after an error too, since some copies may have been queued.
             let epoch = on.open();
             let fenced = on.fence(epoch).map(drop);
             submission.answer(epoch, queued.and(fenced));
@@ -215,25 +218,25 @@ impl Transfer {
         side.stores.settled(self.plan.way, self.plan.total(), side.slots, side.cache)
     }
 
-    /// Copies out of a slot that the device has written.
+    /// Copies the content of a slot, written by the device, to its destination.
     fn empty(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         lane.touch(slot, self.road.timeline(), HostAccess::Read);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
-            // SAFETY: 1. `load` puts moves inside of the slot.
+            // SAFETY: 1. `load` only creates moves inside the slot.
             let from = unsafe { start.add(one.at) };
             match one.host {
                 HostSide::Memory(to) => {
-                    // SAFETY: 1. the part is writable while the transfer is under way; the slot
-                    // holds the move. 2. a slot is nothing that is borrowed elsewhere. 3. the
-                    // transfer has the part to itself, and no copy touches the slot.
+                    // SAFETY: 1. the part is writable until the transfer is finished, and the slot
+                    // contains the move. 2. slot memory is never borrowed elsewhere. 3. the
+                    // transfer has exclusive access to the part, and no copy touches the slot.
                     unsafe {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
                 HostSide::File(offset) => {
-                    // SAFETY: 1. initialised bytes inside of the slot, which nobody writes.
+                    // SAFETY: 1. initialised bytes inside the slot, which is not written.
                     let bytes = unsafe { NonNull::slice_from_raw_parts(from, one.bytes).as_ref() };
                     self.write(offset, bytes)?;
                 }
@@ -242,10 +245,10 @@ impl Transfer {
         Ok(())
     }
 
-    /// Hands `from` to the sink.
+    /// Writes `from` to the sink.
     fn write(&self, mut offset: u64, mut from: &[u8]) -> Result<()> {
         let Some(Far::To(sink)) = self.plan.far else { return Ok(()) };
-        // SAFETY: 1. the sink outlives the transfer, which is under way.
+        // SAFETY: 1. the sink outlives the transfer, which has not finished.
         let sink = unsafe { sink.as_ref() };
         while !from.is_empty() {
             match contain(|| sink.write_at(offset, from)) {

@@ -1,16 +1,10 @@
-//! Waiting until nothing that was queued on a stream runs any more.
+//! Waits until no work that was queued on a stream runs any more.
 //!
-//! A short transfer is a copy and a wait, and most of it is the wait. There are two, and which is
-//! shorter depends on the machine:
-//!
-//! | 4 KiB to the device, medians | `cuStreamSynchronize` | a word that the device writes |
-//! |---|---|---|
-//! | a host with one H200 and 16 processors | 7.7 µs | 6.9 µs |
-//! | a host with two, joined by `NVLink`, and 32 | 6.6 µs | 7.1 µs |
-//!
-//! So the first waits of a stager take turns, and the shortest of each kind decides. In turns as
-//! they are in the sequence of Thue and Morse, of which no rhythm of a program's own can give one
-//! kind all the longer transfers.
+//! A short transfer is a copy and a wait, and the wait takes most of the time. There are two kinds
+//! of wait: `cuStreamSynchronize`, and a word of pinned memory that the device writes. Which one is
+//! faster depends on the machine. So the first waits of a stager alternate between both kinds, and
+//! the kind with the lowest minimum is used from then on. They alternate as the Thue–Morse sequence
+//! does, so that no periodic pattern of the program can assign all longer transfers to one kind.
 #![expect(unsafe_code, reason = "lends the device a word of a slot")]
 
 use super::lane::Slot;
@@ -22,32 +16,32 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How a thread waits for a transfer that it makes by itself.
+/// How a thread waits for a transfer that it makes itself.
 ///
-/// Its example is that of [`StagerConfig`](crate::StagerConfig).
+/// See [`StagerConfig`](crate::StagerConfig) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum ShortWait {
-    /// As the first 128 waits tell, which take turns.
+    /// The faster kind, measured in the first 128 waits, which alternate.
     #[default]
     Auto,
-    /// For the stream (`cuStreamSynchronize`).
+    /// Waits for the stream (`cuStreamSynchronize`).
     Stream,
-    /// For a word of pinned memory that the device writes (`cuStreamWriteValue32`); after some tens
-    /// of microseconds for the stream.
+    /// Waits for a word of pinned memory that the device writes (`cuStreamWriteValue32`). After
+    /// some tens of microseconds it waits for the stream instead.
     Word,
 }
 
-/// Waits that take turns.
+/// Number of waits that alternate for the measurement.
 const TRIES: u32 = 128;
 
-/// How long is waited between two looks whether a capture has ended.
+/// Interval of the checks whether a capture has ended.
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 /// How a stager waits for short transfers.
 pub(super) struct Waits {
     said: ShortWait,
     tried: AtomicU32,
-    /// The shortest so far, in nanoseconds.
+    /// The shortest wait so far, in nanoseconds.
     by_stream: AtomicU64,
     by_word: AtomicU64,
 }
@@ -58,12 +52,13 @@ impl Waits {
         Self { said, tried: AtomicU32::new(0), by_stream, by_word }
     }
 
-    /// Whether the next wait takes its turn.
+    /// Returns whether the next wait is part of the measurement.
     fn is_trial(&self) -> bool {
         self.said == ShortWait::Auto && self.tried.load(Ordering::Relaxed) < TRIES
     }
 
-    /// Whether the next wait may be by a word; is by one, where it takes no turn.
+    /// Returns whether the next wait may be by a word. Outside the measurement, the next wait then
+    /// is by a word.
     pub(super) fn want_word(&self) -> bool {
         match self.said {
             ShortWait::Stream => false,
@@ -76,12 +71,12 @@ impl Waits {
         }
     }
 
-    /// As `last` ([`settle`] or [`settle_or_abort`]), by whichever way is shorter. For the one by a
-    /// word there must be a slot that carries nothing.
+    /// Waits as `last` ([`settle`] or [`settle_or_abort`]) does, with the faster kind of wait. A
+    /// wait by a word needs a slot that carries nothing.
     ///
     /// # Errors
-    /// As `last`. The slot is busy as well, and for ever if the stream captured: the graph may
-    /// write it.
+    /// As `last`. The slot is busy as well. It stays busy forever if the stream was capturing,
+    /// because the graph may write it.
     pub(super) fn settle(
         &self,
         word: Option<&mut Slot>,
@@ -105,22 +100,22 @@ impl Waits {
     }
 }
 
-/// A way to wait until nothing that was queued on a stream runs any more.
+/// A function that waits until no work that was queued on a stream runs any more.
 pub(super) type Settle = fn(&Timeline) -> Result<()>;
 
-/// Waits until nothing that was queued on a stream runs any more, by every means that the driver
-/// has, for callers that can hold back what that work touches. Blocks, also while a capture is open
-/// on the stream: nothing can be waited for before.
+/// Waits until no work that was queued on a stream runs any more, with every method of the driver.
+/// For callers that can keep the memory of that work. Blocks, also while a capture is open on the
+/// stream, since no wait is possible before it ends.
 ///
 /// # Errors
-/// As [`Timeline::settle`]. [`MemoryError::Capturing`] when a capture has ended that was seen: what
-/// was queued may have become a part of it, and never have run.
+/// As [`Timeline::settle`]. [`MemoryError::Capturing`] if a capture was seen and has ended: the
+/// queued work may have become part of it, and may never have run.
 pub(super) fn settle(timeline: &Timeline) -> Result<()> {
     behind_captures(timeline, Timeline::settle)
 }
 
-/// As [`settle`], for callers that cannot: does not return while work may run, see
-/// [`Timeline::settle_or_abort`].
+/// Waits as [`settle`] does, for callers that cannot keep the memory: does not return while work
+/// may run. See [`Timeline::settle_or_abort`].
 ///
 /// # Errors
 /// As [`settle`]. No work runs any more.
@@ -140,13 +135,13 @@ fn behind_captures(timeline: &Timeline, settle: Settle) -> Result<()> {
     }
 }
 
-/// As `last`, by a word of a slot.
+/// Waits as `last` does, by a word in a slot.
 fn settle_by(slot: &mut Slot, on: &Timeline, last: Settle) -> Result<()> {
-    // SAFETY: 1. a slot is of pages, and nobody else's.
+    // SAFETY: 1. a slot consists of pages, and this thread has exclusive access to it.
     let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
-    // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error
-    // the slot goes back only when the stream's work is known to be done, and never if a graph may
-    // have it.
+    // SAFETY: 1. the pool guarantees that this is pinned memory of the driver, and the caller owns
+    // it. After an error the slot is returned only when the stream's work is known to be done, and
+    // never if a graph may use it.
     match unsafe { on.synchronize_by(word) } {
         Ok(()) => Ok(()),
         Err(capturing @ MemoryError::Capturing { .. }) => last(on).and(Err(capturing)),

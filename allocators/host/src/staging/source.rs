@@ -1,13 +1,13 @@
-//! Where bytes come from, and go to, that are not in memory.
+//! Sources and sinks of transfers that are not memory.
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
-/// Something that bytes can be read from at any place, by several threads at once: a file, an
-/// object store, a decoder.
+/// A source of bytes with random access from several threads, such as a file, an object store or a
+/// decoder.
 ///
-/// Reads land in pinned memory straight away, on threads of the stager. One that blocks holds up
-/// the worker that makes it; one that fails or panics ends its transfer and nothing else. A source
-/// must not use the stager that reads it.
+/// Reads write directly into pinned memory, on threads of the stager. A read that blocks delays its
+/// worker. A source that fails or panics ends only its own transfer. A source must not use the
+/// stager that reads it.
 ///
 /// ```
 /// use aquifer_host::Source;
@@ -29,16 +29,18 @@ use std::{fs::File, io, os::unix::fs::FileExt};
 /// # Ok::<(), io::Error>(())
 /// ```
 pub trait Source: Send + Sync {
-    /// Reads bytes from `offset` on into `into`, as `pread` does: some of them, and none only at
-    /// the end.
+    /// Reads bytes from `offset` on into `into`, as `pread` does. It may read fewer bytes than
+    /// requested, and reads none only at the end.
     ///
     /// # Errors
-    /// Its own. One that was [interrupted](io::ErrorKind::Interrupted) is asked again.
+    /// Those of the source. An [interrupted](io::ErrorKind::Interrupted) read is retried.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// What offsets, lengths and addresses should be multiples of, in bytes: a power of two of at
-    /// most 4096. Reads begin and end anywhere all the same, but the byte at a multiple of this
-    /// lies at an address that is one too.
+    /// Returns the preferred alignment of offsets, lengths and addresses in bytes, a power of two
+    /// of at most 4096.
+    ///
+    /// Reads may still begin and end anywhere, but a byte at a multiple of this value in the source
+    /// is at a multiple of it in memory.
     fn alignment(&self) -> usize {
         1
     }
@@ -59,11 +61,11 @@ impl Source for Vec<u8> {
     }
 }
 
-/// Something that bytes can be written to at any place, by several threads at once: a file, an
-/// object store.
+/// A destination of bytes with random access from several threads, such as a file or an object
+/// store.
 ///
-/// What is written lies in pinned memory. As with a [`Source`], one that fails or panics ends its
-/// transfer alone, and it must not use the stager that writes to it.
+/// The written bytes lie in pinned memory. As with a [`Source`], a sink that fails or panics ends
+/// only its own transfer, and it must not use the stager that writes to it.
 ///
 /// ```
 /// use aquifer_host::Sink;
@@ -72,14 +74,14 @@ impl Source for Vec<u8> {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub trait Sink: Send + Sync {
-    /// Writes bytes from `offset` on, as `pwrite` does: all or some of them.
+    /// Writes bytes from `offset` on, as `pwrite` does. It may write fewer bytes than given.
     ///
     /// # Errors
-    /// Its own. One that was [interrupted](io::ErrorKind::Interrupted) is asked again.
+    /// Those of the sink. An [interrupted](io::ErrorKind::Interrupted) write is retried.
     fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize>;
 }
 
-/// Through the page cache.
+/// Writes go through the page cache.
 impl Sink for File {
     fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize> {
         FileExt::write_at(self, from, offset)

@@ -1,51 +1,41 @@
-//! Copies by the CPU: through its caches, or past them.
+//! Copies by the CPU, with cached or non-temporal stores.
 //!
-//! A slot is read by the device and not by the CPU that fills it. Where the last-level cache holds
-//! all the slots of a direction they stay in it: the CPU writes into the cache, and the device
-//! reads from there. Elsewhere, and the first time after something else was in the cache, an
-//! ordinary store first reads the line that it overwrites, and writes it back later: three bytes on
-//! the memory bus for each one copied. A non-temporal store writes the line alone.
+//! The device, not the CPU, reads the slots that the CPU fills.
 //!
-//! | eight workers, slots of 2 x 4 MiB each | 64 MiB | 256 MiB | 1 GiB | 8 GiB, on a faster day |
-//! |---|---|---|---|---|
-//! | through the caches | 37 GB/s | 43 GB/s | 49 GB/s | 52.5 GB/s |
-//! | past them, by 64 bytes | 38 | 40 | 44 | 46.5 |
-//! | past them, by 64 bytes, asking 8 KiB ahead | 39 | 42 | 45 | |
-//!
-//! That is one H200's host, an Intel with 300 MiB of last-level cache, whose link takes 55. More is
-//! not to be had there: while eight threads write past their caches the device reads pinned memory
-//! at 44 to 50 GB/s, and what they have just written into a cache at 40. Asking ahead
-//! (`prefetcht0`, 4 KiB) lets five threads fill 42 GB/s instead of 38, and one thread of an EPYC 18
-//! instead of 16; 8 KiB into the second cache (`prefetcht1`) suit the Intel better and the EPYC
-//! worse. `cldemote` brings the device back to 53 GB/s and the threads down to 4 each.
-//!
-//! The non-temporal stores are weakly ordered: a fence stands at the end of each copy, so that
-//! whoever is told of it, the device included, sees the bytes.
+//! - If the last-level cache holds all slots of a direction, cached stores are faster: the CPU
+//!   writes into the cache, and the device reads from it.
+//! - Otherwise a cached store first reads the line that it overwrites, and later writes it back.
+//!   That is three bytes on the memory bus for each copied byte. A non-temporal store only writes
+//!   the line.
+//! - The loops prefetch their source, which makes them faster.
+//! - Non-temporal stores are weakly ordered. Each copy ends with a fence, so that every later
+//!   reader, including the device, sees the bytes.
 #![expect(unsafe_code, reason = "copies between raw addresses, by vector instructions")]
 
 use super::plan::Way;
 
-/// How the CPU writes what it copies.
+/// The kind of stores that the CPU uses for copies.
 ///
-/// Its example is that of [`StagerConfig`](crate::StagerConfig).
+/// See [`StagerConfig`](crate::StagerConfig) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Stores {
-    /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the
-    /// slots of the direction, and a transfer is twice as long as these, else
-    /// [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since what large
-    /// downloads write stays in no cache.
+    /// Chosen for each direction.
+    ///
+    /// To the device: [`Stores::Cached`] if the last-level cache is known to hold twice the slots
+    /// of the direction, and the transfer is twice as long as these slots. Otherwise
+    /// [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since the data of large
+    /// downloads does not stay in a cache.
     #[default]
     Auto,
-    /// Past the caches, where the processor has such stores (x86-64); as [`Stores::Cached`]
-    /// elsewhere.
+    /// Non-temporal stores, where the processor has them (x86-64). Elsewhere as [`Stores::Cached`].
     NonTemporal,
-    /// Through the caches.
+    /// Cached stores.
     Cached,
 }
 
 impl Stores {
-    /// What is meant for a transfer of so many bytes where its direction has so many bytes of
-    /// slots, and the CPUs a last-level cache of so many.
+    /// Resolves [`Stores::Auto`] for a transfer of `total` bytes, a direction with `slots` bytes of
+    /// slots and a last-level cache of `cache` bytes.
     pub(super) fn settled(self, way: Way, total: u64, slots: u64, cache: Option<u64>) -> Self {
         let held = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
         match self {
@@ -56,20 +46,20 @@ impl Stores {
     }
 }
 
-/// Shorter copies go through the caches whatever was asked for.
+/// Shorter copies always use cached stores.
 const SHORT: usize = 4096;
 
-/// Copies `bytes` from one place to another.
+/// Copies `bytes` bytes from `from` to `to`.
 ///
 /// # Safety
-/// 1. `from` is readable and `to` writable for so many bytes. 2. They do not overlap. 3. Nobody
-///    writes the one or touches the other meanwhile.
+/// 1. `from` is readable and `to` writable for `bytes` bytes. 2. They do not overlap. 3. Until this
+///    returns, `from` is not written, and `to` is not accessed, by others.
 pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stores: Stores) {
     if stores == Stores::Cached || bytes < SHORT {
-        // SAFETY: 1., 2. and 3. the caller's.
+        // SAFETY: 1., 2. and 3. guaranteed by the caller.
         unsafe { to.copy_from_nonoverlapping(from, bytes) };
     } else {
-        // SAFETY: 1., 2. and 3. the caller's.
+        // SAFETY: 1., 2. and 3. guaranteed by the caller.
         unsafe { copy_past_caches(to, from, bytes) };
     }
 }
@@ -78,7 +68,7 @@ pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stores: St
 /// As [`copy`].
 #[cfg(any(not(target_arch = "x86_64"), miri))]
 unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
-    // SAFETY: 1., 2. and 3. the caller's.
+    // SAFETY: 1., 2. and 3. guaranteed by the caller.
     unsafe { to.copy_from_nonoverlapping(from, bytes) };
 }
 
@@ -86,12 +76,12 @@ unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
 /// As [`copy`].
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
-    // To where the widest store may go.
+    // The bytes before the alignment of the widest store.
     let head = to.align_offset(WIDEST).min(bytes);
     let body = (bytes - head) / BLOCK * BLOCK;
     let done = head + body;
-    // SAFETY: 1., 2. and 3. the caller's: head, body and tail are the parts of one range. 4. `to`
-    // is aligned after its head, and the processor has the instructions.
+    // SAFETY: 1., 2. and 3. guaranteed by the caller: head, body and tail are the parts of one
+    // range. 4. `to` is aligned after its head, and the processor has the instructions.
     unsafe {
         to.copy_from_nonoverlapping(from, head);
         if std::is_x86_feature_detected!("avx512f") {
@@ -110,22 +100,21 @@ unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
 /// Bytes of the widest store.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const WIDEST: usize = 64;
-/// Bytes of one round of the loops: two lines.
+/// Bytes of one iteration of the loops: two cache lines.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const BLOCK: usize = 128;
-/// How far ahead the loops ask for what they will read. The processor asks ahead by itself, and not
-/// beyond a page.
+/// Prefetch distance of the loops, in bytes. The hardware prefetcher does not cross a page.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const AHEAD: usize = 4096;
 
-/// Asks for the two lines that are read a while after `from`. They need not be there: it is no
-/// access.
+/// Prefetches the two cache lines at distance [`AHEAD`] from `from`. They may be unmapped, since a
+/// prefetch is no access.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 fn ask_ahead(from: *const u8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     for line in [0, BLOCK / 2] {
-        // SAFETY: 1. it touches nothing, wherever it points. SSE is part of x86-64.
+        // SAFETY: 1. a prefetch accesses no memory, for any address. SSE is part of x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + line).cast()) };
     }
 }
@@ -138,7 +127,7 @@ fn ask_ahead(from: *const u8) {
 unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
     use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_stream_si512};
     for at in (0..bytes).step_by(BLOCK) {
-        // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
+        // SAFETY: 1. to 4. guaranteed by the caller: the iteration lies within both ranges.
         unsafe {
             ask_ahead(from.add(at));
             let (source, target) = (from.add(at).cast::<__m512i>(), to.add(at).cast::<__m512i>());
@@ -158,7 +147,7 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
 unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
     use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
     for at in (0..bytes).step_by(BLOCK) {
-        // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
+        // SAFETY: 1. to 4. guaranteed by the caller: the iteration lies within both ranges.
         unsafe {
             ask_ahead(from.add(at));
             let (source, target) = (from.add(at).cast::<__m256i>(), to.add(at).cast::<__m256i>());
@@ -180,7 +169,8 @@ unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
 unsafe fn stream_sse(to: *mut u8, from: *const u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     for at in (0..bytes).step_by(16) {
-        // SAFETY: 1. to 4. the caller's: the store lies within both ranges. SSE2 is part of x86-64.
+        // SAFETY: 1. to 4. guaranteed by the caller: the store lies within both ranges. SSE2 is
+        // part of x86-64.
         unsafe {
             _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast()));
         };
@@ -200,8 +190,8 @@ mod tests {
                     [0, 1, 63, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 129, 3 * SHORT + 500]
                 {
                     let mut to = vec![255; from.len() + 128];
-                    // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 of the one. 2.
-                    // and 3. two vectors, nobody else's.
+                    // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 bytes of `from`
+                    // are read. 2. and 3. two separate vectors, used by this thread only.
                     unsafe {
                         copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores);
                     };
@@ -229,8 +219,8 @@ mod tests {
         }
         for copy in all {
             let mut to = Aligned([0; 4 * BLOCK]);
-            // SAFETY: 1. to 3. both are as long, apart, and the test's. 4. aligned by its type,
-            // whole blocks, and the processor has been asked.
+            // SAFETY: 1. to 3. two separate arrays of the same length, used by this thread only. 4.
+            // aligned by its type, whole blocks, and the processor's features have been checked.
             unsafe { copy(to.0.as_mut_ptr(), from.as_ptr(), 4 * BLOCK) };
             assert_eq!(to.0[..], from[..]);
         }

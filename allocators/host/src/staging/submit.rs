@@ -1,9 +1,8 @@
-//! Handing copies to the driver, by one thread for all who are at a transfer.
+//! Submission of copies to the driver, by one thread for all participants of a transfer.
 //!
-//! Of eight workers that call the driver by themselves each waits for the seven others: a copy and
-//! its event take one thread some 1 µs, and each of eight 12 of all (one H200), while it fills no
-//! slot. So whoever finds nobody at it queues his own copies, and those that others hand in
-//! meanwhile; they go on with their next slots at once.
+//! If every worker calls the driver itself, the workers wait for each other in it, and fill no
+//! slots in that time. Therefore the first thread that submits also queues the copies that others
+//! submit in the meantime. The others continue with their next slots at once.
 //!
 //! ```text
 //!   worker 1   fill a │ queue a, c, b │ fill d …
@@ -11,7 +10,7 @@
 //!   worker 3   fill c ▪ fill f
 //! ```
 //!
-//! After "flat combining" (Hendler, Incze, Shavit and Tzafrir, 2010).
+//! This is flat combining (Hendler, Incze, Shavit and Tzafrir, 2010).
 #![expect(unsafe_code, reason = "sends a slot's address to another thread; holds no unsafe block")]
 
 use super::{StageError, plan::Move};
@@ -27,11 +26,11 @@ use std::{
     },
 };
 
-/// How often somebody looks whether his copies have been queued before he goes to sleep: for longer
-/// than the driver takes for those of all.
+/// Spin iterations of a waiting thread before it sleeps. They cover more than the time that the
+/// driver needs for the copies of all workers.
 const LOOKS: u32 = 2000;
 
-/// Copies of one transfer on their way to the driver.
+/// The copies of one transfer that are on their way to the driver.
 #[derive(Default)]
 pub(super) struct Submissions {
     state: Mutex<State>,
@@ -39,47 +38,49 @@ pub(super) struct Submissions {
 
 #[derive(Default)]
 struct State {
-    /// In the order in which they came.
+    /// In the order of submission.
     waiting: VecDeque<Submission>,
-    /// Somebody queues them, and will look again before he leaves.
+    /// A thread is queueing copies. It checks `waiting` again before it stops.
     busy: bool,
 }
 
-/// The copies of one slot, which is nobody's until they have been [answered](Submission::answer).
+/// The copies of one slot. The slot must not be touched until they are
+/// [answered](Submission::answer).
 pub(super) struct Submission {
     /// The slot's first byte.
     pub(super) start: NonNull<u8>,
     pub(super) moves: Vec<Move>,
-    /// Where the one who waits looks; `None` once he has been told.
+    /// Receives the answer. `None` after that.
     to: Option<Arc<Receipt>>,
 }
 
-// SAFETY: 1. the address of a slot that its worker leaves alone until it is answered, and keeps for
-// longer.
+// SAFETY: 1. the address of a slot. Its worker does not touch the slot until it is answered, and
+// keeps the slot alive for longer.
 unsafe impl Send for Submission {}
 
-/// What came of a submission.
+/// The result of a submission.
 pub(super) struct Answer {
     pub(super) moves: Vec<Move>,
-    /// The epoch of the transfer's stream that ends with the copies. `None` if nobody knows how
+    /// The epoch of the transfer's stream that ends with the copies. `None` if it is unknown how
     /// many were queued.
     pub(super) epoch: Option<u64>,
     pub(super) queued: Result<(), StageError>,
 }
 
-/// Where a worker is told what came of his submission. Made once for each slot.
+/// Receives the results of a slot's submissions. Created once for each slot.
 #[derive(Default)]
 pub(super) struct Receipt {
     state: Mutex<Told>,
     told: Condvar,
-    /// There is an answer.
+    /// An answer is available.
     ready: AtomicBool,
 }
 
 #[derive(Default)]
 struct Told {
     answer: Option<Answer>,
-    /// Somebody sleeps: waking nobody is a system call all the same.
+    /// The worker sleeps. Checked first, because a notification is a system call even without
+    /// waiters.
     asleep: bool,
 }
 
@@ -89,7 +90,7 @@ impl Submission {
         Self { start, moves, to: Some(to) }
     }
 
-    /// Gives the slot back to its worker: its copies end with `epoch`, or were refused.
+    /// Returns the slot to its worker. Its copies end with `epoch`, or failed.
     pub(super) fn answer(mut self, epoch: u64, queued: MemoryResult<()>) {
         self.tell(Some(epoch), queued.map_err(StageError::Memory));
     }
@@ -102,7 +103,7 @@ impl Submission {
 }
 
 impl Drop for Submission {
-    /// Of one that was not answered its worker is told, who would wait for ever.
+    /// Answers with an error if there was no answer. The worker would wait forever otherwise.
     fn drop(&mut self) {
         self.tell(None, Err(StageError::WorkerLost));
     }
@@ -117,7 +118,8 @@ impl Receipt {
         let mut state = self.lock();
         state.answer = Some(answer);
         let asleep = state.asleep;
-        // After the answer, and before anybody can wake and take it.
+        // Set after the answer is stored, and under the lock, so that the worker cannot take the
+        // answer before.
         self.ready.store(true, Ordering::Release);
         drop(state);
         if asleep {
@@ -125,7 +127,7 @@ impl Receipt {
         }
     }
 
-    /// What came of the submission. Blocks until somebody has handed it to the driver.
+    /// Returns the result of the submission. Blocks until a thread has handed it to the driver.
     pub(super) fn wait(&self) -> Answer {
         for _ in 0..LOOKS {
             if self.ready.load(Ordering::Acquire) {
@@ -150,8 +152,10 @@ impl Submissions {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands a submission in. With a turn the caller is to queue it, and whatever comes meanwhile;
-    /// without one somebody else does. Never blocks.
+    /// Enqueues a submission. Never blocks.
+    ///
+    /// If a [`Turn`] is returned, the caller must queue this submission and all that arrive during
+    /// the turn. Otherwise another thread does.
     pub(super) fn hand_in(&self, submission: Submission) -> Option<Turn<'_>> {
         let mut state = self.lock();
         state.waiting.push_back(submission);
@@ -163,21 +167,21 @@ impl Submissions {
     }
 }
 
-/// The turn of one thread to queue what all hand in. It ends when nothing is left; dropped early,
-/// whoever waits is told.
+/// The turn of one thread as the combiner: it queues the submissions of all threads. It ends when
+/// none is left. If it is dropped early, the waiting workers are answered with an error.
 pub(super) struct Turn<'a> {
     of: &'a Submissions,
-    /// Nothing was left, and it may be somebody else's turn.
+    /// No submission was left. Another thread may have the turn now.
     over: Cell<bool>,
 }
 
 impl Turn<'_> {
-    /// The next submission. After `None` it is somebody else's turn.
+    /// Returns the next submission. `None` ends the turn.
     pub(super) fn next(&self) -> Option<Submission> {
         let mut state = self.of.lock();
         let next = state.waiting.pop_front();
         if next.is_none() {
-            // Under the same lock as the look: who hands in after it takes the next turn.
+            // Under the same lock as the check: a thread that submits after it takes the next turn.
             state.busy = false;
             self.over.set(true);
         }
@@ -187,7 +191,8 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        // Not by asking whether the thread panics: one that unwinds may take part in a transfer.
+        // `thread::panicking` would be wrong here: a thread that is unwinding may take part in a
+        // transfer.
         if self.over.get() {
             return;
         }
