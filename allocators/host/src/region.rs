@@ -1,6 +1,6 @@
-//! Pinned regions: whole pieces of memory on a node that devices can reach.
+//! Pinned regions: host memory on a chosen NUMA node that devices can access directly.
 //!
-//! A [`Region`] is made step by step, and each step has a fall-back:
+//! A [`Region`] is created in steps, and each step has a fallback:
 //!
 //! ```text
 //!   charge ─ address ─ map ─ protect ─ pages ─ policy ─ populate ─┬─ register ─ verify
@@ -16,31 +16,33 @@
 //!   verify     ask the kernel where the pages are, after registering; of a strict region before as well
 //! ```
 //!
-//! What was had instead of what was wanted, and why, is in the [`RegionReport`]. A region remembers
-//! how it was made and ends that way, in reverse. A step that fails is rolled back; what cannot be
-//! given back (a driver that will not end a registration) stays charged and mapped, and is tried
-//! again by [`retry_stranded`].
+//! The [`RegionReport`] lists each fallback and its reason. A region is released in the reverse
+//! order of its creation. A step that fails is rolled back. Memory that cannot be released, because
+//! the driver refuses to end a registration, stays charged and mapped. [`retry_stranded`] tries
+//! again.
 //!
 //! # Quiet points
-//! Ending a registration makes the driver wait for the whole device, and making one slows other
-//! threads' launches from 3 to 4,400 µs while it runs. So nothing here registers or unregisters
-//! unless it is asked to: [`Region::new`] and [`Region::close`] do, [`Region::retire`] leaves the
-//! end for [`end_retired`], and what is dropped while a copy is known to be on its way is retired
-//! too.
+//! Ending a registration makes the driver wait for the whole device. Creating one slows down kernel
+//! launches of other threads for its duration, by up to three orders of magnitude. So registrations
+//! are created and ended only on request:
+//!
+//! - [`Region::new`] registers, and [`Region::close`] unregisters.
+//! - [`Region::retire`] leaves the unregistration to [`end_retired`].
+//! - A region that is dropped while a known copy is in flight is retired too.
 //!
 //! # Kinds
-//! | | whose memory | who else has it |
+//! | | the memory belongs to | accessible to others |
 //! |---|---|---|
-//! | [`Region`] | ours, made for the purpose | nobody |
-//! | [`SharedRegion`] | ours, of a memory file | every process that is given the file |
-//! | [`InPlace`] | yours, in a `Vec` or mapping that is handed over | nobody while it lasts |
-//! | [`scope`], [`scope_mut`] | yours, lent for a closure | nobody while it lasts |
+//! | [`Region`] | the region, which allocates it | no |
+//! | [`SharedRegion`] | the region, which allocates a memory file | to every process that receives the file |
+//! | [`InPlace`] | a `Vec` or a mapping, which is passed in | not until it is returned |
+//! | [`scope`], [`scope_mut`] | the caller, lent to a closure | not until the closure returns |
 //!
 //! # Limits
-//! One registration pins less than 512 GiB (the driver), and less than 2 GiB on Linux 6.11 to 6.13:
-//! regions are registered in chunks within that. A copy that crosses from one registration into the
-//! next fails, so that [`Region::registrations`] says where they are; memory that is registered in
-//! place is one, or refused.
+//! One registration pins less than 512 GiB (a limit of the driver), and less than 2 GiB on Linux
+//! 6.11 to 6.13. Regions are registered in chunks within that limit. A copy that crosses the
+//! boundary of two registrations fails, so [`Region::registrations`] reports them. Memory that is
+//! registered in place is always one registration, or refused.
 
 mod backing;
 mod claims;
@@ -75,67 +77,68 @@ use aquifer_driver::{DeviceId, Driver, HostFlags};
 use backing::Backing;
 use std::{fmt, num::NonZeroUsize, ptr::NonNull, sync::Arc, time::Instant};
 
-/// More bytes than any machine could pin.
+/// More bytes than any machine can pin.
 const LARGEST: usize = 1 << 41;
 
 /// Whether a region must be pinned.
 ///
-/// Its example is that of [`RegionRequest`].
+/// See [`RegionRequest`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Pinning {
-    /// Pinned, or an error.
+    /// Pinned memory, or an error.
     Required,
-    /// Pinned where that can be had, else pageable memory that says so.
+    /// Pinned memory if available, otherwise pageable memory, which the report shows.
     #[default]
     Preferred,
     /// Never pinned.
     Off,
 }
 
-/// How many pages the kernel is asked about.
+/// The number of pages whose node is verified.
 ///
-/// Asking about each base page takes about as long as populating them did, so that only strict
-/// regions always do. Of huge pages from the pool each is asked about, and counts as the base pages
-/// it holds.
+/// Querying every base page takes about as long as populating it, so only strict regions always do
+/// that. For huge pages from the pool, each huge page is queried once and counts as the base pages
+/// it contains.
 ///
-/// Its example is that of [`RegionRequest`].
+/// See [`RegionRequest`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Verify {
-    /// Each base page.
+    /// Every base page.
     Every,
-    /// So many, evenly spread.
+    /// This many pages, evenly spread.
     Sample(NonZeroUsize),
-    /// None: the report knows nothing of where they are.
+    /// No page. The report contains no placement.
     Skip,
 }
 
 impl Default for Verify {
-    /// 4096 pages, evenly spread: all of a region of 16 MiB.
+    /// 4096 pages, evenly spread. This covers every page of a region of 16 MiB.
     fn default() -> Self {
         const SPREAD: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
         Self::Sample(SPREAD)
     }
 }
 
-/// A device and the driver that reaches it.
+/// A device and its driver.
 ///
-/// Its example is that of [`Host`].
+/// See [`Host`] for an example.
 #[derive(Clone)]
 pub struct Reach {
     /// The driver.
     pub driver: Arc<dyn Driver>,
-    /// The device whose context registers memory. Its primary context is made by the first region.
+    /// The device whose context registers memory. The first region creates its primary context.
     pub device: DeviceId,
 }
 
 impl Reach {
-    /// Makes a call that pins host memory, or ends that, for the device, or for another one that
-    /// lives if this one is lost: pinned memory belongs to the process, and any context can
-    /// register it and end that (seen on two H200). A loss that takes all contexts along, as an
-    /// illegal address does there, is answered for all of them.
+    /// Runs a driver call that pins or unpins host memory, on the device, or on another one if this
+    /// device is lost.
+    ///
+    /// Pinned memory belongs to the process, so any context can register and unregister it. If the
+    /// loss affects all contexts, as an illegal address does, the call fails for all of them.
     ///
     /// # Errors
-    /// The device's own, if no other device's call goes through.
+    /// The error of the device itself, if the call succeeds on no other device.
     fn call<T>(
         &self,
         call: impl Fn(&dyn Driver, DeviceId) -> Result<T, DriverError>,
@@ -162,29 +165,29 @@ impl fmt::Debug for Reach {
     }
 }
 
-/// What regions are made with: kernel, topology, workers and, if there is one, a driver. Cheap to
+/// The resources that create regions: kernel, topology, workers and an optional driver. Cheap to
 /// clone.
 #[derive(Clone, Debug)]
 pub struct Host {
     /// The system calls.
     pub kernel: Kernel,
-    /// The machine.
+    /// The topology of the machine.
     pub topology: Arc<Topology>,
-    /// The threads that touch memory first.
+    /// The threads that populate memory by first touch.
     pub workers: Arc<Workers>,
-    /// The driver; `None` leaves all memory pageable.
+    /// The driver. With `None` all memory is pageable.
     pub reach: Option<Reach>,
 }
 
 impl Host {
-    /// A machine without a driver.
+    /// Creates a host without a driver.
     #[must_use]
     pub fn new(topology: Topology, kernel: Kernel) -> Self {
         let workers = Arc::new(Workers::new(&topology, kernel.clone()));
         Self { kernel, topology: Arc::new(topology), workers, reach: None }
     }
 
-    /// The same with a driver, and the device whose context registers.
+    /// Adds a driver, and the device whose context registers memory.
     #[must_use]
     pub fn with_driver(mut self, driver: Arc<dyn Driver>, device: DeviceId) -> Self {
         self.reach = Some(Reach { driver, device });
@@ -192,46 +195,44 @@ impl Host {
     }
 }
 
-/// What a region should be.
+/// The requested properties of a region.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RegionRequest {
-    /// Bytes; rounded up to base pages.
+    /// Size in bytes, rounded up to base pages.
     pub bytes: usize,
-    /// The node it should lie on; `None` for wherever its pages fall.
+    /// The preferred NUMA node. With `None` the pages may lie anywhere.
     pub node: Option<NodeId>,
-    /// An error instead of a region with a page elsewhere, or one whose place cannot be known.
-    /// Without it the node is preferred, and without a node placement is off. The kernel's own
-    /// strict policy is never used: over a full node it ends in a kill.
+    /// Requires every page to lie on `node`: a page on another or an unknown node is an error.
+    /// Otherwise the node is only preferred. Has no effect without a node. The strict memory policy
+    /// of the kernel is never used, because on a full node it kills the process.
     pub strict: bool,
-    /// Whether it must be pinned.
+    /// Whether the region must be pinned.
     pub pinning: Pinning,
-    /// The best pages to try for.
+    /// The best kind of pages to try.
     pub pages: PageTier,
-    /// How the driver is to pin it, and what each flag costs: see [`HostFlags`]. Write-combined
-    /// memory comes from the driver itself; a flag that is not to be had is left out, and the
-    /// report says so.
+    /// How the driver pins the memory. See [`HostFlags`] for the cost of each flag. Write-combined
+    /// memory is allocated by the driver. An unavailable flag is dropped, and the report lists it.
     pub flags: HostFlags,
-    /// Bytes of one registration at most. No copy may cross from one to the next.
+    /// Maximum bytes of one registration. A copy must not cross from one registration to the next.
     pub registration: usize,
-    /// Bytes of one piece for a worker.
+    /// Bytes of the piece that a worker populates at once.
     pub piece: usize,
-    /// How many pages the kernel is asked about in the end.
+    /// The number of pages whose node is verified at the end.
     pub verify: Verify,
-    /// When to give up. Pieces that a worker is at then are finished, and the memory is given back
-    /// after them.
+    /// When to give up. Workers finish the pieces that they have started, and the memory is
+    /// released after that.
     pub deadline: Option<Instant>,
 }
 
 impl RegionRequest {
-    /// Bytes of one registration at most, unless told otherwise: the driver holds locks while it
-    /// registers.
+    /// Default maximum bytes of one registration. The driver holds locks while it registers.
     pub const REGISTRATION: usize = 1 << 30;
-    /// Bytes of one piece for a worker, unless told otherwise.
+    /// Default bytes of a worker's piece.
     pub const PIECE: usize = 32 << 20;
 
-    /// A region of so many bytes, the rest by default: anywhere, pinned if that can be had, the
-    /// best pages.
+    /// Creates a request for `bytes` bytes with default settings: on any node, pinned if possible,
+    /// with the best pages.
     #[must_use]
     pub fn bytes(bytes: usize) -> Self {
         Self {
@@ -248,7 +249,7 @@ impl RegionRequest {
         }
     }
 
-    /// On this node.
+    /// Sets the preferred node.
     #[must_use]
     pub fn on(mut self, node: NodeId) -> Self {
         self.node = Some(node);
@@ -256,12 +257,12 @@ impl RegionRequest {
     }
 }
 
-/// A piece of memory that is there in whole, charged, and as near and as pinned as its
-/// [`RegionReport`] says.
+/// Populated and charged host memory. Its [`RegionReport`] shows its placement and whether it is
+/// pinned.
 ///
-/// Its bytes are zero at first. Dropping it ends its registrations and gives the memory back, which
-/// blocks while the device is busy; only if a copy in safe code is known to be on its way is that
-/// left for [`end_retired`]. What else is queued may touch it no more.
+/// The bytes are initially zero. Dropping the region ends its registrations and releases the
+/// memory, which blocks while the device is busy. If a copy by safe code is known to be in flight,
+/// this is left to [`end_retired`]. No other queued work may still access the memory.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -284,91 +285,91 @@ pub struct Region {
 }
 
 impl Region {
-    /// Makes one. Blocks while its pages are populated and registered.
+    /// Creates a region. Blocks while its pages are populated and registered.
     ///
     /// # Errors
-    /// [`RegionError`] with the step that failed and everything that was tried; nothing stays
-    /// behind, but for what the error calls stranded.
+    /// [`RegionError`] with the failed step and all attempts. Nothing is left behind, except memory
+    /// that the error reports as stranded.
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
         make::region(host, budget, request, &make::Sharing::Own)
     }
 
-    /// Its addresses.
+    /// Returns the address range.
     #[must_use]
     pub fn span(&self) -> Span {
         self.span
     }
 
-    /// Its first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub fn start(&self) -> NonNull<u8> {
-        // A region begins where something was mapped, and nothing is mapped at zero.
+        // A region starts at a mapped address, and address zero is never mapped.
         pointer(self.span.start).unwrap_or(NonNull::dangling())
     }
 
-    /// Whether devices can reach it without staging.
+    /// Returns whether devices can access the region without staging.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.report.pinned_by != PinnedBy::Nobody
     }
 
-    /// How it was made, and what was not to be had.
+    /// Returns how the region was created, with all fallbacks.
     #[must_use]
     pub fn report(&self) -> &RegionReport {
         &self.report
     }
 
-    /// The parts that are registered each on their own: no copy may cross from one to the next.
-    /// Memory that the driver allocated is one; pageable memory has none.
+    /// Returns the separately registered parts. A copy must not cross from one to the next.
+    ///
+    /// Memory that the driver allocated is one part. Pageable memory has none.
     #[must_use]
     pub fn registrations(&self) -> &[Span] {
         self.backing.registrations()
     }
 
-    /// Where kernels of the device that registered it find it, if it is pinned and
+    /// Returns the address for kernels of the registering device, if the region is pinned and
     /// [`HostFlags::mapped`] (`cuMemHostGetDevicePointer`).
     ///
     /// # Errors
-    /// The driver's.
+    /// Those of the driver.
     pub fn device_address(&self, reach: &Reach) -> Result<u64, DriverError> {
         reach.driver.host_device_address(reach.device, self.start())
     }
 
-    /// Gives it up without ending it: that is left for [`end_retired`], and blocks nobody here. It
-    /// stays charged.
+    /// Gives up the region without releasing it. Does not block. [`end_retired`] releases it, and
+    /// until then it stays charged.
     pub fn retire(mut self) {
         retired::retire(self.backing.take());
     }
 
-    /// Ends it and says how that went. Blocks until copies that are on their way, and the device,
-    /// are done.
+    /// Releases the region. Blocks until copies in flight are done and the device is idle.
     ///
     /// # Errors
-    /// [`RegionError`] if the driver or the kernel would not take it back: it is stranded then, and
-    /// stays charged.
+    /// [`RegionError`] if the driver or the kernel refuses the release. The region is then stranded
+    /// and stays charged.
     pub fn close(self) -> Result<(), RegionError> {
         self.backing.close()
     }
 }
 
 mod bytes {
-    //! The region as bytes.
+    //! Access to the region as bytes.
     #![expect(unsafe_code, reason = "views the region's memory")]
 
     use super::Region;
     use std::slice;
 
     impl Region {
-        /// Its bytes, for reading.
+        /// Returns the bytes.
         #[must_use]
         pub fn bytes(&self) -> &[u8] {
-            // SAFETY: 1. the span is mapped for reading and writing while the region lives, and
-            // holds bytes that the kernel or the driver has written. 2. it is this region's alone;
-            // writing takes it mutably.
+            // SAFETY: 1. the span is mapped for reading and writing while the region is alive, and
+            // the kernel or the driver has initialised its bytes. 2. the region has exclusive
+            // access, and writing requires `&mut self`.
             unsafe { slice::from_raw_parts(self.start().as_ptr(), self.span.len) }
         }
 
-        /// Its bytes, for writing.
+        /// Returns the bytes, mutably.
         #[must_use]
         pub fn bytes_mut(&mut self) -> &mut [u8] {
             // SAFETY: 1. and 2. as above.

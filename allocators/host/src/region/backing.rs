@@ -1,8 +1,9 @@
-//! What stands behind a region, and its end.
+//! The resources behind a region, and their release.
 //!
-//! Ending can fail: the driver keeps a registration, the kernel a mapping. Memory that the driver
-//! may still reach must not be unmapped, nor its charge released, so what is left goes to a list of
-//! the process's, to be tried again.
+//! A release can fail, because the driver keeps a registration or the kernel keeps a mapping.
+//! Memory that the driver may still access must not be unmapped, and its charge must not be
+//! released. Such memory is kept in a process-wide list of stranded memory, and its release is
+//! retried.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
@@ -19,14 +20,14 @@ use std::{
     },
 };
 
-/// Memory, what the driver knows of it, and its charge.
+/// Memory, its registrations and its charge.
 #[derive(Debug)]
 pub(super) struct Backing {
-    /// Alive registrations, in address order; ended from the back.
+    /// Live registrations in address order. They are ended from the back.
     registrations: Vec<Span>,
     reach: Option<Reach>,
     memory: Option<Memory>,
-    /// Queued work may touch the memory until all of them are open.
+    /// Queued work may access the memory until all gates are open.
     gates: Vec<Arc<dyn Gate>>,
 }
 
@@ -37,19 +38,19 @@ pub(super) enum Memory {
     Lent(Lent),
 }
 
-/// Somebody else's memory, which is only registered, and so whole pages of it.
+/// Registered memory with a foreign owner, in whole pages.
 #[derive(Debug)]
 pub(super) struct Lent {
-    /// Claimed, until this ends.
+    /// Claimed pages, until the release.
     pages: Span,
-    /// `None` once it has ended.
+    /// `None` after the release.
     charge: Option<Charge>,
-    /// Whoever owns it, if that was given to us. Dropped last.
+    /// The owner of the memory, if it was passed in. Dropped last.
     owner: Option<Box<dyn Any + Send>>,
 }
 
 impl Lent {
-    /// Answers for `pages` from now on, which the caller has claimed.
+    /// Takes responsibility for `pages`, which the caller has claimed.
     pub(super) fn new(pages: Span, charge: Charge) -> Self {
         Self { pages, charge: Some(charge), owner: None }
     }
@@ -72,13 +73,15 @@ impl Drop for Lent {
 pub(super) struct DriverBlock {
     span: Span,
     reach: Reach,
-    /// `None` once it has been freed.
+    /// `None` after the memory has been freed.
     charge: Option<Charge>,
 }
 
 impl DriverBlock {
-    /// Answers for `span` from now on. If it could not be told from foreign memory later it is
-    /// freed, and the charge comes back, unless the block was stranded with it.
+    /// Takes responsibility for `span`.
+    ///
+    /// If `span` cannot be recorded in the window's table, it is freed and the charge is returned,
+    /// unless the block was stranded together with the charge.
     pub(super) fn new(span: Span, reach: Reach, charge: Charge) -> Result<Self, Option<Charge>> {
         let mut block = Self { span, reach, charge: Some(charge) };
         if window::note_outside(span) { Ok(block) } else { Err(block.end().ok().flatten()) }
@@ -94,8 +97,8 @@ impl DriverBlock {
         }
         let Some(address) = pointer(self.span.start) else { return Ok(self.charge.take()) };
         let _relaxed = Relaxed::enter(&*self.reach.driver);
-        // SAFETY: 1. it came from this driver, and the charge says that it has not been freed. 2.
-        // the region's owner has ended.
+        // SAFETY: 1. it was allocated by this driver, and the charge proves that it has not been
+        // freed. 2. the region is no longer in use.
         let freed = self.reach.call(|driver, device| unsafe { driver.host_free(device, address) });
         freed.or_else(forgive)?;
         window::forget_outside(self.span);
@@ -116,8 +119,8 @@ impl Drop for DriverBlock {
     }
 }
 
-/// A driver that has gone, at the end of the process, has ended everything; and what it never heard
-/// of needs no end.
+/// Ignores errors that need no action: a driver that is gone at process exit has released
+/// everything, and unregistered memory needs no unregistration.
 fn forgive(error: DriverError) -> Result<(), DriverError> {
     const NOT_REGISTERED: u32 = 713;
     if error.is_driver_gone() || error.code == NOT_REGISTERED { Ok(()) } else { Err(error) }
@@ -143,25 +146,25 @@ impl Backing {
         Self { registrations, reach: None, memory: Some(Memory::Driver(block)), gates: Vec::new() }
     }
 
-    /// The memory's owner goes when it has ended.
+    /// Stores the owner of the memory until the release.
     pub(super) fn keep(&mut self, owner: Box<dyn Any + Send>) {
         if let Some(Memory::Lent(lent)) = &mut self.memory {
             lent.owner = Some(owner);
         }
     }
 
-    /// Nothing ends before `until` is open.
+    /// Defers the release until `until` is open.
     pub(super) fn defer(&mut self, until: Arc<dyn Gate>) {
         self.gates.retain(|gate| !gate.is_open());
         self.gates.push(until);
     }
 
-    /// Whether no queued work that we know of may touch it.
+    /// Returns whether no known queued work may access the memory.
     pub(super) fn is_idle(&self) -> bool {
         self.gates.iter().all(|gate| gate.is_open())
     }
 
-    /// The file whose memory it is.
+    /// Returns the file behind the memory, if any.
     pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
         match &self.memory {
             Some(Memory::Mapped(mapping)) => mapping.file(),
@@ -169,7 +172,7 @@ impl Backing {
         }
     }
 
-    /// Bytes that are charged for it.
+    /// Returns the number of charged bytes.
     pub(super) fn bytes(&self) -> u64 {
         let span = match &self.memory {
             Some(Memory::Mapped(mapping)) => mapping.span(),
@@ -184,10 +187,10 @@ impl Backing {
         &self.registrations
     }
 
-    /// Registers a part, which lies after those that are registered.
+    /// Registers a part, which must lie after all registered parts.
     ///
     /// # Errors
-    /// The driver's; the part is not registered.
+    /// Those of the driver. The part is then not registered.
     pub(super) fn register(
         &mut self,
         part: Span,
@@ -206,7 +209,8 @@ impl Backing {
         Ok(())
     }
 
-    /// Ends the registrations, last first. Memory of the driver's has none of its own.
+    /// Ends the registrations, the last one first. Memory that the driver allocated has none of its
+    /// own.
     fn unregister(&mut self) -> Result<(), DriverError> {
         let Some(reach) = &self.reach else {
             self.registrations.clear();
@@ -215,8 +219,8 @@ impl Backing {
         let _relaxed = Relaxed::enter(&*reach.driver);
         while let Some(part) = self.registrations.last() {
             if let Some(address) = pointer(part.start) {
-                // SAFETY: 1. the start of a registration that has not been ended. 2. the region's
-                // owner has ended.
+                // SAFETY: 1. the start of a registration that has not been ended. 2. the region is
+                // no longer in use.
                 let ended =
                     reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
                 ended.or_else(forgive)?;
@@ -226,14 +230,14 @@ impl Backing {
         Ok(())
     }
 
-    /// Ends everything and answers with the charge, if nobody else holds the memory. Waits for
-    /// queued work first.
+    /// Waits for queued work, releases everything, and returns the charge unless the memory has
+    /// another holder.
     ///
     /// # Errors
-    /// What would not end, which is stranded then.
+    /// The failed release. The memory is then stranded.
     pub(super) fn end(&mut self) -> Result<Option<Charge>, RegionError> {
-        // A gate that cannot tell belongs to a device that is lost, on which nothing runs any more:
-        // what the driver makes of it is told below.
+        // A gate that returns an error belongs to a lost device, which runs no work any more. The
+        // driver calls below report any error.
         let shut = self.gates.iter().any(|gate| gate.wait(None) == Ok(false));
         if shut {
             return Err(RegionError::new(Step::Register, Cause::InUse));
@@ -244,7 +248,7 @@ impl Backing {
             None => return Ok(None),
             Some(Memory::Lent(mut lent)) => return Ok(lent.end()),
             Some(Memory::Mapped(mapping)) => {
-                // A worker is at it still, and gives it back.
+                // A worker still uses the mapping, and releases it.
                 let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
                 let answer =
                     mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
@@ -256,13 +260,13 @@ impl Backing {
                 (answer.is_err().then_some(Memory::Driver(block)), answer)
             }
         };
-        // Kept, and not tried again at once: what has been told to stay charged does.
+        // Kept for a later retry: its charge must stay, as the error reports.
         self.memory = left;
         answer
     }
 
-    /// Ends the registrations and answers with the mapping; `None` if the driver keeps one, or a
-    /// worker is at it.
+    /// Ends the registrations and returns the mapping. Returns `None` if the driver keeps a
+    /// registration, or a worker still uses the mapping.
     pub(super) fn into_mapping(mut self) -> Option<Mapping> {
         self.unregister().ok()?;
         match self.memory.take()? {
@@ -273,8 +277,7 @@ impl Backing {
 
     pub(super) fn close(mut self) -> Result<(), RegionError> {
         let ended = self.end().map(drop);
-        // What is left would be tried once more by Drop, and might end after the error has been
-        // told.
+        // `Drop` would retry the release, and could succeed after an error has been reported.
         if self.memory.is_some() {
             self.strand();
         }
@@ -285,7 +288,7 @@ impl Backing {
         strand(Remains::Backing(self.take()));
     }
 
-    /// The same, for later: nothing is left here.
+    /// Moves everything out, for a later release.
     pub(super) fn take(&mut self) -> Self {
         Self {
             registrations: mem::take(&mut self.registrations),
@@ -302,7 +305,7 @@ impl Drop for Backing {
             return;
         }
         if !self.is_idle() {
-            // Whoever drops it did not ask to wait for the copies that are still on their way.
+            // A drop must not block for copies in flight.
             retire(self.take());
         } else if self.end().is_err() && self.memory.is_some() {
             self.strand();
@@ -310,7 +313,7 @@ impl Drop for Backing {
     }
 }
 
-/// Something that would not end. Dropping it tries again, and puts it back here if it fails again.
+/// Something whose release failed. Dropping it tries again, and strands it again on failure.
 #[derive(Debug)]
 pub(super) enum Remains {
     Mapping(Mapping),
@@ -335,19 +338,21 @@ pub(super) fn strand(remains: Remains) {
     stranded().push((bytes, remains));
 }
 
-/// Bytes of regions of this process that driver or kernel would not take back. They stay charged.
+/// Returns the bytes of this process's regions that the driver or the kernel refused to release.
+/// They stay charged.
 ///
-/// Its example is that of [`Region`](super::Region).
+/// See [`Region`](super::Region) for an example.
 #[must_use]
 pub fn stranded_bytes() -> u64 {
     STRANDED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Tries again to give back what is stranded, and returns what still is, in bytes. Making a region
-/// does it too, and every quiet point.
-/// Blocks while devices are busy, if there is anything to do.
+/// Tries again to release stranded memory, and returns the bytes that are still stranded.
 ///
-/// Its example is that of [`Region`](super::Region).
+/// Creating a region and every quiet point do this too. Blocks while devices are busy, if anything
+/// is stranded.
+///
+/// See [`Region`](super::Region) for an example.
 pub fn retry_stranded() -> u64 {
     if stranded_bytes() == 0 {
         return 0;
@@ -355,7 +360,7 @@ pub fn retry_stranded() -> u64 {
     let waiting = mem::take(&mut *stranded());
     for (bytes, remains) in waiting {
         STRANDED_BYTES.fetch_sub(bytes, Ordering::Relaxed);
-        // Its Drop tries, without the lock.
+        // Its `Drop` tries again, without the lock.
         drop(remains);
     }
     stranded_bytes()

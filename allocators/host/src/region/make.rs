@@ -1,10 +1,10 @@
-//! The steps that make a region, each with its fall-back and its way back.
+//! Creation of regions: each step with its fallback and its rollback.
 //!
-//! | module | holds |
+//! | module | contains |
 //! |---|---|
-//! | `pages` | which pages to try for |
-//! | `populate` | populating, and registering what is populated meanwhile |
-//! | `verify` | where the pages are |
+//! | `pages` | the choice of pages |
+//! | `populate` | populating, with concurrent registration of populated memory |
+//! | `verify` | the query of page locations |
 
 mod pages;
 mod populate;
@@ -32,44 +32,44 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Who else can map a region's memory.
+/// Which other processes can map a region's memory.
 #[derive(Debug)]
 pub(super) enum Sharing {
-    /// Nobody.
+    /// None.
     Own,
-    /// Whoever is given its file, which is made.
+    /// All that receive its file, which is created here.
     New,
-    /// It is of a file that was given to us, with these pages.
+    /// The region maps this existing file, which has these pages.
     Given(OwnedFd, PageTier),
 }
 
-/// A region on its way.
+/// A region that is being created.
 struct Making<'a> {
     host: &'a Host,
     request: &'a RegionRequest,
     sharing: &'a Sharing,
-    /// Those of the request that were not given up.
+    /// The requested flags that are still in effect.
     flags: HostFlags,
     bytes: usize,
     page: usize,
-    /// Where the pages should be, and the workers that touch them.
+    /// The node of the pages, and the node of the workers that touch them.
     node: Option<NodeId>,
     crew: Option<NodeId>,
-    /// No worker on the node was to be had: the pages were touched from wherever this thread, or
-    /// an unbound worker, runs.
+    /// No worker could be bound to the node. This thread or an unbound worker touched the pages, on
+    /// any node.
     by_hand: bool,
     shortfalls: Vec<Shortfall>,
 }
 
-/// A way that did not lead to a region. Without the charge there is no other way to go: a worker or
-/// the driver holds the memory still, and gives it back with the charge.
+/// A failed attempt. Without the charge there is no further attempt: a worker or the driver still
+/// holds the memory, and releases it together with the charge.
 struct Failed {
     charge: Option<Charge>,
     step: Step,
     cause: Cause,
 }
 
-/// A way that did.
+/// A successful attempt.
 struct Made {
     backing: Backing,
     span: Span,
@@ -94,7 +94,7 @@ pub(super) fn region(
     if making.is_strict() {
         let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
         if elsewhere + unknown > 0 || placement.on_node() == 0 {
-            // The backing goes its way back when it is dropped.
+            // The drop of the backing releases everything.
             return Err(making.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
         }
     }
@@ -113,7 +113,7 @@ pub(super) fn region(
     Ok(Region { backing: made.backing, span: made.span, report })
 }
 
-/// Charges the budget, if need be after ending what is only waiting to be ended.
+/// Charges the budget. If that fails, ends retired regions and tries again.
 pub(super) fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionError> {
     let first = match budget.charge(bytes as u64) {
         Err(_) if end_retired() > 0 => budget.charge(bytes as u64),
@@ -153,7 +153,7 @@ impl<'a> Making<'a> {
         Ok(making)
     }
 
-    /// Decides where the pages go and who touches them.
+    /// Chooses the node of the pages and the node of the workers.
     fn settle_node(&mut self) -> Result<(), RegionError> {
         let Some(node) = self.request.node else { return Ok(()) };
         let topology = &self.host.topology;
@@ -172,7 +172,7 @@ impl<'a> Making<'a> {
         Ok(())
     }
 
-    /// A region that is wanted nowhere in particular is on the right node anyway.
+    /// Returns whether placement is strict. Without a requested node, every node is right.
     fn is_strict(&self) -> bool {
         self.request.strict && self.request.node.is_some()
     }
@@ -188,7 +188,7 @@ impl<'a> Making<'a> {
         RegionError { step, cause, before: std::mem::take(&mut self.shortfalls) }
     }
 
-    /// Notes why a way failed, and answers with the charge if there may be another.
+    /// Records why an attempt failed. Returns the charge if another attempt is possible.
     fn next_way(&mut self, failed: Failed) -> Result<Charge, Failed> {
         match failed.charge {
             Some(charge) if failed.cause != Cause::TimedOut => {
@@ -199,7 +199,7 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// From the best way to the last that the policy allows.
+    /// Tries all kinds of memory that the policy allows, the best first.
     fn ways(&mut self, charge: Charge) -> Result<Made, Failed> {
         let reach = match (self.request.pinning, &self.host.reach) {
             (Pinning::Off, _) => return self.mapped(charge, None),
@@ -216,7 +216,7 @@ impl<'a> Making<'a> {
                 });
             }
         };
-        // Nobody else can map what the driver allocates.
+        // No other process can map memory that the driver allocated.
         let own = matches!(self.sharing, Sharing::Own);
         let mut charge = charge;
         if self.flags.write_combined {
@@ -245,7 +245,7 @@ impl<'a> Making<'a> {
         self.mapped(charge, None)
     }
 
-    /// Memory of ours, registered if there is a driver to register it with.
+    /// Maps memory, and registers it if a driver is given.
     fn mapped(&mut self, charge: Charge, reach: Option<Reach>) -> Result<Made, Failed> {
         let mut tier = match self.sharing {
             Sharing::Given(_, tier) => *tier,
@@ -259,8 +259,8 @@ impl<'a> Making<'a> {
         loop {
             match self.with_tier(mapping, tier, reach.clone()) {
                 Ok(made) => return Ok(made),
-                // The pool of huge pages promised what it cannot keep, or was emptied by somebody
-                // else.
+                // The pool of huge pages had fewer pages than reported, or another process has used
+                // them.
                 Err((Some(again), step, cause))
                     if self.may_have_lesser_pages(tier, step, &cause) =>
                 {
@@ -271,7 +271,7 @@ impl<'a> Making<'a> {
                 Err((Some(mut mapping), step, cause)) => {
                     return match mapping.end() {
                         Ok(charge) => Err(Failed { charge, step, cause }),
-                        // It strands itself, with the charge.
+                        // The mapping strands itself, with the charge.
                         Err(e) => Err(failed(None, Step::Map, e)),
                     };
                 }
@@ -280,8 +280,8 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Maps, protects, places, populates and registers. On failure the mapping comes back if nobody
-    /// is at it.
+    /// Maps, protects, places, populates and registers. On failure it returns the mapping, unless a
+    /// worker still uses it.
     fn with_tier(
         &mut self,
         mut mapping: Mapping,
@@ -292,12 +292,12 @@ impl<'a> Making<'a> {
         if let Err(e) = self.map(&mut mapping, tier) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
         }
-        // A child that shared pinned pages would make the kernel copy them, and the device would
-        // not follow.
+        // The kernel would copy pinned pages that a child shares, and the device would not follow
+        // the copy.
         if let Err(e) = mapping.advise(Advice::DontFork) {
             return Err((Some(mapping), Step::Protect, Cause::System(e)));
         }
-        // A core dump of gigabytes is a nuisance and not a fault.
+        // A large core dump is no reason to fail.
         if let Err(e) = mapping.advise(Advice::DontDump) {
             self.fell_short(Step::Protect, Cause::System(e));
         }
@@ -317,7 +317,7 @@ impl<'a> Making<'a> {
             }
             Ok(()) => Ok(Made { backing, span, pages: tier, placed_by }),
             Err((step, cause)) => {
-                // Registrations first; a driver that will not end one keeps mapping and charge.
+                // Registrations end first. If the driver refuses, mapping and charge are kept.
                 drop(mapping);
                 Err((backing.into_mapping(), step, cause))
             }
@@ -340,7 +340,7 @@ impl<'a> Making<'a> {
 
     fn place(&mut self, mapping: &Mapping) -> PlacedBy {
         let Some(node) = self.node else { return PlacedBy::Nobody };
-        // Whoever made the file has placed its pages.
+        // The creator of the file has placed its pages.
         if matches!(self.sharing, Sharing::Given(..)) {
             return PlacedBy::Nobody;
         }
@@ -348,7 +348,7 @@ impl<'a> Making<'a> {
             Ok(()) => PlacedBy::Policy,
             Err(e) => {
                 self.fell_short(Step::Policy, Cause::System(e));
-                // Whoever touches a page first, a node without memory holds none.
+                // First touch cannot place pages on a node without memory.
                 let can_hold =
                     self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
                 if self.crew == Some(node) && can_hold {
@@ -360,16 +360,15 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Memory that the driver allocates, on a worker of the node, since it lies where that thread
-    /// runs.
+    /// Allocates memory from the driver on a worker of the node, since the driver places it on the
+    /// node of the calling thread.
     fn driver_memory(&mut self, charge: Charge, reach: &Reach) -> Result<Made, Failed> {
         if self.flags.read_only {
             self.flags.read_only = false;
             self.fell_short(Step::DriverAlloc, Cause::Writable);
         }
         let (bytes, flags) = (self.bytes, self.flags);
-        // What the worker makes answers for itself from the start: if nobody fetches it, it is
-        // freed.
+        // The worker's result owns its memory, so it is freed even if the result is never fetched.
         let kept = Arc::new(Mutex::new(Some(charge)));
         let (for_worker, its_reach) = (kept.clone(), reach.clone());
         let allocate = move || {

@@ -1,4 +1,4 @@
-//! How a region was made, and what was not to be had.
+//! Reports of how a region was created, and its errors.
 
 use crate::{
     kernel::{MapPages, Span},
@@ -8,12 +8,12 @@ use crate::{
 use aquifer_core::{DriverError, MemoryError, OutOfBudget, SystemError};
 use std::{error, fmt};
 
-/// The pages behind a region, best last.
+/// The kind of pages of a region, in ascending order of quality.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PageTier {
-    /// Whatever the driver took for it.
+    /// Chosen by the driver.
     DriverChosen,
     /// Base pages.
     Base,
@@ -21,13 +21,13 @@ pub enum PageTier {
     Transparent,
     /// Huge pages of 2 MiB from the reserved pool.
     HugeTlb,
-    /// Huge pages of 1 GiB from the reserved pool. Regions are whole multiples of that then, or get
-    /// less.
+    /// Huge pages of 1 GiB from the reserved pool. The size of the region must be a multiple of
+    /// that, otherwise a lower tier is used.
     HugeTlb1G,
 }
 
 impl PageTier {
-    /// Bytes of a page that is promised; transparent huge pages are not.
+    /// Returns the guaranteed page size in bytes. Transparent huge pages are not guaranteed.
     #[must_use]
     pub(super) fn page(self) -> Option<usize> {
         match self {
@@ -37,7 +37,7 @@ impl PageTier {
         }
     }
 
-    /// How the kernel is asked for them.
+    /// Returns the corresponding option for the kernel.
     pub(super) fn map_pages(self) -> MapPages {
         match self {
             Self::HugeTlb => MapPages::Huge2M,
@@ -47,243 +47,244 @@ impl PageTier {
     }
 }
 
-/// Who made a region reachable for devices.
+/// How a region was made accessible to devices.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PinnedBy {
-    /// `cuMemHostRegister`, so many times.
+    /// By this many calls of `cuMemHostRegister`.
     Registration(usize),
-    /// `cuMemHostAlloc`: the driver allocated it.
+    /// By `cuMemHostAlloc`: the driver allocated it.
     Driver,
-    /// Nobody: it is pageable.
+    /// Not at all: the region is pageable.
     Nobody,
 }
 
-/// What made the pages lie where they should.
+/// What determined the node of the pages.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PlacedBy {
-    /// The mapping's memory policy.
+    /// The memory policy of the mapping.
     Policy,
-    /// Threads on the node that touched them first.
+    /// First touch by threads on the node.
     FirstTouch,
     /// Nothing.
     Nobody,
 }
 
-/// Where the pages are, by the kernel's own answer.
+/// The location of the pages, as reported by the kernel.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Placement {
-    /// Where they should be.
+    /// The requested node.
     pub wanted: Option<NodeId>,
-    /// What put them there.
+    /// What determined the node of the pages.
     pub by: PlacedBy,
-    /// Pages on each node, as far as the kernel was asked; in order of nodes.
+    /// Number of queried pages on each node, in order of nodes.
     pub pages: Vec<(NodeId, u64)>,
-    /// Pages whose node the kernel would not tell.
+    /// Number of pages whose node the kernel did not report.
     pub unknown: u64,
 }
 
 impl Placement {
-    /// Pages on the wanted node.
+    /// Returns the number of pages on the requested node.
     #[must_use]
     pub fn on_node(&self) -> u64 {
         self.pages.iter().filter(|(node, _)| Some(*node) == self.wanted).map(|(_, n)| n).sum()
     }
 
-    /// Pages on other nodes than the wanted one.
+    /// Returns the number of pages on other nodes.
     #[must_use]
     pub fn elsewhere(&self) -> u64 {
         self.pages.iter().filter(|(node, _)| Some(*node) != self.wanted).map(|(_, n)| n).sum()
     }
 }
 
-/// A step of making or ending a region.
+/// A step of creating or releasing a region.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Step {
-    /// Looking at the request.
+    /// Checking the request.
     Request,
     /// Charging the budget.
     Charge,
-    /// Taking addresses.
+    /// Reserving addresses.
     Address,
-    /// Mapping memory, or giving it back.
+    /// Mapping memory, or unmapping it.
     Map,
-    /// Keeping it from child processes and core dumps.
+    /// Excluding the memory from child processes and core dumps.
     Protect,
-    /// Choosing pages.
+    /// Choosing the kind of pages.
     Pages,
     /// Setting the memory policy.
     Policy,
-    /// Populating.
+    /// Populating the pages.
     Populate,
     /// Registering with the driver, or ending a registration.
     Register,
     /// Allocating from the driver.
     DriverAlloc,
-    /// Asking where the pages are.
+    /// Querying where the pages are.
     Verify,
 }
 
-/// Why a step failed, or was left out.
+/// The reason why a step failed or was skipped.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Cause {
-    /// No bytes, or more than could be mapped.
+    /// A size of zero, or too large to map.
     Size {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
-        /// The most that are taken.
+        /// The maximum.
         max: usize,
     },
-    /// The budget refused.
+    /// The budget refused the charge.
     Budget(OutOfBudget),
-    /// The kernel refused.
+    /// A system call failed.
     System(SystemError),
-    /// The driver refused.
+    /// A driver call failed.
     Driver(DriverError),
-    /// The workers did not take the job.
+    /// The workers rejected the job.
     Workers(WorkerError),
-    /// The workers did not do the job.
+    /// The workers did not finish the job.
     Job(RunError),
     /// There is no driver.
     NoDriver,
-    /// A node that this machine does not have.
+    /// The machine has no such node.
     UnknownNode(NodeId),
-    /// `AQUIFER_NUMA=off`: the node was not looked at.
+    /// `AQUIFER_NUMA=off`: the node was ignored.
     NumaOff,
-    /// The node has no CPUs for us: its neighbour's touched the pages.
+    /// This process may not use the CPUs of the node. CPUs of the nearest node touched the pages.
     NoCpus(NodeId),
-    /// The pool of huge pages has too few.
+    /// The pool of huge pages has too few pages.
     HugePages {
-        /// Pages needed.
+        /// Required pages.
         needed: u64,
-        /// Pages there are; `None` where nobody can tell.
+        /// Free pages, `None` if unknown.
         free: Option<u64>,
     },
-    /// Bytes that are no whole number of huge pages.
+    /// The size is not a multiple of the huge page size.
     NotHuge,
-    /// The system offers no transparent huge pages.
+    /// The system does not offer transparent huge pages.
     NotOffered,
-    /// The kernel is too old to populate: each page was written instead.
+    /// The kernel is too old to populate memory. Each page was written instead.
     Touched,
-    /// The kernel took so long over making huge pages (it moves others' memory together for them)
-    /// that base pages were faster, and the rest was taken in those.
+    /// The kernel took so long to create huge pages, because it had to compact memory, that base
+    /// pages were faster. Base pages were used for the rest.
     Stalled {
         /// Bytes in base pages.
         bytes: u64,
     },
-    /// The driver or the kernel pins less at once than one registration was to have.
+    /// The driver or the kernel cannot pin as much at once as one registration was to have.
     Chunks {
-        /// Bytes of one registration that were asked for.
+        /// Requested bytes of one registration.
         asked: usize,
-        /// Bytes that one was given.
+        /// Actual bytes of one registration.
         taken: usize,
     },
-    /// The device could not be told that it only reads; it may write.
+    /// Read-only registration is not available. The device may write.
     Writable,
-    /// Write-combined memory was not to be had, or not of this kind; it is cached.
+    /// Write-combined memory is not available, or not for this kind of memory. The memory is
+    /// cached.
     Cached,
-    /// Queued work may still touch it.
+    /// Queued work may still access the memory.
     InUse,
-    /// Memory that cannot be registered where it lies, so that a stager has to move it.
+    /// The memory cannot be registered in place. A stager has to copy it.
     NotInPlace(Unfit),
-    /// Some of it is pinned already: by another registration in place, maybe of another part of the
-    /// same page, or as a region.
+    /// Part of the memory is already pinned, by another registration in place or as a region. The
+    /// two ranges may only share a page.
     AlreadyPinned(Span),
-    /// Pages are elsewhere, or the kernel would not tell, and the request was strict.
+    /// The request was strict, and pages are on other nodes or their node is unknown.
     Misplaced {
         /// Pages on other nodes.
         elsewhere: u64,
         /// Pages whose node is unknown.
         unknown: u64,
     },
-    /// The driver's memory begins inside a page, or there are too many such regions.
+    /// Memory of the driver cannot be recorded: it does not begin at a page, or too many such
+    /// regions exist.
     Untellable,
-    /// The pool was closed while the region was made, or keeps as many records as it can.
+    /// The pool was closed while the region was created, or its table of records is full.
     NotKept,
     /// The deadline passed.
     TimedOut,
 }
 
-/// Why memory cannot be registered where it lies.
+/// The reason why memory cannot be registered in place.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// A file that is mapped to be written, shared or private: the driver refuses the one, and
-    /// copies each page of the other first.
+    /// A writable file mapping. The driver refuses shared ones, and copies each page of private
+    /// ones first.
     WritableFile,
-    /// A file that is mapped privately to be read. A driver that is asked to register that does not
-    /// return.
+    /// A private read-only file mapping. The driver does not return from an attempt to register it.
     PrivateFile,
-    /// Memory without a file that may not be written.
+    /// Read-only memory that is not a file mapping.
     Protected,
     /// Several kinds of memory, or a gap.
     Mixed,
-    /// More than one registration can pin here.
+    /// More memory than one registration can pin.
     TooLarge {
-        /// The most bytes.
+        /// The maximum in bytes.
         limit: usize,
     },
 }
 
-/// Something that was wanted and not to be had.
+/// A requested property that was not available.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Shortfall {
-    /// At which step.
+    /// The step of the fallback.
     pub step: Step,
-    /// Why.
+    /// The reason.
     pub cause: Cause,
 }
 
-/// How a region was made.
+/// How a region was created.
 ///
 /// ```
 /// use aquifer_core::Budget;
 /// use aquifer_host::{kernel::Kernel, region::{Host, Region, RegionRequest}, topology::Topology};
 /// let host = Host::new(Topology::read()?, Kernel::new());
 /// let region = Region::new(&host, &Budget::new("pinned", 1 << 20), &RegionRequest::bytes(1 << 20))?;
-/// println!("{:?}", region.report());      // pages, placement, and what was not to be had
+/// println!("{:?}", region.report());      // pages, placement and fallbacks
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct RegionReport {
-    /// Bytes, charged and mapped.
+    /// Bytes that are charged and mapped.
     pub bytes: u64,
-    /// Its pages.
+    /// The kind of pages.
     pub pages: PageTier,
-    /// Who pinned it.
+    /// How the region was pinned.
     pub pinned_by: PinnedBy,
-    /// Where its pages are.
+    /// The location of the pages.
     pub placement: Placement,
-    /// What was wanted and not to be had, in the order of the steps. Empty where everything was.
+    /// Requested properties that were not available, in the order of the steps.
     pub shortfalls: Vec<Shortfall>,
 }
 
-/// A region that could not be made, or not be ended.
+/// A region that could not be created or released.
 ///
-/// Its example is that of [`RegionReport`].
+/// See [`RegionReport`] for an example.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionError {
     /// The step that failed.
     pub step: Step,
-    /// Why.
+    /// The reason.
     pub cause: Cause,
-    /// What had failed before and had a fall-back.
+    /// Earlier failures that had a fallback.
     pub before: Vec<Shortfall>,
 }
 
@@ -292,12 +293,12 @@ impl RegionError {
         Self { step, cause, before: Vec::new() }
     }
 
-    /// For a request whose arithmetic overflows.
+    /// Creates the error for a request whose size computation overflows.
     pub(crate) fn too_large(bytes: usize) -> Self {
         Self::new(Step::Request, Cause::Size { bytes, max: super::LARGEST })
     }
 
-    /// For a region that was made and not kept.
+    /// Creates the error for a region that was created but could not be kept.
     pub(crate) fn not_kept() -> Self {
         Self::new(Step::Request, Cause::NotKept)
     }
