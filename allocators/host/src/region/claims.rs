@@ -1,20 +1,20 @@
-//! Pages of other people's memory that are registered now.
+//! The pages of foreign memory that are currently registered.
 //!
-//! The driver pins whole pages. Two registrations that share one would depend on each other's end,
-//! so that a page is had by one at a time.
+//! The driver pins whole pages. Two registrations that share a page would depend on each other's
+//! release, so each page can be claimed only once.
 
 use super::window;
 use crate::kernel::{AcrossForks, Guard, Of, Span};
 use std::collections::BTreeMap;
 
-/// By first address, the end.
+/// First address to end address.
 static CLAIMED: AcrossForks<BTreeMap<usize, usize>> = AcrossForks::new(Of::Claims, BTreeMap::new());
 
 fn lock() -> Guard<'static, BTreeMap<usize, usize>> {
     CLAIMED.lock()
 }
 
-/// Claims whole pages, or answers with those that somebody has.
+/// Claims whole pages, or returns a range that is already claimed.
 pub(super) fn claim(pages: Span) -> Result<(), Span> {
     if window::contains(pages.start) || window::contains(pages.end() - 1) {
         return Err(pages);
@@ -29,7 +29,7 @@ pub(super) fn claim(pages: Span) -> Result<(), Span> {
     }
 }
 
-/// Ends a claim.
+/// Releases a claim.
 pub(super) fn give_back(pages: Span) {
     lock().remove(&pages.start);
 }
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_page_is_had_by_one_at_a_time() {
-        // Nothing lies there.
+        // Unmapped addresses.
         let at =
             |page: usize, pages: usize| Span { start: (1 << 50) + page * 4096, len: pages * 4096 };
         claim(at(4, 4)).unwrap();

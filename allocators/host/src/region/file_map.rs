@@ -1,4 +1,4 @@
-//! A file's pages in the page cache, to be read.
+//! Read-only mappings of a file's pages in the page cache.
 #![expect(unsafe_code, reason = "maps a file, and views it")]
 
 use super::Pinnable;
@@ -6,23 +6,23 @@ use crate::kernel::{Kernel, Span, pointer};
 use aquifer_core::SystemError;
 use std::{fs::File, os::fd::AsFd, slice};
 
-/// A whole file, mapped shared and read-only: the kind of file mapping that can be registered in
-/// place, so that a device reads weights from the page cache itself.
+/// A whole file, mapped shared and read-only.
 ///
-/// Its pages are read in when they are touched, or registered. Where the driver refuses to register
-/// it, a stager moves it.
+/// This kind of file mapping can be registered in place, so that a device reads directly from the
+/// page cache. Pages are read in when they are touched or registered. If the driver refuses to
+/// register the mapping, a stager has to copy it.
 ///
 /// ```
 /// use aquifer_host::{kernel::Kernel, region::FileMap};
 /// let path = std::env::current_exe()?;
-/// // SAFETY: nobody writes or shortens a program that runs.
+/// // SAFETY: the file of a running program is neither written nor truncated.
 /// let map = unsafe { FileMap::new(&Kernel::new(), &std::fs::File::open(&path)?) }?;
 /// assert_eq!(map.bytes()[..4], *b"\x7fELF");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct FileMap {
-    /// Mapped for reading until this is dropped; its length is the file's.
+    /// Mapped for reading until the drop. Its length is that of the file.
     span: Span,
     kernel: Kernel,
 }
@@ -31,11 +31,11 @@ impl FileMap {
     /// Maps a file (`mmap`, `PROT_READ`, `MAP_SHARED`).
     ///
     /// # Safety
-    /// 1. While it is mapped nobody writes the file or makes it shorter: what is read here would
-    ///    change under a reference, or end the process by a signal.
+    /// 1. While it is mapped the file is neither written nor truncated. Otherwise the bytes would
+    ///    change under a reference, or a signal would end the process.
     ///
     /// # Errors
-    /// The kernel's: `EINVAL` for an empty file.
+    /// Those of the kernel, including `EINVAL` for an empty file.
     pub unsafe fn new(kernel: &Kernel, file: &File) -> Result<Self, SystemError> {
         let size = file
             .metadata()
@@ -49,26 +49,26 @@ impl FileMap {
         Ok(Self { span: kernel.map_to_read(file.as_fd(), bytes)?, kernel: kernel.clone() })
     }
 
-    /// The file's bytes.
+    /// Returns the bytes of the file.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         let Some(start) = pointer(self.span.start) else { return &[] };
-        // SAFETY: 1. mapped for reading while `self` lives. 2. nobody writes the file, by the
-        // maker's word.
+        // SAFETY: 1. mapped for reading while `self` is alive. 2. the file is not written, as the
+        // caller of `new` guarantees.
         unsafe { slice::from_raw_parts(start.as_ptr(), self.span.len) }
     }
 }
 
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // SAFETY: 1. the last one to use it is being dropped.
-        // A kernel that cannot end it keeps pages of the page cache, which it may drop when it
-        // likes.
+        // SAFETY: 1. this drop is the last use of the mapping. If the kernel cannot unmap it, only
+        // pages of the page cache stay mapped, which the kernel may evict.
         let _ = unsafe { self.kernel.unmap_file(self.span) };
     }
 }
 
-// SAFETY: 1. and 2. a mapping stays where it is until it is dropped, and nobody writes the file.
+// SAFETY: 1. and 2. a mapping has a stable address until it is dropped, and the file is not
+// written.
 unsafe impl Pinnable for FileMap {
     type Item = u8;
 

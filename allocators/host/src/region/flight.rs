@@ -6,9 +6,9 @@ use aquifer_core::{Gate, Result};
 use aquifer_stream::HostOwned;
 use std::{ptr::NonNull, sync::Arc};
 
-// SAFETY: 1. a region's memory was written when it was populated, and does not move with it.
-// 2. the backing keeps the gate, and neither unmaps nor gives anything out before it is open:
-//    dropped, it is retired.
+// SAFETY: 1. the memory of a region was initialised when it was populated, and does not move with
+// it. 2. the backing keeps the gate. Before the gate is open, the memory is neither unmapped nor
+// passed on: a dropped backing is retired.
 unsafe impl HostOwned for Region {
     type Item = u8;
 
@@ -22,10 +22,10 @@ unsafe impl HostOwned for Region {
     }
 }
 
-// SAFETY: 1. `Pinnable` promises initialised elements that stay where they are.
-// 2. the backing keeps the gate, and is retired with its owner if it is dropped before that is
-//    open; until then nobody has
-// the owner. What may not be written is left out, since a download would write it.
+// SAFETY: 1. `Pinnable` guarantees initialised elements with a stable address. 2. the backing keeps
+// the gate. If it is dropped before the gate is open, it is retired together with its owner, and
+// until then no code can access the owner. Owners of read-only memory are excluded, since a
+// download would write it.
 unsafe impl<T: PinnableMut> HostOwned for InPlace<T> {
     type Item = T::Item;
 

@@ -1,28 +1,27 @@
-//! Memory that is pinned where it lies.
+//! Registration of existing host memory in place.
 //!
-//! Copies from memory that the driver does not know go through its own small buffers at a sixth of
-//! the link's speed. What is large and stays can be registered as it is, at some 50 GB/s once its
-//! pages are there. [`InPlace`] does that for memory that it is given, [`scope`] and [`scope_mut`]
-//! for memory that is lent to a closure; nothing is moved or copied.
+//! Copies from memory that is not registered go through small buffers of the driver, at a fraction
+//! of the speed of the link. Large, long-lived memory can be registered where it lies, and nothing
+//! is moved or copied. [`InPlace`] does that for memory that it owns, [`scope`] and [`scope_mut`]
+//! for memory that is lent to a closure.
 //!
 //! | memory | registered |
 //! |---|---|
 //! | heap, anonymous mappings, huge pages, memory files | yes |
-//! | files mapped shared and read-only | yes, as memory that devices only read, where the driver can |
-//! | files mapped to be written, or privately | no: a stager moves them |
+//! | files mapped shared and read-only | yes, read-only for devices, if the driver can |
+//! | files mapped to be written, or privately | no, a stager has to copy them |
 //!
-//! What a range is, is asked of the kernel before the driver is asked for anything: a driver that
-//! is asked to register a file which is mapped privately and read-only does not return.
+//! The kernel is asked for the kind of a range before the driver is called, because the driver does
+//! not return from an attempt to register a private read-only file mapping.
 //!
-//! # What surprises
-//! - The driver pins whole pages, so that what shares the first and the last page with the memory
-//!   is pinned too, and two registrations may not meet in a page: the second is refused
-//!   ([`Cause::AlreadyPinned`]).
-//! - A process that forks has the kernel copy pinned pages for the child at once. Our own regions
-//!   are kept from children; other people's memory is not, since a child that touched a neighbour
-//!   in the same page would die.
-//! - Registering slows other threads' launches, and ending it waits for the device: see
-//!   [`region`](super).
+//! # Caveats
+//! - The driver pins whole pages. Other data in the first and the last page is pinned too. Two
+//!   registrations must not share a page, and the second one is refused ([`Cause::AlreadyPinned`]).
+//! - When a process forks, the kernel copies its pinned pages for the child at once. Regions are
+//!   excluded from child processes. Memory of other owners is not, because a child that accessed a
+//!   neighbour in the same page would crash.
+//! - Registering slows down kernel launches of other threads, and unregistering waits for the
+//!   device. See [`region`](super).
 
 use super::{
     Host, RegionError, Shortfall, Step,
@@ -37,13 +36,13 @@ use aquifer_driver::HostFlags;
 use bytemuck::Pod;
 use std::{error, fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
 
-/// The driver's code for memory of which some is registered already.
+/// The driver's error code for memory that is partly registered already.
 const ALREADY_REGISTERED: u32 = 712;
 
 pub use owners::{Pinnable, PinnableMut};
 
 mod owners {
-    //! Who can be trusted with memory that devices reach.
+    //! Owners whose memory may be accessed by devices.
     #![expect(
         unsafe_code,
         reason = "declares an unsafe trait, and promises that the memory of well-known owners stays"
@@ -52,33 +51,34 @@ mod owners {
     use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
     use bytemuck::Pod;
 
-    /// An owner of memory that stays where it is.
+    /// An owner of memory with a stable address.
     ///
     /// # Safety
-    /// 1. [`Pinnable::items`] answers with the same initialised elements each time, however the
-    ///    owner is moved, and these stay mapped, with the same pages, until it is dropped.
-    /// 2. Nobody else writes them meanwhile.
+    /// 1. [`Pinnable::items`] returns the same initialised elements each time, also after the owner
+    ///    has been moved, and these stay mapped, with the same pages, until the owner is dropped.
+    /// 2. They are not written through any other path until then.
     pub unsafe trait Pinnable: Send + 'static {
-        /// The elements' type.
+        /// The type of the elements.
         type Item: Pod;
 
-        /// The elements.
+        /// Returns the elements.
         fn items(&self) -> &[Self::Item];
     }
 
-    /// An owner whose memory may be written, by devices too.
+    /// An owner whose memory may be written, also by devices.
     ///
     /// # Safety
-    /// 1. [`PinnableMut::items_mut`] answers with the elements of [`Pinnable::items`].
+    /// 1. [`PinnableMut::items_mut`] returns the elements of [`Pinnable::items`].
     pub unsafe trait PinnableMut: Pinnable {
-        /// The elements, to be written.
+        /// Returns the elements, mutably.
         fn items_mut(&mut self) -> &mut [Self::Item];
     }
 
     macro_rules! owner {
         ($owner:ty $(, $allocator:ident)?) => {
-            // SAFETY: 1. its buffer does not move with it, and only `&mut` of the owner itself could make it grow, which
-            // nobody gets. 2. it is the owner's alone.
+            // SAFETY: 1. its buffer does not move with it. Only `&mut` access to the owner itself
+            // could reallocate the buffer, and no caller gets that. 2. the owner has exclusive
+            // access to the buffer.
             unsafe impl<T: Pod + Send $(, $allocator: Allocator + Send + 'static)?> Pinnable for $owner {
                 type Item = T;
 
@@ -100,12 +100,13 @@ mod owners {
     owner!(AllocVec<T, A>, A);
 }
 
-/// Memory that is pinned where it lies, with its owner.
+/// Memory that is pinned in place, together with its owner.
 ///
-/// It can be copied asynchronously in safe code, by `Stream::upload` where it may be written, else
-/// in a scope. Dropping it ends the registration and drops the owner; if such a copy is still on
-/// its way, that is left for [`end_retired`](super::end_retired). Forgetting it leaks both and
-/// races with nothing.
+/// Safe code can copy it asynchronously, with `Stream::upload` if it is writable, otherwise in a
+/// scope.
+///
+/// Dropping it ends the registration and drops the owner. If such a copy is still in flight, that
+/// is left to [`end_retired`](super::end_retired). Forgetting it leaks both, which is safe.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -123,7 +124,8 @@ mod owners {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Two registrations never share a page, and memory that must be staged is refused with the reason:
+/// Two registrations never share a page. Memory that cannot be registered in place is refused with
+/// the reason:
 ///
 /// ```
 /// # use aquifer_core::Budget;
@@ -132,33 +134,33 @@ mod owners {
 /// # let sim = Sim::h200(1);
 /// # let host = Host::new(Topology::read()?, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
 /// # let budget = Budget::new("pinned", 1 << 30);
-/// // Words of the program itself: a private mapping of its file.
+/// // Constants of the program lie in a private mapping of its file.
 /// static WORDS: &[u8] = include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
 /// let refused = aquifer_host::region::scope(&host, &budget, WORDS, HostFlags::default(), |_| ()).unwrap_err();
 /// assert!(matches!(refused.cause, Cause::NotInPlace(_)), "{refused}");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct InPlace<T: Pinnable> {
-    /// Ended before the owner goes. Both are there until `close` or `drop` takes them.
+    /// Released before the owner is dropped. Both are present until `close` or `drop` takes them.
     backing: ManuallyDrop<Backing>,
     owner: ManuallyDrop<Box<T>>,
     found: Found,
 }
 
-/// What a range turned out to be.
+/// The kind of a range, as found.
 #[derive(Clone, Debug)]
 struct Found {
     ground: Ground,
     shortfalls: Vec<Shortfall>,
 }
 
-/// Memory that was not pinned, with the reason.
+/// Memory that could not be pinned, with the reason.
 ///
-/// Its example is that of [`InPlace`].
+/// See [`InPlace`] for an example.
 pub struct Refused<T> {
-    /// What was handed in, untouched.
+    /// The memory of the call, unchanged.
     pub memory: T,
-    /// Why.
+    /// The reason.
     pub error: RegionError,
 }
 
@@ -187,14 +189,15 @@ impl<T> From<Refused<T>> for RegionError {
 }
 
 impl<T: Pinnable> InPlace<T> {
-    /// Pins `memory` for devices (`cuMemHostRegister`) and keeps it. The pages it lies in are
-    /// charged first, and taken by several workers if they are not there yet. Blocks meanwhile. A
-    /// file's map is registered as memory that devices only read, whatever `flags` say.
+    /// Pins `memory` for devices (`cuMemHostRegister`), and owns it from then on.
+    ///
+    /// Charges the pages of the memory first. Several workers populate missing pages. Blocks. A
+    /// file mapping is always registered as read-only for devices, regardless of `flags`.
     ///
     /// # Errors
-    /// [`Refused`] with `memory` in it: [`Cause::NotInPlace`] for memory that a stager has to move,
-    /// [`Cause::AlreadyPinned`], [`Cause::NoDriver`], the budget's, the driver's. Nothing is
-    /// pinned.
+    /// [`Refused`], which contains `memory`: [`Cause::NotInPlace`] for memory that a stager has to
+    /// copy, [`Cause::AlreadyPinned`], [`Cause::NoDriver`], or an error of the budget or the
+    /// driver. Nothing is pinned.
     pub fn new(
         host: &Host,
         budget: &Budget,
@@ -211,19 +214,19 @@ impl<T: Pinnable> InPlace<T> {
         }
     }
 
-    /// The owner, to be read.
+    /// Returns the owner.
     #[must_use]
     pub fn owner(&self) -> &T {
         &self.owner
     }
 
-    /// The elements.
+    /// Returns the elements.
     #[must_use]
     pub fn items(&self) -> &[T::Item] {
         self.owner.items()
     }
 
-    /// The elements, to be written.
+    /// Returns the elements, mutably.
     pub fn items_mut(&mut self) -> &mut [T::Item]
     where
         T: PinnableMut,
@@ -231,19 +234,19 @@ impl<T: Pinnable> InPlace<T> {
         self.owner.items_mut()
     }
 
-    /// What kind of memory it is.
+    /// Returns the kind of the memory.
     #[must_use]
     pub fn ground(&self) -> Ground {
         self.found.ground
     }
 
-    /// What was wanted and not to be had.
+    /// Returns the requested properties that were not available.
     #[must_use]
     pub fn shortfalls(&self) -> &[Shortfall] {
         &self.found.shortfalls
     }
 
-    /// The pages that are registered, as one: whole ones, around the elements.
+    /// Returns the range of registered pages: the whole pages that contain the elements.
     #[must_use]
     pub fn registered(&self) -> Option<Span> {
         self.backing.registrations().first().copied()
@@ -253,11 +256,12 @@ impl<T: Pinnable> InPlace<T> {
         &mut self.backing
     }
 
-    /// Ends the registration and gives the memory back. Blocks until copies that are on their way,
-    /// and the device, are done.
+    /// Ends the registration and returns the memory. Blocks until copies in flight are done and the
+    /// device is idle.
     ///
     /// # Errors
-    /// The driver's, if it will not end it: it is stranded then, together with the memory.
+    /// An error of the driver, if it does not end the registration. The registration is then
+    /// stranded, together with the memory.
     pub fn close(self) -> Result<T, RegionError> {
         let (mut backing, owner) = self.into_parts();
         match backing.end() {
@@ -273,8 +277,8 @@ impl<T: Pinnable> InPlace<T> {
         }
     }
 
-    /// Gives it up without ending it: that is left for [`end_retired`](super::end_retired), which
-    /// drops the owner too.
+    /// Gives up the memory without ending its registration. [`end_retired`](super::end_retired)
+    /// ends it, and drops the owner too.
     pub fn retire(self) {
         let (mut backing, owner) = self.into_parts();
         backing.keep(owner);
@@ -291,18 +295,19 @@ mod parts {
     impl<T: Pinnable> InPlace<T> {
         pub(super) fn into_parts(self) -> (Backing, Box<T>) {
             let mut this = ManuallyDrop::new(self);
-            // SAFETY: 1. `this` is not touched again, and its destructor does not run.
+            // SAFETY: 1. `this` is not accessed again, and its destructor does not run.
             unsafe { (ManuallyDrop::take(&mut this.backing), ManuallyDrop::take(&mut this.owner)) }
         }
     }
 
     impl<T: Pinnable> Drop for InPlace<T> {
         fn drop(&mut self) {
-            // SAFETY: 1. taken here and in `into_parts`, after which this does not run.
+            // SAFETY: 1. the fields are taken only here and in `into_parts`, after which this does
+            // not run.
             let (mut backing, owner) = unsafe {
                 (ManuallyDrop::take(&mut self.backing), ManuallyDrop::take(&mut self.owner))
             };
-            // It goes with the backing: at once, or when that can be ended.
+            // The owner is dropped with the backing: now, or when the backing can be released.
             backing.keep(owner);
         }
     }
@@ -317,9 +322,9 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
     }
 }
 
-/// Pins `memory` for devices while `work` runs, which copies from it.
+/// Pins `memory` for devices while `work` runs, which may copy from it.
 ///
-/// The registration ends before this returns, also on unwind, and nothing in it can be forgotten.
+/// The registration ends before this returns, also on unwind, and safe code cannot prevent that.
 /// Work that was queued outside a stream's own scope must be done by then.
 ///
 /// ```
@@ -331,7 +336,7 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
 /// # let budget = Budget::new("pinned", 1 << 30);
 /// let data = vec![7u8; 1 << 20];
 /// let sum = region::scope(&host, &budget, &data, HostFlags::default(), |data| {
-///     // stream.scope(|c| c.upload(data, &mut buffer)) at the speed of the link
+///     // stream.scope(|c| c.upload(data, &mut buffer)) copies at the speed of the link
 ///     assert_eq!(sim.outstanding().registrations, 1);
 ///     data.iter().map(|&byte| u64::from(byte)).sum::<u64>()
 /// })?;
@@ -340,9 +345,9 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
 /// ```
 ///
 /// # Errors
-/// As [`InPlace::new`], and `work` has not run; the driver's if it would not end the registration
-/// afterwards, which is tried again then ([`retry_stranded`](super::retry_stranded)): until it is
-/// ended the memory must not be given back.
+/// Those of [`InPlace::new`], before `work` has run. Or an error of the driver, if it does not end
+/// the registration afterwards. Then [`retry_stranded`](super::retry_stranded) tries again, and the
+/// memory must not be freed before the registration has ended.
 pub fn scope<T: Pod, R>(
     host: &Host,
     budget: &Budget,
@@ -356,7 +361,7 @@ pub fn scope<T: Pod, R>(
     Ok(answer)
 }
 
-/// The same for memory that is copied into.
+/// Pins `memory` as [`scope`] does, for a closure that may copy into it.
 ///
 /// # Errors
 /// As [`scope`].
@@ -374,12 +379,12 @@ pub fn scope_mut<T: Pod, R>(
 }
 
 fn range<T>(elements: NonNull<[T]>) -> Span {
-    // The driver finds it by its address.
+    // The driver accesses the memory by its address.
     let start = elements.cast::<u8>().as_ptr().expose_provenance();
     Span { start, len: elements.len() * size_of::<T>() }
 }
 
-/// Charges, claims, populates and registers the pages that a range lies in.
+/// Charges, claims, populates and registers the pages of a range.
 fn pin(
     host: &Host,
     budget: &Budget,
@@ -405,14 +410,14 @@ fn pin(
     flags.read_only |= !written;
     let mut found = Found { ground, shortfalls: Vec::new() };
     if flags.write_combined {
-        // How memory is cached was settled when it was mapped.
+        // The caching mode of memory is fixed when it is mapped.
         flags.write_combined = false;
         found.shortfalls.push(Shortfall { step: Step::Request, cause: Cause::Cached });
     }
     let charge = charge(budget, pages.len)?;
     let taken = |pages| RegionError::new(Step::Register, Cause::AlreadyPinned(pages));
     claims::claim(pages).map_err(taken)?;
-    // From here on the backing goes its way back when it is dropped.
+    // From here on the drop of the backing releases everything.
     let mut backing = Backing::lent(Lent::new(pages, charge), reach);
     found.shortfalls.extend(populate(host, pages, written));
     match register(&mut backing, pages, flags, written) {
@@ -425,7 +430,7 @@ fn pin(
     }
 }
 
-/// What all of a range is, or why it cannot be registered.
+/// Returns the kind of the whole range, or the reason why it cannot be registered.
 fn fit(pages: Span, entries: &[MapEntry]) -> Result<Ground, Unfit> {
     let mut end = pages.start;
     let Some(first) = entries.first() else { return Err(Unfit::Mixed) };
@@ -459,8 +464,8 @@ fn register(
     };
     match backing.register(pages, flags) {
         Ok(()) => Ok(None),
-        // Some devices cannot be kept from writing. Memory that may be written is pinned all the
-        // same.
+        // Some devices do not support read-only registration. Writable memory is registered without
+        // it.
         Err(e) if flags.read_only && written && e.code != ALREADY_REGISTERED => {
             let mut lesser = flags;
             lesser.read_only = false;
@@ -471,8 +476,8 @@ fn register(
     }
 }
 
-/// Has several workers take the pages that are not there yet, which the driver would take one by
-/// one. If that fails the driver still does.
+/// Populates missing pages with several workers. The driver would populate them one by one, and
+/// does so if this fails.
 fn populate(host: &Host, pages: Span, written: bool) -> Option<Shortfall> {
     const PIECE: usize = super::RegionRequest::PIECE;
     let count = pages.len.div_ceil(PIECE);
@@ -486,7 +491,7 @@ fn populate(host: &Host, pages: Span, written: bool) -> Option<Shortfall> {
     let by_worker = one.clone();
     let fell_short = |cause| Some(Shortfall { step: Step::Populate, cause });
     let answers = match host.workers.submit(None, count, None, move |number| by_worker(number)) {
-        // Waits for every piece: none is at the memory when this returns.
+        // Waits for every piece, so no worker uses the memory when this returns.
         Ok(job) => match job.wait(None) {
             Ok(answers) => answers,
             Err(e) => return fell_short(Cause::Job(crate::workers::RunError::NotDone(e))),

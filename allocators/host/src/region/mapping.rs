@@ -1,4 +1,4 @@
-//! Memory of ours in the window, with its charge.
+//! A range of the window, with its memory and its charge.
 #![expect(unsafe_code, reason = "maps and unmaps its own range")]
 
 use super::{
@@ -14,18 +14,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A range of the window and the memory in it.
 ///
-/// Workers hold it while they populate, so the memory goes when the last of them is done with it,
-/// whoever has given up waiting. The charge stands here for the same reason: it ends with the
+/// Workers hold a reference while they populate. So the memory is released when the last worker is
+/// done, even if no caller waits any more. The charge is stored here because it must end with the
 /// memory.
 #[derive(Debug)]
 pub(super) struct Mapping {
     span: Span,
     kernel: Kernel,
-    /// What the memory is of; `None` for memory of this process alone.
+    /// The file behind the memory, `None` for private memory of this process.
     file: Option<OwnedFd>,
-    /// Whether memory is, or may be, mapped; the addresses alone are given back otherwise.
+    /// Whether memory is, or may be, mapped. Otherwise only the addresses are released.
     mapped: bool,
-    /// Whether it holds nothing but zeros yet. What others have written must not be written over.
+    /// Whether the memory contains only zeros yet. Data of other processes must not be overwritten.
     fresh: bool,
     /// `None` after [`Mapping::end`].
     charge: Option<Charge>,
@@ -35,12 +35,12 @@ pub(super) struct Mapping {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Populated {
     ByKernel,
-    /// The kernel is too old; each page was written.
+    /// The kernel is too old, so each page was written.
     ByTouch,
 }
 
 impl Mapping {
-    /// Addresses for `charge`'s bytes. Gives the charge back if there are none.
+    /// Reserves addresses for the bytes of `charge`. Returns the charge on failure.
     pub(super) fn reserve(
         kernel: &Kernel,
         bytes: usize,
@@ -60,7 +60,7 @@ impl Mapping {
         }
     }
 
-    /// The file whose memory it is.
+    /// Returns the file behind the memory, if any.
     pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(AsFd::as_fd)
     }
@@ -69,9 +69,9 @@ impl Mapping {
         self.span
     }
 
-    /// Maps fresh memory. A second call replaces what the first one mapped.
+    /// Maps new memory, and replaces an earlier mapping.
     pub(super) fn map(&mut self, tier: PageTier) -> Result<(), SystemError> {
-        // SAFETY: 1. the range was carved for this mapping, and `&mut` says that no worker is at
+        // SAFETY: 1. the range was carved for this mapping, and `&mut` proves that no worker uses
         // it.
         unsafe { self.kernel.map(self.span, tier.map_pages())? };
         (self.mapped, self.fresh) = (true, true);
@@ -79,8 +79,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Maps memory that other processes can map too: of a new file, or of `file`. A second call
-    /// replaces what the first one mapped.
+    /// Maps memory that other processes can map too, of `file` or of a new file. Replaces an
+    /// earlier mapping.
     pub(super) fn map_shared(
         &mut self,
         tier: PageTier,
@@ -99,15 +99,15 @@ impl Mapping {
     }
 
     pub(super) fn advise(&self, advice: Advice) -> Result<(), SystemError> {
-        // SAFETY: 1. our own range.
+        // SAFETY: 1. the range belongs to this mapping.
         unsafe { self.kernel.advise(self.span, advice) }
     }
 
-    /// Populates a part, which workers may do from several threads, each its own part.
+    /// Populates a part. Several workers may do this concurrently, for disjoint parts.
     ///
     /// # Errors
-    /// The kernel's. With huge pages of the pool there is no way around it: a page that is not
-    /// there would be a signal.
+    /// Those of the kernel. There is no fallback for huge pages of the pool, since touching an
+    /// unavailable page raises a signal.
     pub(super) fn populate(
         &self,
         offset: usize,
@@ -120,7 +120,7 @@ impl Mapping {
         let part = Span { start: self.span.start + offset, len };
         let pages = if tier == PageTier::Transparent { stall.next(len) } else { Pages::Base };
         if tier == PageTier::Transparent && pages == Pages::Base {
-            // SAFETY: 1. our own range. A refusal leaves huge pages in it.
+            // SAFETY: 1. the range belongs to this mapping. On failure it keeps huge pages.
             let _ = unsafe { self.kernel.advise(part, Advice::NoHugePage) };
         }
         match self.kernel.populate(part) {
@@ -129,9 +129,8 @@ impl Mapping {
                 Ok(Populated::ByKernel)
             }
             Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
-                // SAFETY: 1. inside our own mapping, which nobody has written yet: zeros over
-                // zeros, by one worker each.
-                // 2. not huge pages of the pool.
+                // SAFETY: 1. inside this mapping, which has not been written yet: zeros are written
+                // over zeros, each page by one worker. 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
                 Ok(Populated::ByTouch)
             }
@@ -139,17 +138,17 @@ impl Mapping {
         }
     }
 
-    /// Gives memory and addresses back, and answers with the charge.
+    /// Releases memory and addresses, and returns the charge.
     ///
     /// # Errors
-    /// The kernel's: everything stays, and is stranded when this is dropped.
+    /// Those of the kernel. Everything is kept, and is stranded when this is dropped.
     pub(super) fn end(&mut self) -> Result<Option<Charge>, SystemError> {
         if self.charge.is_none() {
             return Ok(None);
         }
         if self.mapped {
-            // SAFETY: 1. our own range; `&mut` says that no worker is at it, and whoever used the
-            // region has ended.
+            // SAFETY: 1. the range belongs to this mapping, `&mut` proves that no worker uses it,
+            // and the region is no longer in use.
             unsafe { self.kernel.unmap(self.span)? };
             self.mapped = false;
         }

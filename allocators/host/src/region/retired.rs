@@ -1,8 +1,7 @@
-//! Regions and registrations that nobody has any more, and that have not been ended yet.
+//! Regions and registrations that are no longer used and not yet released.
 //!
-//! Ending a registration makes the driver wait for the whole device, so it is not done where a
-//! program is busy: what is given up early waits here, mapped, registered and charged, for a quiet
-//! point.
+//! Ending a registration makes the driver wait for the whole device, so it is deferred while a
+//! program is busy. Retired memory stays mapped, registered and charged until a quiet point.
 
 use super::backing::{Backing, retry_stranded, stranded_bytes};
 use crate::kernel::{AcrossForks, Guard, Of, Process};
@@ -11,7 +10,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// With the process that has them: a child of it has not inherited their memory.
+/// Each with the process that retired it: a forked child has not inherited the memory.
 static RETIRED: AcrossForks<Vec<(Process, Backing)>> = AcrossForks::new(Of::Retired, Vec::new());
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
@@ -24,18 +23,20 @@ pub(super) fn retire(backing: Backing) {
     list().push((Process::current(), backing));
 }
 
-/// Bytes that wait for [`end_retired`]. They stay charged.
+/// Returns the bytes that wait for [`end_retired`]. They stay charged.
 #[must_use]
 pub fn retired_bytes() -> u64 {
     BYTES.load(Ordering::Relaxed)
 }
 
-/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless
-/// one still is, and [what is stranded](super::retry_stranded). Returns the bytes that were ended:
-/// what the driver refuses to end is stranded and does not count. For quiet points: blocks until
-/// devices are idle, if there is anything to do.
+/// Releases retired and stranded memory, and returns the number of released bytes.
 ///
-/// A budget that would refuse a new region has it done first.
+/// This includes everything that was [retired](super::Region::retire), or dropped while a copy was
+/// in flight, unless a copy is still in flight, and [stranded memory](super::retry_stranded).
+/// Memory that the driver refuses to release is stranded and not counted.
+///
+/// Call this at quiet points: it blocks until devices are idle, if there is anything to do. It also
+/// runs before a budget refuses a new region.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -60,7 +61,7 @@ pub fn end_retired() -> u64 {
         .partition(|(process, backing)| process.is_current() && backing.is_idle());
     list().extend(busy);
     BYTES.fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
-    // Each ends, or is stranded, without the lock.
+    // Each is released, or stranded, without the lock.
     let end = |(_, backing): (_, Backing)| {
         let bytes = backing.bytes();
         if backing.close().is_ok() { bytes } else { 0 }

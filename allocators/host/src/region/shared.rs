@@ -1,4 +1,4 @@
-//! Regions that other processes can map too.
+//! Regions that other processes can map.
 
 use super::{
     Host, PageTier, Reach, Region, RegionError, RegionReport, RegionRequest, Step, make,
@@ -11,18 +11,18 @@ use std::{
     ptr::NonNull,
 };
 
-/// A region of a memory file (`memfd_create`), for several processes: one makes it, the others are
-/// given its file over a socket or by inheritance, and each registers the same pages with its own
-/// driver.
+/// A region of a memory file (`memfd_create`) for several processes.
 ///
-/// The file's size is sealed, so that nobody can cut it off under a device. Its memory lives until
-/// the last process has let go of mapping and file. Each process charges what it maps to a budget
-/// of its own.
+/// One process creates it. The others receive its file over a socket or by inheritance. Each
+/// process registers the same pages with its own driver, and charges them to its own budget.
 ///
-/// What surprises: others may write at any time, so that looking at it as a slice is `unsafe`.
-/// Transparent huge pages come only where the system gives them to shared memory
-/// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), which most do not: the report says base
-/// pages. There is no fall-back to memory of the driver's own, which nobody else can map.
+/// - The size of the file is sealed, so that no process can truncate it while a device uses it.
+/// - The memory lives until the last process has released mapping and file.
+/// - Other processes may write at any time, so access as a slice is `unsafe`.
+/// - Transparent huge pages require that the system enables them for shared memory
+///   (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Most systems do not, and the report
+///   shows base pages.
+/// - There is no fallback to memory that the driver allocates, since other processes cannot map it.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -32,23 +32,23 @@ use std::{
 /// let budget = Budget::new("pinned", 2 << 20);
 /// let request = RegionRequest::bytes(1 << 20);
 /// let mut ours = SharedRegion::new(&host, &budget, &request)?;
-/// // SAFETY: nobody else has it yet.
+/// // SAFETY: no other process has the file yet.
 /// unsafe { ours.bytes_mut()[0] = 7 };
-/// // In the other process, with the descriptor that came over a socket:
+/// // In the other process, with the descriptor that it received over a socket:
 /// let theirs = SharedRegion::open(&host, &budget, ours.as_fd().try_clone_to_owned()?, &request)?;
-/// // SAFETY: nobody writes now.
+/// // SAFETY: no process writes now.
 /// assert_eq!(unsafe { theirs.bytes() }[0], 7);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct SharedRegion {
-    /// Its backing is a mapping with a file.
+    /// Its backing is a mapping of a file.
     region: Region,
     file: OwnedFd,
 }
 
 impl SharedRegion {
-    /// Makes one. Blocks while its pages are populated and registered.
+    /// Creates a shared region. Blocks while its pages are populated and registered.
     ///
     /// # Errors
     /// As [`Region::new`].
@@ -56,12 +56,13 @@ impl SharedRegion {
         Self::made(host, budget, request, make::Sharing::New)
     }
 
-    /// Maps and registers one that another process made. How many bytes it has, and on which pages,
-    /// is the file's to say; the rest is the request's. Its pages lie where its maker had them
-    /// placed.
+    /// Maps and registers a region that another process created.
+    ///
+    /// The size and the kind of pages are those of the file. Everything else is taken from the
+    /// request. The pages stay where the creator placed them.
     ///
     /// # Errors
-    /// `EPERM` at [`Step::Map`] for a file whose size is not sealed; as [`Region::new`].
+    /// `EPERM` at [`Step::Map`] for a file whose size is not sealed, otherwise as [`Region::new`].
     pub fn open(
         host: &Host,
         budget: &Budget,
@@ -89,91 +90,91 @@ impl SharedRegion {
     ) -> Result<Self, RegionError> {
         let region = make::region(host, budget, request, &sharing)?;
         let lost = aquifer_core::SystemError { call: "fcntl", errno: nix::libc::EMFILE };
-        // Of its own, so that it can be lent whatever becomes of the mapping.
+        // A separate descriptor, so that it can be borrowed independently of the mapping.
         let file = region.backing.file().and_then(|file| file.try_clone_to_owned().ok());
         let file = file.ok_or(RegionError::new(Step::Map, Cause::System(lost)))?;
         Ok(Self { region, file })
     }
 
-    /// Its addresses in this process.
+    /// Returns the address range in this process.
     #[must_use]
     pub fn span(&self) -> Span {
         self.region.span()
     }
 
-    /// Its first byte in this process.
+    /// Returns the address of the first byte in this process.
     #[must_use]
     pub fn start(&self) -> NonNull<u8> {
         self.region.start()
     }
 
-    /// Whether devices of this process can reach it without staging.
+    /// Returns whether devices of this process can access the region without staging.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.region.is_pinned()
     }
 
-    /// How it was made, and what was not to be had.
+    /// Returns how the region was created, with all fallbacks.
     #[must_use]
     pub fn report(&self) -> &RegionReport {
         self.region.report()
     }
 
-    /// The parts that are registered each on their own: no copy may cross from one to the next.
+    /// Returns the separately registered parts. A copy must not cross from one to the next.
     #[must_use]
     pub fn registrations(&self) -> &[Span] {
         self.region.registrations()
     }
 
-    /// As [`Region::device_address`].
+    /// Returns the address for kernels, as [`Region::device_address`].
     ///
     /// # Errors
-    /// The driver's.
+    /// Those of the driver.
     pub fn device_address(&self, reach: &Reach) -> Result<u64, DriverError> {
         self.region.device_address(reach)
     }
 
-    /// As [`Region::retire`].
+    /// Gives up the region without releasing it, as [`Region::retire`].
     pub fn retire(self) {
         self.region.retire();
     }
 
-    /// As [`Region::close`]. Other processes keep what they have.
+    /// Releases the region in this process, as [`Region::close`]. Other processes are not affected.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Region::close`].
     pub fn close(self) -> Result<(), RegionError> {
         self.region.close()
     }
 }
 
 impl AsFd for SharedRegion {
-    /// The file to pass on.
+    /// Returns the file, to be passed to other processes.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 }
 
 mod bytes {
-    //! The region as bytes.
+    //! Access to the region as bytes.
     #![expect(unsafe_code, reason = "declares views whose callers answer for other processes")]
 
     use super::SharedRegion;
 
     impl SharedRegion {
-        /// Its bytes, for reading.
+        /// Returns the bytes.
         ///
         /// # Safety
-        /// 1. No process, and no device, writes them while the slice lives.
+        /// 1. No process, and no device, writes them while the slice is alive.
         #[must_use]
         pub unsafe fn bytes(&self) -> &[u8] {
             self.region.bytes()
         }
 
-        /// Its bytes, for writing.
+        /// Returns the bytes, mutably.
         ///
         /// # Safety
-        /// 1. No process, and no device, reads or writes them while the slice lives.
+        /// 1. No process, and no device, reads or writes them while the slice is alive.
         #[must_use]
         pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
             self.region.bytes_mut()

@@ -1,10 +1,9 @@
-//! Whether making huge pages takes longer than it is worth.
+//! Detects when huge pages take longer than they are worth.
 //!
-//! Where free memory is in pieces, the kernel moves pages about until it has a huge one, inside the
-//! call that populates, at a hundredth of the usual speed. That is not a matter of the machine
-//! alone: a virtual machine whose memory grows on demand is slow for every page. So slowness only
-//! raises the question, and one piece in base pages answers it. Times are the processor's: on a
-//! busy machine the clock goes on while others run.
+//! If free memory is fragmented, the kernel compacts memory inside the populating call, at a
+//! hundredth of the usual speed. But other machines are slow for every page, such as a virtual
+//! machine whose memory grows on demand. So a slow piece only starts a test: the next piece uses
+//! base pages. Times are CPU times, since wall-clock time includes other threads on a busy machine.
 //!
 //! ```text
 //!   watching ── a piece is slow ──► asked ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end
@@ -17,14 +16,14 @@ use std::{
     time::Duration,
 };
 
-/// What a piece is populated with.
+/// The kind of pages of a piece.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Pages {
     Huge,
     Base,
 }
 
-/// How the pieces of one region come along. One compare for each piece of megabytes.
+/// The stall detector of one region. It costs one comparison for each piece of megabytes.
 #[derive(Default, Debug)]
 pub(super) struct Stall {
     state: Mutex<State>,
@@ -35,18 +34,18 @@ struct State {
     phase: Phase,
     /// Nanoseconds per byte of the fastest piece in huge pages.
     fastest: f64,
-    /// A piece at or below this rate is not slow, whatever the others did.
+    /// A piece at or below this rate is never slow.
     patience: f64,
-    /// Bytes that were given base pages.
+    /// Bytes that got base pages.
     base: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Phase {
     Watching,
-    /// A piece took so long, in nanoseconds per byte: the next one is to have base pages.
+    /// A piece was slow, with this many nanoseconds per byte. The next piece will use base pages.
     Asked(f64),
-    /// That piece is on its way.
+    /// That piece is in progress.
     Trying(f64),
     Stalled,
 }
@@ -57,12 +56,11 @@ impl Default for State {
     }
 }
 
-/// Nanoseconds per byte at which nothing is wrong: a thread makes huge pages at some 0.13.
+/// Nanoseconds per byte that are never slow. The usual rate of a thread is several times lower.
 const QUICK: f64 = 1.0;
-/// Nanoseconds per byte that are slow even for the first piece: a quarter of a gigabyte a second
-/// and thread.
+/// Nanoseconds per byte that are slow even for the first piece: 0.25 GB/s per thread.
 const SLOW: f64 = 4.0;
-/// How many times the fastest piece's time is slow.
+/// A piece is slow if it takes this many times as long as the fastest piece.
 const TIMES: f64 = 8.0;
 
 impl Stall {
@@ -70,7 +68,7 @@ impl Stall {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the next piece should have.
+    /// Returns the kind of pages for the next piece.
     pub(super) fn next(&self, bytes: usize) -> Pages {
         let mut state = self.lock();
         match state.phase {
@@ -82,7 +80,7 @@ impl Stall {
         Pages::Base
     }
 
-    /// A piece has been populated.
+    /// Records that a piece has been populated.
     pub(super) fn took(&self, pages: Pages, bytes: usize, took: Duration) {
         let rate = took.as_nanos() as f64 / bytes.max(1) as f64;
         let mut state = self.lock();
@@ -106,7 +104,7 @@ impl Stall {
         }
     }
 
-    /// Bytes in base pages, if it came to that.
+    /// Returns the bytes in base pages, if a stall was detected.
     pub(super) fn stalled(&self) -> Option<u64> {
         let state = self.lock();
         (state.phase == Phase::Stalled).then_some(state.base)

@@ -1,13 +1,15 @@
-//! The range of addresses that all our mappings lie in.
+//! The address range of all region mappings.
 //!
-//! "Is it ours" is asked on the way of every free of a routed allocation, from any thread, so it
-//! must cost a compare and no lock. The first region reserves a range of addresses for the process,
-//! which takes no memory, and regions are mapped inside it with a gap between any two, so that they
-//! never touch. A range that is given back stays reserved: nobody else's mapping ever lies in the
-//! window, but in a child process after a fork, which inherits neither regions nor pools.
+//! The free path of every routed allocation checks, on any thread, whether an address belongs to a
+//! region. So the check must be one comparison without a lock.
 //!
-//! Memory that the driver allocated lies wherever the driver put it. There are few such regions,
-//! and a table of them stands beside the window.
+//! - The first region reserves the window, a range of addresses for the process. The reservation
+//!   takes no memory.
+//! - Regions are mapped inside the window, with a gap between any two, so they are never adjacent.
+//! - Released ranges stay reserved, so no foreign mapping ever lies in the window. The exception is
+//!   a forked child process, which inherits neither regions nor pools.
+//! - Memory that the driver allocated lies outside the window. Such regions are few and are
+//!   recorded in a separate table.
 
 use crate::kernel::{AcrossForks, Guard, Kernel, Of, Span};
 use aquifer_core::SystemError;
@@ -19,29 +21,28 @@ use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-/// What regions are aligned to, and the least gap between two: a huge page, in bytes.
+/// The alignment of regions, and the minimum gap between two: the size of a huge page in bytes.
 pub const GRANULE: usize = 2 << 20;
 
-/// The most addresses that are reserved; half as many, and again half, where the address space is
-/// limited.
+/// The maximum size of the reservation. It is halved repeatedly where the address space is limited.
 const LARGEST: usize = 1 << 42;
 const SMALLEST: usize = 1 << 30;
 
-/// The window, once it is reserved. `LEN` is written last and read first.
+/// The reserved window. `LEN` is written last and read first.
 static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
-/// The parts of the window that are free, by start. `None` before it is reserved.
+/// The free parts of the window. `None` before the reservation.
 static FREE: AcrossForks<Option<Free>> = AcrossForks::new(Of::Window, None);
 
-/// Free addresses: lengths by start, no two of them adjacent.
+/// Free address ranges: start to length. No two are adjacent.
 #[derive(Default)]
 struct Free(BTreeMap<usize, usize>);
 
 impl Free {
-    /// Takes `bytes` that begin at a multiple of `align`; what lies before them stays free.
+    /// Removes `bytes` bytes that begin at a multiple of `align`. Skipped addresses stay free.
     fn take(&mut self, bytes: usize, align: usize) -> Option<usize> {
-        // The lowest that fits: addresses are plenty, and low ones keep page tables dense.
+        // First fit: addresses are plentiful, and low ones keep page tables dense.
         let fits = |(&start, &len): (&usize, &usize)| {
             let lost = start.checked_next_multiple_of(align)? - start;
             (len >= bytes && len - bytes >= lost).then_some((start, lost, len))
@@ -58,7 +59,7 @@ impl Free {
         Some(start)
     }
 
-    /// Puts `len` bytes from `start` on back, merged with what is free on either side.
+    /// Inserts `len` free bytes at `start`, coalesced with free neighbours.
     fn put(&mut self, mut start: usize, mut len: usize) {
         if let Some((&before, &bytes)) = self.0.range(..start).next_back()
             && before + bytes == start
@@ -73,31 +74,32 @@ impl Free {
     }
 }
 
-/// Memory of the driver's: the first page's number in the upper 36 bits, how many pages in the
-/// lower 28, so that one load sees both. Zero is no entry.
+/// Memory that the driver allocated. Each entry holds the number of the first page in the upper 36
+/// bits and the number of pages in the lower 28, so that one load reads both. Zero is an empty
+/// entry.
 static OUTSIDE: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
-/// How many entries there are.
+/// Number of used entries.
 static OUTSIDE_USED: AtomicUsize = AtomicUsize::new(0);
 
 const PAGE: u64 = 4096;
 
-/// Whether an address lies in a region of this process, or in the gaps between. Never blocks; one
-/// compare as long as no region was allocated by the driver itself.
+/// Returns whether an address lies in a region of this process, or in a gap between regions.
 ///
-/// For an address of a live region the answer is always yes, and for any other mapping of the
-/// process always no.
+/// Never blocks. This is one comparison, unless the driver itself has allocated a region. Always
+/// `true` for an address of a live region, and always `false` for any other mapping of the process.
 #[must_use]
 pub fn contains(address: usize) -> bool {
     let len = LEN.load(Ordering::Acquire);
-    // Wraps for addresses below, and is then beyond any length.
+    // Wraps around for lower addresses, which then exceed any length.
     address.wrapping_sub(START.load(Ordering::Relaxed)) < len
         || (OUTSIDE_USED.load(Ordering::Acquire) > 0 && is_outside(address))
 }
 
-/// Where the window lies, once a region has been made. It never changes; memory of the driver's own
-/// lies elsewhere.
+/// Returns the bounds of the window, once a region has been created.
 ///
-/// Its example is that of [`contains`].
+/// They never change. Memory that the driver allocated lies outside.
+///
+/// See [`contains`] for an example.
 #[must_use]
 pub fn bounds() -> Option<Range<usize>> {
     let len = LEN.load(Ordering::Acquire);
@@ -122,14 +124,14 @@ const fn out_of_addresses() -> SystemError {
     SystemError { call: "mmap", errno: libc::ENOMEM }
 }
 
-/// Takes addresses for a region of `bytes` that begin at a multiple of `align`, a power of two and
-/// a multiple of [`GRANULE`]; the first time, reserves the window.
+/// Allocates addresses for a region of `bytes` bytes. They begin at a multiple of `align`, which
+/// must be a power of two and a multiple of [`GRANULE`]. The first call reserves the window.
 pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span, SystemError> {
     let padded = bytes.checked_next_multiple_of(GRANULE).and_then(|n| n.checked_add(GRANULE));
     let padded = padded.ok_or(out_of_addresses())?;
     let mut free = lock();
     if free.is_none() {
-        // Under the lock, so that it happens once; it takes microseconds.
+        // Under the lock, so that it happens only once. It takes microseconds.
         let whole = reserve(kernel)?;
         START.store(whole.start, Ordering::Relaxed);
         LEN.store(whole.len, Ordering::Release);
@@ -157,7 +159,7 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
     }
 }
 
-/// Takes the addresses of a region back. Nothing is mapped there any more but the reservation.
+/// Frees the addresses of a region. Only the reservation may be mapped there.
 pub(super) fn give_back(span: Span) {
     let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
     if let Some(free) = lock().as_mut() {
@@ -165,7 +167,8 @@ pub(super) fn give_back(span: Span) {
     }
 }
 
-/// Notes memory of the driver's; `false` if it does not begin at a page, or there are too many.
+/// Records memory that the driver allocated. Returns `false` if it does not begin at a page, or the
+/// table is full.
 pub(super) fn note_outside(span: Span) -> bool {
     let (start, pages) = (span.start as u64, (span.len as u64).div_ceil(PAGE));
     if !start.is_multiple_of(PAGE) || start / PAGE >= 1 << 36 || pages >= 1 << 28 {
@@ -181,7 +184,7 @@ pub(super) fn note_outside(span: Span) -> bool {
     noted
 }
 
-/// Forgets memory of the driver's, before it is freed.
+/// Removes the record of memory that the driver allocated.
 pub(super) fn forget_outside(span: Span) {
     let entry = ((span.start as u64 / PAGE) << 28) | (span.len as u64).div_ceil(PAGE);
     if OUTSIDE

@@ -1,10 +1,10 @@
-//! Which pages to try for.
+//! The choice of the kind of pages.
 
 use super::{Making, Sharing};
 use crate::region::report::{Cause, PageTier, Step};
 
 impl PageTier {
-    /// The next best.
+    /// Returns the next lower tier.
     pub(super) fn below(self) -> Self {
         match self {
             Self::HugeTlb1G => Self::HugeTlb,
@@ -15,7 +15,7 @@ impl PageTier {
 }
 
 impl Making<'_> {
-    /// The best pages that are to be had, up to `wanted`.
+    /// Returns the best available tier, up to `wanted`.
     pub(super) fn best_tier(&mut self, wanted: PageTier) -> PageTier {
         let mut tier = wanted;
         while let Some(page) = tier.page() {
@@ -25,7 +25,7 @@ impl Making<'_> {
             }
             tier = tier.below();
         }
-        // Whether shared memory gets huge pages is a setting of its own, which only `shmem` knows.
+        // Shared memory has its own setting for huge pages, which only applies to `shmem`.
         if tier < PageTier::Transparent || matches!(self.sharing, Sharing::New) {
             return PageTier::Base;
         }
@@ -36,13 +36,14 @@ impl Making<'_> {
         PageTier::Transparent
     }
 
-    /// Whether the pool of huge pages of `page` bytes has enough.
+    /// Checks that the pool of huge pages of `page` bytes has enough free pages.
     fn pool_has(&self, page: usize) -> Result<(), Cause> {
         if !self.bytes.is_multiple_of(page) {
             return Err(Cause::NotHuge);
         }
         let needed = (self.bytes / page) as u64;
-        // Asked now: the pool of a node that runs dry is a fault, and pages may come and go.
+        // Queried now, since the number changes, and touching a page of an exhausted pool is a
+        // fault.
         let found = self.host.topology.free_huge_pages(self.node, page as u64);
         let free = found.ok().and_then(|found| found.value);
         match free {
@@ -51,8 +52,8 @@ impl Making<'_> {
         }
     }
 
-    /// Whether a failure may be one of these pages: the pool promised what it cannot keep, or was
-    /// emptied by somebody else.
+    /// Returns whether a lower tier may help after a failure: the pool of huge pages had fewer
+    /// pages than reported, or another process has used them.
     pub(super) fn may_have_lesser_pages(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
         tier.page().is_some()
             && !matches!(self.sharing, Sharing::Given(..))

@@ -1,4 +1,4 @@
-//! Populating, and registering what is populated meanwhile.
+//! Populating, with concurrent registration of populated memory.
 //!
 //! ```text
 //!   workers   ▕ 0  1  2  3 ▏ 4  5  6  7 ▏ 8  9 10 11 ▏        pieces, in order, each by whoever is free
@@ -23,19 +23,19 @@ use std::{
     time::Instant,
 };
 
-/// The driver refuses to register so much at once.
+/// The driver refuses registrations of this size and above.
 const DRIVER_LIMIT: usize = 512 << 30;
 
-/// The most bytes that one registration pins here.
+/// Returns the maximum bytes of one registration on this machine.
 pub(in crate::region) fn registration_limit(kernel: &Kernel) -> usize {
     let least = kernel.pin_limit().unwrap_or(DRIVER_LIMIT).min(DRIVER_LIMIT);
-    // So much is refused; less by a huge page is not.
+    // The limit itself is refused. One huge page less is accepted.
     least - GRANULE
 }
 
-/// Bytes of the next registration of those `left`. The last one keeps everybody waiting who has
-/// populated its memory by then, so of a region that takes several the last gets short: halves,
-/// down to a quarter of a chunk.
+/// Returns the bytes of the next registration, with `left` bytes remaining. When the last
+/// registration starts, all memory is populated, so it delays everything. If a region takes several
+/// registrations, the last ones are therefore halved, down to a quarter of a chunk.
 fn next_chunk(left: usize, chunk: usize, piece: usize, others: bool) -> usize {
     if left > chunk {
         chunk
@@ -51,7 +51,7 @@ fn whole(bytes: usize, of: usize) -> usize {
 }
 
 impl Making<'_> {
-    /// Lets the workers populate, and registers each chunk as soon as it is populated.
+    /// Populates with workers, and registers each chunk as soon as it is populated.
     pub(super) fn populate_and_register(
         &mut self,
         mapping: &Arc<Mapping>,
@@ -83,7 +83,7 @@ impl Making<'_> {
                     populating.stop(&cause);
                     return Err((step, cause));
                 }
-                // Registering holds locks of the driver's: others get a turn between two chunks.
+                // Registering holds locks of the driver. Other threads may run between two chunks.
                 std::thread::yield_now();
             }
             offset += len;
@@ -94,7 +94,8 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// Bytes of one registration: what was asked for, within what driver and kernel pin at once.
+    /// Returns the bytes of one registration: the requested size, within the limits of driver and
+    /// kernel.
     fn chunk(&mut self, piece: usize, register: bool) -> usize {
         let asked = self.request.registration;
         let limit = registration_limit(&self.host.kernel);
@@ -106,9 +107,9 @@ impl Making<'_> {
         taken
     }
 
-    /// Registers a populated part. If each page must be in its place it is looked at before, so
-    /// that the driver is not asked to pin what will be refused; and again when all is done, since
-    /// pinning may move pages.
+    /// Registers a populated part. If placement is strict, the location of the pages is checked
+    /// before, so that memory is not pinned that will be refused. It is checked again at the end,
+    /// since pinning may move pages.
     fn register(
         &mut self,
         backing: &mut Backing,
@@ -123,8 +124,7 @@ impl Making<'_> {
             }
         }
         let mut answer = backing.register(part, self.flags);
-        // Some devices cannot be kept from writing; asking less of the driver pins the memory all
-        // the same.
+        // Some devices do not support read-only registration. The memory is pinned without it.
         if answer.is_err() && self.flags.read_only && backing.registrations().is_empty() {
             self.flags.read_only = false;
             self.fell_short(Step::Register, Cause::Writable);
@@ -133,7 +133,7 @@ impl Making<'_> {
         answer.map_err(|e| (Step::Register, Cause::Driver(e)))
     }
 
-    /// Begins populating: by workers, or by this thread where there are none to be had.
+    /// Begins populating, with workers, or on this thread if none are available.
     fn populating(
         &mut self,
         mapping: &Arc<Mapping>,
@@ -142,7 +142,7 @@ impl Making<'_> {
         pieces: usize,
         stall: &Arc<Stall>,
     ) -> Populating {
-        // The first failure ends it for all, and all tell it.
+        // The first failure stops all pieces, and all return it.
         let failed = OnceLock::new();
         let (held, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
         let stall = stall.clone();
@@ -169,7 +169,7 @@ impl Making<'_> {
         }
     }
 
-    /// Workers that could not be bound touch pages from anywhere, and place nothing.
+    /// Records if workers could not be bound to the node: then first touch does not place pages.
     pub(super) fn mind_the_crew(&mut self) {
         if let Some(error) = self.crew.and_then(|node| self.host.workers.shortfall(node)) {
             self.fell_short(Step::Populate, Cause::Workers(error));
@@ -180,14 +180,14 @@ impl Making<'_> {
 
 type Answer = Result<Populated, SystemError>;
 
-/// Populating on its way.
+/// Populating in progress.
 enum Populating {
     ByWorkers(Job<Answer>),
     Here(Arc<dyn Fn(usize) -> Answer>),
 }
 
 impl Populating {
-    /// Waits for pieces, or does them; says whether any had to be touched.
+    /// Waits for pieces, or populates them. Returns whether any page had to be touched.
     fn done(&mut self, first: usize, end: usize, deadline: Option<Instant>) -> Result<bool, Cause> {
         let mut touched = false;
         if let Self::ByWorkers(job) = self {
@@ -209,7 +209,7 @@ impl Populating {
         Ok(touched)
     }
 
-    /// Stops, and unless time is up waits until no worker is at the memory any more.
+    /// Stops, and waits until no worker uses the memory any more, unless the deadline has passed.
     fn stop(self, why: &Cause) {
         match self {
             Self::ByWorkers(job) if *why != Cause::TimedOut => job.settle(),

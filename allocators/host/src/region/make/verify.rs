@@ -1,4 +1,4 @@
-//! Where the pages are, by the kernel's own answer.
+//! Queries the kernel for the location of pages.
 
 use super::{Made, Making};
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 use std::collections::BTreeMap;
 
 impl Making<'_> {
-    /// Asks the kernel where the pages are.
+    /// Queries where the pages of a region are.
     pub(super) fn verify(&mut self, made: &Made) -> Placement {
         let pages = made.span.len.div_ceil(self.page);
         let step = match self.request.verify {
@@ -26,14 +26,14 @@ impl Making<'_> {
         placement
     }
 
-    /// Asks for every `step`th page of a part; for none if that is zero.
+    /// Queries every `step`th page of a part, or none if `step` is zero.
     pub(super) fn look(&mut self, part: Span, tier: PageTier, step: usize) -> Placement {
         let mut placement =
             Placement { wanted: self.node, by: PlacedBy::Nobody, pages: Vec::new(), unknown: 0 };
         if step == 0 {
             return placement;
         }
-        // A huge page from the pool is in one place, and counts as the base pages it holds.
+        // A huge page from the pool lies on one node, and counts as the base pages it contains.
         let one = tier.page().map_or(1, |huge| huge / self.page);
         let step = step.next_multiple_of(one);
         let pages = part.len.div_ceil(self.page);
