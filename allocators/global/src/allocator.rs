@@ -16,29 +16,31 @@ mod sealed {
     impl Sealed for super::Tracked {}
 }
 
-/// How much a [`Global`] keeps account of: [`Uncounted`], [`Counted`] or [`Tracked`].
+/// How much a [`Global`] accounts for: [`Uncounted`], [`Counted`] or [`Tracked`].
 pub trait Accounting: sealed::Sealed {
-    /// Whether it counts, and heeds the cap.
+    /// Whether it counts, and respects the cap.
     #[doc(hidden)]
     const COUNTS: bool;
-    /// Whether each block says whose it is.
+    /// Whether each block records its tag.
     #[doc(hidden)]
     const TRACKS: bool;
 }
 
-/// Nothing is counted and no cap is heeded; routes work.
+/// No accounting and no cap. Routes work.
 ///
-/// Its example is that of [`Global`], with this in the place of its parameter.
+/// See [`Global`] for an example. Use this as its parameter.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Uncounted;
 
-/// The account of the process: totals, the peak, the cap, and what has been allocated by tag.
+/// Accounting for the process: totals, the peak, the cap, and allocated bytes by tag.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counted;
 
-/// As [`Counted`], and four bytes behind each block say whose it is: what each tag holds
-/// ([`held_under`](crate::held_under), [`top`](crate::top)), and where what is held was allocated
-/// (`sample_every`, with the feature `stacks`).
+/// As [`Counted`], with four bytes behind each block that record its tag.
+///
+/// This makes available what each tag holds ([`held_under`](crate::held_under),
+/// [`top`](crate::top)), and where held blocks were allocated (`sample_every`, with the feature
+/// `stacks`).
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Tracked;
 
@@ -57,10 +59,10 @@ impl Accounting for Tracked {
     const TRACKS: bool = true;
 }
 
-/// The program's allocator, counted, capped and routed.
+/// The program's allocator, with accounting, caps and routes.
 ///
-/// It adds about 2 ns to an allocation and its free together, on any number of threads. A
-/// zero-sized type over the system's allocator: the account and the routes are the process's.
+/// It adds about 2 ns to an allocation together with its free, on any number of threads. It is a
+/// zero-sized type over the system allocator: accounts and routes are global to the process.
 ///
 /// ```
 /// #[global_allocator]
@@ -68,8 +70,8 @@ impl Accounting for Tracked {
 /// assert!(aquifer_global::is_installed());
 /// ```
 ///
-/// Over another allocator, and knowing what each tag holds, for some nanoseconds and four bytes a
-/// block more:
+/// It can wrap another allocator. It can also record what each tag holds, which costs some
+/// nanoseconds and four bytes for each block:
 ///
 /// ```
 /// use aquifer_global::{Global, Tracked};
@@ -84,7 +86,7 @@ pub struct Global<A = System, K = Counted> {
 }
 
 impl<K: Accounting> Global<System, K> {
-    /// Wraps the system's allocator.
+    /// Wraps the system allocator.
     #[must_use]
     pub const fn new() -> Self {
         Self::over(System)
@@ -92,7 +94,7 @@ impl<K: Accounting> Global<System, K> {
 }
 
 impl<A, K: Accounting> Global<A, K> {
-    /// Bytes behind each block that are ours.
+    /// Bytes behind each block that belong to this allocator.
     const NOTE: usize = if K::TRACKS { note::BYTES } else { 0 };
 
     /// Wraps `inner`.
@@ -100,12 +102,13 @@ impl<A, K: Accounting> Global<A, K> {
         Self { inner, keeps: PhantomData }
     }
 
-    /// The allocator below.
+    /// Returns the wrapped allocator.
     pub const fn inner(&self) -> &A {
         &self.inner
     }
 
-    /// What to ask the allocators below for; `None` if no block can be that large.
+    /// Returns the layout to request from the underlying allocators, or `None` if no block can be
+    /// that large.
     #[inline]
     fn whole(layout: Layout) -> Option<Layout> {
         if K::TRACKS { note::room_behind(layout) } else { Some(layout) }
@@ -113,7 +116,8 @@ impl<A, K: Accounting> Global<A, K> {
 }
 
 impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
-    /// A new block, of the route that `routed` asks or of the allocator below.
+    /// Allocates a block, from the route through `routed` or from the wrapped allocator through
+    /// `ask`.
     #[inline]
     fn fresh(
         &self,
@@ -126,19 +130,19 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
             return self.fresh_of_either(whole, routed, ask);
         }
         if !K::TRACKS && account::charge_plainly(layout.size()) {
-            // Nobody's: there is nothing to note.
+            // Outside all scopes there is no tag to count under.
             return self.allocate_charged(whole, |inner| ask(inner, whole));
         }
         if K::TRACKS && account::charge_unrouted(layout.size()) {
             let block = self.allocate_charged(whole, |inner| ask(inner, whole));
-            // SAFETY: it comes from the allocator below, which was asked for `whole`.
+            // SAFETY: the block was allocated by the wrapped allocator with the layout `whole`.
             return unsafe { Self::noted(block, layout.size()) };
         }
         self.fresh_in_a_scope(whole, routed, ask)
     }
 
-    /// The same in a scope, or for a thread whose change is used up. Apart, so that the others keep
-    /// no registers for it.
+    /// Allocates a block in a scope, or on a thread whose change is used up. A separate function,
+    /// so that the common path needs no registers for it.
     #[inline(never)]
     fn fresh_in_a_scope(
         &self,
@@ -152,7 +156,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         } else {
             self.fresh_of_either(whole, routed, ask)
         };
-        // SAFETY: it comes from the allocator below or a route, which was asked for `whole`.
+        // SAFETY: the block was allocated by the wrapped allocator or by a route, with the layout
+        // `whole`.
         unsafe { Self::noted(block, bytes) }
     }
 
@@ -169,17 +174,18 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         }
     }
 
-    /// Counts a fresh block, if it is one, under its tag.
+    /// Counts a new block, unless it is null, under its tag.
     ///
     /// # Safety
-    /// It is null or fresh, and was asked for with a note behind so many bytes if blocks have one.
+    /// It is null or new, and if blocks have a note, it was allocated with room for one behind
+    /// `bytes` bytes.
     #[inline]
     unsafe fn noted(block: *mut u8, bytes: usize) -> *mut u8 {
         if block.is_null() {
             return block;
         }
         if K::TRACKS {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { note::sign(block, bytes) };
         } else {
             tags::note(bytes, 1);
@@ -187,8 +193,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         block
     }
 
-    /// Asks the allocator below, by `ask`, and keeps the account. Layouts are whole here and
-    /// further down.
+    /// Allocates from the wrapped allocator through `ask`, and charges the account. From here on
+    /// layouts include the note.
     #[inline]
     fn allocate(&self, layout: Layout, ask: impl FnOnce(&A) -> *mut u8) -> *mut u8 {
         let bytes = layout.size() - Self::NOTE;
@@ -198,7 +204,7 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         self.allocate_charged(layout, ask)
     }
 
-    /// The same for a block that has been paid for.
+    /// Allocates a block that has already been charged.
     #[inline]
     fn allocate_charged(&self, layout: Layout, ask: impl FnOnce(&A) -> *mut u8) -> *mut u8 {
         let block = ask(&self.inner);
@@ -208,44 +214,44 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         block
     }
 
-    /// Gives a block back to the allocator below, and keeps the account.
+    /// Returns a block to the wrapped allocator, and credits the account.
     ///
     /// # Safety
-    /// The block is `inner`'s, of this layout, and is not used any more.
+    /// The block belongs to `inner`, has this layout, and is no longer used.
     #[inline]
     unsafe fn release(&self, block: *mut u8, layout: Layout) {
         if K::COUNTS && !account::frees_plainly(layout.size() - Self::NOTE) {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             return unsafe { self.release_and_return(block, layout) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.inner.dealloc(block, layout) };
     }
 
-    /// The same for a thread whose change would be too large.
+    /// Returns a block on a thread whose change would become too large.
     ///
     /// # Safety
     /// As for [`release`](Self::release).
     #[cold]
     #[inline(never)]
     unsafe fn release_and_return(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.inner.dealloc(block, layout) };
-        // Afterwards: what others could take is charged until it is really free.
+        // Credited after the free: bytes that other threads could charge must really be free.
         account::freed(layout.size() - Self::NOTE);
     }
 
-    /// Resizes a block that stays with the allocator below.
+    /// Resizes a block that stays in the wrapped allocator.
     ///
     /// # Safety
-    /// As for [`GlobalAlloc::realloc`], with a block of `inner`'s.
+    /// As for [`GlobalAlloc::realloc`], with a block of `inner`.
     #[inline]
     unsafe fn resize(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         let growth = new_size.saturating_sub(layout.size());
         if K::COUNTS && growth > 0 && !account::charge_growth(growth) {
             return ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let moved = unsafe { self.inner.realloc(block, layout, new_size) };
         if K::COUNTS {
             account::release(if moved.is_null() {
@@ -257,36 +263,38 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         moved
     }
 
-    /// Resizes a block, wherever it is and whoever it goes to.
+    /// Resizes a block of the wrapped allocator or of a route, and moves it between them if needed.
     ///
     /// # Safety
-    /// As for [`GlobalAlloc::realloc`], with a block of `inner`'s or of a route.
+    /// As for [`GlobalAlloc::realloc`], with a block of `inner` or of a route.
     #[inline]
     unsafe fn resize_anywhere(&self, block: *mut u8, old: Layout, new: Layout) -> *mut u8 {
         let common = old.size().min(new.size());
-        // SAFETY: the caller's promise, if the block is a route's.
+        // SAFETY: guaranteed by the caller, if the block belongs to a route.
         match unsafe { route::reallocate(block, old, new, Self::NOTE) } {
-            // SAFETY: the caller's promise; the block is no route's, so it is `inner`'s.
+            // SAFETY: guaranteed by the caller. The block belongs to no route, so it belongs to
+            // `inner`.
             route::Reallocation::Plain => unsafe { self.resize(block, old, new.size()) },
             route::Reallocation::Done(moved) => moved.as_ptr(),
             route::Reallocation::Leave => {
-                // The route has no more: the block moves to the allocator below.
-                // SAFETY: `new` has a size.
+                // The route refused, so the block moves to the wrapped allocator.
+                // SAFETY: `new` has a nonzero size.
                 let moved = self.allocate(new, |inner| unsafe { inner.alloc(new) });
                 if !moved.is_null() {
-                    // SAFETY: 1. Both blocks are live and have that many bytes. 2. They do not
-                    // overlap.
+                    // SAFETY: 1. Both blocks are live and have at least `common` bytes. 2. They do
+                    // not overlap.
                     unsafe { ptr::copy_nonoverlapping(block, moved, common) };
-                    // SAFETY: the block is a route's, and the caller hands it over.
+                    // SAFETY: the block belongs to a route, and the caller gives it up.
                     unsafe { route::deallocate(block, old, Self::NOTE) };
                 }
                 moved
             }
             route::Reallocation::Enter { moved } => {
-                // The block has grown into a route's part.
-                // SAFETY: 1. Both blocks are live and have that many bytes. 2. They do not overlap.
+                // The block has grown to a size that the scope routes.
+                // SAFETY: 1. Both blocks are live and have at least `common` bytes. 2. They do not
+                // overlap.
                 unsafe { ptr::copy_nonoverlapping(block, moved.as_ptr(), common) };
-                // SAFETY: the block is no route's, and the caller hands it over.
+                // SAFETY: the block belongs to no route, and the caller gives it up.
                 unsafe { self.release(block, old) };
                 moved.as_ptr()
             }
@@ -294,16 +302,16 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
     }
 }
 
-// SAFETY: 1. Every block is one of `inner`, or of a route, which promises as much; each goes back
-// where it came from, since a route tells its blocks by their address and `inner`'s are in none,
-// and with the layout that was asked for: whether there is a note behind is one for all blocks of
-// an allocator. 2. Nothing here unwinds: there is no indexing, arithmetic or call that could,
-// `inner` and routes promise not to, and the thread-locals have no destructor that could
-// have run. 3. A refusal leaves the block of `realloc` as it is, and its note.
+// SAFETY: 1. Every block is a block of `inner`, or of a route, which gives the same guarantees.
+// Each is returned to its owner, since routes identify their blocks by address and blocks of
+// `inner` lie in no route. It is returned with the layout of its allocation, since all blocks of
+// one allocator have a note, or none has. 2. Nothing here unwinds: no indexing, arithmetic or call
+// can panic, `inner` and routes guarantee not to unwind, and the thread-locals have no destructor
+// that could have run. 3. A refused `realloc` leaves the block and its note unchanged.
 unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise: the layout has a size.
+        // SAFETY: guaranteed by the caller: the layout has a nonzero size.
         self.fresh(
             layout,
             |whole| route::allocate(whole, Self::NOTE),
@@ -316,40 +324,41 @@ unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
         self.fresh(
             layout,
             |whole| route::allocate_zeroed(whole, Self::NOTE),
-            // SAFETY: the caller's promise: the layout has a size.
+            // SAFETY: guaranteed by the caller: the layout has a nonzero size.
             |inner, whole| unsafe { inner.alloc_zeroed(whole) },
         )
     }
 
     #[inline]
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // A live block's layout has had room behind before.
+        // The layout of a live block always has room for a note.
         let Some(whole) = Self::whole(layout) else { return };
         let block = if K::TRACKS {
-            // SAFETY: the block is live, and like all of this allocator it was signed.
+            // SAFETY: the block is live, and every block of this allocator was signed.
             note::strike(unsafe { note::read(block, layout.size()) }, layout.size());
             note::whole(block)
         } else {
             block
         };
-        // SAFETY: the caller's promise, if the block is a route's.
+        // SAFETY: guaranteed by the caller, if the block belongs to a route.
         if unsafe { route::deallocate(block, whole, Self::NOTE) } {
             return;
         }
-        // SAFETY: the caller's promise; the block is no route's, so it is `inner`'s.
+        // SAFETY: guaranteed by the caller. The block belongs to no route, so it belongs to
+        // `inner`.
         unsafe { self.release(block, whole) };
     }
 
     #[inline]
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size,
-        // rounded up to it, is at most `isize::MAX`.
+        // SAFETY: 1. The alignment comes from a layout. 2. The caller guarantees that the size,
+        // rounded up to the alignment, is at most `isize::MAX`.
         let new = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
         let (Some(old), Some(new)) = (Self::whole(layout), Self::whole(new)) else {
             return ptr::null_mut();
         };
         if !K::TRACKS {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let moved = unsafe { self.resize_anywhere(block, old, new) };
             let growth = new_size.saturating_sub(layout.size());
             if K::COUNTS && growth > 0 && !moved.is_null() {
@@ -357,12 +366,12 @@ unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
             }
             return moved;
         }
-        // SAFETY: the block is live, and like all of this allocator it was signed.
+        // SAFETY: the block is live, and every block of this allocator was signed.
         let note = unsafe { note::read(block, layout.size()) };
-        // SAFETY: the caller's promise, with the layouts that were asked for below.
+        // SAFETY: guaranteed by the caller, with the layouts of the underlying allocations.
         let moved = unsafe { self.resize_anywhere(note::whole(block), old, new) };
         if !moved.is_null() {
-            // SAFETY: it has the size of `new`.
+            // SAFETY: the block has the size of `new`.
             unsafe { note::sign_again(moved, note, layout.size(), new_size) };
         }
         moved

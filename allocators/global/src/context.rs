@@ -1,14 +1,14 @@
-//! What a thread's allocations count under and go to, for other threads to take over.
+//! The tag and the route of a thread's allocations, captured for use on other threads.
 //!
-//! Scopes are a thread's own: a task that runs elsewhere counts under nobody. Work that shall count
-//! where it was asked for carries a [`Context`] along.
+//! Scopes belong to one thread, so a task on another thread is not counted under the tag of its
+//! creator. Work that should be counted there carries a [`Context`].
 
 use crate::route::{Scope, scoped};
 use aquifer_core::{Tag, tagged};
 
-/// The tag and the routing scope of a thread, captured.
+/// The captured tag and routing scope of a thread.
 ///
-/// Copied freely; holds nothing alive, since routes are there for the life of the process.
+/// It is `Copy` and keeps nothing alive, since routes exist for the life of the process.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -29,24 +29,24 @@ pub struct Context {
     scope: Option<Scope>,
 }
 
-/// The innermost scopes of this thread, of tags and of routes. Allocates nothing.
+/// Captures the innermost tag and the innermost routing scope of this thread. Allocates nothing.
 #[must_use]
 pub fn capture() -> Context {
     Context { tag: Tag::current(), scope: Scope::current() }
 }
 
 impl Context {
-    /// Runs `work` under it; what was there before comes back at the end, also on unwind.
+    /// Runs `work` in this context. The previous context is restored at the end, also on unwind.
     pub fn run<R>(self, work: impl FnOnce() -> R) -> R {
         tagged(self.tag, || scoped(self.scope, work))
     }
 
-    /// `work`, to be run under it on whichever thread calls.
+    /// Returns a closure that runs `work` in this context, on any thread.
     pub fn bind<R>(self, work: impl FnOnce() -> R) -> impl FnOnce() -> R {
         move || self.run(work)
     }
 
-    /// The tag.
+    /// Returns the tag.
     #[must_use]
     pub const fn tag(&self) -> Tag {
         self.tag

@@ -1,4 +1,4 @@
-//! A global allocator that counts, caps and routes.
+//! A global allocator that counts, caps and routes allocations.
 //!
 //! ```
 //! use aquifer_global as global;
@@ -11,22 +11,22 @@
 //! assert_eq!(global::stats().live, before.live + text.capacity() as u64);
 //! ```
 //!
-//! | module | holds |
+//! | module | contains |
 //! |---|---|
 //! | [`allocator`] | [`Global`]: the wrapper itself |
 //! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
 //! | [`context`] | tags and routes for work on other threads: [`capture`] |
-//! | [`sample`] | where what is held was allocated: `sample_every` with the feature `stacks`, [`stacks`] |
-//! | [`report`](mod@report) | all of it in words, also at exit: [`report()`], [`report_at_exit`], `AQUIFER_GLOBAL_REPORT` |
+//! | [`sample`] | call stacks of held blocks: `sample_every` (feature `stacks`), [`stacks`] |
+//! | [`report`](mod@report) | reports, also at exit: [`report()`], [`report_at_exit`] |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
 //!
-//! A process has one global allocator, so its account and its routes are the process's: they are
-//! free functions, and a library can ask them without knowing the name of the program's static.
-//! [`is_installed`] says whether there is anything to ask.
+//! A process has one global allocator, so accounts and routes are global to the process. They are
+//! free functions, so a library can use them without the name of the program's static.
+//! [`is_installed`] returns whether the program uses this allocator.
 //!
-//! # How it counts
-//! Every thread prepays: it takes 64 KiB from the shared account at once and lives off this
-//! *change*.
+//! # Accounting
+//! Every thread prepays: it charges 64 KiB to the shared account at once, and pays for its
+//! allocations from this *change*.
 //!
 //! ```text
 //!   charged  ═══════════════════════════════════════════╗ ≤ cap        one atomic, touched every 64 KiB
@@ -35,23 +35,22 @@
 //!   live     = charged − the change of all threads
 //! ```
 //!
-//! So an allocation costs a subtraction in memory of the thread's own, and yet:
+//! So an allocation costs one subtraction in thread-local memory, with these guarantees:
 //!
-//! - **`live` is exact** whenever nobody is inside a call: nothing is batched that could be lost,
-//!   since a slot outlives its thread, and a thread that ends returns its change and leaves the
-//!   slot to the next one.
-//! - **The cap is never exceeded**, not for an instant: charged bytes never pass it, and live ones
-//!   never pass those. It may refuse early, by what *other* threads hold as change: 128 KiB each at
-//!   most. A single thread gets its cap to the byte.
-//! - **The peak is never below the truth**, and above it by at most the change, 128 KiB a thread.
+//! - **`live` is exact** whenever no thread is inside a call. No batched counts can be lost: a slot
+//!   outlives its thread, and a thread that ends returns its change and leaves the slot to another
+//!   thread.
+//! - **The cap is never exceeded**, not even briefly: charged bytes never exceed it, and live bytes
+//!   never exceed charged bytes. An allocation may be refused early, by the change of *other*
+//!   threads, at most 128 KiB each. A single thread can use its cap to the byte.
+//! - **The peak is never too low**, and too high by at most the change, 128 KiB per thread.
 //!
-//! What is counted is what was asked for, not what the allocator below rounds it to.
+//! Requested sizes are counted, not the rounded sizes of the wrapped allocator.
 //!
-//! # Whose a block is
-//! Bytes are counted by [tag](aquifer_core::Tag) as they are allocated ([`allocated_under`]). What
-//! a tag still *holds* takes knowing at a free whose the block was, and that is a choice of the
-//! program's, made with the type of its allocator: [`Tracked`] writes four bytes behind every
-//! block.
+//! # Tags of blocks
+//! Bytes are counted by [tag](aquifer_core::Tag) when they are allocated ([`allocated_under`]). To
+//! count what a tag still *holds*, the tag of a block must be known when it is freed. The program
+//! chooses this with the type of its allocator: [`Tracked`] writes four bytes behind every block.
 //!
 //! ```
 //! use aquifer_global::{Global, Tracked};
@@ -60,22 +59,25 @@
 //! static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
 //! ```
 //!
-//! | | knows at a free | costs |
+//! | | known at a free | cost |
 //! |---|---|---|
 //! | [`Uncounted`] | nothing; routes work | two loads and a comparison |
 //! | [`Counted`], the default | totals | about 2 ns a pair |
-//! | [`Tracked`] | whose it is, and whether its call stack was sampled | about 5 ns a pair more, 4 B a block, and the cache line that they lie in |
+//! | [`Tracked`] | the tag, and the call stack if sampled | about 5 ns a pair more, 4 B a block |
 //!
-//! A table by address would leave blocks as they are, but every free, of tagged blocks or not,
-//! would have to look there: a miss of the cache where this is most often a hit. A word before the
-//! block would have to be as large as the block's alignment.
+//! With a table by address instead, every free would have to search the table, which is usually a
+//! cache miss. The note behind a block is usually a hit. A note before the block would have to be
+//! as large as the block's alignment.
 //!
 //! # Where it may be called
-//! Everywhere that the wrapped allocator may: before `main`, in destructors of thread-locals, from
-//! threads that Rust has not made, in a forked child, and in a signal handler that does not
-//! interrupt an allocation. It allocates nothing for itself from the allocator it wraps, never
-//! calls itself, takes no lock, and does not unwind. It relies on the C library for the destructors
-//! of thread-locals, as Rust does on Linux with glibc.
+//! It may be called wherever the wrapped allocator may be called: before `main`, in destructors of
+//! thread-locals, on threads that Rust has not created, in a forked child, and in a signal handler
+//! that does not interrupt an allocation.
+//!
+//! - It allocates nothing for itself from the allocator that it wraps, and never calls itself.
+//! - It takes no lock and does not unwind.
+//! - It relies on the C library for the destructors of thread-locals, as Rust does on Linux with
+//!   glibc.
 
 pub mod account;
 pub mod allocator;

@@ -1,9 +1,9 @@
-//! Scopes whose allocations another allocator serves.
+//! Scopes whose allocations are served by another allocator.
 //!
-//! A program that wants the bytes of a file in pinned memory, read by a library that returns a
-//! plain `Vec<u8>`, runs the call in a scope: what it allocates there on its thread, from a size
-//! on, comes from a [`Route`]. The `Vec` then lives as long as any, is grown and freed by any
-//! thread, in or out of a scope: every free finds the owner by the address.
+//! Example: a program needs the contents of a file in pinned memory, and the library that reads it
+//! returns a plain `Vec<u8>`. The program runs the call in a scope. Allocations on its thread
+//! there, of a given size or more, then come from a [`Route`]. The `Vec` can be grown and freed
+//! later by any thread, inside or outside a scope: every free finds the owner by address.
 //!
 //! ```text
 //!   alloc    in a scope, and large enough? ── yes ─► the route ── refuses ─┐
@@ -12,15 +12,16 @@
 //!                 └──────────── no ────────────────────────────┴─ no ─────► the wrapped allocator
 //! ```
 //!
-//! Routes are registered for the life of the process. While none is, a free pays two loads and a
-//! comparison.
+//! Routes are registered for the life of the process. Without any route, a free costs two loads and
+//! a comparison.
 //!
 //! # Within a route
-//! A route may allocate for itself in any of its methods: on that thread scopes are off meanwhile,
-//! so it is not asked again. If it frees a routed block there, that free is put off until the route
-//! is left: a route is never entered twice by one thread, and may hold a lock. A route's other
-//! functions, which its user calls in a scope, should keep their bookkeeping out of it by
-//! [`unrouted`].
+//! - A route may allocate in any of its methods. Scopes are disabled on that thread during the
+//!   call, so the route is not called recursively.
+//! - If a route's method frees a routed block, that free is deferred until the method returns. So a
+//!   thread never enters a route twice, and a route may hold a lock.
+//! - Other functions of a route, which its users call in a scope, should use [`unrouted`] for their
+//!   bookkeeping.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
 mod deferred;
@@ -42,7 +43,7 @@ pub(crate) use serve::{Reallocation, allocate, allocate_zeroed, deallocate, figu
 
 use std::{alloc::Layout, ops::Range, ptr::NonNull};
 
-/// An allocator that scopes can be routed to. Implement it, or lay [`Over`] over an `Allocator`.
+/// An allocator for routed scopes. Implement it, or wrap an `Allocator` in [`Over`].
 ///
 /// ```
 /// use aquifer_global::{self as global, Route};
@@ -51,17 +52,17 @@ use std::{alloc::Layout, ops::Range, ptr::NonNull};
 /// #[global_allocator]
 /// static GLOBAL: global::Global = global::Global::new();
 ///
-/// /// Hands out its bytes once and takes none back.
+/// /// A bump allocator that never reuses its bytes.
 /// struct Strip {
 ///     start: NonNull<u8>,
 ///     bytes: usize,
 ///     used: AtomicUsize,
 /// }
-/// // SAFETY: the bytes behind the pointer belong to the strip, and `used` gives each away once.
+/// // SAFETY: the bytes behind the pointer belong to the strip, and `used` allocates each once.
 /// unsafe impl Sync for Strip {}
 ///
-/// // SAFETY: 1. Blocks are cut off one after another. 2. They lie in the strip's bytes, 3. where nobody else's are.
-/// // 4. Nothing unwinds. 5. One atomic is all there is.
+/// // SAFETY: 1. Blocks are cut off one after another. 2. They lie in the strip's bytes, 3. which no
+/// // other allocator uses. 4. Nothing unwinds. 5. The only state is one atomic.
 /// unsafe impl Route for Strip {
 ///     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
 ///         let bytes = layout.pad_to_align().size().next_multiple_of(64);
@@ -101,42 +102,41 @@ use std::{alloc::Layout, ops::Range, ptr::NonNull};
 /// ```
 ///
 /// # Safety
-/// 1. `allocate` and `resize` answer with blocks as `GlobalAlloc`'s do: of the layout asked for,
-///    overlapping no other, live until they are given back.
+/// 1. `allocate` and `resize` return blocks as `GlobalAlloc` does: of the requested layout,
+///    overlapping no other block, live until they are deallocated.
 /// 2. All blocks lie in [`window`](Route::window), which never changes.
-/// 3. `owns` is true for every live block of this route and false for every live block of any other
-///    allocator.
+/// 3. `owns` returns `true` for every live block of this route, and `false` for every live block of
+///    any other allocator.
 /// 4. No method unwinds.
 /// 5. Every method may be called from any thread at any time: early, late, and in thread-local
 ///    destructors.
 pub unsafe trait Route: Sync {
-    /// A block of this layout, whose size is not zero; `None` sends the caller to the wrapped
-    /// allocator.
+    /// Allocates a block of this layout, whose size is not zero. If it returns `None`, the wrapped
+    /// allocator serves the request.
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>>;
 
-    /// As [`allocate`](Route::allocate), with all bytes zero.
+    /// Allocates as [`allocate`](Route::allocate) does, with all bytes zero.
     fn allocate_zeroed(&self, layout: Layout) -> Option<NonNull<u8>>;
 
-    /// Takes a block back.
+    /// Deallocates a block.
     ///
     /// # Safety
-    /// `owns(block)`; the layout is the one that it was asked for with, or resized to; nobody uses
-    /// it any more.
+    /// `owns(block)` is true. The layout is that of its allocation, or of its last resize. The
+    /// block is no longer used.
     unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout);
 
-    /// Makes a block larger or smaller, by a move if need be; `None`, and the block is as it was,
-    /// if it cannot.
+    /// Resizes a block, and moves it if needed. If it returns `None`, the block is unchanged.
     ///
     /// # Safety
-    /// As for [`deallocate`](Route::deallocate), if it answers with a block; `new` has the same
-    /// alignment and a size.
+    /// As for [`deallocate`](Route::deallocate) if it returns a block. `new` has the same alignment
+    /// and a nonzero size.
     unsafe fn resize(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>>;
 
-    /// Whether this is the address of one of this route's blocks. Asked for frees of any
-    /// allocator's blocks in the window, so it must be quick and take no lock.
+    /// Returns whether this is the address of a block of this route. It is called when any
+    /// allocator's block in the window is freed, so it must be fast and lock-free.
     fn owns(&self, block: NonNull<u8>) -> bool;
 
-    /// The addresses between which all blocks lie, for ever. The narrower, the fewer frees ask
-    /// further.
+    /// Returns the address range of all blocks, which never changes. A narrow window causes fewer
+    /// calls of `owns`.
     fn window(&self) -> Range<usize>;
 }

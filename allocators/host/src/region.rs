@@ -34,7 +34,7 @@
 //! | | the memory belongs to | accessible to others |
 //! |---|---|---|
 //! | [`Region`] | the region, which allocates it | no |
-//! | [`SharedRegion`] | the region, which allocates a memory file | to every process that receives the file |
+//! | [`SharedRegion`] | the region, as a memory file | to all processes that receive the file |
 //! | [`InPlace`] | a `Vec` or a mapping, which is passed in | not until it is returned |
 //! | [`scope`], [`scope_mut`] | the caller, lent to a closure | not until the closure returns |
 //!

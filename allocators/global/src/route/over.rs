@@ -10,10 +10,10 @@ use std::{
     ptr::NonNull,
 };
 
-/// A [`Route`] over an allocator whose blocks lie between two addresses where nobody else's do.
+/// A [`Route`] over an allocator whose blocks lie in an address range without foreign blocks.
 ///
-/// If a call of the allocator unwinds, that counts as a refusal; a free that unwinds is not done
-/// again.
+/// If a call of the allocator unwinds, that counts as a refusal. A free that unwinds is not
+/// repeated.
 #[derive(Debug)]
 pub struct Over<A> {
     inner: A,
@@ -21,7 +21,7 @@ pub struct Over<A> {
 }
 
 impl<A: Allocator + Sync> Over<A> {
-    /// Lays a route over `inner`.
+    /// Creates a route over `inner`.
     ///
     /// # Safety
     /// 1. For as long as this route is used, all blocks of `inner` lie in `window`, and no block of
@@ -33,27 +33,27 @@ impl<A: Allocator + Sync> Over<A> {
 }
 
 impl<A> Over<A> {
-    /// The allocator below.
+    /// Returns the wrapped allocator.
     pub const fn inner(&self) -> &A {
         &self.inner
     }
 }
 
-/// Runs a call that promises nothing about unwinding.
+/// Runs a call that may unwind.
 fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(answer) => Some(answer),
         Err(payload) => {
-            // Its drop could unwind in its turn.
+            // The drop of the payload could unwind too.
             Box::leak(payload);
             None
         }
     }
 }
 
-// SAFETY: 1. Blocks are `inner`'s, asked for with the layout or a growth or shrinkage of it. 2. and
-// 3. are the promise of `Over::new`. 4. Every call is contained. 5. `inner` is `Sync`, and
-// `Over::new` has promised the rest.
+// SAFETY: 1. Blocks belong to `inner`, and were allocated with the layout or grown or shrunk to it.
+// 2. and 3. are guaranteed by the caller of `Over::new`. 4. Every call catches unwinding. 5.
+// `inner` is `Sync`, and the caller of `Over::new` guarantees the rest.
 unsafe impl<A: Allocator + Sync> Route for Over<A> {
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
         contained(|| self.inner.allocate(layout))?.ok().map(NonNull::cast)
@@ -64,17 +64,17 @@ unsafe impl<A: Allocator + Sync> Route for Over<A> {
     }
 
     unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         contained(|| unsafe { self.inner.deallocate(block, layout) });
     }
 
     unsafe fn resize(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
         let resized = contained(|| {
             if new.size() >= old.size() {
-                // SAFETY: the caller's promise; `new` is no smaller.
+                // SAFETY: guaranteed by the caller, and `new` is not smaller.
                 unsafe { self.inner.grow(block, old, new) }
             } else {
-                // SAFETY: the caller's promise; `new` is no larger.
+                // SAFETY: guaranteed by the caller, and `new` is not larger.
                 unsafe { self.inner.shrink(block, old, new) }
             }
         });

@@ -1,11 +1,11 @@
-//! Whether the program's allocator asks routes.
+//! Detects whether the program's allocator uses routes.
 #![expect(unsafe_code, reason = "implements an unsafe trait; probes the global allocator")]
 
 use super::{Route, Scope, scoped, serve};
 use crate::here::HERE;
 use std::{alloc::Layout, cell::Cell, hint::black_box, ops::Range, ptr::NonNull};
 
-/// Notes that it was asked, and serves nothing.
+/// A route that records calls and serves nothing.
 struct Probe;
 
 thread_local! {
@@ -43,18 +43,18 @@ unsafe impl Route for Probe {
     }
 }
 
-/// Whether a [`Global`](crate::Global) is the program's global allocator. Finds out by allocating a
-/// byte.
+/// Returns whether a [`Global`](crate::Global) is the program's global allocator. Tests this by
+/// allocating one byte.
 #[must_use]
 pub fn is_installed() -> bool {
     ASKED.set(false);
     let inside = HERE.with(|here| here.inside.replace(false));
     scoped(Some(Scope { route: &Probe, at_least: 1 }), || {
         let layout = black_box(Layout::new::<u8>());
-        // SAFETY: the layout is that of a byte, which is not none.
+        // SAFETY: the layout is that of a byte, so its size is not zero.
         let block = unsafe { std::alloc::alloc(layout) };
         if !black_box(block).is_null() {
-            // SAFETY: the block was allocated just now with this layout.
+            // SAFETY: the block has just been allocated with this layout.
             unsafe { std::alloc::dealloc(block, layout) };
         }
     });

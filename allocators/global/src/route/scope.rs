@@ -1,4 +1,4 @@
-//! Which allocations are routed.
+//! Routing scopes, which determine the allocations that are routed.
 #![expect(unsafe_code, reason = "reads the scope on the stack")]
 
 use super::{Route, RouteId};
@@ -9,30 +9,31 @@ use std::{
     ptr,
 };
 
-/// A routing scope of one thread, on its stack.
+/// A routing scope of one thread, stored on its stack.
 #[derive(Clone, Copy)]
 pub(crate) struct Scope {
     pub(super) route: &'static dyn Route,
-    /// Bytes from which on an allocation is routed.
+    /// Minimum bytes of a routed allocation.
     pub(super) at_least: usize,
 }
 
 impl Scope {
-    /// The innermost one of a thread.
+    /// Returns the innermost scope of a thread.
     #[inline]
     pub(super) fn innermost(here: &Here) -> Option<&Self> {
-        // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose
-        // function has not returned: it takes the pointer out before. 2. Nobody writes a scope.
+        // SAFETY: 1. The pointer is null or points to a `Scope` on this thread's stack, whose
+        // function has not returned: it removes the pointer before it returns. 2. A scope is never
+        // written.
         unsafe { here.scope().as_ref() }
     }
 
-    /// The innermost one of this thread.
+    /// Returns the innermost scope of this thread.
     pub(crate) fn current() -> Option<Self> {
         HERE.with(|here| Self::innermost(here).copied())
     }
 }
 
-// A route does not unwind, so nobody sees one that has half done something.
+// A route does not unwind, so no inconsistent state of one can be observed.
 impl UnwindSafe for Scope {}
 impl RefUnwindSafe for Scope {}
 
@@ -42,7 +43,7 @@ impl fmt::Debug for Scope {
     }
 }
 
-/// Puts the scope before back, also on unwind.
+/// Restores the previous scope, also on unwind.
 struct Restore(*const Scope);
 
 impl Drop for Restore {
@@ -56,12 +57,13 @@ fn within<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Runs `work`; what it allocates on this thread, of `at_least` bytes or more, the route serves. So
-/// is what grows there to that size.
+/// Runs `work` in a scope in which the route `to` serves this thread's allocations of `at_least`
+/// bytes or more.
 ///
-/// The innermost scope counts. Where the route refuses, the wrapped allocator serves. Blocks may
-/// outlive the scope. Without a [`Global`](crate::Global) as the program's global allocator nothing
-/// is routed. [`Route`] has an example.
+/// A block that grows to that size in the scope moves to the route. The innermost scope applies. If
+/// the route refuses, the wrapped allocator serves the request. Blocks may outlive the scope.
+/// Unless a [`Global`](crate::Global) is the program's global allocator, nothing is routed. See
+/// [`Route`] for an example.
 pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
     let Some(route) = to.get() else { return work() };
     scoped(Some(Scope { route, at_least }), work)
@@ -69,17 +71,17 @@ pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
 
 /// Runs `work` in this scope, or in none.
 pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
-    // It outlives `within`, which takes its address out of the thread's state before it returns or
-    // unwinds.
+    // The scope outlives the call of `within`, which removes its address from the thread's state
+    // before it returns or unwinds.
     within(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
 }
 
-/// Runs `work` outside of all scopes: what it allocates on this thread the wrapped allocator
-/// serves.
+/// Runs `work` outside of all routing scopes: the wrapped allocator serves its allocations on this
+/// thread.
 ///
-/// For bookkeeping that must not lie in the memory it keeps book of.
+/// Use this for bookkeeping that must not lie in the memory that it describes.
 ///
-/// Its example is that of [`route`](fn@route), in whose scope it can be called.
+/// See [`route`](fn@route) for an example of a scope in which this can be called.
 pub fn unrouted<R>(work: impl FnOnce() -> R) -> R {
     scoped(None, work)
 }

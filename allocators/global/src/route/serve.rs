@@ -1,4 +1,4 @@
-//! The way of one call to a route, and back.
+//! Calls of routes for single allocations and frees.
 #![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
 
 use super::{Route, Scope, deferred, table};
@@ -9,22 +9,24 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-// Relaxed: figures, which guard no other memory. A routed call is no hot path, so they are shared.
+// Relaxed: statistics, which guard no other memory. Routed calls are rare, so the counters are
+// shared.
 static LIVE: AtomicU64 = AtomicU64::new(0);
 static SERVED: AtomicU64 = AtomicU64::new(0);
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 
-/// Live bytes, blocks served, requests refused.
+/// Returns live bytes, served blocks and refused requests.
 pub(crate) fn figures() -> (u64, u64, u64) {
     (LIVE.load(Ordering::Relaxed), SERVED.load(Ordering::Relaxed), REFUSED.load(Ordering::Relaxed))
 }
 
-/// Takes back the refusal of a probe.
+/// Removes the refusal of a probe from the count.
 pub(super) fn forgive() {
     REFUSED.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// Calls a route. Scopes are off meanwhile on this thread; frees of routed blocks wait for the end.
+/// Calls a route. During the call scopes are disabled on this thread, and its frees of routed
+/// blocks are deferred.
 fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
     here.inside.set(true);
     let answer = call();
@@ -33,15 +35,16 @@ fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
     answer
 }
 
-/// The route that an allocation of this size on this thread goes to.
+/// Returns the route for an allocation of this size on this thread.
 #[inline]
 fn bound_for(here: &Here, bytes: usize) -> Option<&'static dyn Route> {
     let scope = Scope::innermost(here)?;
     (bytes >= scope.at_least && !here.inside.get()).then_some(scope.route)
 }
 
-/// A block from this thread's route, if it is in a scope and the route serves it. Of the layout's
-/// bytes the last `ours` are not the caller's; here and below they count for nothing.
+/// Allocates a block from the route of this thread's scope, if there is a scope and the route does
+/// not refuse. The last `ours` bytes of the layout do not belong to the caller, and are not counted
+/// here or below.
 #[inline]
 pub(crate) fn allocate(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     HERE.with(|here| {
@@ -50,7 +53,7 @@ pub(crate) fn allocate(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     })
 }
 
-/// As [`allocate`], zeroed.
+/// Allocates as [`allocate`] does, with all bytes zero.
 #[inline]
 pub(crate) fn allocate_zeroed(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     HERE.with(|here| {
@@ -76,7 +79,7 @@ fn served(
     block
 }
 
-/// Takes a block back if it is a route's. Says whether it was.
+/// Deallocates a block if it belongs to a route. Returns whether it did.
 ///
 /// # Safety
 /// As for `GlobalAlloc::dealloc`.
@@ -85,7 +88,7 @@ pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout, ours: usize) -> 
     if !table::may_own(block) {
         return false;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { deallocate_in_window(block, layout, ours) }
 }
 
@@ -101,29 +104,31 @@ unsafe fn deallocate_in_window(block: *mut u8, layout: Layout, ours: usize) -> b
         if here.inside.get() {
             deferred::put_off(route, block, layout);
         } else {
-            // SAFETY: 1. The route owns the block. 2. The caller hands it over with its layout.
+            // SAFETY: 1. The route owns the block. 2. The caller gives it up with its layout.
             visit(here, || unsafe { route.deallocate(block, layout) });
         }
     });
     true
 }
 
-/// What became of a reallocation.
+/// The result of a reallocation.
 pub(crate) enum Reallocation {
-    /// No route has to do with it.
+    /// No route is involved.
     Plain,
-    /// The block is a route's and has been resized.
+    /// The block belongs to a route and has been resized.
     Done(NonNull<u8>),
-    /// The block is a route's, which cannot resize it: it has to move to the wrapped allocator.
+    /// The block belongs to a route, which cannot resize it. It has to move to the wrapped
+    /// allocator.
     Leave,
-    /// The block is the wrapped allocator's and has to move here.
+    /// The block belongs to the wrapped allocator and has to move to a route.
     Enter {
         /// A block of the new size.
         moved: NonNull<u8>,
     },
 }
 
-/// Resizes a block of a route, or finds a place in one for a block that has grown into it.
+/// Resizes a block of a route, or allocates one in a route for a block that has grown to a routed
+/// size.
 ///
 /// # Safety
 /// As for `GlobalAlloc::realloc`.
@@ -135,13 +140,13 @@ pub(crate) unsafe fn reallocate(
     ours: usize,
 ) -> Reallocation {
     if table::may_own(block) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let found = unsafe { reallocate_in_window(block, old, new) };
         if !matches!(found, Reallocation::Plain) {
             return found;
         }
     }
-    // Only growth enters: a block that shrinks in place is cheaper where it is.
+    // Only growing blocks enter a route: a block that shrinks in place is cheaper where it is.
     if new.size() <= old.size() {
         return Reallocation::Plain;
     }
@@ -162,16 +167,16 @@ unsafe fn reallocate_in_window(block: *mut u8, old: Layout, new: Layout) -> Real
         if here.inside.get() {
             return Reallocation::Leave;
         }
-        // SAFETY: 1. The route owns the block. 2. The caller hands it over, if it is answered with
-        // another, with its layout. 3. `new` has the same alignment, and the caller promises a
-        // size.
+        // SAFETY: 1. The route owns the block. 2. If another block is returned, the caller gives
+        // this one up, with its layout. 3. `new` has the same alignment, and the caller guarantees
+        // a nonzero size.
         match visit(here, || unsafe { route.resize(block, old, new) }) {
             None => {
                 REFUSED.fetch_add(1, Ordering::Relaxed);
                 Reallocation::Leave
             }
             Some(moved) => {
-                // Two steps of one counter: the sum is what matters.
+                // Two updates of one counter: only the sum matters.
                 LIVE.fetch_add(new.size() as u64, Ordering::Relaxed);
                 LIVE.fetch_sub(old.size() as u64, Ordering::Relaxed);
                 Reallocation::Done(moved)

@@ -11,36 +11,36 @@ use std::{
     },
 };
 
-/// Routes that there can be: one for each kind of memory and node of a machine, with room.
+/// Maximum number of routes: enough for one per kind of memory and node of a machine.
 const MOST: usize = 32;
 
 static ROUTES: [OnceLock<&'static dyn Route>; MOST] = [const { OnceLock::new() }; MOST];
-/// Routes before this one may be set.
+/// Routes before this index may be set.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Where the windows of all routes lie. It only widens, and before the first block of a route can
-/// exist: a thread that frees one has been told of it by the thread that got it, so relaxed loads
-/// see it.
+/// The bounds of the windows of all routes. It only widens, and does so before the first block of a
+/// route can exist. A thread that frees a block has received it from the thread that allocated it,
+/// with synchronisation, so relaxed loads see the bounds.
 struct Window {
     lowest: AtomicUsize,
     highest: AtomicUsize,
 }
 
-// Padded: every free reads it, so nothing that is written often may share its line.
+// Padded: every free reads it, so frequently written data must not share its cache line.
 static WINDOW: CachePadded<Window> =
     CachePadded::new(Window { lowest: AtomicUsize::new(usize::MAX), highest: AtomicUsize::new(0) });
 
 /// A registered route.
 ///
-/// Its example is that of [`register`].
+/// See [`register`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RouteId(usize);
 
-/// There are as many routes as there can be.
+/// The error that the maximum number of routes is registered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct RoutesFull {
-    /// How many.
+    /// That number.
     pub most: usize,
 }
 
@@ -52,18 +52,18 @@ impl fmt::Display for RoutesFull {
 
 impl error::Error for RoutesFull {}
 
-/// Makes a route known, for the life of the process. Registering one again answers with the same
-/// id.
+/// Registers a route for the life of the process. Registering a route again returns the same id.
 ///
-/// Takes time linear in the routes there are; does not block but for another registration.
+/// Takes time linear in the number of routes. Blocks only while another registration is in
+/// progress.
 ///
 /// # Errors
-/// [`RoutesFull`] if there are 32.
+/// [`RoutesFull`] if 32 routes are registered.
 pub fn register(route: &'static dyn Route) -> Result<RouteId, RoutesFull> {
     let window = route.window();
     for (index, place) in ROUTES.iter().enumerate() {
         if place.get().is_none() {
-            // Wide enough before anybody can be sent there.
+            // The bounds must include the window before any allocation can be routed there.
             WINDOW.lowest.fetch_min(window.start, Ordering::Relaxed);
             WINDOW.highest.fetch_max(window.end, Ordering::Relaxed);
         }
@@ -76,20 +76,20 @@ pub fn register(route: &'static dyn Route) -> Result<RouteId, RoutesFull> {
     Err(RoutesFull { most: MOST })
 }
 
-/// Whether both are the same route. With the method tables: routes without fields may share an
-/// address.
+/// Returns whether both are the same route. Compares the vtables too, since routes without fields
+/// may share an address.
 fn is(a: &dyn Route, b: &dyn Route) -> bool {
     ptr::eq(a, b)
 }
 
 impl RouteId {
-    /// The route. Every id was made by `register`, so there is one.
+    /// Returns the route. There always is one, since `register` creates every id.
     pub(super) fn get(self) -> Option<&'static dyn Route> {
         ROUTES.get(self.0)?.get().copied()
     }
 }
 
-/// Whether a block could be a route's.
+/// Returns whether a block may belong to a route.
 #[inline]
 pub(super) fn may_own(block: *mut u8) -> bool {
     let address = block.addr();
@@ -97,7 +97,7 @@ pub(super) fn may_own(block: *mut u8) -> bool {
         && address < WINDOW.highest.load(Ordering::Relaxed)
 }
 
-/// The route that a block is of.
+/// Returns the route that owns a block.
 pub(super) fn owner(block: NonNull<u8>) -> Option<&'static dyn Route> {
     let count = COUNT.load(Ordering::Acquire);
     ROUTES.iter().take(count).filter_map(OnceLock::get).copied().find(|route| route.owns(block))
