@@ -1,7 +1,7 @@
-//! What the process holds, and how much it may.
+//! The account of the process: what it holds, and its caps.
 //!
-//! `charged` is one shared atomic; each thread has a slot with the part of it that it has not used,
-//! its change. The crate's documentation draws it.
+//! `charged` is one shared atomic. Each thread has a slot with its *change*, the part of `charged`
+//! that it has not used yet. See the diagram in the documentation of the crate.
 
 mod slot;
 mod soft;
@@ -18,54 +18,54 @@ use crate::{report, route};
 use crossbeam_utils::CachePadded;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that a thread takes at once beyond what it needs.
+/// Bytes that a thread charges at once in addition to what it needs.
 const BATCH: u64 = 64 << 10;
-/// Change at which a thread gives back all but [`BATCH`].
+/// The change above which a thread returns all except [`BATCH`].
 const MOST_CHANGE: u64 = 2 * BATCH;
-/// Headroom below which nobody takes more than they need, so that the last bytes go to whoever asks
-/// for them.
+/// Headroom below which a thread charges only what it needs, so that the last bytes below the cap
+/// can all be allocated.
 const NEAR: u64 = 64 * BATCH;
 
-// Relaxed throughout: none of these guards other memory, and each one's changes are in one order.
-/// Bytes in live blocks and in threads' change. Never above the cap that stood when it was last
-/// raised: a lower cap recalls the change.
+// Relaxed throughout: none of these guards other memory, and each has its own modification order.
+/// Bytes in live blocks and in the change of threads. Never above the cap that was in effect when
+/// it was last raised. A lower cap recalls the change.
 static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
 static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
-/// The most that `CHARGED` has been since the last reset.
+/// The maximum of `CHARGED` since the last reset.
 static PEAK: AtomicU64 = AtomicU64::new(0);
 static REFUSALS: AtomicU64 = AtomicU64::new(0);
 
 /// What the process has allocated through [`Global`](crate::Global).
 ///
-/// A block that moves between the wrapped allocator and a route is freed by the one and allocated
-/// by the other.
+/// A block that moves between the wrapped allocator and a route counts as a free of one and an
+/// allocation of the other.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Bytes in live blocks of the wrapped allocator, as they were asked for. Exact when no call
-    /// is under way on any thread.
+    /// Requested bytes in live blocks of the wrapped allocator. Exact when no call is in progress
+    /// on any thread.
     pub live: u64,
-    /// The most that `live` has been since the start or the last [`reset_peak`]: never below the
-    /// truth, and above it by at most 128 KiB for each thread.
+    /// Maximum of `live` since the start or the last [`reset_peak`]. Never too low, and too high by
+    /// at most 128 KiB per thread.
     pub peak: u64,
-    /// Allocations (a count). Growing and shrinking are neither allocation nor free.
+    /// Number of allocations. Resizing a block is neither an allocation nor a free.
     pub allocations: u64,
-    /// Blocks freed (a count).
+    /// Number of freed blocks.
     pub frees: u64,
-    /// Calls that the cap refused (a count).
+    /// Number of calls that the cap refused.
     pub refusals: u64,
-    /// Bytes in live blocks that routes serve. Not part of `live`, nor under the cap: the memory
-    /// is not the wrapped allocator's.
+    /// Bytes in live blocks of routes. They are not part of `live` and not subject to the cap,
+    /// since their memory does not come from the wrapped allocator.
     pub routed: u64,
-    /// Allocations that routes have served (a count).
+    /// Number of allocations that routes have served.
     pub routed_allocations: u64,
-    /// Allocations that a route refused and the wrapped allocator served instead, or refused as
-    /// well (a count).
+    /// Number of allocations that a route refused, whether the wrapped allocator then served them
+    /// or not.
     pub route_refusals: u64,
 }
 
-/// The figures of this moment. Allocates nothing and takes no lock; in time linear in the most
-/// threads there have been at once.
+/// Returns the current figures. Allocates nothing and takes no lock. Takes time linear in the
+/// maximum number of concurrent threads so far.
 #[must_use]
 pub fn stats() -> Stats {
     let totals = slot::totals();
@@ -83,14 +83,15 @@ pub fn stats() -> Stats {
     }
 }
 
-/// Sets the most bytes that may be live, for allocations from now on; `u64::MAX` lifts it. Answers
-/// with the bytes by which it is exceeded already, or 0: until those are freed every allocation is
-/// refused.
+/// Sets the cap, the maximum of live bytes, for subsequent allocations. `u64::MAX` removes it.
 ///
-/// An allocation beyond the cap answers with null, which a `Vec` turns into an abort and
-/// `try_reserve` into an error. No allocation exceeds the cap that begins after it was set. It may
-/// refuse early by what other threads hold as change, 128 KiB each at most; the calling thread's
-/// own is used up first.
+/// Returns the number of bytes by which the cap is already exceeded, or 0. Until those bytes are
+/// freed, every allocation is refused.
+///
+/// An allocation beyond the cap returns null. A `Vec` then aborts, and `try_reserve` returns an
+/// error. No allocation that begins after this call exceeds the cap. An allocation may be refused
+/// early, by the change of other threads, at most 128 KiB each. The change of the calling thread is
+/// used up first.
 ///
 /// ```
 /// use aquifer_global as global;
@@ -104,8 +105,8 @@ pub fn stats() -> Stats {
 /// assert!(buffer.try_reserve_exact(2 << 20).is_ok());
 /// ```
 ///
-/// Where [`Global`](crate::Global) is not the program's global allocator the cap holds for what is
-/// allocated from it by name alone, and the first call says so on the standard error stream: see
+/// If [`Global`](crate::Global) is not the program's global allocator, the cap only applies to
+/// explicit allocations from it, and the first call prints a warning to standard error. See
 /// [`is_installed`](crate::is_installed).
 pub fn set_cap(bytes: u64) -> u64 {
     if bytes != u64::MAX {
@@ -116,22 +117,22 @@ pub fn set_cap(bytes: u64) -> u64 {
     stats().live.saturating_sub(bytes)
 }
 
-/// The cap, in bytes; `u64::MAX` if there is none.
+/// Returns the cap in bytes, or `u64::MAX` if there is none.
 #[must_use]
 pub fn cap() -> u64 {
     CAP.load(Ordering::Relaxed)
 }
 
-/// Starts the peak anew from what is charged now, and each tag's.
+/// Resets the peak to the currently charged bytes, also for each tag.
 ///
-/// Its example is that of [`stats`].
+/// See [`stats`] for the figures.
 pub fn reset_peak() {
     PEAK.store(CHARGED.load(Ordering::Relaxed), Ordering::Relaxed);
     tags::reset_peaks();
 }
 
-/// Takes `need` bytes from the shared account, and up to `extra` more if they are easily had.
-/// Answers with what it took, or with `None` if the cap refuses.
+/// Charges `need` bytes to the shared account, and `extra` more if the cap is not near. Returns the
+/// charged bytes, or `None` if the cap refuses.
 fn take(need: u64, extra: u64) -> Option<u64> {
     let mut charged = CHARGED.load(Ordering::Relaxed);
     loop {

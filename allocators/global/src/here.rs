@@ -1,4 +1,4 @@
-//! What a thread knows of itself.
+//! Thread-local state.
 #![expect(unsafe_code, reason = "points to slots, which are never freed")]
 
 use crate::{
@@ -8,19 +8,19 @@ use crate::{
 use aquifer_core::{__tag, Tag};
 use std::{cell::Cell, ptr};
 
-/// A thread's own state. Const and without a destructor, so that it is there from the thread's
-/// first instruction to its last, and reading it neither allocates nor fails.
+/// The state of one thread. It is const-initialised and has no destructor, so it is available for
+/// the whole life of the thread, and reading it neither allocates nor fails.
 pub(crate) struct Here {
     slot: Cell<Counts>,
     unrouted: Cell<Counts>,
     plain: Cell<Counts>,
-    /// Whether the thread is ending: it has given its slot back and gets no other.
+    /// Whether the thread is ending. It has released its slot and gets no other.
     pub(crate) ending: Cell<bool>,
-    /// The innermost routing scope, on this thread's stack; null outside of all.
+    /// The innermost routing scope, on this thread's stack. Null outside of all scopes.
     scope: Cell<*const Scope>,
     /// Whether a route is being called.
     pub(crate) inside: Cell<bool>,
-    /// Whether a call stack is being walked or told: nothing is sampled meanwhile.
+    /// Whether sampling is paused, while a call stack is walked or reported.
     pub(crate) sampling: Cell<bool>,
 }
 
@@ -38,7 +38,8 @@ thread_local! {
     };
 }
 
-/// A slot. By its address, since a constant holds no reference to what changes before Rust 1.90.
+/// A pointer to a slot. A constant cannot hold a reference to interior-mutable data before Rust
+/// 1.90.
 #[derive(Clone, Copy)]
 struct Counts(*const Slot);
 
@@ -47,66 +48,67 @@ impl Counts {
 
     #[inline]
     fn get(self) -> &'static Slot {
-        // SAFETY: 1. it is made of the shared slot or of a reference, both of which last as long as
-        // the program.
+        // SAFETY: 1. it points to the shared slot or was created from a `&'static` reference, so it
+        // is valid for the life of the program.
         unsafe { &*self.0 }
     }
 }
 
 impl Here {
-    /// The slot that this thread counts in; the shared one while it has none.
+    /// Returns the slot in which this thread counts: its own, or the shared one.
     #[inline]
     pub(crate) fn slot(&self) -> &'static Slot {
         self.slot.get().get()
     }
 
-    /// The same for an allocation that has nobody else to ask: the shared one in a routing scope.
+    /// Returns [`Here::slot`] outside of routing scopes, and the shared slot inside.
     #[inline]
     pub(crate) fn unrouted(&self) -> &'static Slot {
         self.unrouted.get().get()
     }
 
-    /// The same for one that nobody has tagged either: the shared one in a scope of either kind.
+    /// Returns [`Here::slot`] outside of all scopes, and the shared slot inside a scope of either
+    /// kind.
     #[inline]
     pub(crate) fn plain(&self) -> &'static Slot {
         self.plain.get().get()
     }
 
-    /// The thread's own slot, if it has one.
+    /// Returns the thread's own slot, if it has one.
     #[inline]
     pub(crate) fn own(&self) -> Option<&'static Slot> {
         let slot = self.slot();
         (!ptr::eq(slot, &SHARED)).then_some(slot)
     }
 
-    /// Gives the thread a slot.
+    /// Sets the slot of the thread.
     pub(crate) fn count_in(&self, slot: &'static Slot) {
         self.slot.set(Counts(slot));
         self.settle();
     }
 
-    /// Takes the thread's slot from it.
+    /// Removes the thread's own slot, and returns it.
     pub(crate) fn leave(&self) -> Option<&'static Slot> {
         let slot = self.own();
         self.count_in(&SHARED);
         slot
     }
 
-    /// The innermost routing scope.
+    /// Returns the innermost routing scope.
     #[inline]
     pub(crate) fn scope(&self) -> *const Scope {
         self.scope.get()
     }
 
-    /// Puts this routing scope in the other's place.
+    /// Sets the innermost routing scope, and returns the previous one.
     pub(crate) fn enter(&self, scope: *const Scope) -> *const Scope {
         let before = self.scope.replace(scope);
         self.settle();
         before
     }
 
-    /// To be called when the slot, or a scope of either kind, has changed: allocations then need
-    /// not ask for any of them.
+    /// Recomputes the cached slots. Must be called when the slot or a scope of either kind has
+    /// changed, so that allocations need not check them.
     fn settle(&self) {
         self.unrouted.set(if self.scope.get().is_null() {
             self.slot.get()
@@ -120,7 +122,7 @@ impl Here {
         });
     }
 
-    /// Has the thread hear of its scopes of tags.
+    /// Registers the thread for changes of its tag scopes.
     pub(crate) fn follow_tags() {
         __tag::follow(|| HERE.with(Self::settle));
     }

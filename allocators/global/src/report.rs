@@ -1,4 +1,4 @@
-//! Everything there is to tell, at once.
+//! Reports of all figures.
 
 mod exit;
 
@@ -13,13 +13,13 @@ use crate::{
 use aquifer_core::Bytes;
 use std::fmt;
 
-/// What is missing where figures stay at nothing.
+/// The message for programs in which figures stay at zero.
 pub(crate) const NOT_INSTALLED: &str = "aquifer's Global is not this program's #[global_allocator]";
 
-/// Tags and call stacks in a report.
+/// Number of tags, and of call stacks, in a report.
 const LARGEST: usize = 20;
 
-/// A report: the totals, the caps, the largest consumers and where they hold what they hold.
+/// A report: totals, caps, and the largest consumers with the call stacks of their blocks.
 ///
 /// ```
 /// use aquifer_global as global;
@@ -32,22 +32,23 @@ const LARGEST: usize = 20;
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// Whether [`Global`](crate::Global) is the program's global allocator. If it is not, the
-    /// figures are those of what was allocated from it by name alone.
+    /// Whether [`Global`](crate::Global) is the program's global allocator. If not, the figures
+    /// only include explicit allocations from it.
     pub installed: bool,
-    /// Of the process.
+    /// The figures of the process.
     pub stats: Stats,
-    /// The cap, in bytes; `u64::MAX` if there is none.
+    /// The cap in bytes, `u64::MAX` if there is none.
     pub cap: u64,
-    /// The soft cap, in bytes; `u64::MAX` if there is none.
+    /// The soft cap in bytes, `u64::MAX` if there is none.
     pub soft_cap: u64,
     /// The 20 largest tags ([`top`](crate::top)).
     pub top: Vec<Consumer>,
-    /// The 20 call stacks that hold most ([`stacks`](crate::stacks)).
+    /// The 20 call stacks that hold the most bytes ([`stacks`](crate::stacks)).
     pub stacks: Vec<Stack>,
 }
 
-/// The figures of this moment. Allocates for the report itself after the totals were taken.
+/// Returns the current figures. Memory for the report itself is allocated after the totals are
+/// taken.
 #[must_use]
 pub fn report() -> Report {
     let stats = account::stats();

@@ -61,8 +61,8 @@ use std::{alloc::Layout, ops::Range, ptr::NonNull};
 /// // SAFETY: the bytes behind the pointer belong to the strip, and `used` allocates each once.
 /// unsafe impl Sync for Strip {}
 ///
-/// // SAFETY: 1. Blocks are cut off one after another. 2. They lie in the strip's bytes, 3. which no
-/// // other allocator uses. 4. Nothing unwinds. 5. The only state is one atomic.
+/// // SAFETY: 1. Blocks are cut off one after another. 2. They lie in the strip's bytes, 3. which
+/// // no other allocator uses. 4. Nothing unwinds. 5. The only state is one atomic.
 /// unsafe impl Route for Strip {
 ///     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
 ///         let bytes = layout.pad_to_align().size().next_multiple_of(64);

@@ -1,9 +1,9 @@
-//! Where what is held was allocated: call stacks of a sample of all blocks.
+//! Call stacks of held blocks, from a random sample of all blocks.
 //!
-//! Each thread's bytes are a line on which points lie at random, so many bytes apart on average (a
-//! Poisson process); the block that a point falls into is sampled. So a block of `s` bytes is, with
-//! an interval of `n`, one of `1 / (1 − e^(−s/n))` like it, and stands for all of these: sums over
-//! samples expect the truth, whatever the sizes.
+//! The bytes of each thread form a line with random points, `n` bytes apart on average (a Poisson
+//! process). A block is sampled if a point falls into it. A block of `s` bytes is sampled with
+//! probability `1 − e^(−s/n)`, and represents `1 / (1 − e^(−s/n))` such blocks. So sums over
+//! samples are unbiased estimates for all sizes.
 //!
 //! ```text
 //!   bytes of a thread   ├──────────────────×──────────────×───────────────────────────────×────
@@ -11,8 +11,8 @@
 //!                                 sampled            sampled                      sampled
 //! ```
 //!
-//! A stack is walked on the allocating thread without memory or locks of ours; names are looked up
-//! when it is printed.
+//! The allocating thread walks its stack without using this allocator or its locks. Symbols are
+//! resolved when a stack is printed.
 
 mod record;
 mod stack;
@@ -27,18 +27,21 @@ use crate::{
 use record::FRAMES;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
-/// Bytes between samples on average; 0 if there are none.
+/// Average bytes between samples, or 0 without sampling.
 static INTERVAL: AtomicU64 = AtomicU64::new(0);
-/// Bytes after which a thread looks again whether it is to sample.
+/// Bytes after which a thread checks again whether sampling is enabled.
 const LOOK: i64 = 1 << 20;
 
-/// Takes the call stack of one block in every `bytes` allocated, on average; 0 ends that.
+/// Samples the call stack of one block in every `bytes` allocated bytes on average. 0 ends
+/// sampling.
 ///
-/// Needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`. A thread
-/// begins, and ends, within the next MiB that it allocates. What has been sampled is followed until
-/// it is freed. A sample costs some microseconds (and the process's first one milliseconds, since
-/// the unwinder prepares itself) and 0.4 KiB, from the system's allocator and never given back; 512
-/// KiB between samples is usual. Walking the stack may wait for the dynamic loader.
+/// - It needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`.
+/// - Each thread starts and stops within the next MiB that it allocates. Sampled blocks are tracked
+///   until they are freed.
+/// - A sample costs some microseconds, and 0.4 KiB from the system's allocator that are never
+///   freed. The first sample of the process takes milliseconds, since the unwinder initialises
+///   itself. A usual interval is 512 KiB.
+/// - Walking the stack may wait for the dynamic loader.
 ///
 /// ```
 /// use aquifer_global::{self as global, Global, Tracked};
@@ -56,14 +59,13 @@ pub fn sample_every(bytes: u64) {
     INTERVAL.store(bytes, Ordering::Relaxed);
 }
 
-/// When a thread's next sample is due. Written by the owner of its slot alone, and read by nobody
-/// else.
+/// When the next sample of a thread is due. Only the owner of its slot accesses it.
 pub(crate) struct Clock {
-    /// Bytes until then, or until the thread looks again.
+    /// Bytes until the next sample or the next check.
     left: AtomicI64,
-    /// The interval that `left` was drawn for; 0 if for none.
+    /// The interval for which `left` was drawn, 0 for none.
     drawn_for: AtomicU64,
-    /// The state of the thread's random numbers.
+    /// The state of the thread's random number generator.
     seed: AtomicU64,
 }
 
@@ -72,10 +74,10 @@ impl Clock {
         Self { left: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
     }
 
-    /// Bytes to the next point, at random with this mean (Steele, Lea and Flood, "Fast Splittable
-    /// Pseudorandom Number Generators", 2014).
+    /// Returns the bytes to the next point, drawn from an exponential distribution with this mean
+    /// (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
     fn draw(&self, interval: u64) -> i64 {
-        // Clocks start alike, so their addresses tell them apart.
+        // All clocks start in the same state, so the address is mixed in to distinguish them.
         let step = 0x9e37_79b9_7f4a_7c15u64;
         let seed = self.seed.load(Ordering::Relaxed).wrapping_add(step);
         self.seed.store(seed, Ordering::Relaxed);
@@ -88,12 +90,12 @@ impl Clock {
     }
 }
 
-/// Samples a block, if it is its turn: answers with the number of the sample. Without a slot a
-/// thread samples nothing.
+/// Samples a block if it is due, and returns the number of the sample. A thread without a slot
+/// samples nothing.
 #[inline]
 pub(crate) fn consider(slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
     let clock = &slot?.clock;
-    // No block has more.
+    // Every block size fits.
     let left = clock.left.load(Ordering::Relaxed).wrapping_sub(bytes as i64);
     clock.left.store(left, Ordering::Relaxed);
     if left >= 0 {
@@ -112,14 +114,14 @@ fn due(here: &Here, clock: &Clock, tag: u16, bytes: usize) -> Option<u32> {
         return None;
     }
     if clock.drawn_for.swap(interval, Ordering::Relaxed) != interval {
-        // No point had been drawn: does one fall into this block?
+        // No point had been drawn. Draw one, and check whether it falls into this block.
         let left = clock.draw(interval).saturating_sub(bytes as i64);
         if left >= 0 {
             clock.left.store(left, Ordering::Relaxed);
             return None;
         }
     }
-    // What lies between two points has no memory, so the next one may be counted from the end of
+    // The distance between two points is memoryless, so the next one may be counted from the end of
     // this block.
     clock.left.store(clock.draw(interval), Ordering::Relaxed);
     here.sampling.set(true);
@@ -130,7 +132,7 @@ fn due(here: &Here, clock: &Clock, tag: u16, bytes: usize) -> Option<u32> {
     record::keep(tag, stands_for as u64, bytes as u64, frames.get(..depth)?)
 }
 
-/// Runs `work` without samples on this thread.
+/// Runs `work` without sampling on this thread.
 pub(crate) fn paused<R>(work: impl FnOnce() -> R) -> R {
     struct Resume(bool);
     impl Drop for Resume {

@@ -1,14 +1,15 @@
-//! Where each thread counts.
+//! Per-thread slots of the account.
 //!
-//! A slot is written by one thread at a time with plain loads and stores, and read by whoever asks
-//! for totals. It belongs to a thread from its first allocation to its end and then waits for
-//! another; it never goes away, so a total is a walk over slots without a lock. A thread that
-//! cannot have one (it is ending, or there is no memory for more) counts in the shared slot by
-//! atomic additions.
-//!
-//! A thread without a slot points at the shared one. That has no change to pay from and may keep
-//! none, so whoever comes with a block turns into the slow path by the comparison that everybody
-//! makes, and the quick one asks nothing more.
+//! - Only one thread at a time writes a slot, with plain loads and stores. Any thread may read it
+//!   for totals.
+//! - A slot belongs to a thread from its first allocation to its end. After that another thread can
+//!   claim it.
+//! - Slots are never freed, so totals are computed without a lock.
+//! - A thread that cannot get a slot, because it is ending or there is no memory for more, counts
+//!   in the shared slot with atomic additions.
+//! - A thread without a slot points to the shared one. That has no change and accepts none, so the
+//!   comparison of the fast path fails and leads to the slow path. The fast path needs no other
+//!   check.
 #![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
 
 use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
@@ -23,28 +24,28 @@ use std::{
     sync::atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicU64, Ordering},
 };
 
-/// A thread's part of the account. Apart from its neighbours, also where lines are fetched in
-/// pairs.
+/// The part of one thread in the account. Aligned so that it also shares no pair of cache lines
+/// that the prefetcher fetches together.
 #[repr(align(128))]
 pub(crate) struct Slot {
-    /// Whether a thread counts here. Acquired and released, so that the next owner sees what the
-    /// last one wrote.
+    /// Whether a thread owns the slot. Acquired and released, so that the next owner sees the
+    /// writes of the last one.
     taken: AtomicBool,
-    /// Bytes that are charged and in no live block. Written by the owner alone; 0 while nobody
-    /// owns it.
+    /// Bytes that are charged but not in a live block. Written only by the owner. 0 without an
+    /// owner.
     change: AtomicU64,
-    /// The most that the change may become: [`MOST_CHANGE`], or none in the shared slot.
+    /// The maximum of the change: [`MOST_CHANGE`], or 0 in the shared slot.
     most: u64,
-    /// What the change must not fall below: nothing, or [`RECALLED`]. Set by anybody, cleared by
-    /// the owner. Signed, so that one comparison answers for a change that is too small as well.
+    /// The minimum of the change after a payment: 0, or [`RECALLED`]. Set by any thread, cleared by
+    /// the owner. Signed, so that one comparison also detects an insufficient change.
     floor: AtomicI64,
-    /// Allocations of all owners. Written by the owner alone.
+    /// Allocations of all owners. Written only by the current owner.
     allocations: AtomicU64,
-    /// Frees of all owners. Written by the owner alone.
+    /// Frees of all owners. Written only by the current owner.
     frees: AtomicU64,
-    /// The same by tag. They count for nobody while nobody owns the slot.
+    /// The counts by tag. Without an owner the cells belong to no tag.
     pub(super) cells: Cells,
-    /// When this thread's next call stack is due.
+    /// When the next call stack of this thread is due.
     pub(crate) clock: Clock,
 }
 
@@ -62,16 +63,16 @@ impl Slot {
         }
     }
 
-    /// Counts `more`, as its only writer.
+    /// Adds `more` to a counter. The caller must be its only writer.
     #[inline]
     fn add(counter: &AtomicU64, more: u64) {
         counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Pays `bytes`, which are some, out of the change, if it has them.
+    /// Pays a nonzero number of bytes from the change, if it is sufficient.
     #[inline]
     fn pays(&self, bytes: u64) -> bool {
-        // Neither wraps: the change is small, and no block is larger than `i64::MAX`.
+        // Cannot overflow: the change is small, and no block is larger than `i64::MAX`.
         let rest = (self.change.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
         if rest < self.floor.load(Ordering::Relaxed) {
             return false;
@@ -80,7 +81,7 @@ impl Slot {
         true
     }
 
-    /// Pays for an allocation of `bytes`, and counts it, if the change has them.
+    /// Pays for an allocation of `bytes` bytes, and counts it, if the change is sufficient.
     #[inline]
     fn pays_for_one(&self, bytes: usize) -> bool {
         let paid = self.pays(bytes as u64);
@@ -91,8 +92,8 @@ impl Slot {
     }
 
     fn pay_by_taking(&self, bytes: u64) -> bool {
-        // The change may have been taken under an earlier cap, or freed while the cap was exceeded.
-        // Acquire: the new cap, if this reads what its setter wrote.
+        // The change may come from an earlier cap, or from frees while the cap was exceeded.
+        // Acquire: sees the new cap, if this reads the value that its setter wrote.
         if self.floor.swap(0, Ordering::Acquire) != 0 {
             put_back(self.change.swap(0, Ordering::Relaxed));
         }
@@ -104,8 +105,8 @@ impl Slot {
                 true
             }
             None => {
-                // What is freed from here on is not to be had before it has been compared with the
-                // cap.
+                // Bytes that are freed from now on must be compared with the cap before they are
+                // reused.
                 self.floor.store(RECALLED, Ordering::Relaxed);
                 refused();
                 false
@@ -113,7 +114,7 @@ impl Slot {
         }
     }
 
-    /// Takes `bytes` back into the change, if there is room.
+    /// Adds `bytes` to the change, if that stays within the maximum.
     #[inline]
     fn receives(&self, bytes: u64) -> bool {
         let change = self.change.load(Ordering::Relaxed).wrapping_add(bytes);
@@ -124,14 +125,14 @@ impl Slot {
         true
     }
 
-    /// Takes `bytes` back, and returns all of the change but one batch.
+    /// Takes back `bytes`, and returns all of the change except one batch.
     fn receive_and_return(&self, bytes: u64) {
         let change = self.change.load(Ordering::Relaxed) + bytes;
         self.change.store(BATCH, Ordering::Relaxed);
         put_back(change - BATCH);
     }
 
-    /// Leaves the slot to another thread.
+    /// Releases the slot for another thread.
     fn retire(&self) {
         put_back(self.change.swap(0, Ordering::Relaxed));
         self.cells.leave();
@@ -139,14 +140,14 @@ impl Slot {
     }
 }
 
-/// The floor of a change that has to go back before the next payment: the cap was set, or has
-/// refused, since the last one, or the owner is new.
+/// The floor of a change that must be returned before the next payment. It applies after the cap
+/// was set or has refused an allocation, and for a new owner.
 const RECALLED: i64 = i64::MAX;
 
-/// Slots in one block.
+/// Slots per block.
 const SLOTS: usize = 64;
 
-/// Slots that are made at once. The first block is there from the start, further ones are leaked.
+/// A block of slots. The first one is static, further ones are leaked.
 struct Block {
     slots: [Slot; SLOTS],
     next: AtomicPtr<Block>,
@@ -162,22 +163,23 @@ impl Block {
 
     fn next(&self) -> Option<&'static Block> {
         let next = self.next.load(Ordering::Acquire);
-        // SAFETY: 1. A pointer that is not null came from `extend`, which leaked a block and
-        // initialised it before this pointer was published (Acquire here, Release there). 2. Nobody
-        // makes a `&mut` of it.
+        // SAFETY: 1. A pointer that is not null comes from `extend`, which leaked and initialised a
+        // block before it published the pointer (Acquire here, Release there). 2. No `&mut` of it
+        // is created.
         unsafe { next.as_ref() }
     }
 
-    /// Adds a block behind this one, the last. `None` if the system has no memory.
+    /// Appends a block to this one, which is the last. Returns `None` if the system has no memory.
     fn extend(&self) -> Option<&'static Block> {
         let layout = Layout::new::<Block>();
-        // SAFETY: the layout has a size. From the system and not from the allocator that is being
-        // wrapped: this runs inside a call of it.
+        // SAFETY: the layout has a nonzero size. The system allocator is used, not the wrapped one,
+        // because this runs inside a call of the wrapper.
         let fresh = unsafe { System.alloc(layout) }.cast::<Block>();
         if fresh.is_null() {
             return None;
         }
-        // SAFETY: 1. `fresh` is a block of the layout of `Block`. 2. Nobody else has it yet.
+        // SAFETY: 1. `fresh` is a block of the layout of `Block`. 2. No other thread has its
+        // address yet.
         unsafe { fresh.write(Block::new()) };
         match self.next.compare_exchange(
             ptr::null_mut(),
@@ -185,10 +187,10 @@ impl Block {
             Ordering::AcqRel,
             Ordering::Acquire,
         ) {
-            // Ours, or that of a thread that was faster.
+            // The next block is this one, or that of a faster thread.
             Ok(_) => {}
-            // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so
-            // nobody has it.
+            // SAFETY: 1. `fresh` was allocated by the system with this layout. 2. It was not
+            // published, so no other thread has its address.
             Err(_) => unsafe { System.dealloc(fresh.cast(), layout) },
         }
         self.next()
@@ -196,10 +198,10 @@ impl Block {
 }
 
 static FIRST: Block = Block::new();
-/// Where threads count that have no slot of their own: by atomic additions, and without change.
+/// The slot of all threads without their own: atomic additions, and no change.
 pub(crate) static SHARED: Slot = Slot::new(0);
 
-/// Finds a slot that nobody owns, and takes it.
+/// Claims a slot without an owner.
 fn claim() -> Option<&'static Slot> {
     let mut block = Some(&FIRST);
     while let Some(here) = block {
@@ -219,7 +221,7 @@ fn claim() -> Option<&'static Slot> {
     None
 }
 
-/// Ends a thread's part when the thread ends.
+/// Releases the slot of a thread when the thread ends.
 struct Leave;
 
 impl Drop for Leave {
@@ -237,7 +239,7 @@ thread_local! {
     static LEAVE: Leave = const { Leave };
 }
 
-/// Gives this thread a slot, if it can have one.
+/// Assigns a slot to this thread, if possible.
 #[cold]
 #[inline(never)]
 fn arrive(here: &Here) -> Option<&'static Slot> {
@@ -246,10 +248,10 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
     }
     let slot = claim()?;
     report::request();
-    // First, so that an allocation from within the next line finds it.
+    // First, so that an allocation inside the next call finds the slot.
     here.count_in(slot);
     Here::follow_tags();
-    // Asks for the destructor. It is refused only if it has run.
+    // Registers the destructor. This fails only if it has already run.
     if LEAVE.try_with(|_| ()).is_err() {
         here.ending.set(true);
         here.leave();
@@ -259,33 +261,34 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
     Some(slot)
 }
 
-/// The calling thread's slot; `None` if it counts in the shared one.
+/// Returns the calling thread's slot, or `None` if it counts in the shared one.
 #[inline]
 pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
     here.own().or_else(|| arrive(here))
 }
 
-/// Pays for `bytes` and counts an allocation, if this thread is in no scope and its change has
-/// them. What most allocations do, and all that they do.
+/// Pays for `bytes` bytes and counts an allocation, if this thread is in no scope and its change is
+/// sufficient. This is the complete fast path of most allocations.
 #[inline]
 pub(crate) fn charge_plainly(bytes: usize) -> bool {
     HERE.with(|here| here.plain().pays_for_one(bytes))
 }
 
-/// The same in a scope of a tag.
+/// Pays and counts as [`charge_plainly`] does, also in a scope of a tag.
 #[inline]
 pub(crate) fn charge_unrouted(bytes: usize) -> bool {
     HERE.with(|here| here.unrouted().pays_for_one(bytes))
 }
 
-/// Pays for `bytes` and counts an allocation. False, and nothing has changed, if the cap refuses.
+/// Pays for `bytes` bytes and counts an allocation. Returns `false` and changes nothing if the cap
+/// refuses.
 #[cold]
 #[inline(never)]
 pub(crate) fn charge(bytes: usize) -> bool {
     HERE.with(|here| pay(here, bytes as u64, 1))
 }
 
-/// Pays for `bytes` by which a block grows.
+/// Pays for the growth of a block by `bytes` bytes.
 #[inline]
 pub(crate) fn charge_growth(bytes: usize) -> bool {
     let bytes = bytes as u64;
@@ -317,7 +320,7 @@ fn charge_shared(bytes: u64, allocations: u64) -> bool {
     paid
 }
 
-/// Undoes [`charge`]: the allocator below had no memory.
+/// Undoes [`charge`], because the wrapped allocator had no memory.
 #[cold]
 pub(crate) fn refund(bytes: usize) {
     HERE.with(|here| {
@@ -329,9 +332,9 @@ pub(crate) fn refund(bytes: usize) {
     });
 }
 
-/// Takes back `bytes` of a block that this thread is about to free, and counts the free, if its
-/// change has room. Until the thread allocates again they are nobody's, so whoever else allocates
-/// still finds them charged.
+/// Takes back the `bytes` of a block that this thread is about to free, and counts the free, if its
+/// change has room. The bytes stay charged, so no other thread can use them before the block is
+/// really free.
 #[inline]
 pub(crate) fn frees_plainly(bytes: usize) -> bool {
     HERE.with(|here| {
@@ -344,12 +347,12 @@ pub(crate) fn frees_plainly(bytes: usize) -> bool {
     })
 }
 
-/// Takes back `bytes` of a block that was freed, and counts the free.
+/// Takes back the `bytes` of a freed block, and counts the free.
 pub(crate) fn freed(bytes: usize) {
     HERE.with(|here| receive(here, bytes as u64, 1));
 }
 
-/// Takes back `bytes` by which a block shrank, or did not grow after all.
+/// Takes back `bytes` by which a block has shrunk, or could not grow.
 #[inline]
 pub(crate) fn release(bytes: usize) {
     let bytes = bytes as u64;
@@ -400,9 +403,9 @@ pub(super) fn totals() -> Totals {
     totals
 }
 
-/// Has every thread return its change before it pays the next time.
+/// Makes every thread return its change before its next payment.
 pub(super) fn recall() {
-    // Release: whoever sees it sees the cap that was set before.
+    // Release: a thread that sees the floor also sees the new cap.
     slots().for_each(|slot| slot.floor.store(RECALLED, Ordering::Release));
 }
 

@@ -1,4 +1,4 @@
-//! The soft cap: nothing is refused, but somebody is told.
+//! The soft cap: it refuses no allocation, but hooks are called when it is exceeded.
 //!
 //! ```text
 //!   bytes │        told: exceeded                 told: no more
@@ -7,9 +7,9 @@
 //!         └────────╱───────────────╲──────────────────────► time
 //! ```
 //!
-//! An allocator must not run anybody's code: its caller may hold any lock, and be anywhere. So the
-//! call that crosses the line only leaves word and wakes a thread, which runs the hooks: outside of
-//! every allocation, one after another, and never within one another, whatever they allocate.
+//! An allocator must not run foreign code, because its caller may hold any lock. So the call that
+//! crosses the threshold only sets a flag and wakes a thread. That thread runs the hooks outside of
+//! every allocation, one after another and never recursively, even if they allocate.
 
 use super::{CHARGED, stats};
 use std::{
@@ -24,35 +24,35 @@ use std::{
 
 static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 static EXCEEDED: AtomicBool = AtomicBool::new(false);
-/// How often the line was crossed upwards.
+/// Number of upward crossings.
 static CROSSINGS: AtomicU64 = AtomicU64::new(0);
 
-/// What a hook is told.
+/// The argument of a hook.
 ///
-/// Its example is that of [`on_soft_cap`].
+/// See [`on_soft_cap`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct SoftCap {
-    /// Whether more is charged than the cap allows; if not, it has fallen to seven eighths of it.
+    /// Whether the charged bytes exceed the cap. If not, they have fallen to seven eighths of it.
     pub exceeded: bool,
-    /// Bytes in live blocks, as the hook is called.
+    /// Bytes in live blocks at the time of the call.
     pub live: u64,
-    /// The soft cap.
+    /// The soft cap in bytes.
     pub cap: u64,
 }
 
 type Hook = dyn Fn(SoftCap) + Send + Sync;
 
 static HOOKS: Mutex<Vec<Arc<Hook>>> = Mutex::new(Vec::new());
-/// The thread that runs the hooks, once there is one.
+/// The thread that runs the hooks, once it exists.
 static TELLER: OnceLock<Thread> = OnceLock::new();
 
-/// Where it counts as fallen.
+/// Returns the lower threshold.
 fn low(cap: u64) -> u64 {
     cap - cap / 8
 }
 
-/// More is charged than before, now `charged`.
+/// Checks the cap after the charged bytes have risen to `charged`.
 #[inline]
 pub(super) fn risen(charged: u64) {
     if charged > CAP.load(Ordering::Relaxed) {
@@ -60,7 +60,7 @@ pub(super) fn risen(charged: u64) {
     }
 }
 
-/// Less is charged than before, now `charged`.
+/// Checks the lower threshold after the charged bytes have fallen to `charged`.
 #[inline]
 pub(super) fn fallen(charged: u64) {
     if EXCEEDED.load(Ordering::Relaxed) && charged <= low(CAP.load(Ordering::Relaxed)) {
@@ -83,19 +83,19 @@ fn relaxed() {
     }
 }
 
-/// A futex call at most: no lock, and no memory.
+/// At most one futex call. Takes no lock and no memory.
 fn wake() {
     if let Some(teller) = TELLER.get() {
         teller.unpark();
     }
 }
 
-/// Sets the bytes above which hooks are told ([`on_soft_cap`]); `u64::MAX` lifts it. Says whether
-/// more is charged already, of which hooks are told too.
+/// Sets the soft cap in bytes, above which hooks are called ([`on_soft_cap`]). `u64::MAX` removes
+/// it. Returns whether it is already exceeded, for which hooks are called too.
 ///
-/// Nothing is refused. What is compared are the live bytes and what threads hold as change, so it
-/// may be crossed early, by 128 KiB for each thread at most, and never late. It counts as fallen at
-/// seven eighths, so that hooks are not called for each block around the line.
+/// No allocation is refused. The cap is compared with live bytes plus the change of all threads. So
+/// it may be crossed early, by at most 128 KiB per thread, and never late. It counts as exceeded
+/// until seven eighths of it are reached, so that hooks are not called for each block near the cap.
 pub fn set_soft_cap(bytes: u64) -> bool {
     CAP.store(bytes, Ordering::Relaxed);
     let charged = CHARGED.load(Ordering::Relaxed);
@@ -104,34 +104,37 @@ pub fn set_soft_cap(bytes: u64) -> bool {
     EXCEEDED.load(Ordering::Relaxed)
 }
 
-/// The soft cap, in bytes; `u64::MAX` if there is none.
+/// Returns the soft cap in bytes, or `u64::MAX` if there is none.
 ///
-/// Its example is that of [`on_soft_cap`].
+/// See [`on_soft_cap`] for an example.
 #[must_use]
 pub fn soft_cap() -> u64 {
     CAP.load(Ordering::Relaxed)
 }
 
-/// Whether the soft cap is exceeded, for who asks instead of being told.
+/// Returns whether the soft cap is exceeded, as an alternative to a hook.
 ///
-/// Its example is that of [`on_soft_cap`].
+/// See [`on_soft_cap`] for an example.
 #[must_use]
 pub fn is_soft_cap_exceeded() -> bool {
     EXCEEDED.load(Ordering::Relaxed)
 }
 
-/// Has `hook` called whenever the soft cap is exceeded, and when it no longer is, for the life of
-/// the process.
+/// Registers a hook for the life of the process. It is called when the soft cap is exceeded, and
+/// when it no longer is.
 ///
-/// Hooks run on a thread of their own, `aquifer-soft-cap`, which the first call starts: one after
-/// another, in their order, never inside an allocation and never inside each other, soon after the
-/// line was crossed but not at that instant. They may allocate and free as they like. Each is told
-/// in turn that the cap is exceeded and that it no longer is, of quick changes once; one that is
-/// added while the cap is exceeded may be told of the next time only. One that panics is called
-/// again the next time. A forked child has no such thread.
+/// The first call starts the thread `aquifer-soft-cap`, which runs all hooks.
+///
+/// - Hooks run one after another in the order of registration, never inside an allocation and never
+///   recursively. They may allocate and free.
+/// - They run soon after the crossing, but not synchronously.
+/// - The two kinds of calls alternate. Quick changes may be merged into one.
+/// - A hook that is registered while the cap is exceeded may be called only for the next crossing.
+/// - A hook that panics is called again the next time.
+/// - A forked child has no such thread.
 ///
 /// # Errors
-/// The system's, if the thread cannot be started; the hook is not kept then.
+/// Those of the system, if the thread cannot be started. The hook is then not registered.
 ///
 /// ```
 /// use aquifer_global as global;
@@ -143,7 +146,7 @@ pub fn is_soft_cap_exceeded() -> bool {
 /// global::on_soft_cap(move |soft| drop(tell.send(soft.exceeded)))?;
 /// global::set_soft_cap(global::stats().live + (1 << 20));
 /// let cache = vec![0u8; 4 << 20];
-/// assert_eq!(told.recv(), Ok(true)); // time to let go of caches
+/// assert_eq!(told.recv(), Ok(true)); // time to release caches
 /// drop(cache);
 /// assert_eq!(told.recv(), Ok(false));
 /// # Ok::<(), std::io::Error>(())
@@ -151,23 +154,23 @@ pub fn is_soft_cap_exceeded() -> bool {
 pub fn on_soft_cap(hook: impl Fn(SoftCap) + Send + Sync + 'static) -> io::Result<()> {
     let hook: Arc<Hook> = Arc::new(hook);
     let mut hooks = HOOKS.lock().unwrap_or_else(PoisonError::into_inner);
-    // Under the lock, so that there is one thread.
+    // Under the lock, so that only one thread is started.
     if TELLER.get().is_none() {
         let teller = thread::Builder::new().name("aquifer-soft-cap".into()).spawn(tell)?;
         let _ = TELLER.set(teller.thread().clone());
     }
     hooks.push(hook);
     drop(hooks);
-    // The thread may have looked before there was anybody to wake.
+    // The cap may have been crossed before the thread existed.
     wake();
     Ok(())
 }
 
-/// Runs the hooks, for ever.
+/// Runs the hooks forever.
 fn tell() {
     let (mut crossings, mut told) = (CROSSINGS.load(Ordering::Relaxed), false);
     loop {
-        // Before the state is read, so that what changes later wakes it again.
+        // `CROSSINGS` is read first. A later change unparks the thread again.
         let (now, up) = (CROSSINGS.load(Ordering::Relaxed), EXCEEDED.load(Ordering::Relaxed));
         if (up || now != crossings) && !told {
             call(true);
@@ -189,7 +192,7 @@ fn call(exceeded: bool) {
     for hook in hooks {
         let soft = SoftCap { exceeded, live: stats().live, cap: soft_cap() };
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| hook(soft))) {
-            // Its drop could unwind in its turn.
+            // The drop of the payload could unwind too.
             Box::leak(payload);
         }
     }

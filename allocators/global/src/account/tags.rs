@@ -1,4 +1,4 @@
-//! Who has allocated what, and holds it, by tag.
+//! Accounts by tag: what each tag has allocated, and what it holds.
 //!
 //! ```text
 //!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or leaves
@@ -6,75 +6,75 @@
 //!   live     = charged − the change of all cells of the tag
 //! ```
 //!
-//! The same arithmetic as the account's: a cell prepays, so that a thread that allocates and frees
-//! under a tag writes memory of its own only, and what the row says is never below the truth.
+//! The same arithmetic as for the process: a cell prepays. So a thread that allocates and frees
+//! under a tag writes only its own memory, and the row's figures are never too low.
 
 use super::slot::{self, Slot};
 use crate::here::HERE;
 use aquifer_core::Tag;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// What has been allocated under one tag since the start, freed or not.
+/// What has been allocated under one tag since the start, including freed blocks.
 ///
-/// Its example is that of [`top`].
+/// See [`top`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Allocated {
-    /// Bytes asked for, by growth as well.
+    /// Requested bytes, including growth.
     pub bytes: u64,
-    /// Allocations (a count).
+    /// Number of allocations.
     pub allocations: u64,
 }
 
 /// What is held under one tag.
 ///
-/// Its example is that of [`held_under`].
+/// See [`held_under`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Held {
-    /// Bytes in live blocks, as they were asked for, whoever serves them. Exact when no call is
-    /// under way on any thread.
+    /// Requested bytes in live blocks of all allocators. Exact when no call is in progress on any
+    /// thread.
     pub live: u64,
-    /// The most that `live` has been since the start or the last
-    /// [`reset_peak`](super::reset_peak): never below the truth, and above it by at most 128 KiB
-    /// for each thread that allocates under the tag; by about an eighth of what the tag has, or
-    /// two blocks, where that is less.
+    /// Maximum of `live` since the start or the last [`reset_peak`](super::reset_peak). Never too
+    /// low. For each thread that allocates under the tag it is too high by at most 128 KiB, or by
+    /// about an eighth of the tag's bytes or two blocks, where that is less.
     pub peak: u64,
-    /// Live blocks (a count).
+    /// Number of live blocks.
     pub blocks: u64,
 }
 
 /// One of the largest consumers.
 ///
-/// Its example is that of [`top`].
+/// See [`top`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Consumer {
-    /// Who.
+    /// The tag.
     pub tag: Tag,
-    /// What it holds; `None` where the program's allocator does not keep that ([`held_under`]).
+    /// What it holds, or `None` if the program's allocator does not record that ([`held_under`]).
     pub held: Option<Held>,
     /// What it has allocated.
     pub allocated: Allocated,
 }
 
-/// Bytes of change that a cell takes at once, at least and at most. In between it is a sixteenth of
-/// what the tag has, so that the peak of a small one is told well.
+/// Minimum and maximum bytes of change that a cell charges at once. In between it is a sixteenth of
+/// the tag's bytes, so that the peak of a small tag is accurate.
 const BATCH: (u64, u64) = (1 << 10, super::BATCH);
-/// Change at which a cell gives some back, at most.
+/// Maximum of the change above which a cell returns some.
 const MOST_CHANGE: u64 = super::MOST_CHANGE;
 
-/// A tag's part of the account. A cache line each: threads under different tags do not meet.
+/// The account of one tag. Each has its own cache line, so that threads under different tags do not
+/// contend.
 #[repr(align(64))]
 struct Row {
-    /// Bytes in live blocks and in cells' change.
+    /// Bytes in live blocks and in the change of cells.
     charged: AtomicU64,
-    /// The most that `charged` has been since the last reset.
+    /// The maximum of `charged` since the last reset.
     peak: AtomicU64,
-    /// What cells that have left have counted.
+    /// Counts of former cells.
     bytes: AtomicU64,
     allocations: AtomicU64,
-    /// Blocks that live: less than none where others have freed them. Wraps.
+    /// Live blocks of former cells. Negative (wrapped) if other cells have counted more frees.
     blocks: AtomicU64,
 }
 
@@ -97,18 +97,19 @@ impl Row {
         }
     }
 
-    /// How much a cell takes beyond what it needs.
+    /// Returns the bytes that a cell charges in addition to what it needs.
     fn batch(&self) -> u64 {
         (self.charged.load(Ordering::Relaxed) / 16).clamp(BATCH.0, BATCH.1)
     }
 }
 
-// Relaxed throughout: figures, which guard no other memory. A row for each tag that there can be: 4
-// MiB of address space, of which the pages of tags in use are touched.
+// Relaxed throughout: statistics, which guard no other memory. There is a row for each possible
+// tag: 4 MiB of address space, of which only the pages of used tags are touched.
 static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
-/// Rows from this one on have not been used.
+/// Rows from this index on have not been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
-/// Whether anybody has charged a row: an allocator that knows whose a block is when it is freed.
+/// Whether any row has been charged, so the program's allocator is one that records the tag of each
+/// block.
 static KEPT: AtomicBool = AtomicBool::new(false);
 
 #[inline]
@@ -118,25 +119,25 @@ fn row(tag: u16) -> &'static Row {
 
 #[inline]
 fn current() -> u16 {
-    // Every index fits: there are as many tags.
+    // Every index fits, since `Tag::MAX` does.
     Tag::current().index() as u16
 }
 
-/// A cell that counts for no tag.
+/// The tag of an unused cell.
 const NOBODY: u64 = u64::MAX;
-/// Cells of a slot: a thread that is under more tags in turn has some share one, which then changes
-/// hands.
+/// Cells per slot. If a thread uses more tags in turn, some of them share a cell, which then
+/// switches between them.
 const CELLS: usize = 8;
 
-/// What one thread counts under one tag. Written by the slot's owner alone. A cache line, so that a
-/// tag's number is shifted into its place.
+/// The counts of one thread under one tag. Written only by the slot's owner. A cache line in size,
+/// so that a shift computes its offset.
 #[repr(align(64))]
 struct Cell {
-    /// Whom it counts for.
+    /// The tag that it counts for.
     tag: AtomicU64,
-    /// Bytes that are charged to the tag's row and in no live block.
+    /// Bytes that are charged to the tag's row but not in a live block.
     change: AtomicU64,
-    /// Change above which some goes back.
+    /// The change above which some is returned.
     most: AtomicU64,
     bytes: AtomicU64,
     allocations: AtomicU64,
@@ -160,7 +161,7 @@ impl Cell {
         }
     }
 
-    /// Leaves the tag before to its row, and counts for this one.
+    /// Adds the counts of the previous tag to its row, and switches to `tag`.
     #[cold]
     #[inline(never)]
     fn turn_to(&self, tag: u16) {
@@ -199,7 +200,8 @@ impl Cell {
         let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
         row.charge(need + batch);
         add(&self.change, (need + batch).wrapping_sub(bytes));
-        // Room for this block when it is freed, so that its like finds it.
+        // Room for the free of this block, so that the next block of this size is paid from the
+        // change.
         self.most.store((2 * bytes.max(batch)).min(MOST_CHANGE), Ordering::Relaxed);
     }
 
@@ -216,7 +218,7 @@ impl Cell {
     #[inline(never)]
     fn lower(&self, tag: u16) {
         let row = row(tag);
-        // A thread that only frees has not yet been told how much it may keep.
+        // `most` is not yet set on a thread that only frees.
         let most = self.most.load(Ordering::Relaxed).max(2 * row.batch());
         self.most.store(most, Ordering::Relaxed);
         let change = self.change.load(Ordering::Relaxed);
@@ -227,7 +229,7 @@ impl Cell {
     }
 }
 
-/// A slot's cells: a tag's is the one that its number, modulo their count, names.
+/// The cells of a slot. A tag uses the cell whose index is its number modulo [`CELLS`].
 pub(super) struct Cells([Cell; CELLS]);
 
 impl Cells {
@@ -244,13 +246,13 @@ impl Cells {
         cell
     }
 
-    /// Leaves all to the rows.
+    /// Adds the counts of all cells to their rows.
     pub(super) fn leave(&self) {
         self.0.iter().for_each(Cell::leave);
     }
 }
 
-/// Counts what is allocated under the current tag, if there is one.
+/// Counts an allocation under the current tag, if there is one.
 #[inline]
 pub(crate) fn note(bytes: usize, allocations: u64) {
     let tag = current();
@@ -275,7 +277,7 @@ fn note_under(tag: u16, bytes: u64, allocations: u64) {
     });
 }
 
-/// Counts a block under the current tag, and answers with the tag.
+/// Counts a block under the current tag, and returns the tag.
 #[inline]
 pub(crate) fn hold(slot: Option<&Slot>, bytes: usize) -> u16 {
     let tag = current();
@@ -308,8 +310,7 @@ pub(crate) fn grow(slot: Option<&Slot>, tag: u16, bytes: usize) {
     }
 }
 
-/// Counts that a block of this tag has shrunk by `bytes`, or that it is gone: then there is one
-/// less.
+/// Counts that a block of this tag has shrunk by `bytes` bytes. For a freed block, `gone` is 1.
 #[inline]
 pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, gone: u64) {
     match slot {
@@ -325,14 +326,14 @@ pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, gone: u64) {
     }
 }
 
-/// Starts the peaks anew.
+/// Resets the peaks.
 pub(super) fn reset_peaks() {
     for row in ROWS.iter().take(USED.load(Ordering::Relaxed)) {
         row.peak.store(row.charged.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 
-/// All figures of one tag.
+/// Returns all figures of one tag.
 fn figures(tag: u16) -> (Held, Allocated) {
     let row = row(tag);
     let mut allocated = Allocated {
@@ -355,12 +356,12 @@ fn figures(tag: u16) -> (Held, Allocated) {
     (held, allocated)
 }
 
-/// What has been allocated in scopes of this tag ([`tagged`](aquifer_core::tagged)), by whichever
-/// allocator served it.
+/// Returns what has been allocated in scopes of this tag ([`tagged`](aquifer_core::tagged)), from
+/// any allocator.
 ///
-/// It only grows. What nobody tagged costs nothing and is not counted, so for [`Tag::NONE`] the
-/// answer is zero, unless the program's allocator is [`Tracked`](crate::Tracked). In time linear in
-/// the most threads there have been at once; takes no lock.
+/// The figures only grow. Untagged allocations are not counted and cost nothing, so for
+/// [`Tag::NONE`] the result is zero, unless the program's allocator is [`Tracked`](crate::Tracked).
+/// Takes time linear in the maximum number of concurrent threads so far, and takes no lock.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -378,11 +379,11 @@ pub fn allocated_under(tag: Tag) -> Allocated {
     figures(tag.index() as u16).1
 }
 
-/// What is held that was allocated in scopes of this tag, wherever it is now; `None` unless the
-/// program's allocator is [`Tracked`](crate::Tracked).
+/// Returns what is held of the allocations in scopes of this tag, or `None` unless the program's
+/// allocator is [`Tracked`](crate::Tracked).
 ///
-/// Blocks keep their tag as they grow and shrink. In time linear in the most threads there have
-/// been at once; takes no lock.
+/// Blocks keep their tag when they are resized or passed to other code. Takes time linear in the
+/// maximum number of concurrent threads so far, and takes no lock.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -403,10 +404,11 @@ pub fn held_under(tag: Tag) -> Option<Held> {
     KEPT.load(Ordering::Relaxed).then(|| figures(tag.index() as u16).0)
 }
 
-/// The `n` tags that hold most bytes; where that is not kept, those that have allocated most. The
-/// largest first, and no tag that has never allocated.
+/// Returns the `n` tags that hold the most bytes, in descending order.
 ///
-/// Takes time linear in the tags there are times the most threads there have been at once.
+/// If held bytes are not recorded, it returns those that have allocated the most. Tags without
+/// allocations are left out. Takes time proportional to the number of tags times the maximum number
+/// of concurrent threads so far.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};

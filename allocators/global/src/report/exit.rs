@@ -1,9 +1,11 @@
 //! A report when the process exits, on request.
 //!
-//! `AQUIFER_GLOBAL_REPORT=stderr` or `=./PATH` asks any program whose allocator counts, and
-//! [`report_at_exit`] asks from within. The first thread that allocates has the C library call us
-//! at exit; only then is the environment read, since a look at it inside an allocation could wait
-//! for whoever is changing it, who may be the caller.
+//! `AQUIFER_GLOBAL_REPORT=stderr` or `=./PATH` requests it for any program whose allocator counts.
+//! [`report_at_exit`] requests it from within the program.
+//!
+//! The first thread that allocates registers a function with `atexit`. The environment is read only
+//! in that function. Inside an allocation, reading it could deadlock, since the caller may hold the
+//! lock of the environment.
 #![expect(unsafe_code, reason = "registers a function with the C library")]
 
 use super::{NOT_INSTALLED, report};
@@ -26,10 +28,10 @@ use std::{
     },
 };
 
-/// Who asks for a report.
+/// The environment variable that requests a report.
 const VARIABLE: &str = "AQUIFER_GLOBAL_REPORT";
 
-/// Where a report goes.
+/// The destination of a report.
 ///
 /// ```
 /// use aquifer_global::ReportTo;
@@ -42,14 +44,14 @@ const VARIABLE: &str = "AQUIFER_GLOBAL_REPORT";
 pub enum ReportTo {
     /// The standard error stream.
     Stderr,
-    /// A file, which is replaced. `%p` in its name is the number of the process, so that a program
-    /// and those it starts do not replace each other's.
+    /// A file, which is replaced. `%p` in its name stands for the process id, so that a program and
+    /// its child processes write to different files.
     File(PathBuf),
 }
 
-/// A text that names no place for a report.
+/// The error for a text that is not a valid destination.
 ///
-/// Its example is that of [`report_at_exit`].
+/// See [`report_at_exit`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct BadReportTo {
@@ -72,8 +74,8 @@ impl error::Error for BadReportTo {}
 impl TryFrom<&OsStr> for ReportTo {
     type Error = BadReportTo;
 
-    /// `stderr`, or a path: something with a `/` in it, so that a slip is not taken for a file's
-    /// name.
+    /// Parses `stderr` or a path. A path must contain a `/`, so that a typing error is not taken
+    /// for a file name.
     fn try_from(text: &OsStr) -> Result<Self, BadReportTo> {
         let bytes = text.as_encoded_bytes();
         match bytes {
@@ -92,15 +94,16 @@ impl FromStr for ReportTo {
     }
 }
 
-/// Where the program itself wants it.
+/// The destination that the program has requested.
 static WANTED: Mutex<Option<ReportTo>> = Mutex::new(None);
-/// The process that was asked; a child that it forks tells nothing.
+/// The process that registered the function. A forked child writes no report.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// Has the process write a [`Report`](super::Report) when it exits: by `exit` or the end of `main`,
-/// not by a signal or `abort`. `AQUIFER_GLOBAL_REPORT` in the environment does the same, and has
-/// the last word where both are there. What it cannot follow is said on the standard error stream
-/// at exit.
+/// Requests a [`Report`](super::Report) when the process exits.
+///
+/// It is written at `exit` or the end of `main`, but not after a signal or `abort`.
+/// `AQUIFER_GLOBAL_REPORT` in the environment does the same and takes precedence. An invalid value
+/// is reported on standard error at exit.
 ///
 /// ```no_run
 /// use aquifer_global as global;
@@ -116,8 +119,8 @@ unsafe extern "C" {
     safe fn atexit(call: extern "C" fn()) -> i32;
 }
 
-/// Has the C library call [`at_exit`], once. Inside an allocation too: it takes no memory of ours.
-/// If it has no room there is no report.
+/// Registers [`at_exit`] with the C library, once. This is also safe inside an allocation, since it
+/// does not use the wrapped allocator. If the registration fails there is no report.
 #[cold]
 pub(crate) fn request() {
     if cfg!(miri) || PROCESS.load(Ordering::Relaxed) != 0 {
@@ -132,7 +135,7 @@ extern "C" fn at_exit() {
     if process::id() != PROCESS.load(Ordering::Relaxed) {
         return;
     }
-    // Nothing may unwind into the C library; what is lost is a report.
+    // Nothing may unwind into the C library. On a panic the report is lost.
     let _ = catch_unwind(AssertUnwindSafe(|| paused(|| unrouted(tell))));
 }
 
@@ -158,7 +161,7 @@ fn tell() {
     }
 }
 
-/// Says once that a cap holds for little, where it does.
+/// Warns once if a cap has little effect, because [`Global`](crate::Global) is not installed.
 pub(crate) fn warn_unless_installed() {
     static LOOKED: AtomicBool = AtomicBool::new(false);
     if !cfg!(miri) && !LOOKED.swap(true, Ordering::Relaxed) && !is_installed() {
@@ -175,6 +178,6 @@ fn write(path: PathBuf) -> Result<(), (PathBuf, io::Error)> {
 }
 
 fn say(text: &str) {
-    // If not even that can be written there is nobody to tell.
+    // A write error cannot be reported anywhere.
     let _ = writeln!(io::stderr().lock(), "aquifer: {text}");
 }

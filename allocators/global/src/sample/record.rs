@@ -1,9 +1,9 @@
-//! Samples of live blocks.
+//! Records of sampled live blocks.
 //!
-//! Records lie in chunks that double, from the system's allocator, and are never given back: a
-//! number finds its record without a lock, and a reader never meets memory that is gone. Free ones
-//! are a stack, whose head carries a version so that a pop cannot mistake a record that was taken
-//! and came back meanwhile.
+//! - Records lie in chunks of doubling size, from the system's allocator. Chunks are never freed,
+//!   so a record is found by its number without a lock, and readers never access freed memory.
+//! - Free records form a stack. Its head carries a version, so that a pop detects a record that was
+//!   popped and pushed again in the meantime (ABA).
 //!
 //! ```text
 //!   chunk 0    256 records      number → chunk by its leading zeros
@@ -18,32 +18,32 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
 };
 
-/// Frames of a stack that are kept, the innermost ones: deeper ones rarely tell more.
+/// Maximum number of recorded frames, the innermost ones. Outer frames rarely add information.
 pub(crate) const FRAMES: usize = 40;
 /// Records in the first chunk.
 const FIRST: u32 = 256;
-/// Chunks that there can be: numbers stay below 2²⁸.
+/// Maximum number of chunks. It keeps numbers below 2²⁸.
 const CHUNKS: usize = 20;
-/// The phase of a record that is in use; see [`Record::version`].
+/// The phase of a record in use. See [`Record::version`].
 const LIVE: u32 = 2;
 
-/// A sample of a live block, or none. All zero is a free one.
+/// A sample of a live block, or a free record. All zeros are a free record.
 struct Record {
-    /// Modulo 4: 0 free, 1 being written, 2 in use. Whoever reads the same before and after, has
-    /// read what was written at once.
+    /// A sequence lock. Modulo 4: 0 free, 1 being written, 2 in use. A reader that reads the same
+    /// version before and after has read a consistent record.
     version: AtomicU32,
     tag: AtomicU32,
     /// The next free record, if this one is free.
     next: AtomicU32,
     depth: AtomicUsize,
-    /// Bytes that it stands for.
+    /// Bytes that the sample represents.
     stands_for: AtomicU64,
     /// Bytes of the block.
     bytes: AtomicU64,
     frames: [AtomicUsize; FRAMES],
 }
 
-/// What a record said.
+/// A copy of a record's content.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) stands_for: u64,
@@ -53,12 +53,13 @@ pub(super) struct Sample {
 }
 
 static CHUNK: [AtomicPtr<Record>; CHUNKS] = [const { AtomicPtr::new(ptr::null_mut()) }; CHUNKS];
-/// Records from this one on have never been used.
+/// Records from this number on have never been used.
 static USED: AtomicU32 = AtomicU32::new(0);
-/// The first free record's number and one, 0 if there is none; in the upper half the version.
+/// Lower half: the number of the first free record plus one, or 0 if there is none. Upper half: the
+/// version.
 static FREE: AtomicU64 = AtomicU64::new(0);
 
-/// The chunk of a record, its size, and the place in it.
+/// Returns the chunk of a record, the chunk's size, and the index in the chunk.
 fn place(number: u32) -> (usize, u32, u32) {
     let chunk = (number / FIRST + 1).ilog2();
     let before = FIRST * ((1 << chunk) - 1);
@@ -68,12 +69,12 @@ fn place(number: u32) -> (usize, u32, u32) {
 fn record(number: u32) -> Option<&'static Record> {
     let (chunk, _, at) = place(number);
     let chunk = CHUNK.get(chunk)?.load(Ordering::Acquire);
-    // SAFETY: 1. A chunk that is not null was made by `chunk_for`, zeroed, which is what free
-    // records are, and is never freed. 2. `place` answers with a place inside.
+    // SAFETY: 1. A chunk that is not null was created by `chunk_for`, zeroed, which is the state of
+    // free records, and is never freed. 2. `place` returns an index inside the chunk.
     (!chunk.is_null()).then(|| unsafe { &*chunk.add(at as usize) })
 }
 
-/// Sees to it that a number's chunk is there.
+/// Allocates the chunk of a number, unless it exists.
 fn chunk_for(number: u32) -> Option<()> {
     let (chunk, records, _) = place(number);
     let chunk = CHUNK.get(chunk)?;
@@ -81,30 +82,30 @@ fn chunk_for(number: u32) -> Option<()> {
         return Some(());
     }
     let layout = Layout::array::<Record>(records as usize).ok()?;
-    // SAFETY: the layout has a size. From the system and not from the allocator that is being
-    // wrapped: this runs inside a call of it.
+    // SAFETY: the layout has a nonzero size. The system allocator is used, not the wrapped one,
+    // because this runs inside a call of the wrapper.
     let fresh = unsafe { System.alloc_zeroed(layout) }.cast::<Record>();
     if fresh.is_null() {
         return None;
     }
-    // Release: whoever sees the chunk sees its zeros.
+    // Release: a thread that sees the chunk sees its zeros.
     if chunk.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire).is_err()
     {
-        // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so
-        // nobody has it.
+        // SAFETY: 1. `fresh` was allocated by the system with this layout. 2. It was not published,
+        // so no other thread has its address.
         unsafe { System.dealloc(fresh.cast(), layout) };
     }
     Some(())
 }
 
-/// A record that nobody uses; `None` if the system has no memory, or there are as many as there can
-/// be.
+/// Takes a free record. Returns `None` if the system has no memory, or the maximum number of
+/// records is in use.
 fn take() -> Option<u32> {
     let mut free = FREE.load(Ordering::Acquire);
     while let Some(number) = (free as u32).checked_sub(1) {
         let next = record(number)?.next.load(Ordering::Relaxed);
         let rest = (free >> 32).wrapping_add(1) << 32 | u64::from(next);
-        // Acquire: what the last user wrote.
+        // Acquire: sees the writes of the last user.
         match FREE.compare_exchange_weak(free, rest, Ordering::Acquire, Ordering::Acquire) {
             Ok(_) => return Some(number),
             Err(now) => free = now,
@@ -120,13 +121,13 @@ fn take() -> Option<u32> {
     }
 }
 
-/// Keeps a sample, and answers with its number.
+/// Stores a sample, and returns its number.
 pub(super) fn keep(tag: u16, stands_for: u64, bytes: u64, frames: &[usize]) -> Option<u32> {
     let number = take()?;
     let record = record(number)?;
     let version = record.version.load(Ordering::Relaxed);
     record.version.store(version.wrapping_add(1), Ordering::Relaxed);
-    // Who reads any of what follows reads that it is being written.
+    // A reader that sees any of the stores below also sees that the record is being written.
     fence(Ordering::Release);
     record.tag.store(u32::from(tag), Ordering::Relaxed);
     record.stands_for.store(stands_for, Ordering::Relaxed);
@@ -139,12 +140,12 @@ pub(super) fn keep(tag: u16, stands_for: u64, bytes: u64, frames: &[usize]) -> O
     Some(number)
 }
 
-/// The tag of a live block that was sampled.
+/// Returns the tag of a sampled live block.
 pub(crate) fn tag(number: u32) -> u16 {
     record(number).map_or(0, |record| record.tag.load(Ordering::Relaxed) as u16)
 }
 
-/// Ends a sample: its block is gone.
+/// Frees the record of a freed block.
 #[cold]
 pub(crate) fn forget(number: u32) {
     let Some(record) = record(number) else { return };
@@ -153,7 +154,7 @@ pub(crate) fn forget(number: u32) {
     loop {
         record.next.store(free as u32, Ordering::Relaxed);
         let first = (free >> 32).wrapping_add(1) << 32 | u64::from(number + 1);
-        // Release: the next user sees what was written here.
+        // Release: the next user sees the writes of this one.
         match FREE.compare_exchange_weak(free, first, Ordering::Release, Ordering::Relaxed) {
             Ok(_) => return,
             Err(now) => free = now,
@@ -161,7 +162,7 @@ pub(crate) fn forget(number: u32) {
     }
 }
 
-/// What is sampled now; what changes meanwhile is left out.
+/// An iterator over the current samples. Those that change during the iteration may be left out.
 pub(super) fn samples() -> impl Iterator<Item = Sample> {
     (0..USED.load(Ordering::Acquire)).filter_map(record).filter_map(|record| {
         let version = record.version.load(Ordering::Acquire);
@@ -174,7 +175,7 @@ pub(super) fn samples() -> impl Iterator<Item = Sample> {
             depth: record.depth.load(Ordering::Relaxed).min(FRAMES),
             frames: std::array::from_fn(|at| record.frames[at].load(Ordering::Relaxed)),
         };
-        // Orders the loads above before this one.
+        // Orders the loads above before the load below.
         fence(Ordering::Acquire);
         (record.version.load(Ordering::Relaxed) == version).then_some(sample)
     })

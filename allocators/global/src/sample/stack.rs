@@ -1,4 +1,4 @@
-//! Call stacks: walked as they are sampled, named as they are printed.
+//! Call stacks: walked when they are sampled, resolved to names when they are printed.
 #![cfg_attr(
     feature = "stacks",
     expect(unsafe_code, reason = "walks the stack without the lock that names need")
@@ -9,23 +9,25 @@ use crate::route::unrouted;
 use aquifer_core::scratch::{Bump, list};
 use std::{cmp::Reverse, collections::BTreeMap, fmt};
 
-/// A place in the program that holds memory.
+/// A call stack whose allocations hold memory.
 ///
-/// Its example is that of [`stacks`].
+/// See [`stacks`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Stack {
-    /// Bytes that it holds, by estimate: each sampled block stands for all that were not.
+    /// Estimated bytes that it holds, since each sampled block also represents blocks that were not
+    /// sampled.
     pub live: u64,
     /// Bytes of the sampled blocks themselves.
     pub sampled: u64,
-    /// Sampled blocks (a count).
+    /// Number of sampled blocks.
     pub blocks: u64,
-    /// Addresses of instructions, the innermost first: at most the innermost 40.
+    /// Instruction addresses, the innermost frame first, at most 40.
     pub frames: Vec<usize>,
 }
 
-/// Notes the return addresses of this thread's callers, the innermost first; answers with how many.
+/// Stores the return addresses of this thread's callers, the innermost first, and returns their
+/// number.
 #[cfg(feature = "stacks")]
 #[inline(never)]
 pub(super) fn walk(frames: &mut [usize]) -> usize {
@@ -38,29 +40,30 @@ pub(super) fn walk(frames: &mut [usize]) -> usize {
         }
         None => false,
     };
-    // SAFETY: what must not happen on several threads at once is the use of Windows' debugging
-    // library; elsewhere it asks the unwinder, which is made for threads, and neither allocates nor
-    // takes the lock that names need.
+    // SAFETY: only the debugging library of Windows must not be used on several threads at once.
+    // Elsewhere this uses the unwinder, which is thread-safe, does not allocate, and does not take
+    // the lock that resolving names needs.
     unsafe { backtrace::trace_unsynchronized(note) };
     depth
 }
 
-/// Nobody asks: there is no way to have samples taken.
+/// Never called: samples cannot be requested without the feature.
 #[cfg(not(feature = "stacks"))]
 pub(super) fn walk(_: &mut [usize]) -> usize {
     0
 }
 
-/// The `n` call stacks that hold most bytes, the largest first; empty unless `sample_every` has
-/// been called, which is there with the feature `stacks`. What is sampled or freed meanwhile may be
-/// missing.
+/// Returns the `n` call stacks that hold the most bytes, in descending order.
+///
+/// The result is empty unless `sample_every` has been called, which needs the feature `stacks`.
+/// Blocks that are sampled or freed during the call may be missing.
 #[must_use]
 pub fn stacks(n: usize) -> Vec<Stack> {
-    // What this needs for itself is none of it.
+    // The memory of this function itself must not be counted.
     paused(|| unrouted(|| largest(n)))
 }
 
-/// What the samples of one place come to.
+/// The sums over the samples of one call stack.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     live: u64,
@@ -69,8 +72,8 @@ struct Sums {
 }
 
 fn largest(n: usize) -> Vec<Stack> {
-    // A program has many more places than are answered with, and may be asked because it is at its
-    // cap.
+    // A program has many more call stacks than are returned, and may call this because it is at its
+    // cap, so temporary data lies in a bump allocator.
     let bump = Bump::new();
     let mut all = BTreeMap::<&[usize], Sums>::new();
     for sample in record::samples() {
@@ -80,7 +83,7 @@ fn largest(n: usize) -> Vec<Stack> {
             sums.sampled += sample.bytes;
             sums.blocks += 1;
         };
-        // Most samples are of places that are there already: they allocate nothing.
+        // Most samples have a known call stack, and allocate nothing.
         match all.get_mut(frames) {
             Some(sums) => add(sums),
             None => add(all.entry(bump.alloc_slice_copy(frames)).or_default()),
@@ -97,8 +100,8 @@ fn largest(n: usize) -> Vec<Stack> {
     all.into_iter().take(n).map(stack).collect()
 }
 
-/// What stands on every stack before the caller: the walk, this crate, and the language's own way
-/// to it.
+/// Prefixes of the innermost functions of every stack: the walk, this crate, and the language's
+/// allocation functions.
 #[cfg(feature = "stacks")]
 const OURS: [&str; 9] = [
     "backtrace::",
@@ -112,8 +115,8 @@ const OURS: [&str; 9] = [
     "alloc::alloc::",
 ];
 
-/// The functions and, where the program knows them, the lines. Looks them up, which reads the
-/// program's file and takes milliseconds to seconds; a frame without a name is told by its address.
+/// Prints the functions and, if known, the lines. Resolving them reads the program's file and takes
+/// milliseconds to seconds. A frame without a name is printed as its address.
 impl fmt::Display for Stack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         paused(|| unrouted(|| named(self, f)))
@@ -129,13 +132,13 @@ fn named(stack: &Stack, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// The frames' names and places, without those of the allocator's own.
+/// Returns the names and locations of the frames, without those of the allocator itself.
 #[cfg(feature = "stacks")]
 fn frames_of(stack: &Stack) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for &frame in &stack.frames {
         let mut found = false;
-        // A return address is behind the call, perhaps in the next function.
+        // A return address lies after the call, and possibly in the next function.
         backtrace::resolve((frame.saturating_sub(1)) as *mut _, |symbol| {
             let Some(name) = symbol.name() else { return };
             found = true;
@@ -143,7 +146,7 @@ fn frames_of(stack: &Stack) -> Vec<(String, String)> {
                 Some(line) => format!(" ({}:{line})", file.display()),
                 None => format!(" ({})", file.display()),
             });
-            // Without the hash that tells versions apart.
+            // Without the hash of the mangled name.
             lines.push((format!("{name:#}"), place.unwrap_or_default()));
         });
         if !found {
