@@ -414,7 +414,7 @@ mod tests {
     use super::*;
     use std::{collections::BTreeSet, thread};
 
-    /// One after another: slots are the process's.
+    /// A single test, since slots are global to the process.
     #[test]
     fn slots_are_given_to_one_thread_at_a_time_extended_when_all_are_taken_and_given_again() {
         let address = |slot: &'static Slot| ptr::from_ref(slot).addr();
@@ -430,7 +430,7 @@ mod tests {
             }
         });
 
-        // A thread that ends leaves its slot and its change.
+        // A thread that ends releases its slot and returns its change.
         let used = move || HERE.with(|here| mine(here).map(address));
         let (one, charged) = (thread::spawn(used).join().unwrap(), crate::stats().live);
         let other = thread::spawn(move || {

@@ -200,7 +200,7 @@ mod tests {
         );
     }
 
-    /// One test for all: samples are the process's.
+    /// A single test, since samples are global to the process.
     #[test]
     fn samples_are_kept_apart_read_whole_and_used_again() {
         let before = samples().count();

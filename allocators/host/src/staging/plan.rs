@@ -359,7 +359,7 @@ mod tests {
         assert!(cursor.is_at_end());
         let placed: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
         assert_eq!(placed, [(10, 105, 0), (808, 50, 5000), (3616, 9000, 5050)]);
-        // In a smaller slot, in several goes.
+        // A smaller slot is loaded several times.
         let (mut cursor, mut moved) = (plan.chunk(0), 0);
         while !cursor.is_at_end() {
             let loaded = plan.load(&mut cursor, 4096, 512, &mut moves);

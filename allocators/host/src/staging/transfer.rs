@@ -389,7 +389,8 @@ impl Participant<'_> {
         let transfer = self.transfer;
         let _site = site::enter_as(transfer.site);
         let lanes = &transfer.shared.side(transfer.plan.way).lanes;
-        // The drop of `held` settles the lane before another thread gets it, also on unwind.
+        // On error or unwind, the drop of `held` waits for the lane's copies before it returns the
+        // lane.
         let mut held = Handed { lane: Some(lane), transfer };
         let Some(lane) = held.lane.as_mut() else { return };
         self.moving.set(true);
