@@ -157,7 +157,7 @@ fn take(need: u64, extra: u64) -> Option<u64> {
     }
 }
 
-/// Returns bytes to the shared account.
+/// Gives bytes back to the shared account.
 fn put_back(bytes: u64) {
     let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
     soft::fallen(before.saturating_sub(bytes));

@@ -214,7 +214,7 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         block
     }
 
-    /// Returns a block to the wrapped allocator, and credits the account.
+    /// Deallocates a block of the wrapped allocator, and credits the account.
     ///
     /// # Safety
     /// The block belongs to `inner`, has this layout, and is no longer used.
@@ -228,7 +228,7 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         unsafe { self.inner.dealloc(block, layout) };
     }
 
-    /// Returns a block on a thread whose change would become too large.
+    /// Deallocates a block on a thread whose change would become too large.
     ///
     /// # Safety
     /// As for [`release`](Self::release).

@@ -41,7 +41,7 @@
 //! # Limits
 //! One registration pins less than 512 GiB (a limit of the driver), and less than 2 GiB on Linux
 //! 6.11 to 6.13. Regions are registered in chunks within that limit. A copy that crosses the
-//! boundary of two registrations fails, so [`Region::registrations`] reports them. Memory that is
+//! boundary of two registrations fails, so [`Region::registrations`] lists them. Memory that is
 //! registered in place is always one registration, or refused.
 
 mod backing;

@@ -328,7 +328,7 @@ impl Shared {
         idle.map_or_else(|| self.streams.lease(), Ok)
     }
 
-    /// Returns a transfer stream for reuse. It must be free of errors.
+    /// Puts a transfer stream back for reuse. It must be free of errors.
     fn give_road(&self, road: &Stream) {
         self.roads.lock().unwrap_or_else(PoisonError::into_inner).push_back(road.clone());
     }
@@ -419,7 +419,7 @@ impl Stager {
         sides.into_iter().try_for_each(|side| side.lanes.ensure(side.lanes.most()))
     }
 
-    /// Returns all unused slots to their pool. Returns the number of their bytes.
+    /// Gives all unused slots back to their pool, and returns the number of their bytes.
     #[must_use = "the bytes that went back"]
     pub fn trim(&self) -> u64 {
         if !self.shared.is_here() {

@@ -125,7 +125,7 @@ impl Slot {
         true
     }
 
-    /// Takes back `bytes`, and returns all of the change except one batch.
+    /// Takes back `bytes`, and gives all of the change except one batch back to the account.
     fn receive_and_return(&self, bytes: u64) {
         let change = self.change.load(Ordering::Relaxed) + bytes;
         self.change.store(BATCH, Ordering::Relaxed);

@@ -11,8 +11,8 @@
 //! | files mapped shared and read-only | yes, read-only for devices, if the driver can |
 //! | files mapped to be written, or privately | no, a stager has to copy them |
 //!
-//! The kernel is asked for the kind of a range before the driver is called, because the driver does
-//! not return from an attempt to register a private read-only file mapping.
+//! The kernel reports the kind of a range before the driver is called, because the driver does not
+//! return from an attempt to register a private read-only file mapping.
 //!
 //! # Caveats
 //! - The driver pins whole pages. Other data in the first and the last page is pinned too. Two

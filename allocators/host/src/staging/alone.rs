@@ -410,7 +410,7 @@ struct Lent<'a> {
 }
 
 impl Lent<'_> {
-    /// Returns the lane. No copy may touch it any more.
+    /// Gives the lane back. No copy may touch it any more.
     fn give(&mut self) {
         self.lane.take().into_iter().for_each(|lane| self.lanes.give(lane));
     }

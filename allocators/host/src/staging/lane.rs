@@ -164,7 +164,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Returns the slots to their pool. The pool keeps busy slots until the work queued on `behind`
+    /// Gives the slots back to their pool. The pool keeps busy slots until the work queued on `behind`
     /// is known to be done. After the loss of the device it keeps them forever.
     fn retire(mut self, behind: &Arc<Timeline>) {
         let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
@@ -251,7 +251,7 @@ impl Lanes {
         }
     }
 
-    /// Prevents that lanes are reclaimed by the pool while the returned guard is alive.
+    /// Prevents the pool from reclaiming lanes while the returned guard is alive.
     pub(super) fn keep(&self) -> Kept<'_> {
         self.lock().kept += 1;
         Kept(self)
@@ -312,7 +312,7 @@ impl Lanes {
         }
     }
 
-    /// Returns a lane. None of its slots may be busy.
+    /// Puts a lane back into the idle list. None of its slots may be busy.
     pub(super) fn give(&self, lane: Lane) {
         let mut state = self.lock();
         state.idle.push(lane);
@@ -344,7 +344,7 @@ impl Lanes {
         self.lock().idle.iter().all(Lane::is_pinned)
     }
 
-    /// Returns the slots of idle lanes to their pool, and returns the number of their bytes.
+    /// Gives the slots of idle lanes back to their pool, and returns the number of their bytes.
     pub(super) fn trim(&self) -> u64 {
         let idle = {
             let mut state = self.lock();

@@ -90,7 +90,7 @@ impl Submission {
         Self { start, moves, to: Some(to) }
     }
 
-    /// Returns the slot to its worker. Its copies end with `epoch`, or failed.
+    /// Hands the slot back to its worker. Its copies end with `epoch`, or failed.
     pub(super) fn answer(mut self, epoch: u64, queued: MemoryResult<()>) {
         self.tell(Some(epoch), queued.map_err(StageError::Memory));
     }
