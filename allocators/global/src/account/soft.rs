@@ -161,7 +161,7 @@ pub fn on_soft_cap(hook: impl Fn(SoftCap) + Send + Sync + 'static) -> io::Result
     }
     hooks.push(hook);
     drop(hooks);
-    // The cap may have been crossed before the thread existed.
+    // The cap may have been crossed before `TELLER` was set, without a wake-up.
     wake();
     Ok(())
 }

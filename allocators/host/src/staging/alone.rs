@@ -28,8 +28,8 @@ use aquifer_driver::{HostAccess, RawStream};
 use aquifer_stream::Timeline;
 use std::{ptr::NonNull, sync::Arc};
 
-/// Bytes of the longest piece that is not split. An additional copy costs as much time as 50 KiB on
-/// the link.
+/// A remainder of at most this many bytes is not split. An additional copy costs as much time as 50
+/// KiB on the link.
 const AT_ONCE: usize = 96 << 10;
 
 /// Returns the ends of all pieces of a transfer of `total` bytes except the last.

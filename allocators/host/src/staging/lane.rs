@@ -164,8 +164,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Gives the slots back to their pool. The pool keeps busy slots until the work queued on `behind`
-    /// is known to be done. After the loss of the device it keeps them forever.
+    /// Gives the slots back to their pool. The pool keeps busy slots until the work queued on
+    /// `behind` is known to be done. After the loss of the device it keeps them forever.
     fn retire(mut self, behind: &Arc<Timeline>) {
         let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
             let point = Point::ahead(behind);
@@ -173,7 +173,7 @@ impl Lane {
             slot.pages.defer(Arc::new(point)).is_ok()
         });
         if !held {
-            // The slots are leaked, because their release cannot be determined.
+            // The slots are leaked, because the end of their use cannot be determined.
             let _leaked = ManuallyDrop::new(self);
         }
     }

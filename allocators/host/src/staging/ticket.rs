@@ -37,8 +37,8 @@ use std::{
 /// See [`Stager::upload`](crate::Stager::upload), which accepts any such buffer, for an example.
 ///
 /// # Safety
-/// 1. [`HostBuffer::elements`] returns initialised memory that belongs exclusively to the owner, and
-///    whose address does not change when the owner is moved.
+/// 1. [`HostBuffer::elements`] returns initialised memory that belongs exclusively to the owner,
+///    and whose address does not change when the owner is moved.
 pub unsafe trait HostBuffer: Send + 'static {
     /// The type of the elements.
     type Item: Pod;
