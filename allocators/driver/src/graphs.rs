@@ -105,8 +105,8 @@ pub unsafe trait Graphs: Debug + Send + Sync {
     /// independent. May take milliseconds for some thousands of nodes.
     ///
     /// # Errors
-    /// Invalid value (1) if an address of a copy or a fill is not mapped now. The driver checks
-    /// those addresses, but not the arguments of kernels. Errors of the driver.
+    /// Invalid value (1) if an address of a fill is not mapped now. The driver checks those
+    /// addresses, but neither those of copies nor the arguments of kernels. Errors of the driver.
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec>;
 
     /// Queues a whole graph on a stream (`cuGraphLaunch`). It runs after the work queued there, and

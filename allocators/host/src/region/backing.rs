@@ -9,7 +9,7 @@
 use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
 use crate::kernel::{AcrossForks, Guard, Of, Span, pointer};
 use aquifer_core::{Charge, DriverError, Gate};
-use aquifer_driver::Relaxed;
+use aquifer_driver::{Driver, Relaxed};
 use std::{
     any::Any,
     mem,
@@ -99,9 +99,15 @@ impl DriverBlock {
         let _relaxed = Relaxed::enter(&*self.reach.driver);
         // SAFETY: 1. it was allocated by this driver, and the charge proves that it has not been
         // freed. 2. the region is no longer in use.
-        let freed = self.reach.call(|driver, device| unsafe { driver.host_free(device, address) });
-        freed.or_else(forgive)?;
+        let free = |driver: &dyn Driver, device| unsafe { driver.host_free(device, address) };
+        // The record goes first: once the memory is freed, another thread can get the address from
+        // another allocator, and `window::contains` must not be true of it.
         window::forget_outside(self.span);
+        if let Err(error) = self.reach.call(free).or_else(forgive) {
+            // The memory is still there. A full table only means that it is not recognised.
+            let _ = window::note_outside(self.span);
+            return Err(error);
+        }
         Ok(self.charge.take())
     }
 }
@@ -364,4 +370,27 @@ pub fn retry_stranded() -> u64 {
         drop(remains);
     }
     stranded_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aquifer_core::Budget;
+    use aquifer_driver::{Call, DeviceId, HostFlags, sim::Sim};
+
+    #[test]
+    fn memory_that_the_driver_does_not_free_stays_recorded() {
+        let sim = Sim::h200(1);
+        let reach = Reach { driver: sim.driver(), device: DeviceId(0) };
+        let address = reach.driver.host_alloc(reach.device, 8192, HostFlags::default()).unwrap();
+        let span = Span { start: address.as_ptr() as usize, len: 8192 };
+        let charge = Budget::new("host", 8192).charge(8192).unwrap();
+        let mut block = DriverBlock::new(span, reach, charge).unwrap();
+        assert!(window::contains(span.start));
+        sim.fail(Call::HostFree, 1, 999);
+        assert!(block.end().is_err());
+        assert!(window::contains(span.start), "it is still allocated");
+        assert!(block.end().unwrap().is_some(), "the charge comes back with the memory");
+        assert!(!window::contains(span.start));
+    }
 }
