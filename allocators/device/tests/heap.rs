@@ -1,9 +1,12 @@
 //! What takes nothing from the host's heap, once as much has been done at once before: a block that
 //! other streams use, and a pass that looks for memory and gives it back.
+//!
+//! A process of its own: installs a global allocator, which counts.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for")]
 
 #[path = "../../../tests/support/counting.rs"]
 mod counting;
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use aquifer_device::Request;

@@ -2,8 +2,7 @@
 //! wherever.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{
     Budget, MemoryError, OutOfMemory, Tag,
     budget::{Offer, Reclaim},
@@ -19,7 +18,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{MIB, Rig, range};
 
 /// What leases have spare is nobody's.
 fn live(budget: &Budget) -> u64 {

@@ -1,8 +1,7 @@
 //! What the oracle finds is named by the lines of the program, and never by lines of this library.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig};
 use aquifer_core::Tag;
 use aquifer_device::{Debugging, DeviceBuffer, Request};
 use aquifer_driver::{
@@ -10,7 +9,6 @@ use aquifer_driver::{
     sim::{Sim, Violation},
 };
 use aquifer_stream::{Grid, Stream};
-use support::{MIB, Rig};
 
 /// A stream that the library knows nothing of writes a range, and nothing orders that.
 fn stray(rig: &Rig, on: RawStream, range: DeviceRange) {
@@ -127,7 +125,7 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             drop((rig, s));
             for violation in sim.take_violations() {
                 for party in violation.earlier.iter().chain([&violation.later]) {
-                    let own = [file!(), "allocators/device/tests/support/mod.rs"];
+                    let own = [file!(), "allocators/device/tests/suite/support/mod.rs"];
                     assert!(
                         own.contains(&party.site.file()),
                         "{kind} opened at {opened}: {violation}"

@@ -1,13 +1,11 @@
 //! Blocks that are out as bare addresses.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Block, Request};
 use aquifer_driver::{Access, sim::Sim};
 use std::collections::BTreeMap;
-use support::{MIB, Rig, range};
 
 /// splitmix64.
 struct Random(u64);

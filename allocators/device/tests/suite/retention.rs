@@ -2,8 +2,7 @@
 //! warm reserve, and the cap on each stream's cache.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range, read};
 use aquifer_core::{Budget, MemoryError, OpaqueBlock};
 use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -12,7 +11,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::{any::Any, time::Duration};
-use support::{MIB, Rig, range, read};
 
 /// Calls that have to do with memory. Those for events are not among them.
 const MEMORY: [Call; 6] = [

@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{Action, Recorder, event::RingSink};
 use aquifer_device::{Adoption, Block, Request};
 use aquifer_driver::{
@@ -13,7 +12,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::{Lease, Life, Stream};
 use std::{sync::Arc, thread, time::Duration};
-use support::{MIB, Rig, range};
 
 fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
     rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()

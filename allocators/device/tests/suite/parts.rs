@@ -5,12 +5,10 @@
 //!   is done with others.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-mod support;
-
+use crate::support::{MIB, Rig, read};
 use aquifer_core::MemoryError;
 use aquifer_device::{Declined, DeviceBuffer, Request};
 use aquifer_driver::{Access, Operand, OperandMut, Typed, sim::Sim};
-use support::{MIB, Rig, read};
 
 fn out_of_bounds(offset: u64, len: u64, bytes: u64) -> MemoryError {
     MemoryError::OutOfBounds { offset, len, bytes }

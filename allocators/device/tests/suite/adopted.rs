@@ -4,8 +4,7 @@
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 #![allow(unsafe_code, reason = "plays another library")]
 
-mod support;
-
+use crate::support::{PATIENCE, Rig};
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_device::{Adopted, Declined};
 use aquifer_driver::{
@@ -22,7 +21,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{PATIENCE, Rig};
 
 const GPU: DeviceId = DeviceId(0);
 const BYTES: u64 = 4096;

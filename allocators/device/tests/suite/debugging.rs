@@ -3,8 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range, read};
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
@@ -22,7 +21,6 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
-use support::{MIB, Rig, range, read};
 
 fn rig(sim: Sim, limit_mib: u64, debug: Debugging) -> Rig {
     Rig::on(sim, limit_mib, |config| {
@@ -631,7 +629,13 @@ fn bypass_goes_with_poison_overlap_and_leaks_and_refuses_what_would_blind_the_me
 /// Runs one of the ignored tests below in a process of its own; answers with what it wrote.
 fn child(name: &str, value: &str) -> (String, String) {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
+    command.args([
+        "--exact",
+        &format!("debugging::{name}"),
+        "--ignored",
+        "--nocapture",
+        "--test-threads=1",
+    ]);
     let output = command.env("AQUIFER_DEBUG", value).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (told, errors) = (text(&output.stdout), text(&output.stderr));

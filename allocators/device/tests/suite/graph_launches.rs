@@ -3,13 +3,11 @@
 #![expect(unsafe_code, reason = "captures, and launches by hand for the controls")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range, read};
 use aquifer_core::MemoryError;
 use aquifer_device::{DeviceBuffer, Graph, GraphPool, Request};
 use aquifer_driver::{Access, CaptureMode, RawGraphExec, sim::Sim};
 use aquifer_stream::Stream;
-use support::{MIB, Rig, range, read};
 
 const LEN: usize = 4096;
 

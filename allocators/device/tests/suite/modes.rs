@@ -3,8 +3,7 @@
 #![expect(unsafe_code, reason = "captures by hand, and parks")]
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Debugging, Fault, Park, PoolConfig, Request};
 use aquifer_driver::{
@@ -12,7 +11,6 @@ use aquifer_driver::{
     sim::{Kernel, Sim, ViolationKind},
 };
 use aquifer_stream::Stream;
-use support::{MIB, Rig};
 
 /// What a mistake comes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -2,8 +2,7 @@
 //! asked, for what, and that every byte is accounted for whatever goes wrong meanwhile.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, PATIENCE};
 use aquifer_core::{Budget, MemoryError, OutOfMemory};
 use aquifer_device::{DevicePool, Opaque, PoolConfig, Request, StreamOrdered};
 use aquifer_driver::{Call, DeviceId, sim::Sim};
@@ -13,7 +12,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{MIB, PATIENCE};
 
 /// A pool on device 0 under this budget.
 fn open(sim: &Sim, budget: &Budget, set: impl FnOnce(&mut PoolConfig)) -> DevicePool {

@@ -1,8 +1,7 @@
 //! What streams share of what is free, when they do, and whom they wait for then.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::{Adoption, Block, Offer, Reclaim, Request};
 use aquifer_driver::{
@@ -17,7 +16,6 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use support::{MIB, Rig, range};
 
 /// Calls that have to do with memory. Those for events are not among them.
 const MEMORY: [Call; 6] = [

@@ -2,14 +2,12 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "takes in a stream")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::Request;
 use aquifer_driver::{Access, KeepAlive, Operand, RawStream, sim::Sim};
 use aquifer_stream::Life;
 use std::{sync::Arc, time::Duration};
-use support::{MIB, Rig, range};
 
 /// A stream that some other library made.
 fn foreign(sim: &Sim) -> (RawStream, KeepAlive) {

@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
 
-mod support;
-
+use crate::support::{MIB, Rig, read};
 use allocator_api2::alloc::{AllocError, Allocator, Global};
 use aquifer_core::{DeviceId, MemoryError, OutOfMemory, Tag};
 use aquifer_device::{Adoption, DeviceBuffer, Park, ParkReport, Parkable, Request};
@@ -23,7 +22,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{MIB, Rig, read};
 
 const SLOT: u64 = 4 * MIB;
 

@@ -2,8 +2,7 @@
 //! the memory.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig};
 use aquifer_adapters::Limit;
 use aquifer_core::{
     Budget, Bytes, MemoryError, OutOfMemory, Result, Tag,
@@ -16,7 +15,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::time::Duration;
-use support::{MIB, Rig};
 
 fn plain() -> Sim {
     let mut config = SimConfig::h200(1);

@@ -3,8 +3,7 @@
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, PATIENCE, Rig};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Announced, Block, DeviceBuffer, Request};
 use aquifer_driver::{
@@ -19,7 +18,6 @@ use std::{
     },
     time::Instant,
 };
-use support::{MIB, PATIENCE, Rig};
 
 const MODES: [CaptureMode; 3] =
     [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];

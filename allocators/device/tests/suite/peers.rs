@@ -1,8 +1,7 @@
 //! Whose kernels may touch a pool's memory.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::{DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -10,7 +9,6 @@ use aquifer_driver::{
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::{Stream, StreamPool};
-use support::{MIB, Rig, range};
 
 const OWN: DeviceId = DeviceId(0);
 const OTHER: DeviceId = DeviceId(1);

@@ -1,14 +1,12 @@
 //! What may be sent to another thread and shared with one, and what a lost device does to
 //! everybody.
 
-mod support;
-
+use crate::support::{MIB, Rig};
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{Access, DeviceId, sim::Sim};
 use aquifer_stream::{Stream, StreamPool, Timeline, Use};
 use std::{sync::Barrier, thread};
-use support::{MIB, Rig};
 
 #[test]
 fn blocks_streams_and_pools_can_be_sent_and_shared() {

@@ -6,8 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts a stream")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -16,7 +15,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::{Launch, Life, Stream};
 use std::{mem::ManuallyDrop, time::Duration};
-use support::{MIB, Rig, range};
 
 /// Whether a write can be prepared at once: no use is open.
 fn free(block: &Block, on: &Stream) -> bool {

@@ -2,13 +2,11 @@
 //! that takes a stream refuses one of another machine with a typed error, and nothing changes.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, Rig};
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_device::{Direct, Request};
 use aquifer_driver::Access;
 use aquifer_stream::{Launch, Stream};
-use support::Rig;
 
 /// What a call answers with for a stream of another machine.
 #[track_caller]

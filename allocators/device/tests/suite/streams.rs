@@ -9,8 +9,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{Budget, DeviceId, MemoryError};
 use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -19,7 +18,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::{Lease, Life, Stream};
 use std::{sync::mpsc, thread, time::Duration};
-use support::{MIB, Rig, range};
 
 const BIG: u64 = 6 * MIB;
 

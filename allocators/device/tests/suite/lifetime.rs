@@ -1,7 +1,6 @@
 //! A block's bytes are its own until its last use is done, on whatever stream, and not for longer.
 
-mod support;
-
+use crate::support::{MIB, Rig, range, read};
 use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
@@ -10,7 +9,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::StreamPool;
 use std::{collections::HashSet, sync::Arc, thread};
-use support::{MIB, Rig, range, read};
 
 #[test]
 fn rounds_on_one_stream_without_host_waits_read_back_the_last_pattern() {

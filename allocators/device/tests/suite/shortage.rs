@@ -1,8 +1,7 @@
 //! Out of memory is answered only when giving back all that lies idle would not have made room.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{Budget, OpaqueBlock, Tag};
 use aquifer_device::{Adoption, Block, DevicePool, Park, PoolConfig, Request, Reserved};
 use aquifer_driver::{
@@ -11,7 +10,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::{sync::Arc, thread, time::Duration};
-use support::{MIB, Rig, range};
 
 fn plain() -> Sim {
     let mut config = SimConfig::h200(1);

@@ -1,14 +1,12 @@
 //! How large handles are, where they go, and what a move leaves behind.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, PATIENCE, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::{Block, Request};
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{thread, time::Duration};
-use support::{MIB, PATIENCE, Rig, range};
 
 const GIB: u64 = 1 << 30;
 

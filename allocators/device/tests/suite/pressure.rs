@@ -2,8 +2,7 @@
 //! meanwhile.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, MIB, PATIENCE, Rig, range};
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
@@ -22,7 +21,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{MIB, PATIENCE, Rig, range};
 
 #[test]
 fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing() {

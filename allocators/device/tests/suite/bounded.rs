@@ -2,13 +2,11 @@
 //! with the rounds.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_device::{Block, Request};
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{sync::Barrier, thread};
-use support::{MIB, Rig, range};
 
 /// Random numbers, the same each time.
 struct Random(u64);

@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 
-mod support;
-
+use crate::support::{self, MIB, Rig};
 use aquifer_core::MemoryError;
 use aquifer_device::{DevicePool, Request, Reserved};
 use aquifer_driver::{
@@ -13,7 +12,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::{ops::Range, time::Duration};
-use support::{MIB, Rig};
 
 const STEP: usize = 2 << 20;
 

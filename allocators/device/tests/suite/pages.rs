@@ -6,14 +6,12 @@
 //!   on whatever stream.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-mod support;
-
+use crate::support::{self, Rig};
 use aquifer_core::MemoryError;
 use aquifer_device::{DevicePages, ForeignPages, PageRun};
 use aquifer_driver::{Access, Operand, OperandMut, sim::Sim};
 use aquifer_stream::Stream;
 use std::collections::VecDeque;
-use support::Rig;
 
 const PAGE: u64 = 4096;
 

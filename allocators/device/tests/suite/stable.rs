@@ -2,8 +2,7 @@
 //! goes wholly.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, MIB, Rig};
 use aquifer_core::{Action, MemoryError, Recorder, event::RingSink};
 use aquifer_device::{DeviceBuffer, DevicePool, Exported, PoolConfig, Request, StableBlock};
 use aquifer_driver::{
@@ -12,7 +11,6 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::{fs::File, sync::Arc, time::Duration};
-use support::{MIB, Rig};
 
 fn exporting(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1), limit_mib, |config| config.export = ExportTypes::POSIX_FD)

@@ -2,13 +2,11 @@
 //! the clock.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod support;
-
+use crate::support::{MIB, Rig, range};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Block, Request};
 use aquifer_driver::sim::Kernel;
 use aquifer_stream::Stream;
-use support::{MIB, Rig, range};
 
 fn writes(rig: &Rig, stream: &Stream, block: &Block) {
     rig.sim.launch(stream.raw(), Kernel::new("fill").writes(range(block), None)).unwrap();

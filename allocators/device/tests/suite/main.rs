@@ -1,0 +1,33 @@
+//! The tests of this crate that can run in one process.
+
+mod adopted;
+mod advice;
+mod bounded;
+mod debugging;
+mod foreign;
+mod giving_way;
+mod gone;
+mod graph_launches;
+mod graphs;
+mod handles;
+mod last;
+mod launch;
+mod leasing;
+mod lifetime;
+mod lines;
+mod machines;
+mod modes;
+mod pages;
+mod park;
+mod parts;
+mod peers;
+mod pressure;
+mod raw;
+mod reserved;
+mod retention;
+mod shared;
+mod shortage;
+mod stable;
+mod streams;
+mod support;
+mod tenants;
