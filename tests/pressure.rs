@@ -5,7 +5,7 @@
 //! of ours knows.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-#[path = "../allocators/host/tests/machine/mod.rs"]
+#[path = "../allocators/host/tests/suite/machine/mod.rs"]
 mod machine;
 mod support;
 

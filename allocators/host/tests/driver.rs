@@ -1,7 +1,10 @@
 //! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails,
 //! and copies that are on their way while their blocks are freed.
+//!
+//! A process of its own: counts what is retired in the process.
 #![expect(unsafe_code, reason = "queues copies by hand")]
 
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use allocator_api2::vec::Vec as AllocVec;

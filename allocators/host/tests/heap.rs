@@ -1,9 +1,12 @@
 //! What takes nothing from the host's heap, once as much has been done at once before: looking for
 //! gates that have opened, and telling others what could be had.
+//!
+//! A process of its own: installs a global allocator, which counts.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and frees by hand")]
 
 #[path = "../../../tests/support/counting.rs"]
 mod counting;
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use allocator_api2::alloc::Allocator;

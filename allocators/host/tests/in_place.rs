@@ -1,7 +1,10 @@
 //! Memory of other people's that is pinned where it lies.
+//!
+//! A process of its own: counts what is retired in the process.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "makes mappings of every kind, and queues copies by hand")]
 
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use aquifer_core::Budget;

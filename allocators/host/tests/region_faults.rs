@@ -7,8 +7,11 @@
 //!   required;
 //! - what was refused leaves nothing: no charge, no registration, no memory in the window;
 //! - what driver or kernel would not take back stays charged until they do.
+//!
+//! A process of its own: counts what the process has mapped in the window.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use aquifer_core::Budget;

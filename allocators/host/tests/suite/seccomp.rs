@@ -7,8 +7,7 @@
 #![expect(unsafe_code, reason = "installs a filter")]
 #![expect(clippy::print_stdout, reason = "a helper says what is skipped")]
 
-mod support;
-
+use crate::support::{self, MIB};
 use aquifer_core::Budget;
 use aquifer_driver::{DeviceId, sim::Sim};
 use aquifer_host::{
@@ -22,7 +21,6 @@ use aquifer_host::{
 };
 use nix::libc::{self, c_int, c_long, sock_filter, sock_fprog};
 use std::{mem::offset_of, thread};
-use support::MIB;
 
 /// Setting policies and asking about them.
 const POLICY: [c_long; 3] = [libc::SYS_mbind, libc::SYS_set_mempolicy, libc::SYS_get_mempolicy];

@@ -1,10 +1,8 @@
 //! What may still be taken of the host's memory, and how scarce it is, from made-up machines.
 
-mod machine;
-
+use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
 use aquifer_host::topology::{Found, Source, TopologyError};
-use machine::Machine;
 use std::{path::PathBuf, time::Duration};
 
 const MIB: u64 = 1 << 20;

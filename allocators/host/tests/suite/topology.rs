@@ -1,13 +1,11 @@
 //! Topology from fixtures, and from the machine that runs the tests.
 #![expect(clippy::unwrap_used, reason = "a fixture that cannot be read is a failed test")]
 
-mod machine;
-
+use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
 use aquifer_host::topology::{
     DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError,
 };
-use machine::Machine;
 use std::{
     env, fs,
     path::{Path, PathBuf},
@@ -441,7 +439,8 @@ fn memory_that_pins_would_leave_is_told_where_the_kernel_tells_it() {
 
 #[test]
 fn the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error() {
-    const CHILD: &str = "the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error";
+    const CHILD: &str =
+        "topology::the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error";
     const MARK: &str = "AQUIFER_TEST_CHILD";
     if env::var_os(MARK).is_some() {
         match Topology::read() {

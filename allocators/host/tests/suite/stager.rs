@@ -2,16 +2,14 @@
 //! and that whoever waits learns of it.
 #![expect(unsafe_code, reason = "ends a graph")]
 
-mod rig;
-mod support;
-
+use crate::rig::{self, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
+use crate::support;
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, CaptureMode, Typed, sim::Sim};
 use aquifer_host::{
     PinnedConfig, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket,
     region::Pinning,
 };
-use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
     future::Future,
     io,

@@ -4,12 +4,8 @@
 //! Each fault is a process of its own, which has to end by it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-#[path = "../../../tests/support/faults.rs"]
-mod faults;
-mod support;
-
 mod with_sanitizer {
-    use super::{
+    use crate::{
         faults::{self, Fault},
         support::{MIB, host},
     };
@@ -116,6 +112,10 @@ mod with_sanitizer {
 
     #[test]
     fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
-        faults::assert_each_is_found(&FAULTS, "with_sanitizer::child", &["after_its_gate_opened"]);
+        faults::assert_each_is_found(
+            &FAULTS,
+            "poison::with_sanitizer::child",
+            &["after_its_gate_opened"],
+        );
     }
 }

@@ -3,16 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks")]
 
-mod rig;
-mod support;
-
+use crate::rig::{GPU, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
+use crate::support;
 use aquifer_core::{Budget, MemoryError, budget::Room};
 use aquifer_driver::{Call, Typed};
 use aquifer_host::{
     PinnedPool, Source, StageError, Stager, StagerConfig, kernel::Kernel as System, region::Host,
 };
 use nix::libc;
-use rig::{GPU, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
     io,
     mem::ManuallyDrop,

@@ -7,8 +7,7 @@
 )]
 #![expect(unsafe_code, reason = "maps memory for workers to touch, and forks")]
 
-mod support;
-
+use crate::support;
 use aquifer_host::{
     kernel::{Faults, Kernel, MapPages, SystemCall},
     topology::{Bitmap, NodeId, Topology},

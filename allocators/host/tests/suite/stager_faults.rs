@@ -1,13 +1,10 @@
 //! Staged transfers while things go wrong: each driver call refused in turn, devices lost, a driver
 //! that will not say what is done.
 
-mod rig;
-mod support;
-
+use crate::rig::{GPU, KIB, PATIENCE, Plain, Rig, SLOT, config, pattern, pinned};
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, sim::Sim};
 use aquifer_host::{Failed, Source, StageError};
-use rig::{GPU, KIB, PATIENCE, Plain, Rig, SLOT, config, pattern, pinned};
 use std::{io, thread, time::Instant};
 
 const REFUSED: u32 = 999;

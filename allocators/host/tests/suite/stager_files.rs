@@ -1,11 +1,8 @@
 //! Staged transfers from sources and to sinks: files, and whatever reads less than it is asked for,
 //! fails or panics.
 
-mod rig;
-mod support;
-
+use crate::rig::{KIB, Rig, SLOT, pattern};
 use aquifer_host::{FileSource, ReadMode, Sink, Source, StageError};
-use rig::{KIB, Rig, SLOT, pattern};
 use std::{
     io,
     sync::{

@@ -3,8 +3,7 @@
 //! that nothing is claimed that is not so.
 #![expect(clippy::unwrap_used, reason = "a page that cannot be asked about is a failed test")]
 
-mod support;
-
+use crate::support::{self, MIB};
 use aquifer_core::Budget;
 use aquifer_host::{
     kernel::{Kernel, Span},
@@ -12,7 +11,6 @@ use aquifer_host::{
     topology::{NodeId, Topology},
 };
 use std::collections::BTreeMap;
-use support::MIB;
 
 /// Base pages on each node, by the kernel's own answer for each; those that it does not tell apart.
 fn asked(span: Span, topology: &Topology) -> (BTreeMap<NodeId, u64>, u64) {

@@ -6,8 +6,7 @@
 )]
 #![expect(unsafe_code, reason = "gives blocks back by hand")]
 
-mod support;
-
+use crate::support::{self, MIB};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{
     Budget, Charge, MemoryError, OutOfMemory,
@@ -21,7 +20,6 @@ use std::{
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
-use support::MIB;
 
 const REGION: u64 = 4 << 20;
 

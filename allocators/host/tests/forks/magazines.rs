@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
 
-mod support;
-
+use crate::support::{self, Latch, MIB};
 use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
 use aquifer_adapters::conformance::Suite;
 use aquifer_core::{Budget, DeferReuse, MemoryError};
@@ -21,7 +20,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{Latch, MIB};
 
 fn config() -> PinnedConfig {
     let mut config = PinnedConfig::default();

@@ -2,8 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks, and frees blocks by the allocator trait")]
 
-mod support;
-
+use crate::support;
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{
     Action, Budget, Recorder, Tag,

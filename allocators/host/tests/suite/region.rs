@@ -1,7 +1,6 @@
 //! Regions: each step, its failure and its fall-back, and the way back.
 
-mod support;
-
+use crate::support::{self, MIB};
 use aquifer_core::{Budget, MemoryError};
 use aquifer_host::{
     kernel::SystemCall,
@@ -16,7 +15,6 @@ use std::{
     num::NonZeroUsize,
     time::{Duration, Instant},
 };
-use support::MIB;
 
 fn request(bytes: usize) -> RegionRequest {
     let mut request = RegionRequest::bytes(bytes);

@@ -1,8 +1,7 @@
 //! Regions that several processes map and register.
 #![expect(unsafe_code, reason = "looks into memory that others have too")]
 
-mod support;
-
+use crate::support::{self, MIB};
 use aquifer_core::Budget;
 use aquifer_driver::{DeviceId, HostFlags, sim::Sim};
 use aquifer_host::{
@@ -20,7 +19,6 @@ use std::{
     os::fd::AsFd,
     process::{Command, Stdio},
 };
-use support::MIB;
 
 const GPU: DeviceId = DeviceId(0);
 const CHILD: &str = "AQUIFER_SHARED_CHILD";
@@ -47,7 +45,7 @@ fn a_region_is_shared_with_another_process_that_registers_it_too() {
     // SAFETY: 1. the child has not begun.
     unsafe { ours.bytes_mut() }.fill(0x5a);
     let child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "the_other_process", "--nocapture"])
+        .args(["--exact", "shared::the_other_process", "--nocapture"])
         .env(CHILD, "1")
         .stdin(Stdio::from(ours.as_fd().try_clone_to_owned().unwrap()))
         .output()

@@ -1,0 +1,19 @@
+//! The tests of this crate that can run in one process.
+
+#[path = "../../../../tests/support/faults.rs"]
+mod faults;
+mod giving_way;
+mod headroom;
+mod machine;
+mod placement;
+mod poison;
+mod pool;
+mod region;
+mod rig;
+mod seccomp;
+mod shared;
+mod stager;
+mod stager_faults;
+mod stager_files;
+mod support;
+mod topology;
