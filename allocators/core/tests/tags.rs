@@ -1,5 +1,7 @@
 //! A name has one tag in the process, a scope tags what its own thread does, and neither is lost by
 //! a panic.
+//!
+//! A process of its own: uses up all tags.
 
 use aquifer_core::{Tag, tagged};
 use std::{

@@ -1,5 +1,7 @@
 //! The thread that wakes tasks: there is none before it is needed, one then, and a gate that panics
 //! stops no other wait.
+//!
+//! A process of its own: counts the process's threads.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_core::{

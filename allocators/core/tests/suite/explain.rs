@@ -35,13 +35,13 @@ fn full() -> OutOfMemory {
 
 #[test]
 fn the_text_names_who_refused_the_largest_holders_what_was_tried_and_one_action() {
-    let expected = include_str!("golden/out_of_memory.txt").trim_end();
+    let expected = include_str!("../golden/out_of_memory.txt").trim_end();
     assert_eq!(MemoryError::OutOfMemory(Box::new(full())).to_string(), expected);
 }
 
 #[test]
 fn the_json_holds_every_figure_under_its_name() {
-    let expected = include_str!("golden/out_of_memory.json");
+    let expected = include_str!("../golden/out_of_memory.json");
     let mut error = full();
     let (call, code, name) = ("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY");
     error.driver = Some(DriverError { call, code, name });
@@ -77,7 +77,7 @@ fn a_limit_on_live_bytes_says_so_and_whose_it_is() {
     (error.refused, error.of_live_bytes) = (tenant.charge(2 << 30).err(), true);
     (error.live, error.cached, error.largest_free) = (7 << 30, 60 << 30, 60 << 30);
     error.tenants = vec![TenantHolding { name: "tenant-a", live: 7 << 30, limit: 8 << 30 }];
-    assert_eq!(error.to_string(), include_str!("golden/tenant.txt").trim_end());
+    assert_eq!(error.to_string(), include_str!("../golden/tenant.txt").trim_end());
 }
 
 #[test]

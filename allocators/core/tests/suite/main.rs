@@ -1,0 +1,14 @@
+//! The tests of this crate that can run in one process.
+
+mod adapter;
+mod budget;
+mod budget_asking;
+mod budget_lease;
+mod budget_pressure;
+mod budget_together;
+mod budget_tree;
+mod budget_wait;
+mod events;
+mod explain;
+mod ids;
+mod sinks;
