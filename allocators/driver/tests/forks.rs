@@ -1,4 +1,6 @@
 //! Budgets in children of a fork.
+//!
+//! A process of its own: forks while its other threads charge.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![expect(unsafe_code, reason = "forks")]
 

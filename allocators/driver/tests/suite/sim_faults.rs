@@ -2,14 +2,11 @@
 #![allow(unsafe_code, reason = "commits on purpose what unsafe calls forbid")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, DeviceRange, HostAccess, HostFlags, Ownership, RawStream,
     sim::{Agent, Kernel, Place, Sim, ViolationKind},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use std::ptr::NonNull;
 
 const FILE: &str = "sim_faults.rs";

@@ -2,14 +2,11 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     DeviceRange, RawStream,
     sim::{Callback, Kernel, Mode, Schedule, Sim},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use std::{
     ptr::NonNull,
     sync::{

@@ -3,14 +3,11 @@
 //! keeps no graph, and must say the same.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, Machine};
 use aquifer_driver::{
     Access, DeviceRange, RawEvent, RawStream,
     sim::{Sim, ViolationKind},
 };
-use sim_fixtures::{GPU, Machine};
 
 /// Everything that happens, in the order in which the host asked for it.
 #[derive(Default)]

@@ -1,11 +1,5 @@
 //! Machines and small programs that the simulator's tests share.
-#![allow(
-    dead_code,
-    unsafe_code,
-    unused_macros,
-    unreachable_pub,
-    reason = "each test binary uses its share"
-)]
+#![allow(unsafe_code, unreachable_pub, reason = "plays the caller of unsafe calls")]
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

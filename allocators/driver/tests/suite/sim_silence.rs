@@ -2,14 +2,11 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, DeviceRange, HostFlags, Ownership, RawStream,
     sim::{Callback, Kernel, Sim, ViolationKind},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use std::ptr::NonNull;
 
 /// Streams, a block that the first writes, and pinned and pageable memory.

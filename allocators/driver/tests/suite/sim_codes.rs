@@ -2,13 +2,10 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, everywhere};
 use aquifer_driver::{
     DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, sim::ViolationKind,
 };
-use sim_fixtures::{GPU, GRANULE, everywhere};
 use std::ptr::NonNull;
 
 const FILE: &str = "sim_codes.rs";

@@ -3,11 +3,8 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{Machine, everywhere};
 use aquifer_driver::{Call, DeviceRange, Pattern, Pitched, Rows, sim::ViolationKind};
-use sim_fixtures::{Machine, everywhere};
 use std::ptr::NonNull;
 
 const FILE: &str = "sim_rows.rs";

@@ -3,15 +3,12 @@
 #![allow(unsafe_code, reason = "commits on purpose what unsafe calls forbid")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream,
     Rows,
     sim::{Agent, Kernel, Sim, Violation, ViolationKind},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 
 const FILE: &str = "sim_graph_faults.rs";
 

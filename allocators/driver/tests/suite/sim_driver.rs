@@ -3,15 +3,12 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage,
     RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use std::{
     ptr::NonNull,
     sync::atomic::{AtomicU32, Ordering},

@@ -5,15 +5,12 @@
 )]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-#[macro_use]
-mod sim_fixtures;
-
+use crate::sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream,
     Relaxed,
     sim::{Callback, Kernel, Sim},
 };
-use sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
 use std::sync::{
     Arc,
     atomic::{AtomicU32, Ordering},
