@@ -1,8 +1,11 @@
 //! Noting uses takes nothing from the host's heap once it has begun.
+//!
+//! A process of its own: installs a global allocator, which counts.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and adopts a stream")]
 
 #[path = "../../../tests/support/counting.rs"]
 mod counting;
+#[path = "suite/support/mod.rs"]
 mod support;
 
 use aquifer_driver::Access;

@@ -1,7 +1,6 @@
 //! Streams of other libraries: believed as far as their owner's promise goes, and no further.
 
-mod support;
-
+use crate::support::{GPU, PATIENCE, Plain, Rig, within};
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{
     Access, Call, RawStream,
@@ -13,7 +12,6 @@ use std::{
     thread,
     time::Duration,
 };
-use support::{GPU, PATIENCE, Plain, Rig, within};
 
 fn lives() -> [Life; 3] {
     [Life::KeptAlive(Arc::new(())), Life::Retired, Life::Fenced]

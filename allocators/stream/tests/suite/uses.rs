@@ -5,8 +5,7 @@
 //! - A refusal leaves no note.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, Rig};
 use aquifer_core::MemoryError;
 use aquifer_driver::{Access, Call};
 use aquifer_stream::{LastUse, Stream, UseList, Uses};
@@ -17,7 +16,6 @@ use std::{
     },
     thread,
 };
-use support::Rig;
 
 const BLOCK: u64 = 0x4000;
 const BUSY: MemoryError = MemoryError::Busy { address: BLOCK };

@@ -4,8 +4,7 @@
 //! - An id is good for its lease, in its pool, and for nothing else.
 //! - A refusal, the pool's or the driver's, changes nothing.
 
-mod support;
-
+use crate::support::{GPU, PATIENCE, Rig, within};
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, CaptureMode, RawStream, sim::Sim};
 use aquifer_stream::{Lease, Life, StreamPool};
@@ -17,7 +16,6 @@ use std::{
     },
     thread,
 };
-use support::{GPU, PATIENCE, Rig, within};
 
 const OUT_OF_MEMORY: u32 = 2;
 

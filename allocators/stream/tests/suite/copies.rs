@@ -2,8 +2,6 @@
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(unsafe_code, reason = "implements an operand")]
 
-mod support;
-
 use aquifer_driver::{Call, sim::Sim};
 use std::{
     env,
@@ -12,10 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::support::{GPU, Plain, Rig};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::{Grid, UseList};
-use support::{GPU, Plain, Rig};
 
 /// A window on device memory that others may lie over, as no operand should.
 struct Window(DeviceRange);
@@ -172,7 +170,7 @@ fn a_scope_on_a_lost_device_returns_at_once() {
 #[test]
 fn a_process_whose_copies_cannot_be_waited_for_ends_with_a_message() {
     let child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "the_process_that_cannot_wait", "--nocapture"])
+        .args(["--exact", "copies::the_process_that_cannot_wait", "--nocapture"])
         .env(CHILD, "1")
         .output()
         .unwrap();

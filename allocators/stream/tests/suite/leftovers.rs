@@ -1,11 +1,8 @@
-//! Objects that the driver would not destroy are destroyed later. One test, since the list is the
-//! process's.
+//! Objects that the driver would not destroy are destroyed later.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-mod support;
-
+use crate::support::{self, Rig};
 use aquifer_driver::{Call, leftovers};
-use support::Rig;
 
 const REFUSED: u32 = 999;
 

@@ -8,8 +8,7 @@
 
 #![expect(unsafe_code, reason = "lends leaked bytes to copies")]
 
-mod support;
-
+use crate::support::{PATIENCE, Plain, Rig};
 use aquifer_core::{DeviceId, Gate, MemoryError};
 use aquifer_driver::{Access, Call, CaptureMode, sim::Sim};
 use aquifer_stream::{Fence, Grid, HostOwned, Life, Stream, UseList};
@@ -18,7 +17,6 @@ use std::{
     sync::{Arc, Barrier},
     time::Instant,
 };
-use support::{PATIENCE, Plain, Rig};
 
 /// Bytes that are never given back.
 struct Host(&'static mut [u8]);

@@ -5,8 +5,7 @@
 //! - Events go round; one that somebody may still wait for is left alone; none is left at the end.
 #![expect(unsafe_code, reason = "waits by a word of pinned memory")]
 
-mod support;
-
+use crate::support::{GPU, PATIENCE, Rig, within};
 use aquifer_core::{Gate, MemoryError};
 use aquifer_driver::{Call, CaptureMode, HostFlags, sim::Sim};
 use aquifer_stream::{Fence, Point, Stream};
@@ -15,7 +14,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{GPU, PATIENCE, Rig, within};
 
 const UNKNOWN: u32 = 999;
 

@@ -1,0 +1,11 @@
+//! The tests of this crate that can run in one process.
+
+mod adoption;
+mod capture;
+mod copies;
+mod epochs;
+mod leases;
+mod leftovers;
+mod support;
+mod timeline;
+mod uses;
