@@ -1,5 +1,7 @@
 //! Every example runs to its end, on a machine with a GPU or without one. `cargo test` builds them
 //! beside this test.
+//!
+//! A process of its own: `cargo test --test` runs the other tests without building the examples.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::{

@@ -2,7 +2,7 @@
 //! plain memory, in scopes of tags, and in a route to pinned memory, where growing and shrinking
 //! cross from one allocator to the other.
 //!
-//! A binary of its own, since a process has one global allocator and one staging allocator.
+//! A process of its own: it has one global allocator and one staging allocator.
 
 mod support;
 

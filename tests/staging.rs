@@ -1,9 +1,9 @@
 //! The process's staging allocator: installed once, and reached by a library's own vectors through
 //! a route.
 //!
-//! A binary of its own, since the process has one staging allocator and one global allocator. Its
-//! tests take turns, since they count what the process's one pool holds. That pool is none of the
-//! runtime's own, so that it shows who uses which.
+//! A process of its own: it has one staging allocator and one global allocator. Its tests take
+//! turns, since they count what the process's one pool holds. That pool is none of the runtime's
+//! own, so that it shows who uses which.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;

@@ -2,7 +2,7 @@
 //! `allocator_api2`, a pool that is set as the pinned staging allocator, and a program of `cargo
 //! fuzz`.
 //!
-//! A binary of its own, since a process has one staging allocator and one global allocator.
+//! A process of its own: it has one staging allocator and one global allocator.
 
 mod support;
 

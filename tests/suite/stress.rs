@@ -6,8 +6,7 @@
 //! - Every wait ends, granted or refused by its deadline.
 //! - No access is out of order, and in the end all counts are zero.
 
-mod support;
-
+use crate::support::assert_silent;
 use aquifer::{
     Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, Place, Placer, Policy, PoolConfig,
     Request, Runtime, driver::Call, placement::Health, sim::Sim,
@@ -17,7 +16,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::assert_silent;
 
 const MIB: u64 = 1 << 20;
 const DEVICES: u32 = 3;

@@ -1,13 +1,11 @@
 //! Other people's collections in pinned memory.
 
-mod support;
-
+use crate::support::{assert_all_given_back, assert_silent, runtime};
 use allocator_api2::{boxed::Box as PinnedBox, unsize_box};
 use aquifer::{PinnedAllocator, sim::Sim, vec::Vec as PinnedVec};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::HashMap;
 use std::{collections::hash_map::RandomState, fmt, ptr::NonNull, thread};
-use support::{assert_all_given_back, assert_silent, runtime};
 
 type Map<V> = HashMap<u64, V, RandomState, PinnedAllocator>;
 

@@ -5,8 +5,7 @@
 //! - Dropped or forgotten before it is ready, a future loses nothing and races with nothing.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{MIB, PATIENCE, assert_silent, read, runtime, within};
 use aquifer::{
     Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, PinnedAllocator,
     PoolConfig, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
@@ -23,7 +22,6 @@ use std::{
     thread::{self, Thread},
     time::{Duration, Instant},
 };
-use support::{MIB, PATIENCE, assert_silent, read, runtime, within};
 
 /// Wakes a thread, and counts.
 struct Woken {

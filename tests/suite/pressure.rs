@@ -5,10 +5,8 @@
 //! of ours knows.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-#[path = "../allocators/host/tests/suite/machine/mod.rs"]
-mod machine;
-mod support;
-
+use crate::machine::Machine;
+use crate::support::{PATIENCE, assert_all_given_back, assert_silent, read, small};
 use aquifer::{
     Block, Budget, Charge, DeviceId, DevicePool, HostWatch, MemoryError, PoolConfig, Request,
     Runtime,
@@ -18,13 +16,11 @@ use aquifer::{
     pressure::DevicePressure,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use machine::Machine;
 use std::{
     sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
-use support::{PATIENCE, assert_all_given_back, assert_silent, read, small};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

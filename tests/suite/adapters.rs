@@ -1,8 +1,7 @@
 //! Pinned memory under everything that takes an allocator: the conformance suite, the wrappers,
 //! arenas, and buffers of another library with no copy.
 
-mod support;
-
+use crate::support::runtime;
 use aquifer::{
     Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag,
     adapters::{
@@ -15,7 +14,6 @@ use aquifer::{
 use arrow_array::{Array, Float32Array, StringArray};
 use arrow_buffer::{BooleanBuffer, Buffer, NullBuffer, OffsetBuffer, ScalarBuffer};
 use std::{panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};
-use support::runtime;
 
 #[test]
 fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {

@@ -5,17 +5,12 @@
 //! - Picking and holding are one step: what was granted to one is not granted to another.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
-#[path = "placement/bursts.rs"]
 mod bursts;
-#[path = "placement/groups.rs"]
 mod groups;
-#[path = "placement/health.rs"]
 mod health;
-#[path = "placement/waits.rs"]
 mod waits;
 
+use crate::support;
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near,
     OutOfBudget, Place, PlaceError, Placer, Policy, PoolConfig, Request, Runtime, Tag,

@@ -2,14 +2,12 @@
 //! still under way.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{assert_silent, read, runtime};
 use aquifer::{
     Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, Operand,
     OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, adapters::Limit, sim::Sim,
     vec::Vec,
 };
-use support::{assert_silent, read, runtime};
 
 const MIB: u64 = 1 << 20;
 

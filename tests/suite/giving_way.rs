@@ -1,15 +1,13 @@
 //! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way
 //! to the other.
 
-mod support;
-
+use crate::support::assert_silent;
 use aquifer::{
     Budget, DeviceId, DevicePool, PinnedConfig, PinnedPool, PoolConfig, Request, Runtime,
     host::{kernel::Kernel, region::Host, topology::Topology},
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use std::{path::Path, time::Duration};
-use support::assert_silent;
 
 const MIB: u64 = 1 << 20;
 

@@ -5,8 +5,7 @@
 //! - A refusal gives the host side back as it was, and leaves nothing shut.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, MIB, assert_silent, read, runtime, small, within};
 use aquifer::{
     Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError,
     PinnedAllocator, PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream,
@@ -17,7 +16,6 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     time::{Duration, Instant},
 };
-use support::{MIB, assert_silent, read, runtime, small, within};
 
 type Bytes = PinnedVec<u8, PinnedAllocator>;
 

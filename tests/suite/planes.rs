@@ -6,8 +6,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-mod support;
-
+use crate::support::{assert_silent, runtime};
 use aquifer::{
     DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream,
     driver::Call,
@@ -16,7 +15,6 @@ use aquifer::{
 };
 use bytemuck::Pod;
 use std::fmt::Debug;
-use support::{assert_silent, runtime};
 
 /// A runtime on `devices` devices, with a stream of the first.
 struct Rig {

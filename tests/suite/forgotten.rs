@@ -8,14 +8,12 @@
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 
-mod support;
-
+use crate::support::{MIB, assert_silent, runtime};
 use aquifer::{
     Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf,
     Place, Policy, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
 };
 use std::mem::forget;
-use support::{MIB, assert_silent, runtime};
 
 const SEEDS: std::ops::Range<u64> = 0..12;
 

@@ -5,8 +5,7 @@
 //! environment says, and how many threads there are, is the whole process's.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::{self, MIB, assert_all_given_back, assert_silent, runtime, small};
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand,
     PinnedAllocator, PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream,
@@ -21,7 +20,6 @@ use std::{
     path::{Path, PathBuf},
     process::{self, Command},
 };
-use support::{MIB, assert_all_given_back, assert_silent, runtime, small};
 
 #[test]
 fn every_device_has_a_pool_and_one_that_is_not_there_is_an_error() {
@@ -338,7 +336,13 @@ fn child_races() {
 fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
     let run = |environment: &[(&str, &str)]| {
         let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "child_races", "--ignored", "--nocapture", "--test-threads=1"]);
+        command.args([
+            "--exact",
+            "runtime::child_races",
+            "--ignored",
+            "--nocapture",
+            "--test-threads=1",
+        ]);
         for variable in ["DEBUG", "SIM_VIOLATIONS", "SIM_FALLBACK"] {
             command.env_remove(format!("AQUIFER_{variable}"));
         }
@@ -358,7 +362,7 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
             (told.find("found 1 violation").unwrap(), told.find("is gone").unwrap());
         assert!(found < gone, "it is reported when the runtime ends: {told}");
         assert!(
-            told.matches("tests/runtime.rs:").count() == 2,
+            told.matches("tests/suite/runtime.rs:").count() == 2,
             "both lines are the program's: {told}"
         );
     }
@@ -392,7 +396,13 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
 #[track_caller]
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
+    command.args([
+        "--exact",
+        &format!("runtime::{name}"),
+        "--ignored",
+        "--nocapture",
+        "--test-threads=1",
+    ]);
     for variable in [
         "TRACE",
         "BYPASS",

@@ -2,8 +2,7 @@
 //! bytes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod support;
-
+use crate::support::assert_silent;
 use aquifer::{
     Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats,
     Request, Resource, Stream, Tag,
@@ -12,7 +11,6 @@ use aquifer::{
     vec::Vec,
 };
 use std::sync::Arc;
-use support::assert_silent;
 
 const MIB: u64 = 1 << 20;
 

@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "sources of memory, honest ones and others")]
 
-mod support;
-
+use crate::support::assert_silent;
 use aquifer::{
     Block, Budget, Dependencies, DeviceBuffer, DeviceId, DevicePages, DeviceRange, MemoryError,
     Opaque, PoolStats, RangeSource, Request, Resource, SourcePool, Stream, StreamPool,
@@ -16,7 +15,6 @@ use std::sync::{
     Arc, Mutex,
     atomic::{AtomicU64, Ordering},
 };
-use support::assert_silent;
 
 const GPU: DeviceId = DeviceId(0);
 const SLOT: u64 = 64 << 10;

@@ -1,0 +1,20 @@
+//! The tests of the whole that can run in one process and need no GPU.
+
+mod adapters;
+mod collections;
+mod copies;
+mod forgotten;
+mod frames;
+mod futures;
+mod giving_way;
+#[path = "../../allocators/host/tests/suite/machine/mod.rs"]
+mod machine;
+mod placement;
+mod planes;
+mod pressure;
+mod runtime;
+mod sources;
+mod stress;
+#[path = "../support/mod.rs"]
+mod support;
+mod wrappers_over_device;
