@@ -1,4 +1,4 @@
-//! What can be asked for, and how a wrong request is told.
+//! The command line: its commands and flags, and the errors of parsing it.
 
 use crate::amount::{Amount, AmountError};
 use aquifer_host::{ShortWait, StagerConfig, Stores};
@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind
 use clap_complete::Shell;
 use std::{error, fmt, path::PathBuf, str::FromStr};
 
-/// The command line.
+/// The arguments of the program.
 #[derive(Parser, Debug)]
 #[command(
     name = "aquifer",
@@ -18,15 +18,15 @@ Exit status: 0 all is well; 1 the trace does not fit, or a check failed;
 2 the request or the trace makes no sense (one line on stderr says why)."
 )]
 pub(crate) struct Cli {
-    /// What to do.
+    /// The command to run
     #[command(subcommand)]
     pub(crate) command: Command,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Subcommand, Debug)]
 pub(crate) enum Command {
-    /// Live through a recorded allocation trace again, and check every access
+    /// Replay a recorded allocation trace and check every memory access
     #[command(after_help = "\
 The trace is CSV with the header `t_us,op,id,bytes,stream,kind,device,tag`, or its
 first five fields, as AQUIFER_TRACE=FILE makes any program that uses the library
@@ -35,19 +35,19 @@ torch.cuda.memory._dump_snapshot() writes; plain, or compressed by xz, gzip or z
 whatever the file is called. `-` is the standard input. `made:NAME` is a workload
 made to break a policy, `made:` lists them. Without a GPU a simulated one is used.")]
     Replay(Replay),
-    /// Measure what calls cost here, beside their peers
+    /// Measure the cost of calls, compared with other allocators
     #[command(arg_required_else_help = false)]
     Bench(Bench),
-    /// Load a file to the device, and say how fast, with a cold page cache, a warm one, and past it
+    /// Measure loading a file to the device: with a cold page cache, a warm one, and direct I/O
     #[command(after_help = "\
 Every byte is read back and compared. Beside it stands the driver's own copy of the
 same bytes from pageable memory, and the copy from pinned memory, which is the limit.")]
     Stage(Stage),
-    /// Say what this machine offers, what a program would get, and what to mend
+    /// Report what this machine offers, what a program gets, and what to fix
     Doctor(Doctor),
-    /// Write completions for a shell to the standard output
+    /// Write shell completions to standard output
     Completions(Completions),
-    /// Write the manual page to the standard output
+    /// Write the manual page to standard output
     Man,
 }
 
@@ -62,55 +62,54 @@ pub(crate) struct Completions {
 /// Flags of `replay`.
 #[derive(Args, Debug)]
 pub(crate) struct Replay {
-    /// The trace: a file, - for the standard input, or made:NAME
+    /// Trace to replay: a file, - for standard input, or made:NAME
     pub(crate) trace: PathBuf,
-    /// Where to run it: auto, sim, cuda or cuda:N
+    /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still
-    /// does
+    /// Distribute the blocks over N streams in turn; uses across streams are kept
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,
-    /// Which device of a trace or snapshot that has several, from 0; by default the one with most
-    /// events
+    /// Device to replay, from 0, if the trace or snapshot has several [default: the one with the
+    /// most events]
     #[arg(long, value_name = "N")]
     pub(crate) device_index: Option<u32>,
-    /// Who places the blocks
+    /// Allocator to replay with
     #[arg(long, value_enum, default_value_t = Allocator::Pool)]
     pub(crate) allocator: Allocator,
-    /// The most memory it may take: bytes (4076911904, 4GiB, 500M) or a multiple of the trace's
+    /// Memory limit of the allocator: bytes (4076911904, 4GiB, 500M) or a multiple of the trace's
     /// peak (1.05x)
     #[arg(long, value_name = "BYTES|1.05x", conflicts_with = "fit")]
     pub(crate) budget: Option<Amount>,
-    /// Search the smallest budget that the trace completes with, and verify it
+    /// Search for the smallest budget that completes the trace, and verify it
     #[arg(long)]
     pub(crate) fit: bool,
-    /// Rounds that are timed, one after another with the same allocator; the first fills it
+    /// Number of timed rounds with the same allocator; the first one fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,
-    /// Also write what the allocator did as a memory snapshot, for PyTorch's memory viewer
+    /// Also write the allocator's history as a memory snapshot for PyTorch's memory viewer
     #[arg(long, value_name = "FILE")]
     pub(crate) snapshot: Option<PathBuf>,
-    /// Do not tell the allocator which streams use a block: the checks must object
+    /// Hide from the allocator which streams use a block; the checks must report violations
     #[arg(long, conflicts_with = "fit")]
     pub(crate) ignore_order: bool,
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// What to measure.
+/// Arguments of `bench`.
 #[derive(Args, Debug)]
 pub(crate) struct Bench {
-    /// What.
+    /// The benchmark to run
     #[command(subcommand)]
     pub(crate) what: Benched,
 }
 
-/// What can be measured.
+/// The benchmarks.
 #[derive(Subcommand, Debug)]
 pub(crate) enum Benched {
-    /// Arenas, beside bumpalo, bump-scope and the host's malloc
+    /// Arenas, compared with bumpalo, bump-scope and the host's malloc
     #[command(after_help = "\
 A ratio is the arena's time over the peer's in the same run: below 1 is faster.
 Without a GPU pinned memory is pageable, and the pool is the same. Takes most of a
@@ -121,43 +120,43 @@ minute.")]
 A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
 GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")]
     Device(BenchDevice),
-    /// Pools of pinned host memory, beside the host's malloc and the driver
+    /// Pools of pinned host memory, compared with the host's malloc and the driver
     #[command(after_help = "\
 A ratio is the pool's time over the peer's in the same run: below 1 is faster.
 Without a GPU memory is pageable, and the pool is the same. Takes most of a minute.")]
     Pinned(BenchPinned),
-    /// Staging of pageable memory and files, beside the driver's own copy and the pinned limit
+    /// Staging of pageable memory and files, compared with the driver's copy and the pinned limit
     #[command(after_help = "\
 A ratio is the stager's time over the peer's in the same run: below 1 is faster. Takes some minutes, and with the largest transfers 20 GiB of host memory.")]
     Stage(BenchStage),
-    /// The global allocator over the system's, mimalloc and jemalloc: what counting, tags and
-    /// routes add
+    /// The global allocator over the system's, mimalloc and jemalloc: the cost of counting, tags
+    /// and routes
     #[command(after_help = "\
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
 median of 21 turns, with the interval of 95 %. Takes some minutes.")]
     Global(BenchGlobal),
-    /// Charges to budgets, by levels, by lease, with 16 threads, and waits
+    /// Charges to budgets: by level, by lease, with 16 threads, and with waits
     #[command(after_help = "\
 A ratio is the budget's time over the host's malloc in the same run. No device is part
 of it. Takes some seconds.")]
     Budget(BenchBudget),
-    /// Picking a device among simulated ones, by each policy, in groups, with 16 threads
+    /// Choosing a simulated device: by each policy, in groups, with 16 threads
     #[command(after_help = "\
 A ratio is the placer's time over that of a vector of free bytes behind a lock in the
 same run. No GPU is part of it. Takes most of a minute.")]
     Placement(BenchPlacement),
 }
 
-/// Flags that every bench has.
+/// Flags that all benchmarks share.
 #[derive(Args, Debug)]
 pub(crate) struct RowFlags {
-    /// Only rows whose name contains this, in either case
+    /// Run only rows whose name contains PATTERN, ignoring case
     #[arg(long, value_name = "PATTERN")]
     pub(crate) only: Option<String>,
-    /// A look whether all of it runs, within seconds; figures are rough
+    /// Run everything within seconds, with rough figures
     #[arg(long)]
     pub(crate) quick: bool,
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -165,10 +164,10 @@ pub(crate) struct RowFlags {
 /// Flags of `bench arena`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArena {
-    /// Whose pinned memory it is: auto, sim, cuda or cuda:N
+    /// Device that the pinned memory serves: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
 }
@@ -176,7 +175,7 @@ pub(crate) struct BenchArena {
 /// Flags of `bench budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchBudget {
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
 }
@@ -184,7 +183,7 @@ pub(crate) struct BenchBudget {
 /// Flags of `bench placement`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchPlacement {
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
 }
@@ -192,10 +191,10 @@ pub(crate) struct BenchPlacement {
 /// Flags of `bench device`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchDevice {
-    /// Where to run it: auto, sim, cuda or cuda:N
+    /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
     /// Also time the driver's own calls, on a GPU
@@ -206,10 +205,10 @@ pub(crate) struct BenchDevice {
 /// Flags of `bench pinned`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchPinned {
-    /// Whose memory it is for: auto, sim, cuda or cuda:N
+    /// Device that the pinned memory serves: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
 }
@@ -217,19 +216,19 @@ pub(crate) struct BenchPinned {
 /// Flags of `bench stage`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchStage {
-    /// Where to run it: auto, sim, cuda or cuda:N
+    /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
-    /// The largest transfer
+    /// Largest transfer
     #[arg(long, value_name = "BYTES")]
     pub(crate) most: Option<Size>,
-    /// Where files are written to be read
+    /// Folder for the files that are written and read
     #[arg(long, value_name = "FOLDER")]
     pub(crate) folder: Option<PathBuf>,
-    /// How the stager works
+    /// Settings of the stager
     #[command(flatten)]
     pub(crate) stager: StagerFlags,
 }
@@ -237,7 +236,7 @@ pub(crate) struct BenchStage {
 /// Flags of `bench global`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchGlobal {
-    /// Which rows, and how they are told
+    /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
 }
@@ -247,54 +246,54 @@ pub(crate) struct BenchGlobal {
 pub(crate) struct Stage {
     /// The file
     pub(crate) file: PathBuf,
-    /// Where to run it: auto, sim, cuda or cuda:N
+    /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// How the stager works
+    /// Settings of the stager
     #[command(flatten)]
     pub(crate) stager: StagerFlags,
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// Flags that say how a stager works; the library's own settings where they are left out.
+/// Settings of a stager. A flag that is not given leaves the library's default.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct StagerFlags {
     /// Threads that fill slots for the device, and that empty them
     #[arg(long, value_name = "N")]
     pub(crate) workers: Option<usize>,
-    /// Threads that empty slots of the device, if not as many
+    /// Threads that empty slots of the device [default: as many as --workers]
     #[arg(long, value_name = "N")]
     pub(crate) down_workers: Option<usize>,
-    /// Bytes of a slot
+    /// Bytes per slot
     #[arg(long, value_name = "BYTES")]
     pub(crate) slot: Option<Size>,
-    /// Slots of each worker
+    /// Slots per worker
     #[arg(long, value_name = "N")]
     pub(crate) slots: Option<usize>,
-    /// Bytes of the shortest chunk
+    /// Bytes of the smallest chunk
     #[arg(long, value_name = "BYTES")]
     pub(crate) chunk: Option<Size>,
-    /// Bytes up to which the driver copies to the device by itself
+    /// Largest transfer in bytes that one driver copy moves to the device
     #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
     pub(crate) direct: Option<Size>,
-    /// Bytes up to which the driver copies to the host by itself
+    /// Largest transfer in bytes that one driver copy moves to the host
     #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
     pub(crate) down_direct: Option<Size>,
-    /// Bytes up to which the calling thread copies to the device by itself
+    /// Largest transfer in bytes that the calling thread copies to the device itself
     #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
     pub(crate) alone: Option<Size>,
-    /// Bytes up to which the calling thread copies to the host by itself
+    /// Largest transfer in bytes that the calling thread copies to the host itself
     #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
     pub(crate) down_alone: Option<Size>,
     /// How the processor writes into slots
     #[arg(long, value_enum)]
     pub(crate) stores: Option<StoresChoice>,
-    /// How the processor writes what comes from the device
+    /// How the processor writes data that comes from the device
     #[arg(long, value_enum)]
     pub(crate) down_stores: Option<StoresChoice>,
-    /// How the calling thread waits for what it copies by itself
+    /// How the calling thread waits for the transfers that it copies itself
     #[arg(long, value_enum)]
     pub(crate) short_wait: Option<WaitChoice>,
 }
@@ -302,11 +301,11 @@ pub(crate) struct StagerFlags {
 /// How a thread waits for a short transfer.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WaitChoice {
-    /// As the first waits tell
+    /// Choose by measuring the first waits
     Auto,
-    /// For the stream
+    /// Wait for the stream
     Stream,
-    /// For a word that the device writes
+    /// Poll a word that the device writes
     Word,
 }
 
@@ -323,11 +322,11 @@ impl From<WaitChoice> for ShortWait {
 /// How the processor writes.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum StoresChoice {
-    /// As the machine's caches suggest
+    /// Choose by the machine's caches
     Auto,
-    /// Through its caches
+    /// Through the caches
     Cached,
-    /// Past its caches
+    /// Past the caches, with non-temporal stores
     Past,
 }
 
@@ -342,7 +341,7 @@ impl From<StoresChoice> for Stores {
 }
 
 impl StagerFlags {
-    /// What they say.
+    /// Returns the configuration that the flags describe.
     pub(crate) fn config(&self) -> StagerConfig {
         let mut config = StagerConfig::default();
         let bytes = |size: Option<Size>, usual| size.map_or(usual, |size| size.0 as usize);
@@ -362,7 +361,7 @@ impl StagerFlags {
     }
 }
 
-/// A number of bytes as people write it.
+/// A number of bytes, written as on the command line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Size(pub(crate) u64);
 
@@ -377,7 +376,7 @@ impl FromStr for Size {
     }
 }
 
-/// A size, or 0 for none.
+/// Parses a size. `0` is allowed and means none.
 fn size_or_none(text: &str) -> Result<Size, AmountError> {
     match text.parse() {
         Err(AmountError::Zero) => Ok(Size(0)),
@@ -391,24 +390,24 @@ pub(crate) struct Doctor {
     /// Answer in JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Exit with status 1 if a warning stands
+    /// Exit with status 1 if there is a warning
     #[arg(long)]
     pub(crate) strict: bool,
 }
 
-/// Who places the blocks.
+/// The allocator that serves the trace.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Allocator {
     /// This library's caching pool
     Pool,
     /// The driver's stream-ordered allocator
     Async,
-    /// A driver allocation for each block
+    /// One driver allocation per block
     Direct,
 }
 
 impl Allocator {
-    /// As on the command line.
+    /// Returns the name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Pool => "pool",
@@ -418,18 +417,18 @@ impl Allocator {
     }
 }
 
-/// Where to run.
+/// The device to run on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum DeviceChoice {
-    /// The first GPU, or the simulated one.
+    /// The first GPU, or the simulated one if there is no GPU.
     Auto,
-    /// The simulated one.
+    /// The simulated device.
     Sim,
     /// A GPU by its ordinal.
     Cuda(u32),
 }
 
-/// A device that cannot be named so.
+/// A text that names no device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct BadDevice;
 
@@ -458,19 +457,19 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// A command line that cannot be followed, or one that asked for words only.
+/// Why parsing returned no command.
 #[derive(Debug)]
 pub(crate) enum Refused {
     /// Help or version: text for stdout.
     Words(String),
-    /// A mistake, in one line.
+    /// An invalid command line, described in one line.
     Mistake(String),
 }
 
-/// Reads the command line.
+/// Parses the command line.
 ///
 /// # Errors
-/// [`Refused`] for a mistake, and for `--help` and `--version`.
+/// [`Refused`] if the command line is invalid, and for `--help` and `--version`.
 pub(crate) fn parse<I>(arguments: I) -> Result<Cli, Refused>
 where
     I: IntoIterator<Item = std::ffi::OsString>,
@@ -485,17 +484,17 @@ where
     })
 }
 
-/// The completions of a shell, as a script for it.
+/// Returns the completion script of a shell.
 pub(crate) fn completions(shell: Shell) -> Vec<u8> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "aquifer", &mut script);
     script
 }
 
-/// The manual page, in roff: the command, then each of its subcommands.
+/// Returns the manual page in roff: the command, followed by each of its subcommands.
 ///
 /// # Errors
-/// None but those of memory that cannot be had.
+/// Only if memory cannot be allocated.
 pub(crate) fn man() -> std::io::Result<Vec<u8>> {
     let mut page = Vec::new();
     let mut command = Cli::command();
@@ -511,7 +510,7 @@ pub(crate) fn man() -> std::io::Result<Vec<u8>> {
         if subcommand.get_name() == "help" {
             continue;
         }
-        // Its name is that of the whole command: `aquifer bench stage`.
+        // The display name is that of the whole command: `aquifer bench stage`.
         let name = subcommand.get_display_name().unwrap_or(subcommand.get_name()).replace('-', " ");
         page.extend(format!(".SH {}\n", name.to_uppercase()).bytes());
         let man = clap_mangen::Man::new(subcommand.clone());
@@ -523,7 +522,7 @@ pub(crate) fn man() -> std::io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// The parser's message without its usage, in one line.
+/// Returns the parser's message without its usage text, in one line.
 fn one_line(message: &str) -> String {
     let mut line = String::new();
     for part in message.lines().map(str::trim).take_while(|part| !part.starts_with("Usage:")) {

@@ -1,19 +1,19 @@
-//! The command line of aquifer: replay a recorded allocation trace, measure what calls cost, or
-//! see what a machine offers.
+//! The command-line program of aquifer: replays recorded allocation traces, measures the cost of
+//! calls, and reports what a machine offers.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `cli` | what can be asked for |
-//! | `trace` | recorded and made traces, read and checked |
-//! | `replay` | living through one again |
-//! | `bench` | what calls cost here |
+//! | `cli` | commands and flags |
+//! | `trace` | recorded and generated traces, parsed and checked |
+//! | `replay` | replaying a trace |
+//! | `bench` | benchmarks |
 //! | `stage` | loading a file to the device |
-//! | `doctor` | what this machine offers |
-//! | `gpu`, `place` | the driver, if there is one, and the device that was asked for |
-//! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
+//! | `doctor` | the report on this machine |
+//! | `gpu`, `place` | the driver, if there is one, and the selected device |
+//! | `amount`, `figures`, `layout`, `json`, `progress` | parsing and formatting |
 //!
-//! Results go to stdout. A request that makes no sense is told in one line on stderr, with nothing
-//! on stdout and exit status 2.
+//! Results go to stdout. An invalid request is reported in one line on stderr, with nothing on
+//! stdout and exit status 2.
 
 mod amount;
 mod bench;
@@ -37,11 +37,11 @@ use std::{
 };
 use trace::made;
 
-/// All is well.
+/// Exit status: success.
 const WELL: u8 = 0;
-/// The request makes sense, the answer is no.
+/// Exit status: the request is valid and the result is negative.
 const NO: u8 = 1;
-/// The request makes no sense.
+/// Exit status: the request is invalid.
 const MISTAKE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -58,7 +58,7 @@ fn main() -> ExitCode {
             Command::Replay(args) => match replay::run(&args) {
                 Ok(report) => {
                     for note in &report.notes {
-                        // A note that cannot be written is in the JSON too.
+                        // If stderr cannot be written, the note is still in the JSON.
                         let _ = writeln!(io::stderr().lock(), "aquifer: {note}");
                     }
                     let text = if args.json { report.to_json() } else { report.to_screen() };
@@ -116,13 +116,13 @@ fn main() -> ExitCode {
     };
     match writeln!(io::stdout().lock(), "{text}") {
         Ok(()) => ExitCode::from(status),
-        // Whoever reads has seen enough.
+        // The reader closed the pipe. This is no error.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(status),
         Err(e) => refuse(&format!("the result cannot be written: {e}")),
     }
 }
 
-/// Writes bytes to stdout as they are.
+/// Writes bytes to stdout unchanged.
 fn raw(bytes: &[u8]) -> ExitCode {
     match io::stdout().lock().write_all(bytes) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -132,10 +132,10 @@ fn raw(bytes: &[u8]) -> ExitCode {
     }
 }
 
-/// One line on stderr, whatever it was.
+/// Prints an error in one line on stderr and returns the exit status for it.
 fn refuse(line: &str) -> ExitCode {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
-    // If not even that can be written there is nobody to tell.
+    // A failure to write to stderr cannot be reported.
     let _ = writeln!(io::stderr().lock(), "aquifer: {line}");
     ExitCode::from(MISTAKE)
 }

@@ -1,34 +1,32 @@
-//! `aquifer replay`: lives through a recorded trace again.
+//! `aquifer replay`: replays a recorded trace.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
 //! | `engine` | what each row of a trace means |
 //! | `uses` | uses by other streams that outlive the free of their block |
-//! | `work` | what is done with memory: declared to the simulator's oracle, or nothing |
+//! | `work` | the work on blocks: declared to the simulator's oracle, or none |
 //! | `stamp` | the same on real bytes |
-//! | `tally` | what a round cost in calls, waits and concurrency |
-//! | `bench` | one pass over a trace: with checks, for time, or for what it costs besides |
-//! | `record` | the same for a memory snapshot |
+//! | `tally` | the cost of a round in calls, waits and concurrency |
+//! | `bench` | one pass over a trace: checked, timed, or counted |
+//! | `record` | one pass for a memory snapshot |
 //! | `fit` | the search for the smallest budget |
-//! | `report`, `screen` | what was found, in JSON and for a person |
+//! | `report`, `screen` | the results as JSON and as text |
 //!
-//! # How time is taken
-//! A pass of its own plays the trace with nothing but the allocator's calls: no write, no read, no
-//! oracle. It is timed as a whole, by two looks at the clock, and divided by the allocations and
-//! frees in it; a clock read for each call would cost as much as the call. So the figure holds the
-//! replay's own loop too, two to four nanoseconds an operation, and uses across streams, which are
-//! not counted as operations. On the simulator it also holds the simulator's work in each
-//! driver call, which has nothing to do with what a driver would need: that is what the modelled
-//! driver time is for.
+//! # How time is measured
+//! A separate pass plays the trace with only the allocator's calls: no write, no read, no oracle.
+//! It is timed as a whole, by two clock reads, and divided by the number of allocations and frees.
+//! A clock read per call would cost as much as the call. The result therefore includes the replay's
+//! own loop (a few nanoseconds per operation) and uses across streams, which are not counted as
+//! operations. On the simulator it also includes the simulator's work in each driver call. That
+//! work does not reflect the cost of a real driver: see the modelled driver time for it.
 //!
 //! # How calls and waits are counted
-//! A third pass plays as many rounds as are timed and counts, for each of them, what the driver was
-//! asked and who had to wait. On the simulator its streams have the reads and writes of the checked
-//! pass to do, and its device falls behind by some tens of them, so that the last use of a free
-//! block is often still to come and reuse has to be ordered, as under a program that its GPU
-//! bounds. On a GPU the streams have nothing to do, so waits are as few as they can be. A round
-//! ends when its last blocks are freed and its last uses are over. What the waits cost the streams
-//! is said in `tally`.
+//! A third pass plays as many rounds as are timed. It counts the driver calls and the waits of each
+//! round. On the simulator the streams perform the reads and writes of the checked pass, and the
+//! device lags by some tens of them. The last use of a free block is therefore often still pending
+//! and its reuse has to be ordered, as in a program whose speed the GPU limits. On a GPU the
+//! streams have no work, so waits are at their minimum. A round ends when its last blocks are freed
+//! and its last uses are over. `tally` defines the concurrency cost of the waits.
 
 mod bench;
 mod engine;
@@ -55,30 +53,30 @@ use engine::Order;
 use report::{Round, Search};
 use std::{fmt, io, num::NonZeroU32, path::PathBuf};
 
-/// Why there is nothing to report.
+/// Why there is no report.
 #[derive(Debug)]
 pub(crate) enum Mistake {
-    /// The trace makes no sense.
+    /// The trace is invalid.
     Trace {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error in it.
         error: TraceError,
     },
-    /// The device that was asked for is not there.
+    /// The requested device does not exist.
     Place(NoPlace),
-    /// A budget beyond the device.
+    /// The budget exceeds the device's memory.
     Budget {
-        /// Bytes asked for.
+        /// Bytes requested.
         asked: u64,
-        /// Bytes that the device has.
+        /// Bytes of memory of the device.
         memory: u64,
-        /// The device, in words.
+        /// The device's display name.
         title: String,
     },
-    /// The allocator or its streams could not be had.
+    /// The allocator or its streams could not be created.
     Setup(MemoryError),
-    /// A file that cannot be written.
+    /// The snapshot file cannot be written.
     Snapshot(PathBuf, io::Error),
 }
 
@@ -116,10 +114,11 @@ impl std::error::Error for Mistake {
     }
 }
 
-/// Does what was asked for.
+/// Runs the `replay` command.
 ///
 /// # Errors
-/// [`Mistake`], before anything is played but for a snapshot that cannot be written.
+/// [`Mistake`]. Every error but a failure to write the snapshot is returned before the trace is
+/// played.
 pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
     let trace = Trace::read(&args.trace, args.device_index)
         .map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;

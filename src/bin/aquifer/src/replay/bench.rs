@@ -23,55 +23,55 @@ use aquifer_device::{
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
-/// What is played, where, and by whom its blocks are placed.
+/// A trace, a device and an allocator to play it with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bench<'a> {
-    /// What.
+    /// The trace.
     pub(crate) trace: &'a Trace,
-    /// Where.
+    /// The device.
     pub(crate) place: &'a Place,
-    /// By whom.
+    /// The allocator.
     pub(crate) allocator: Allocator,
-    /// Whether it is told who uses what.
+    /// Whether the allocator learns which streams use a block.
     pub(crate) order: Order,
 }
 
-/// What a pass with checks found.
+/// The result of a checked pass.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Checked {
-    /// The most bytes held from the driver.
+    /// The peak of bytes held from the driver.
     pub(crate) peak_physical: u64,
-    /// Why it stopped, if it did.
+    /// Why the pass stopped early, if it did.
     pub(crate) failure: Option<Failure>,
-    /// Driver calls from the first row to the last, without the checks' own.
+    /// Driver calls from the first row to the last, without those of the checks.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
-    /// What the simulator says they cost.
+    /// Their time in the simulator's model, in nanoseconds.
     pub(crate) modelled_driver_ns: Option<u64>,
-    /// What the checks say.
+    /// The result of the checks.
     pub(crate) verdict: Verdict,
     /// Blocks that another stream used.
     pub(crate) crossings: u64,
-    /// Uses that ended early.
+    /// Uses that were ended early.
     pub(crate) early: u64,
-    /// Bytes held after everything was freed and trimmed.
+    /// Bytes still held after all blocks were freed and the pool was trimmed.
     pub(crate) leaked: u64,
 }
 
-/// What a pass for time found.
+/// The result of a timed pass.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Timed {
-    /// What the allocator's calls took.
+    /// Time per operation of the allocator's calls.
     pub(crate) timing: Timing,
-    /// The same for each round, in nanoseconds an operation.
+    /// The time of each round, in nanoseconds per operation.
     pub(crate) each: Vec<f64>,
 }
 
-/// What any pass leaves behind.
+/// The result of any pass.
 struct Pass {
     rounds: Vec<Played>,
-    /// What each round cost, its end included: as many as `rounds`.
+    /// The cost of each round, including its end. As many entries as `rounds`.
     tallies: Vec<Tally>,
-    /// After the first round.
+    /// Statistics after the first round.
     first: PoolStats,
     driver_calls: Vec<(&'static str, u64)>,
     modelled_driver_ns: Option<u64>,
@@ -95,7 +95,7 @@ impl Placer {
         }
     }
 
-    /// Lets a pool ask for what is open to end; backends ask by themselves.
+    /// Registers `relief` with the pool's budget. Backends call their own handler instead.
     pub(super) fn relieved_by<W: Work>(&self, relief: &Arc<EndOldest<W>>) -> Option<Registration> {
         match self {
             Self::Pool(pool) => Some(pool.budget().on_need(relief)),
@@ -105,10 +105,11 @@ impl Placer {
 }
 
 impl Bench<'_> {
-    /// Plays the trace once from empty, with everything checked.
+    /// Plays the trace once from empty, with all checks.
     ///
     /// # Errors
-    /// If the allocator or its streams cannot be had. A trace that does not fit is no error.
+    /// If the allocator or its streams cannot be created. A trace that does not fit is not an
+    /// error.
     pub(crate) fn check(&self, budget: Option<u64>, progress: &mut Progress) -> Result<Checked> {
         let session = self.place.begin(true);
         let pass = match &session.sim {
@@ -141,11 +142,11 @@ impl Bench<'_> {
         })
     }
 
-    /// Plays the trace `rounds` times with one allocator, for the time it takes. `None` if it did
-    /// not fit.
+    /// Plays the trace `rounds` times with one allocator and measures the time. Returns `None` if
+    /// it did not fit.
     ///
     /// # Errors
-    /// If the allocator or its streams cannot be had.
+    /// If the allocator or its streams cannot be created.
     pub(crate) fn time(
         &self,
         budget: Option<u64>,
@@ -165,12 +166,12 @@ impl Bench<'_> {
         Ok(Some(Timed { timing: Timing { first, warm, rounds }, each }))
     }
 
-    /// Plays the trace `rounds` times with one allocator, for what each round costs besides time.
-    /// On the simulator the streams have work to do meanwhile; on a GPU they have none. `None` if
-    /// it did not fit.
+    /// Plays the trace `rounds` times with one allocator and counts what each round costs besides
+    /// time. On the simulator the streams perform work meanwhile. On a GPU they have none. Returns
+    /// `None` if the trace did not fit.
     ///
     /// # Errors
-    /// If the allocator or its streams cannot be had.
+    /// If the allocator or its streams cannot be created.
     pub(crate) fn count(
         &self,
         budget: Option<u64>,
@@ -201,7 +202,7 @@ impl Bench<'_> {
         let (placer, streams) = self.open(session, budget, &relief, None)?;
         let relieved = placer.relieved_by(&relief);
         let pass = match &placer {
-            // Called directly, as a program would.
+            // Called directly, without dynamic dispatch, as a program would call it.
             Placer::Pool(pool) => {
                 self.rounds(session, pool, &streams, &*work, &uses, rounds, progress)
             }
@@ -212,14 +213,14 @@ impl Bench<'_> {
         let mut pass = pass?;
         let left = at_rest(placer.resource(), &streams)?;
         pass.leaked = left.physical.max(left.live + left.pending);
-        // The allocator's own end is part of what is checked.
+        // Dropping the allocator is checked too.
         drop((streams, relieved, placer));
         pass.verdict = work.verdict()?;
         Ok(pass)
     }
 
-    /// The allocator, and as many streams as the trace needs. It tells `recorder` what it does, if
-    /// there is one.
+    /// Creates the allocator and as many streams as the trace needs. The allocator reports its
+    /// events to `recorder`, if there is one.
     pub(super) fn open<W: Work>(
         &self,
         session: &Session,
@@ -243,7 +244,7 @@ impl Bench<'_> {
             Allocator::Async => {
                 let budget = match budget {
                     Some(budget) => budget,
-                    // The pool's own default, so that the two are asked for the same.
+                    // The pool's default, so that both get the same budget.
                     None => {
                         let free = driver
                             .memory_info(*device)
@@ -327,10 +328,10 @@ impl Bench<'_> {
     }
 }
 
-/// Waits until everything is done, gives back what is free, and answers with what is left.
+/// Waits until all work is complete, trims the allocator and returns the remaining statistics.
 ///
-/// Blocks with uses join their streams' free memory when the allocator looks, and are done when the
-/// streams are seen to be: it takes a look, a wait, and another look.
+/// Blocks with uses join the free list of their stream when the allocator polls them after the
+/// stream's work is complete. This takes two rounds of synchronise and trim.
 pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<PoolStats> {
     for _ in 0..2 {
         for stream in streams {
@@ -341,7 +342,7 @@ pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<Po
     Ok(allocator.stats())
 }
 
-/// The driver's allocators know no handlers for a lack of memory; a wrapper gives them one.
+/// Wraps a driver allocator so that a failed allocation ends the oldest use and retries.
 fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl Resource {
     FailureCallback::new(backend, u32::MAX, move |_: &Request, _: &MemoryError| {
         match relief.end_one() {
@@ -351,7 +352,7 @@ fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl
     })
 }
 
-/// The same, telling `recorder` what it does, if there is one.
+/// Wraps `backend` so that it reports its events to `recorder`, if there is one.
 fn recorded(
     backend: impl Resource + 'static,
     recorder: Option<Arc<Recorder>>,

@@ -1,15 +1,15 @@
-//! Lives through a trace, step by step.
+//! Plays a trace, step by step.
 //!
 //! | row | what happens |
 //! |---|---|
 //! | `a` on s | allocate for s; s writes the whole block |
-//! | `f` | s reads it. If another stream U uses it, U is made to wait for s by the allocator, and reads it too. It is freed |
+//! | `f` | s reads the block. If another stream U uses it, the allocator makes U wait for s, and U reads it too. The block is freed |
 //! | `c`, or the end | U reads it again, and its use ends |
 //!
-//! U is the stream behind s. Only blocks that linger have one: those whose `c` is not the row
-//! behind their `f`. A block freed on a stream other than its own is also read there. When the
-//! allocator would have to wait for memory it may have the use that has been open longest ended
-//! ahead of its `c`: see [`EndOldest`](super::uses::EndOldest).
+//! U is the stream after s. Only blocks that linger have a U: those whose `c` row is not directly
+//! after their `f` row. A block freed on a stream other than its own is also read on that stream.
+//! When the allocator would have to wait for memory, the oldest open use may be ended before its
+//! `c` row: see [`EndOldest`](super::uses::EndOldest).
 //!
 //! ```text
 //!   host   a(s)        f(s)                                  c
@@ -31,35 +31,36 @@ use aquifer_driver::Access;
 use aquifer_stream::{Stream, Use};
 use std::time::{Duration, Instant};
 
-/// How a trace is to be played.
+/// Whether the allocator learns about uses by other streams.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Order {
-    /// The allocator is told which streams use a block.
+    /// The allocator is informed which streams use a block.
     Told,
-    /// It is not.
+    /// The allocator is not informed.
     Ignored,
 }
 
 /// How far a trace was played.
 #[derive(Debug)]
 pub(crate) struct Played {
-    /// Allocations and frees that went well.
+    /// Successful allocations and frees.
     pub(crate) operations: u64,
     /// Blocks that another stream used.
     pub(crate) crossings: u64,
-    /// From the first step to the last.
+    /// Time from the first step to the last.
     pub(crate) took: Duration,
-    /// What stopped it.
+    /// The error that stopped it.
     pub(crate) failure: Option<MemoryError>,
 }
 
-/// The stream that uses blocks of `stream` besides it, of those that [`streams_needed`] counts.
+/// Returns the second stream that uses blocks of `stream`. `streams` is the result of
+/// [`streams_needed`].
 fn other_stream(stream: u32, streams: u32) -> u32 {
     (stream + 1) % streams.max(2)
 }
 
-/// How many streams it takes to play a trace: one more than it has, if that is one and its blocks
-/// linger.
+/// Returns how many streams are needed to play a trace: those of the trace, but at least two if
+/// blocks linger.
 pub(crate) fn streams_needed(trace: &Trace) -> u32 {
     if trace.blocks.iter().any(|block| block.lingers) {
         trace.streams.max(2)
@@ -68,7 +69,7 @@ pub(crate) fn streams_needed(trace: &Trace) -> u32 {
     }
 }
 
-/// A trace, an allocator, and what lies between them.
+/// Plays one trace with one allocator.
 pub(crate) struct Engine<'a, R: Resource + ?Sized, W: Work> {
     trace: &'a Trace,
     streams: &'a [Stream],
@@ -77,13 +78,13 @@ pub(crate) struct Engine<'a, R: Resource + ?Sized, W: Work> {
     uses: &'a OpenUses,
     order: Order,
     live: Vec<Option<Block>>,
-    /// The number under which a block's use is held, of blocks that linger.
+    /// For each block that lingers, the number under which its use is held.
     numbers: Vec<u64>,
     crossings: u64,
 }
 
 impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
-    /// Ready for the first step. `streams` are as many as [`streams_needed`] says.
+    /// Creates an engine at the first step. `streams` has [`streams_needed`] entries.
     pub(crate) fn new(
         trace: &'a Trace,
         streams: &'a [Stream],
@@ -98,10 +99,10 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         Self { trace, streams, allocator, work, uses, order, live, numbers, crossings: 0 }
     }
 
-    /// Plays the whole trace, or as much of it as there is memory for. Uses and blocks that are
-    /// left stay as they are: see [`Engine::clear`].
+    /// Plays the whole trace, or as much of it as there is memory for. Remaining uses and blocks
+    /// stay as they are: see [`Engine::clear`].
     pub(crate) fn play(&mut self, progress: &mut Progress) -> Played {
-        /// Steps between two looks at the clock.
+        /// Steps between two progress updates.
         const STRIDE: usize = 1024;
         let trace = self.trace;
         let (mut operations, mut failure) = (0, None);
@@ -127,7 +128,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         Played { operations, crossings: self.crossings, took: begun.elapsed(), failure }
     }
 
-    /// Ends what is open and frees what is live, as the end of the program would.
+    /// Ends open uses and frees live blocks, as the end of the program would.
     pub(crate) fn clear(&mut self) -> Result<()> {
         while let Some(held) = self.uses.take_oldest() {
             held.end(self.work)?;
@@ -165,7 +166,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         Ok(())
     }
 
-    /// The uses of other streams, before the free.
+    /// Performs the uses of other streams before the free.
     fn cross(&mut self, index: u32, block: &Block, facts: trace::Block, number: u64) -> Result<()> {
         self.crossings += 1;
         let spot = Spot::of(block);
@@ -218,7 +219,7 @@ mod tests {
     use aquifer_driver::{DeviceId, sim::Sim};
     use std::sync::{Arc, Mutex};
 
-    /// Work that writes down what it is asked to do: what, to which block, on which stream.
+    /// Work that records each call: operation, block and stream.
     #[derive(Debug, Default)]
     struct Notes(Mutex<Vec<(char, u32, u32)>>);
 
@@ -236,7 +237,7 @@ mod tests {
         }
     }
 
-    /// Plays rows; answers with what was done, how far it went and how many uses ended early.
+    /// Plays rows. Returns the recorded work, how far it went and how many uses ended early.
     fn played(rows: &str, budget: u64, order: Order) -> (Vec<(char, u32, u32)>, Played, u64) {
         let trace = Trace::from_rows(rows);
         let sim = Sim::h200(1).symbolic();
@@ -277,7 +278,7 @@ mod tests {
     fn a_block_that_lingers_is_used_on_the_next_stream_until_its_completion() {
         let rows = "0,a,1,100,0\n0,f,1,100,0\n0,a,2,100,0\n0,c,1,100,0\n";
         let (done, played, early) = played(rows, AMPLE, Order::Told);
-        // Stream 1 is there for this use alone: the trace has only stream 0.
+        // Stream 1 exists for this use only: the trace has only stream 0.
         assert_eq!(
             done,
             [('w', 0, 0), ('r', 0, 0), ('r', 0, 1), ('w', 1, 0), ('r', 0, 1), END, ('r', 1, 0)]
@@ -290,7 +291,7 @@ mod tests {
         let rows = "0,a,1,100,0\n0,a,2,100,1\n0,a,3,100,2\n0,f,3,100,2\n";
         let (done, ..) = played(rows, AMPLE, Order::Told);
         assert_eq!(done[3..5], [('r', 2, 2), ('r', 2, 0)]);
-        // A completion that never comes is the end's.
+        // A block without a completion row is completed at the end.
         assert_eq!(done[5..7], [END, ('r', 2, 0)]);
     }
 
@@ -312,8 +313,8 @@ mod tests {
         let (done, now, early) = played(&rows, size * 2, Order::Told);
         assert!(now.failure.is_none(), "{:?}", now.failure);
         assert_eq!(early, 1);
-        // Block 0, the older, is read once more before block 2 has its bytes; at its own completion
-        // nothing is left.
+        // Block 0, the older one, is read once more before block 2 gets its bytes. At its own
+        // completion row nothing is left to do.
         let third = done.iter().position(|&note| note == ('w', 2, 0)).unwrap();
         assert_eq!(done[third - 1], ('r', 0, 1));
         assert_eq!(done.iter().filter(|&&note| note == ('r', 0, 1)).count(), 2);

@@ -1,13 +1,15 @@
-//! The search for the smallest budget that a trace completes with.
+//! The search for the smallest budget that completes a trace.
 //!
-//! Whether a trace fits is found by playing it, checks and all, as without a search. Between a
-//! budget that fails and one that holds the search halves until they are one physical handle apart.
-//! A larger budget does not always hold where a smaller one does: blocks fall into other places. So
-//! the answer must also hold with 0.5 % and 2 % more, and for every round that is timed, and
-//! counted with work on the streams; if it does not, the search goes on above what failed. Once a
-//! budget has held for one round and not for all, every further one is tried for all of them: a
-//! trace that needs a little more each round would be missed by so much that going up in single
-//! steps never ends.
+//! - Whether a trace fits is determined by playing it with all checks, as without a search.
+//! - The search bisects between a budget that fails and one that holds until they are one physical
+//!   handle apart.
+//! - A larger budget does not always hold where a smaller one does, since blocks are placed
+//!   differently. The result must therefore also hold with 0.5 % and 2 % more, for every timed
+//!   round, and for the counted rounds with work on the streams. Otherwise the search continues
+//!   above the size that failed.
+//! - Once a budget has held for one round and not for all, every later candidate is tried for all
+//!   rounds. For a trace that needs slightly more in each round, single steps upward would take too
+//!   long.
 
 use super::{
     bench::Bench,
@@ -17,22 +19,22 @@ use super::{
 use crate::progress::Progress;
 use aquifer_core::Result;
 
-/// How often an answer may fail to hold before the search gives up.
+/// How many results may fail verification before the search gives up.
 const PATIENCE: u32 = 16;
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Found {
-    /// The smallest budget; none if no budget holds.
+    /// The smallest budget, or none if no budget holds.
     pub(crate) fit: Option<Fit>,
-    /// What the checks of all passes found, whether they completed or not.
+    /// Violations found in all passes, complete or not.
     pub(crate) violations: Violations,
 }
 
-/// Searches. `whole` is what a pass without a limit reported.
+/// Searches for the smallest budget. `whole` is the report of a pass without a limit.
 ///
 /// # Errors
-/// If the allocator or its streams cannot be had.
+/// If the allocator or its streams cannot be created.
 pub(crate) fn search(
     bench: &Bench<'_>,
     whole: &Report,
@@ -52,41 +54,41 @@ pub(crate) fn search(
     Ok(Found { fit, violations: passes.violations })
 }
 
-/// Where to look, in bytes; all are multiples of `step`.
+/// The bounds of the search in bytes. All are multiples of `step`.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     step: u64,
-    /// Nothing below can hold.
+    /// The lower bound: no smaller size can hold.
     least: u64,
-    /// Has held, or nearly.
+    /// A size that has held, or nearly.
     likely: u64,
-    /// Nothing above can be had.
+    /// The upper bound: no larger size is available.
     most: u64,
 }
 
-/// How a size is tried.
+/// A way to try a size.
 trait Trial {
-    /// What a size that holds is measured by.
+    /// The measurement of a size that holds.
     type Measure;
 
-    /// Whether the trace completes with it, once or for all rounds. `left` sizes may still be the
-    /// answer.
+    /// Returns whether the trace completes with `bytes`, once or for all rounds. `left` is the
+    /// number of sizes that may still be the result.
     fn holds(&mut self, bytes: u64, left: u64, rounds: Rounds) -> Result<bool>;
 
-    /// Measures it; `None` if it does not hold for as long as that takes.
+    /// Measures a size. Returns `None` if it does not hold for the whole measurement.
     fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>>;
 }
 
-/// How long a size has to hold.
+/// How many rounds a size has to hold for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Rounds {
-    /// From empty to the end of the trace.
+    /// One round from empty.
     One,
-    /// As often as the trace is timed.
+    /// All timed rounds.
     All,
 }
 
-/// The smallest size that holds, and 0.5 % and 2 % above which it holds as well.
+/// Returns the smallest size that holds and for which 0.5 % and 2 % more hold as well.
 fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Measure)>> {
     let Sizes { step, least, likely, most } = sizes;
     let up = |bytes: u64| bytes.div_ceil(step) * step;
@@ -100,7 +102,7 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
         return Ok(None);
     };
     for _ in 0..PATIENCE {
-        // Both are multiples of `step`, and `fails` is below `holds`.
+        // Invariant: both are multiples of `step`, and `fails` is below `holds`.
         while holds - fails > step {
             let left = (holds - fails) / step;
             let middle = fails + left / 2 * step;
@@ -138,7 +140,8 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
     Ok(None)
 }
 
-/// A size from `bytes` up that holds. Each try is an eighth larger, and the last has everything.
+/// Returns a size of at least `bytes` that holds. Each try is an eighth larger. The last try uses
+/// everything.
 fn first_that_holds<T: Trial>(
     sizes: Sizes,
     mut bytes: u64,
@@ -157,7 +160,7 @@ fn first_that_holds<T: Trial>(
     }
 }
 
-/// Passes over the trace.
+/// Tries sizes by passes over the trace.
 struct Passes<'a, 'b> {
     bench: &'a Bench<'b>,
     repeat: u32,
@@ -200,7 +203,7 @@ impl Trial for Passes<'_, '_> {
 mod tests {
     use super::*;
 
-    /// Sizes that hold by a rule, and those that cannot be measured.
+    /// Sizes that hold by a rule, and sizes that cannot be measured.
     struct Ruled<F> {
         rule: F,
         unmeasurable: Vec<u64>,
@@ -246,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_size_with_a_failure_just_above_it_is_no_answer() {
-        // 1500 holds, but what is 2 % above it does not.
+        // 1500 holds, but 2 % more does not.
         let (bytes, _) = found(|bytes| bytes >= 1500 && !(1520..=1600).contains(&bytes), &[]);
         assert_eq!(bytes, Some(1602));
     }

@@ -1,4 +1,4 @@
-//! One pass over a trace for a memory snapshot of it.
+//! One pass over a trace that records a memory snapshot.
 
 use super::{
     bench::Bench,
@@ -10,7 +10,7 @@ use crate::progress::Progress;
 use aquifer_core::{Event, Recorder, Result, Sink, event::MemorySnapshot};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Keeps every event: a trace is as long as it is, and a ring would lose its beginning.
+/// A sink that stores every event. A ring would lose the beginning of the trace.
 #[derive(Default, Debug)]
 struct Kept(Mutex<Vec<Event>>);
 
@@ -27,11 +27,11 @@ impl Sink for Kept {
 }
 
 impl Bench<'_> {
-    /// Plays the trace once, as far as it fits, and answers with what the allocator did and what is
-    /// there at the end.
+    /// Plays the trace once, as far as it fits, and returns the allocator's history and its final
+    /// state.
     ///
     /// # Errors
-    /// If the allocator or its streams cannot be had, or cannot be brought to rest.
+    /// If the allocator or its streams cannot be created, or cannot be brought to rest.
     pub(crate) fn record(
         &self,
         budget: Option<u64>,

@@ -1,4 +1,4 @@
-//! What a replay found, and how it is said in JSON.
+//! The result of a replay, and its JSON form.
 
 use super::tally::{Paths, Tally};
 use crate::{
@@ -8,22 +8,22 @@ use crate::{
 };
 use serde_json::{Value, json};
 
-/// Everything a replay found.
+/// The complete result of a replay.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Report {
-    /// The trace, as it was named.
+    /// The trace, as named on the command line.
     pub(crate) trace: String,
     /// The device, as on the command line: `sim`, `cuda:0`.
     pub(crate) device: String,
-    /// Whether it was asked for by that name.
+    /// Whether the command line named the device.
     pub(crate) device_named: bool,
-    /// The device in words: `simulated NVIDIA H200`.
+    /// The device's display name: `simulated NVIDIA H200`.
     pub(crate) device_title: String,
-    /// Who placed the blocks.
+    /// The allocator.
     pub(crate) allocator: Allocator,
-    /// The budget as it was asked for, in bytes; none for the allocator's own default.
+    /// The requested budget in bytes, or none for the allocator's default.
     pub(crate) budget: Option<u64>,
-    /// Whether the allocator was kept from knowing who uses what.
+    /// Whether uses by other streams were hidden from the allocator.
     pub(crate) ignore_order: bool,
     /// Allocations and frees in the trace.
     pub(crate) operations: u64,
@@ -33,80 +33,79 @@ pub(crate) struct Report {
     pub(crate) frees: u64,
     /// Streams in the trace.
     pub(crate) streams: u32,
-    /// How many streams the trace was spread over; none if it was played as it is.
+    /// The number of streams the trace was distributed over, or none if it was played as recorded.
     pub(crate) split: Option<u32>,
-    /// More about the trace, if it is a snapshot of PyTorch's.
+    /// Facts about the trace if it is a PyTorch snapshot.
     pub(crate) snapshot: Option<Facts>,
-    /// The snapshot's device as it was asked for; none for the one with most events.
+    /// The requested device of the snapshot, or none for the one with the most events.
     pub(crate) device_index: Option<u32>,
-    /// The trace's peak of live bytes, as asked for.
+    /// The trace's peak of live bytes, in requested sizes.
     pub(crate) peak_live: u64,
     /// Bytes that the trace never frees.
     pub(crate) live_at_end: u64,
-    /// The most that the allocator held from the driver, in bytes.
+    /// The peak of bytes that the allocator held from the driver.
     pub(crate) peak_physical: u64,
     /// Why the trace did not complete, if it did not.
     pub(crate) failure: Option<Failure>,
-    /// What the allocator's calls took; none if the trace did not complete.
+    /// The time of the allocator's calls, or none if the trace did not complete.
     pub(crate) timing: Option<Timing>,
-    /// What each round cost besides memory; none if the trace did not complete.
+    /// The cost of each round besides memory. Empty if the trace did not complete.
     pub(crate) rounds: Vec<Round>,
     /// The driver calls of one round from empty, by name.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
-    /// What the simulator says they would take on its model, in nanoseconds; none on a real
-    /// device.
+    /// Their time in the simulator's model, in nanoseconds, or none on a real device.
     pub(crate) modelled_driver_ns: Option<u64>,
     /// Reads and writes that were checked.
     pub(crate) accesses_checked: u64,
     /// Blocks that another stream used.
     pub(crate) cross_stream_uses: u64,
-    /// Uses that ended early since the allocator had to wait for memory.
+    /// Uses that were ended early because the allocator would have had to wait for memory.
     pub(crate) early_completions: u64,
-    /// Accesses that were out of order, or found another's bytes.
+    /// Accesses that were out of order or found another block's bytes.
     pub(crate) violations: Violations,
-    /// Bytes that the allocator still held after everything was freed and trimmed.
+    /// Bytes that the allocator still held after all blocks were freed and it was trimmed.
     pub(crate) leaked: u64,
-    /// What the search found, if there was one.
+    /// The result of the search, if there was one.
     pub(crate) fit: Option<Search>,
-    /// What the trace holds by device, kind and tag, where it says so.
+    /// The trace's contents by device, kind and tag, if it records them.
     pub(crate) memory: Vec<(Device, Account)>,
-    /// The trace's device that was played, where it tells devices apart.
+    /// The device of the trace that was played, if the trace distinguishes devices.
     pub(crate) of_device: Option<u32>,
-    /// What a reader should know about the trace.
+    /// Notes on the trace for the reader.
     pub(crate) notes: Vec<String>,
 }
 
 /// Where and why a trace stopped.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Failure {
-    /// Allocations and frees that went well.
+    /// Successful allocations and frees.
     pub(crate) operations: u64,
-    /// What the allocator said; it may have several lines.
+    /// The allocator's error message. It may have several lines.
     pub(crate) said: String,
 }
 
-/// What the allocator's calls took, in nanoseconds per allocation or free.
+/// The time of the allocator's calls, in nanoseconds per allocation or free.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Timing {
     /// The first round, from empty.
     pub(crate) first: f64,
-    /// The median of the rounds after it; the first itself if there was only one.
+    /// The median of the later rounds, or the first round if it is the only one.
     pub(crate) warm: f64,
-    /// How many rounds there were.
+    /// The number of rounds.
     pub(crate) rounds: u32,
 }
 
-/// What one round cost.
+/// The cost of one round.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Round {
-    /// Nanoseconds for each allocation or free, with no work on the streams.
+    /// Nanoseconds per allocation or free, with no work on the streams.
     pub(crate) ns: f64,
-    /// Calls, waits and moves, with work on them where that can be.
+    /// Calls, waits and moves, with work on the streams where possible.
     pub(crate) tally: Tally,
 }
 
 impl Round {
-    /// Rounds as they were timed and as they were counted.
+    /// Combines the timed and the counted results of each round.
     pub(crate) fn all(ns: &[f64], tallies: &[Tally]) -> Vec<Self> {
         ns.iter().zip(tallies).map(|(&ns, &tally)| Self { ns, tally }).collect()
     }
@@ -138,21 +137,21 @@ impl Round {
     }
 }
 
-/// What several rounds cost together.
+/// The waits of several rounds together.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Waits {
-    /// For each allocation or free.
+    /// Per allocation or free.
     pub(crate) fences: f64,
-    /// For each allocation or free.
+    /// Per allocation or free.
     pub(crate) stream_waits: f64,
-    /// For each allocation or free.
+    /// Per allocation or free.
     pub(crate) host_waits: f64,
-    /// [`Paths::cost`] over all of them; none where nobody can tell.
+    /// [`Paths::cost`] over all rounds, or none if it is unknown.
     pub(crate) concurrency: Option<f64>,
 }
 
 impl Waits {
-    /// Of these; none of none.
+    /// Sums up `rounds`. Returns `None` if there are none.
     pub(crate) fn of(rounds: &[Round]) -> Option<Self> {
         let mut all = Tally::default();
         let mut paths = Some(Paths::default());
@@ -175,7 +174,7 @@ impl Waits {
         })
     }
 
-    /// Fields of JSON under these names; null where nothing completed.
+    /// Returns the waits as JSON fields with these names. They are null if no round completed.
     fn fields(rounds: &[Round], names: [&'static str; 5]) -> [(&'static str, Value); 5] {
         let waits = Self::of(rounds);
         let figure =
@@ -212,61 +211,61 @@ fn of_snapshot(facts: Facts) -> Value {
     })
 }
 
-/// `value` with so many digits behind its point.
+/// Returns `value` rounded to `digits` decimal places.
 fn rounded(value: f64, digits: i32) -> f64 {
     let scale = 10_f64.powi(digits);
     (value * scale).round() / scale
 }
 
-/// What was found wrong.
+/// Violations that the checks found.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Violations {
-    /// How many accesses.
+    /// The number of violating accesses.
     pub(crate) count: u64,
-    /// The first few, in words.
+    /// Descriptions of the first few.
     pub(crate) first: Vec<String>,
 }
 
-/// What the search for the smallest budget found.
+/// The result of the search for the smallest budget.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Search {
-    /// A budget that holds, and so do those 0.5 % and 2 % above it.
+    /// A budget that holds, and with which 0.5 % and 2 % more hold too.
     Found(Fit),
-    /// None does.
+    /// No budget holds.
     Nothing,
 }
 
-/// The smallest budget that a trace completes with.
+/// The smallest budget that completes a trace.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Fit {
     /// The budget, in bytes.
     pub(crate) bytes: u64,
-    /// What the allocator's calls took with it.
+    /// The time of the allocator's calls with it.
     pub(crate) timing: Timing,
-    /// What each round cost with it; at least one.
+    /// The cost of each round with it. At least one entry.
     pub(crate) rounds: Vec<Round>,
 }
 
 impl Fit {
-    /// Physical handles that moved in the first round, from empty.
+    /// Returns how many physical handles moved in the first round, from empty.
     pub(crate) fn moves(&self) -> u64 {
         self.rounds.first().map_or(0, |round| round.tally.moves)
     }
 }
 
 impl Report {
-    /// Whether the trace ran to its end.
+    /// Returns whether the trace ran to its end.
     pub(crate) fn completed(&self) -> bool {
         self.failure.is_none() && self.fit != Some(Search::Nothing)
     }
 
-    /// Whether nothing is to be objected to.
+    /// Returns whether the trace completed without violations and leaks.
     pub(crate) fn is_clean(&self) -> bool {
         self.completed() && self.violations.count == 0 && self.leaked == 0
     }
 
-    /// The most that was held from the driver in any round, and that round, counted from 1; that of
-    /// the checked round where none held more.
+    /// Returns the peak of bytes held from the driver in any round, and that round, counted from 1.
+    /// Returns the peak of the checked round and `None` if no round held more.
     pub(crate) fn worst_physical(&self) -> (u64, Option<usize>) {
         let rounds =
             (1..).zip(&self.rounds).map(|(round, tally)| (tally.tally.peak_physical, round));
@@ -276,7 +275,7 @@ impl Report {
         }
     }
 
-    /// As one JSON object.
+    /// Returns the report as one JSON object.
     pub(crate) fn to_json(&self) -> String {
         let ns = |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!(rounded(t.warm, 1)));
         let calls = self

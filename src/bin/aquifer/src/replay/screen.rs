@@ -1,5 +1,5 @@
-//! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next
-//! command to try.
+//! The result of a replay on one screen: at most 24 lines of 80 columns. The last line is the
+//! suggested next command.
 
 use super::report::{Failure, Report, Round, Search, Timing, Waits};
 use crate::trace::Device;
@@ -16,17 +16,17 @@ const WIDTH: usize = 80;
 /// Lines of the screen.
 #[cfg(test)]
 const HEIGHT: usize = 24;
-/// Columns before a row's remark.
+/// Columns before the remark of a row.
 const REMARK: usize = 32;
-/// The most lines that the reason of a failure may take.
+/// Maximum lines for the reason of a failure.
 const REASON: usize = 5;
-/// The most lines that the first violations may take.
+/// Maximum lines for the first violations.
 const EXAMPLES: usize = 3;
-/// Columns before either of them.
+/// Indentation of both.
 const INDENT: usize = 4;
 
 impl Report {
-    /// The screen, without a line end behind its last line.
+    /// Returns the screen, without a newline after the last line.
     pub(crate) fn to_screen(&self) -> String {
         let mut lines = vec![self.title(), self.subtitle(), String::new()];
         if let Some(failure) = &self.failure {
@@ -82,7 +82,7 @@ impl Report {
                 Of(self.streams.into(), "stream")
             ),
         );
-        // Where there is more to tell than a screen holds, this is the first to go.
+        // Shown only if there is neither a failure nor a violation: the screen has no room for all.
         if let (Some(facts), None, 0) = (self.snapshot, &self.failure, self.violations.count) {
             row(
                 lines,
@@ -112,7 +112,7 @@ impl Report {
             |bytes: u64| format!("{:.4} x live", bytes as f64 / self.peak_live.max(1) as f64);
         let (worst, round) = self.worst_physical();
         let remark = match (&self.failure, round) {
-            // The trace's peak may lie in what was never played.
+            // The trace's peak may be in the part that was not played.
             (Some(_), _) => "until then".to_owned(),
             (None, Some(round)) => {
                 let first = self.peak_physical as f64 / self.peak_live.max(1) as f64;
@@ -149,7 +149,7 @@ impl Report {
         }
     }
 
-    /// The blocks of a device by kind.
+    /// Returns the blocks of a device by kind.
     fn kinds(&self, device: u32) -> String {
         let mut kinds = BTreeMap::<BlockKind, u64>::new();
         for (_, account) in self.memory.iter().filter(|(of, _)| *of == Device::Gpu(device)) {
@@ -191,7 +191,7 @@ impl Report {
                 "what these calls would take on an H200",
             );
         }
-        // The last round is as settled as they get.
+        // The last round is the closest to a steady state.
         if let (Some(last), None) = (self.rounds.get(1..).and_then(<[_]>::last), &self.fit) {
             let (round, tally) = (self.rounds.len(), last.tally);
             let remark = format!(
@@ -203,7 +203,7 @@ impl Report {
         }
     }
 
-    /// The kinds that were made most, as many as fit into two lines of remarks.
+    /// Returns the most frequent kinds of calls, as many as fit into two lines of remarks.
     fn calls(&self) -> String {
         let mut kinds = self.driver_calls.clone();
         kinds.sort_by_key(|&(name, count)| (std::cmp::Reverse(count), name));
@@ -231,11 +231,10 @@ impl Report {
         let found = if told { "for example:" } else { "" };
         row(lines, "violations", &Count(self.violations.count).to_string(), found);
         let examples = self.violations.first.iter().flat_map(|violation| {
-            // Its lines are broken for a wider page than this.
+            // The violation's own line breaks are for a wider page.
             indented(&violation.split_whitespace().collect::<Vec<_>>().join(" "), INDENT)
         });
-        // The reason of a failure comes first, and so does what a search found: there is no room
-        // for all.
+        // The reason of a failure and the result of a search take precedence.
         let room = match (&self.failure, &self.fit) {
             (Some(_), _) => 0,
             (None, Some(_)) => EXAMPLES - 1,
@@ -279,12 +278,12 @@ impl Report {
     }
 }
 
-/// A command in lines that fit: the shell joins a line that ends in a backslash with the one behind
-/// it. A word is never cut, however long it is.
+/// Splits a command into lines that fit. Each line but the last ends in a backslash, so that the
+/// shell joins them. Words are never cut.
 fn folded(words: &[String]) -> Vec<String> {
     let mut lines = vec![String::from("next ")];
     for (place, word) in words.iter().enumerate() {
-        // Behind every word but the last there may have to be a backslash.
+        // A backslash may have to follow every word but the last.
         let room = WIDTH - if place + 1 == words.len() { 0 } else { 2 };
         match lines.last_mut() {
             Some(line) if line.chars().count() + 1 + word.chars().count() <= room || place == 0 => {
@@ -301,7 +300,7 @@ fn folded(words: &[String]) -> Vec<String> {
     lines
 }
 
-/// Moves of the first round, and of each later one.
+/// Describes the moves of the first round and of each later one.
 fn moves(rounds: &[Round]) -> String {
     let Some((first, later)) = rounds.split_first() else { return "no move".to_owned() };
     let first = Of(first.tally.moves, "move");
@@ -314,7 +313,7 @@ fn moves(rounds: &[Round]) -> String {
     }
 }
 
-/// Who waited for whom, and what that cost the streams.
+/// Describes the waits and their cost.
 fn order(lines: &mut Vec<String>, rounds: &[Round]) {
     let Some(waits) = Waits::of(rounds) else { return };
     let cost = match waits.concurrency {
@@ -334,7 +333,7 @@ fn order(lines: &mut Vec<String>, rounds: &[Round]) {
     row(lines, "waits cost", &cost, &remark);
 }
 
-/// The allocator in words.
+/// Returns the allocator's name in words.
 fn named(allocator: Allocator) -> &'static str {
     match allocator {
         Allocator::Pool => "caching pool",
@@ -347,7 +346,7 @@ fn per_operation(ns: f64) -> String {
     format!("{}/op", Nanoseconds(ns))
 }
 
-/// The reason of a failure: its first lines and its last, which says what to do.
+/// Returns the reason of a failure: its first lines, and its last one, which says what to do.
 fn reason(said: &str) -> Vec<String> {
     let mut said: Vec<_> =
         said.lines().filter(|line| !line.trim().is_empty()).map(labelled).collect();
@@ -366,8 +365,8 @@ fn reason(said: &str) -> Vec<String> {
     lines
 }
 
-/// A line of an error, whose label stands in a column of its own: `  do          free some` becomes
-/// `  do: free some`.
+/// Reformats a line of an error whose label is in a column of its own: `  do          free some`
+/// becomes `  do: free some`.
 fn labelled(line: &str) -> String {
     let text = line.trim_start();
     match text.split_once("  ") {
@@ -378,7 +377,7 @@ fn labelled(line: &str) -> String {
     }
 }
 
-/// `text` in lines that begin `by` columns in, and two more where one goes on.
+/// Wraps `text` into lines indented by `by` columns, and by two more for continuation lines.
 fn indented(text: &str, by: usize) -> Vec<String> {
     let own = text.len() - text.trim_start().len();
     let lines = wrap(text, WIDTH - by - own - 2).into_iter().enumerate();
@@ -387,8 +386,8 @@ fn indented(text: &str, by: usize) -> Vec<String> {
         .collect()
 }
 
-/// A label, a figure and a remark, which may go on in the line below. It is not broken at a
-/// no-break space.
+/// Adds a row with a label, a figure and a remark. The remark may continue in the next line. It is
+/// not broken at a no-break space.
 fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
     let mut remarks =
         wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
