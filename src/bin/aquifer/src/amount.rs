@@ -1,22 +1,22 @@
-//! Amounts of memory as people write them.
+//! Parsing of amounts of memory.
 
 use std::{error, fmt};
 
-/// An amount of memory: so many bytes, or a multiple of what a trace needs at its peak.
+/// An amount of memory: bytes, or a multiple of a trace's peak.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) enum Amount {
     /// Bytes.
     Bytes(u64),
-    /// A multiple, above zero.
+    /// A multiple of the peak, above zero.
     OfPeak(f64),
 }
 
-/// Why a text is no amount.
+/// Why a text is not an amount.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum AmountError {
-    /// Zero, or so little that it is less than a byte.
+    /// Zero, or less than one byte.
     Zero,
-    /// More than can be counted.
+    /// Too large to be represented.
     TooMuch,
     /// A fraction of a byte: a decimal point without a unit.
     Fraction,
@@ -41,8 +41,7 @@ impl fmt::Display for AmountError {
 
 impl error::Error for AmountError {}
 
-/// Suffixes and what they multiply by. A letter alone is binary, as in most tools that speak of
-/// memory.
+/// Suffixes and their factors. A single letter is binary, as in most tools for memory.
 const UNITS: [(&str, u64); 17] = [
     ("b", 1),
     ("k", 1 << 10),
@@ -64,7 +63,7 @@ const UNITS: [(&str, u64); 17] = [
 ];
 
 impl Amount {
-    /// Reads `4076911904`, `500M`, `3.9GiB`, `4 GB`, `1.05x`.
+    /// Parses an amount, such as `4076911904`, `500M`, `3.9GiB`, `4 GB` or `1.05x`.
     ///
     /// # Errors
     /// [`AmountError`].
@@ -98,7 +97,7 @@ impl Amount {
             Some(_) => {
                 let scaled =
                     number.parse::<f64>().map_err(|_| AmountError::NotAnAmount)? * unit as f64;
-                // Beyond 2^53 the fraction of a byte is not what anybody meant.
+                // Beyond 2^53 the rounding to whole bytes does not matter.
                 if scaled >= u64::MAX as f64 {
                     return Err(AmountError::TooMuch);
                 }
@@ -108,8 +107,8 @@ impl Amount {
         if bytes == 0 { Err(AmountError::Zero) } else { Ok(Self::Bytes(bytes)) }
     }
 
-    /// In bytes, for a trace with this peak. At least 1; rounded up, since `1x` is to hold the
-    /// peak.
+    /// Returns the amount in bytes for a trace with this peak. At least 1. Rounded up, so that `1x`
+    /// holds the peak.
     pub(crate) fn bytes(self, peak: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,

@@ -70,8 +70,8 @@ pub(crate) struct Replay {
     /// Distribute the blocks over N streams in turn; uses across streams are kept
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,
-    /// Device to replay, from 0, if the trace or snapshot has several [default: the one with the
-    /// most events]
+    /// Device to replay, from 0, if the trace or snapshot has several (default: the one with the
+    /// most events)
     #[arg(long, value_name = "N")]
     pub(crate) device_index: Option<u32>,
     /// Allocator to replay with
@@ -115,7 +115,7 @@ A ratio is the arena's time over the peer's in the same run: below 1 is faster.
 Without a GPU pinned memory is pageable, and the pool is the same. Takes most of a
 minute.")]
     Arena(BenchArena),
-    /// The caching pool of a device, beside the driver's own allocator and the host's malloc
+    /// The caching device pool, compared with the driver's allocator and the host's malloc
     #[command(after_help = "\
 A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
 GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")]
@@ -244,7 +244,7 @@ pub(crate) struct BenchGlobal {
 /// Flags of `stage`.
 #[derive(Args, Debug)]
 pub(crate) struct Stage {
-    /// The file
+    /// File to load
     pub(crate) file: PathBuf,
     /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -263,7 +263,7 @@ pub(crate) struct StagerFlags {
     /// Threads that fill slots for the device, and that empty them
     #[arg(long, value_name = "N")]
     pub(crate) workers: Option<usize>,
-    /// Threads that empty slots of the device [default: as many as --workers]
+    /// Threads that empty slots of the device (default: as many as --workers)
     #[arg(long, value_name = "N")]
     pub(crate) down_workers: Option<usize>,
     /// Bytes per slot

@@ -1,11 +1,11 @@
-//! `aquifer doctor`: what this machine offers, what a program would get of it, and what to mend.
+//! `aquifer doctor`: what this machine offers, what a program gets of it, and what to fix.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `facts` | what the driver and the kernel say |
-//! | `probe` | what pinning and copying really do |
-//! | `findings` | what follows: what a program gets, and warnings with their fixes |
-//! | `places` | the same for host memory: what each node and device gets, and why not more |
+//! | `facts` | the data of the driver and the kernel |
+//! | `probe` | tests of pinning and copying |
+//! | `findings` | the conclusions: what a program gets, and warnings with their fixes |
+//! | `places` | the conclusions on host memory of each node and device |
 //! | `screen` | the page, and JSON |
 
 mod facts;
@@ -19,7 +19,7 @@ use facts::Facts;
 use findings::{Finding, Kind};
 use probe::Probe;
 
-/// What was found out.
+/// The complete report on this machine.
 #[derive(Debug)]
 pub(crate) struct Diagnosis {
     facts: Facts,
@@ -28,12 +28,12 @@ pub(crate) struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Looks, probes and concludes. Takes a second or two, most of it the driver's start; on many
-    /// nodes, longer.
+    /// Reads the facts, runs the probes and draws the conclusions. Takes a second or two, mostly
+    /// for the driver's start, and longer with many nodes.
     pub(crate) fn make() -> Self {
         let gpus = Gpus::open();
         let facts = Facts::gather(&gpus);
-        // Where the host cannot be read nothing can be placed on it either.
+        // Without data on the host, no memory can be placed on it.
         let probes = match &facts.host {
             Ok(host) => Probe::run_all(host, gpus.as_ref().ok(), &facts),
             Err(_) => Vec::new(),
@@ -42,12 +42,12 @@ impl Diagnosis {
         Self { facts, probes, findings }
     }
 
-    /// Whether a warning stands.
+    /// Returns whether there is a warning.
     pub(crate) fn has_warnings(&self) -> bool {
         self.findings.iter().any(|finding| finding.kind == Kind::Warning)
     }
 
-    /// The text that was asked for.
+    /// Returns the report in the requested format.
     pub(crate) fn text(&self, args: &cli::Doctor) -> String {
         if args.json { screen::json(self) } else { screen::page(self) }
     }

@@ -1,8 +1,8 @@
-//! Figures as a person reads them, and the one that stands for many.
+//! Formatting of numbers, and the median.
 
 use std::fmt;
 
-/// A count with its thousands apart: `63,608`.
+/// A count with thousands separators: `63,608`.
 pub(crate) struct Count(pub(crate) u64);
 
 impl fmt::Display for Count {
@@ -19,7 +19,7 @@ impl fmt::Display for Count {
     }
 }
 
-/// A count and what is counted, in the singular or the plural: `1 stream`, `2 streams`.
+/// A count with its noun in the singular or the plural: `1 stream`, `2 streams`.
 pub(crate) struct Of(pub(crate) u64, pub(crate) &'static str);
 
 impl fmt::Display for Of {
@@ -29,7 +29,7 @@ impl fmt::Display for Of {
     }
 }
 
-/// A time in nanoseconds, in the unit that suits it, with three digits that count.
+/// A time in nanoseconds, formatted in a suitable unit with three significant digits.
 pub(crate) struct Nanoseconds(pub(crate) f64);
 
 impl fmt::Display for Nanoseconds {
@@ -53,7 +53,7 @@ impl fmt::Display for Nanoseconds {
     }
 }
 
-/// The middle, or the mean of the two middle ones.
+/// Returns the median: the middle value, or the mean of the two middle values.
 pub(crate) fn median(mut all: Vec<f64>) -> Option<f64> {
     all.sort_by(f64::total_cmp);
     let (upper, lower) = (all.get(all.len() / 2)?, all.get((all.len() - 1) / 2)?);

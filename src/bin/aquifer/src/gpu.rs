@@ -3,13 +3,13 @@
 use aquifer_driver::{DeviceInfo, Driver};
 use std::{fmt, sync::Arc};
 
-/// Why there is no GPU to talk to.
+/// Why there is no usable GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum NoGpu {
     /// The driver cannot be opened.
     #[cfg(feature = "cuda")]
     Open(aquifer_driver::cuda::OpenError),
-    /// The driver does not answer.
+    /// The driver returned an error.
     Driver(aquifer_driver::DriverError),
     /// This program was built without the feature.
     #[cfg(not(feature = "cuda"))]
@@ -32,7 +32,7 @@ impl fmt::Display for NoGpu {
 
 impl std::error::Error for NoGpu {}
 
-/// The driver and what devices it shows, of which there is at least one.
+/// The driver and its devices, at least one.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpus {
     /// The driver.
@@ -42,7 +42,7 @@ pub(crate) struct Gpus {
 }
 
 impl Gpus {
-    /// Opens the driver and asks for its devices. Takes part of a second where there is one.
+    /// Opens the driver and queries its devices. Takes part of a second if there is a driver.
     ///
     /// # Errors
     /// [`NoGpu`].

@@ -1,10 +1,10 @@
-//! JSON in an order that a person would choose.
+//! JSON with fields in a chosen order.
 
 use serde_json::Value;
 use std::fmt::{Display, Write};
 
-/// An object with a field a line, in the order given. A field's value is JSON as it displays
-/// itself.
+/// Formats an object with one field per line, in the given order. A value's `Display` output must
+/// be JSON.
 pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
     let mut text = String::from("{\n");
     for (place, (name, value)) in fields.iter().enumerate() {
@@ -16,8 +16,8 @@ pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
     text
 }
 
-/// A list of objects, one a line, their fields in the order given, to stand in a field of an
-/// [`object`].
+/// Formats a list of objects as the value of a field of an [`object`]: one object per line, with
+/// fields in the given order.
 pub(crate) fn table<R: AsRef<[(&'static str, Value)]>>(
     rows: impl IntoIterator<Item = R>,
 ) -> String {

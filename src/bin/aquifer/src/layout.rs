@@ -1,6 +1,6 @@
-//! Fitting words into columns.
+//! Fitting text into columns.
 
-/// `text`, cut to `width` columns; a cut shows.
+/// Returns `text` cut to `width` columns. An ellipsis marks a cut.
 pub(crate) fn clip(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_owned();
@@ -10,7 +10,7 @@ pub(crate) fn clip(text: &str, width: usize) -> String {
     cut
 }
 
-/// `text`, cut in its middle to `width` columns, since both ends of a path say something.
+/// Returns `text` cut in its middle to `width` columns, since both ends of a path matter.
 pub(crate) fn clip_middle(text: &str, width: usize) -> String {
     let all = text.chars().count();
     if all <= width {
@@ -25,7 +25,7 @@ pub(crate) fn clip_middle(text: &str, width: usize) -> String {
     cut
 }
 
-/// `text` in lines of at most `width` columns, broken between words; a longer word is cut.
+/// Wraps `text` between words into lines of at most `width` columns. A longer word is cut.
 pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ').filter(|word| !word.is_empty()) {
@@ -41,7 +41,7 @@ pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// `text` as one word of a shell command.
+/// Returns `text` quoted as one word of a shell command.
 pub(crate) fn shell_word(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+:,@%=".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

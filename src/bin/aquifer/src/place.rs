@@ -1,4 +1,4 @@
-//! Where a command runs: a GPU, or the simulated one.
+//! The device that a command runs on: a GPU, or the simulated one.
 
 use crate::{
     cli::DeviceChoice,
@@ -7,42 +7,42 @@ use crate::{
 use aquifer_driver::{DeviceId, DeviceInfo, Driver, sim::Sim};
 use std::{error, fmt, sync::Arc};
 
-/// The seed by which the simulated GPU runs its queues: work lags behind the host by some of it,
-/// the same each time.
+/// The simulated GPU's seed. It determines how far the queues lag behind the host, so that every
+/// run is the same.
 const SEED: u64 = 1;
 
-/// A device that falls behind looks at its queues at one in so many calls only, and runs a random
-/// share of a few then: some tens of items of each stream are still to come at any time, as under a
-/// program that a GPU's speed bounds.
+/// A paced device runs its queues only once in this many calls, and then a random share of a few.
+/// Some tens of items are therefore pending in each stream at any time, as in a program whose speed
+/// the GPU limits.
 const PACE: u32 = 64;
 
 /// A device to run on.
 #[derive(Debug)]
 pub(crate) enum Place {
-    /// The simulated one, made anew for each pass.
+    /// The simulated device, created for each pass.
     Sim(DeviceInfo),
     /// A GPU.
     Cuda {
         /// The driver.
         driver: Arc<dyn Driver>,
-        /// Which.
+        /// The device.
         info: DeviceInfo,
     },
 }
 
-/// A device that is not there.
+/// Why the requested device is not available.
 #[derive(Clone, Debug)]
 pub(crate) enum NoPlace {
     /// There is no GPU at all.
     NoGpu(NoGpu),
-    /// There are fewer.
+    /// The ordinal is too large.
     NoDevice {
-        /// The one asked for.
+        /// The requested ordinal.
         asked: u32,
-        /// How many there are.
+        /// The number of devices.
         count: usize,
     },
-    /// The simulated GPU does not tell about itself, which cannot happen.
+    /// The simulated GPU reported an error, which cannot happen.
     Sim(aquifer_driver::DriverError),
 }
 
@@ -65,17 +65,17 @@ impl error::Error for NoPlace {}
 pub(crate) struct Session {
     /// Its driver.
     pub(crate) driver: Arc<dyn Driver>,
-    /// Which.
+    /// The device.
     pub(crate) device: DeviceId,
-    /// The simulator behind it, if it is one.
+    /// The simulator, if the device is simulated.
     pub(crate) sim: Option<Sim>,
 }
 
 impl Place {
-    /// The device that was asked for.
+    /// Selects the requested device.
     ///
     /// # Errors
-    /// [`NoPlace`] if it is not there. `auto` always finds one.
+    /// [`NoPlace`] if it does not exist. `auto` always finds one.
     pub(crate) fn choose(choice: DeviceChoice) -> Result<Self, NoPlace> {
         let wanted = match choice {
             DeviceChoice::Sim => return Self::sim(),
@@ -100,7 +100,7 @@ impl Place {
         simulator().driver().device_info(DeviceId(0)).map(Self::Sim).map_err(NoPlace::Sim)
     }
 
-    /// As on the command line.
+    /// Returns the device's name on the command line.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Sim(_) => "sim".to_owned(),
@@ -108,7 +108,7 @@ impl Place {
         }
     }
 
-    /// In words.
+    /// Returns the device's display name.
     pub(crate) fn title(&self) -> String {
         match self {
             Self::Sim(info) => info.name.clone(),
@@ -116,35 +116,35 @@ impl Place {
         }
     }
 
-    /// What the device is and can do.
+    /// Returns the device's properties.
     pub(crate) fn info(&self) -> &DeviceInfo {
         match self {
             Self::Sim(info) | Self::Cuda { info, .. } => info,
         }
     }
 
-    /// Its memory, in bytes.
+    /// Returns the bytes of the device's memory.
     pub(crate) fn memory(&self) -> u64 {
         self.info().memory
     }
 
-    /// The step in which physical memory is had, in bytes.
+    /// Returns the granularity of physical memory, in bytes.
     pub(crate) fn granularity(&self) -> u64 {
         self.info().granularity.max(2 << 20)
     }
 
-    /// The device for one pass. Only with `checked` does the simulator watch.
+    /// Opens the device for one pass. The simulator's oracle is active only with `checked`.
     pub(crate) fn begin(&self, checked: bool) -> Session {
         self.session(simulator(), checked)
     }
 
-    /// The device for a pass that counts waits: the simulator does not watch, and its device falls
-    /// behind the host.
+    /// Opens the device for a pass that counts waits. The simulator's oracle is inactive, and the
+    /// simulated device lags behind the host.
     pub(crate) fn begin_behind(&self) -> Session {
         self.session(simulator().paced(PACE), false)
     }
 
-    /// The device for a pass that looks at bytes.
+    /// Opens the device for a pass that checks real bytes.
     pub(crate) fn begin_with_bytes(&self) -> Session {
         self.session(Sim::h200(1).seeded(SEED), false)
     }
@@ -162,7 +162,7 @@ impl Place {
     }
 }
 
-/// One H200 without bytes.
+/// Creates a simulated H200 without bytes.
 fn simulator() -> Sim {
     Sim::h200(1).symbolic().seeded(SEED)
 }

@@ -1,7 +1,8 @@
-//! A line on the terminal that says how far long work has come.
+//! A progress line on the terminal.
 //!
-//! It stands on stderr, only if that is a terminal, only once the work has taken a while, and it is
-//! wiped away when the work is done: nothing of it is ever in a file or behind the result.
+//! - It is written to stderr, and only if stderr is a terminal.
+//! - It appears only after the work has taken a while, and is erased at the end, so that it is
+//!   never part of a file or of the result.
 
 use std::{
     fmt,
@@ -11,28 +12,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long work may take before it says anything.
+/// The delay before the line appears.
 const PATIENCE: Duration = Duration::from_millis(400);
-/// The time between two versions of the line.
+/// The interval between two updates.
 const PACE: Duration = Duration::from_millis(100);
 
-/// Says how far work has come, or says nothing.
+/// A progress display, shown or silent.
 #[derive(Debug)]
 pub(crate) struct Progress {
     shown: bool,
-    /// None where nobody looks.
+    /// The time of the next update, or none if the display is silent.
     next: Option<Instant>,
-    /// What is being done.
+    /// The name of the current phase.
     phase: String,
 }
 
 impl Progress {
-    /// For whoever sits at the terminal, if anybody does.
+    /// Creates a display that is shown if stderr is a terminal.
     pub(crate) fn on_terminal() -> Self {
         Self::new(io::stderr().is_terminal())
     }
 
-    /// For nobody.
+    /// Creates a display that shows nothing.
     #[cfg(test)]
     pub(crate) fn silent() -> Self {
         Self::new(false)
@@ -42,14 +43,14 @@ impl Progress {
         Self { shown: false, next: seen.then(|| Instant::now() + PATIENCE), phase: String::new() }
     }
 
-    /// What is being done from now on.
+    /// Sets the name of the current phase.
     pub(crate) fn phase(&mut self, phase: impl fmt::Display) {
         if self.next.is_some() {
             self.phase = phase.to_string();
         }
     }
 
-    /// `done` of `all` is done.
+    /// Updates the display: `done` of `all` is complete.
     pub(crate) fn at(&mut self, done: u64, all: u64) {
         let Some(next) = self.next else { return };
         let now = Instant::now();
@@ -59,14 +60,13 @@ impl Progress {
         self.next = Some(now + PACE);
         self.shown = true;
         let percent = (done.min(all) * 100).checked_div(all).unwrap_or(100);
-        // A terminal that cannot be written to shows nothing, and nothing depends on it.
+        // A failure to write to the terminal has no consequences.
         let _ = write!(io::stderr(), "\r\x1b[K{} {percent:>3} %", self.phase);
     }
 
-    /// Does `work`, which counts in `done` what it has done of `all`, and says meanwhile how far it
-    /// has come.
+    /// Runs `work` and displays its progress meanwhile. `work` counts in `done`, up to `all`.
     pub(crate) fn during<T>(&mut self, done: &AtomicU64, all: u64, work: impl FnOnce() -> T) -> T {
-        /// Ends the thread that looks, also on unwind.
+        /// Ends the display thread, also on unwind.
         struct Over<'a>(&'a AtomicBool, Thread);
         impl Drop for Over<'_> {
             fn drop(&mut self) {
@@ -90,7 +90,7 @@ impl Progress {
         })
     }
 
-    /// Wipes the line away.
+    /// Erases the line.
     pub(crate) fn clear(&mut self) {
         if std::mem::take(&mut self.shown) {
             let _ = write!(io::stderr(), "\r\x1b[K");

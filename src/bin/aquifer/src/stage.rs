@@ -1,8 +1,8 @@
-//! `aquifer stage FILE`: a file to the device, with a cold page cache, with a warm one, and past
-//! it.
+//! `aquifer stage FILE`: loads a file to the device with a cold page cache, with a warm one, and
+//! with direct I/O.
 //!
-//! A file that is larger than a window goes through one window of device memory after the other.
-//! Only loading is timed; every byte is read back in between and compared with the file.
+//! A file larger than a window is loaded through one window of device memory after the other. Only
+//! loading is timed. After each window, every byte is read back and compared with the file.
 
 pub(crate) mod bed;
 
@@ -29,25 +29,25 @@ use std::{
     },
 };
 
-/// Device memory that is loaded at a time at most.
+/// The size of a window: device memory that is loaded at a time.
 const WINDOW: u64 = 2 << 30;
-/// What all bytes are compared in.
+/// The size of the pieces that are compared.
 const PIECE: usize = 16 << 20;
 /// Columns of the page.
 const WIDTH: usize = 80;
 
-/// Why there is nothing to report.
+/// Why there is no report.
 #[derive(Debug)]
 pub(crate) enum Mistake {
-    /// The device that was asked for is not there.
+    /// The requested device does not exist.
     Place(NoPlace),
     /// The file cannot be read.
     File(PathBuf, io::Error),
-    /// It is a directory.
+    /// The path is a directory.
     Directory(PathBuf),
-    /// The file has no bytes.
+    /// The file is empty.
     Empty(PathBuf),
-    /// The device, or pinned memory, cannot be had; or a transfer was refused.
+    /// The device or pinned memory cannot be allocated, or a transfer failed.
     Memory(MemoryError),
 }
 
@@ -82,7 +82,7 @@ impl From<MemoryError> for Mistake {
     }
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug)]
 pub(crate) struct Report {
     file: String,
@@ -91,15 +91,15 @@ pub(crate) struct Report {
     device_title: String,
     date: String,
     rows: Vec<Row>,
-    /// What could not be measured here, and why.
+    /// Rows that could not be measured here, and why.
     left_out: Vec<(&'static str, &'static str)>,
-    /// Bytes that were not what the file holds.
+    /// Bytes that differ from the file.
     wrong: u64,
-    /// Whether no device took part.
+    /// Whether the device was simulated.
     simulated: bool,
 }
 
-/// Loads the file each way.
+/// Loads the file in each way.
 ///
 /// # Errors
 /// [`Mistake`].
@@ -122,7 +122,7 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     let mut progress = Progress::on_terminal();
     let window = WINDOW.min(bytes).min(bed.room() / 2);
     let mut load = Load { path, bed: &bed, bytes, window, wrong: 0, done: Arc::default() };
-    // Device memory, and the driver's ways through it, are had once before they are timed.
+    // Warm-up: device memory and the driver's copy paths are initialised before they are timed.
     progress.phase("copies of memory, to compare with:");
     let (driver, pinned, memory) = load.during(&mut progress, 4 * COPIES, |load| {
         load.peers(true)?;
@@ -178,21 +178,21 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     })
 }
 
-/// A file on its way.
+/// The state of loading a file.
 struct Load<'a> {
     path: &'a Path,
     bed: &'a Bed,
     bytes: u64,
     window: u64,
     wrong: u64,
-    /// What is done of what is under way, for the progress display.
+    /// Progress of the current phase, for the display.
     done: Arc<AtomicU64>,
 }
 
-/// Copies of memory in each round of those that are compared with.
+/// Copies of memory per round of the comparison.
 const COPIES: u64 = 3;
 
-/// A file whose reads are counted.
+/// A file that counts the bytes read from it.
 struct Counted<'a>(&'a FileSource, &'a AtomicU64);
 
 impl Source for Counted<'_> {
@@ -208,7 +208,7 @@ impl Source for Counted<'_> {
 }
 
 impl Load<'_> {
-    /// Does `work`, which counts what is done of `all`.
+    /// Runs `work` and displays its progress. `work` counts in `done`, up to `all`.
     fn during<T>(
         &mut self,
         progress: &mut Progress,
@@ -220,14 +220,14 @@ impl Load<'_> {
         progress.during(&done, all, || work(self))
     }
 
-    /// Loads all of the file, window by window, and compares. The time of 10⁹ bytes.
+    /// Loads the whole file window by window and compares it. Returns the time per 10⁹ bytes.
     fn each_window(
         &mut self,
         source: &FileSource,
         progress: &mut Progress,
         before: impl FnMut(),
     ) -> Result<Took, Mistake> {
-        // It is loaded, read back and compared.
+        // Each byte is loaded, read back and compared.
         let all = self.bytes.saturating_mul(3);
         self.during(progress, all, |load| load.load_all(source, before))
     }
@@ -250,7 +250,7 @@ impl Load<'_> {
         Ok(all.per(self.bytes, 1_000_000_000))
     }
 
-    /// Counts the bytes that are not those of the file.
+    /// Counts the bytes that differ from the file.
     fn compare(&mut self, offset: u64, back: &[u8]) -> Result<(), Mistake> {
         let unreadable = |e| Mistake::File(self.path.to_owned(), e);
         let file = FileSource::open(self.path, ReadMode::Cached).map_err(unreadable)?;
@@ -276,8 +276,8 @@ impl Load<'_> {
         Ok(())
     }
 
-    /// The driver's copy of as much from pageable memory, pinned memory's, and the stager's; the
-    /// times of 10⁹ bytes.
+    /// Returns the times per 10⁹ bytes of the driver's copy from pageable memory, of its copy from
+    /// pinned memory, and of the stager's copy, for a transfer of the same size.
     fn peers(&self, warm_up: bool) -> Result<(Took, Took, Took), Mistake> {
         let bytes = self.window.min(1 << 30);
         let host = vec![1; bytes as usize];
@@ -304,12 +304,12 @@ impl Load<'_> {
 }
 
 impl Report {
-    /// Whether every byte arrived.
+    /// Returns whether every byte arrived.
     pub(crate) fn is_whole(&self) -> bool {
         self.wrong == 0
     }
 
-    /// One JSON object, its rows one a line.
+    /// Returns one JSON object with one row per line.
     pub(crate) fn to_json(&self) -> String {
         let text = |value: Value| value.to_string();
         let rows = self.rows.iter().map(Row::fields);
@@ -329,7 +329,7 @@ impl Report {
         ])
     }
 
-    /// The page, without a line end behind its last line.
+    /// Returns the page, without a newline after the last line.
     pub(crate) fn to_screen(&self) -> String {
         let mut lines =
             wrap(&format!("{}: {} to {}", self.file, Bytes(self.bytes), self.device_title), WIDTH);

@@ -1,33 +1,33 @@
-//! What the driver and the kernel say.
+//! The data that the driver and the kernel report.
 
 use crate::gpu::{Gpus, NoGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
 use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
 use std::sync::Arc;
 
-/// What there is.
+/// Facts on this machine.
 #[derive(Debug)]
 pub(crate) struct Facts {
     /// The GPUs, or why there are none.
     pub(crate) gpus: Result<Vec<Gpu>, NoGpu>,
-    /// CUDA's version as the driver speaks it, times a thousand: 13000 for 13.0.
+    /// The CUDA version that the driver supports, times a thousand: 13000 for 13.0.
     pub(crate) version: Option<u32>,
-    /// The host, or the file that could not be understood.
+    /// The host, or the error in the file that could not be parsed.
     pub(crate) host: Result<Topology, TopologyError>,
 }
 
 /// One GPU.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpu {
-    /// What it is and can do.
+    /// Its properties.
     pub(crate) info: DeviceInfo,
-    /// Its memory now; none if the driver would not say.
+    /// Its current memory, or none if the driver reported an error.
     pub(crate) memory: Option<MemoryInfo>,
-    /// The host's node next to it.
+    /// The NUMA node next to it.
     pub(crate) node: Option<Found<NodeId>>,
-    /// The node that host memory for it lies on: the nearest that has some for this process.
+    /// The node for its host memory: the nearest with memory for this process.
     pub(crate) memory_node: Option<Found<NodeId>>,
-    /// Where its own memory is.
+    /// The location of its own memory.
     pub(crate) own: Option<Found<DeviceMemory>>,
 }
 

@@ -1,4 +1,4 @@
-//! What follows from the facts: what a program gets, and what should be mended.
+//! Conclusions from the facts: what a program gets, and what should be fixed.
 
 use super::{
     facts::{Facts, Gpu},
@@ -8,25 +8,25 @@ use super::{
 use aquifer_core::Bytes;
 use aquifer_host::topology::{ThpMode, Topology};
 
-/// What sort of conclusion.
+/// The kind of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// What a program gets.
     Gets,
-    /// Why it does not get more. Nothing is amiss.
+    /// Why it does not get more. Not a problem.
     Limit,
-    /// Something is amiss.
+    /// A problem.
     Warning,
 }
 
-/// One conclusion.
+/// One finding.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Finding {
-    /// What sort.
+    /// Its kind.
     pub(crate) kind: Kind,
-    /// What is so, and what it means.
+    /// The fact and its consequence.
     pub(crate) says: String,
-    /// What to do about it; none where there is nothing to do. Of warnings only.
+    /// How to fix it, or none if there is no fix. Only for warnings.
     pub(crate) fix: Option<String>,
 }
 
@@ -48,20 +48,18 @@ impl Finding {
     }
 }
 
-/// The share of a device's free memory that a pool takes at most, unless told otherwise, in per
-/// cent.
+/// The default limit of a pool, in per cent of the device's free memory.
 const DEFAULT_SHARE: u64 = 80;
-/// Below this share of free memory another program's hold on a device is worth a word, in per cent.
+/// The share of free memory, in per cent, below which a device is reported as crowded.
 const CROWDED: u64 = 50;
-/// Host memory below which pinned pools are hardly of use.
+/// The amount of host memory below which pinned pools are of little use.
 const LITTLE_MEMORY: u64 = 1 << 30;
-/// The share of what is left of the host that pinned pools take at most, unless told otherwise, in
-/// per cent.
+/// The default limit of pinned pools, in per cent of the host memory that is left.
 const PINNED_SHARE: u64 = 50;
-/// What the kernel grants by default.
+/// The kernel's default limit of memory mappings.
 const USUAL_MAPPINGS: u64 = 65_530;
 
-/// Everything that can be said.
+/// Returns all findings.
 pub(crate) fn conclude(facts: &Facts, probes: &[Probe]) -> Vec<Finding> {
     let mut findings = Vec::new();
     gpus(facts, &mut findings);
@@ -152,7 +150,7 @@ fn host(host: &Topology, findings: &mut Vec<Finding>) {
     limits(host, findings);
 }
 
-/// What is left of the host's memory, and what limits it.
+/// Reports how much host memory is left, and what limits it.
 fn headroom(host: &Topology, findings: &mut Vec<Finding>) {
     let headroom = match host.headroom() {
         Ok(headroom) => headroom,
@@ -217,7 +215,7 @@ fn limits(host: &Topology, findings: &mut Vec<Finding>) {
     }
 }
 
-/// A rate as vendors write it: in units of 10^9.
+/// Formats a rate in decimal units, as vendors do.
 pub(crate) fn gigabytes(rate: f64) -> String {
     format!("{:.1} GB/s", rate / 1e9)
 }

@@ -1,4 +1,4 @@
-//! What each node and device gets of host memory, and why not more.
+//! Findings on host memory: what each node and device gets, and why not more.
 
 use super::{
     facts::{Facts, Gpu},
@@ -12,12 +12,12 @@ use aquifer_host::{
     workers::Workers,
 };
 
-/// What came of trying for each device and node.
+/// Reports the results of the probes of each device and node.
 pub(super) fn tried(facts: &Facts, probes: &[Probe], findings: &mut Vec<Finding>) {
     for probe in probes {
         self::probe(probe, facts.host.as_ref().ok(), findings);
     }
-    // What is amiss is mostly amiss everywhere: said once, with everybody it is true of.
+    // Most shortfalls apply to all targets. Each is reported once, with all targets that have it.
     let mut shortfalls: Vec<(&Shortfall, Vec<String>)> = Vec::new();
     for probe in probes {
         for shortfall in probe.region.iter().flat_map(|made| &made.report.shortfalls) {
@@ -83,22 +83,22 @@ fn probe(probe: &Probe, host: Option<&Topology>, findings: &mut Vec<Finding>) {
     findings.push(Finding::gets(says));
 }
 
-/// Bytes that could be had on a node now: what is free there, and what is left of the host for this
-/// process.
+/// Returns how many bytes can be allocated on a node now: the minimum of what is free there and
+/// what is left of the host for this process.
 fn most(host: &Topology, node: Option<NodeId>) -> Option<u64> {
     let left = host.headroom().ok().and_then(|headroom| headroom.bytes.value);
     let free = node.and_then(|id| host.node(id)).and_then(|node| node.free);
     free.into_iter().chain(left).min()
 }
 
-/// What a shortfall means. Those that other findings tell of already mean nothing new.
+/// Converts a shortfall to a finding. Returns `None` if another finding already reports it.
 fn shortfall(shortfall: &Shortfall, who: &str, has_driver: bool) -> Option<Finding> {
     let told = format!("{who}, {shortfall}");
     match &shortfall.cause {
-        // A better tier than the one that was had: worth a word and no warning.
+        // A better tier than the one in use is a limit, not a warning.
         Cause::HugePages { .. } | Cause::NotHuge => Some(Finding::limit(told)),
         Cause::NoDriver if !has_driver => Some(Finding::limit(told)),
-        // Said with the mode that the kernel is in, or of the node, by whoever looks at it.
+        // Reported together with the kernel's mode, or with the node.
         Cause::NotOffered | Cause::NumaOff | Cause::NoCpus(_) => None,
         Cause::Touched => Some(Finding::accept(told)),
         Cause::System(_) if shortfall.step == Step::Policy => Some(Finding::accept(format!(
@@ -115,7 +115,7 @@ fn shortfall(shortfall: &Shortfall, who: &str, has_driver: bool) -> Option<Findi
     }
 }
 
-/// Why nodes give less than they might. Nodes of which the same is true are named together.
+/// Reports why nodes give less than they could. Nodes with the same finding are named together.
 pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
     if host.numa_setting().value == Some(false) {
         findings.push(Finding::mend(
@@ -190,7 +190,7 @@ fn named(ids: &Bitmap) -> String {
     if ids.len() == 1 { format!("node {ids}") } else { format!("nodes {ids}") }
 }
 
-/// Why host memory for a device is not where the device is, and where the device's own memory is.
+/// Reports why host memory for a device is not next to it, and where the device's own memory is.
 pub(super) fn devices(facts: &Facts, findings: &mut Vec<Finding>) {
     for Gpu { info, node, memory_node, own, .. } in facts.gpus.iter().flatten() {
         let device = info.device;
@@ -233,7 +233,7 @@ mod tests {
     };
     use std::path::Path;
 
-    /// A machine of the host crate's fixtures.
+    /// Reads a machine from the fixtures of the host crate.
     fn machine(name: &str) -> Topology {
         let fixtures =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../allocators/host/tests/fixtures");
@@ -320,7 +320,7 @@ mod tests {
         Made { report, make: 1e9, fill: 1e9 }
     }
 
-    /// The findings for regions of this machine's with other shortfalls, and a link.
+    /// Returns the findings for regions of this machine with other shortfalls, and a link.
     fn probed(
         shortfalls: &[Shortfall],
         targets: &[Target],

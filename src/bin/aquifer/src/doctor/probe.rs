@@ -1,4 +1,4 @@
-//! A short try of what a program will do: make a pinned region for each device and on each node,
+//! A short test of what a program will do: create a pinned region for each device and each node,
 //! and copy between it and the device.
 #![expect(unsafe_code, reason = "queues copies on raw addresses")]
 
@@ -18,23 +18,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How much is made and copied.
+/// The size of a region and of a copy.
 pub(crate) const PROBE_BYTES: usize = 64 << 20;
 
-/// For whom memory is tried.
+/// The target that memory is allocated for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Target {
-    /// A device: on the node that is known to be best for it, or anywhere.
+    /// A device, with the best node for it if that is known.
     Device(DeviceId, Option<NodeId>),
-    /// A node that no device is near.
+    /// A node that is not next to any device.
     Node(NodeId),
-    /// Nobody: the machine shows neither devices nor nodes.
+    /// No target: the machine has neither devices nor nodes.
     Anywhere,
 }
 
 impl Target {
-    /// Every device, then every node of the host's with memory for this process that none of them
-    /// is near.
+    /// Returns every device, then every NUMA node that has memory for this process and is not next
+    /// to any device.
     fn all(facts: &Facts, host: &Topology) -> Vec<Self> {
         let devices = facts.gpus.iter().flatten().map(|gpu| {
             Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
@@ -50,7 +50,7 @@ impl Target {
         all
     }
 
-    /// The node that the memory should be on.
+    /// Returns the node that the memory should be on.
     pub(crate) fn node(self) -> Option<NodeId> {
         match self {
             Self::Device(_, node) => node,
@@ -70,25 +70,25 @@ impl fmt::Display for Target {
     }
 }
 
-/// What came of it.
+/// The result of a probe.
 #[derive(Clone, Debug)]
 pub(crate) struct Probe {
-    /// For whom.
+    /// The target.
     pub(crate) target: Target,
-    /// The region; or why there is none.
+    /// The region, or why it could not be created.
     pub(crate) region: Result<Made, RegionError>,
-    /// What the device's link does; none without a device, or without pinned memory.
+    /// The speed of the device's link, or none without a device or without pinned memory.
     pub(crate) link: Option<Result<Link, DriverError>>,
 }
 
-/// A region that was made.
+/// A region that was created.
 #[derive(Clone, Debug)]
 pub(crate) struct Made {
-    /// What it is, and what it is not.
+    /// Its properties and shortfalls.
     pub(crate) report: RegionReport,
-    /// Bytes per second of making it: populating, pinning, asking where it is.
+    /// Bytes per second of its creation: populating, pinning, querying its placement.
     pub(crate) make: f64,
-    /// Bytes per second of a copy into it from other memory, by one thread.
+    /// Bytes per second of a copy into it from other host memory, by one thread.
     pub(crate) fill: f64,
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct Link {
 }
 
 impl Probe {
-    /// Tries for everyone, one after another.
+    /// Probes all targets, one after another.
     pub(crate) fn run_all(topology: &Topology, gpus: Option<&Gpus>, facts: &Facts) -> Vec<Self> {
         let host = Host::new(topology.clone(), Kernel::new());
         let with_driver = |device| match gpus {
@@ -113,17 +113,17 @@ impl Probe {
         targets
             .map(|target| match (target, gpus) {
                 (Target::Device(device, _), Some(gpus)) => {
-                    // The first call makes the device's context, which is not to be timed.
+                    // The first call creates the device's context, which must not be timed.
                     let _ = gpus.driver.memory_info(device);
                     Self::run(&with_driver(device), target, Some((&gpus.driver, device)))
                 }
-                // Memory of a node that no device is near is pinned by the first.
+                // Memory of a node without a device is pinned through the first device.
                 _ => Self::run(&with_driver(DeviceId(0)), target, None),
             })
             .collect()
     }
 
-    /// Makes a region, and copies where there is a device to copy to.
+    /// Creates a region, and copies if there is a device.
     fn run(host: &Host, target: Target, device: Option<(&Arc<dyn Driver>, DeviceId)>) -> Self {
         let budget = Budget::new("the probe", 2 * PROBE_BYTES as u64);
         let mut request = RegionRequest::bytes(PROBE_BYTES);
@@ -145,7 +145,7 @@ impl Probe {
             _ => None,
         };
         let report = region.report().clone();
-        // What cannot be given back goes with the process.
+        // If closing fails, the memory is freed when the process ends.
         let _ = region.close();
         Self { target, region: Ok(Made { report, make, fill }), link }
     }
@@ -155,7 +155,7 @@ fn per_second(took: Duration) -> f64 {
     PROBE_BYTES as f64 / took.as_secs_f64().max(1e-9)
 }
 
-/// What is taken from the driver for the probe, and given back.
+/// Driver resources of the probe. Freed on drop.
 struct Taken<'a> {
     driver: &'a Arc<dyn Driver>,
     device: DeviceId,
@@ -165,10 +165,10 @@ struct Taken<'a> {
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        // What the driver will not take back stays until the process ends, which is soon.
+        // What the driver does not free stays until the process ends soon after.
         let _ = self.driver.device_synchronize(self.device);
         if let Some(stream) = self.stream {
-            // SAFETY: 1. the handle was made for this value and goes with it.
+            // SAFETY: 1. the handle was created for this value and is not used afterwards.
             let _ = unsafe { self.driver.stream_destroy(stream) };
         }
         // SAFETY: 1. it came from `mem_alloc` and is freed here only. 2. the device is idle.
@@ -177,7 +177,8 @@ impl Drop for Taken<'_> {
 }
 
 fn link(driver: &Arc<dyn Driver>, device: DeviceId, region: &Region) -> Result<Link, DriverError> {
-    // No copy may cross from one registration to the next; memory of the driver's own is one.
+    // A copy must not cross from one registration to the next. Memory allocated by the driver is
+    // one registration.
     let host = region.start();
     let bytes =
         region.registrations().first().map_or(PROBE_BYTES, |first| first.len.min(PROBE_BYTES));
@@ -186,16 +187,16 @@ fn link(driver: &Arc<dyn Driver>, device: DeviceId, region: &Region) -> Result<L
     let stream = *taken.stream.insert(driver.stream_create(device, 0)?);
     let timed = |up: bool| -> Result<f64, DriverError> {
         let mut best = Duration::MAX;
-        // The first round warms the link up.
+        // The first round is a warm-up.
         for _ in 0..3 {
             let begun = Instant::now();
             if up {
                 // SAFETY: 1. both sides have `bytes` and outlive `taken`, which waits for the
-                // device. 2. one stream orders all copies, and the host touches neither side
+                // device. 2. one stream orders all copies, and the host does not access either side
                 // meanwhile.
                 unsafe { driver.copy_to_device(stream, memory, host, bytes)? };
             } else {
-                // SAFETY: 1. and 2. as above; `region` is borrowed, but no slice of it is held.
+                // SAFETY: 1. and 2. as above; `region` is borrowed, but no slice of it exists.
                 unsafe { driver.copy_to_host(stream, host, memory, bytes)? };
             }
             driver.stream_synchronize(stream)?;

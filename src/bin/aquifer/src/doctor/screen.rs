@@ -1,4 +1,4 @@
-//! The page that `doctor` prints, and its JSON.
+//! The page that `doctor` prints, and its JSON form.
 
 use super::{
     Diagnosis,
@@ -16,12 +16,12 @@ use serde_json::{Value, json};
 
 /// Columns of the page.
 const WIDTH: usize = 80;
-/// Columns before what is said.
+/// Columns before the text.
 const INDENT: usize = 11;
-/// What stands where a warning has no fix.
+/// The text in place of the fix if a warning has none.
 const NOTHING: &str = "nothing to do";
 
-/// The page, without a line end behind its last line.
+/// Returns the page, without a newline after the last line.
 pub(crate) fn page(diagnosis: &Diagnosis) -> String {
     let mut page =
         Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
@@ -66,12 +66,12 @@ fn of(diagnosis: &Diagnosis, kind: Kind) -> impl Iterator<Item = &Finding> {
 
 struct Page {
     lines: Vec<String>,
-    /// The last label that was written.
+    /// The label of the last line.
     label: String,
 }
 
 impl Page {
-    /// A label and what is said under it; the same label twice in a row is written once.
+    /// Adds text under a label. A label that repeats the last one is left out.
     fn say(&mut self, label: &str, says: &str) {
         let repeated = self.label == label;
         if !label.is_empty() {
@@ -223,10 +223,10 @@ fn probe(probe: &Probe) -> String {
     says
 }
 
-/// Everything as one JSON object. Sizes in bytes, rates in bytes per second.
+/// Returns everything as one JSON object. Sizes are in bytes, rates in bytes per second.
 pub(crate) fn json(diagnosis: &Diagnosis) -> String {
     let facts = &diagnosis.facts;
-    // The cast saturates; nothing is that fast.
+    // The cast saturates, which no real rate reaches.
     let whole = |rate: f64| json!(rate.round() as u64);
     let devices =
         facts.gpus.as_ref().map_or(Vec::new(), |gpus| gpus.iter().map(device_json).collect());

@@ -3,10 +3,10 @@
 //! | row | what happens |
 //! |---|---|
 //! | `a` on s | allocate for s; s writes the whole block |
-//! | `f` | s reads the block. If another stream U uses it, the allocator makes U wait for s, and U reads it too. The block is freed |
+//! | `f` | s reads the block; so does U, after s, if there is a U; the block is freed |
 //! | `c`, or the end | U reads it again, and its use ends |
 //!
-//! U is the stream after s. Only blocks that linger have a U: those whose `c` row is not directly
+//! U is a second stream that uses the block: the one after s. The allocator makes it wait for s. Only blocks that linger have a U: those whose `c` row is not directly
 //! after their `f` row. A block freed on a stream other than its own is also read on that stream.
 //! When the allocator would have to wait for memory, the oldest open use may be ended before its
 //! `c` row: see [`EndOldest`](super::uses::EndOldest).

@@ -1,9 +1,10 @@
-//! Real bytes: the ends of each block are stamped when it is written, and looked at when it is
-//! read.
+//! Checks on real bytes: both ends of a block are stamped when it is written, and verified when it
+//! is read.
 //!
-//! A write copies the block's own pattern to its first and last 64 bytes; a read copies them back.
-//! Both are queued on the stream whose turn it is and nobody waits, so a copy that runs out of turn
-//! finds, or leaves, another's bytes. The verdict is found at the end, on the host.
+//! A write copies the block's own pattern to its first and last 64 bytes. A read copies them back
+//! to the host. Both are queued on the stream that performs the access, and nothing waits for them.
+//! A copy that runs out of order therefore finds, or leaves, another block's bytes. The host
+//! compares everything at the end.
 #![expect(
     unsafe_code,
     reason = "queues copies on raw addresses, and reads the pinned memory they end in"
@@ -26,10 +27,10 @@ use std::{
     },
 };
 
-/// Bytes at each end of a block.
+/// Length of a stamp at one end of a block.
 const STAMP: usize = 64;
 
-/// Pinned memory of the driver's, for copies that the host need not wait for.
+/// Pinned memory from the driver, so that the host need not wait for copies.
 struct Pinned {
     driver: Arc<dyn Driver>,
     device: DeviceId,
@@ -37,10 +38,10 @@ struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: 1. the memory belongs to this value alone and is touched through raw pointers by whoever
-// the code below says; nothing of it is tied to a thread.
+// SAFETY: 1. the value owns the memory and reaches it through raw pointers only, as described at
+// each use; the memory is not bound to a thread.
 unsafe impl Send for Pinned {}
-// SAFETY: 1. as above: `&Pinned` gives out an address, and each byte has one writer at a time.
+// SAFETY: 1. as above: `&Pinned` only returns an address, and each byte has one writer at a time.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -50,27 +51,27 @@ impl Pinned {
         Ok(Self { driver: driver.clone(), device, start, bytes })
     }
 
-    /// The place of one stamp. `at + STAMP` is at most `bytes`: every caller counts in whole
+    /// Returns the address of one stamp. `at + STAMP` is at most `bytes`, since callers use whole
     /// stamps.
     fn stamp(&self, at: usize) -> NonNull<u8> {
         debug_assert!(at + STAMP <= self.bytes);
-        // SAFETY: 1. the offset is inside the allocation, by what is said above.
+        // SAFETY: 1. the offset is inside the allocation, see the doc comment.
         unsafe { self.start.add(at) }
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // Every copy that touches it is done after this; if the device is lost, none runs any more.
+        // Wait for the copies that use the memory. If the device is lost, none runs any more.
         let _ = self.driver.device_synchronize(self.device);
         // SAFETY: 1. it came from `host_alloc` in `new`, and is freed here only. 2. the
-        // synchronisation above ended the queued copies, and no slice outlives `verdict`.
-        // A refusal leaks it until the process ends.
+        // synchronisation above ended the queued copies, and no slice outlives `verdict`. If the
+        // driver refuses, the memory leaks until the process ends.
         let _ = unsafe { self.driver.host_free(self.device, self.start) };
     }
 }
 
-/// One read that was queued.
+/// A queued read.
 #[derive(Clone, Copy)]
 struct Read {
     block: u32,
@@ -85,29 +86,30 @@ pub(crate) struct Stamped {
     blocks: usize,
     /// The row that allocates each block.
     rows: Vec<u32>,
-    /// What rows are called.
+    /// What a row of the trace is called.
     unit: &'static str,
     /// A stamp for each block.
     patterns: Pinned,
     /// Two stamps for each read, in the order of `reads`.
     found: Pinned,
     reads: Mutex<Vec<Read>>,
-    /// As many as `found` has room for.
+    /// The number of reads that `found` has room for.
     most_reads: usize,
-    /// Copies queued, up and down.
+    /// Queued copies: to the device, and to the host.
     copies: [AtomicU64; 2],
 }
 
 impl Stamped {
-    /// Patterns for all blocks of a trace, and room for all of its reads.
+    /// Creates the patterns of all blocks of a trace, and room for all of its reads.
     ///
     /// # Errors
-    /// The driver's, if pinned memory cannot be had.
+    /// The driver's, if pinned memory cannot be allocated.
     pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, trace: &Trace) -> Result<Self> {
         let blocks = trace.blocks.len();
         let allocations = trace.steps.iter().filter(|step| step.action == Action::Allocate);
         let rows = allocations.map(|step| step.row).collect();
-        // At home, on the stream that frees it, and twice on the stream that it lingers on.
+        // One read on the block's own stream, one on another stream that frees it, and two on the
+        // stream that it lingers on.
         let reads = |block: &crate::trace::Block| {
             1 + usize::from(block.freed_on.is_some_and(|on| on != block.stream))
                 + 2 * usize::from(block.lingers)
@@ -117,8 +119,8 @@ impl Stamped {
         let found = Pinned::new(driver, device, most_reads * 2 * STAMP)?;
         for (index, block) in (0_u32..).zip(0..blocks) {
             let pattern = pattern(index);
-            // SAFETY: 1. source and destination are valid for STAMP bytes and apart. 2. no copy is
-            // queued yet.
+            // SAFETY: 1. source and destination are valid for STAMP bytes and do not overlap. 2. no
+            // copy is queued yet.
             unsafe {
                 pattern
                     .as_ptr()
@@ -140,12 +142,12 @@ impl Stamped {
         })
     }
 
-    /// Which block's pattern begins like this.
+    /// Returns the block whose pattern begins with `found`.
     fn owner(&self, found: &[u8]) -> Option<u32> {
         (0..self.blocks as u32).find(|&block| pattern(block).starts_with(found))
     }
 
-    /// A block by the row that allocates it.
+    /// Describes a block by the row that allocates it.
     fn block(&self, block: u32) -> String {
         match self.rows.get(block as usize) {
             Some(row) => format!("the block of {} {row}", self.unit),
@@ -168,7 +170,7 @@ impl Stamped {
     }
 }
 
-/// Lengths of the stamps at the two ends of a block; they never overlap.
+/// Returns the lengths of the stamps at the two ends of a block. They never overlap.
 fn ends(bytes: u64) -> (usize, usize) {
     let head = bytes.min(STAMP as u64);
     let tail = (bytes - head).min(STAMP as u64);
@@ -176,7 +178,7 @@ fn ends(bytes: u64) -> (usize, usize) {
     (head as usize, tail as usize)
 }
 
-/// The bytes that stamp a block: unlike every other block's from the first few on.
+/// Returns the stamp of a block. Its first bytes already differ from those of all other blocks.
 fn pattern(block: u32) -> [u8; STAMP] {
     let mut bytes = [0; STAMP];
     let mut state = u64::from(block) + 1;
@@ -197,10 +199,10 @@ impl Work for Stamped {
         let (head, tail) = ends(spot.bytes);
         for (at, len) in [(0, head), (spot.bytes - tail as u64, tail)] {
             if len > 0 {
-                // SAFETY: 1. the pattern stays as it is until `self` is dropped, which waits for
-                // the device; the range lies in the block, which is live, or held back by a use,
-                // while this is called. 2. nobody writes the patterns; the order on the device is
-                // what is being checked.
+                // SAFETY: 1. the pattern is not changed or freed before `self` is dropped, which
+                // waits for the device; the range lies in the block, which is live, or held back by
+                // a use, during this call. 2. the patterns are not written; the order of accesses
+                // on the device is what is being checked.
                 unsafe { self.driver.copy_to_device(stream.raw(), spot.address + at, from, len)? };
                 self.copies[0].fetch_add(1, Ordering::Relaxed);
             }
@@ -223,9 +225,9 @@ impl Work for Stamped {
         for (place, at, len) in [(0, 0, head), (1, spot.bytes - tail as u64, tail)] {
             if len > 0 {
                 let to = self.found.stamp((number * 2 + place) * STAMP);
-                // SAFETY: 1. the place belongs to this read alone and lives until `self` is
-                // dropped, which waits for the device; the range as above. 2. nobody looks at the
-                // place before the device is synchronised.
+                // SAFETY: 1. the destination belongs to this read alone and lives until `self` is
+                // dropped, which waits for the device; the range as above. 2. the destination is
+                // not read before the device is synchronised.
                 unsafe { self.driver.copy_to_host(stream.raw(), to, spot.address + at, len)? };
                 self.copies[1].fetch_add(1, Ordering::Relaxed);
             }
@@ -250,9 +252,9 @@ impl Work for Stamped {
             let (head, tail) = ends(read.spot.bytes);
             for (place, len, end) in [(0, head, "first"), (1, tail, "last")] {
                 let at = self.found.stamp((number * 2 + place) * STAMP);
-                // SAFETY: 1. the place is inside the allocation and initialised by the copy, which
-                // is done: the device was synchronised above and `reads` is locked, so none is
-                // queued meanwhile.
+                // SAFETY: 1. the range is inside the allocation and initialised by the copy, which
+                // is complete: the device was synchronised above, and `reads` is locked, so no copy
+                // is queued meanwhile.
                 let found = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
                 if found != &expected[..len] {
                     violations.count += 1;
@@ -282,7 +284,7 @@ mod tests {
     use aquifer_device::{DevicePool, PoolConfig, Request};
     use aquifer_driver::sim::Sim;
 
-    /// Two blocks on a simulated device with bytes; what becomes of them is up to the test.
+    /// Creates two blocks on a simulated device with bytes, and runs `test` on them.
     fn two_blocks(test: impl FnOnce(&Stamped, &Stream, Spot, Spot)) -> Verdict {
         let trace = Trace::from_rows("0,a,1,1000,0\n0,a,2,1000,0\n0,f,1,1000,0\n0,f,2,1000,0\n");
         let sim = Sim::h200(1).capacity(64 << 20);
@@ -311,7 +313,7 @@ mod tests {
     fn a_block_that_was_written_over_is_found_with_whose_bytes_it_has() {
         let verdict = two_blocks(|stamps, stream, first, second| {
             stamps.write(0, first, stream).unwrap();
-            // The second block's work, gone astray.
+            // A write of the second block's pattern to the wrong address.
             stamps.write(1, first, stream).unwrap();
             stamps.write(1, second, stream).unwrap();
             stamps.read(0, first, stream).unwrap();

@@ -1,59 +1,60 @@
-//! What a round cost besides memory and time: calls of the driver, fences, waits, moves, and
+//! The cost of a round besides memory and time: driver calls, fences, waits, moves, and
 //! concurrency.
 //!
 //! # Concurrency
-//! Waits that order one stream behind another take concurrency away, and no clock on the host sees
-//! it. So on the simulator each read and write counts one unit of time, the device is as wide as it
-//! has streams, and three lengths are compared:
+//! Waits that order one stream behind another reduce concurrency, and a host clock does not show
+//! it. On the simulator, therefore, each read and write counts as one unit of time, the device runs
+//! all streams in parallel, and three lengths are compared:
 //!
-//! | length | what it is |
-//! |---|---|
-//! | `longest_stream` | the reads and writes of the stream that has most of them: no order at all could be quicker |
-//! | `needed_path` | the longest chain of reads and writes by the order of each stream and that of the trace itself: another stream uses a block after its owner's work |
-//! | `taken_path` | the longest chain as it was queued: with each wait that the allocator inserted, on the device or on the host |
+//! - `longest_stream`: the reads and writes of the stream that has the most. No order can be
+//!   faster.
+//! - `needed_path`: the longest chain of reads and writes in the order of each stream and of the
+//!   trace itself, where another stream uses a block after its owner's work.
+//! - `taken_path`: the longest chain as queued, with each wait that the allocator inserted, on the
+//!   device or on the host.
 //!
-//! The *concurrency cost* is `taken_path / needed_path`, at least 1: how many times longer the
-//! streams' work takes through the allocator's waits. N streams of equal work that were put into
-//! one line have a cost of N, be it that the memory never holds more than one of them. A wait for
-//! something that had already run when it was queued counts in neither path. A host that waits by
-//! asking again and again, as it does under a deadline, is not seen in `taken_path` but counted in
-//! the host waits.
+//! The *concurrency cost* is `taken_path / needed_path`, at least 1. It is the factor by which the
+//! allocator's waits lengthen the streams' work. N streams of equal work that are fully serialised
+//! cost N, even if the reason is that memory never holds more than one of them. A wait for work
+//! that had already run when the wait was queued counts in neither path. A host that polls instead
+//! of blocking, as it does under a deadline, is not visible in `taken_path` but counts as host
+//! waits.
 //!
-//! A GPU tells nothing of the kind; there the counts stand alone.
+//! A GPU reports no such lengths. There only the counts are available.
 
 use super::work::Work;
 use aquifer_core::PoolStats;
 use aquifer_driver::{Call, CallCounts};
 use std::ops::Sub;
 
-/// Lengths in reads and writes. See [`self`].
+/// Lengths in reads and writes. See the [module documentation](self).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Paths {
-    /// Of the stream that has most.
+    /// The length of the longest stream.
     pub(crate) longest_stream: u64,
-    /// By the order that the trace needs.
+    /// The longest chain in the order that the trace requires.
     pub(crate) needed: u64,
-    /// As it was queued.
+    /// The longest chain as queued.
     pub(crate) taken: u64,
 }
 
 impl Paths {
-    /// How many times longer the work takes through the allocator's waits; at least 1.
+    /// Returns the factor by which the allocator's waits lengthen the work, at least 1.
     pub(crate) fn cost(&self) -> f64 {
         self.taken.max(self.needed).max(1) as f64 / self.needed.max(1) as f64
     }
 }
 
-/// Counts, of a round or since the beginning.
+/// Counts of a round, or since the beginning.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Tally {
     /// Allocations and frees.
     pub(crate) operations: u64,
-    /// Calls of the driver, all kinds.
+    /// Driver calls of all kinds.
     pub(crate) driver_calls: u64,
-    /// Those that take, map, unmap or give back memory or addresses.
+    /// Driver calls that allocate, map, unmap or free memory or addresses.
     pub(crate) memory_calls: u64,
-    /// Those that make, record, query, wait for or destroy events.
+    /// Driver calls that create, record, query, wait for or destroy events.
     pub(crate) event_calls: u64,
     /// Events recorded to fence a stream.
     pub(crate) fences: u64,
@@ -63,15 +64,15 @@ pub(crate) struct Tally {
     pub(crate) host_waits: u64,
     /// Physical handles that moved.
     pub(crate) moves: u64,
-    /// The most bytes that have been held from the driver by the end of it. Of a difference, the
-    /// later one.
+    /// The peak of bytes held from the driver since the beginning. A difference keeps the later
+    /// value.
     pub(crate) peak_physical: u64,
-    /// What the order of the work came to; none where nobody can tell.
+    /// The lengths of the work, or none if they are unknown.
     pub(crate) paths: Option<Paths>,
 }
 
 impl Tally {
-    /// Everything since the beginning. Calls that `work` made itself are left out.
+    /// Returns all counts since the beginning. Calls that `work` itself made are excluded.
     pub(crate) fn now<W: Work>(
         operations: u64,
         calls: &CallCounts,
@@ -100,13 +101,13 @@ impl Tally {
         tally
     }
 
-    /// `count` for each allocation or free.
+    /// Returns `count` per allocation or free.
     pub(crate) fn per_operation(&self, count: u64) -> f64 {
         count as f64 / self.operations.max(1) as f64
     }
 }
 
-/// What happened in between. Counts only grow.
+/// The counts between two points in time. Counts only grow.
 impl Sub for Tally {
     type Output = Self;
 

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A use that is still to end.
+/// A use that has not ended.
 #[derive(Debug)]
 pub(crate) struct Held {
     /// The block.
@@ -22,12 +22,12 @@ pub(crate) struct Held {
     pub(crate) spot: Spot,
     /// The stream that uses it.
     pub(crate) stream: Stream,
-    /// What keeps its bytes; none where the allocator is not told.
+    /// The use that keeps the block's bytes, or none if the allocator is not informed.
     pub(crate) open: Option<Use>,
 }
 
 impl Held {
-    /// Reads once more, and ends.
+    /// Reads the block once more and ends the use.
     pub(crate) fn end<W: Work>(self, work: &W) -> Result<()> {
         let read = work.read(self.block, self.spot, &self.stream);
         let finished = self.open.map_or(Ok(()), Use::finish);
@@ -35,20 +35,20 @@ impl Held {
     }
 }
 
-/// All of them, in order of their frees. Shared with the allocator's cry for memory, which may come
-/// in the middle of an allocation; so the lock is held for moving an entry only.
+/// All open uses, in order of their frees. Also accessed by the allocator's reclaim callback, which
+/// may run during an allocation. The lock is therefore held only to move an entry.
 #[derive(Debug)]
 pub(crate) struct OpenUses {
     queue: Mutex<Queue>,
     early: AtomicU64,
 }
 
-/// Those that keep bytes, apart from those of which the allocator was told nothing.
+/// Uses that keep bytes, and uses that the allocator is not informed of.
 #[derive(Default, Debug)]
 struct Queue {
     keeping: BTreeMap<u64, Held>,
     untold: BTreeMap<u64, Held>,
-    /// Bytes that the first keep.
+    /// Bytes kept by the uses in `keeping`.
     bytes: u64,
 }
 
@@ -61,7 +61,7 @@ impl Queue {
 }
 
 impl OpenUses {
-    /// None.
+    /// Creates an empty set.
     pub(crate) fn new() -> Self {
         Self { queue: Mutex::default(), early: AtomicU64::new(0) }
     }
@@ -70,7 +70,7 @@ impl OpenUses {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds one under a number that is higher than all before.
+    /// Adds a use. `number` must be higher than all before.
     pub(crate) fn hold(&self, number: u64, held: Held) {
         let mut queue = self.queue();
         if held.open.is_some() {
@@ -81,12 +81,12 @@ impl OpenUses {
         }
     }
 
-    /// Takes one out by its number; none if it has ended early.
+    /// Removes a use by its number. Returns `None` if it was ended early.
     pub(crate) fn take(&self, number: u64) -> Option<Held> {
         self.queue().take(number)
     }
 
-    /// Takes the oldest out.
+    /// Removes the oldest use.
     pub(crate) fn take_oldest(&self) -> Option<Held> {
         let mut queue = self.queue();
         let first = |of: &BTreeMap<u64, Held>| of.first_key_value().map(|(number, _)| *number);
@@ -94,7 +94,7 @@ impl OpenUses {
         queue.take(oldest)
     }
 
-    /// Takes out the oldest that keeps bytes, and counts it as ended early.
+    /// Removes the oldest use that keeps bytes, and counts it as ended early.
     pub(crate) fn take_early(&self) -> Option<Held> {
         let mut queue = self.queue();
         let number = *queue.keeping.first_key_value()?.0;
@@ -103,32 +103,32 @@ impl OpenUses {
         held
     }
 
-    /// Bytes that they keep.
+    /// Returns how many bytes the uses keep.
     fn bytes(&self) -> u64 {
         self.queue().bytes
     }
 
-    /// How many have ended early.
+    /// Returns how many uses were ended early.
     pub(crate) fn early(&self) -> u64 {
         self.early.load(Ordering::Relaxed)
     }
 }
 
-/// The allocator's cry for memory: ends the use that has been open longest, ahead of its time.
+/// A reclaimer that ends the oldest open use before its time.
 #[derive(Debug)]
 pub(crate) struct EndOldest<W> {
-    /// What there is to end.
+    /// The open uses.
     pub(crate) uses: Arc<OpenUses>,
-    /// What its stream does before.
+    /// The work that a stream does before its use ends.
     pub(crate) work: Arc<W>,
 }
 
 impl<W: Work> EndOldest<W> {
-    /// Ends one use. Answers with the bytes it kept, 0 if there is none.
+    /// Ends one use. Returns the bytes it kept, or 0 if there is none.
     pub(crate) fn end_one(&self) -> u64 {
         let Some(held) = self.uses.take_early() else { return 0 };
         let bytes = held.spot.bytes;
-        // An error cannot be answered here; what it means for the block will show in the checks.
+        // An error cannot be returned here. Its effect on the block is visible in the checks.
         if held.end(&*self.work).is_ok() { bytes } else { 0 }
     }
 }
@@ -142,7 +142,7 @@ impl<W: Work> Reclaim for EndOldest<W> {
         Offer { bytes: self.uses.bytes(), cost: Duration::ZERO }
     }
 
-    /// One use at a time, so that none ends early that need not.
+    /// One use at a time, so that no more uses end early than necessary.
     fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
         self.end_one();
     }

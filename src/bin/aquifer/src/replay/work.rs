@@ -1,4 +1,4 @@
-//! What a replay does with the memory it is given.
+//! The work that a replay performs on its blocks.
 
 use super::{report::Violations, tally::Paths};
 use crate::trace::Trace;
@@ -17,22 +17,22 @@ use std::{
     },
 };
 
-/// Violations that are put into words.
+/// The number of violations that are described.
 pub(crate) const TOLD: usize = 4;
 
-/// Where a block is, on the device of the streams that use it.
+/// The location of a block on the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Spot {
     /// Its first address.
     pub(crate) address: u64,
-    /// Its size as asked for.
+    /// Its requested size.
     pub(crate) bytes: u64,
-    /// What tells it from every other block at that address, where somebody checks.
+    /// Distinguishes blocks that have had the same address, for the checks.
     pub(crate) generation: u64,
 }
 
 impl Spot {
-    /// Where `block` is.
+    /// Returns the location of `block`.
     #[inline]
     pub(crate) fn of(block: &Block) -> Self {
         Self { address: block.address(), bytes: block.bytes(), generation: block.generation() }
@@ -41,7 +41,7 @@ impl Spot {
 
 /// Work on blocks. Implementations queue it and return at once.
 pub(crate) trait Work: Debug + Send + Sync + 'static {
-    /// What follows is of this row of the trace.
+    /// Announces that the following calls belong to this row of the trace.
     fn at(&self, _row: u32) {}
 
     /// The block's own stream writes all of it.
@@ -50,37 +50,37 @@ pub(crate) trait Work: Debug + Send + Sync + 'static {
     /// A stream reads all of it.
     fn read(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
 
-    /// From now on `stream` comes after all that `home` has been given so far: the order is the
-    /// trace's own.
+    /// Records that `stream` is ordered after all work queued on `home` so far, because the trace
+    /// requires it.
     fn follows(&self, _stream: &Stream, _home: &Stream) {}
 
-    /// What the order of the work has come to so far, if anybody can tell.
+    /// Returns the lengths of the work so far, or `None` if they are unknown.
     fn paths(&self) -> Option<Paths> {
         None
     }
 
-    /// Driver calls that it has made itself.
+    /// Returns the driver calls that it has made itself.
     fn driver_calls(&self) -> Vec<(Call, u64)> {
         Vec::new()
     }
 
-    /// Waits for everything that was queued, and answers with what the checks found.
+    /// Waits for all queued work and returns the result of the checks.
     ///
     /// # Errors
     /// The driver's, if the work itself failed.
     fn verdict(&self) -> Result<Verdict>;
 }
 
-/// What the checks found.
+/// The result of the checks.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Verdict {
     /// Reads and writes that were checked.
     pub(crate) checked: u64,
-    /// What was wrong.
+    /// The violations.
     pub(crate) violations: Violations,
 }
 
-/// No work: for passes that time the allocator.
+/// No work, for passes that time the allocator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Idle;
 
@@ -100,18 +100,18 @@ impl Work for Idle {
     }
 }
 
-/// Reads and writes that the simulator's oracle is told of.
+/// Reads and writes that are declared to the simulator's oracle.
 #[derive(Debug)]
 pub(crate) struct Declared {
     sim: Sim,
     lanes: Mutex<Vec<Lane>>,
-    /// What reports are to call the work of each row; nothing where they are not read.
+    /// The names of each row's work in reports, or none if reports are not read.
     labels: Option<Labels>,
     row: AtomicU32,
 }
 
-/// Names for the reads and writes of each row. Work keeps its name for good, so these are never
-/// freed; a process replays one trace.
+/// Names for the reads and writes of each row. The oracle needs names of static lifetime, so they
+/// are leaked. A process replays one trace.
 #[derive(Debug)]
 struct Labels(Vec<[&'static str; 2]>);
 
@@ -139,7 +139,7 @@ impl Labels {
     }
 }
 
-/// A violation in words, with rows of the trace where it has lines of this program.
+/// Describes a violation, with rows of the trace in place of source locations.
 fn told(violation: &Violation) -> String {
     let party = |party: &Party| format!("{} by {}", party.work, party.agent);
     let mut text = format!("{}: {}", violation.kind, party(&violation.later));
@@ -158,17 +158,17 @@ fn told(violation: &Violation) -> String {
 #[derive(Clone, Copy, Default, Debug)]
 struct Lane {
     own: u64,
-    /// The longest chain that ends with the last of them, by the order that the trace needs.
+    /// The longest chain that ends with the last of them, in the order that the trace requires.
     needed: u64,
 }
 
 impl Declared {
-    /// Tells `sim`.
+    /// Creates work that is declared to `sim`.
     pub(crate) fn new(sim: &Sim) -> Self {
         Self { sim: sim.clone(), lanes: Mutex::default(), labels: None, row: AtomicU32::new(0) }
     }
 
-    /// Tells `sim`, whose reports name the rows of `trace`.
+    /// Creates work that is declared to `sim` and named by the rows of `trace`.
     pub(crate) fn with_rows(sim: &Sim, trace: &Trace) -> Self {
         Self { labels: Some(Labels::of(trace)), ..Self::new(sim) }
     }
@@ -216,7 +216,7 @@ impl Work for Declared {
     }
 
     fn follows(&self, stream: &Stream, home: &Stream) {
-        // What has run holds nobody up.
+        // Work that has already run delays nothing.
         if self.sim.pending(home.raw()) > 0 {
             let mut lanes = self.lanes(&[stream, home]);
             let before = lanes[home.number() as usize].needed;
@@ -264,12 +264,12 @@ mod tests {
             work.write(0, spot, s).unwrap();
         }
         assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 4, taken: 4 }));
-        // The trace wants u behind s, and says so.
+        // The trace orders u after s and declares it.
         let used = block.prepare(u, Access::Read).unwrap();
         work.follows(u, s);
         work.read(0, spot, u).unwrap();
         assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 5, taken: 5 }));
-        // Nobody but an allocator wants v behind u.
+        // An order of v after u that the trace does not require: only an allocator adds it.
         let event = pool.driver().event_create(DeviceId(0)).unwrap();
         pool.driver().event_record(event, u.raw()).unwrap();
         pool.driver().stream_wait_event(v.raw(), event).unwrap();

@@ -1,5 +1,4 @@
-//! A device with a stager, and the two that it is held against: the driver's own copy, and pinned
-//! memory.
+//! The device with a stager, and its two references: the driver's own copy, and pinned memory.
 #![expect(unsafe_code, reason = "times the driver's own copies")]
 
 use crate::place::Session;
@@ -17,24 +16,25 @@ use nix::sys::{
 };
 use std::{ptr::NonNull, sync::Arc, time::Instant};
 
-/// What something took, in nanoseconds.
+/// A duration in nanoseconds.
 #[derive(Clone, Copy, PartialEq, Default, Debug)]
 pub(crate) struct Took {
-    /// By the clock.
+    /// Elapsed time.
     pub(crate) wall: f64,
-    /// Of all processors, the kernel's part included.
+    /// Processor time of all threads, including the kernel's share.
     pub(crate) cpu: f64,
 }
 
 impl Took {
-    /// For each of so many bytes.
+    /// Converts a duration for `bytes` to one for `of` bytes.
     pub(crate) fn per(self, bytes: u64, of: u64) -> Self {
         let factor = of as f64 / bytes.max(1) as f64;
         Self { wall: self.wall * factor, cpu: self.cpu * factor }
     }
 }
 
-/// Processor time of this process by now, in nanoseconds; 0 where the kernel does not tell.
+/// Returns the processor time of this process in nanoseconds, or 0 if the kernel does not report
+/// it.
 fn cpu() -> f64 {
     let used = getrusage(UsageWho::RUSAGE_SELF);
     let micros = used.map_or(0, |used| {
@@ -43,7 +43,7 @@ fn cpu() -> f64 {
     micros as f64 * 1e3
 }
 
-/// Times something.
+/// Times `work`.
 pub(crate) fn timed<E>(work: impl FnOnce() -> Result<(), E>) -> Result<Took, E> {
     let (cpu_before, begun) = (cpu(), Instant::now());
     work()?;
@@ -51,7 +51,7 @@ pub(crate) fn timed<E>(work: impl FnOnce() -> Result<(), E>) -> Result<Took, E> 
     Ok(Took { wall, cpu: cpu() - cpu_before })
 }
 
-/// Whatever refused.
+/// Converts any staging error to a memory error.
 pub(crate) fn words(error: &StageError) -> MemoryError {
     match error {
         StageError::Memory(error) => error.clone(),
@@ -68,20 +68,19 @@ pub(crate) fn words(error: &StageError) -> MemoryError {
 pub(crate) struct Bed {
     driver: Arc<dyn Driver>,
     pool: DevicePool,
-    /// Home of all buffers, and where the driver's own copies are queued.
+    /// The owner stream of all buffers. The driver's own copies are queued on it.
     stream: Stream,
-    /// For the other direction.
+    /// The stream for the other direction.
     other: Stream,
     pinned: PinnedPool,
     pub(crate) stager: Stager,
 }
 
-/// Bytes of pinned memory that the limit is measured with at most: longer copies go over it again
-/// and again.
+/// Maximum bytes of pinned memory for the reference. Longer copies reuse it repeatedly.
 const PINNED: usize = 256 << 20;
 
 impl Bed {
-    /// Takes the slots at once, so that no transfer pays for them.
+    /// Opens the device. Allocates the slots at once, so that no transfer pays for them.
     pub(crate) fn open(session: &Session, config: StagerConfig) -> Result<Self> {
         let topology = Topology::read().map_err(|e| MemoryError::BadSetting {
             name: "the machine's topology",
@@ -101,36 +100,36 @@ impl Bed {
         Ok(Self { driver, pool, stream, other, pinned, stager })
     }
 
-    /// Device memory.
+    /// Allocates device memory.
     pub(crate) fn buffer(&self, bytes: u64) -> Result<DeviceBuffer<u8>> {
         self.pool.buffer(&self.stream, bytes as usize)
     }
 
-    /// Bytes that device memory can be had of.
+    /// Returns how many bytes of device memory are available.
     pub(crate) fn room(&self) -> u64 {
         self.pool.budget().remaining()
     }
 
-    /// Pinned memory to measure the limit with.
+    /// Allocates pinned memory for the reference copy.
     pub(crate) fn limit(&self, bytes: u64) -> Result<PinnedBuf<u8>> {
         self.pinned.buffer((bytes as usize).min(PINNED))
     }
 
-    /// By the stager.
+    /// Uploads through the stager.
     pub(crate) fn upload(&self, from: &[u8], to: &mut DeviceBuffer<u8>) -> Result<Took> {
         let staged =
             timed(|| self.stager.scope(|s| s.upload(from, to).map(drop)).and_then(|taken| taken));
         staged.map_err(|e| words(&e))
     }
 
-    /// By the stager.
+    /// Downloads through the stager.
     pub(crate) fn download(&self, from: &DeviceBuffer<u8>, to: &mut [u8]) -> Result<Took> {
         let staged =
             timed(|| self.stager.scope(|s| s.download(from, to).map(drop)).and_then(|taken| taken));
         staged.map_err(|e| words(&e))
     }
 
-    /// Both at once, by the stager.
+    /// Uploads and downloads at the same time through the stager.
     pub(crate) fn both(
         &self,
         up: (&[u8], &mut DeviceBuffer<u8>),
@@ -146,7 +145,7 @@ impl Bed {
         staged.map_err(|e| words(&e))
     }
 
-    /// A file, or anything like it, by the stager.
+    /// Reads a file or another source to the device through the stager.
     pub(crate) fn read(
         &self,
         from: &dyn Source,
@@ -159,7 +158,7 @@ impl Bed {
         staged.map_err(|e| words(&e))
     }
 
-    /// By the driver, in one call, or over `from` again and again where that is shorter.
+    /// Uploads through the driver in one call, or in several calls over `from` if it is shorter.
     pub(crate) fn driver_upload(&self, from: &[u8], to: &mut DeviceBuffer<u8>) -> Result<Took> {
         timed(|| {
             self.queue_up(&self.stream, from, to)?;
@@ -167,7 +166,7 @@ impl Bed {
         })
     }
 
-    /// By the driver, in one call, or into `to` again and again where that is shorter.
+    /// Downloads through the driver in one call, or in several calls into `to` if it is shorter.
     pub(crate) fn driver_download(&self, from: &DeviceBuffer<u8>, to: &mut [u8]) -> Result<Took> {
         timed(|| {
             self.queue_down(&self.stream, from, to)?;
@@ -175,7 +174,7 @@ impl Bed {
         })
     }
 
-    /// Both at once, from and to pinned memory.
+    /// Uploads and downloads at the same time through the driver, with pinned memory.
     pub(crate) fn driver_both(
         &self,
         up: (&[u8], &mut DeviceBuffer<u8>),
@@ -194,8 +193,8 @@ impl Bed {
         let mut done = 0;
         while done < range.bytes {
             let part = &from[..from.len().min((range.bytes - done) as usize)];
-            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is
-            // under way on this bed.
+            // SAFETY: 1. both are borrowed by the caller, which waits for the stream. 2. no other
+            // copy is pending on this device.
             let copied = unsafe {
                 self.driver.copy_to_device(
                     on.raw(),
@@ -216,9 +215,9 @@ impl Bed {
         while done < range.bytes {
             let bytes = to.len().min((range.bytes - done) as usize);
             let part = NonNull::from(&mut to[..bytes]).cast();
-            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is
-            // under way on this bed; one copy follows another into the same bytes in the stream's
-            // order.
+            // SAFETY: 1. both are borrowed by the caller, which waits for the stream. 2. no other
+            // copy is pending on this device; copies into the same bytes follow each other in the
+            // stream's order.
             let copied =
                 unsafe { self.driver.copy_to_host(on.raw(), part, range.address + done, bytes) };
             copied.map_err(|e| MemoryError::driver(range.device, e))?;

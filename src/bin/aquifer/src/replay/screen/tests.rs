@@ -1,4 +1,4 @@
-//! The screen, line by line.
+//! Tests of the screen, line by line.
 
 use super::*;
 use crate::replay::{
@@ -142,7 +142,7 @@ fn no_screen_is_larger_than_a_terminal() {
         assert!(screen.lines().count() <= HEIGHT, "{screen}");
         assert!(screen.lines().all(|line| line.chars().count() <= WIDTH), "{screen}");
     }
-    // A command is never cut: a path that is too long for one line gets one of its own.
+    // A command is never cut: a path that is too long gets a line of its own.
     let screen = Report { trace: long.clone(), ..clean() }.to_screen();
     assert!(screen.lines().count() <= HEIGHT);
     assert!(
