@@ -1,22 +1,21 @@
-//! A recorded life of device memory, ready to be lived again.
+//! Recorded traces of memory allocations, parsed and checked for replay.
 //!
-//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or
-//! compressed by xz, gzip or zstd; [`Trace::read`] tells them apart by their first bytes. All
-//! become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps,
-//! and a list of steps. Whatever cannot have happened is refused with the row at fault, so that a
-//! replay never has to ask whether a step makes sense.
+//! A trace is CSV in one of two forms, or a memory snapshot of PyTorch, plain or compressed by xz,
+//! gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the same
+//! [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a list of
+//! steps. An impossible step is rejected with its row, so that a replay never has to check one.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `source` | bytes to rows: files, cut ends |
-//! | `compressed` | xz, gzip and zstd, within a bound of memory |
-//! | `events` | the form whose header names the fields, which this library and the recorder for PyTorch write |
+//! | `source` | bytes to rows: files, truncated files |
+//! | `compressed` | xz, gzip and zstd, with a bound on memory |
+//! | `events` | the form of this library and its recorder for PyTorch, with named fields |
 //! | `rmm` | the log of RAPIDS' memory manager |
-//! | `pickle`, `snapshot` | memory snapshots of PyTorch's |
-//! | `made` | workloads that are made from a seed, with no file behind them |
-//! | `builder` | rows to steps, and what cannot have happened |
-//! | `split` | the same over another number of streams |
-//! | `error` | how that is said |
+//! | `pickle`, `snapshot` | memory snapshots of PyTorch |
+//! | `made` | workloads generated from a seed, without a file |
+//! | `builder` | rows to steps, and the checks |
+//! | `split` | distribution over another number of streams |
+//! | `error` | errors |
 
 mod builder;
 mod compressed;
@@ -38,64 +37,64 @@ use events::Columns;
 use source::Source;
 use std::{collections::BTreeMap, fmt, path::Path};
 
-/// The largest block that is believed: all addresses that a process has.
+/// The largest valid block size: the address space of a process.
 pub(crate) const MAX_BLOCK: u64 = 1 << 47;
-/// The most streams that are believed. A driver has a few hundred before it begins to share them.
+/// The maximum number of streams. A driver has a few hundred before it begins to share them.
 pub(crate) const MAX_STREAMS: usize = 1024;
 
-/// Which form the file had.
+/// The form of the input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Format {
     /// `t_us,op,id,bytes,stream`, with or without `kind`, `device` and `tag`
     Events,
     /// `Thread,Time,Action,Pointer,Size,Stream`
     Rmm,
-    /// No file: made from a seed.
+    /// No file: generated from a seed.
     Made,
-    /// A memory snapshot of PyTorch's.
+    /// A memory snapshot of PyTorch.
     Snapshot,
 }
 
 /// One block from its allocation to its last use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Block {
-    /// As asked for; never zero, at most [`MAX_BLOCK`].
+    /// The requested size. Never zero, at most [`MAX_BLOCK`].
     pub(crate) bytes: u64,
     /// The stream that it was allocated on.
     pub(crate) stream: u32,
-    /// The stream that it was freed on, if it was; nearly always the same.
+    /// The stream that it was freed on, if it was freed. Nearly always the same.
     pub(crate) freed_on: Option<u32>,
-    /// Whether another stream still used it when it was freed: its completion is not the row
-    /// behind its free.
+    /// Whether another stream still used it when it was freed: its completion is not in the row
+    /// directly after its free.
     pub(crate) lingers: bool,
 }
 
 impl Block {
-    /// Whether a stream other than its own uses it.
+    /// Returns whether a stream other than its own uses it.
     pub(crate) fn crosses(&self) -> bool {
         self.lingers || self.freed_on.is_some_and(|stream| stream != self.stream)
     }
 }
 
-/// What happens to a block.
+/// The kind of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Action {
     /// It is allocated.
     Allocate,
     /// Its owner frees it.
     Free,
-    /// Its last use is done. Only blocks that linger have this step, and not all of them.
+    /// Its last use is complete. Only blocks that linger have this step, and not all of them do.
     Complete,
 }
 
-/// One thing that happens. Two are equal wherever they stand.
+/// One step. Two steps are equal regardless of their rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
-    /// What.
+    /// The kind.
     pub(crate) action: Action,
-    /// To which of [`Trace::blocks`].
+    /// The index of the block in [`Trace::blocks`].
     pub(crate) block: u32,
-    /// The row that says so, or the event of a snapshot, counted from 1.
+    /// The row, or the event of a snapshot, counted from 1.
     pub(crate) row: u32,
 }
 
@@ -107,12 +106,12 @@ impl PartialEq for Step {
 
 impl Eq for Step {}
 
-/// Where memory of a trace is.
+/// The location of memory in a trace.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Device {
     /// On a device, by its ordinal.
     Gpu(u32),
-    /// Pinned on a NUMA node of the host, or on one that is not known.
+    /// Pinned on a NUMA node of the host, or on an unknown node.
     Host(Option<u32>),
 }
 
@@ -126,45 +125,44 @@ impl fmt::Display for Device {
     }
 }
 
-/// A trace that makes sense.
+/// A valid trace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Trace {
-    /// Where it came from.
+    /// The form of the input.
     pub(crate) format: Format,
     /// Every block, in order of allocation.
     pub(crate) blocks: Vec<Block>,
-    /// What happens, in order. Each block is allocated before it is freed, once, and completed
-    /// after that or never.
+    /// The steps, in order. Each block is allocated before it is freed, freed at most once, and
+    /// completed after that or never.
     pub(crate) steps: Vec<Step>,
-    /// How many streams there are; every stream of a block is below it.
+    /// The number of streams. Every stream of a block is below it.
     pub(crate) streams: u32,
-    /// The most bytes asked for that were allocated and not freed at once.
+    /// The peak of live bytes, in requested sizes.
     pub(crate) peak_live: u64,
-    /// How many blocks are freed.
+    /// The number of freed blocks.
     pub(crate) frees: u64,
-    /// Bytes of the blocks that are not.
+    /// Bytes of the blocks that are never freed.
     pub(crate) live_at_end: u64,
-    /// Rows that tell of something a replay cannot repeat: requests that failed, requests for
-    /// nothing.
+    /// Rows that a replay cannot repeat: failed requests, and requests of zero bytes.
     pub(crate) skipped: u64,
-    /// What is in the file by device, kind and tag, also what is not replayed; nothing where it
-    /// does not say.
+    /// The file's contents by device, kind and tag, including what is not replayed. Empty if the
+    /// file does not record them.
     pub(crate) memory: Vec<(Device, Account)>,
-    /// The device whose memory this is, where the file tells devices apart.
+    /// The device of this memory, if the file distinguishes devices.
     pub(crate) device: Option<u32>,
-    /// What a reader of the result should know about the file.
+    /// Notes on the file for the reader of the result.
     pub(crate) notes: Vec<String>,
-    /// More about a snapshot, if it was one.
+    /// Facts about the snapshot, if the input is one.
     pub(crate) snapshot: Option<Facts>,
 }
 
 impl Trace {
-    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made). `device`:
-    /// which of a snapshot's devices; the one with most events by default.
+    /// Reads and checks the file at `path`, or [generates](made) the trace that it names. `device`
+    /// selects a device. The default is the one with the most events.
     ///
     /// # Errors
-    /// [`TraceError`] with the first row that is at fault; also where a device is asked for and
-    /// there are none.
+    /// [`TraceError`] with the first invalid row, also if a device is selected and the trace has
+    /// none.
     pub(crate) fn read(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
         match made::trace(path) {
             Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
@@ -173,7 +171,7 @@ impl Trace {
         }
     }
 
-    /// A trace that a test has written down.
+    /// Parses a trace in a test.
     #[cfg(test)]
     pub(crate) fn from_rows(rows: &str) -> Self {
         let text = format!("{}\n{rows}", events::HEADER).into_bytes();
@@ -217,7 +215,7 @@ impl Trace {
         Self::of_device(builders, &columns, device).map_err(TraceError::whole)
     }
 
-    /// The trace of one device of several: of the one that is asked for, or of the one with most
+    /// Returns the trace of one of several devices: the selected one, or the one with the most
     /// steps.
     fn of_device(
         mut builders: BTreeMap<Device, Builder>,
@@ -286,7 +284,7 @@ impl Trace {
         Ok(trace)
     }
 
-    /// What the numbers of its steps count.
+    /// Returns what the numbers of its steps count.
     pub(crate) fn unit(&self) -> &'static str {
         match self.format {
             Format::Events | Format::Rmm => "row",
@@ -295,17 +293,17 @@ impl Trace {
         }
     }
 
-    /// How many blocks are allocated.
+    /// Returns the number of allocations.
     pub(crate) fn allocations(&self) -> u64 {
         self.blocks.len() as u64
     }
 
-    /// Allocations and frees.
+    /// Returns the number of allocations and frees.
     pub(crate) fn operations(&self) -> u64 {
         self.allocations() + self.frees
     }
 
-    /// Blocks that a stream other than their own uses.
+    /// Returns the number of blocks that a stream other than their own uses.
     #[cfg(test)]
     pub(crate) fn crossings(&self) -> u64 {
         self.blocks.iter().filter(|block| block.crosses()).count() as u64

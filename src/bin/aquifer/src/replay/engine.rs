@@ -6,10 +6,11 @@
 //! | `f` | s reads the block; so does U, after s, if there is a U; the block is freed |
 //! | `c`, or the end | U reads it again, and its use ends |
 //!
-//! U is a second stream that uses the block: the one after s. The allocator makes it wait for s. Only blocks that linger have a U: those whose `c` row is not directly
-//! after their `f` row. A block freed on a stream other than its own is also read on that stream.
-//! When the allocator would have to wait for memory, the oldest open use may be ended before its
-//! `c` row: see [`EndOldest`](super::uses::EndOldest).
+//! - U is a second stream that uses the block: the one after s. The allocator makes it wait for s.
+//! - Only blocks that linger have a U: those whose `c` row is not directly after their `f` row.
+//! - A block freed on a stream other than its own is also read on that stream.
+//! - When the allocator would have to wait for memory, the oldest open use may be ended before its
+//!   `c` row: see [`EndOldest`](super::uses::EndOldest).
 //!
 //! ```text
 //!   host   a(s)        f(s)                                  c

@@ -1,46 +1,46 @@
-//! From rows to steps. What cannot have happened ends here.
+//! Converts rows to steps and rejects impossible ones.
 
 use super::{Action, Block, Fault, Format, MAX_BLOCK, MAX_STREAMS, Step, Trace, error::Name};
 use aquifer_core::event::BlockKind;
 use std::collections::{BTreeMap, HashMap};
 
-/// A trace in the making.
+/// A trace under construction.
 pub(super) struct Builder {
-    /// What each name stands for now. Names of blocks that are done stay, so that a second free is
-    /// told from a free of a block that never was.
+    /// The current meaning of each name. Names of completed blocks are kept, so that a second free
+    /// is distinguished from a free of an unknown block.
     names: HashMap<u64, Known>,
     blocks: Vec<Block>,
     steps: Vec<Step>,
-    /// Streams as the rows name them. Numbered at the end, in order of these names for small
-    /// numbers and of appearance for handles.
+    /// Streams by their name in the rows. Renumbered at the end: small numbers in their own order,
+    /// handles in the order of appearance.
     streams: BTreeMap<u64, u32>,
     live: u64,
     peak_live: u64,
     frees: u64,
     skipped: u64,
-    /// What blocks of each kind and tag came to, and where the last one stands.
+    /// Totals by kind and tag, and the index of the last one used.
     accounts: Vec<Account>,
     last: usize,
 }
 
-/// What blocks of one kind and one tag came to.
+/// Totals of the blocks of one kind and one tag.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Account {
-    /// What they are.
+    /// Their kind.
     pub(crate) kind: BlockKind,
-    /// Its tag; empty where the input has none.
+    /// Their tag. Empty if the input has none.
     pub(crate) tag: String,
-    /// How many were allocated.
+    /// The number of allocations.
     pub(crate) allocations: u64,
-    /// How many of them are still allocated.
+    /// The number of blocks that are still allocated.
     pub(crate) blocks: u64,
     /// Their bytes.
     pub(crate) bytes: u64,
-    /// The most bytes that were allocated at once.
+    /// The peak of allocated bytes.
     pub(crate) peak: u64,
 }
 
-/// What is known of a name.
+/// The state of a name.
 struct Known {
     block: u32,
     account: u32,
@@ -77,17 +77,17 @@ impl Builder {
         }
     }
 
-    /// How many steps there are.
+    /// Returns the number of steps.
     pub(super) fn steps(&self) -> usize {
         self.steps.len()
     }
 
-    /// How many blocks were allocated.
+    /// Returns the number of allocated blocks.
     pub(super) fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// What blocks came to.
+    /// Returns the totals by kind and tag.
     pub(super) fn accounts(&self) -> &[Account] {
         &self.accounts
     }
@@ -151,7 +151,7 @@ impl Builder {
         self.peak_live = self.peak_live.max(live);
         self.blocks.push(Block { bytes, stream, freed_on: None, lingers: false });
         self.steps.push(Step { action: Action::Allocate, block, row: short(row) });
-        // As many as there are tags, which are fewer than blocks.
+        // There are as many as tags, which are fewer than blocks.
         let account = self.account(kind, tag);
         self.accounts[account].allocate(bytes);
         let account = account as u32;
@@ -182,7 +182,7 @@ impl Builder {
                 now: bytes,
             });
         }
-        // Until its completion is seen, somebody else may have it.
+        // Another stream may use the block until its completion is seen.
         block.lingers = true;
         block.freed_on = Some(stream);
         known.state = State::Freed { row, step: self.steps.len() };
@@ -218,7 +218,7 @@ impl Builder {
         }
         known.state = State::Done { row };
         if step + 1 == self.steps.len() {
-            // The row right behind the free: nobody else had it.
+            // The completion directly follows the free: no other stream used it.
             block.lingers = false;
         } else {
             self.steps.push(Step { action: Action::Complete, block: known.block, row: here });
@@ -226,7 +226,7 @@ impl Builder {
         Ok(())
     }
 
-    /// The number of a stream, in order of appearance.
+    /// Returns the number of a stream, in order of appearance.
     fn stream(&mut self, name: u64) -> Result<u32, Fault> {
         let next = self.streams.len();
         if next >= MAX_STREAMS && !self.streams.contains_key(&name) {
@@ -241,7 +241,7 @@ impl Builder {
             return Err(Fault::NoAllocation);
         }
         if matches!(format, Format::Events | Format::Made) {
-            // Small numbers mean something to whoever wrote them: stream 0 stays the first.
+            // Small numbers are the program's own: stream 0 stays the first.
             let mut rank = vec![0_u32; self.streams.len()];
             for (place, appeared) in (0_u32..).zip(self.streams.values()) {
                 rank[*appeared as usize] = place;
@@ -283,24 +283,24 @@ impl Account {
     }
 }
 
-/// A row as steps have it: the last that fits for those beyond.
+/// Converts a row number for a step. Saturates.
 fn short(row: u64) -> u32 {
     u32::try_from(row).unwrap_or(u32::MAX)
 }
 
-/// Ids and pointers never meet in one trace.
+/// Ids and pointers never occur in the same trace.
 fn key(id: Name) -> u64 {
     match id {
         Name::Id(id) | Name::Pointer(id) => id,
     }
 }
 
-/// A whole number without a sign.
+/// Parses an unsigned whole number.
 pub(super) fn whole(name: &'static str, text: &str, expected: &'static str) -> Result<u64, Fault> {
     decimal(text).ok_or_else(|| Fault::Field { name, found: text.to_owned(), expected })
 }
 
-/// The size of a block.
+/// Parses the size of a block.
 pub(super) fn size(text: &str) -> Result<u64, Fault> {
     let found = || text.to_owned();
     if let Some(digits) = text.strip_prefix('-')
@@ -312,7 +312,7 @@ pub(super) fn size(text: &str) -> Result<u64, Fault> {
     match decimal(text) {
         Some(0) => Err(Fault::NoBytes { found: found() }),
         Some(bytes) if bytes <= MAX_BLOCK => Ok(bytes),
-        // Digits that do not fit in 64 bits are a size all the same.
+        // Digits that exceed 64 bits are still a size.
         _ if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
             Err(Fault::AbsurdSize { found: found() })
         }
@@ -320,7 +320,7 @@ pub(super) fn size(text: &str) -> Result<u64, Fault> {
     }
 }
 
-/// The parser of the standard library without the sign that it allows.
+/// Parses like the standard library, without the plus sign that it allows.
 fn decimal(text: &str) -> Option<u64> {
     if text.starts_with('+') { None } else { text.parse().ok() }
 }

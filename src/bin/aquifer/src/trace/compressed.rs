@@ -1,4 +1,5 @@
-//! Compressed files, told by their first bytes, with a bound on the memory that a file may ask for.
+//! Decompression of files, detected by their first bytes, with a bound on the memory that a file
+//! may require.
 
 use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
@@ -8,19 +9,19 @@ use std::{
 };
 use xz4rust::{DICT_SIZE_PROFILE_0, XzDecoder, XzError, XzNextBlockResult};
 
-/// How a file of each kind begins.
+/// The first bytes of each format.
 const XZ: &[u8] = &[0xFD, b'7', b'z', b'X', b'Z', 0];
 const GZIP: &[u8] = &[0x1F, 0x8B];
 const ZSTD: &[u8] = &[0x28, 0xB5, 0x2F, 0xFD];
-/// Bytes that are enough to tell.
+/// The number of bytes that identify the format.
 pub(super) const MAGIC: usize = XZ.len();
-/// Bytes of earlier text that a file may refer to: what `zstd --long` and twice what `xz -9` needs.
+/// The maximum window in bytes: enough for `zstd --long`, and twice what `xz -9` needs.
 pub(super) const MOST: u64 = 128 << 20;
 
-/// A file that needs more than [`MOST`].
+/// The error for a file that needs more than [`MOST`].
 #[derive(Debug)]
 pub(super) struct NeedsMemory {
-    /// Bytes that it asks for.
+    /// Bytes that it needs.
     pub(super) bytes: u64,
 }
 
@@ -32,7 +33,7 @@ impl fmt::Display for NeedsMemory {
 
 impl error::Error for NeedsMemory {}
 
-/// Decompresses `raw`, which begins with `first`; nothing is done to what is not compressed.
+/// Decompresses `raw`, which begins with `first`. Uncompressed data passes unchanged.
 pub(super) fn reader(first: &[u8], raw: impl BufRead + 'static) -> Box<dyn BufRead> {
     fn buffered(reader: impl Read + 'static) -> Box<dyn BufRead> {
         Box::new(BufReader::with_capacity(1 << 16, reader))
@@ -52,11 +53,11 @@ fn invalid(error: impl Into<Box<dyn error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// One xz stream after the other.
+/// Decodes consecutive xz streams.
 struct Xz<R> {
     inner: R,
     decoder: Box<XzDecoder<'static>>,
-    /// A stream has ended.
+    /// Whether a stream has ended and the next has not begun.
     between: bool,
 }
 
@@ -75,7 +76,7 @@ impl<R: BufRead> Read for Xz<R> {
         loop {
             let input = self.inner.fill_buf()?;
             if self.between {
-                // Streams may have zeros between them.
+                // There may be zero padding between streams.
                 let zeros = input.iter().take_while(|byte| **byte == 0).count();
                 match (zeros, input.len()) {
                     (_, 0) => return Ok(0),
@@ -114,7 +115,7 @@ impl<R: BufRead> Read for Xz<R> {
     }
 }
 
-/// One zstd frame after the other.
+/// Decodes consecutive zstd frames.
 struct Zstd<R> {
     inner: R,
     decoder: FrameDecoder,
@@ -128,7 +129,7 @@ impl<R: BufRead> Zstd<R> {
         Self { inner, decoder, within: false }
     }
 
-    /// What a refusal means: a file that is cut is one whose reader has come to its end.
+    /// Converts a decoder error. A truncated file is one whose reader has reached its end.
     fn refused(&mut self, error: ruzstd::decoding::errors::FrameDecoderError) -> io::Error {
         use ruzstd::decoding::errors::{FrameDecoderError as E, FrameHeaderError};
         match error {

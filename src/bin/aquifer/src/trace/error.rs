@@ -1,94 +1,94 @@
-//! Why a file is not a trace.
+//! Errors in traces.
 
 use super::{MAX_BLOCK, MAX_STREAMS, made::MadeError, snapshot::SnapshotError};
 use std::{error, fmt, io};
 
-/// What is wrong with a trace, and in which row. Row 1 is the header.
+/// The error in a trace and its row. Row 1 is the header.
 #[derive(Debug)]
 pub(crate) struct TraceError {
-    /// The row at fault; none where the file as a whole is.
+    /// The invalid row, or none if the error is in the file as a whole.
     pub(crate) row: Option<u64>,
-    /// What is wrong.
+    /// The error.
     pub(crate) fault: Fault,
 }
 
 impl TraceError {
-    /// A fault that no single row has.
+    /// Creates an error without a row.
     pub(crate) fn whole(fault: Fault) -> Self {
         Self { row: None, fault }
     }
 }
 
-/// What can be wrong with a trace.
+/// The errors of a trace.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The file cannot be opened or read.
     Io(io::Error),
-    /// There is nothing in it.
+    /// The file is empty.
     Empty,
-    /// The compressed stream ends before its end.
+    /// The compressed stream is truncated.
     CutStream,
-    /// The compressed stream contradicts itself.
+    /// The compressed stream is corrupt.
     BadStream(String),
-    /// The compressed stream asks for more memory than is given.
+    /// The compressed stream requires more memory than the limit.
     TooMuchMemory {
-        /// Bytes that it asks for.
+        /// Bytes that it requires.
         bytes: u64,
-        /// Bytes that it may have.
+        /// The limit in bytes.
         most: u64,
     },
-    /// The last row has no line end.
+    /// The last row has no newline.
     CutRow,
-    /// A row that is no text, or longer than any row of a trace.
+    /// A row that is not text, or longer than any row of a trace.
     NoText,
-    /// A first row that is neither header.
+    /// The first row is not a known header.
     Header {
         /// The row.
         found: String,
     },
-    /// A header without an allocation behind it.
+    /// A header without an allocation after it.
     NoAllocation,
     /// Too few or too many fields.
     Fields {
-        /// How many there are.
+        /// The number of fields.
         found: usize,
-        /// How many there should be.
+        /// The expected number.
         expected: usize,
     },
-    /// A field that is not what it should be.
+    /// A field has an invalid value.
     Field {
         /// The field's name.
         name: &'static str,
-        /// What stands there.
+        /// The value.
         found: String,
-        /// What should.
+        /// The expected form.
         expected: &'static str,
     },
     /// A size below one byte.
     NoBytes {
-        /// What stands there.
+        /// The value.
         found: String,
     },
-    /// A size beyond [`MAX_BLOCK`], or a sum of sizes beyond counting.
+    /// A size above [`MAX_BLOCK`], or a sum of sizes that overflows.
     AbsurdSize {
-        /// What stands there.
+        /// The value.
         found: String,
     },
     /// A row about a block that was never allocated.
     Unknown {
         /// Its name.
         id: Name,
-        /// What is done to it.
+        /// The operation.
         done: &'static str,
     },
-    /// An allocation under a name that is taken.
+    /// An allocation under a name that is in use.
     TwiceAllocated {
         /// The name.
         id: Name,
-        /// The row of the first.
+        /// The row of the first allocation.
         first: u64,
     },
-    /// An allocation under the name of a block whose completion is still to come.
+    /// An allocation under the name of a block that is freed but not completed.
     StillInUse {
         /// The name.
         id: Name,
@@ -99,10 +99,10 @@ pub(crate) enum Fault {
     TwiceFreed {
         /// The block.
         id: Name,
-        /// The row of the first.
+        /// The row of the first free.
         first: u64,
     },
-    /// A completion of a block that is allocated.
+    /// A completion of a block that is still allocated.
     CompleteBeforeFree {
         /// The block.
         id: Name,
@@ -112,45 +112,45 @@ pub(crate) enum Fault {
         /// The block.
         id: Name,
     },
-    /// A size that differs from the allocation's.
+    /// A size that differs from that of the allocation.
     SizeChanged {
         /// The block.
         id: Name,
-        /// Bytes allocated, and in which row.
+        /// The allocated bytes and their row.
         allocated: (u64, u64),
         /// Bytes in this row.
         now: u64,
     },
     /// More streams than [`MAX_STREAMS`].
     TooManyStreams,
-    /// More blocks than can be numbered.
+    /// More blocks than the index type can number.
     TooManyBlocks,
-    /// A made trace that cannot be made.
+    /// A generated trace with an invalid name or option.
     Made(MadeError),
-    /// A memory snapshot that cannot be played.
+    /// An invalid memory snapshot.
     Snapshot(Box<SnapshotError>),
-    /// A device of what has none.
+    /// A device is selected in a trace that does not name devices.
     NoDevices,
-    /// A device that has no memory in it.
+    /// The selected device has no memory in the trace.
     NoSuchDevice {
-        /// The one asked for.
+        /// The selected device.
         asked: u32,
-        /// Those that have.
+        /// The devices in the trace.
         there: Vec<u32>,
     },
-    /// There is pinned memory in it and no device's.
+    /// The trace has pinned memory only, and no device memory.
     OnlyPinned {
-        /// Blocks.
+        /// The number of blocks.
         blocks: u64,
     },
 }
 
-/// How a trace names a block.
+/// The name of a block in a trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Name {
-    /// By a number.
+    /// A number.
     Id(u64),
-    /// By its address.
+    /// An address.
     Pointer(u64),
 }
 
@@ -249,7 +249,7 @@ impl error::Error for TraceError {
     }
 }
 
-/// What stands in a file, as much of it as belongs in one line of an error.
+/// A text from a file, shortened to fit into a one-line error.
 struct Clipped<'a>(&'a str);
 
 impl Clipped<'_> {

@@ -1,8 +1,8 @@
-//! Rows of the form that this library writes, whose header names their fields.
+//! Rows of the form that this library writes, whose header names the fields.
 //!
-//! `t_us`, `op`, `id`, `bytes` and `stream` must be there, and older files have no others; `kind`,
-//! `device` and `tag` may be. Any other field is passed over. The format is documented with
-//! [`TraceFile`](aquifer_core::event::TraceFile).
+//! `t_us`, `op`, `id`, `bytes` and `stream` are required, and older files have no others. `kind`,
+//! `device` and `tag` are optional. Other fields are ignored.
+//! [`TraceFile`](aquifer_core::event::TraceFile) documents the format.
 
 use super::{
     Device, Fault,
@@ -12,12 +12,12 @@ use super::{
 use aquifer_core::event::BlockKind;
 use std::{borrow::Cow, collections::BTreeMap};
 
-/// The first row of files without kinds, devices and tags.
+/// The header of files without kinds, devices and tags.
 pub(super) const HEADER: &str = "t_us,op,id,bytes,stream";
-/// The most fields that a row may have.
+/// The maximum number of fields in a row.
 const MOST: usize = 32;
 
-/// Where each field stands in a row.
+/// The position of each field in a row.
 #[derive(Debug)]
 pub(super) struct Columns {
     count: usize,
@@ -25,12 +25,12 @@ pub(super) struct Columns {
     kind: Option<usize>,
     device: Option<usize>,
     tag: Option<usize>,
-    /// Fields that mean nothing here.
+    /// Names of fields that are ignored.
     pub(super) unknown: Vec<String>,
 }
 
 impl Columns {
-    /// What a first row names; nothing if it is no header of this form.
+    /// Parses a header. Returns `None` if it is not a header of this form.
     pub(super) fn of(header: &str) -> Option<Self> {
         let names: Vec<&str> = header.split(',').collect();
         let at = |wanted: &str| names.iter().position(|name| *name == wanted);
@@ -47,12 +47,12 @@ impl Columns {
         Some(Self { count: names.len(), required, kind, device, tag, unknown })
     }
 
-    /// Whether rows tell devices apart.
+    /// Returns whether the rows name devices.
     pub(super) fn tells_devices(&self) -> bool {
         self.device.is_some()
     }
 
-    /// Takes one row in.
+    /// Adds one row.
     pub(super) fn take(
         &self,
         text: &str,
@@ -71,7 +71,7 @@ impl Columns {
             return Err(Fault::Fields { found, expected: self.count });
         }
         let [time, op, id, bytes, stream] = self.required.map(|place| fields[place]);
-        // The time is not replayed, but a row without one is no row of a trace.
+        // The time is not replayed, but it must be valid.
         whole("t_us", time, "microseconds, a whole number")?;
         if !matches!(op, "a" | "f" | "c" | "g" | "s" | "x") {
             return Err(Fault::Field {
@@ -125,7 +125,7 @@ fn kind(text: &str) -> Result<BlockKind, Fault> {
     })
 }
 
-/// A tag as its program named it.
+/// Returns the tag as its program named it.
 fn unescaped(text: &str) -> Result<Cow<'_, str>, Fault> {
     if !text.contains('%') {
         return Ok(text.into());

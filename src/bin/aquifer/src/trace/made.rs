@@ -1,16 +1,16 @@
-//! Traces that nobody recorded: workloads made from a seed to break a policy for memory.
+//! Generated traces: workloads made from a seed to defeat an allocation policy.
 //!
-//! `made:NAME` stands where a file's name would, with options behind commas:
-//! `made:pinned,seed=7,scale=0.5`. `made:` alone asks for the list. Equal names and options make
-//! equal traces, on every machine; each workload's rows go through the same checks as a file's.
+//! `made:NAME` takes the place of a file name, with options after commas:
+//! `made:pinned,seed=7,scale=0.5`. `made:` alone prints the list. Equal names and options generate
+//! equal traces on every machine. The rows of a workload pass the same checks as those of a file.
 //!
-//! | option | means | default |
+//! | option | meaning | default |
 //! |---|---|---|
 //! | `seed=N` | other sizes and lifetimes of the same kind | 1 |
-//! | `scale=X` | sizes, and with them the peak, times X: 0.001 to 64 | 1 |
-//! | `length=X` | as many steps, times X: 0.001 to 64 | 1 |
+//! | `scale=X` | multiplies sizes, and with them the peak, by X: 0.001 to 64 | 1 |
+//! | `length=X` | multiplies the number of steps by X: 0.001 to 64 | 1 |
 //!
-//! A size never becomes less than one byte, and a step remains of every loop.
+//! A size is at least one byte, and a loop has at least one step.
 
 mod maker;
 mod workloads;
@@ -21,22 +21,22 @@ use maker::Maker;
 use serde_json::json;
 use std::{error, fmt, ops::RangeInclusive, path::Path, str::FromStr};
 
-/// What stands before the name of a workload.
+/// The prefix of a workload's name.
 const PREFIX: &str = "made:";
-/// What sizes and lengths may be multiplied by.
+/// The valid factors for sizes and lengths.
 const FACTORS: RangeInclusive<f64> = 0.001..=64.0;
 
-/// A kind of made trace.
+/// A kind of generated trace.
 #[derive(Debug)]
 pub(crate) struct Workload {
-    /// As on the command line.
+    /// The name on the command line.
     pub(crate) name: &'static str,
-    /// What it does, and what it is made to break.
+    /// What it does, and which policy it defeats.
     pub(crate) about: &'static str,
     play: fn(&mut Maker) -> Result<(), Fault>,
 }
 
-/// Every kind.
+/// All kinds.
 pub(crate) const WORKLOADS: [Workload; 8] = [
     Workload {
         name: "growing-kv",
@@ -88,7 +88,7 @@ pub(crate) const WORKLOADS: [Workload; 8] = [
     },
 ];
 
-/// A made trace as it was asked for.
+/// A generated trace with its options.
 #[derive(Debug)]
 pub(crate) struct Made {
     workload: &'static Workload,
@@ -97,7 +97,7 @@ pub(crate) struct Made {
     length: f64,
 }
 
-/// Why a name means no made trace.
+/// Why a name is not a valid generated trace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum MadeError {
     /// No such workload.
@@ -107,16 +107,16 @@ pub(crate) enum MadeError {
     },
     /// No such option.
     Option {
-        /// What stands there.
+        /// The text found.
         found: String,
     },
-    /// An option with a value that it cannot have.
+    /// An option with an invalid value.
     Value {
         /// The option.
         option: &'static str,
         /// The value.
         found: String,
-        /// What it may be.
+        /// The expected value.
         expected: &'static str,
     },
 }
@@ -142,17 +142,18 @@ impl fmt::Display for MadeError {
 
 impl error::Error for MadeError {}
 
-/// What comes behind `made:`, if the name begins so. A file of such a name is found as `./made:…`.
+/// Returns the text after `made:`, if the path begins so. A file of such a name is reached as
+/// `./made:…`.
 fn asked(path: &Path) -> Option<&str> {
     path.to_str()?.strip_prefix(PREFIX)
 }
 
-/// Whether the name asks for the list of workloads.
+/// Returns whether the name requests the list of workloads.
 pub(crate) fn asks_for_list(path: &Path) -> bool {
     asked(path) == Some("")
 }
 
-/// The list of workloads, for a person or in JSON.
+/// Returns the list of workloads as text or as JSON.
 pub(crate) fn list(as_json: bool) -> String {
     if as_json {
         let rows = WORKLOADS.iter().map(|w| json!({ "name": w.name, "about": w.about }));
@@ -167,7 +168,7 @@ pub(crate) fn list(as_json: bool) -> String {
     lines.join("\n")
 }
 
-/// The made trace that a path means, if it means one.
+/// Returns the generated trace that a path names, or `None` if it names a file.
 pub(super) fn trace(path: &Path) -> Option<Result<Trace, TraceError>> {
     let asked = asked(path)?;
     let made = asked.parse::<Made>().map_err(Fault::Made).and_then(|made| made.trace());

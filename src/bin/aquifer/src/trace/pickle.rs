@@ -1,14 +1,16 @@
-//! Python's pickles, as far as a memory snapshot needs them.
+//! A reader for Python pickles, limited to the needs of memory snapshots.
 //!
-//! A pickle is a program for a small stack machine. This one runs it, imports and calls nothing,
-//! and keeps only what the reader of a snapshot asks about: lists, dictionaries, whole numbers, and
-//! the strings that [`Word`] names. Stack traces are most of a snapshot's bytes; their text is
-//! passed over as it is read, so what is held grows with the number of objects and not with the
-//! file. An object that is met again through the memo is the same object, not a copy: what shares
-//! frames with thousands of others costs what one costs.
+//! A pickle is a program for a small stack machine. This machine runs it, but imports and calls
+//! nothing.
 //!
-//! Protocols 2 to 5 are read, of Python's pickler and of PyTorch's own, which marks values with
-//! their types by calls; a call stands for its first argument.
+//! - It keeps only what the snapshot reader uses: lists, dictionaries, whole numbers, and the
+//!   strings that [`Word`] names.
+//! - Stack traces are most of a snapshot's bytes. Their text is skipped while reading, so memory
+//!   grows with the number of objects and not with the file.
+//! - An object fetched from the memo is the same object, not a copy, so shared frames are stored
+//!   once.
+//! - Protocols 2 to 5 are supported, of Python's pickler and of PyTorch's own. The latter marks
+//!   values with their types by calls. A call evaluates to its first argument.
 
 pub(super) use aquifer_core::event::snapshot::Word;
 use std::{
@@ -17,43 +19,43 @@ use std::{
     io::{self, BufRead, Read},
 };
 
-/// How every pickle of protocol 2 or later begins.
+/// The first byte of every pickle of protocol 2 or later.
 pub(super) const MAGIC: u8 = 0x80;
-/// The newest protocol.
+/// The newest supported protocol.
 const NEWEST: u8 = 5;
-/// Objects and items that are held at most; 16 to 40 bytes each. A snapshot of a million events has
-/// some ten million.
+/// The maximum number of objects and items, of 16 to 40 bytes each. A snapshot of a million events
+/// has some ten million.
 const MOST: usize = 1 << 26;
-/// The longest string that can be a word.
+/// The longest string that can be a [`Word`].
 const LONGEST: u64 = 24;
 /// The longest line of text in a pickle: numbers and names of classes.
 const LINE: u64 = 1 << 10;
 
-/// What stands in a pickle.
+/// A value in a pickle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Value {
-    /// A whole number that fits.
+    /// A whole number that fits into 64 bits.
     Int(i64),
-    /// A string that means something.
+    /// A known string.
     Word(Word),
-    /// A list, or a tuple with objects in it, by its place.
+    /// A list, or a tuple that contains objects, by its index.
     List(u32),
-    /// A dictionary, by its place.
+    /// A dictionary, by its index.
     Dict(u32),
     /// Anything else.
     Other,
 }
 
-/// Everything that was kept of a pickle.
+/// The objects of a pickle.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
     lists: Vec<Vec<Value>>,
-    /// Only what is under a word.
+    /// Only entries whose key is a [`Word`].
     dicts: Vec<Vec<(Word, Value)>>,
 }
 
 impl Objects {
-    /// The items of a list; none if it is none.
+    /// Returns the items of a list, or `None` if the value is not a list.
     pub(super) fn list(&self, value: Value) -> Option<&[Value]> {
         match value {
             Value::List(place) => self.lists.get(place as usize).map(Vec::as_slice),
@@ -61,12 +63,12 @@ impl Objects {
         }
     }
 
-    /// Whether it is a dictionary.
+    /// Returns whether the value is a dictionary.
     pub(super) fn is_dict(&self, value: Value) -> bool {
         matches!(value, Value::Dict(_))
     }
 
-    /// What a dictionary has under a word; none if it is none or has nothing there.
+    /// Returns the value of a key, or `None` if it is missing or `value` is not a dictionary.
     pub(super) fn get(&self, value: Value, word: Word) -> Option<Value> {
         let Value::Dict(place) = value else { return None };
         self.dicts
@@ -77,37 +79,37 @@ impl Objects {
     }
 }
 
-/// Where a pickle makes no sense.
+/// The position and kind of an error in a pickle.
 #[derive(Debug)]
 pub(crate) struct PickleError {
-    /// The byte of the instruction, counted from 0, before compression.
+    /// The offset of the instruction from 0, before compression.
     pub(crate) at: u64,
-    /// What is wrong there.
+    /// The kind of the error.
     pub(crate) fault: PickleFault,
 }
 
-/// What can be wrong with a pickle.
+/// The errors of a pickle.
 #[derive(Debug)]
 pub(crate) enum PickleFault {
-    /// It ends before its end.
+    /// It is truncated.
     Cut,
     /// It cannot be read, or decompressed.
     Io(io::Error),
-    /// A protocol that nobody has defined yet.
+    /// An unknown protocol.
     Protocol(u8),
-    /// An instruction that no snapshot has.
+    /// An instruction that snapshots do not use.
     Instruction(u8),
-    /// An instruction that needs more than there is.
+    /// An instruction that needs more values than the stack has.
     Underflow,
-    /// An instruction that needs something else than there is.
+    /// An instruction that needs a value of another type.
     Mismatch,
-    /// A number that is none, or a length below zero.
+    /// An invalid number, or a negative length.
     Number,
-    /// A memo that nothing was put in.
+    /// A memo that was never stored.
     Memo(u64),
-    /// More objects and items than are believed.
+    /// More objects and items than the limit.
     TooLarge(usize),
-    /// Bytes behind its end.
+    /// Bytes after its end.
     Behind,
 }
 
@@ -145,12 +147,12 @@ impl error::Error for PickleError {
 /// Runs a pickle to its end, which must be the end of the file.
 ///
 /// # Errors
-/// [`PickleError`] with the first instruction that makes no sense.
+/// [`PickleError`] with the first invalid instruction.
 pub(super) fn read(reader: &mut dyn BufRead) -> Result<(Objects, Value), PickleError> {
     bounded(reader, MOST)
 }
 
-/// The same, with so many objects and items at most.
+/// As [`read`], with a limit on objects and items.
 fn bounded(reader: &mut dyn BufRead, most: usize) -> Result<(Objects, Value), PickleError> {
     let mut machine = Machine {
         reader,
@@ -179,11 +181,11 @@ struct Machine<'a> {
     /// Heights of the stack.
     marks: Vec<usize>,
     memo: Vec<Value>,
-    /// Memos that were not numbered in order.
+    /// Memos that were not numbered consecutively.
     scattered: HashMap<u64, Value>,
     /// Items of lists and dictionaries.
     items: usize,
-    /// Objects and items that may be held.
+    /// The limit on objects and items.
     most: usize,
 }
 
@@ -222,11 +224,11 @@ impl Machine<'_> {
                 version if version > NEWEST => return Err(PickleFault::Protocol(version)),
                 _ => {}
             },
-            // A frame is a hint for readers that fetch ahead.
+            // A frame is a hint for readers that prefetch.
             0x95 => drop(self.bytes::<8>()?),
             b'(' => self.marks.push(self.stack.len()),
             b'0' => {
-                // What is popped may be a mark.
+                // The popped item may be a mark.
                 if self.marks.last() == Some(&self.stack.len()) {
                     self.marks.pop();
                 } else {
@@ -326,7 +328,7 @@ impl Machine<'_> {
                 let items = self.pop_mark()?;
                 self.set(&items)?;
             }
-            // Sets hold nothing that is asked about.
+            // The contents of sets are not used.
             0x90 => drop(self.pop_mark()?),
             0x91 => {
                 self.pop_mark()?;
@@ -370,7 +372,7 @@ impl Machine<'_> {
                 self.stack.truncate(from);
                 self.stack.push(Value::Other);
             }
-            // The state of an object goes, the object stays.
+            // The state of an object is dropped; the object stays.
             b'b' => {
                 let from = self.above_mark(2)?;
                 self.stack.truncate(from + 1);
@@ -391,7 +393,7 @@ impl Machine<'_> {
         Ok(bytes)
     }
 
-    /// A length of four bytes with a sign.
+    /// Reads a signed length of four bytes.
     fn length(&mut self) -> Done<u64> {
         u64::try_from(i32::from_le_bytes(self.bytes()?)).map_err(|_| PickleFault::Number)
     }
@@ -406,7 +408,7 @@ impl Machine<'_> {
         String::from_utf8(line).map_err(|_| PickleFault::Number)
     }
 
-    /// Reads over bytes without keeping them.
+    /// Skips bytes without keeping them.
     fn skip(&mut self, bytes: u64) -> Done {
         let read = io::copy(&mut self.reader.take(bytes), &mut io::sink()).map_err(reading)?;
         self.at += read;
@@ -425,7 +427,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// A number of so many bytes, the lowest first, the highest with the sign.
+    /// Reads a little-endian two's-complement number of `length` bytes.
     fn long(&mut self, length: u64) -> Done {
         let mut bytes = [0; 16];
         let Some(place) = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length))
@@ -456,7 +458,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Where the upper `count` values begin, all of which lie above the last mark.
+    /// Returns the index of the topmost `count` values. All of them must be above the last mark.
     fn above_mark(&self, count: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         self.stack
@@ -495,7 +497,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// A tuple without an object in it says nothing that is asked about.
+    /// A tuple without objects is not kept.
     fn new_tuple(&mut self, items: Vec<Value>) -> Done {
         if items.iter().any(|item| matches!(item, Value::List(_) | Value::Dict(_))) {
             return self.new_list(items);
@@ -526,7 +528,7 @@ impl Machine<'_> {
         self.set(items)
     }
 
-    /// Puts keys and values in turn into the dictionary on top.
+    /// Adds alternating keys and values to the dictionary on top.
     fn set(&mut self, items: &[Value]) -> Done {
         let place = match self.top()? {
             Value::Dict(place) => place,
@@ -570,7 +572,7 @@ impl Machine<'_> {
     }
 }
 
-/// What a failed read means.
+/// Converts a read error.
 fn reading(e: io::Error) -> PickleFault {
     if e.kind() == io::ErrorKind::UnexpectedEof { PickleFault::Cut } else { PickleFault::Io(e) }
 }
@@ -581,7 +583,7 @@ mod tests {
 
     #[test]
     fn a_small_file_that_unpacks_to_more_than_any_memory_ends_before_it_has_it() {
-        // Lists; one item again and again; marks; memos out of order.
+        // Lists; one item repeated; marks; memos that are not consecutive.
         let endless: [(&[u8], &[u8]); 4] =
             [(b"\x80\x04", b"]"), (b"\x80\x04]", b"Na"), (b"\x80\x04", b"("), (b"\x80\x04]", b"2")];
         for (head, body) in endless {
@@ -603,7 +605,7 @@ mod tests {
 
     #[test]
     fn an_object_met_again_is_the_same_object() {
-        // x = []; [x, x] with the item put in behind the first.
+        // x = []; [x, x], with an item added through the first after both are stored.
         let (objects, value) = read(&mut &b"\x80\x04](]\x94h\x00e\x94h\x00K\x07a0."[..]).unwrap();
         let items = objects.list(value).unwrap();
         assert_eq!(items[0], items[1]);

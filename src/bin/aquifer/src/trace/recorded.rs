@@ -1,5 +1,5 @@
-//! A program that uses every kind of memory on two devices is recorded, and the trace says what the
-//! pools say.
+//! A test that records a program with every kind of memory on two devices, and compares the trace
+//! with the pools' statistics.
 #![expect(unsafe_code, reason = "captures by hand, parks, and resizes pinned blocks")]
 
 use super::*;
@@ -22,7 +22,7 @@ use std::{alloc::Layout, path::PathBuf, ptr::NonNull, sync::Arc};
 
 const MIB: u64 = 1 << 20;
 
-/// A program under way on one device.
+/// The state of the program on one device.
 struct Program {
     pool: DevicePool,
     bypass: bool,
@@ -42,7 +42,7 @@ fn tags() -> [Tag; 3] {
 impl Program {
     fn new(pool: &DevicePool, sim: &Sim, bypass: bool) -> Self {
         let [weights, cache, scratch] = tags();
-        // Streams of both devices have the same numbers, and so may addresses.
+        // Streams of both devices have the same numbers, and addresses may be equal too.
         let more = u64::from(pool.device().0) * 512;
         let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
         let cached = vec![
@@ -78,7 +78,7 @@ impl Program {
         let of_graph = pool.alloc(&s, Request::bytes(70_000).tag(scratch)).unwrap();
         drop(pool.alloc(&s, Request::bytes(9_000)).unwrap());
         let graph = s.driver().capture_end(s.raw()).unwrap();
-        // SAFETY: 1. it is known here alone.
+        // SAFETY: 1. no other code has the handle.
         unsafe { sim.driver().graph_destroy(graph) }.unwrap();
         let captured = (announced.end(), graphs);
         let pool = pool.clone();
@@ -95,7 +95,7 @@ impl Program {
         }
     }
 
-    /// Compares what the trace says up to here with what is held.
+    /// Compares the trace so far with the held memory.
     fn check(&self, path: &Path, parked: u64, guarded: bool) {
         let ordinal = self.pool.device().0;
         let trace = Trace::read(path, Some(ordinal)).unwrap_or_else(|e| panic!("{e}"));
@@ -124,8 +124,7 @@ impl Program {
         let cached = bytes(&|account| account.kind == BlockKind::Cached);
         let asked = self.cached.iter().map(Block::bytes).sum::<u64>();
         if guarded {
-            // Blocks are recorded with the guards around them, and those that are held back from
-            // reuse.
+            // Blocks are recorded with their guards, and blocks in quarantine are included.
             return assert!(cached >= asked, "{cached} on device {ordinal}");
         }
         assert_eq!(
@@ -134,7 +133,7 @@ impl Program {
             "device {ordinal}"
         );
         if self.bypass {
-            // The pool does not count allocations of the driver's by tag.
+            // The pool does not count driver allocations by tag.
             return;
         }
         for tag in tags() {
@@ -144,7 +143,7 @@ impl Program {
     }
 }
 
-/// A pinned pool with some blocks, one of which has been made smaller where it is.
+/// Creates a pinned pool with some blocks, one of which was shrunk in place.
 fn pinned(recorder: &Arc<Recorder>) -> (PinnedPool, PinnedBuf<u64>, NonNull<u8>) {
     let mut config = PinnedConfig::default();
     config.recorder = Some(recorder.clone());
@@ -155,7 +154,7 @@ fn pinned(recorder: &Arc<Recorder>) -> (PinnedPool, PinnedBuf<u64>, NonNull<u8>)
     drop(pool.buffer::<u8>(77).unwrap());
     let layout = |size| Layout::from_size_align(size, 64).unwrap();
     let block = pool.allocate(layout(3 << 20)).unwrap().cast::<u8>();
-    // SAFETY: 1. the block is this allocator's and of that layout, and the new one is smaller.
+    // SAFETY: 1. the block was allocated here with that layout, and the new one is smaller.
     let block =
         unsafe { pool.allocator().shrink(block, layout(3 << 20), layout(1 << 20)) }.unwrap();
     (pool, buffer, block.cast())
@@ -183,10 +182,10 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     };
     check(&programs, [whole; 2]);
     let cache = tags()[1];
-    // SAFETY: 1. no work is queued for the blocks. 2. no address of theirs is used.
+    // SAFETY: 1. no work is queued for the blocks. 2. none of their addresses is used.
     unsafe { pools[0].park(cache, Park::save_in(Global)) }.unwrap();
     check(&programs, [0, whole]);
-    // Freed while it is parked, which frees no memory.
+    // Freed while parked, which frees no memory.
     drop(programs[0].parked.remove(0));
     check(&programs, [0, whole]);
     pools[0].resume(cache, None).unwrap();
@@ -203,7 +202,7 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     assert_eq!((held("scratch"), held("")), (8000, MIB));
     assert_eq!(trace.notes.len(), 2, "{:?}", trace.notes);
 
-    // SAFETY: 1. the block is this allocator's, of that layout, and is not used again.
+    // SAFETY: 1. the block was allocated here with that layout, and is not used again.
     unsafe { pinned.allocator().deallocate(block, Layout::from_size_align(1 << 20, 64).unwrap()) };
     drop((buffer, programs, pinned));
     for pool in &pools {

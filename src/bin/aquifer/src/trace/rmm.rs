@@ -1,10 +1,11 @@
-//! Rows of RAPIDS' memory manager: `Thread,Time,Action,Pointer,Size,Stream`.
+//! Rows of the log of RAPIDS' memory manager: `Thread,Time,Action,Pointer,Size,Stream`.
 //!
-//! Pointers and streams are hexadecimal, with `0x` or without, and null is `(nil)` or `0`,
-//! depending on the version. The time of day has six digits behind its seconds, after a point or,
-//! in older logs, a colon. A request for nothing answers null and is skipped, and so is one that
-//! failed: nothing was given out. The log knows no completion: by the manager's own rules a free on
-//! a stream comes after every use, so a block is done when it is freed.
+//! - Pointers and streams are hexadecimal, with or without `0x`. Null is `(nil)` or `0`, depending
+//!   on the version.
+//! - The seconds of the time have six decimal digits, after a point or, in older logs, a colon.
+//! - A request of zero bytes returns null and is skipped. So is a failed request.
+//! - The log has no completions. By the manager's rules, a free on a stream comes after every use,
+//!   so a block is complete when it is freed.
 
 use super::{
     Fault,
@@ -13,10 +14,10 @@ use super::{
     source::fields,
 };
 
-/// The first row.
+/// The header.
 pub(super) const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
-/// Takes one row in.
+/// Adds one row.
 pub(super) fn take(text: &str, row: u64, builder: &mut Builder) -> Result<(), Fault> {
     let [thread, time, action, pointer, bytes, stream] = fields(text)?;
     let wrong =
@@ -53,20 +54,20 @@ pub(super) fn take(text: &str, row: u64, builder: &mut Builder) -> Result<(), Fa
     }
 }
 
-/// `1f`, `0x1f`, `(nil)`.
+/// Parses `1f`, `0x1f` or `(nil)`.
 fn hexadecimal(text: &str) -> Option<u64> {
     if text == "(nil)" {
         return Some(0);
     }
     let digits = text.strip_prefix("0x").unwrap_or(text);
-    // The parser itself would take a sign.
+    // The standard parser would accept a sign.
     if !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
         return None;
     }
     u64::from_str_radix(digits, 16).ok()
 }
 
-/// `13:05:59.000001` and `13:05:59:000001`.
+/// Returns whether the text has the form `13:05:59.000001` or `13:05:59:000001`.
 fn is_time_of_day(text: &str) -> bool {
     let below = |part: &[u8], limit: u8| match part {
         [tens @ b'0'..=b'9', ones @ b'0'..=b'9'] => (tens - b'0') * 10 + (ones - b'0') < limit,

@@ -1,26 +1,26 @@
-//! What `torch.cuda.memory._dump_snapshot()` writes, and
+//! Memory snapshots, as written by `torch.cuda.memory._dump_snapshot()` and by
 //! [`MemorySnapshot`](aquifer_core::event::MemorySnapshot).
 //!
-//! | key | what is taken from it |
-//! |---|---|
-//! | `device_traces` | a list of events for each device, the oldest first. `alloc`, `free_requested` and `free_completed` become `a`, `f` and `c`; events of segments, `oom`, `snapshot` and a user's own are passed over |
-//! | `segments` | the blocks that are live when the snapshot is taken |
+//! - `device_traces` is a list of events for each device, oldest first. `alloc`, `free_requested`
+//!   and `free_completed` become `a`, `f` and `c`. Events of segments, `oom`, `snapshot` and
+//!   user-defined events are skipped.
+//! - `segments` has the blocks that are live when the snapshot is taken.
 //!
-//! The events come from a ring, so the first are those of a program that had been running for a
-//! while. What was live then is put together from what happens to it later:
+//! The events come from a ring, so the first ones may belong to a program that had already been
+//! running. The blocks that existed then are inferred from later events:
 //!
-//! | what is seen | what it was at the start |
+//! | observation | state at the start |
 //! |---|---|
-//! | `free_requested` of an address that nothing was allocated at | live, with the event's size and stream |
+//! | `free_requested` of an address without an allocation | live, with the event's size and stream |
 //! | `free_completed` of such an address | freed, with a use still open |
-//! | an active block of the device in `segments` at an address that no event names | live, or freed with a use open, all the time |
+//! | an active block in `segments` without events | live, or freed with an open use |
 //!
-//! All of it is allocated before the first event: what was freed already first, what was live
-//! behind it. An active block at an address whose last event is its completion was allocated after
-//! recording stopped, and is left out.
+//! All of these are allocated before the first event: first the freed ones, then the live ones. An
+//! active block at an address whose last event is its completion was allocated after recording
+//! stopped, and is left out.
 //!
-//! Addresses are used again, so each allocation gets a name of its own. Streams are numbered as
-//! they appear.
+//! Addresses are reused, so each allocation gets a new name. Streams are numbered in order of
+//! appearance.
 
 use super::{
     Fault, Format, MAX_BLOCK, Trace, TraceError,
@@ -34,62 +34,62 @@ use std::{
     io::BufRead,
 };
 
-/// What a snapshot was besides a trace.
+/// Facts about a snapshot besides its trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Facts {
-    /// The device whose events are played, by its place.
+    /// The index of the device whose events are played.
     pub(crate) device: usize,
-    /// How many devices there are.
+    /// The number of devices.
     pub(crate) devices: usize,
-    /// Blocks that were live before the first event, those with a use still open included.
+    /// Blocks that existed before the first event, including those freed with an open use.
     pub(crate) blocks_at_start: u64,
     /// Their bytes.
     pub(crate) bytes_at_start: u64,
 }
 
-/// Why a pickle is no snapshot that can be played.
+/// Why a pickle is not a valid snapshot.
 #[derive(Debug)]
 pub(crate) enum SnapshotError {
-    /// It is no pickle, or a broken one.
+    /// It is not a valid pickle.
     Pickle(PickleError),
-    /// A part of a snapshot that is not there, or not what it should be.
+    /// A part is missing or has the wrong type.
     Missing {
-        /// Where.
+        /// The place.
         place: Place,
-        /// Which.
+        /// The part.
         part: &'static str,
-        /// What it should be.
+        /// The expected type.
         expected: &'static str,
     },
     /// No device has an event.
     NoTrace,
-    /// There are fewer devices.
+    /// The selected device does not exist.
     NoDevice {
-        /// The one asked for.
+        /// The selected device.
         asked: u32,
-        /// How many there are.
+        /// The number of devices.
         count: usize,
     },
-    /// An event that cannot follow those before it.
+    /// An event that contradicts earlier ones.
     Order {
-        /// Where.
+        /// The place.
         place: Place,
         /// The block's address.
         address: u64,
-        /// What is done to it.
+        /// The operation.
         done: &'static str,
-        /// What it was, and since which event of the trace.
+        /// The state of the block.
         was: &'static str,
-        /// That event.
+        /// The event that caused this state.
         since: usize,
     },
-    /// A size that differs from the one before.
+    /// A size that differs from an earlier one.
     Size {
-        /// Where.
+        /// The place.
         place: Place,
         /// The block's address.
         address: u64,
-        /// Bytes before, and in this event.
+        /// The earlier size, and the size in this event.
         bytes: (u64, u64),
     },
 }
@@ -97,7 +97,7 @@ pub(crate) enum SnapshotError {
 /// A place in a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Place {
-    /// The whole.
+    /// The whole snapshot.
     Root,
     /// A device's trace.
     Trace(usize),
@@ -162,10 +162,10 @@ fn missing(place: Place, part: &'static str, expected: &'static str) -> Snapshot
     SnapshotError::Missing { place, part, expected }
 }
 
-/// Reads a snapshot. `device`: whose trace; the one with most events by default.
+/// Reads a snapshot. `device` selects a device. The default is the one with the most events.
 ///
 /// # Errors
-/// [`Fault::Snapshot`] with the first thing that is wrong; those of any trace.
+/// [`Fault::Snapshot`] with the first error, or any error of a trace.
 pub(super) fn read(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, TraceError> {
     parse(reader, device).map_err(TraceError::whole)
 }
@@ -179,7 +179,7 @@ fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> 
     history.build(snapshot.device, snapshot.traces.len())
 }
 
-/// One device's share of a snapshot.
+/// The part of a snapshot that belongs to one device.
 struct Snapshot<'a> {
     objects: &'a Objects,
     segments: &'a [Value],
@@ -188,7 +188,7 @@ struct Snapshot<'a> {
     events: &'a [Value],
 }
 
-/// What is done to a block.
+/// An operation on a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Deed {
     Allocate,
@@ -196,14 +196,14 @@ enum Deed {
     Complete,
 }
 
-/// A block's life, from what is known of it.
+/// The known state of a block.
 #[derive(Clone, Copy, Debug)]
 struct Life {
-    /// Minted: addresses come back.
+    /// A new id per allocation, since addresses are reused.
     id: u64,
     bytes: u64,
     state: Lived,
-    /// The event that made it so.
+    /// The event that caused this state.
     since: usize,
 }
 
@@ -214,13 +214,13 @@ enum Lived {
     Done,
 }
 
-/// A block that was there before the first event.
+/// A block that existed before the first event.
 #[derive(Clone, Copy, Debug)]
 struct Early {
     id: u64,
     bytes: u64,
     stream: u64,
-    /// Whether it had been freed already.
+    /// Whether it had already been freed.
     freed: bool,
 }
 
@@ -263,10 +263,10 @@ impl<'a> Snapshot<'a> {
         Ok(Self { objects, segments, traces, device, events: events(device)? })
     }
 
-    /// A whole number of a dictionary.
+    /// Returns a whole number from a dictionary.
     fn number(&self, value: Value, word: Word, place: Place) -> Result<u64, SnapshotError> {
         match self.objects.get(value, word) {
-            // Handles of streams and addresses are written with a sign and mean their bits.
+            // Stream handles and addresses are stored as signed numbers and used as bit patterns.
             Some(Value::Int(number)) => Ok(number as u64),
             _ => Err(missing(place, word.text(), "a whole number")),
         }
@@ -337,7 +337,8 @@ impl<'a> Snapshot<'a> {
                     return Err(order("completed", "live", life.since));
                 }
                 (Deed::Free | Deed::Complete, None) => {
-                    // A second free of a block that the trace has seen is no life from before.
+                    // The trace contains the block's allocation, so this is a second free and no
+                    // block from before the trace.
                     if let Some(done) = lives.get(&address) {
                         let what = if deed == Deed::Free { "freed" } else { "completed" };
                         return Err(order(what, "done", done.since));
@@ -357,8 +358,8 @@ impl<'a> Snapshot<'a> {
         Ok(history)
     }
 
-    /// Active blocks of the device that no event names, by address: size, stream, and whether they
-    /// are freed.
+    /// Returns the active blocks of the device without events, by address: size, stream, and
+    /// whether they are freed.
     fn untold(
         &self,
         lives: &HashMap<u64, Life>,
@@ -366,7 +367,7 @@ impl<'a> Snapshot<'a> {
         let mut untold = BTreeMap::new();
         for (at, &segment) in self.segments.iter().enumerate() {
             let place = Place::Segment(at);
-            // Snapshots of one device name none.
+            // Snapshots of a single device do not name it.
             let device = match self.objects.get(segment, Word::Device) {
                 Some(_) => self.number(segment, Word::Device, place)?,
                 None => self.device as u64,
@@ -378,7 +379,7 @@ impl<'a> Snapshot<'a> {
                 self.objects.get(segment, Word::Blocks).and_then(|value| self.objects.list(value));
             let blocks = blocks.ok_or_else(|| missing(place, "blocks", "a list"))?;
             let stream = self.number(segment, Word::Stream, place)?;
-            // Older snapshots leave the addresses to be counted.
+            // Older snapshots have no block addresses; they follow from the sizes.
             let mut next = self.number(segment, Word::Address, place)?;
             for (which, &block) in blocks.iter().enumerate() {
                 let place = Place::Block(at, which);
@@ -401,7 +402,8 @@ impl<'a> Snapshot<'a> {
                     Some(_) => self.bytes(block, Word::RequestedSize, place)?,
                     None => bytes,
                 };
-                // A segment of ours has blocks of several streams, and each says its own.
+                // A segment of this library has blocks of several streams, so each block names its
+                // own.
                 let stream = match self.objects.get(block, Word::Stream) {
                     Some(_) => self.number(block, Word::Stream, place)?,
                     None => stream,
@@ -418,7 +420,7 @@ impl<'a> Snapshot<'a> {
 impl History {
     fn build(self, device: usize, devices: usize) -> Result<Trace, Fault> {
         let mut builder = Builder::new();
-        // Freed ones first, so that what is live at once is never more than it was.
+        // Freed blocks first, so that live bytes never exceed their real peak.
         for freed in [true, false] {
             for early in self.early.iter().filter(|early| early.freed == freed) {
                 let Early { id, bytes, stream, .. } = *early;

@@ -1,4 +1,4 @@
-//! From a file to rows of fields.
+//! Reads files as rows of fields.
 
 use super::{
     Fault, TraceError,
@@ -10,20 +10,20 @@ use std::{
     path::Path,
 };
 
-/// No row of a trace is longer; a file that is no text would otherwise be read into one.
+/// The maximum length of a row. It bounds the memory for a file that is not text.
 const MAX_ROW: u64 = 4096;
 
-/// Rows of a file, one at a time: memory does not grow with the file.
+/// The rows of a file, one at a time. Memory does not grow with the file.
 pub(super) struct Source {
     reader: Box<dyn BufRead>,
-    /// The row in `line`, counted from 1.
+    /// The number of the row in `line`, counted from 1.
     row: u64,
     line: Vec<u8>,
 }
 
 impl Source {
-    /// Opens the file at `path`, or the standard input for `-`, and looks inside whether it is
-    /// compressed.
+    /// Opens the file at `path`, or standard input for `-`. Compression is detected by the
+    /// contents.
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
         if path.as_os_str() == "-" {
             return Self::new(io::stdin().lock());
@@ -32,7 +32,7 @@ impl Source {
         Self::new(BufReader::with_capacity(1 << 16, file))
     }
 
-    /// Reads from anything.
+    /// Reads from any reader.
     pub(super) fn new(mut raw: impl BufRead + 'static) -> Result<Self, TraceError> {
         let mut first = Vec::with_capacity(compressed::MAGIC);
         raw.by_ref()
@@ -43,18 +43,18 @@ impl Source {
         Ok(Self { reader, row: 0, line: Vec::with_capacity(128) })
     }
 
-    /// Whether the first byte, before compression, is this one.
+    /// Returns whether the first byte, before compression, is `byte`.
     pub(super) fn begins_with(&mut self, byte: u8) -> Result<bool, TraceError> {
         let first = self.reader.fill_buf().map_err(|e| TraceError::whole(reading(e)))?;
         Ok(first.first() == Some(&byte))
     }
 
-    /// All bytes that have not been read as rows, before compression.
+    /// Returns the remaining bytes, before compression.
     pub(super) fn bytes(&mut self) -> &mut dyn BufRead {
         &mut *self.reader
     }
 
-    /// The next row and its number, counted from 1; none at the end.
+    /// Returns the next row and its number, counted from 1, or `None` at the end.
     pub(super) fn next_row(&mut self) -> Result<Option<(u64, &str)>, TraceError> {
         self.line.clear();
         self.row += 1;
@@ -78,8 +78,8 @@ impl Source {
     }
 }
 
-/// What a failed read means. The decompressor tells a file that ends too soon and one that makes no
-/// sense by the kind.
+/// Converts a read error. The decompressor distinguishes truncated and corrupt files by the error
+/// kind.
 fn reading(e: io::Error) -> Fault {
     if let Some(needs) = e.get_ref().and_then(|inner| inner.downcast_ref::<NeedsMemory>()) {
         return Fault::TooMuchMemory { bytes: needs.bytes, most: compressed::MOST };
@@ -93,7 +93,7 @@ fn reading(e: io::Error) -> Fault {
     }
 }
 
-/// The fields of a row that must have `N` of them.
+/// Returns the fields of a row, which must have exactly `N`.
 pub(super) fn fields<const N: usize>(row: &str) -> Result<[&str; N], Fault> {
     let mut fields = [""; N];
     let mut found = 0;

@@ -1,23 +1,22 @@
-//! The same life on another number of streams.
+//! Distributes a trace over another number of streams.
 //!
 //! # The rule
-//! The blocks go to the streams in turn, in order of their allocation: the first to stream 0, the
-//! next to stream 1, and after stream N − 1 comes stream 0 again. So every stream has its share of
-//! every phase, and neighbours in time are neighbours in memory on different streams, which is as
-//! hard as it gets for a range that streams share. The order of the steps and the lifetimes stay as
-//! they were.
+//! Blocks are assigned to streams in turn, in order of their allocation: the first to stream 0, the
+//! next to stream 1, and after stream N − 1 to stream 0 again. Every stream therefore has its share
+//! of every phase, and blocks allocated one after another belong to different streams. This is the
+//! hardest case for ranges that streams share. The order of the steps and the lifetimes do not
+//! change.
 //!
-//! What crossed streams still does: a block that lingers is used by the stream behind its own, one
-//! that was freed on another stream is freed on the stream behind its own. What did not cross needs
-//! no order from anybody, as its stream has it alone. On one stream nothing crosses: what used a
-//! block has used it, in the order of the stream, when it is freed, so completions say nothing and
-//! go.
+//! Uses across streams are preserved. A block that lingers is used by the stream after its own, and
+//! one that was freed on another stream is freed on the stream after its own. Other blocks need no
+//! ordering, as only their stream uses them. On a single stream nothing crosses: the stream's order
+//! completes all uses before the free, so completions are removed.
 
 use super::{Action, Trace};
 use std::num::NonZeroU32;
 
 impl Trace {
-    /// Spreads the trace over this many streams, whatever it had before.
+    /// Distributes the trace over `streams` streams, regardless of its original streams.
     pub(crate) fn split(mut self, streams: NonZeroU32) -> Self {
         let streams = streams.get();
         for (number, block) in (0_u32..).zip(&mut self.blocks) {
@@ -40,7 +39,8 @@ mod tests {
     use super::*;
     use crate::trace::Block;
 
-    /// A block alone on its stream, one that lingers, and one that is freed elsewhere.
+    /// A block used by its own stream only, one that lingers, and one that is freed on another
+    /// stream.
     const ROWS: &str = "0,a,1,100,0\n0,a,2,200,0\n0,a,3,300,1\n0,f,2,200,0\n0,f,1,100,0\n0,c,1,100,0\n\
                         0,f,3,300,0\n0,c,3,300,0\n0,c,2,200,0\n";
 
@@ -66,7 +66,7 @@ mod tests {
             (trace.streams, &trace.steps, trace.peak_live),
             (2, &whole.steps, whole.peak_live)
         );
-        // What crossed still does, and nothing else.
+        // Exactly the blocks that crossed before still cross.
         for streams in [2, 3, 4, 8] {
             let crosses =
                 |trace: &Trace| trace.blocks.iter().map(Block::crosses).collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! What the reader takes, and what it refuses.
+//! Tests of what the reader accepts and rejects.
 
 use super::*;
 use std::io::Cursor;
@@ -19,7 +19,7 @@ fn blocks_that_outlive_their_free_are_told_by_a_completion_further_on() {
         "0,a,7,100,0\n1,a,8,50,1\n2,f,7,100,0\n2,c,7,100,0\n3,f,8,50,1\n4,a,9,10,0\n5,c,8,50,1\n",
     );
     assert_eq!(trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(), [false, true, false]);
-    // The completion right behind a free says nothing and is no step.
+    // A completion directly after its free adds no step.
     let actions: Vec<_> = trace.steps.iter().map(|s| s.action).collect();
     use Action::{Allocate, Complete, Free};
     assert_eq!(actions, [Allocate, Allocate, Free, Free, Allocate, Complete]);
@@ -69,7 +69,8 @@ fn the_log_of_rmm_becomes_the_same_trace() {
     let trace = parse(log).unwrap_or_else(|e| panic!("{e}"));
     assert_eq!((trace.format, trace.streams, trace.skipped), (Format::Rmm, 2, 3));
     assert_eq!((trace.allocations(), trace.frees, trace.peak_live), (3, 2, 1024 + 4096 + 1024));
-    // The first block is freed on another stream than its own: that stream uses it, until then.
+    // The first block is freed on another stream than its own, which counts as a use by that stream
+    // until then.
     assert_eq!(
         trace.blocks[0],
         Block { bytes: 1024, stream: 0, freed_on: Some(1), lingers: false }
@@ -221,12 +222,12 @@ fn a_damaged_compressed_file_is_an_error_and_no_crash() {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x55;
         let read = Source::new(Cursor::new(damaged)).and_then(|source| Trace::parse(source, None));
-        // Of the first byte of the compressed text no decoder makes anything.
+        // Decoders ignore byte 30, the first byte of the compressed data.
         assert!(read.is_err() || at == 30 && read.is_ok_and(|read| read == right), "byte {at}");
     }
 }
 
-/// The trace of a small program, as one of the library's sinks has written it.
+/// Returns the trace of a small program, written by one of the library's sinks.
 fn written<S: aquifer_core::Sink + 'static>(
     name: &str,
     sink: impl FnOnce(&Path) -> std::io::Result<S>,
@@ -278,7 +279,7 @@ fn what_the_library_writes_as_rmms_log_is_read_again_as_the_same_program() {
     assert_eq!((rmms.format, rmms.skipped), (Format::Rmm, 1), "the request that was refused");
     let told = |trace: &Trace| {
         let blocks: Vec<_> = trace.blocks.iter().map(|b| (b.bytes, b.stream, b.freed_on)).collect();
-        // RMM knows no completion.
+        // RMM's log has no completions.
         let steps: Vec<_> =
             trace.steps.iter().filter(|step| step.action != Action::Complete).copied().collect();
         (blocks, steps, trace.streams, trace.peak_live)
@@ -426,7 +427,7 @@ fn parse_device(text: &str, device: u32) -> Result<Trace, TraceError> {
     Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?, Some(device))
 }
 
-/// The same rows as each program would have packed them.
+/// Returns the same rows compressed by each program.
 fn packed() -> [(&'static str, Vec<u8>); 3] {
     use std::io::{Read, Write};
     let xz = std::fs::read(file("resnet_train.csv.xz")).unwrap();
@@ -450,7 +451,7 @@ fn a_compressed_trace_is_read_whatever_it_is_called_and_in_several_parts() {
     for (name, bytes) in packed() {
         let read = unpacked(bytes.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert!(read == plain, "{name}");
-        // One part behind the other says everything twice, header and all.
+        // Two concatenated parts decode to all rows twice, including the header.
         let said = unpacked([bytes.clone(), bytes].concat()).expect_err(name).to_string();
         assert!(said.contains("t_us is \"t_us\""), "{name}: {said}");
     }
@@ -470,14 +471,14 @@ fn a_compressed_trace_that_is_cut_or_damaged_is_an_error() {
             damaged[at] ^= 0x55;
             refused += usize::from(unpacked(damaged).is_err());
         }
-        // A header of gzip has fields that mean nothing to the bytes.
+        // Some header fields of gzip do not affect the contents.
         assert!(refused + 2 >= places.count(), "{name}: {refused}");
     }
 }
 
 #[test]
 fn a_compressed_trace_that_asks_for_gigabytes_of_memory_is_refused() {
-    // A stream header, and that of a block whose dictionary has 3 GiB.
+    // A stream header, and the header of a block with a dictionary of 3 GiB.
     let mut xz = vec![0xFD, b'7', b'z', b'X', b'Z', 0, 0, 1, 0x69, 0x22, 0xDE, 0x36];
     let block = [2, 0, 0x21, 1, 39, 0, 0, 0];
     xz.extend(block);

@@ -1,13 +1,12 @@
-//! What the workloads are written with: chance that is the same everywhere, and blocks with their
-//! rows.
+//! The tools of the workloads: a portable random generator, and blocks that write their own rows.
 
 use super::super::{Fault, Format, Trace, builder::Builder, error::Name};
 
-/// A block that a workload holds.
+/// A live block of a workload.
 #[derive(Debug)]
 pub(super) struct Held {
     id: u64,
-    /// As the trace has them, after scaling.
+    /// The size in the trace, after scaling.
     bytes: u64,
     stream: u64,
 }
@@ -29,12 +28,12 @@ impl Maker {
         Self { builder: Builder::new(), random: seed, scale, length, next: 1, row: 1, live: 0 }
     }
 
-    /// `steps` of a loop, times the length that was asked for.
+    /// Returns `steps` multiplied by the requested length.
     pub(super) fn steps(&self, steps: u64) -> u64 {
         ((steps as f64 * self.length) as u64).max(1)
     }
 
-    /// `bytes`, times the scale that was asked for.
+    /// Returns `bytes` multiplied by the requested scale.
     pub(super) fn scaled(&self, bytes: u64) -> u64 {
         ((bytes as f64 * self.scale) as u64).max(1)
     }
@@ -48,24 +47,24 @@ impl Maker {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `most`, which is not zero.
+    /// Returns a number below `most`, which must not be zero.
     pub(super) fn below(&mut self, most: u64) -> u64 {
         self.random() % most.max(1)
     }
 
-    /// A number from `low` to `high`.
+    /// Returns a number from `low` to `high`, inclusive.
     pub(super) fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
     }
 
-    /// A size from `low` up to nearly `low << doublings`, each doubling as likely as the others.
-    /// Without logarithms, whose last bits differ between machines.
+    /// Returns a size from `low` up to nearly `low << doublings`. Each doubling is equally likely.
+    /// Uses no logarithms, whose last bits differ between machines.
     pub(super) fn spread(&mut self, low: u64, doublings: u64) -> u64 {
         let base = low << self.below(doublings);
         base + self.below(base)
     }
 
-    /// Allocates `bytes`, before scaling.
+    /// Allocates `bytes`, which are scaled.
     pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<Held, Fault> {
         let bytes = self.scaled(bytes);
         self.row += 1;
@@ -82,7 +81,7 @@ impl Maker {
         self.free_on(held, stream)
     }
 
-    /// Frees a block on a stream, its own or one that has used it until now.
+    /// Frees a block on a stream: its own, or one that has used it until now.
     pub(super) fn free_on(&mut self, held: Held, stream: u64) -> Result<(), Fault> {
         self.row += 2;
         let id = Name::Id(held.id);
@@ -92,7 +91,7 @@ impl Maker {
         Ok(())
     }
 
-    /// Frees all of them, the last first.
+    /// Frees all blocks in reverse order.
     pub(super) fn free_all(
         &mut self,
         held: impl IntoIterator<Item = Held, IntoIter: DoubleEndedIterator>,
@@ -100,7 +99,7 @@ impl Maker {
         held.into_iter().rev().try_for_each(|held| self.free(held))
     }
 
-    /// Frees one of them, whichever chance picks.
+    /// Frees a random block.
     pub(super) fn free_any(&mut self, held: &mut Vec<Held>) -> Result<(), Fault> {
         if held.is_empty() {
             return Ok(());

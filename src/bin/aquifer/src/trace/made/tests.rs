@@ -1,4 +1,4 @@
-//! The made traces are what they say, and stay what they are.
+//! Tests that generated traces have the stated properties and never change.
 
 use super::*;
 use crate::trace::{Action, Block};
@@ -8,7 +8,7 @@ fn made(text: &str) -> Trace {
     trace(Path::new(text)).expect("made").unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-/// FNV-1a over everything that a replay sees.
+/// FNV-1a over everything that a replay uses.
 fn digest(trace: &Trace) -> u64 {
     let mut text = String::new();
     for block in &trace.blocks {
@@ -64,7 +64,7 @@ fn a_seed_makes_another_of_the_same_kind_and_a_scale_a_larger_one() {
         assert!((1.9..2.1).contains(&ratio), "{}: {ratio}", workload.name);
         let long = made(&format!("made:{},length=2", workload.name));
         assert!(long.operations() > plain.operations() * 3 / 2, "{}", workload.name);
-        // What is the same at every step has nothing to draw.
+        // A workload whose steps are all the same draws no random numbers.
         if !matches!(workload.name, "steady" | "edge") {
             let other = made(&format!("made:{},seed=2", workload.name));
             assert_ne!(digest(&plain), digest(&other), "{}", workload.name);
@@ -134,7 +134,7 @@ fn streams_that_die_leave_nothing_and_do_not_come_back() {
         }
     }
     assert_eq!(trace.live_at_end, 0);
-    // They end one after the other, long before the trace does.
+    // The streams end one after another, long before the trace does.
     assert!(last.is_sorted(), "{last:?}");
     assert!(last[0] < trace.steps.len() / 8);
     assert!(trace.blocks.iter().any(Block::crosses));

@@ -1,5 +1,4 @@
-//! The workloads, one function each. What each is made to break stands in
-//! [`WORKLOADS`](super::WORKLOADS).
+//! The workloads, one function each. [`WORKLOADS`](super::WORKLOADS) states what each one defeats.
 
 use super::{
     super::Fault,
@@ -10,15 +9,15 @@ use std::collections::VecDeque;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Weights that stay, sequences whose caches grow, and the scratch of each step. A sequence needs
-/// its old block until the copy into the new one is made, so two are live for a moment.
+/// Permanent weights, sequences with growing caches, and scratch memory of each step. A sequence
+/// needs its old block until it is copied into the new one, so that both are live for a moment.
 pub(super) fn growing_kv(m: &mut Maker) -> Result<(), Fault> {
     const SEQUENCES: usize = 24;
-    /// What all caches may come to before the largest has to end.
+    /// The limit of all caches together. Above it the largest sequence ends.
     const ALL: u64 = 3 << 30;
     struct Sequence {
         cache: Held,
-        /// Before scaling.
+        /// The size before scaling.
         bytes: u64,
         until: u64,
     }
@@ -53,7 +52,7 @@ pub(super) fn growing_kv(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(running.into_iter().map(|sequence| sequence.cache).collect::<Vec<_>>())
 }
 
-/// Frees whatever chance picks until the next block fits below the peak, and allocates it.
+/// Frees random blocks until the next block fits below the peak, and allocates it.
 pub(super) fn near_limit(m: &mut Maker) -> Result<(), Fault> {
     let most = m.scaled(4 << 30);
     let mut held = Vec::new();
@@ -68,8 +67,8 @@ pub(super) fn near_limit(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(held)
 }
 
-/// Small, huge and middle phases on four streams. Of each phase but the huge one in twenty-five
-/// blocks outlives the next.
+/// Phases of small, huge and medium blocks on four streams. In every phase but the huge one, one
+/// block in twenty-five outlives the next phase.
 pub(super) fn phases(m: &mut Maker) -> Result<(), Fault> {
     const STREAMS: u64 = 4;
     let mut survivors: VecDeque<Vec<Held>> = VecDeque::from([Vec::new(), Vec::new()]);
@@ -101,10 +100,10 @@ pub(super) fn phases(m: &mut Maker) -> Result<(), Fault> {
     survivors.into_iter().try_for_each(|over| m.free_all(over))
 }
 
-/// Large blocks that come and go, a small one behind each that stays; every now and then something
-/// huge needs the room.
+/// Large blocks that are freed again, each followed by a small block that stays. From time to time
+/// a huge block needs the space.
 pub(super) fn pinned(m: &mut Maker) -> Result<(), Fault> {
-    /// Small blocks that live at once.
+    /// The number of small blocks that are live at the same time.
     const SMALL: usize = 400;
     let most = m.scaled(1536 * MIB);
     let (mut large, mut small) = (VecDeque::new(), VecDeque::new());
@@ -133,7 +132,7 @@ pub(super) fn pinned(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(small)
 }
 
-/// One stream after the other fills 1.25 GiB, churns, and frees it all; then the next has its turn.
+/// Each stream in turn fills 1.25 GiB, churns, and frees all of it.
 pub(super) fn idle_streams(m: &mut Maker) -> Result<(), Fault> {
     const STREAMS: u64 = 16;
     let most = m.scaled(1280 * MIB);
@@ -152,12 +151,12 @@ pub(super) fn idle_streams(m: &mut Maker) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Streams that come, work beside the one before, hand it their last result and end. All that a
-/// stream has is freed by its last row.
+/// Streams that are created, work concurrently with the previous stream, hand it their last result
+/// and end. The last row of a stream frees its last block.
 pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
     let most = m.scaled(1536 * MIB);
     let mut before: Option<(u64, Vec<Held>)> = None;
-    // A handle for each is kept while it plays, so not as many as anybody may ask for.
+    // The replay holds a handle per stream, so their number is limited.
     for stream in 0..m.steps(40).min(200) {
         let mut held = Vec::new();
         for step in 0..200 {
@@ -166,14 +165,14 @@ pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
                 m.free_any(&mut held)?;
             }
             held.push(m.allocate(bytes, stream)?);
-            // The stream before comes to its end meanwhile.
+            // The previous stream frees its blocks meanwhile.
             if let Some((_, theirs)) = before.as_mut().filter(|_| step % 2 == 0) {
                 m.free_any(theirs)?;
             }
         }
         if let Some((on, theirs)) = before.take() {
             m.free_all(theirs)?;
-            // Its last row: the newcomer's result was used there.
+            // The last row of the previous stream: it used the result of the new one.
             if let Some(result) = held.pop() {
                 m.free_on(result, on)?;
             }
@@ -186,8 +185,8 @@ pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
     before.map_or(Ok(()), |(_, held)| m.free_all(held))
 }
 
-/// Everything is held; then a block goes and one that is a little larger comes, and the other way
-/// round.
+/// Everything is allocated. Then a block is freed and a slightly larger one allocated, and the
+/// reverse.
 pub(super) fn edge(m: &mut Maker) -> Result<(), Fault> {
     let mut held = VecDeque::new();
     for _ in 0..32 {
@@ -197,7 +196,7 @@ pub(super) fn edge(m: &mut Maker) -> Result<(), Fault> {
         if let Some(oldest) = held.pop_front() {
             m.free(oldest)?;
         }
-        // By one handle beyond what is held, by a few bytes, and back.
+        // One handle more than is held, a few bytes more, and back.
         let bytes = match step % 4 {
             0 => 66 * MIB,
             1 => 62 * MIB,
@@ -212,8 +211,7 @@ pub(super) fn edge(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(held)
 }
 
-/// Weights, their moments, and a step that is the same each time: activations forward, gradients
-/// backward, an update.
+/// Weights, their moments, and identical steps: activations forward, gradients backward, an update.
 pub(super) fn steady(m: &mut Maker) -> Result<(), Fault> {
     const LAYERS: u64 = 48;
     for layer in 0..LAYERS {

@@ -1,5 +1,4 @@
-//! What the reader of snapshots takes, and what it refuses. The files are written by
-//! `tests/data/snapshots/make.py`.
+//! Tests of the snapshot reader. `tests/data/snapshots/make.py` writes the files.
 
 use super::*;
 use crate::trace::{Action, Block, source::Source};
@@ -44,8 +43,8 @@ fn a_snapshot_from_the_start_is_the_trace_that_happened() {
 #[test]
 fn what_lived_before_the_ring_began_is_put_together_from_its_end() {
     let read = trace("ring.pickle", None);
-    // Freed before: done here, and never. Then live before: freed here, and never. Then what the
-    // events tell.
+    // Freed before the trace: completed in it, and never completed. Live before the trace: freed in
+    // it, and never freed. Then the events.
     let blocks = [
         block(2000, 0, true, true),
         block(300, 0, true, true),
@@ -160,7 +159,7 @@ fn a_pickle_that_is_broken_is_refused_with_its_byte() {
         let said = parsed(bytes).expect_err(expected).to_string();
         assert!(said.starts_with(expected), "{bytes:?}: {said}");
     }
-    // A length that no file has asks for no memory.
+    // An impossible length must not allocate memory.
     let said = parsed(b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc").unwrap_err().to_string();
     assert!(said.starts_with("byte 2: cut off"), "{said}");
 }
@@ -188,7 +187,7 @@ fn a_file_with_any_byte_changed_is_read_or_refused_and_no_crash() {
                     assert!(!e.to_string().contains('\n'), "{name} {at}: {e}");
                 }
             }
-            // And with one byte too few, or too many.
+            // Also with one byte missing, or one too many.
             let (head, tail) = whole.split_at(at);
             let _ = parsed(&[head, &tail[1..]].concat());
             let _ = parsed(&[head, b"(", tail].concat());
@@ -196,7 +195,7 @@ fn a_file_with_any_byte_changed_is_read_or_refused_and_no_crash() {
     }
 }
 
-/// A pickle of protocol 4, as Python's own pickler lays it out, strings shared by memo.
+/// A writer of protocol 4 with the layout of Python's pickler: strings are shared by memo.
 #[derive(Default)]
 struct Writer {
     bytes: Vec<u8>,
@@ -267,7 +266,7 @@ impl Writer {
                 &[("address", block.address), ("stream", block.stream)],
                 ("segment_type", "large"),
             );
-            // One more key, as Python writes one alone.
+            // One more key, written as Python writes a single entry.
             w.text("blocks");
             w.list(&[()], |w, ()| {
                 let size = block.bytes.next_multiple_of(512);
@@ -282,7 +281,7 @@ impl Writer {
     }
 }
 
-/// An event, or a block that is left: then its state.
+/// An event, or a remaining block with its state.
 #[derive(Clone, Copy)]
 struct Event {
     action: &'static str,
@@ -291,7 +290,7 @@ struct Event {
     stream: u64,
 }
 
-/// Blocks that come and go at a few addresses on three streams; some uses outlive the free.
+/// Blocks allocated and freed at a few addresses on three streams. Some uses outlive the free.
 fn life(seed: u64, events: usize) -> Vec<Event> {
     let mut state = seed;
     let mut below = |most: u64| {
@@ -308,7 +307,7 @@ fn life(seed: u64, events: usize) -> Vec<Event> {
                 action: "alloc",
                 address: (1 << 46) + slot as u64 * 4096,
                 bytes: 1 + below(4000),
-                // Numbered as they appear.
+                // Numbered in order of appearance.
                 stream: below(3).min(streams),
             },
             Some(last) if last.action == "alloc" => Event { action: "free_requested", ..last },
@@ -317,7 +316,7 @@ fn life(seed: u64, events: usize) -> Vec<Event> {
         slots[slot] = (event.action != "free_completed").then_some(event);
         streams = streams.max(event.stream + 1);
         told.push(event);
-        // Most blocks are done as they are freed.
+        // Most blocks are complete when they are freed.
         if event.action == "free_requested" && below(4) > 0 {
             told.push(Event { action: "free_completed", ..event });
             slots[slot] = None;
@@ -326,7 +325,7 @@ fn life(seed: u64, events: usize) -> Vec<Event> {
     told
 }
 
-/// Names for lives: addresses as they are allocated.
+/// Names blocks by the order of their allocation.
 fn rows(events: &[Event]) -> String {
     let mut names = HashMap::new();
     let mut text = String::new();
@@ -347,7 +346,7 @@ fn rows(events: &[Event]) -> String {
     text
 }
 
-/// What is there after the first events: the last word on each block that is not done.
+/// Returns the last event of each block that is not complete.
 fn left(events: &[Event]) -> Vec<Event> {
     let mut there = BTreeMap::new();
     for event in events {
@@ -376,7 +375,7 @@ fn a_trace_written_as_a_snapshot_is_read_as_the_same() {
     }
 }
 
-/// Live bytes after each allocation and free.
+/// Returns the live bytes after each allocation and free.
 fn live(steps: impl Iterator<Item = (bool, u64)>, start: u64) -> Vec<u64> {
     let mut live = start;
     steps

@@ -1,5 +1,5 @@
-//! Snapshots that the library writes are read again as what happened, and hold what PyTorch's tools
-//! take for granted.
+//! Tests that snapshots written by the library are read back correctly, and meet the assumptions of
+//! PyTorch's tools.
 
 use super::super::{Action, Block, Trace, pickle::Word};
 use crate::trace::source::Source;
@@ -27,7 +27,7 @@ fn scratch(name: &str) -> PathBuf {
     env::temp_dir().join(format!("aquifer-{}-{name}", process::id()))
 }
 
-/// What `check.py` says of them, if there is a Python to say it.
+/// Runs `check.py` on the snapshots and returns its output, or `None` without Python.
 fn checked(name: &str, snapshots: &[MemorySnapshot]) -> Option<Vec<String>> {
     let files: Vec<_> =
         (0..snapshots.len()).map(|number| scratch(&format!("{name}-{number}.pickle"))).collect();
@@ -51,8 +51,8 @@ fn checked(name: &str, snapshots: &[MemorySnapshot]) -> Option<Vec<String>> {
     }
 }
 
-/// A small program on two streams, one block of which is used beyond its free. Answers with what is
-/// asked of the pool once it is over, some blocks still live.
+/// Runs a small program on two streams, one block of which is used beyond its free. Returns the
+/// result of `ask` at the end, with some blocks still live.
 fn program<T>(config: PoolConfig, ask: impl FnOnce(&DevicePool) -> T) -> T {
     let pool = DevicePool::open(Sim::h200(1).symbolic().driver(), DeviceId(0), config).unwrap();
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -89,7 +89,7 @@ fn what_a_pool_has_done_is_read_again_as_the_same_program() {
     let mut config = PoolConfig::default();
     config.recorder = Some(Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap()))));
     config.wait = std::time::Duration::ZERO;
-    // The rows up to here: the blocks that are still live have no end.
+    // The rows so far: blocks that are still live have no end.
     let rows = program(config, |_| fs::read(&path).unwrap());
     fs::remove_file(&path).unwrap();
     let same = Trace::parse(Source::new(io::Cursor::new(rows)).unwrap(), None)
@@ -100,8 +100,8 @@ fn what_a_pool_has_done_is_read_again_as_the_same_program() {
     assert_eq!(read.skipped, 1, "the request that was refused");
     assert!(read.blocks.iter().any(|block| block.lingers), "a use outlives its free");
     if let Some(said) = checked("pool", &[snapshot]) {
-        // Allocations, frees, completions, the refusal, and memory for the first and the second
-        // block.
+        // Allocations, frees, completions, the failed request, and memory for the first and the
+        // second block.
         assert_eq!(said, ["11 events, 1 segments, 2 blocks of 700 bytes live"]);
     }
 }
@@ -147,7 +147,7 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
         event(2, core::Action::Allocate),
         event(0, core::Action::Allocate),
         event(2, core::Action::Free),
-        // Nothing of these is told.
+        // These are not part of the snapshot.
         of(Place::Host(Some(1))),
         of(Place::Global),
         of(Place::Device(DeviceId(u32::MAX))),
@@ -158,7 +158,8 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
     checked("devices", &[snapshot]);
 }
 
-/// Blocks that come and go at a few addresses that overlap at times; of so many events one is lost.
+/// Generates events of blocks at a few addresses that sometimes overlap. One of `lost` events is
+/// missing.
 fn torn(seed: u64, lost: u64) -> Vec<Event> {
     let mut state = seed;
     let mut below = |most: u64| {
@@ -204,8 +205,8 @@ fn a_record_with_events_missing_is_told_as_something_that_can_have_happened() {
         let events = torn(seed, [2, 5, 50][seed as usize % 3]);
         let mut snapshot = MemorySnapshot::of(events);
         for slot in 0..12 {
-            // What a pool would say, wrong where events know better: over another block, and at
-            // addresses that are named.
+            // Blocks as a pool would report them, but contradicting the events: over another block,
+            // and at addresses with events.
             let address = (1 << 46) + slot * (2 << 20);
             let block = HeldBlock { address, bytes: 4 << 20, stream: 9, tag: Tag::NONE, at: None };
             snapshot.hold(DeviceId(0), block);
