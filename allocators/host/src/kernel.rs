@@ -92,6 +92,23 @@ pub enum Advice {
 const MPOL_PREFERRED: c_int = 1;
 
 /// The system calls of this machine. Cheap to clone.
+///
+/// ```
+/// use aquifer_host::kernel::{Advice, Ground, Kernel, MapEntry, MapPages, Span};
+/// use std::num::NonZeroUsize;
+///
+/// let kernel = Kernel::new();
+/// let span: Span = kernel.reserve(NonZeroUsize::new(1 << 20).ok_or("zero")?)?;
+/// // SAFETY: the range has just been reserved, and nothing else uses it.
+/// unsafe {
+///     kernel.map(span, MapPages::Ordinary)?;
+///     kernel.advise(span, Advice::DontFork)?;
+/// }
+/// kernel.populate(span)?;
+/// let entries: Vec<MapEntry> = kernel.mappings(span)?;
+/// assert!(entries.iter().all(|entry| entry.writable && entry.ground == Ground::Anonymous));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Default, Debug)]
 pub struct Kernel {
     faults: Option<Arc<Faults>>,

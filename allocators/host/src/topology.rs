@@ -54,10 +54,19 @@ pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
 /// The topology of the machine, as the kernel described it at one moment.
 ///
 /// ```
-/// use aquifer_host::topology::Topology;
+/// use aquifer_host::topology::{HugePool, MemoryLimit, ThpMode, Topology};
 /// let topology = Topology::read()?;
 /// for node in topology.nodes() {
 ///     println!("{}: CPUs {}, of which {} are ours", node.id, node.cpus, node.allowed_cpus);
+/// }
+/// for HugePool { page_size, total, free, .. } in topology.huge_pools() {
+///     println!("{free} of {total} pages of {page_size} bytes are free");
+/// }
+/// if topology.thp().value == Some(ThpMode::Never) {
+///     println!("transparent huge pages are disabled");
+/// }
+/// if let Some(MemoryLimit { limit, remaining, .. }) = topology.memory_limit().value {
+///     println!("{remaining} bytes are left of the control group's {limit}");
 /// }
 /// # Ok::<(), aquifer_host::topology::TopologyError>(())
 /// ```

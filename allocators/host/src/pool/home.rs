@@ -61,6 +61,10 @@ static STALE_FREES: AtomicU64 = AtomicU64::new(0);
 /// count). Each was a double free, or a free of a foreign block, and was ignored. Frees that a pool
 /// refused are counted in its own
 /// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
+///
+/// ```
+/// assert_eq!(aquifer_host::pool::stale_frees(), 0, "no block was freed twice");
+/// ```
 #[must_use]
 pub fn stale_frees() -> u64 {
     STALE_FREES.load(Ordering::Relaxed)
