@@ -3,11 +3,11 @@
 #[doc = include_str!("guide/first_steps.md")]
 pub mod first_steps {}
 
+#[doc = include_str!("guide/choosing.md")]
+pub mod choosing {}
+
 #[doc = include_str!("guide/streams_and_kernels.md")]
 pub mod streams_and_kernels {}
-
-#[doc = include_str!("guide/graphs.md")]
-pub mod graphs {}
 
 #[doc = include_str!("guide/host_memory.md")]
 pub mod host_memory {}
@@ -15,11 +15,35 @@ pub mod host_memory {}
 #[doc = include_str!("guide/collections_and_arenas.md")]
 pub mod collections_and_arenas {}
 
+#[doc = include_str!("guide/custom_structs.md")]
+pub mod custom_structs {}
+
+#[doc = include_str!("guide/errors.md")]
+pub mod errors {}
+
 #[doc = include_str!("guide/limits.md")]
 pub mod limits {}
 
+#[doc = include_str!("guide/kv_server.md")]
+pub mod kv_server {}
+
+#[doc = include_str!("guide/asynchronous.md")]
+pub mod asynchronous {}
+
+#[doc = include_str!("guide/graphs.md")]
+pub mod graphs {}
+
+#[doc = include_str!("guide/own_memory.md")]
+pub mod own_memory {}
+
 #[doc = include_str!("guide/without_a_gpu.md")]
 pub mod without_a_gpu {}
+
+#[doc = include_str!("guide/testing_in_ci.md")]
+pub mod testing_in_ci {}
+
+#[doc = include_str!("guide/safety.md")]
+pub mod safety {}
 
 #[doc = include_str!("guide/watching.md")]
 pub mod watching {}
@@ -27,14 +51,11 @@ pub mod watching {}
 #[doc = include_str!("guide/tuning.md")]
 pub mod tuning {}
 
+#[doc = include_str!("guide/troubleshooting.md")]
+pub mod troubleshooting {}
+
 #[doc = include_str!("guide/environment.md")]
 pub mod environment {}
-
-#[doc = include_str!("guide/safety.md")]
-pub mod safety {}
-
-#[doc = include_str!("guide/c_and_python.md")]
-pub mod c_and_python {}
 
 #[doc = include_str!("guide/from_cudarc.md")]
 pub mod from_cudarc {}
@@ -45,23 +66,11 @@ pub mod from_rmm {}
 #[doc = include_str!("guide/from_pytorch.md")]
 pub mod from_pytorch {}
 
-#[doc = include_str!("guide/asynchronous.md")]
-pub mod asynchronous {}
+#[doc = include_str!("guide/c_and_python.md")]
+pub mod c_and_python {}
 
-#[doc = include_str!("guide/kv_server.md")]
-pub mod kv_server {}
-
-#[doc = include_str!("guide/own_memory.md")]
-pub mod own_memory {}
-
-#[doc = include_str!("guide/custom_structs.md")]
-pub mod custom_structs {}
-
-#[doc = include_str!("guide/errors.md")]
-pub mod errors {}
-
-#[doc = include_str!("guide/troubleshooting.md")]
-pub mod troubleshooting {}
+#[doc = include_str!("guide/comparison.md")]
+pub mod comparison {}
 
 #[doc = include_str!("guide/features.md")]
 pub mod features {}
@@ -69,10 +78,10 @@ pub mod features {}
 #[doc = include_str!("guide/support.md")]
 pub mod support {}
 
-#[doc = include_str!("guide/comparison.md")]
-pub mod comparison {}
+#[doc = include_str!("guide/figures.md")]
+pub mod figures {}
 
-#[doc = include_str!("guide/testing_in_ci.md")]
-pub mod testing_in_ci {}
+#[doc = include_str!("guide/glossary.md")]
+pub mod glossary {}
 
 pub mod inside;
