@@ -5,8 +5,7 @@
 //! - A reset waits for gates and, if it cannot, changes nothing.
 //! - A dropped or forgotten arena leaves the promise to the allocator below.
 
-mod support;
-
+use crate::support::{Gated, Latch};
 use allocator_api2::{alloc::Global, vec::Vec};
 use aquifer_adapters::{Arena, ArenaSettings, Counted, Fallback, Frames, Limit, Tagged};
 use aquifer_core::{Budget, DeferReuse, MemoryError, Tag};
@@ -16,7 +15,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{Gated, Latch};
 
 const SETTINGS: ArenaSettings = ArenaSettings::new().first_chunk(256).max_chunk(256);
 

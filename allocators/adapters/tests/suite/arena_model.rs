@@ -6,14 +6,12 @@
 //! - held bytes hold what they held when they were deferred, even after their arena is gone;
 //! - the statistics agree with the allocator below, and its bytes with the limit.
 
-mod support;
-
+use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Allocator;
 use aquifer_adapters::{Arena, ArenaSettings, Counted, Mark};
 use aquifer_core::DeferReuse;
 use proptest::prelude::*;
 use std::{alloc::Layout, ops::Range, ptr::NonNull, sync::Arc};
-use support::{Gated, Latch};
 
 #[derive(Clone, Debug)]
 enum Step {

@@ -4,16 +4,12 @@
 //! Each fault is a process of its own, which has to end by it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-#[path = "../../../tests/support/faults.rs"]
-mod faults;
-mod support;
-
+use crate::faults::{self, Fault};
+use crate::support::{Gated, Latch};
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{Arena, ArenaSettings, Counted};
 use aquifer_core::DeferReuse;
-use faults::Fault;
 use std::{alloc::Layout, ptr::NonNull};
-use support::{Gated, Latch};
 
 fn small() -> Arena {
     Arena::with_settings_in(ArenaSettings::new().first_chunk(256).max_chunk(256), Global)
@@ -131,5 +127,5 @@ fn child() {
 
 #[test]
 fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
-    faults::assert_each_is_found(&FAULTS, "child", &["after_its_gate_opened"]);
+    faults::assert_each_is_found(&FAULTS, "poison::child", &["after_its_gate_opened"]);
 }

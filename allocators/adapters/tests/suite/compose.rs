@@ -6,8 +6,7 @@
     reason = "a helper of a test that fails is a failed test"
 )]
 
-mod support;
-
+use crate::support::{Gated, Latch, Owned};
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{
     Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged,
@@ -15,7 +14,6 @@ use aquifer_adapters::{
 };
 use aquifer_core::{Budget, DeferReuse, Gate, Tag};
 use std::{alloc::Layout, ptr::NonNull};
-use support::{Gated, Latch, Owned};
 
 const THRESHOLD: usize = if cfg!(miri) { 20 } else { 300 };
 /// Too little for what the suite holds at a time.

@@ -1,7 +1,6 @@
 //! What a cache keeps, and for whom.
 
-mod support;
-
+use crate::support::{Latch, Owned};
 use allocator_api2::{
     alloc::{Allocator, Global},
     boxed::Box,
@@ -15,7 +14,6 @@ use std::{
     sync::{Arc, Barrier},
     thread,
 };
-use support::{Latch, Owned};
 
 #[test]
 fn a_loop_of_the_same_sizes_settles() {

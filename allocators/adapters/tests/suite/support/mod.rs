@@ -5,7 +5,6 @@
     reason = "a helper of a test that fails is a failed test"
 )]
 #![expect(unsafe_code, reason = "implements the allocator traits")]
-#![allow(dead_code, reason = "no test binary needs all of it")]
 
 use allocator_api2::alloc::{Allocator as _, Global};
 use aquifer_adapters::Owns;

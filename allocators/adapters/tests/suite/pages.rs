@@ -1,13 +1,11 @@
 //! What an arena of pages promises.
 
-mod support;
-
+use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Global;
 use aquifer_adapters::{Counted, Limit, PageArena, Pages, pages::PageError};
 use aquifer_core::{Budget, MemoryError};
 use proptest::prelude::*;
 use std::thread;
-use support::{Gated, Latch};
 
 #[test]
 fn an_arena_fills_frees_and_returns_the_same_offset() {
