@@ -1,23 +1,23 @@
-//! `aquifer bench`: what calls cost here, beside their peers, in one run.
+//! `aquifer bench`: measures the cost of calls, together with their peers in the same run.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `arena` | what is measured of arenas |
-//! | `budget` | what is measured of budgets |
-//! | `device` | what is measured of device memory |
-//! | `global` | what the global allocator adds to those it wraps |
-//! | `pinned` | what is measured of pinned memory |
-//! | `placement` | what picking a device costs |
-//! | `stage` | what is measured of staging |
-//! | `lap` | how time is taken |
-//! | `row` | one figure and its peer's |
-//! | `sheet` | what has been found so far, and which rows are wanted |
-//! | `host` | what the figures were taken on, and when |
+//! | `arena` | arenas |
+//! | `budget` | budgets |
+//! | `device` | device memory |
+//! | `global` | the overhead of the global allocator over those it wraps |
+//! | `pinned` | pinned memory |
+//! | `placement` | choosing a device |
+//! | `stage` | staging |
+//! | `lap` | timing |
+//! | `row` | a result and that of its peer |
+//! | `sheet` | the results so far, and which rows are selected |
+//! | `host` | the machine and the date |
 //! | `report` | the page, and JSON |
 //!
-//! A figure alone says little: the machine, its clock and its neighbours are in it. So what is
-//! compared takes turns, lap by lap, within one run, and the ratio is what can be carried
-//! elsewhere.
+//! An absolute time depends on the machine, its clock and its other load. Contenders therefore take
+//! turns, lap by lap, within one run. The ratio of their times is what is comparable across
+//! machines.
 
 pub(crate) mod arena;
 pub(crate) mod budget;

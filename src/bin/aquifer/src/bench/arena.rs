@@ -1,22 +1,23 @@
-//! `aquifer bench arena`: arenas beside bumpalo, bump-scope and the host's `malloc`.
+//! `aquifer bench arena`: arenas, compared with bumpalo, bump-scope and the host's `malloc`.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `sides` | who serves |
-//! | `work` | what is done |
+//! | `sides` | the allocators |
+//! | `work` | the workloads |
 //!
-//! Each arena's first chunk is of 4 KiB, and it is emptied after each round, so that after the
-//! first rounds all work in one chunk. All contenders of a kind of work take turns in one run.
-//! Pinned memory is what a program near the device would get; without a GPU it is pageable, which
-//! changes nothing in the pool.
+//! - The first chunk of each arena has 4 KiB, and the arena is emptied after each round, so that
+//!   after the first rounds all contenders work in one chunk.
+//! - All contenders of a workload take turns in one run.
+//! - Pinned memory is allocated as for a program near the device. Without a GPU it is pageable. The
+//!   pool is the same.
 //!
-//! The last rows are of what is needed for a moment, of the shape that it has in our own passes:
-//! the lists in a bumpalo that is kept from pass to pass ([`aquifer_core::scratch`]), as passes
-//! over pools take them, in an arena of ours, and by `malloc`. Beside them stands a whole pass of a
-//! device pool that looks through its caches and finds nothing to give back: its lists are a fifth
-//! of that and bumpalo takes a tenth off them, so that they lie there to ask nobody for memory
-//! while memory is short, and hardly to be quick. A staging worker's list is kept by the slot that
-//! it describes, which is three times as quick as a chunk that is begun and emptied for it.
+//! The last rows measure scratch memory with the pattern of the library's own passes: the lists in
+//! a bumpalo that is kept from pass to pass ([`aquifer_core::scratch`]), in an arena of the
+//! library, and from `malloc`. They are compared with a whole pass of a device pool that searches
+//! its caches and finds nothing to release. The lists are a minor part of that pass. Its lists are
+//! in bumpalo mainly so that the pass needs no allocation while memory is short. A staging worker's
+//! list is kept with the slot that it describes, which is faster than a chunk that is created and
+//! emptied for it.
 
 mod sides;
 mod work;
@@ -46,18 +47,18 @@ const BUMPALO: &str = "bumpalo";
 const BUMP_SCOPE: &str = "bump-scope";
 const MALLOC: &str = "malloc";
 
-/// Bytes that the pinned pool has ready: more than any row needs.
+/// Bytes that the pinned pool has ready, more than any row needs.
 const READY: usize = 16 << 20;
 
 const IN: [&str; 2] = ["in bumpalo", "in an arena"];
-/// A list that is emptied and filled again, as a slot's is.
+/// A list that is emptied and refilled, as that of a slot.
 const KEPT: &str = "list of a worker, kept";
-/// A pass that finds nothing.
+/// A pass that finds nothing to release.
 const PASS: &str = "whole pass of a pool";
-/// Free ranges that it looks at.
+/// Free ranges that it examines.
 const RANGES: usize = 320;
 
-/// Measures what was asked for. Takes most of a minute.
+/// Measures the selected rows. Takes most of a minute.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -81,7 +82,7 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
     let mut bench = Bench { pace, host, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups, &mut Progress::on_terminal())?;
     let mut sheet = bench.sheet;
-    // A peer's rows stand together; those of one peer in the order in which they were measured.
+    // Groups rows by peer. The rows of a peer keep the order in which they were measured.
     sheet.rows.sort_by_key(|row| {
         let peer = row.peer.as_ref().map(|peer| peer.name.as_str());
         FOR_WORK.iter().position(|name| Some(*name) == peer)
@@ -89,7 +90,7 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
     Ok(sheet.report("arena", &place, version, args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench {
     pace: Pace,
     host: Host,
@@ -104,7 +105,7 @@ impl Bench {
         Ok(pool)
     }
 
-    /// Has contenders take turns: ours over the process's own memory, ours over pinned memory, and
+    /// Lets contenders take turns: the arena over process memory, the arena over pinned memory, and
     /// the peers.
     fn compare(&mut self, name: &str, peers: &[&str], contenders: Vec<Contender<'_>>) {
         let ns: Vec<_> =
@@ -123,14 +124,14 @@ impl Bench {
     }
 }
 
-/// The rows of a kind of work: over both kinds of memory beside the first peer, and over the
-/// process's own beside the others.
+/// Returns the rows of a workload: over both kinds of memory for the first peer, and over process
+/// memory for the others.
 fn names(name: &str, peers: &[&str]) -> Vec<String> {
     let others = peers.iter().skip(1).map(|peer| format!("{name}, beside {peer}"));
     [name.to_owned(), format!("{name}, pinned")].into_iter().chain(others).collect()
 }
 
-/// The first of them twice.
+/// Repeats the first element once.
 fn repeat_first<T: Copy>(mut all: impl Iterator<Item = T>) -> impl Iterator<Item = T> {
     let first = all.next();
     first.into_iter().chain(first).chain(all)
@@ -201,7 +202,7 @@ fn scratches(bench: &mut Bench) -> Result<()> {
             passes(|| scratch.use_once(&*passing.begin())),
             passes(|| {
                 scratch.use_once(&arena);
-                // Without gates there is nothing that could fail.
+                // Without gates no reset can fail.
                 let _reset = arena.reset();
             }),
         ];
@@ -223,8 +224,8 @@ fn scratches(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// A pool on a simulated device, with many free ranges and no handle that lies wholly in one, and
-/// what keeps it so.
+/// Creates a pool on a simulated device with many free ranges but no entirely free handle, and the
+/// blocks that keep it so.
 fn fragmented() -> Result<(DevicePool, Vec<Block>)> {
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);
@@ -232,7 +233,7 @@ fn fragmented() -> Result<(DevicePool, Vec<Block>)> {
     let streams = (0..8).map(|_| pool.stream()).collect::<Result<Vec<_>>>()?;
     let block = |n: usize| pool.alloc(&streams[n % 8], Request::bytes(64 << 10));
     let blocks = (0..2 * RANGES).map(block).collect::<Result<Vec<_>>>()?;
-    // Every second of each stream's.
+    // Every second block of each stream.
     let kept = blocks
         .into_iter()
         .enumerate()

@@ -1,12 +1,13 @@
-//! `aquifer bench budget`: what a charge costs.
+//! `aquifer bench budget`: the cost of charges.
 //!
-//! A pair is a charge of 64 bytes and its release. With several threads each has a tenant of its
-//! own, four levels deep; those above it are shared. A hand-over is the time from the release that
-//! makes room until whoever waits has its bytes; what is reclaimed, that from the refusal of a
-//! charge until the same charge is granted, by one of two who were asked what they have.
+//! - A pair is a charge of 64 bytes and its release.
+//! - With several threads, each has its own tenant, four levels deep. The levels above are shared.
+//! - A hand-over is the time from the release that makes room until the waiter has its bytes.
+//! - A reclaim is the time from the refusal of a charge until it is granted, by one of two
+//!   reclaimers that have made offers.
 //!
-//! No device is part of it, but for the rows of `parked`: what a tag's memory takes to leave a GPU
-//! and to come back.
+//! No device is used, except by the rows of `parked`: the time to move the memory of a tag out of a
+//! GPU and back.
 
 mod parked;
 
@@ -39,21 +40,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes of a charge.
+/// Bytes per charge.
 const BYTES: u64 = 64;
-/// What a lease takes at a time.
+/// Bytes that a lease takes at a time.
 const GRAIN: u64 = 64 << 10;
 /// More than is ever charged here.
 const LIMIT: u64 = 1 << 40;
 /// Levels of a tree: process, device, pool, tenant.
 const NAMES: [&str; 4] = ["process", "device", "pool", "tenant"];
 const THREADS: usize = 16;
-/// Waits in a round of those that no thread sleeps for.
+/// Waits per round in rows where no thread sleeps.
 const WAITS: u32 = 64;
-/// The malloc of the host, as rows name it.
+/// The host's malloc, as named in rows.
 const MALLOC: &str = "malloc 64 B";
 
-/// In the order in which they are measured and printed.
+/// The groups, in the order of measurement and output.
 fn groups() -> [Group<Bench>; 5] {
     [
         Group { names: pair_names, measure: pairs },
@@ -64,7 +65,7 @@ fn groups() -> [Group<Bench>; 5] {
     ]
 }
 
-/// Measures what was asked for, within some seconds.
+/// Measures the selected rows. Takes some seconds.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -79,14 +80,14 @@ pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<Report, Mistak
     Ok(bench.sheet.report("budget", &place, version, args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench {
     pace: Pace,
     sheet: Sheet,
 }
 
 impl Bench {
-    /// A row of pairs beside malloc's.
+    /// Adds a row of pairs, compared with malloc.
     fn beside_malloc<'c>(&mut self, name: &str, own: Contender<'c>) {
         if self.sheet.wants(name) {
             let [own, malloc] = self.turns(name, own, pairs_of(vec![Malloc]));
@@ -94,7 +95,7 @@ impl Bench {
         }
     }
 
-    /// The medians of two who take turns, in nanoseconds a pair.
+    /// Lets two contenders take turns. Returns the medians in nanoseconds per pair.
     fn turns<'c>(&mut self, name: &str, own: Contender<'c>, peer: Contender<'c>) -> [f64; 2] {
         let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
         [(); 2].map(|()| {
@@ -105,14 +106,14 @@ impl Bench {
     }
 }
 
-/// So many levels of a tree, and what is lowest.
+/// Creates a tree with this many levels, and returns its lowest level.
 fn tree(levels: usize) -> Budget {
     let mut names = NAMES[NAMES.len() - levels..].iter();
     let root = Budget::new(names.next().unwrap_or(&NAMES[0]), LIMIT);
     names.fold(root, |above, name| above.child(name, LIMIT))
 }
 
-/// Pairs on a thread for each source.
+/// Returns a contender that runs pairs on one thread per source.
 pub(super) fn pairs_of<'a, S>(sources: Vec<S>) -> Contender<'a>
 where
     S: Source + Send + 'a,
@@ -197,7 +198,7 @@ fn reserve_names(_: &Bench) -> Vec<String> {
     ]
 }
 
-/// Reserves, draws all of it and gives it back: a pair for the rows.
+/// Reserves bytes, draws all of them and releases them, as a pair.
 struct Reserving(Budget);
 
 impl Source for Reserving {
@@ -218,7 +219,7 @@ impl Source for Reserving {
     }
 }
 
-/// Is refused, which here is what is wanted.
+/// A budget that refuses every charge, as intended here.
 struct Refusing(Budget);
 
 impl Source for Refusing {
@@ -309,7 +310,7 @@ fn waits(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// Holds charged bytes that nobody needs, and gives them back for nothing, or for so much.
+/// A reclaimer of unneeded charged bytes, with a given cost.
 struct Spare {
     held: Mutex<Option<Charge>>,
     cost: Duration,
@@ -338,7 +339,8 @@ impl Reclaim for Spare {
     }
 }
 
-/// From a charge that is refused to the same one granted, by the cheaper of two.
+/// Returns the time from the refusal of a charge until it is granted by the cheaper of two
+/// reclaimers.
 fn reclaimed() -> Result<[f64; 1]> {
     let tenant = tree(NAMES.len());
     let spare = |cost| Arc::new(Spare { held: Mutex::new(None), cost });
@@ -358,7 +360,8 @@ fn reclaimed() -> Result<[f64; 1]> {
     Ok([took.as_nanos() as f64 / f64::from(WAITS)])
 }
 
-/// A charge that gets in line, and has its bytes when it is polled again.
+/// Returns the time of a charge that enters the wait queue and gets its bytes when it is polled
+/// again.
 fn polled() -> Result<[f64; 1]> {
     let tenant = tree(NAMES.len());
     let mut context = Context::from_waker(Waker::noop());
@@ -375,7 +378,7 @@ fn polled() -> Result<[f64; 1]> {
     Ok([begun.elapsed().as_nanos() as f64 / f64::from(WAITS)])
 }
 
-/// From a release to the thread that has waited for it.
+/// Returns the time from a release until the waiting thread continues.
 fn slept() -> Result<[f64; 1]> {
     let tenant = tree(NAMES.len());
     let most = tenant.charge(LIMIT)?;
@@ -387,7 +390,7 @@ fn slept() -> Result<[f64; 1]> {
         while tenant.waiting() == 0 {
             thread::yield_now();
         }
-        // It is in line; now it goes to sleep.
+        // The waiter is in the queue; give it time to fall asleep.
         thread::sleep(Duration::from_micros(200));
         let begun = Instant::now();
         drop(most);

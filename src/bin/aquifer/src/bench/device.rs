@@ -1,23 +1,23 @@
-//! `aquifer bench device`: the caching pool beside the driver's own allocator and the host's
+//! `aquifer bench device`: the caching pool, compared with the driver's allocator and the host's
 //! `malloc`.
 //!
 //! | module | rows |
 //! |---|---|
 //! | `cached` | pairs, batches and random sizes on one thread |
 //! | `threads` | the same on up to 16 threads, a stream each |
-//! | `holes` | pairs in a cache that is full of free holes |
+//! | `holes` | pairs in a cache with many free holes |
 //! | `growth` | the first allocation, growing, trimming, moving handles |
 //! | `calls` | the driver's own calls, with `--driver` |
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `work` | what is done, made before it is timed |
-//! | `source` | who serves |
-//! | `lane` | threads that do it |
+//! | `work` | workloads, generated before they are timed |
+//! | `source` | the allocators |
+//! | `lane` | the threads |
 //!
-//! On a GPU the driver's own stream-ordered allocator does the same work in turn with the pool,
-//! with a release threshold that keeps everything. On the simulated one there is nothing to hold a
-//! pool's speed against but the host's `malloc`, since its calls cost what a simulation costs.
+//! On a GPU the driver's stream-ordered allocator does the same work in turn with the pool. Its
+//! release threshold is set to keep everything. On a simulated device the peer is the host's
+//! `malloc`, since the time of a simulated driver call means nothing.
 
 mod cached;
 mod calls;
@@ -43,8 +43,8 @@ use aquifer_core::MemoryError;
 use source::AsyncPool;
 use std::sync::Arc;
 
-/// In the order in which they are measured and printed. The holes come last of those that hold
-/// memory: they take most.
+/// The groups, in the order of measurement and output. The holes are the last group that holds
+/// memory, since they need the most.
 fn groups<'a>() -> [Group<Bench<'a>>; 7] {
     [
         Group { names: cached::pair_names, measure: cached::pairs },
@@ -57,7 +57,7 @@ fn groups<'a>() -> [Group<Bench<'a>>; 7] {
     ]
 }
 
-/// Measures what was asked for. Takes most of a minute.
+/// Measures the selected rows. Takes most of a minute.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -73,17 +73,17 @@ pub(crate) fn run(args: &cli::BenchDevice) -> Result<Report, Mistake> {
     Ok(sheet.report("device", &place, version, args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench<'a> {
     place: &'a Place,
     pace: Pace,
-    /// Whether the driver's calls are wanted as well.
+    /// Whether the driver's calls are measured too.
     driver: bool,
-    /// The most bytes that a pool may hold: what it has by default.
+    /// The maximum bytes of a pool: its default.
     room: u64,
-    /// Of the driver's interface.
+    /// Version of the driver interface.
     version: u32,
-    /// How many devices there are.
+    /// The number of devices.
     devices: u32,
     sheet: Sheet,
 }
@@ -113,24 +113,24 @@ impl<'a> Bench<'a> {
         measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 
-    /// The device, with nobody watching.
+    /// Opens the device with the simulator's oracle inactive.
     fn session(&self) -> Session {
         self.place.begin(false)
     }
 
-    /// The driver's own allocator, where it stands beside the pool: on a GPU that has it.
+    /// Returns the driver's allocator if it is a peer: on a GPU that has it.
     fn peer(&self, session: &Session) -> aquifer_core::Result<Option<Arc<AsyncPool>>> {
         let there = matches!(self.place, Place::Cuda { .. }) && self.place.info().async_pools;
         if there { AsyncPool::open(session).map(Some) } else { Ok(None) }
     }
 
-    /// Whether there is memory for a row, for the pool and for a peer; if not, the row says why it
-    /// is not there.
+    /// Returns whether there is memory for a row, for the pool and a peer. Otherwise notes why the
+    /// row is missing.
     fn has_room(&mut self, name: &str, bytes: u64, peer: bool) -> bool {
         self.sheet.has_room(name, if peer { bytes * 2 } else { bytes }, self.room)
     }
 
-    /// The pool against its peer, if it has one: the outcomes of both. What was refused is noted.
+    /// Measures the pool and its peer, if any, and returns both outcomes. Notes failed calls.
     fn compete<'c>(
         &mut self,
         pace: Pace,

@@ -1,20 +1,19 @@
-//! `aquifer bench global`: what accounting, tags and routes add to an allocation and its free, over
-//! three allocators and beside others of its kind.
+//! `aquifer bench global`: the overhead of accounting, tags and routes for an allocation and its
+//! free, over three allocators, and compared with similar crates.
 //!
-//! A program has one global allocator, so all are called by hand, through the trait that the
-//! language calls.
+//! A program has one global allocator, so all of them are called explicitly through `GlobalAlloc`.
 //!
-//! | what | is |
+//! | name | configuration |
 //! |---|---|
 //! | `bare` | the allocator itself |
-//! | `off` | ours over it, which counts nothing |
-//! | `on` | the account of the process |
-//! | `tags` | and whose each block is, in the scope of a tag |
-//! | `route` | `on`, while a route is registered, and in a scope of it that these blocks are too small for |
+//! | `off` | the library over it, without counting |
+//! | `on` | with the account of the process |
+//! | `tags` | with the tag of each block, in the scope of a tag |
+//! | `route` | `on`, while a route is registered, and in its scope with blocks below its limit |
 //!
-//! Figures are medians of laps in which all take turns. `adds` is the median of what `on` or
-//! another took more than `bare` in the same turn, with the interval that holds the true median in
-//! 95 of 100 cases, whatever the distribution (order statistics).
+//! Times are medians of laps in which all contenders take turns. `adds` is the median of the
+//! difference to `bare` in the same turn, with a distribution-free 95 % confidence interval (order
+//! statistics).
 
 mod source;
 
@@ -41,23 +40,24 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Turns of a contest.
+/// Turns per contest, in a full and in a quick run.
 const LAPS: [usize; 2] = [21, 3];
-/// How many threads.
+/// The numbers of threads.
 const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
-/// The largest block of the mix, in bytes, and what it may have live in a thread.
+/// The largest block of the mix, and its limit of live bytes per thread.
 const MIX: (u64, u64) = (32 << 10, 4 << 20);
-/// Blocks that are handed over at once.
+/// Blocks that are handed over at a time.
 const HANDED: usize = 64;
 
-/// What each thread does.
+/// The job of each thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Job {
-    /// Allocates and frees so many bytes.
+    /// Allocates and frees this many bytes.
     Pairs(u64),
     /// Blocks of random sizes, freed in another order.
     Mix,
-    /// Allocates, and frees what another thread allocated: so many bytes, or 0 for random sizes.
+    /// Allocates, and frees the blocks of another thread: of this many bytes, or of random sizes
+    /// for 0.
     Handed(u64),
 }
 
@@ -82,14 +82,14 @@ impl Job {
         }
     }
 
-    /// With how many threads it is done.
+    /// Returns the numbers of threads it runs with.
     fn threads(self) -> impl Iterator<Item = usize> {
         let least = if matches!(self, Self::Handed(_)) { 2 } else { 1 };
         THREADS.into_iter().filter(move |&threads| threads >= least)
     }
 }
 
-/// An allocator to wrap.
+/// The allocators to wrap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Inner {
     System,
@@ -109,8 +109,7 @@ impl Inner {
     }
 }
 
-/// Rows of one contest behind `bare`. Those of the system's allocator have others of its kind
-/// beside.
+/// Rows of one contest after `bare`. Those of the system's allocator include similar crates.
 const OWN: [&str; 5] = ["off", "on", "tags", "on adds", "tags adds"];
 const BESIDE: [(&str, &str); 3] =
     [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
@@ -146,8 +145,8 @@ fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
     ROUTED.map(|who| row(inner, job, threads, who)).into()
 }
 
-/// In the order in which they are measured: a route is registered for good, so what needs one comes
-/// last.
+/// The groups, in the order of measurement. A route stays registered, so the group that needs one
+/// comes last.
 const GROUPS: [Group<Bench>; 2] = [
     Group { names: |_| contests().flat_map(names_of).collect(), measure: |bench| bench.unrouted() },
     Group {
@@ -156,7 +155,7 @@ const GROUPS: [Group<Bench>; 2] = [
     },
 ];
 
-/// Measures what was asked for. Takes some minutes.
+/// Measures the selected rows. Takes some minutes.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -171,7 +170,7 @@ pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<Report, Mistak
     Ok(bench.sheet.report_of_host("global", args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench {
     pace: Pace,
     sheet: Sheet,
@@ -279,7 +278,7 @@ impl Bench {
         self.adds(&name("route adds"), bare, out);
     }
 
-    /// What one took more than another in the same turn.
+    /// Adds the difference between two contenders in the same turn.
     fn adds(&mut self, name: &str, bare: &Outcome, own: &Outcome) {
         let more: Vec<_> = own.laps.iter().zip(&bare.laps).map(|(own, bare)| own - bare).collect();
         let interval = interval(&more);
@@ -287,13 +286,13 @@ impl Bench {
     }
 }
 
-/// Between which of these the true median lies, in 95 of 100 cases.
+/// Returns the 95 % confidence interval of the median.
 fn interval(figures: &[f64]) -> [f64; 2] {
     let mut sorted = figures.to_vec();
     sorted.sort_by(f64::total_cmp);
     let count = sorted.len() as f64;
-    // The rank, from 1, below which the median lies in 2.5 of 100 cases: by the normal to the
-    // binomial distribution.
+    // The rank, from 1, of the lower bound: the median is below it in 2.5 of 100 cases, by the
+    // normal approximation to the binomial distribution.
     let rank = ((count - 1.96 * count.sqrt()) / 2.0).max(1.0) as usize;
     let at = |place: Option<usize>| {
         place.and_then(|place| sorted.get(place)).copied().unwrap_or_default()
@@ -301,13 +300,13 @@ fn interval(figures: &[f64]) -> [f64; 2] {
     [at(rank.checked_sub(1)), at(sorted.len().checked_sub(rank))]
 }
 
-/// What a lap runs within.
+/// The scope that a lap runs in.
 #[derive(Clone, Copy)]
 enum Around {
     Nothing,
     Tag(Tag),
     Scope(RouteId),
-    /// One of `tracking-allocator`'s.
+    /// A group of `tracking-allocator`.
     Group,
 }
 
@@ -316,20 +315,20 @@ impl Around {
         match self {
             Self::Nothing => work(),
             Self::Tag(tag) => tagged(tag, work),
-            // No block is that large.
+            // No block reaches this limit.
             Self::Scope(to) => route(to, 1 << 40, work),
             Self::Group => grouped(work),
         }
     }
 }
 
-/// What threads do, made before it is timed.
+/// The work of the threads, generated before it is timed.
 struct Plan {
     job: Job,
     threads: usize,
-    /// A thread's each, of the mix.
+    /// One work per thread, for the mix.
     works: Vec<Work>,
-    /// Sizes of what is handed on at once.
+    /// Sizes of the blocks that are handed over at a time.
     batch: Vec<u64>,
 }
 
@@ -348,7 +347,8 @@ impl Plan {
         Self { job, threads, works, batch }
     }
 
-    /// An allocator in all threads. A piece is a pair, a work, or a batch.
+    /// Returns a contender that uses an allocator in all threads. A piece is a pair, a work, or a
+    /// batch.
     fn contender<'a, A: GlobalAlloc + Sync>(
         &'a self,
         allocator: &'static A,
@@ -371,7 +371,7 @@ impl Plan {
         }
     }
 
-    /// Each allocates a batch, hands it to the next, and frees what it was handed.
+    /// Each thread allocates a batch, hands it to the next thread, and frees the batch it received.
     fn hand_on<A: GlobalAlloc + Sync>(
         &self,
         lanes: &mut [Lane<By<A>>],
@@ -394,7 +394,7 @@ impl Plan {
                 }
             });
         });
-        // What was handed on last.
+        // The batches handed over last.
         if let Some(lane) = lanes.first_mut() {
             boxes
                 .iter()

@@ -1,11 +1,11 @@
-//! What figures were taken on, and when.
+//! The machine and the date of the results.
 
 use std::{
     fs, thread,
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// The processor's model, as the kernel tells it; none where it does not.
+/// Returns the processor's model, or `None` if the kernel does not report it.
 pub(crate) fn processor() -> Option<String> {
     fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| model(&text))
 }
@@ -15,12 +15,13 @@ fn model(text: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// How many threads may run at once here; 0 if that is unknown.
+/// Returns how many threads may run at the same time, or 0 if that is unknown.
 pub(crate) fn processors() -> u64 {
     thread::available_parallelism().map_or(0, |count| count.get() as u64)
 }
 
-/// Bytes that programs can still take without swapping (`MemAvailable`); 0 if that is unknown.
+/// Returns the bytes that programs can allocate without swapping (`MemAvailable`), or `None` if
+/// that is unknown.
 pub(crate) fn available() -> Option<u64> {
     fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_of(&text))
 }
@@ -30,15 +31,15 @@ fn available_of(text: &str) -> Option<u64> {
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// Now, as `2026-11-21T12:16:43Z`.
+/// Returns the current time as `2026-11-21T12:16:43Z`.
 pub(crate) fn date() -> String {
-    // A clock before 1970 is told as 1970.
+    // A clock before 1970 is reported as 1970.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     written(now.as_secs())
 }
 
-/// Seconds since 1970 as a date, by the calendar whose years begin in March: a leap day is the last
-/// of its year then.
+/// Converts seconds since 1970 to a date. Uses years that begin in March, so that a leap day is the
+/// last day of its year.
 fn written(seconds: u64) -> String {
     const ERA: u64 = 146_097; // days in 400 years
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400); // since the first of March of the year 0

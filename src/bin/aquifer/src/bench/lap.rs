@@ -1,4 +1,4 @@
-//! How time is taken.
+//! Timing.
 //!
 //! ```text
 //!   warm up: ever longer laps, until one takes long enough     then: a lap each, in turn, until the time is up
@@ -6,9 +6,10 @@
 //!   B                      ▪ ▪▪ ▪▪▪▪ ▪▪▪▪▪▪▪▪                    B          ▪▪▪▪▪▪▪▪          ▪▪▪▪▪▪▪▪
 //! ```
 //!
-//! A lap is work that was made before, and nothing else; the clock is read at its ends only, since
-//! a look at it costs more than a call of a pool. The median of the laps counts. The warm-up also
-//! takes the memory that the work needs.
+//! - A lap contains only work that was generated before. The clock is read only at its ends, since
+//!   a clock read costs more than a call of a pool.
+//! - The result is the median of the laps.
+//! - The warm-up also allocates the memory that the work needs.
 
 use crate::figures::median;
 use std::{
@@ -16,29 +17,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How much time is spent.
+/// How much time is spent on measuring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pace {
-    /// What a lap should take at least: so little that few laps are interrupted, where others want
-    /// the processor too, and so much that the looks at the clock do not count.
+    /// The minimum time of a lap. Short enough that few laps are interrupted on a busy machine, and
+    /// long enough that the clock reads do not matter.
     lap: Duration,
-    /// What all laps of one contender may take together; there is always one.
+    /// The maximum time of all laps of one contender. There is always one lap.
     time: Duration,
-    /// The most laps.
+    /// The maximum number of laps.
     laps: usize,
-    /// The most pieces of work in a lap.
+    /// The maximum number of pieces of work per lap.
     pieces: u64,
 }
 
 impl Pace {
-    /// For figures that can be told.
+    /// For results that can be published.
     pub(crate) const FULL: Self = Self {
         lap: Duration::from_micros(250),
         time: Duration::from_millis(250),
         laps: 501,
         pieces: 1 << 20,
     };
-    /// For a look whether all of it runs.
+    /// For a check that everything runs.
     pub(crate) const QUICK: Self = Self {
         lap: Duration::from_micros(100),
         time: Duration::from_millis(4),
@@ -46,76 +47,76 @@ impl Pace {
         pieces: 1 << 16,
     };
 
-    /// The one that was asked for.
+    /// Returns the requested pace.
     pub(crate) fn of(quick: bool) -> Self {
         if quick { Self::QUICK } else { Self::FULL }
     }
 
-    /// With just so many turns, however long they take.
+    /// Returns a pace with exactly `laps` turns, however long they take.
     pub(crate) fn turns(self, laps: usize) -> Self {
         Self { laps, time: Duration::from_secs(3600), ..self }
     }
 
-    /// For laps of several threads, which take some time to begin all.
+    /// Returns a pace for laps of several threads, which take some time to start.
     pub(crate) fn together(self) -> Self {
         Self { lap: self.lap * 8, ..self }
     }
 }
 
-/// Calls that were refused.
+/// Failed calls.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Failed {
-    /// How many.
+    /// The number of failures.
     pub(crate) count: u64,
-    /// What the first was told.
+    /// The message of the first one.
     pub(crate) first: Option<String>,
 }
 
 impl Failed {
-    /// Counts one more.
+    /// Counts one more failure.
     #[cold]
     pub(crate) fn note(&mut self, said: &dyn ToString) {
         self.count += 1;
         self.first.get_or_insert_with(|| said.to_string());
     }
 
-    /// Counts `other`'s as well.
+    /// Adds the failures of `other`.
     pub(crate) fn add(&mut self, other: Self) {
         self.count += other.count;
         self.first = self.first.take().or(other.first);
     }
 }
 
-/// What one lap took, in nanoseconds per operation.
+/// The times of one lap, in nanoseconds per operation.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Lap {
-    /// From the first thread's begin to the last one's end.
+    /// The time from the first thread's begin to the last one's end.
     pub(crate) took: Duration,
-    /// The same, over the operations of all threads.
+    /// The same, divided by the operations of all threads.
     pub(crate) over_all: f64,
-    /// The mean, over the threads, of a thread's own time over its own operations.
+    /// The mean over the threads of a thread's own time per operation.
     pub(crate) each: f64,
-    /// What was refused meanwhile.
+    /// Failed calls of the lap.
     pub(crate) failed: Failed,
 }
 
 /// The medians of a contender's laps.
 #[derive(Clone, PartialEq, Default, Debug)]
 pub(crate) struct Outcome {
-    /// Of [`Lap::over_all`].
+    /// The median of [`Lap::over_all`].
     pub(crate) over_all: f64,
-    /// Of [`Lap::each`].
+    /// The median of [`Lap::each`].
     pub(crate) each: f64,
-    /// [`Lap::each`] of all laps, in their order.
+    /// [`Lap::each`] of all laps, in order.
     pub(crate) laps: Vec<f64>,
-    /// All that was refused, in the warm-up too.
+    /// All failed calls, including those of the warm-up.
     pub(crate) failed: Failed,
 }
 
-/// Runs a lap of so many pieces of work.
+/// Runs a lap with the given number of pieces of work.
 pub(crate) type Contender<'a> = Box<dyn FnMut(u64) -> Lap + 'a>;
 
-/// Has contenders take turns, and answers for each in the order given.
+/// Lets contenders take turns, and returns their outcomes in the given order.
 pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Outcome> {
     let mut failed: Vec<_> = contenders.iter().map(|_| Failed::default()).collect();
     let mut pieces = Vec::new();
@@ -145,8 +146,8 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     outcomes.collect()
 }
 
-/// How many pieces make a lap that is long enough. Two laps are run at least: what the first takes
-/// from the driver the second has.
+/// Returns how many pieces make a lap of sufficient length. Runs at least two laps, since the first
+/// may have to allocate from the driver.
 fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u64 {
     let mut pieces = 1;
     for round in 0.. {
@@ -157,7 +158,8 @@ fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u6
             break;
         }
         if !enough {
-            // Aims at the whole, but trusts a short lap for a factor of sixteen only.
+            // Aims at the full length, but limits the growth after a short lap to a factor of
+            // sixteen.
             let factor = pace.lap.as_secs_f64() / lap.took.as_secs_f64().max(1e-9);
             pieces = (pieces as f64 * (factor * 1.2).clamp(1.5, 16.0)).ceil() as u64;
             pieces = pieces.min(pace.pieces);
@@ -166,8 +168,8 @@ fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u6
     pieces
 }
 
-/// Does something that cannot go on in laps, since each time needs a state of its own, until the
-/// time is up. Answers with the median of each of the figures; the first time is a warm-up.
+/// Repeats work that cannot run in laps, since each repetition needs its own state, until the time
+/// is up. Returns the median of each result. The first repetition is a warm-up.
 ///
 /// # Errors
 /// The first of `work`.
@@ -193,8 +195,8 @@ pub(crate) fn repeat<const N: usize, E>(
 mod tests {
     use super::*;
 
-    /// A contender whose pieces take a millisecond by its own account, and who writes down how many
-    /// it was asked for.
+    /// Returns a contender that reports a millisecond per piece and records how many pieces each
+    /// lap had.
     fn counted<'a>(asked: &'a mut Vec<u64>, ns: &'a [f64]) -> Contender<'a> {
         Box::new(move |pieces| {
             let over_all = ns[asked.len() % ns.len()];

@@ -1,15 +1,15 @@
-//! `aquifer bench pinned`: pools of pinned host memory beside the host's `malloc` and the driver's
-//! own allocations.
+//! `aquifer bench pinned`: pools of pinned host memory, compared with the host's `malloc` and the
+//! driver's allocations.
 //!
 //! | module | rows |
 //! |---|---|
-//! | `pool` | pairs, random sizes and what they waste, on up to 16 threads |
-//! | `driver` | the driver's own allocations, on a GPU |
-//! | `source` | who serves |
-//! | `regions` | whole regions made ready, by pages and workers |
+//! | `pool` | pairs, random sizes and their waste, on up to 16 threads |
+//! | `driver` | the driver's allocations, on a GPU |
+//! | `source` | the allocators |
+//! | `regions` | creation of whole regions, by page size and number of workers |
 //!
-//! Memory is what a program near the device would get. Without a GPU it is pageable, which changes
-//! nothing in the pool.
+//! Memory is allocated as for a program near the device. Without a GPU it is pageable. The pool is
+//! the same.
 
 mod driver;
 mod pool;
@@ -33,7 +33,7 @@ use aquifer_driver::Driver;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use std::sync::Arc;
 
-/// In the order in which they are measured and printed.
+/// The groups, in the order of measurement and output.
 fn groups<'a>() -> [Group<Bench<'a>>; 5] {
     [
         Group { names: pool::pair_names, measure: pool::pairs },
@@ -44,7 +44,7 @@ fn groups<'a>() -> [Group<Bench<'a>>; 5] {
     ]
 }
 
-/// Measures what was asked for. Takes most of a minute.
+/// Measures the selected rows. Takes most of a minute.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -57,16 +57,16 @@ pub(crate) fn run(args: &cli::BenchPinned) -> std::result::Result<Report, Mistak
     Ok(sheet.report("pinned", &place, version, args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench<'a> {
     place: &'a Place,
     pace: Pace,
     host: Host,
     driver: Arc<dyn Driver>,
     device: DeviceId,
-    /// The most bytes that a row may take: half of what this machine has left.
+    /// The maximum bytes of a row: half of what this machine has left.
     room: u64,
-    /// Of the driver's interface.
+    /// Version of the driver interface.
     version: u32,
     sheet: Sheet,
 }
@@ -98,12 +98,12 @@ impl<'a> Bench<'a> {
         measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 
-    /// Whether a GPU's driver is there to be measured.
+    /// Returns whether a GPU's driver can be measured.
     fn has_gpu(&self) -> bool {
         matches!(self.place, Place::Cuda { .. })
     }
 
-    /// A pool that has so many bytes ready.
+    /// Creates a pool with this many bytes ready.
     fn pool(&self, bytes: u64) -> Result<PinnedPool> {
         let pool =
             PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
@@ -111,7 +111,7 @@ impl<'a> Bench<'a> {
         Ok(pool)
     }
 
-    /// Whether there is memory for a row; if not, the row says why it is not there.
+    /// Returns whether there is memory for a row. Otherwise notes why the row is missing.
     fn has_room(&mut self, name: &str, bytes: u64) -> bool {
         self.sheet.has_room(name, bytes, self.room)
     }

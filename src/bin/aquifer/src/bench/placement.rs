@@ -1,10 +1,10 @@
-//! `aquifer bench placement`: what picking a device and holding bytes there costs.
+//! `aquifer bench placement`: the cost of choosing a device and holding bytes on it.
 //!
 //! A pair is a request for 1 MiB and the drop of its lease, over simulated devices of equal size.
-//! The peer is what a program writes by hand: free bytes of each device in a vector behind a lock,
-//! of which the largest is taken. It knows no budget, no hint and no health.
+//! The peer is the simple hand-written version: a vector of the free bytes of each device behind a
+//! lock, of which the largest is chosen. It has no budgets, hints or health checks.
 //!
-//! The first rows are of a whole [runtime](start).
+//! The first rows measure a whole [runtime](start).
 
 mod start;
 
@@ -33,19 +33,20 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Bytes of a request, as the lanes are told.
+/// Bytes per request, as given to the lanes.
 const BYTES: u64 = 1 << 20;
-/// What each device may have: more than is ever leased here.
+/// The budget of each device, more than is ever leased here.
 const LIMIT: u64 = 8 << 30;
-/// What each has: little enough that addresses for the most of them can be had.
+/// The memory of each device. Small enough that there are addresses for the largest number of
+/// devices.
 const MEMORY: u64 = 16 << 30;
 const DEVICES: [u32; 3] = [1, 8, 64];
 const GROUPS: [usize; 2] = [4, 8];
 const THREADS: usize = 16;
-/// The hand-written picker, as rows name it.
+/// The hand-written peer, as named in rows.
 const BY_HAND: &str = "Mutex<Vec<free>>";
 
-/// In the order in which they are measured and printed.
+/// The groups, in the order of measurement and output.
 fn groups() -> [Group<Bench>; 4] {
     [
         Group { names: start::names, measure: start::measure },
@@ -55,7 +56,7 @@ fn groups() -> [Group<Bench>; 4] {
     ]
 }
 
-/// Measures what was asked for, within most of a minute.
+/// Measures the selected rows. Takes most of a minute.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -70,14 +71,14 @@ pub(crate) fn run(args: &cli::BenchPlacement) -> std::result::Result<Report, Mis
     Ok(bench.sheet.report("placement", &machine, version, args.rows.quick))
 }
 
-/// A bench under way.
+/// The state of a benchmark.
 struct Bench {
     pace: Pace,
     sheet: Sheet,
 }
 
 impl Bench {
-    /// A row beside the hand-written picker's over as many devices.
+    /// Adds a row compared with the hand-written peer over as many devices.
     fn beside_by_hand(&mut self, name: &str, own: Contender<'_>, devices: u32) {
         let peer = pairs_of(vec![ByHand::new(devices)]);
         let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
@@ -107,7 +108,7 @@ fn policies() -> [(&'static str, Policy); 9] {
     ]
 }
 
-/// So many devices that nothing runs on.
+/// Creates a runtime over this many idle devices.
 fn runtime(devices: u32) -> Result<Runtime> {
     Runtime::builder().driver(simulated(devices)).device_budget(LIMIT).build()
 }
@@ -120,7 +121,7 @@ fn over(devices: u32) -> String {
     format!("{devices} device{}", if devices == 1 { "" } else { "s" })
 }
 
-/// Requests of one thread.
+/// Placement requests of one thread.
 struct Placing {
     placer: Placer,
     place: Place,
@@ -152,7 +153,7 @@ impl Source for Placing {
     }
 }
 
-/// Groups of one thread.
+/// Group requests of one thread.
 struct Sharding(Placer, Shards);
 
 impl Source for Sharding {
@@ -173,7 +174,7 @@ impl Source for Sharding {
     }
 }
 
-/// What a program writes by hand.
+/// The hand-written peer.
 struct ByHand(Mutex<Vec<u64>>);
 
 impl ByHand {

@@ -1,4 +1,4 @@
-//! What a bench found, on a page and in JSON.
+//! The results of a benchmark as a page and as JSON.
 
 use super::row::Row;
 use crate::{json, layout::wrap};
@@ -6,46 +6,46 @@ use serde_json::{Value, json};
 
 /// Columns of the page.
 const WIDTH: usize = 80;
-/// Columns of a row's name, of its figure and the peer's, and of the ratio.
+/// Columns of a row's name, of its result and its peer's, and of the ratio.
 const NAME: usize = 41;
 const FIGURE: usize = 14;
 const RATIO: usize = WIDTH - NAME - 2 * FIGURE - 3;
 
-/// Everything a bench found.
+/// The complete results.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Report {
-    /// What was measured: `device`.
+    /// The benchmark: `device`.
     pub(crate) what: &'static str,
-    /// The device, as on the command line.
+    /// The device's name on the command line.
     pub(crate) device: String,
-    /// The device in words.
+    /// The device's display name.
     pub(crate) device_title: String,
     /// The driver and its version.
     pub(crate) driver: String,
-    /// The host's processor; none where the kernel does not tell.
+    /// The host's processor, or none if the kernel does not report it.
     pub(crate) processor: Option<String>,
-    /// How many threads may run at once.
+    /// How many threads may run at the same time.
     pub(crate) processors: u64,
-    /// When, in UTC.
+    /// The date in UTC.
     pub(crate) date: String,
-    /// Whether it was a quick run, whose figures are rough.
+    /// Whether it was a quick run with rough results.
     pub(crate) quick: bool,
-    /// The figures.
+    /// The results.
     pub(crate) rows: Vec<Row>,
-    /// What was refused.
+    /// Failed calls.
     pub(crate) failures: Vec<Failure>,
-    /// What was not measured.
+    /// Rows that were not measured.
     pub(crate) left_out: Vec<LeftOut>,
 }
 
-/// Calls that were refused while a row was measured.
+/// Calls that failed while a row was measured.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Failure {
     /// The row.
     pub(crate) row: String,
-    /// How many.
+    /// The number of failures.
     pub(crate) count: u64,
-    /// What the first was told; it may have several lines.
+    /// The message of the first one. It may have several lines.
     pub(crate) said: String,
 }
 
@@ -54,22 +54,22 @@ pub(crate) struct Failure {
 pub(crate) struct LeftOut {
     /// Its name.
     pub(crate) row: String,
-    /// Why.
+    /// The reason.
     pub(crate) why: String,
 }
 
 impl Report {
-    /// Whether nothing was refused.
+    /// Returns whether no call failed.
     pub(crate) fn is_clean(&self) -> bool {
         self.failures.is_empty()
     }
 
-    /// Calls that were refused.
+    /// Returns the number of failed calls.
     fn failed(&self) -> u64 {
         self.failures.iter().map(|failure| failure.count).sum()
     }
 
-    /// One JSON object: what the figures were taken on, what was refused, and the rows, one a line.
+    /// Returns one JSON object with the machine, the failures, and one row per line.
     pub(crate) fn to_json(&self) -> String {
         let text = |value: Value| value.to_string();
         let rows = self.rows.iter().map(Row::fields);
@@ -99,7 +99,7 @@ impl Report {
         ])
     }
 
-    /// The page, without a line end behind its last line.
+    /// Returns the page, without a newline after the last line.
     pub(crate) fn to_screen(&self) -> String {
         let mut lines = vec![format!("aquifer bench {}: {}", self.what, self.device_title)];
         let processor = self.processor.as_deref().unwrap_or("an unknown processor");
@@ -113,7 +113,7 @@ impl Report {
         );
         lines.extend(wrap(&host, WIDTH));
         lines.push(String::new());
-        // Names of peers are few, so they stand once, where they begin.
+        // There are few peers, so each is named once, above its first row.
         let mut peer = None;
         for row in &self.rows {
             let against = row.peer.as_ref().map(|peer| peer.name.as_str());
@@ -133,8 +133,8 @@ impl Report {
             };
             let ratio = row.ratio().map_or(String::new(), times);
             let figure = row.unit.of(row.ns);
-            // Two long names may differ at their ends alone, so none is cut: it has a line of its
-            // own.
+            // Long names may differ only at their ends, so they are not cut. The excess is in lines
+            // of its own.
             let mut names = wrap(&row.name, WIDTH);
             let name = names.pop_if(|name| name.chars().count() <= NAME).unwrap_or_default();
             lines.append(&mut names);
@@ -155,7 +155,7 @@ impl Report {
     }
 }
 
-/// A ratio with three digits that count: `0.062×`, `4.21×`, `131×`.
+/// Formats a ratio with three significant digits: `0.062×`, `4.21×`, `131×`.
 fn times(ratio: f64) -> String {
     let digits = if ratio < 0.9995 {
         3

@@ -1,36 +1,36 @@
-//! One figure, and the peer's beside it.
+//! A result, and that of its peer.
 
 use crate::figures::Nanoseconds;
 use serde_json::{Value, json};
 
-/// What a figure counts, and per what.
+/// The unit of a result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Unit {
-    /// Nanoseconds for an allocation and its free.
+    /// Nanoseconds per allocation and its free.
     NsPerPair,
-    /// Nanoseconds for an allocation or a free.
+    /// Nanoseconds per allocation or free.
     NsPerOperation,
-    /// Nanoseconds for a call of the driver.
+    /// Nanoseconds per driver call.
     NsPerCall,
-    /// Microseconds for something done once.
+    /// Microseconds for a single operation.
     Us,
-    /// Microseconds for a physical handle.
+    /// Microseconds per physical handle.
     UsPerHandle,
-    /// Microseconds for 2³⁰ bytes.
+    /// Microseconds per 2³⁰ bytes.
     UsPerGib,
-    /// Milliseconds for 2³⁰ bytes.
+    /// Milliseconds per 2³⁰ bytes.
     MsPerGib,
-    /// Parts of a hundred, and no time.
+    /// Per cent. Not a time.
     Percent,
-    /// 10⁹ bytes a second: a row of these keeps the nanoseconds for 10⁹ bytes, so that its ratio is
-    /// one of times too.
+    /// 10⁹ bytes per second. Such a row stores the nanoseconds per 10⁹ bytes, so that its ratio is
+    /// one of times as well.
     GbPerSecond,
-    /// Seconds of processor time for 2³⁰ bytes.
+    /// Seconds of processor time per 2³⁰ bytes.
     CpuPerGib,
 }
 
 impl Unit {
-    /// As in JSON.
+    /// Returns its name in JSON.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::NsPerPair => "ns/pair",
@@ -46,7 +46,7 @@ impl Unit {
         }
     }
 
-    /// How many nanoseconds it counts by.
+    /// Returns the length of its unit of time in nanoseconds.
     fn nanoseconds(self) -> f64 {
         match self {
             Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
@@ -56,7 +56,7 @@ impl Unit {
         }
     }
 
-    /// A time in this unit.
+    /// Converts a time to this unit.
     pub(crate) fn value(self, ns: f64) -> f64 {
         match self {
             Self::GbPerSecond => self.nanoseconds() / ns,
@@ -64,7 +64,7 @@ impl Unit {
         }
     }
 
-    /// A time per what this unit is per, in whichever unit of time suits it.
+    /// Formats a time with a suitable prefix, keeping what this unit is per.
     pub(crate) fn of(self, ns: f64) -> String {
         if self == Self::Percent {
             return format!("{ns:.2} %");
@@ -80,38 +80,39 @@ impl Unit {
     }
 }
 
-/// What a figure is held against.
+/// The result that a row is compared with.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Peer {
-    /// Who.
+    /// The name of the peer.
     pub(crate) name: String,
-    /// In nanoseconds, per what the row's unit is per.
+    /// Nanoseconds, per the same quantity as the row's unit.
     pub(crate) ns: f64,
 }
 
-/// One figure.
+/// One result.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Row {
-    /// What was measured.
+    /// The name of the row.
     pub(crate) name: String,
-    /// In nanoseconds, per what the unit is per; what is no time, in the unit itself.
+    /// Nanoseconds, per the quantity of the unit. If the unit is not a time, the value in that
+    /// unit.
     pub(crate) ns: f64,
-    /// What it is told in.
+    /// The unit.
     pub(crate) unit: Unit,
-    /// Who did the same in the same run.
+    /// The peer in the same run.
     pub(crate) peer: Option<Peer>,
-    /// Between which two figures the true one lies, in 95 of 100 cases; as `ns`.
+    /// The 95 % confidence interval, in the unit of `ns`.
     pub(crate) interval: Option<[f64; 2]>,
 }
 
-/// Six digits are more than any of the figures has; of a small one too, so that a ratio is that of
-/// the figures beside it.
+/// Rounds to six significant digits, more than the accuracy of any result. Small values keep six
+/// digits too, so that the ratio agrees with the printed results.
 fn rounded(figure: f64) -> Value {
     json!(format!("{figure:.5e}").parse::<f64>().unwrap_or(figure))
 }
 
 impl Row {
-    /// Its fields in JSON, in their order; the interval only where there is one.
+    /// Returns its JSON fields in order. The interval is included only if there is one.
     pub(crate) fn fields(&self) -> Vec<(&'static str, Value)> {
         let mut fields = vec![
             ("name", json!(self.name)),
@@ -127,24 +128,24 @@ impl Row {
         fields
     }
 
-    /// The figure in its unit.
+    /// Returns the result in its unit.
     pub(crate) fn value(&self) -> f64 {
         self.unit.value(self.ns)
     }
 
-    /// The peer's in the same unit.
+    /// Returns the peer's result in the same unit.
     pub(crate) fn peer_value(&self) -> Option<f64> {
         self.peer.as_ref().map(|peer| self.unit.value(peer.ns))
     }
 
-    /// How many times the peer's time this one is: below 1 is faster, of speeds as well.
+    /// Returns the ratio of the time to the peer's: below 1 is faster, also for rates.
     pub(crate) fn ratio(&self) -> Option<f64> {
         let peer = self.peer.as_ref().filter(|peer| peer.ns > 0.0)?;
         Some(self.ns / peer.ns)
     }
 }
 
-/// A size as people name it: `256 B`, `4 KiB`. For whole multiples of a unit.
+/// Formats a size that is a whole multiple of a unit: `256 B`, `4 KiB`.
 pub(crate) fn size(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.into_iter().find(|(shift, _)| bytes >= 1 << shift);

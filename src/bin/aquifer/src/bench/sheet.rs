@@ -1,4 +1,4 @@
-//! What a bench has found so far, and which of its rows are wanted.
+//! The results of a benchmark so far, and the selection of its rows.
 
 use super::{
     host,
@@ -13,21 +13,21 @@ use crate::{
 use aquifer_core::{Bytes, MemoryError};
 use std::fmt;
 
-/// Why there is nothing to report.
+/// Why there is no report.
 #[derive(Debug)]
 pub(crate) enum Mistake {
-    /// The device that was asked for is not there.
+    /// The requested device does not exist.
     Place(NoPlace),
-    /// `--driver` where the driver is a simulated one.
+    /// `--driver` with a simulated device.
     NoDriver,
     /// `--only` with a pattern that no row's name contains.
     NoRow {
         /// The pattern.
         pattern: String,
-        /// Some names.
+        /// Examples of names.
         names: Vec<String>,
     },
-    /// The device does not answer.
+    /// The device returned an error.
     Device(MemoryError),
 }
 
@@ -56,14 +56,14 @@ impl std::error::Error for Mistake {
     }
 }
 
-/// Rows that are measured together, by a bench `B`.
+/// Rows of a benchmark `B` that are measured together.
 pub(super) struct Group<B> {
     pub(super) names: fn(&B) -> Vec<String>,
     pub(super) measure: fn(&mut B) -> aquifer_core::Result<()>,
 }
 
-/// Measures the groups that have a row which is wanted, in their order. `sheet` is where the bench
-/// notes what it finds.
+/// Measures the groups with selected rows, in order. `sheet` returns the sheet on which the
+/// benchmark notes its results.
 ///
 /// # Errors
 /// [`Mistake::NoRow`], before anything is measured.
@@ -76,7 +76,7 @@ pub(super) fn measure<B>(
     let names: Vec<_> = groups.iter().map(|group| (group.names)(bench)).collect();
     let all = || names.iter().flatten();
     if !all().any(|name| sheet(bench).wants(name)) {
-        // One of each kind.
+        // One name of each group.
         let names = names.iter().filter_map(|names| names.last().cloned()).collect();
         return Err(Mistake::NoRow {
             pattern: sheet(bench).only.clone().unwrap_or_default(),
@@ -94,7 +94,7 @@ pub(super) fn measure<B>(
         }
         let before = sheet(bench).rows.len();
         if let Err(error) = (group.measure)(bench) {
-            // What is missing now is missing because of it.
+            // Rows missing at this point are missing because of the error.
             let sheet = sheet(bench);
             let measured = &sheet.rows[before..];
             let missing = names
@@ -107,9 +107,9 @@ pub(super) fn measure<B>(
     Ok(())
 }
 
-/// The rows of a bench under way.
+/// The rows of a running benchmark.
 pub(super) struct Sheet {
-    /// What a row's name must contain, in lower case.
+    /// The text that a row's name must contain, in lower case.
     only: Option<String>,
     pub(super) rows: Vec<Row>,
     pub(super) failures: Vec<Failure>,
@@ -117,18 +117,18 @@ pub(super) struct Sheet {
 }
 
 impl Sheet {
-    /// An empty one, for rows whose name contains `only`, in either case.
+    /// Creates an empty sheet for rows whose name contains `only`, ignoring case.
     pub(super) fn new(only: Option<&str>) -> Self {
         let only = only.map(str::to_lowercase);
         Self { only, rows: Vec::new(), failures: Vec::new(), left_out: Vec::new() }
     }
 
-    /// Whether a row is to be measured.
+    /// Returns whether a row is selected.
     pub(super) fn wants(&self, name: &str) -> bool {
         self.only.as_ref().is_none_or(|only| name.to_lowercase().contains(only))
     }
 
-    /// A row, if it is wanted.
+    /// Adds a row if it is selected.
     pub(super) fn add(&mut self, name: &str, unit: Unit, ns: f64, peer: Option<(&str, f64)>) {
         if self.wants(name) {
             let peer = peer.map(|(name, ns)| Peer { name: name.to_owned(), ns });
@@ -136,7 +136,7 @@ impl Sheet {
         }
     }
 
-    /// A row with the interval that its figure lies in, if it is wanted.
+    /// Adds a row with a confidence interval if it is selected.
     pub(super) fn add_within(&mut self, name: &str, unit: Unit, ns: f64, interval: [f64; 2]) {
         if self.wants(name) {
             let interval = Some(interval);
@@ -144,14 +144,14 @@ impl Sheet {
         }
     }
 
-    /// Says why a row is not there, if it is wanted.
+    /// Notes why a row is missing if it is selected.
     pub(super) fn leave_out(&mut self, name: &str, why: String) {
         if self.wants(name) {
             self.left_out.push(LeftOut { row: name.to_owned(), why });
         }
     }
 
-    /// Whether a row's memory is there; if not, the row says so.
+    /// Returns whether there is memory for a row. Otherwise notes why the row is missing.
     pub(super) fn has_room(&mut self, name: &str, needed: u64, room: u64) -> bool {
         if needed > room {
             self.leave_out(name, format!("needs {} of {}", Bytes(needed), Bytes(room)));
@@ -159,7 +159,7 @@ impl Sheet {
         needed <= room
     }
 
-    /// Notes what was refused while a row was measured.
+    /// Notes the calls that failed while a row was measured.
     pub(super) fn note(&mut self, name: &str, failed: Failed) {
         if failed.count > 0 {
             let said = failed.first.unwrap_or_default();
@@ -167,13 +167,13 @@ impl Sheet {
         }
     }
 
-    /// The whole of a bench that needs no device.
+    /// Returns the report of a benchmark that needs no device.
     pub(super) fn report_of_host(self, what: &'static str, quick: bool) -> Report {
         let (device, device_title) = ("none".to_owned(), "the host's memory".to_owned());
         self.taken_on(what, device, device_title, "no driver".to_owned(), quick)
     }
 
-    /// The whole, with what it was taken on: a place whose driver has the interface `version`.
+    /// Returns the report with its machine: a place whose driver interface has this `version`.
     pub(super) fn report(
         self,
         what: &'static str,

@@ -1,16 +1,16 @@
-//! `aquifer bench stage`: pageable memory and files to the device and back, beside the driver's own
-//! copy and the limit.
+//! `aquifer bench stage`: copies of pageable memory and files to the device and back, compared with
+//! the driver's own copy and the pinned limit.
 //!
-//! | rows | the peer |
+//! | rows | peer |
 //! |---|---|
-//! | `upload 1 GiB`, `download 1 GiB` | the driver's own copy of pageable memory |
+//! | `upload 1 GiB`, `download 1 GiB` | the driver's copy of pageable memory |
 //! | `…, of the limit` | the driver's copy of pinned memory |
-//! | `…, CPU` | the processor time of the driver's own copy |
+//! | `…, CPU` | the processor time of the driver's copy |
 //! | `both ways 1 GiB` | both ways with pinned memory |
-//! | `file 1 GiB, warm` and so on | the file read into memory, and the driver's own copy of that |
+//! | `file 1 GiB, warm` and so on | the file read into memory, then the driver's copy of it |
 //!
 //! Host memory is touched once before anything is timed. On the simulated device copies move no
-//! bytes, so there are times of transfers, which are those of the calls, and no rates.
+//! bytes. There the rows are times of the calls, and no rates.
 
 use super::{
     host,
@@ -39,7 +39,7 @@ use std::{
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// What the memory of direct reads is aligned to, in bytes.
+/// The alignment of memory for direct reads, in bytes.
 const PAGE: usize = 4096;
 
 /// Sizes of transfers, in bytes.
@@ -58,7 +58,7 @@ const SIZES: [u64; 13] = [
     GIB,
     8 * GIB,
 ];
-/// From here on processor time is told: less cannot be seen.
+/// The size from which processor time is reported. The clock is too coarse for smaller ones.
 const LONG: u64 = 64 * MIB;
 /// Sizes of files, in bytes.
 const FILES: [u64; 7] = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB, 8 * GIB];
@@ -67,14 +67,14 @@ const PAGEABLE: &str = "driver, pageable memory";
 const PINNED: &str = "pinned memory, the limit";
 const READ_FIRST: &str = "read, then the driver's copy";
 
-/// Why there is nothing to report.
+/// Why there is no report.
 #[derive(Debug)]
 pub(crate) enum Mistake {
-    /// The device that was asked for is not there.
+    /// The requested device does not exist.
     Place(NoPlace),
     /// `--only` with a pattern that no row's name contains.
     NoRow(String),
-    /// The device or pinned memory cannot be had.
+    /// The device or pinned memory cannot be allocated.
     Memory(MemoryError),
 }
 
@@ -102,7 +102,7 @@ impl std::error::Error for Mistake {
     }
 }
 
-/// One thing that is measured, of some bytes.
+/// A transfer of some bytes that is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Group {
     Upload(u64),
@@ -137,7 +137,7 @@ impl Group {
         }
     }
 
-    /// Of all rows that it may have.
+    /// Returns the names of all rows it may have.
     fn names(self) -> [String; 3] {
         let name = self.name();
         [name.clone(), limit(&name), processor(&name)]
@@ -152,7 +152,7 @@ fn processor(name: &str) -> String {
     format!("{name}, CPU")
 }
 
-/// Measures what was asked for. Takes some minutes.
+/// Measures the selected rows. Takes some minutes.
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
@@ -200,11 +200,11 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     Ok(sheet.report("stage", &place, version, args.rows.quick))
 }
 
-/// What is measured of transfers up to `most` bytes.
+/// Returns the groups of transfers up to `most` bytes.
 fn groups(most: u64) -> Vec<Group> {
     let sizes = || SIZES.into_iter().filter(|&size| size <= most);
     let largest = sizes().next_back().unwrap_or(SIZES[0]);
-    // Where nothing is so long, the longest there is.
+    // If no transfer is that long, the longest one.
     let long = || sizes().filter(|&size| size >= LONG.min(largest));
     let files = FILES.into_iter().filter(|&size| size <= most);
     let mut groups: Vec<_> =
@@ -215,7 +215,7 @@ fn groups(most: u64) -> Vec<Group> {
     groups
 }
 
-/// Rows with one peer stand together.
+/// Orders rows so that those with the same peer are adjacent.
 fn place_on_page(row: &Row) -> u32 {
     match (row.unit, row.peer.as_ref().map(|peer| peer.name.as_str())) {
         (Unit::GbPerSecond | Unit::Us, Some(PAGEABLE)) => 0,
@@ -233,7 +233,7 @@ struct Bench<'a> {
     up: Vec<u8>,
     down: Vec<u8>,
     sheet: Sheet,
-    /// No bytes move: there are times of calls, and no rates.
+    /// No bytes move: only times of calls are reported, no rates.
     simulated: bool,
 }
 
@@ -256,7 +256,7 @@ impl Bench<'_> {
         }
         let bytes = bytes as usize;
         if self.up.len() < bytes {
-            // Made anew, and touched.
+            // Newly allocated and touched.
             (self.up, self.down) = (vec![1; bytes], vec![2; bytes + PAGE]);
         }
         let measured = match group {
@@ -279,7 +279,7 @@ impl Bench<'_> {
     }
 
     fn speed(&mut self, name: String, took: f64, bytes: u64, peer: (&str, f64)) {
-        // Nanoseconds of 10⁹ bytes.
+        // Nanoseconds per 10⁹ bytes.
         if self.simulated {
             self.sheet.add(&name, Unit::Us, took, Some((peer.0, peer.1)));
             return;
@@ -335,7 +335,7 @@ impl Bench<'_> {
             Ok::<_, MemoryError>([staged.wall, staged.cpu, limit.wall])
         })?;
         let name = group.name();
-        // What goes both ways is twice the bytes.
+        // Both directions together move twice the bytes.
         self.speed(name.clone(), staged, 2 * bytes, (PINNED, limit));
         if bytes >= LONG && !self.simulated {
             let ns = cpu * GIB as f64 / (2 * bytes) as f64;
@@ -356,12 +356,13 @@ impl Bench<'_> {
             if matches!(group, Group::Direct(_)) { ReadMode::Direct } else { ReadMode::Cached };
         let source = FileSource::open(&written.path, mode).map_err(refused)?;
         let cached = FileSource::open(&written.path, ReadMode::Cached).map_err(refused)?;
-        // Dirty pages would be written back meanwhile; and a cold cache is one that has forgotten.
+        // Writes dirty pages back, which would otherwise disturb the timing, and drops the page
+        // cache.
         cached.drop_cache().map_err(refused)?;
         let cold = matches!(group, Group::Cold(_));
         let mut device = bed.buffer(bytes)?;
         let pinned = bed.limit(bytes)?;
-        // What is not aligned is read through the page cache.
+        // Unaligned reads would go through the page cache.
         let page = self.down.as_ptr().align_offset(PAGE);
         let host = &mut self.down[page..][..bytes as usize];
         let [staged, staged_cpu, driver, driver_cpu, limit_] = repeat(self.pace, || {
@@ -387,7 +388,7 @@ impl Bench<'_> {
     }
 }
 
-/// Bytes that a folder's file system has left; `None` where it does not tell.
+/// Returns the free bytes of a folder's file system, or `None` if it does not report them.
 fn room_in(folder: &Path) -> Option<u64> {
     let found = statvfs(folder).ok()?;
     Some(found.blocks_available() * found.fragment_size())
@@ -407,9 +408,9 @@ fn read_all(source: &FileSource, mut into: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A file without a name, which goes when it is closed.
+/// A file without a name, which is freed when it is closed.
 struct Written {
-    /// Where it can be opened again.
+    /// A path through which it can be opened again.
     path: PathBuf,
     _file: fs::File,
 }
@@ -418,7 +419,7 @@ impl Written {
     fn new(folder: &Path, bytes: &[u8]) -> io::Result<Self> {
         let name = folder.join(format!("aquifer-bench-stage-{}", process::id()));
         let mut file = fs::File::create_new(&name)?;
-        // From here on it has no name, and goes with the process, however that ends.
+        // Unlinked, so that it is removed when the process ends for any reason.
         fs::remove_file(&name)?;
         file.write_all(bytes)?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));

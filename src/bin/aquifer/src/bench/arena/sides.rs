@@ -1,4 +1,5 @@
-//! Who serves: our arena over any allocator, bumpalo, bump-scope, and the process's own allocator.
+//! The allocators: the library's arena over any allocator, bumpalo, bump-scope, and the process's
+//! allocator.
 #![expect(unsafe_code, reason = "rewinds arenas and frees memory by hand")]
 
 use allocator_api2::{
@@ -10,31 +11,30 @@ use aquifer_adapters::Arena;
 use bump_scope::{alloc::compat::AllocatorApi2V02Compat, traits::BumpAllocatorTyped};
 use std::{alloc::Layout, cell::RefCell, hint::black_box, ptr::NonNull};
 
-/// Bytes of the first chunk of each arena, as it is asked for.
+/// The requested size of each arena's first chunk, in bytes.
 const CHUNK: usize = 4 << 10;
 
-/// What an arena is asked to do. Each method stands for one operation of a row, and is inlined into
-/// its loop.
+/// The operations of an arena. Each method is one operation of a row, and is inlined into its loop.
 pub(super) trait Side {
-    /// Puts so many numbers in another one over the same memory, which goes.
+    /// Allocates `count` numbers in a new arena over the same memory, and drops it.
     fn afresh(&mut self, count: u64);
     fn value(&self, value: u64);
     fn record(&self, value: [u32; 9]);
     fn block(&self, layout: Layout);
     fn text(&self, text: &str);
     fn slice(&self, source: &[u32]);
-    /// A box that goes at once.
+    /// Creates a box and drops it.
     fn boxed(&self, value: u64);
-    /// Pushes that many numbers onto a vector, which goes.
+    /// Pushes `count` numbers onto a vector and drops it.
     fn pushes(&self, count: u32);
     fn reset(&mut self);
 }
 
-/// What goes back to where it was.
+/// Arenas that can return to an earlier state.
 pub(super) trait Rewinds: Side {
-    /// So many numbers above a mark, to which it then goes back.
+    /// Allocates `count` numbers above a mark, then rewinds to it.
     fn marked(&mut self, count: u64);
-    /// So many numbers in a scope, and as many in one inside it.
+    /// Allocates `count` numbers in a scope, and as many in a scope inside it.
     fn nested(&mut self, count: u64);
 }
 
@@ -86,7 +86,7 @@ impl<A: Allocator + Clone> Side for Arena<A> {
     by_methods!(alloc_layout, |arena| arena);
     #[inline]
     fn reset(&mut self) {
-        // Without gates there is nothing that could fail.
+        // Without gates no reset can fail.
         let _reset = Arena::reset(self);
     }
 }
@@ -97,7 +97,7 @@ impl<A: Allocator + Clone> Rewinds for Arena<A> {
         let mark = self.mark();
         (0..count).for_each(|at| self.value(at));
         // SAFETY: 1. The mark was taken here. 2. Nothing was reset or rewound since. 3. What was
-        // handed out since is not used any more.
+        // allocated since is not used any more.
         unsafe { self.rewind(mark) };
     }
     #[inline]
@@ -128,7 +128,7 @@ impl Side for bumpalo::Bump {
     }
 }
 
-/// bump-scope's, which stands for itself.
+/// bump-scope's own type.
 pub(super) type Scoped = bump_scope::Bump;
 
 pub(super) fn scoped() -> Scoped {
@@ -153,8 +153,8 @@ impl Rewinds for Scoped {
     fn marked(&mut self, count: u64) {
         let mark = self.checkpoint();
         (0..count).for_each(|at| self.value(at));
-        // SAFETY: 1. The mark was taken here, of this one. 2. Nothing was reset since. 3. What was
-        // handed out since is not used any more.
+        // SAFETY: 1. The mark was taken here, of this arena. 2. Nothing was reset since. 3. What
+        // was allocated since is not used any more.
         unsafe { self.reset_to(mark) };
     }
     #[inline]
@@ -172,7 +172,7 @@ impl Rewinds for Scoped {
     }
 }
 
-/// The process's own allocator: blocks are kept until they would go with their arena, and freed one
+/// The process's allocator. Blocks are kept for as long as an arena would keep them, and freed one
 /// by one.
 #[derive(Default)]
 pub(super) struct Malloc {
@@ -200,7 +200,8 @@ impl Malloc {
 
     fn free_from(&mut self, first: usize) {
         for (block, layout) in self.kept.get_mut().drain(first..) {
-            // SAFETY: a block of the global allocator with its layout, which has left the list.
+            // SAFETY: a block of the global allocator with its layout, which was removed from the
+            // list.
             unsafe { Global.deallocate(block, layout) };
         }
     }
@@ -232,14 +233,14 @@ impl Side for Malloc {
     #[inline]
     fn text(&self, text: &str) {
         if let Some(block) = self.keep(Layout::for_value(text)) {
-            // SAFETY: 1. both have the text's bytes. 2. The block is new, so it is elsewhere.
+            // SAFETY: 1. both have the text's bytes. 2. The block is new, so they do not overlap.
             unsafe { block.copy_from_nonoverlapping(NonNull::from(text).cast(), text.len()) };
         }
     }
     #[inline]
     fn slice(&self, source: &[u32]) {
         if let Some(block) = self.keep(Layout::for_value(source)) {
-            // SAFETY: 1. both have the slice's bytes. 2. The block is new, so it is elsewhere.
+            // SAFETY: 1. both have the slice's bytes. 2. The block is new, so they do not overlap.
             unsafe {
                 block
                     .cast()

@@ -1,4 +1,4 @@
-//! What is done in an arena.
+//! The workloads of arenas.
 
 use super::sides::{Rewinds, Side};
 use crate::bench::lap::{Contender, Failed, Lap};
@@ -11,19 +11,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of a round, after which the arena is empty again.
+/// Operations per round, after which the arena is empty again.
 const ROUND: u64 = 1000;
-/// Numbers in a new arena.
+/// Numbers per new arena.
 const FRESH: u64 = 100;
-/// Numbers between a reset and the next, and above a mark.
+/// Numbers between two resets, and above a mark.
 const FEW: u64 = 10;
-/// Pushes onto a vector.
+/// Pushes per vector.
 const PUSHES: u32 = 100;
 
 const TEXT: &str = "the quick brown fox jumps over t";
 const NUMBERS: [u32; 16] = [7; 16];
 
-/// Something that is done over and over. Its name is its row's.
+/// A repeated workload. Its name is its row's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Work {
     Values,
@@ -64,7 +64,7 @@ impl Work {
         }
     }
 
-    /// Rounds of it in `side`.
+    /// Returns a contender that runs rounds of it in `side`.
     pub(super) fn on<'a, S: Side + 'a>(self, mut side: S) -> Contender<'a> {
         rounds(move || self.round(&mut side))
     }
@@ -88,7 +88,7 @@ impl Work {
     }
 }
 
-/// What goes back to where it was, which bumpalo does not.
+/// Workloads that return to an earlier state, which bumpalo cannot do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Return {
     Mark,
@@ -106,7 +106,7 @@ impl Return {
     }
 
     pub(super) fn on<'a, S: Rewinds + 'a>(self, mut side: S) -> Contender<'a> {
-        // Something stays below, as it does in a program.
+        // One allocation stays below, as in a real program.
         side.value(0);
         rounds(move || match self {
             Self::Mark => (0..ROUND).for_each(|_| side.marked(FEW)),
@@ -115,25 +115,25 @@ impl Return {
     }
 }
 
-/// A block's layout, by its place in the round: sizes that have nothing to do with each other.
+/// Returns a block's layout by its index in the round. The sizes are pseudo-random.
 #[inline]
 fn mixed(at: u64) -> Layout {
     let size = 8 + (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 55) as usize % 505;
-    // Neither is ever wrong.
+    // The layout is always valid.
     Layout::from_size_align(size, 8).unwrap_or(Layout::new::<u64>())
 }
 
-/// What is needed for a moment and goes together. Its name is its rows'.
+/// Scratch memory that is freed together. Its name is its rows'.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Scratch {
-    /// A device pool's look for memory, of the shape of `trim`: what is free in eight caches in one
-    /// list, by address, the handles that lie wholly in it in another, and the pieces that are
-    /// taken with the first of them.
+    /// A device pool's search for memory, in the form of `trim`: a list by address of the free
+    /// ranges of eight caches, a list of the entirely free handles, and the ranges taken with the
+    /// first of them.
     Pass,
-    /// The global allocator's report, of the shape of `stacks`: samples are summed up by their call
+    /// The global allocator's report, in the form of `stacks`: samples are summed up by their call
     /// stacks.
     Report,
-    /// A staging worker's list of what one slot carries.
+    /// A staging worker's list of the contents of one slot.
     Moves,
 }
 
@@ -157,7 +157,7 @@ impl Scratch {
     }
 }
 
-/// A free range: start, bytes, whose, whether it is done.
+/// A free range: start, bytes, cache, whether it is complete.
 type Offer = (u64, u64, usize, bool);
 
 fn pass<A: Allocator + Copy>(allocator: A) {
@@ -182,7 +182,7 @@ fn pass<A: Allocator + Copy>(allocator: A) {
     black_box((&taken, live));
 }
 
-/// Call stacks of a hundred samples, of eight places.
+/// The call stacks of a hundred samples, from eight places.
 fn report<A: Allocator + Copy>(allocator: A) {
     let mut places: AllocVec<(AllocVec<u64, A>, u64), A> = AllocVec::new_in(allocator);
     for sample in 0..black_box(100u64) {
@@ -200,14 +200,14 @@ fn report<A: Allocator + Copy>(allocator: A) {
     black_box(&places);
 }
 
-/// Sixteen pieces: on the host, on the device, in the slot, bytes.
+/// Sixteen pieces, each with its host address, device address, offset in the slot, and bytes.
 pub(super) fn moves<A: Allocator>(list: &mut AllocVec<[u64; 5], A>) {
     list.clear();
     (0..black_box(16)).for_each(|at| list.push([0, at, at << 16, at << 12, 4096]));
     black_box(&list);
 }
 
-/// A contender that runs a round of [`ROUND`] operations for each piece.
+/// Returns a contender that runs a round of [`ROUND`] operations for each piece.
 pub(super) fn rounds<'a>(mut round: impl FnMut() + 'a) -> Contender<'a> {
     Box::new(move |pieces| {
         let begun = Instant::now();
@@ -216,7 +216,7 @@ pub(super) fn rounds<'a>(mut round: impl FnMut() + 'a) -> Contender<'a> {
     })
 }
 
-/// As [`rounds`], of what is no arena's.
+/// As [`rounds`], for work outside an arena.
 pub(super) fn passes<'a>(mut pass: impl FnMut() + 'a) -> Contender<'a> {
     rounds(move || (0..ROUND).for_each(|_| pass()))
 }

@@ -1,8 +1,8 @@
-//! What it takes to lend a device's memory: parking a tag and resuming it, beside the link that its
-//! contents pass.
+//! The time to lend a device's memory: parking a tag and resuming it, compared with the link that
+//! its contents cross.
 //!
-//! On the first GPU, with 8 GiB in blocks as a model has them, saved in pinned memory that is
-//! ready. The link is the same bytes between one block and one piece of that memory.
+//! It runs on the first GPU with 8 GiB in the block sizes of a model, saved in pinned memory that
+//! is ready. The link rows copy as many bytes between one block and one piece of that memory.
 
 use super::Bench;
 use crate::{
@@ -19,11 +19,11 @@ use aquifer_stream::Stream;
 use std::time::Instant;
 
 const GIB: u64 = 1 << 30;
-/// What is parked.
+/// Bytes that are parked.
 const BYTES: u64 = 8 * GIB;
-/// Blocks of a layer: norms, matrices and its part of the cache.
+/// Block sizes of a layer: norms, matrices and its part of the cache.
 const LAYER: [usize; 5] = [16 << 10, 16 << 10, 50 << 20, 30 << 20, (48 << 20) - (32 << 10)];
-/// What one copy moves where the link alone is measured.
+/// Bytes per copy in the link rows.
 const PIECE: usize = 1 << 30;
 const ROWS: [&str; 2] = ["park 8 GiB", "resume 8 GiB"];
 const LINK: [&str; 2] = ["link, from the device", "link, to the device"];
@@ -82,7 +82,7 @@ fn filled(parkable: &Parkable, stream: &Stream, bytes: usize) -> Result<DeviceBu
     Ok(block)
 }
 
-/// Nanoseconds for 10⁹ bytes from the device, and back to it.
+/// Returns the nanoseconds per 10⁹ bytes from the device, and to the device.
 fn linked(pool: &DevicePool, stream: &Stream, pinned: &PinnedPool) -> Result<[f64; 2]> {
     let mut block: DeviceBuffer<u8> = pool.buffer(stream, PIECE)?;
     let mut piece = PinnedBuf::<u8>::new_in(pinned, PIECE)?;
@@ -95,10 +95,10 @@ fn linked(pool: &DevicePool, stream: &Stream, pinned: &PinnedPool) -> Result<[f6
     Ok([back, begun.elapsed()].map(|took| took.as_nanos() as f64 * 1e9 / PIECE as f64))
 }
 
-/// The same for everything that is parked.
+/// Returns the same for parking and resuming everything.
 #[expect(unsafe_code, reason = "parks what nobody is about to use")]
 fn there_and_back(pool: &DevicePool, parkable: &Parkable, pinned: &PinnedPool) -> Result<[f64; 2]> {
-    // SAFETY: 1. and 2. all work has been queued, by this thread, which queues nothing before the
+    // SAFETY: 1. and 2. all work was queued by this thread, which queues nothing more before the
     // resume.
     let parked = unsafe { pool.park(parkable.tag(), Park::save_in(pinned.allocator())) }?;
     let resumed = pool.resume(parkable.tag(), None)?;

@@ -1,4 +1,4 @@
-//! One thread and one stream, whose cache holds what is asked for.
+//! One thread and one stream, whose cache can serve every request.
 
 use super::{
     Bench,
@@ -17,12 +17,12 @@ use aquifer_core::Result;
 const PAIRS: [u64; 6] = [256, 4 << 10, 64 << 10, 1 << 20, 64 << 20, 1 << 30];
 /// Sizes of batches, in bytes.
 const BATCHES: [u64; 5] = [256, 4 << 10, 64 << 10, 1 << 20, 64 << 20];
-/// Blocks of a batch.
+/// Blocks per batch.
 const BATCH: u32 = 64;
-/// Largest of random sizes, in bytes.
+/// Maxima of random sizes, in bytes.
 const RANDOM: [u64; 3] = [1 << 20, 64 << 20, 4 << 30];
 
-/// The yardstick, and how other rows name it.
+/// The reference row, and its name as a peer.
 const MALLOC: (&str, &str) = ("malloc pair 64 B", "malloc 64 B");
 
 fn pair_name(bytes: u64) -> String {
@@ -33,7 +33,8 @@ pub(super) fn pair_names(_: &Bench<'_>) -> Vec<String> {
     std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
 }
 
-/// All sizes and the yardstick take turns in one contest, so that their ratios are of one moment.
+/// All sizes and the reference take turns in one contest, so that their ratios are from the same
+/// time.
 pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     let session = bench.session();
     let (pool, peer) = (pool(&session)?, bench.peer(&session)?);
@@ -69,7 +70,7 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Pairs, which a lap counts as one operation each.
+/// Returns a contender of pairs. A pair counts as one operation.
 fn pairs_of<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
     let mut lane = Lane::new(source);
     Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))
@@ -105,7 +106,7 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A row of `work`, by a pool and a peer that have seen nothing else.
+/// Adds a row of `work` by a new pool and a new peer.
 fn play(bench: &mut Bench<'_>, name: &str, work: &Work) -> Result<()> {
     if !bench.sheet.wants(name) {
         return Ok(());

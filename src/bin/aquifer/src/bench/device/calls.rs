@@ -1,8 +1,8 @@
-//! The driver's own calls: what there is to save.
+//! The driver's own calls, which show what a cache can save.
 //!
-//! A GiB is taken as handles of one size and mapped side by side. Handles are created, mapped and
-//! released one by one; access is set, and mappings are taken away, in one call over all. Each row
-//! of a handle has a row of the GiB.
+//! A GiB is allocated as handles of one size, mapped side by side. Handles are created, mapped and
+//! released one by one. Access is set, and mappings are removed, in one call for all. Each row per
+//! handle has a row per GiB.
 #![expect(unsafe_code, reason = "maps and unmaps, as a pool does")]
 
 use super::{Bench, size};
@@ -20,11 +20,11 @@ use std::time::Instant;
 
 /// Sizes of handles, in bytes.
 const HANDLES: [u64; 4] = [2 << 20, 8 << 20, 32 << 20, 128 << 20];
-/// What is taken as handles of each size, in bytes.
+/// Total bytes for each handle size.
 const WHOLE: u64 = 1 << 30;
-/// What is done with them, in the order in which it is timed.
+/// The steps, in the order of timing.
 const STEPS: [&str; 5] = ["create", "map", "set access", "unmap", "release"];
-/// Sizes of handles that other devices are given access to, in bytes.
+/// Sizes of handles that are shared with other devices, in bytes.
 const SHARED: [u64; 2] = [2 << 20, 64 << 20];
 const EVENTS: [&str; 4] = [
     "driver event create and destroy",
@@ -49,7 +49,7 @@ fn access_name(bytes: u64, peers: usize) -> String {
     format!("driver set access, {}, {peers} peer{}", size(bytes), if peers == 1 { "" } else { "s" })
 }
 
-/// The rows of each number of peers, none first, up to all other devices.
+/// Returns the rows for each number of peers, from none up to all other devices.
 fn access_names(bench: &Bench<'_>, bytes: u64) -> Vec<String> {
     (0..bench.devices as usize).map(|peers| access_name(bytes, peers)).collect()
 }
@@ -85,13 +85,12 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     events(bench, &session)
 }
 
-/// A reserved range, what is mapped in it and the handles; all of it is given back when it is
-/// dropped.
+/// A reserved range with its mappings and handles. All of it is released on drop.
 struct Range<'a> {
     session: &'a Session,
     address: u64,
     bytes: u64,
-    /// Bytes mapped from the start.
+    /// Bytes mapped, counted from the start.
     mapped: u64,
     handles: Vec<PhysicalHandle>,
 }
@@ -102,7 +101,7 @@ impl<'a> Range<'a> {
         Ok(Self { session, address, bytes, mapped: 0, handles: Vec::new() })
     }
 
-    /// One handle, mapped, that no device has access to yet.
+    /// Creates and maps one handle. No device has access yet.
     fn mapped(session: &'a Session, bytes: u64) -> Result<Self, DriverError> {
         let mut range = Self::reserve(session, bytes)?;
         range.create(bytes, bytes)?;
@@ -114,7 +113,7 @@ impl<'a> Range<'a> {
         &*self.session.driver
     }
 
-    /// Takes handles of `each` bytes until they are `bytes`.
+    /// Creates handles of `each` bytes, `bytes` in total.
     fn create(&mut self, bytes: u64, each: u64) -> Result<(), DriverError> {
         for _ in 0..bytes / each {
             self.handles.push(self.driver().handle_create(self.session.device, each)?);
@@ -122,7 +121,7 @@ impl<'a> Range<'a> {
         Ok(())
     }
 
-    /// Maps all handles, of `each` bytes, side by side.
+    /// Maps all handles of `each` bytes side by side.
     fn map(&mut self, each: u64) -> Result<(), DriverError> {
         for place in 0..self.handles.len() {
             // SAFETY: 1. the range is reserved for this value, nothing is mapped beyond `mapped`,
@@ -157,10 +156,10 @@ impl<'a> Range<'a> {
 
 impl Drop for Range<'_> {
     fn drop(&mut self) {
-        // What the driver will not take back goes with the process.
+        // What the driver does not free is freed when the process ends.
         if self.unmap().is_ok() {
-            // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and nobody
-            // else knows it.
+            // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and its
+            // address is not stored elsewhere.
             let _ = unsafe {
                 self.driver().address_free(self.session.device, self.address, self.bytes)
             };
@@ -169,7 +168,7 @@ impl Drop for Range<'_> {
     }
 }
 
-/// The life of a GiB of handles of `bytes` each, and a move of one.
+/// Measures a GiB of handles of `bytes` each through all steps, and the move of one handle.
 fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), DriverError> {
     let moves = bench.sheet.wants(&move_name(bytes));
     let wanted = |step: &str| {
@@ -221,8 +220,8 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
     Ok(begun.elapsed().as_nanos() as f64)
 }
 
-/// Access to one mapping for its own device and ever more peers. Rows that need more peers than can
-/// reach it are left out.
+/// Measures setting access to one mapping for its own device and an increasing number of peers.
+/// Rows that need more peers than can access it are left out.
 fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
     if !names.iter().any(|name| bench.sheet.wants(name)) {
@@ -244,7 +243,7 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
                 continue;
             };
             let figure = repeat(bench.pace, || {
-                // Anew each time: access that is set already may cost less to set.
+                // A new mapping each time: access that is already set may be cheaper to set.
                 let range = Range::mapped(session, bytes)?;
                 timed(|| range.set_access(devices)).map(|ns| [ns])
             });
@@ -255,15 +254,15 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     Ok(())
 }
 
-/// The devices that can be given access to memory of the session's, its own first, and why the
-/// first of the others cannot. Some pairs of a machine's devices have a link and some have none.
+/// Returns the devices that can access memory of the session's device, its own first, and the error
+/// of the first one that cannot. On some machines only some pairs of devices are linked.
 fn reaching(
     bench: &Bench<'_>,
     session: &Session,
 ) -> Result<(Vec<DeviceId>, Option<DriverError>), DriverError> {
     let (mut reaching, mut refused) = (vec![session.device], None);
     for other in (0..bench.devices).map(DeviceId).filter(|&other| other != session.device) {
-        // A device's context is made at the first call that needs it, which is not to be timed.
+        // A device's context is created by the first call that needs it, which must not be timed.
         session.driver.memory_info(other)?;
         let range = Range::mapped(session, SHARED[0])?;
         match range.set_access(&[session.device, other]) {
@@ -274,18 +273,18 @@ fn reaching(
     Ok((reaching, refused))
 }
 
-/// An event that is destroyed when it is dropped.
+/// An event that is destroyed on drop.
 struct Event<'a>(&'a dyn Driver, RawEvent);
 
 impl Drop for Event<'_> {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle was made for this value, and copies of it lived no longer.
-        // An event that the driver will not take back goes with the process.
+        // SAFETY: 1. the handle was created for this value, and its copies are no longer used. An
+        // event that the driver does not destroy is freed when the process ends.
         let _ = unsafe { self.0.event_destroy(self.1) };
     }
 }
 
-/// Calls on an event that is done and a stream that is idle.
+/// Measures calls on a completed event and an idle stream.
 fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     if !EVENTS.iter().any(|name| bench.sheet.wants(name)) {
         return Ok(());
@@ -315,7 +314,7 @@ fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     Ok(())
 }
 
-/// One call over and over; `stream` is idle again before the next lap.
+/// Returns a contender that repeats one call. `stream` is idle again before the next lap.
 fn calling<'a>(
     driver: &'a dyn Driver,
     stream: RawStream,

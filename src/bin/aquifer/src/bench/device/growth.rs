@@ -1,4 +1,5 @@
-//! Where the pool calls the driver: the first allocation, growing, trimming, and moving handles.
+//! Operations of the pool that call the driver: the first allocation, growing, trimming, and moving
+//! handles.
 
 use super::{
     Bench,
@@ -51,7 +52,7 @@ fn nanoseconds(took: Duration) -> f64 {
     took.as_nanos() as f64
 }
 
-/// A pool's first moments: opening it, and the first block.
+/// Measures opening a pool, and its first allocation.
 fn start(bench: &mut Bench<'_>) -> Result<()> {
     let session = bench.session();
     let has_peer = bench.peer(&session)?.is_some();
@@ -86,7 +87,7 @@ fn first<S: Source<Refused = MemoryError>>(open: Duration, source: &S) -> Result
     Ok([nanoseconds(open), nanoseconds(took)])
 }
 
-/// One block of a GiB from nothing, and back to nothing.
+/// Measures one block of a GiB, from an empty pool to an empty pool.
 fn grow_and_trim(bench: &mut Bench<'_>) -> Result<()> {
     let session = bench.session();
     let own = {
@@ -121,19 +122,19 @@ fn there_and_back<S: Source<Refused = MemoryError>>(
     let held = source.take(GIB)?;
     let grown = begun.elapsed();
     source.give(held)?;
-    // Memory that work may still use is not given back.
+    // Memory with pending work cannot be released.
     source.rest()?;
     let begun = Instant::now();
     trim()?;
     Ok([nanoseconds(grown), nanoseconds(begun.elapsed())])
 }
 
-/// A figure that cannot be had, since what it is about did not happen.
+/// The error if the operation to be timed did not happen.
 fn unmoved(name: &'static str, value: String) -> MemoryError {
     MemoryError::BadSetting { name, value, expected: "a pool that does what is timed" }
 }
 
-/// Moves, forced by a budget that is used up while every other handle is free.
+/// Moves of handles, forced by an exhausted budget with every second handle free.
 ///
 /// ```text
 ///   █ live  · free, one handle each        █·█·█·█·█·█·█·   no two neighbours are free
@@ -142,13 +143,13 @@ fn unmoved(name: &'static str, value: String) -> MemoryError {
 mod moving {
     use super::*;
 
-    /// Everything that the pool may hold, in bytes.
+    /// The budget of the pool, in bytes.
     pub(super) const BUDGET: u64 = 256 << 20;
 
-    /// Nanoseconds for each handle that moved, all of the allocation's work in it.
+    /// Returns nanoseconds per moved handle, including all other work of the allocation.
     pub(super) fn once(session: &Session, handle: u64) -> Result<f64> {
         let mut config = PoolConfig::with_budget(Budget::new("the bench's moves", BUDGET));
-        // Blocks of a handle each: so every free one leaves a handle that can go.
+        // One handle per block, so that every free block frees a handle.
         config.handle_bytes = handle;
         let pool = DevicePool::open(session.driver.clone(), session.device, config)?;
         let stream = pool.stream()?;
@@ -162,7 +163,7 @@ mod moving {
         });
         let before = pool.stats().moves;
         let begun = Instant::now();
-        // Half of what is free: the last of it would be searched for longest.
+        // Half of the free handles. The search for the last ones takes longest.
         let moved =
             (0..BUDGET / handle / 8).map(|_| take(2 * handle)).collect::<Result<Vec<_>>>()?;
         let took = begun.elapsed();

@@ -1,8 +1,8 @@
-//! Pairs in a cache full of free holes, none of which holds the block that is asked for.
+//! Pairs in a cache full of free holes, all too small for the requested block.
 //!
-//! Blocks of random sizes lie between blocks that stay, and are freed in random order: ten times as
-//! many with each row. The largest holes are one unit shorter than the block, in the same class of
-//! sizes, so that whoever walks a list of what is free walks past them.
+//! Blocks of random sizes are allocated between blocks that stay, and are freed in random order.
+//! Each row has ten times as many as the one before. The largest holes are one unit shorter than
+//! the block and belong to the same size class, so a search through a free list has to pass them.
 //!
 //! ```text
 //!   ┌──────┬────┬───┬────┬────────┬────┬─ ─ ─┬──────────────────────────┐
@@ -26,31 +26,32 @@ use crate::{
 use aquifer_core::Result;
 use std::time::{Duration, Instant};
 
-/// How many holes.
+/// The numbers of holes.
 const LEVELS: [u64; 5] = [100, 1_000, 10_000, 100_000, 1_000_000];
 /// The granule of sizes, in bytes.
 const UNIT: u64 = 512;
-/// What keeps holes apart: the smallest block that does not share a slab with others.
+/// Units of a block between holes: the smallest block that does not share a slab.
 const LIVE: u64 = 33;
-/// Sizes of holes, in units: the last is the largest.
+/// Sizes of holes, in units. The last is the largest.
 const HOLES: std::ops::Range<u64> = 33..127;
-/// What is asked for, in units.
+/// The requested size, in units.
 const PAIR: u64 = 127;
-/// How long the driver's allocator may take for all rows, and to free what is left. Nobody promises
-/// that its calls do not grow with what is live.
+/// The time limit of the driver's allocator for all rows, and again for freeing the rest. Its cost
+/// per call may grow with the number of live blocks.
 const PATIENCE: Duration = Duration::from_secs(8);
 
 fn name(holes: u64) -> String {
     format!("past {} holes", Count(holes))
 }
 
-/// The row that holds the most holes against the fewest.
+/// Returns the name of the row that compares the most holes with the fewest.
 fn flat() -> String {
     let [fewest, .., most] = LEVELS;
     format!("past {} holes, over {}", Count(most), Count(fewest))
 }
 
-/// Bytes that so many holes, and what is between them, take; and some room for the pairs.
+/// Returns the bytes that `holes` holes and the blocks between them need, with some room for the
+/// pairs.
 fn needed(holes: u64) -> u64 {
     holes * UNIT * (LIVE + (HOLES.start + HOLES.end) / 2) / 100 * 101 + (64 << 20)
 }
@@ -78,14 +79,14 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         bench.sheet.note("holes", failed);
         outcomes
     };
-    // The pool has given everything back by now: there is room for one of the two only.
+    // The pool has released everything by now. There is memory for one of the two only.
     let other = match bench.peer(&session)? {
         None => Vec::new(),
         Some(peer) => {
             let until = Some(Instant::now() + PATIENCE);
             let mut cache = Cache::make(Async::on(&peer)?, &levels, until);
             let outcomes = cache.levels(bench, &levels, until);
-            // What is left after that long goes with the process.
+            // What is left after the time limit is freed when the process ends.
             let failed = cache.clear(Some(Instant::now() + PATIENCE));
             bench.sheet.note("holes (peer)", failed);
             for level in &levels[outcomes.len()..] {
@@ -110,26 +111,26 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A stream's cache, with blocks that are to become holes and blocks that stay between them.
+/// A stream's cache with blocks that become holes, and blocks that stay between them.
 struct Cache<S: Source> {
     lane: Lane<S>,
-    /// In the order in which they are freed, from the end.
+    /// In the order of their frees, from the end.
     holes: Vec<S::Held>,
     stay: Vec<S::Held>,
-    /// How many have been freed.
+    /// The number of freed holes.
     freed: u64,
 }
 
 impl<S: Source> Cache<S> {
-    /// With holes for the largest of `levels`, or for as many as there is time for.
+    /// Creates a cache with holes for the largest of `levels`, or for as many as time allows.
     fn make(source: S, levels: &[u64], until: Option<Instant>) -> Self {
         let count = levels.last().copied().unwrap_or(0);
         let mut cache =
             Self { lane: Lane::new(source), holes: Vec::new(), stay: Vec::new(), freed: 0 };
         cache.holes.reserve(count as usize);
         cache.stay.reserve(count as usize);
-        // In one piece first, so that the memory is there and holes and blocks lie as they are
-        // asked for.
+        // One allocation of the whole size first, so that the memory exists and blocks are placed
+        // in the order of their requests.
         if let Some(whole) = cache.lane.take(needed(count)) {
             cache.lane.give(whole);
         }
@@ -147,7 +148,7 @@ impl<S: Source> Cache<S> {
         cache
     }
 
-    /// Pairs past each number of holes, as far as they come in time.
+    /// Measures pairs for each number of holes, as far as time allows.
     fn levels(
         &mut self,
         bench: &mut Bench<'_>,
@@ -173,8 +174,8 @@ impl<S: Source> Cache<S> {
         outcomes
     }
 
-    /// Frees all that is left, as far as there is time for it, and says what was refused outside
-    /// the laps.
+    /// Frees all that is left, as far as time allows, and returns the calls that failed outside the
+    /// laps.
     fn clear(mut self, until: Option<Instant>) -> Failed {
         for (place, held) in self.holes.drain(..).chain(self.stay.drain(..)).enumerate() {
             if place.is_multiple_of(1024) && over(until) {
@@ -208,11 +209,11 @@ mod tests {
         let after = pool.stats();
         assert_eq!(before.blocks - after.blocks, 1000);
         assert_eq!(after.growths, grown, "there was room for all of it before");
-        // Behind everything: every hole lies between two blocks that stay, or before the first.
+        // Behind all blocks: every hole is between two blocks that stay, or before the first.
         let last = cache.stay.iter().map(|block| block.address() + block.capacity()).max();
         let pair = cache.lane.take(PAIR * UNIT).unwrap();
         assert!(Some(pair.address()) >= last);
-        // A block as long as the largest holes finds one.
+        // A block of the largest hole size fits into a hole.
         let fits = cache.lane.take((HOLES.end - 1) * UNIT).unwrap();
         assert!(Some(fits.address()) < last);
         cache.lane.give(pair);

@@ -1,4 +1,4 @@
-//! Threads at work, each with a source of its own.
+//! Threads at work, each with its own source.
 
 use super::{source::Source, work::Work};
 use crate::bench::lap::{Failed, Lap};
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// One thread's source and what it holds.
+/// One thread's source and its blocks.
 #[derive(Debug)]
 pub(in crate::bench) struct Lane<S: Source> {
     source: S,
@@ -19,15 +19,15 @@ pub(in crate::bench) struct Lane<S: Source> {
 }
 
 impl<S: Source> Lane<S> {
-    /// Holds nothing.
+    /// Creates a lane without blocks.
     pub(in crate::bench) fn new(source: S) -> Self {
         Self { source, slots: Vec::new(), failed: Failed::default() }
     }
 
-    /// A block, or none and a failure counted.
+    /// Returns a block, or `None` after counting a failure.
     ///
-    /// In the loop that is timed, as it is where a collection allocates: what a call and a result
-    /// that passes through memory cost is not the source's.
+    /// Inlined into the timed loop, as where a collection allocates. Otherwise the row would
+    /// include the cost of a call and of a result that is passed through memory.
     #[inline(always)]
     pub(in crate::bench) fn take(&mut self, bytes: u64) -> Option<S::Held> {
         match self.source.take(bytes) {
@@ -39,7 +39,7 @@ impl<S: Source> Lane<S> {
         }
     }
 
-    /// Frees a block; in the loop, as [`Lane::take`].
+    /// Frees a block. Inlined as [`Lane::take`] is.
     #[inline(always)]
     pub(in crate::bench) fn give(&mut self, held: S::Held) {
         if let Err(refused) = self.source.give(held) {
@@ -47,7 +47,7 @@ impl<S: Source> Lane<S> {
         }
     }
 
-    /// Allocates and frees.
+    /// Allocates and frees `count` times.
     pub(in crate::bench) fn pairs(&mut self, bytes: u64, count: u64) {
         for _ in 0..count {
             if let Some(held) = self.take(black_box(bytes)) {
@@ -57,7 +57,7 @@ impl<S: Source> Lane<S> {
         }
     }
 
-    /// Does what `work` says, so many times.
+    /// Runs `work` `times` times.
     pub(in crate::bench) fn play(&mut self, work: &Work, times: u64) {
         if self.slots.len() < work.slots {
             self.slots.resize_with(work.slots, || None);
@@ -74,19 +74,19 @@ impl<S: Source> Lane<S> {
         }
     }
 
-    /// Waits until nothing is queued.
+    /// Waits until no work is queued.
     pub(in crate::bench) fn rest(&mut self) {
         if let Err(refused) = self.source.rest() {
             self.failed.note(&refused);
         }
     }
 
-    /// What was refused since the last question.
+    /// Returns the failures since the last call.
     pub(in crate::bench) fn failed(&mut self) -> Failed {
         mem::take(&mut self.failed)
     }
 
-    /// A lap of this thread's: `job`, which is so many operations.
+    /// Runs a lap of this thread: `job`, which performs `operations` operations.
     pub(in crate::bench) fn lap(&mut self, operations: u64, job: impl FnOnce(&mut Self)) -> Lap {
         let begun = Instant::now();
         job(self);
@@ -97,8 +97,8 @@ impl<S: Source> Lane<S> {
     }
 }
 
-/// A lap of several threads, which begin together: `job` with the number of each, so many
-/// operations for each. A single one is done by the thread that asks.
+/// Runs a lap of several threads that begin together. `job` gets the number of its thread and
+/// performs `operations` operations in each. A single lane runs on the calling thread.
 pub(in crate::bench) fn crew<S, J>(lanes: &mut [Lane<S>], operations: u64, job: J) -> Lap
 where
     S: Source + Send,
@@ -115,7 +115,7 @@ where
         for (number, lane) in lanes.iter_mut().enumerate() {
             let (gate, job) = (&gate, &job);
             let body = move || {
-                // A thread's first call of a driver does what no later one does.
+                // The first driver call of a thread performs one-time initialisation.
                 lane.rest();
                 gate.pass();
                 let begun = Instant::now();
@@ -126,7 +126,7 @@ where
                 Ok(thread) => threads.push(thread),
                 Err(refused) => {
                     failed.note(&format!("thread {number} of {count} cannot begin: {refused}"));
-                    // Those that wait for it go on without.
+                    // The threads that wait continue without the missing one.
                     gate.open();
                     break;
                 }
@@ -150,8 +150,8 @@ where
     Lap { took, over_all: took.as_nanos() as f64 / all, each: own / all, failed }
 }
 
-/// Where threads wait for each other, once. They spin, giving way, since waking sleepers takes
-/// longer than some laps.
+/// A barrier for one use. Threads spin and yield, since waking a sleeping thread takes longer than
+/// some laps.
 struct Gate {
     parties: usize,
     there: AtomicUsize,
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    /// Gives out numbers, refuses every third, and knows how many are out.
+    /// A source of numbers that fails every third request and counts live ones.
     #[derive(Debug, Default)]
     struct Numbers {
         asked: Cell<u64>,

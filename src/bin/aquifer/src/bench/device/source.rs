@@ -1,4 +1,4 @@
-//! Who serves: the pool, the driver's own allocator, the host's `malloc`.
+//! The allocators: the pool, the driver's allocator, and the host's `malloc`.
 #![expect(unsafe_code, reason = "frees memory by hand, as the peers' users do")]
 
 use crate::place::Session;
@@ -13,14 +13,14 @@ use std::{
     sync::Arc,
 };
 
-/// The driver's own allocator, as rows name it.
+/// The driver's allocator, as named in rows.
 pub(in crate::bench) const ASYNC: &str = "cuMemAllocFromPoolAsync";
 
-/// Memory for one thread, which has a stream of its own.
+/// An allocator for one thread, with a stream of its own.
 pub(in crate::bench) trait Source {
     /// A block, as its user holds it.
     type Held;
-    /// Why one is refused.
+    /// The error of a failed call.
     type Refused: fmt::Display;
 
     /// Allocates.
@@ -29,7 +29,7 @@ pub(in crate::bench) trait Source {
     /// Frees.
     fn give(&self, held: Self::Held) -> Result<(), Self::Refused>;
 
-    /// Waits until nothing is queued.
+    /// Waits until no work is queued.
     fn rest(&self) -> Result<(), Self::Refused>;
 }
 
@@ -41,7 +41,7 @@ pub(in crate::bench) struct Pooled {
 }
 
 impl Pooled {
-    /// With a stream of its own.
+    /// Opens it on a new stream.
     pub(in crate::bench) fn on(pool: &DevicePool) -> Result<Self> {
         Ok(Self { pool: pool.clone(), stream: pool.stream()? })
     }
@@ -67,9 +67,9 @@ impl Source for Pooled {
     }
 }
 
-/// A pool of the driver's that keeps what is freed. It is called without this library's accounting,
-/// which would make it slower than it is: what stands between is the driver's table and a look
-/// whether the thread has a context.
+/// A pool of the driver that keeps freed memory. It is called without this library's accounting,
+/// which would slow it down. Only the driver's function table and a check of the thread's context
+/// are in between.
 #[derive(Debug)]
 pub(in crate::bench) struct AsyncPool {
     driver: Arc<dyn Driver>,
@@ -79,7 +79,7 @@ pub(in crate::bench) struct AsyncPool {
 }
 
 impl AsyncPool {
-    /// Makes one.
+    /// Creates one.
     pub(in crate::bench) fn open(session: &Session) -> Result<Arc<Self>> {
         let Session { driver, device, .. } = session;
         let streams = StreamPool::new(driver.clone(), *device, DEFAULT_CAP);
@@ -87,7 +87,7 @@ impl AsyncPool {
         Ok(Arc::new(Self { driver: driver.clone(), device: *device, pool, streams }))
     }
 
-    /// Gives what is free back to the driver.
+    /// Releases free memory to the driver.
     pub(in crate::bench) fn trim(&self) -> Result<()> {
         self.driver.pool_trim(self.pool, 0).map_err(|e| self.refused(e))
     }
@@ -99,8 +99,9 @@ impl AsyncPool {
 
 impl Drop for AsyncPool {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which is going; sources hold it, so none
-        // is left. A pool that the driver will not take back goes with the process.
+        // SAFETY: 1. the handle is private to this value, which is being dropped; sources hold a
+        // reference to it, so none is left. A pool that the driver does not destroy is freed when
+        // the process ends.
         let _ = unsafe { self.driver.pool_destroy(self.pool) };
     }
 }
@@ -113,13 +114,13 @@ pub(in crate::bench) struct Async {
 }
 
 impl Async {
-    /// With a stream of its own.
+    /// Opens it on a new stream.
     pub(in crate::bench) fn on(pool: &Arc<AsyncPool>) -> Result<Self> {
         Ok(Self { pool: pool.clone(), stream: pool.streams.lease()? })
     }
 }
 
-/// An allocation of an [`AsyncPool`], which only [`Async::give`] takes.
+/// An allocation of an [`AsyncPool`], accepted only by [`Async::give`].
 #[derive(Debug)]
 pub(in crate::bench) struct Address(u64);
 
@@ -135,8 +136,8 @@ impl Source for Async {
 
     #[inline]
     fn give(&self, held: Address) -> Result<()> {
-        // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and goes here. 2. no work
-        // uses it.
+        // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and is consumed here. 2.
+        // no work uses it.
         unsafe { self.pool.driver.pool_free(self.stream.raw(), held.0) }
             .map_err(|e| self.pool.refused(e))
     }
@@ -146,15 +147,15 @@ impl Source for Async {
     }
 }
 
-/// The host's allocator, by which the others are measured.
+/// The host's allocator, the reference of the others.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::bench) struct Malloc;
 
-/// Memory of [`Malloc`], which only [`Malloc::give`] takes.
+/// Memory of [`Malloc`], accepted only by [`Malloc::give`].
 #[derive(Debug)]
 pub(in crate::bench) struct Pointer(NonNull<u8>, Layout);
 
-// SAFETY: 1. memory that its holder alone reaches, and any thread may free.
+// SAFETY: 1. only the owner accesses the memory, and any thread may free it.
 unsafe impl Send for Pointer {}
 
 impl Source for Malloc {
@@ -175,7 +176,7 @@ impl Source for Malloc {
     #[inline]
     fn give(&self, held: Pointer) -> Result<(), Self::Refused> {
         let Pointer(pointer, layout) = held;
-        // SAFETY: 1. a `Pointer` comes from `take` only, with its layout, and goes here.
+        // SAFETY: 1. a `Pointer` comes from `take` only, with its layout, and is consumed here.
         unsafe { System.dealloc(pointer.as_ptr(), layout) };
         Ok(())
     }
@@ -185,7 +186,7 @@ impl Source for Malloc {
     }
 }
 
-/// A caching pool of `session`'s device.
+/// Opens a caching pool on the device of `session`.
 pub(in crate::bench) fn pool(session: &Session) -> Result<DevicePool> {
     DevicePool::open(session.driver.clone(), session.device, PoolConfig::default())
 }

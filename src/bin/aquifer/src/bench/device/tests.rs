@@ -6,8 +6,8 @@ fn place() -> Place {
     Place::choose(DeviceChoice::Sim).unwrap()
 }
 
-/// A simulated GPU that is taken for a real one, so that the peers and the driver's calls have
-/// their rows.
+/// Returns a simulated GPU that is treated as a real one, so that there are rows of the peers and
+/// of the driver's calls.
 fn as_if_real(sim: &Sim) -> Place {
     let driver = sim.driver();
     let info = driver.device_info(aquifer_driver::DeviceId(0)).unwrap();
@@ -55,7 +55,7 @@ fn a_pattern_chooses_rows_in_either_case_and_measures_no_others() {
     let bench = measured(&place, Some("PAIR 1 m"), false);
     let rows: Vec<_> = bench.sheet.rows.iter().map(|row| row.name.as_str()).collect();
     assert_eq!(rows, ["pair 1 MiB"]);
-    // It still has the yardstick of the same run beside it.
+    // The peer is the reference of the same run.
     let peer = bench.sheet.rows[0].peer.as_ref().unwrap();
     assert_eq!(peer.name, "malloc 64 B");
     assert!(peer.ns > 0.0);
@@ -84,7 +84,7 @@ fn a_pattern_that_no_row_has_is_a_mistake() {
     );
 }
 
-/// All rows but those that take most of the time here.
+/// Runs all rows but those that take most of the time.
 #[test]
 fn on_a_gpu_the_drivers_allocator_stands_beside_each_row() {
     let sim = Sim::h200(1).symbolic();
@@ -111,7 +111,7 @@ fn on_a_gpu_the_drivers_allocator_stands_beside_each_row() {
             );
         }
     }
-    // Pools and streams are gone, and all that they held.
+    // Pools and streams are dropped, with all that they held.
     let left = sim.outstanding();
     assert_eq!(left.to_string(), Sim::h200(1).outstanding().to_string());
 }
@@ -132,8 +132,8 @@ fn the_drivers_calls_have_rows_for_each_handle_and_each_device_and_leave_nothing
     assert_eq!(sim.outstanding().to_string(), Sim::h200(3).outstanding().to_string());
 }
 
-/// Rows of access to peers that were measured, and those that were left out with the reason, each
-/// without what all begin with.
+/// Returns the measured rows of peer access, and the rows left out with the reason, without their
+/// common prefix.
 fn accesses(sim: &Sim) -> (Vec<String>, Vec<(String, String)>) {
     let place = as_if_real(sim);
     let bench = measured(&place, Some("peer"), true);
@@ -165,7 +165,7 @@ fn access_has_a_row_for_each_number_of_peers_and_each_size() {
 #[test]
 fn peers_that_cannot_reach_the_memory_are_passed_over_and_the_rows_that_lack_them_say_why() {
     let sim = Sim::h200(4).symbolic();
-    // The devices are tried in turn; the second of them is refused.
+    // The devices are tried in turn. The second one fails.
     sim.fail(aquifer_driver::Call::SetAccess, 2, 217);
     let (rows, left) = accesses(&sim);
     assert_eq!(rows.len(), 6);

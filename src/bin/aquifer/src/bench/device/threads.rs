@@ -1,9 +1,9 @@
-//! Several threads, each with a stream of its own.
+//! Several threads, each with its own stream.
 //!
-//! Two figures each: the time from the first thread's begin to the last one's end over the
-//! operations of all, which is what the machine gets done, and the mean of each thread's own time
-//! over its own operations, which is what a thread waits. With more threads than processors the
-//! second holds what a thread waits for its turn.
+//! Each job has two results. *Over all* is the time from the first thread's begin to the last one's
+//! end, divided by the operations of all threads: the throughput of the machine. *Each* is the mean
+//! of each thread's own time per operation: the latency that a thread sees. With more threads than
+//! processors it includes the time a thread waits for a processor.
 
 use super::{
     Bench,
@@ -18,14 +18,14 @@ use crate::bench::{
 };
 use aquifer_core::Result;
 
-/// How many threads.
+/// The numbers of threads.
 const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
 /// The size of pairs, in bytes.
 const PAIR: u64 = 4 << 10;
-/// The largest of random sizes, in bytes.
+/// The maximum of random sizes, in bytes.
 const RANDOM: u64 = 1 << 20;
 
-/// What the threads do.
+/// The jobs of the threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Job {
     Pairs,
@@ -35,7 +35,7 @@ enum Job {
 impl Job {
     const ALL: [Self; 2] = [Self::Pairs, Self::Random];
 
-    /// What a row calls it.
+    /// Returns its name in rows.
     fn name(self) -> String {
         match self {
             Self::Pairs => size(PAIR),
@@ -43,7 +43,7 @@ impl Job {
         }
     }
 
-    /// The row that holds the time of a thread among the most against that of one alone.
+    /// Returns the row that compares a thread among the most threads with a single thread.
     fn scaling(self) -> String {
         let most = THREADS[THREADS.len() - 1];
         match self {
@@ -52,7 +52,7 @@ impl Job {
         }
     }
 
-    /// The rows of so many threads: over all, and each.
+    /// Returns the rows for this many threads: over all, and each.
     fn rows(self, threads: usize) -> [String; 2] {
         let s = if threads == 1 { "" } else { "s" };
         ["over all", "each"].map(|what| format!("{threads} thread{s}, {}, {what}", self.name()))
@@ -95,7 +95,8 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the rows of so many threads, and answers with the pool's outcome; none if there is no room.
+/// Adds the rows for this many threads and returns the pool's outcome, or `None` without enough
+/// memory.
 fn together(
     bench: &mut Bench<'_>,
     job: Job,
@@ -129,8 +130,8 @@ fn together(
     Ok(Some(own))
 }
 
-/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs
-/// as make a good lap.
+/// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
+/// work, or as many pairs as make a suitable lap.
 fn crew_of<'a, S>(sources: Vec<S>, works: &'a [Work]) -> Contender<'a>
 where
     S: Source + Send + 'a,

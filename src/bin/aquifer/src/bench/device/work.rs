@@ -1,25 +1,25 @@
-//! Work that is made before it is timed.
+//! Workloads that are generated before they are timed.
 //!
-//! The random sizes follow the rules of the benchmark that RMM comes with, from a generator that is
-//! easily written in any language, so that other allocators can be given the same work bit for bit:
+//! The random sizes follow the rules of RMM's own benchmark. The generator is easy to write in any
+//! language, so that other allocators can run the identical work:
 //!
-//! - `2n` steps. Each draws a size in `1..=max`, whether or not it is used.
-//! - With nothing live the step allocates. Otherwise it draws a number in `0..100`, and allocates
+//! - There are `2n` steps. Each draws a size in `1..=max`, whether or not it is used.
+//! - With no live block the step allocates. Otherwise it draws a number in `0..100`, and allocates
 //!   if that is below 73, fewer than `n` were allocated, and the live bytes with this block stay
 //!   below the limit.
-//! - Else it draws a number in `0..n`, takes it modulo the live blocks, and frees that one; the
-//!   last one takes its place.
+//! - Otherwise it draws a number in `0..n`, takes it modulo the number of live blocks, and frees
+//!   that block. The last one takes its index.
 //!
-//! So there are `n` allocations and `n` frees, and nothing is live at the end. Numbers are drawn by
-//! modulo.
+//! The result has `n` allocations and `n` frees, and no block is live at the end. Numbers are drawn
+//! by modulo.
 
 /// Allocations in a random trace.
 const ALLOCATIONS: u64 = 1000;
-/// The seed of the first thread's; each further thread has the next.
+/// The seed of the first thread. Each further thread has the next one.
 const SEED: u64 = 1;
-/// Of 100 steps, how many would allocate.
+/// How many of 100 steps would allocate.
 const ALLOCATING: u64 = 73;
-/// What all threads together may have live, in bytes.
+/// The limit of live bytes over all threads.
 const LIVE: u64 = 16_000 << 20;
 
 /// The generator `splitmix64` of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
@@ -40,13 +40,13 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, which is above zero. Smaller ones are a little more likely, for the
-    /// sake of rules that other languages can follow.
+    /// Returns a number below `bound`, which must not be zero. Smaller numbers are slightly more
+    /// likely, which keeps the rule simple for other languages.
     pub(in crate::bench) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
-    /// Brings `all` into a random order.
+    /// Shuffles `all`.
     pub(in crate::bench) fn shuffle<T>(&mut self, all: &mut [T]) {
         for last in (1..all.len()).rev() {
             let other = self.below(last as u64 + 1);
@@ -58,33 +58,33 @@ impl SplitMix {
 /// One step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::bench) struct Operation {
-    /// The block's place among the blocks.
+    /// The index of the block.
     pub(in crate::bench) slot: u32,
-    /// An allocation, or else a free.
+    /// Whether it is an allocation. Otherwise it is a free.
     pub(in crate::bench) allocates: bool,
     /// The block's size.
     pub(in crate::bench) bytes: u64,
 }
 
-/// Steps in order. Each block is allocated once at most before it is freed, and nothing is live at
-/// the end.
+/// Steps in order. Each block is allocated at most once before it is freed, and none is live at the
+/// end.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(in crate::bench) struct Work {
     pub(in crate::bench) operations: Vec<Operation>,
-    /// How many blocks can be live at once, by their slots.
+    /// The number of block indices.
     pub(in crate::bench) slots: usize,
-    /// The most bytes that are live at once.
+    /// The peak of live bytes.
     pub(in crate::bench) peak: u64,
 }
 
 impl Work {
-    /// Random sizes up to `max`, for the `thread`th of `threads` threads.
+    /// Creates random sizes up to `max`, for the `thread`th of `threads` threads.
     pub(in crate::bench) fn random(max: u64, thread: u64, threads: u64) -> Self {
         let limit = LIVE / threads;
         Self::drawn(ALLOCATIONS, max.min(limit), limit, SEED + thread)
     }
 
-    /// As [`Work::random`], with at most so many bytes live in each thread.
+    /// As [`Work::random`], with at most `limit` live bytes in each thread.
     pub(in crate::bench) fn random_within(max: u64, thread: u64, limit: u64) -> Self {
         Self::drawn(ALLOCATIONS, max.min(limit), limit, SEED + thread)
     }
@@ -96,7 +96,7 @@ impl Work {
         let (mut allocated, mut bytes, mut peak) = (0, 0, 0);
         for _ in 0..2 * count {
             let size = 1 + numbers.below(max);
-            // The number is drawn whether or not it decides.
+            // The number is drawn even if it decides nothing.
             let allocates = live.is_empty()
                 || (numbers.below(100) < ALLOCATING && allocated < count && bytes + size < limit);
             if allocates {
@@ -117,7 +117,7 @@ impl Work {
         Self { operations, slots: allocated as usize, peak }
     }
 
-    /// `count` blocks of one size, freed in the order in which they were allocated.
+    /// Creates `count` blocks of one size, freed in the order of their allocation.
     pub(in crate::bench) fn batch(count: u32, bytes: u64) -> Self {
         let each = |allocates| (0..count).map(move |slot| Operation { slot, allocates, bytes });
         let operations = each(true).chain(each(false)).collect();
@@ -131,7 +131,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Every step, folded into one number (FNV-1a over the slot, the kind and the size as whole
+    /// Returns a hash of every step (FNV-1a over the index, the kind and the size as whole
     /// numbers).
     fn folded(work: &Work) -> u64 {
         let fields = work
@@ -143,16 +143,16 @@ mod tests {
         })
     }
 
-    /// The figures are those of two ports of the rules, one in Python and one in C++.
+    /// The expected values come from two ports of the rules, in Python and in C++.
     #[test]
     fn random_work_is_the_same_as_in_other_languages() {
-        // Largest size, thread, threads; peak of live bytes, all bytes allocated, every step.
+        // Maximum size, thread, threads; peak of live bytes, total bytes, hash of every step.
         let table = [
             (MIB, 0, 1, 342_162_656, 540_558_799, 0xd4e6_7e0f_8785_b419),
             (64 * MIB, 0, 1, 16_776_630_520, 31_977_780_644, 0xa059_8ab1_b29a_ddbd),
             (4096 * MIB, 0, 1, 16_776_116_382, 1_798_214_509_475, 0x7d62_0a2d_48a4_85a7),
             (MIB, 15, 16, 332_730_812, 530_886_000, 0x6540_402e_04ad_7e19),
-            // A sixteenth of the limit is less than the largest size.
+            // A sixteenth of the limit is less than the maximum size.
             (4096 * MIB, 15, 16, 1_048_151_713, 425_612_056_860, 0xc49b_105b_68cc_9e1d),
         ];
         for (max, thread, threads, peak, bytes, hash) in table {

@@ -1,4 +1,4 @@
-//! Who serves: the allocators that are wrapped, this library over them, and others of its kind.
+//! The allocators: those that are wrapped, this library over them, and similar crates.
 #![expect(unsafe_code, reason = "calls allocators by hand; implements a route")]
 
 use crate::bench::device::source::Source;
@@ -27,7 +27,7 @@ pub(super) static SYSTEM: System = System;
 pub(super) static MIMALLOC: MiMalloc = MiMalloc;
 pub(super) static JEMALLOC: Jemalloc = Jemalloc;
 
-/// This library over an allocator, in each of its kinds.
+/// This library over an allocator, in each of its configurations.
 pub(super) struct Ours<A: 'static> {
     pub(super) uncounted: Global<A, Uncounted>,
     pub(super) counted: Global<A, Counted>,
@@ -54,7 +54,7 @@ pub(super) static STATS_ALLOC: StatsAlloc<System> = StatsAlloc::system();
 pub(super) static CAP: Cap<System> = Cap::new(System, usize::MAX);
 pub(super) static TRACKING: Tracking<System> = Tracking::system();
 
-/// An allocator, called by its trait as the language calls it.
+/// An allocator, called through `GlobalAlloc`.
 #[derive(Debug)]
 pub(super) struct By<A: 'static>(pub(super) &'static A);
 
@@ -62,10 +62,10 @@ pub(super) struct By<A: 'static>(pub(super) &'static A);
 #[derive(Debug)]
 pub(super) struct Held(NonNull<u8>, Layout);
 
-// SAFETY: the block belongs to whoever has this, as a `Box` does.
+// SAFETY: the block belongs to the owner of this value, as that of a `Box` does.
 unsafe impl Send for Held {}
 
-/// There was no memory.
+/// The allocator returned null.
 #[derive(Debug)]
 pub(super) struct NoMemory(u64);
 
@@ -91,7 +91,7 @@ impl<A: GlobalAlloc> Source for By<A> {
 
     #[inline]
     fn give(&self, Held(block, layout): Held) -> Result<(), NoMemory> {
-        // SAFETY: the block was allocated here with this layout, and is given back once.
+        // SAFETY: the block was allocated here with this layout, and is freed once.
         unsafe { self.0.dealloc(block.as_ptr(), layout) };
         Ok(())
     }
@@ -101,7 +101,7 @@ impl<A: GlobalAlloc> Source for By<A> {
     }
 }
 
-/// Counts what ours does: bytes and blocks of each group.
+/// Counts as this library does: bytes and blocks of each group.
 struct Counts {
     bytes: AtomicUsize,
     blocks: AtomicUsize,
@@ -126,19 +126,19 @@ impl AllocationTracker for Counts {
     }
 }
 
-/// Has `tracking-allocator` track, as its documentation says. Its tracker can be set once in a
-/// process.
+/// Enables tracking in `tracking-allocator`, as its documentation describes. Its tracker can be set
+/// once per process.
 pub(super) fn track() {
     static SET: OnceLock<()> = OnceLock::new();
     SET.get_or_init(|| {
         let counts = Counts { bytes: AtomicUsize::new(0), blocks: AtomicUsize::new(0) };
-        // It is refused only where somebody else has set one, who then tracks.
+        // Fails only if a tracker is already set, which then does the tracking.
         let _ = AllocationRegistry::set_global_tracker(counts);
         AllocationRegistry::enable_tracking();
     });
 }
 
-/// Runs `work` in a group of `tracking-allocator`'s.
+/// Runs `work` in a group of `tracking-allocator`.
 pub(super) fn grouped(work: impl FnOnce()) {
     let Some(mut group) = AllocationGroupToken::register() else { return work() };
     let entered = group.enter();
@@ -146,7 +146,7 @@ pub(super) fn grouped(work: impl FnOnce()) {
     drop(entered);
 }
 
-/// A route that has no blocks: what its window costs everybody else is measured.
+/// A route without blocks, to measure what its address window costs all other blocks.
 struct Empty(Range<usize>);
 
 // SAFETY: it has no blocks, and nothing in it unwinds.
@@ -179,7 +179,7 @@ unsafe impl Route for Empty {
     }
 }
 
-/// Registers a route, for the rest of the process.
+/// Registers a route for the rest of the process.
 pub(super) fn routed() -> Option<RouteId> {
     static TO: OnceLock<Option<RouteId>> = OnceLock::new();
     *TO.get_or_init(|| {

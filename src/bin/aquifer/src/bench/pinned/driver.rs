@@ -1,4 +1,4 @@
-//! What an allocation of the driver's own and its free cost, beside a pair of the pool's.
+//! The cost of an allocation by the driver and its free, compared with a pair of the pool.
 
 use super::{
     Bench, size,
@@ -11,7 +11,7 @@ use crate::bench::{
 };
 use aquifer_core::Result;
 
-/// Sizes in bytes. Larger ones take seconds a lap.
+/// Sizes in bytes. Larger ones take seconds per lap.
 const SIZES: [u64; 3] = [4 << 10, 1 << 20, 64 << 20];
 
 fn name(bytes: u64) -> String {
@@ -41,7 +41,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Pairs, which a lap counts as one operation each.
+/// Returns a contender of pairs. A pair counts as one operation.
 pub(super) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
     let mut lane = Lane::new(source);
     Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))

@@ -1,4 +1,4 @@
-//! A pool that has what is asked for, on one thread and on several.
+//! A pool that can serve every request, on one thread and on several.
 
 use super::{Bench, driver::pairs as pairs_of, size, source::Pinned};
 use crate::bench::{
@@ -14,13 +14,13 @@ use aquifer_core::Result;
 
 /// Sizes of pairs, in bytes.
 const PAIRS: [u64; 7] = [64, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20];
-/// Largest of random sizes, in bytes.
+/// Maxima of random sizes, in bytes.
 const RANDOM: [u64; 3] = [64 << 10, 1 << 20, 64 << 20];
-/// What may be live in a random row, in bytes, over all threads; the second in a quick look.
+/// Limit of live bytes in a random row, over all threads, in a full and in a quick run.
 const LIVE: [u64; 2] = [1 << 30, 128 << 20];
-/// How many threads.
+/// The numbers of threads.
 const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
-/// What the threads do: pairs of one size, and random sizes up to one, in bytes.
+/// The jobs of the threads: pairs of one size, and random sizes up to a maximum, in bytes.
 const JOBS: [Job; 4] = [
     Job { random: false, bytes: 4 << 10 },
     Job { random: false, bytes: 1 << 20 },
@@ -28,9 +28,9 @@ const JOBS: [Job; 4] = [
     Job { random: true, bytes: 1 << 20 },
 ];
 
-/// The peer of rows whose sizes it is given too.
+/// The peer of rows in which it gets the same sizes.
 const SAME: &str = "malloc";
-/// The yardstick, and how other rows name it.
+/// The reference row, and its name as a peer.
 const MALLOC: (&str, &str) = ("malloc pair 64 B", "malloc 64 B");
 
 fn pair_name(bytes: u64) -> String {
@@ -41,7 +41,8 @@ pub(super) fn pair_names(_: &Bench<'_>) -> Vec<String> {
     std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
 }
 
-/// All sizes and the yardstick take turns in one contest, so that their ratios are of one moment.
+/// All sizes and the reference take turns in one contest, so that their ratios are from the same
+/// time.
 pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
     let mut sizes = Vec::new();
@@ -78,13 +79,12 @@ pub(super) fn random_names(_: &Bench<'_>) -> Vec<String> {
     RANDOM.into_iter().flat_map(random_name).collect()
 }
 
-/// Random sizes, and what of them is rounding: counted once when as much is live as ever is.
+/// Random sizes, and their rounding waste, measured once at the peak of live bytes.
 pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
     for bytes in RANDOM {
         let [name, waste] = random_name(bytes);
         let work = Work::random_within(bytes, 0, live(bench));
-        // With as much again, so that it never has to grow, as a pool that has run for a while need
-        // not.
+        // Twice the peak, so that the pool never has to grow, as one that has run for a while.
         let needed = 2 * work.peak + (64 << 20);
         if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste))
             || !bench.has_room(&name, needed)
@@ -104,8 +104,8 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Rounding of what is live, in parts of a hundred of what was asked for, over all the blocks of
-/// `work` that fit at once.
+/// Returns the rounding of live blocks in per cent of the requested bytes, over the first blocks of
+/// `work` up to its peak.
 fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Result<f64> {
     let (mut held, mut bytes) = (Vec::new(), 0);
     for step in work.operations.iter().filter(|step| step.allocates) {
@@ -128,7 +128,7 @@ fn work_of<'a, S: Source + 'a>(source: S, work: &'a Work) -> Contender<'a> {
     Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))
 }
 
-/// What threads do at once.
+/// A job of several threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Job {
     random: bool,
@@ -136,7 +136,7 @@ struct Job {
 }
 
 impl Job {
-    /// The rows of so many threads: over all, and each.
+    /// Returns the rows for this many threads: over all, and each.
     fn rows(self, threads: usize) -> [String; 2] {
         let s = if threads == 1 { "" } else { "s" };
         let what = if self.random { "random up to " } else { "" };
@@ -162,7 +162,7 @@ pub(super) fn threads(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the rows of so many threads on one pool.
+/// Adds the rows for this many threads on one pool.
 fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2]) -> Result<()> {
     let works: Vec<_> = if job.random {
         let limit = live(bench) / threads as u64;
@@ -188,8 +188,8 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
     Ok(())
 }
 
-/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs
-/// as make a good lap.
+/// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
+/// work, or as many pairs as make a suitable lap.
 fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [Work]) -> Contender<'a>
 where
     S: Source + Send + 'a,

@@ -1,8 +1,9 @@
-//! Whole regions made ready: mapped, placed, populated by workers and registered meanwhile, by
-//! pages and workers, beside what the driver takes for the same bytes.
+//! Creation of whole regions: mapped, placed, populated by workers and registered at the same time,
+//! by page size and number of workers, compared with the driver for the same bytes.
 //!
-//! A virtual machine may get its memory only when it is first touched, which costs more than
-//! anything measured here: as much as the largest row needs is touched and given back first.
+//! A virtual machine may get its memory from the host only at the first touch, which costs more
+//! than anything measured here. As much memory as the largest row needs is therefore touched and
+//! freed first.
 
 use super::{Bench, size};
 use crate::bench::{
@@ -24,21 +25,21 @@ use std::{
 };
 
 const GIB: u64 = 1 << 30;
-/// Sizes in bytes, and in a quick run.
+/// Sizes in bytes, in a full and in a quick run.
 const SIZES: [u64; 3] = [GIB, 8 * GIB, 32 * GIB];
 const QUICK: [u64; 1] = [64 << 20];
-/// How many workers.
+/// The numbers of workers.
 const WORKERS: [usize; 6] = [1, 2, 4, 6, 8, 12];
-/// Those of the largest size, of which a region takes as long as all the others of a smaller one.
+/// Those for the largest size, whose regions take as long as all of a smaller size together.
 const FEW: [usize; 2] = [6, 8];
-/// Pages, and what the rows call them.
+/// Page sizes, and their names in rows.
 const TIERS: [(PageTier, &str); 4] = [
     (PageTier::HugeTlb1G, "1 GiB pages"),
     (PageTier::HugeTlb, "2 MiB pages"),
     (PageTier::Transparent, "thp"),
     (PageTier::Base, "base pages"),
 ];
-/// Bytes of one registration that are compared with the usual.
+/// Bytes of one registration, for the row that compares it with the default.
 const CHUNK: usize = 256 << 20;
 
 /// The peer.
@@ -67,8 +68,8 @@ fn cases(bench: &Bench<'_>, bytes: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (tier, pages) in TIERS {
         let counts: &[usize] = if few { &FEW } else { &WORKERS };
-        // A gibibyte of pages of that size is one piece of work, and a slow kind of pages need not
-        // be waited for again.
+        // A 1 GiB page is one piece of work, so only large regions with many workers are measured.
+        // Base pages are slow, so the largest size omits them.
         let wanted = |workers: &&usize| match tier {
             PageTier::HugeTlb1G => bytes >= 8 * GIB && **workers >= 6,
             PageTier::Base => !few,
@@ -151,7 +152,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
                     bench.sheet.add(&case.name(), Unit::GbPerSecond, rate(made, bytes), peer);
                     ended.push(gone);
                 }
-                // Once for all the rows that lack the same.
+                // Once for all rows with the same reason.
                 Err(left) if bench.sheet.left_out.contains(&left) => {}
                 Err(left) => bench.sheet.left_out.push(left),
             }
@@ -174,12 +175,12 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Nanoseconds for 10⁹ bytes.
+/// Returns nanoseconds per 10⁹ bytes.
 fn rate(took: Duration, bytes: u64) -> f64 {
     took.as_nanos() as f64 * 1e9 / bytes as f64
 }
 
-/// How often something is timed: what takes seconds has no noise to be rid of.
+/// Returns the number of repetitions. Operations that take seconds have little noise.
 fn laps(bytes: u64) -> usize {
     if bytes > 8 * GIB { 1 } else { 3 }
 }
@@ -190,7 +191,7 @@ fn request(node: Option<NodeId>, bytes: u64) -> RegionRequest {
     request
 }
 
-/// Has the machine get its memory.
+/// Touches this much memory, so that the machine gets it.
 fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
     let mut request = request(node, bytes);
     request.pinning = Pinning::Off;
@@ -199,7 +200,7 @@ fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// What this machine has too little of for a row, and the rows it is so for.
+/// Returns what this machine lacks for a row, and the affected rows.
 fn missing(bench: &Bench<'_>, node: Option<NodeId>, case: &Case) -> Option<(String, String)> {
     let region = format!("region {}", size(case.bytes));
     let there = processors();
@@ -224,7 +225,7 @@ fn processors() -> usize {
     crate::bench::host::processors() as usize
 }
 
-/// The best of some times: until a region is ready, and until it is gone. The inner error says why
+/// Returns the best times until a region is ready, and until it is freed. The inner error says why
 /// there is no such region here.
 fn ready(
     bench: &Bench<'_>,
@@ -259,11 +260,11 @@ fn ready(
     Ok(Ok(best))
 }
 
-/// The same of the driver's own memory.
+/// Returns the same for memory allocated by the driver.
 fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
     let told = |e| MemoryError::driver(bench.device, e);
     let mut best = (Duration::MAX, Duration::MAX);
-    // Seconds each, from 8 GiB on.
+    // From 8 GiB on, each repetition takes seconds.
     for _ in 0..if bytes > GIB { 1 } else { 3 } {
         let begun = Instant::now();
         let address = bench
@@ -273,7 +274,7 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
         let made = begun.elapsed();
         let begun = Instant::now();
         #[expect(unsafe_code, reason = "gives back what the driver allocated")]
-        // SAFETY: 1. it came from this driver just now. 2. nobody has used it.
+        // SAFETY: 1. this driver just allocated it. 2. it was never used.
         let freed = unsafe { bench.driver.host_free(bench.device, address) };
         let freed = freed.map(|()| begun.elapsed()).map_err(told);
         match freed {
@@ -291,7 +292,7 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
     Ok(best)
 }
 
-/// How long it takes to register memory whose pages are there.
+/// Measures the registration of memory whose pages are populated.
 fn in_place_once(bench: &Bench<'_>, bytes: u64) -> Result<Duration> {
     let mut memory = vec![1u8; bytes as usize];
     let mut best = Duration::MAX;

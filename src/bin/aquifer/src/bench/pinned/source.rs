@@ -1,4 +1,4 @@
-//! Who serves: a pinned pool, the driver itself.
+//! The allocators: a pinned pool, and the driver itself.
 #![expect(unsafe_code, reason = "frees memory by hand, as collections do")]
 
 use crate::bench::device::source::Source;
@@ -20,7 +20,7 @@ impl Pinned {
         Self { pool: pool.clone(), allocator: pool.allocator() }
     }
 
-    /// Why there is no block: asks once more.
+    /// Returns why there is no block, by a second attempt.
     #[cold]
     #[inline(never)]
     fn reason(&self, layout: Layout) -> Box<MemoryError> {
@@ -35,11 +35,11 @@ impl Pinned {
     }
 }
 
-/// Memory of [`Pinned`], which only [`Pinned::give`] takes.
+/// Memory of [`Pinned`], accepted only by [`Pinned::give`].
 #[derive(Debug)]
 pub(super) struct Held(NonNull<u8>, Layout);
 
-// SAFETY: 1. memory that its holder alone reaches.
+// SAFETY: 1. only the owner accesses the memory.
 unsafe impl Send for Held {}
 
 fn layout(bytes: u64) -> Option<Layout> {
@@ -48,8 +48,8 @@ fn layout(bytes: u64) -> Option<Layout> {
 
 impl Source for Pinned {
     type Held = Held;
-    // No longer than a pointer: a block that comes in a result as long as an error passes through
-    // memory, and is read there before it is written whole, which takes longer than the pair.
+    // Boxed, so that the result is no larger than a pointer. A larger result is passed through
+    // memory, which takes longer than the pair.
     type Refused = Box<MemoryError>;
 
     #[inline(always)]
@@ -65,7 +65,7 @@ impl Source for Pinned {
 
     #[inline(always)]
     fn give(&self, Held(block, layout): Held) -> Result<(), Self::Refused> {
-        // SAFETY: 1. a `Held` comes from `take` only, with its layout, and goes here.
+        // SAFETY: 1. a `Held` comes from `take` only, with its layout, and is consumed here.
         unsafe { self.allocator.deallocate(block, layout) };
         Ok(())
     }
@@ -82,11 +82,11 @@ pub(super) struct Direct {
     pub(super) device: DeviceId,
 }
 
-/// Memory of [`Direct`], which only [`Direct::give`] takes.
+/// Memory of [`Direct`], accepted only by [`Direct::give`].
 #[derive(Debug)]
 pub(super) struct Address(NonNull<u8>);
 
-// SAFETY: 1. memory that its holder alone reaches.
+// SAFETY: 1. only the owner accesses the memory.
 unsafe impl Send for Address {}
 
 impl Source for Direct {
@@ -98,7 +98,7 @@ impl Source for Direct {
     }
 
     fn give(&self, Address(block): Address) -> Result<(), DriverError> {
-        // SAFETY: 1. an `Address` comes from `take` only, and goes here. 2. no work uses it.
+        // SAFETY: 1. an `Address` comes from `take` only, and is consumed here. 2. no work uses it.
         unsafe { self.driver.host_free(self.device, block) }
     }
 

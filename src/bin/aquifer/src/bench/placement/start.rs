@@ -1,8 +1,8 @@
-//! What a runtime takes from nothing to its end: the environment and the machine read, budgets and
-//! pools made, and all of it taken down again.
+//! The time to start and drop a runtime: reading the environment and the machine, creating budgets
+//! and pools, and dropping all of it.
 //!
-//! Over simulated devices, whose driver takes no time of its own; and over this machine's GPUs,
-//! beside what their driver takes to be opened and to make a context on each.
+//! Measured over simulated devices, whose driver takes no time, and over this machine's GPUs. There
+//! it is compared with opening the driver and creating a context on each device.
 
 use super::{Bench, over, simulated};
 use crate::{
@@ -33,7 +33,7 @@ pub(super) fn measure(bench: &mut Bench) -> Result<()> {
     if !bench.sheet.wants(HERE) {
         return Ok(());
     }
-    // No driver stays open beside the one that is timed.
+    // No other driver is open while one is timed.
     if let Some(none) = Gpus::open().err() {
         bench.sheet.leave_out(HERE, none.to_string());
         return Ok(());
@@ -43,14 +43,15 @@ pub(super) fn measure(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// Nanoseconds for a runtime on a driver that is open.
+/// Returns the nanoseconds of a runtime on an open driver.
 fn started(driver: Arc<dyn Driver>) -> Result<f64> {
     let begun = Instant::now();
     drop(Runtime::builder().driver(driver).build()?);
     Ok(begun.elapsed().as_nanos() as f64)
 }
 
-/// Nanoseconds for one on this machine's driver, and for that driver before.
+/// Returns the nanoseconds of a runtime on this machine's driver, and of opening that driver
+/// before.
 fn opened_and_started() -> Result<[f64; 2]> {
     let begun = Instant::now();
     let Gpus { driver, devices } =
