@@ -1,4 +1,4 @@
-//! What the device pool's hot path costs on this machine, beside `malloc`.
+//! The cost of the device pool's hot path on this machine, compared with `malloc`.
 //!
 //! ```text
 //! cargo bench --bench hot_path                          every row, with a malloc pair of the same run beside it
@@ -6,9 +6,10 @@
 //! valgrind --tool=callgrind --toggle-collect='*::measured' target/release/deps/hot_path-* --count pair 1048576
 //! ```
 //!
-//! The driver is the simulator without its checks, so that what is left is the pool. A *pair* is
-//! one allocation and one free; a *batch* is 64 allocations, then their frees in the same order;
-//! *random* draws sizes up to a bound and frees in any order, by the rules of RMM's own benchmark.
+//! The driver is the simulator without its checks, so that only the pool is measured. A *pair* is
+//! one allocation and one free. A *batch* is 64 allocations, then their frees in the same order.
+//! *Random* draws sizes up to a bound and frees in random order, by the rules of RMM's own
+//! benchmark.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
@@ -22,18 +23,18 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Rounds of each row, of which the middle one counts.
+/// Rounds per row. The result is their median.
 const ROUNDS: usize = 15;
-/// Blocks of a batch.
+/// Blocks per batch.
 const BATCH: usize = 64;
-/// What may be live at once in a random row: what RMM's benchmark allows.
+/// The limit of live bytes in a random row, as in RMM's benchmark.
 const LIVE: u64 = 16_000 * MIB;
 
-/// One thing that is measured.
+/// A row of the benchmark.
 #[derive(Clone, Copy)]
 enum Row {
     Pair(u64),
-    /// Of blocks that a tenant's live bytes are charged for.
+    /// Pairs of blocks that are charged to a tenant.
     Tenant(u64),
     Batch(u64),
     Random(u64),
@@ -58,13 +59,13 @@ impl Row {
 
 /// One step of a random row.
 enum Step {
-    /// Of so many bytes.
+    /// Allocates this many bytes.
     Allocate(u64),
-    /// The block at this place; the last one takes its place.
+    /// Frees the block at this index. The last one takes its index.
     Free(usize),
 }
 
-/// `2 * count` steps: a size is drawn each time, and allocated in 73 of 100 cases while that is
+/// Returns `2 * count` steps. Each draws a size, and allocates it in 73 of 100 cases if that is
 /// allowed.
 fn steps(count: usize, most: u64) -> Vec<Step> {
     let mut state = 1_u64;
@@ -114,7 +115,7 @@ impl Bench {
         Ok(Self { pool, tenant, stream, held: Vec::new() })
     }
 
-    /// Runs `row` for about `operations` operations; answers with ns for one of what it counts.
+    /// Runs `row` for about `operations` operations. Returns nanoseconds per counted unit.
     fn run(&mut self, row: Row, operations: usize) -> Outcome<f64> {
         match row {
             Row::Pair(bytes) => {
@@ -187,7 +188,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What callgrind is told to count.
+    /// The function whose instructions callgrind counts.
     #[inline(never)]
     fn measured(&mut self, row: Row, operations: usize) -> Outcome<f64> {
         self.run(row, operations)
@@ -198,7 +199,7 @@ fn per(begun: Instant, count: usize) -> f64 {
     begun.elapsed().as_nanos() as f64 / count.max(1) as f64
 }
 
-/// The yardstick: the process's own allocator, 64 bytes.
+/// The reference: the process's allocator with 64 bytes.
 #[inline(never)]
 fn malloc_pairs(count: usize) -> f64 {
     let begun = Instant::now();

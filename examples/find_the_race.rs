@@ -1,8 +1,8 @@
-//! A pipeline with one missing wait, and the simulator that names it.
+//! A pipeline with one missing wait, and the simulator that finds it.
 //!
-//! One stream fills a buffer, another sums it up, round after round. The second waits for the
-//! first. The first does not wait for the second before it fills the buffer anew: on most days it
-//! is slow enough.
+//! One stream fills a buffer and another one sums it up, round after round. The second waits for
+//! the first. The first does not wait for the second before it refills the buffer. On a real GPU
+//! this often goes unnoticed.
 #![expect(clippy::print_stdout, reason = "an example shows what it found")]
 
 use aquifer::{
@@ -17,7 +17,7 @@ use std::sync::{
 const GPU: DeviceId = DeviceId(0);
 const ROUNDS: u64 = 8;
 
-/// What the sums add up to. `careful` programs wait both ways.
+/// Returns the sum of all rounds. With `careful` the streams wait for each other.
 fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
     let driver: Arc<dyn Driver> = sim.driver();
     let (fill, sum) = (driver.stream_create(GPU, 0)?, driver.stream_create(GPU, 0)?);
@@ -51,14 +51,14 @@ fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
 fn main() -> Result<(), DriverError> {
     let right = 4096 * (1..=ROUNDS).sum::<u64>();
 
-    // Each seed runs the queues in another order, as machines and days do. The sum is wrong on some
-    // of them only.
+    // Each seed runs the queues in another order, as different machines and runs do. The sum is
+    // wrong for some of them only.
     let mut wrong = 0;
     for seed in 0..20 {
         let sim = Sim::h200(1).seeded(seed);
         wrong += u32::from(pipeline(&sim, false)? != right);
 
-        // The oracle does not need luck.
+        // The oracle finds the race for every seed.
         let found = sim.violations();
         assert_eq!(found[0].kind, ViolationKind::ReadWrite);
         if seed == 0 {

@@ -1,5 +1,4 @@
-//! A ring of arenas for buffers that live for one step, while the steps before are still being
-//! copied.
+//! A ring of arenas for buffers that live for one step, while earlier steps are still being copied.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Frames, MemoryError, Runtime, vec::Vec};

@@ -1,4 +1,4 @@
-//! A global allocator that knows who holds what, and a route that puts a library's buffers into
+//! A global allocator that accounts memory by tag, and a route that puts a library's buffers into
 //! pinned memory.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
@@ -8,7 +8,7 @@ use std::error::Error;
 #[global_allocator]
 static GLOBAL: aquifer::Global = aquifer::Global::new();
 
-/// The lengths of the lines.
+/// Returns the lengths of the lines.
 fn parse(text: &[u8]) -> Vec<usize> {
     text.split(|&byte| byte == b'\n').map(<[u8]>::len).collect()
 }
@@ -17,8 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().or_sim().build()?;
     staging::install(rt.pinned_near(0).clone())?;
 
-    // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the
-    // same.
+    // The reader has no support for pinned memory. What it allocates in this scope is pinned all
+    // the same.
     let path = std::env::temp_dir().join(format!("aquifer-example-{}", std::process::id()));
     std::fs::write(&path, "a line of text\n".repeat(1 << 19))?;
     let bytes: Vec<u8> = staging::route(|| std::fs::read(&path))?;
@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pinned = rt.pinned_near(0).stats().memory.live;
     assert!(pinned >= bytes.len() as u64, "{pinned} bytes are pinned, {} were read", bytes.len());
 
-    // What is allocated on the way counts under a name.
+    // Count what is allocated here under a name.
     let parsing = Tag::named("parse");
     let lines = tagged(parsing, || parse(&bytes));
     let under = Bytes(global::allocated_under(parsing).bytes);

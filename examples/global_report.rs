@@ -1,10 +1,10 @@
-//! Who holds what in a program, a cap on it, and a library's own columns in pinned memory.
+//! Memory of a program by tag, a cap on it, and a library's columns in pinned memory.
 //!
-//! `cargo run --release --example global_report -- FILE.csv` reads a file of your own with whole
-//! numbers in it, which may be compressed with xz; without one it reads a trace of this project's.
-//! The reader is Arrow's, which knows nothing of pinned memory: the same call fills plain memory
-//! outside of a route and pinned memory inside of one, and each goes to the device from where it
-//! lies.
+//! `cargo run --release --example global_report -- FILE.csv` reads your own file with columns of
+//! whole numbers, plain or compressed with xz. Without an argument it reads a trace of this
+//! project. The reader is Arrow's, which has no support for pinned memory. The same call fills
+//! plain memory outside a route and pinned memory inside one, and both results are copied to the
+//! device.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, DeviceBuffer, Runtime, Stream, Tag, global, staging, tagged};
@@ -28,9 +28,9 @@ static GLOBAL: aquifer::Global = aquifer::Global::new();
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
-/// Rows that are parsed at a time, and go to the device at a time.
+/// Rows per parsed batch, which is also one transfer to the device.
 const ROWS: usize = 1 << 16;
-/// Bytes of columns that are copied on a GPU, so that there is something to time.
+/// Bytes of columns that are copied on a GPU, enough to be timed.
 const ENOUGH: usize = 64 << 20;
 
 fn open(path: &Path) -> Result<Box<dyn Read>> {
@@ -39,7 +39,7 @@ fn open(path: &Path) -> Result<Box<dyn Read>> {
     Ok(if packed { Box::new(XzReader::new(file)) } else { Box::new(file) })
 }
 
-/// The file's columns, batch by batch, as Arrow's reader makes them.
+/// Parses the file into batches of columns.
 fn parse(path: &Path) -> Result<Vec<RecordBatch>> {
     let format = Format::default().with_header(true);
     let (schema, _) = format.infer_schema(open(path)?, Some(100))?;
@@ -47,15 +47,14 @@ fn parse(path: &Path) -> Result<Vec<RecordBatch>> {
     Ok(reader.build(open(path)?)?.collect::<std::result::Result<_, _>>()?)
 }
 
-/// The columns of whole numbers, without those that miss some.
+/// Returns the columns of whole numbers without missing values.
 fn numbers(batches: &[RecordBatch]) -> impl Iterator<Item = &[i64]> {
     let columns = batches.iter().flat_map(RecordBatch::columns);
     let whole = columns.filter_map(|column| column.as_primitive_opt::<Int64Type>());
     whole.filter(|column| column.null_count() == 0).map(|column| &column.values()[..])
 }
 
-/// Sends all columns to `x`, one behind the other, and answers with how long the best of three
-/// times took.
+/// Copies all columns to `x`, one after another. Returns the best of three times.
 fn upload(s: &Stream, columns: &[&[i64]], x: &mut DeviceBuffer<i64>) -> Result<Duration> {
     let mut best = Duration::MAX;
     for _ in 0..3 {
@@ -83,7 +82,7 @@ fn main() -> Result<()> {
     let s = pool.stream()?;
     staging::install(rt.pinned_near(0).clone())?;
 
-    // The same call twice, each under a name of its own, and the second one in a route.
+    // The same call twice, each under its own tag, and the second one in a route.
     let (plain, routed) = (Tag::named("parsed"), Tag::named("parsed into pinned memory"));
     let in_plain = tagged(plain, || parse(path))?;
     let in_pinned = tagged(routed, || staging::route(|| parse(path)))?;
@@ -101,7 +100,7 @@ fn main() -> Result<()> {
         .filter(|c| rt.pinned_near(0).is_pinned(NonNull::from(**c).cast()) == Some(true));
     println!("{} of {} columns lie in pinned memory, without a copy", pinned.count(), after.len());
 
-    // Each to the device from where it lies, often enough that there is something to time.
+    // Copies both to the device, often enough to be timed.
     let simulated = rt.driver().is_none_or(|driver| driver.name() != "cuda");
     let times = if simulated { 1 } else { ENOUGH.div_ceil(count * 8) };
     let (before, after) = (before.repeat(times), after.repeat(times));
@@ -124,7 +123,7 @@ fn main() -> Result<()> {
         speed(slow)
     );
 
-    // A cap: what goes beyond it is refused, and the program goes on.
+    // A cap: an allocation beyond it fails, and the program continues.
     global::set_cap(global::stats().live + (1 << 20));
     let mut more = Vec::<u8>::new();
     if more.try_reserve_exact(16 << 20).is_ok() {

@@ -1,7 +1,7 @@
-//! Work that is captured once and launched many times, over memory of its own, while everything
-//! else goes on.
+//! Work that is captured once and launched many times, with its own memory, while other work
+//! continues.
 //!
-//! Runs on the first GPU, or on a simulated one that checks each access where there is none.
+//! Runs on the first GPU. Without one it uses a simulated GPU that checks each access.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "promises what the captured work touches")]
 
@@ -17,7 +17,7 @@ fn main() -> Result<(), MemoryError> {
     let (s, u) = (pool.stream()?, pool.stream()?);
     let graphs = pool.graph_pool()?;
 
-    // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+    // SAFETY: 1. and 2. the work touches blocks of the graph pool only.
     let (graph, (mut input, output)) = unsafe {
         graphs.capture(&s, |s| {
             let input: DeviceBuffer<u8> = pool.buffer(s, BYTES)?;
@@ -31,11 +31,11 @@ fn main() -> Result<(), MemoryError> {
 
     let mut back = vec![0; BYTES];
     for round in 0..100u8 {
-        // Each waits for what it needs: the fill for the last launch, the launch for the fill, the
-        // copy for the launch.
+        // Each call waits for what it needs: the fill for the last launch, the launch for the fill,
+        // the copy for the launch.
         u.fill(&mut input, round)?;
         graph.launch(&s)?;
-        // An ordinary block, which no launch writes.
+        // An ordinary block. No launch writes it.
         let mut other: DeviceBuffer<u8> = pool.buffer(&u, BYTES)?;
         u.fill(&mut other, 0xff)?;
         u.try_scope(|c| c.download(&output, &mut back))?;

@@ -1,4 +1,4 @@
-//! An asynchronous copy in safe code: the flight owns the vector, and gives it back.
+//! An asynchronous copy in safe code: the flight owns the vector and returns it.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Runtime, vec::Vec};
@@ -20,8 +20,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let v = s.download(&x, v)?.wait()?;
     assert_eq!((v[0], v[v.len() - 1]), ((1 << 16) - 1, 0));
 
-    // Dropped instead of waited for, the vector's memory goes home when the copy is done, and no
-    // earlier.
+    // If the flight is dropped instead, the vector's memory is returned to its pool when the copy
+    // is complete.
     drop(s.upload(v, &mut x)?);
     println!("copied {} bytes up and down", 2 * x.len() * size_of::<u64>());
     Ok(())

@@ -1,12 +1,12 @@
-//! A hash map whose table and keys lie in an arena: looked up as ever, and gone in one step.
+//! A hash map whose table and keys are in an arena, so that all of it is freed in one step.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Arena, Bytes};
 use hashbrown::HashMap;
 use std::{error::Error, fs, hash::RandomState};
 
-/// How often each word of `text` is in it, and the most frequent one. The words are copied into the
-/// arena, as if `text` were a buffer that is read anew for each batch.
+/// Counts the words of `text` and returns the most frequent one. The words are copied into the
+/// arena, as if `text` were a buffer that is reused for each batch.
 fn most_frequent<'a>(arena: &'a Arena, text: &str) -> Option<(&'a str, u32)> {
     let mut counts =
         HashMap::<&'a str, u32, RandomState, &'a Arena>::with_hasher_in(RandomState::new(), arena);
@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         } else {
             assert_eq!(stats.chunks, chunks, "later batches fit where the first ones did");
         }
-        // All of it at once: no table is walked, no word freed.
+        // Frees everything at once, without walking the table.
         arena.reset()?;
         chunks = arena.stats().chunks;
     }

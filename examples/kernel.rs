@@ -1,8 +1,8 @@
-//! A kernel launched by cudarc on memory of the pool: the pool's stream waits for the kernel, and
-//! the kernel for the pool's stream, without a word from the program.
+//! A kernel launched by cudarc on memory of the pool. The pool's stream waits for the kernel, and
+//! the kernel for the pool's stream, without explicit synchronisation in the program.
 //!
-//! The kernel is embedded as PTX, which the driver compiles when it is loaded: no toolkit is
-//! needed, to build or to run. On a machine without a GPU the example says so and is done.
+//! The kernel is embedded as PTX, which the driver compiles when it is loaded, so no toolkit is
+//! needed. Without a GPU the example prints a message and exits.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![cfg_attr(
     feature = "cuda",
@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("no GPU here, and kernels run nowhere else");
         return Ok(());
     };
-    // What a program on cudarc has already: a stream and a kernel.
+    // A program based on cudarc already has a stream and a kernel.
     let cu = CudaContext::new(pool.device().0 as usize)?.new_stream()?;
     let scale = cu.context().load_module(Ptx::from_src(SCALE))?.load_function("scale")?;
 
@@ -67,9 +67,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let (by, n) = (3.0f32, u32::try_from(x.len())?);
     let mut lent = x.on_mut(&cu)?; // `cu` waits for the upload on `s`
-    // SAFETY: 1. the kernel takes a float pointer, a float and a count. 2. it touches the `n`
-    // floats that `lent` has.
-    // 3. it is launched on the stream that they are lent to.
+    // SAFETY: 1. the kernel takes a float pointer, a float and a count. 2. it accesses only the `n`
+    // floats of `lent`. 3. it is launched on the stream that they are lent to.
     unsafe {
         cu.launch_builder(&scale)
             .arg(&mut lent)

@@ -1,9 +1,9 @@
-//! Loads a checkpoint of `safetensors` shards onto all devices, each its rows or columns of every
-//! matrix.
+//! Loads a checkpoint of `safetensors` shards onto all devices. Each device gets its rows or
+//! columns of every matrix.
 //!
-//! `cargo run --release --example load_safetensors -- FOLDER` loads the shards in a folder; without
-//! one a small checkpoint is made and loaded. Without a GPU two simulated ones are used. Every byte
-//! is read back and compared.
+//! `cargo run --release --example load_safetensors -- FOLDER` loads the shards in a folder. Without
+//! an argument a small checkpoint is created and loaded. Without a GPU two simulated ones are used.
+//! Every byte is read back and compared.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use aquifer::{
@@ -32,7 +32,7 @@ use std::{
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
-/// A tensor in a shard, as rows.
+/// A tensor in a shard, described as rows.
 struct Tensor {
     name: String,
     shard: usize,
@@ -42,7 +42,7 @@ struct Tensor {
     element: u64,
 }
 
-/// What one device gets of a tensor: ranges of the shard, one right behind the other.
+/// The part of a tensor for one device: ranges of the shard, stored one after another.
 struct Part {
     shard: usize,
     ranges: Vec<Range<u64>>,
@@ -50,8 +50,8 @@ struct Part {
 }
 
 impl Tensor {
-    /// The part of device `which` of `of`: rows, or columns of what a layer ends with, as
-    /// tensor-parallel models want it.
+    /// Returns the part for device `which` of `of`: rows, or columns for the last matrix of a
+    /// layer, as in tensor parallelism.
     fn part(&self, which: u64, of: u64) -> Part {
         let share = |n: u64| n * which / of..n * (which + 1) / of;
         let row = |row| self.offset + row * self.row_bytes;
@@ -77,7 +77,7 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
     let length = u64::from_le_bytes(length);
     let bytes = file.metadata()?.len();
     let refused = |what: String| format!("{}: {what}", path.display());
-    // Lengths and offsets are the file's word: none of them may wrap.
+    // Lengths and offsets come from the file, so no addition may overflow.
     let data = length.checked_add(8).filter(|&data| data <= bytes);
     let data =
         data.ok_or_else(|| refused(format!("a header of {length} bytes in a file of {bytes}")))?;
@@ -117,7 +117,7 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
     tensors.collect()
 }
 
-/// Two shards with a few layers, each number another.
+/// Writes two shards with a few layers. All numbers differ.
 fn make_checkpoint(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
     for shard in 0..2u32 {
@@ -148,7 +148,7 @@ fn make_checkpoint(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Shows how far all transfers are until `over`.
+/// Displays the progress of all transfers until `over` is set.
 fn progress_bar(staged: &Mutex<Vec<Staged>>, total: u64, over: &AtomicBool) {
     while io::stderr().is_terminal() && !over.load(Ordering::Relaxed) {
         let done: u64 = staged
@@ -168,7 +168,7 @@ fn progress_bar(staged: &Mutex<Vec<Staged>>, total: u64, over: &AtomicBool) {
     }
 }
 
-/// All parts of one device, in memory of its own.
+/// Loads all parts of one device into newly allocated memory.
 fn load(
     stager: &Stager,
     shards: &[FileSource],
@@ -185,7 +185,7 @@ fn load(
     })?
 }
 
-/// Adds a range of a file to `to`.
+/// Appends a range of a file to `to`.
 fn read_whole(file: &FileSource, range: &Range<u64>, to: &mut Vec<u8>) -> Result<()> {
     let (mut at, begin) = (range.start, to.len());
     to.resize(begin + (range.end - range.start) as usize, 0);
@@ -266,7 +266,7 @@ fn run(folder: &Path) -> Result<()> {
         stagers.push((stager, s));
     }
 
-    // Every device by a thread of its own, with a bar meanwhile.
+    // One thread per device, with a progress bar.
     let (seen, over, begun) = (Mutex::new(Vec::new()), AtomicBool::new(false), Instant::now());
     let took = thread::scope(|threads| -> Result<Duration> {
         threads.spawn(|| progress_bar(&seen, total, &over));
@@ -289,7 +289,8 @@ fn run(folder: &Path) -> Result<()> {
         Ok(took)
     })?;
 
-    // Each byte, against the files; and the driver's own copy of the same bytes, from memory.
+    // Compares every byte with the files, and times the driver's own copy of the same bytes from
+    // memory.
     let mut copied = Duration::ZERO;
     for (((stager, s), parts), buffers) in stagers.iter().zip(&parts).zip(&mut held) {
         for (part, x) in parts.iter().zip(buffers) {

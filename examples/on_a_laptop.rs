@@ -1,10 +1,9 @@
-//! A program's own stream code on a machine without a GPU, where each access is checked.
+//! The stream code of a program on a machine without a GPU, with every access checked.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, MemoryError, Runtime, sim::Sim};
 
-/// What runs on the GPU in production, without a change: one stream fills, the other takes a copy
-/// of it.
+/// The same code as in production on a GPU: one stream fills, the other copies the result.
 fn my_code(rt: &Runtime) -> Result<u8, MemoryError> {
     let pool = rt.device(0)?;
     let (filling, copying) = (pool.stream()?, pool.stream()?);
@@ -25,7 +24,7 @@ fn my_code(rt: &Runtime) -> Result<u8, MemoryError> {
 }
 
 fn main() -> Result<(), MemoryError> {
-    // Each seed lets the queues run in another order, as machines and days do.
+    // Each seed runs the queues in another order, as different machines and runs do.
     for seed in 0..20 {
         let sim = Sim::h200(1).seeded(seed);
         my_code(&Runtime::on(sim.driver())?)?;

@@ -1,5 +1,5 @@
-//! Memory of one's own under the library: slots of a slab that another library has allocated, and a
-//! wrapper that counts. Both go through the same checks, buffers and wrappers as any pool.
+//! Custom memory below the library: slots of a slab that another library has allocated, and a
+//! custom wrapper that counts. Both work with the same checks, buffers and wrappers as any pool.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "answers for memory that another library has allocated")]
 
@@ -21,7 +21,8 @@ use std::{
 const SLOT: u64 = 64 << 10;
 const SLOTS: u64 = 64;
 
-/// Slots of one allocation. What the library behind it does is up to it; here it calls the driver.
+/// Slots of one allocation. The other library may allocate them in any way. Here it calls the
+/// driver.
 struct Slab {
     driver: Arc<dyn Driver>,
     range: DeviceRange,
@@ -41,10 +42,10 @@ impl Slab {
     }
 }
 
-// SAFETY: 1. a slot lies in the slab, and is taken off the list of those that are free.
-// `cuMemAlloc` aligns to 256 bytes, and slots are as far apart. 2. the slab is freed only when all
-// slots are on the list. 3. and 4. a slot comes back to the list when all work that used it is
-// over, so it can go to any stream.
+// SAFETY: 1. a slot is inside the slab, and is removed from the free list when it is allocated.
+// `cuMemAlloc` aligns to 256 bytes, and slots have the same distance. 2. the slab is freed only
+// when all slots are in the list. 3. and 4. a slot returns to the list when all work that used it
+// is complete, so any stream can use it next.
 unsafe impl RangeSource for Slab {
     fn device(&self) -> DeviceId {
         self.range.device
@@ -61,7 +62,7 @@ unsafe impl RangeSource for Slab {
 
     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<(), MemoryError> {
         if !after.is_done()? {
-            // Not yet: the pool offers it again.
+            // Work is pending: the pool tries again later.
             return Err(MemoryError::Busy { address: range.address });
         }
         self.free().push(range.address);
@@ -75,9 +76,9 @@ unsafe impl RangeSource for Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        // A slot that never came back may be in use for ever.
+        // A slot that was not returned may still be in use, so the slab is leaked.
         if self.free().len() as u64 == SLOTS {
-            // SAFETY: 1. from `mem_alloc`, and freed once. 2. the work of every slot is over.
+            // SAFETY: 1. from `mem_alloc`, and freed once. 2. the work of every slot is complete.
             let _ = unsafe { self.driver.mem_free(self.range.device, self.range.address) };
         }
     }
@@ -89,7 +90,7 @@ impl std::fmt::Debug for Slab {
     }
 }
 
-/// Counts what it hands on. Safe to write: a block can only be made by a pool.
+/// Records the largest request. Needs no unsafe code, since only pools create blocks.
 #[derive(Debug)]
 struct Largest<M> {
     inner: M,
@@ -126,7 +127,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     conformance(&slab, &[s.clone(), u.clone()], 300, 1)?;
     assert_eq!(slab.source().free().len() as u64, SLOTS);
 
-    // The library's wrappers over it, and a wrapper of one's own over these.
+    // The library's wrappers over it, and a custom wrapper over these.
     let limit = Limit::new(slab.clone(), Budget::new("the slab's user", 1 << 20));
     let stack = Largest {
         inner: Counted::new(Tagged::new(limit, Tag::named("slots"))),

@@ -1,5 +1,5 @@
-//! A server that sleeps: between requests its weights lie in pinned memory, and somebody else has
-//! the device.
+//! A server that suspends its memory: between requests its weights are in pinned memory, and
+//! another program part uses the device.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "promises that nobody is about to use what is parked")]
 
@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = rt.device(0)?;
     let s = pool.stream()?;
 
-    // What is to be parked together is allocated together.
+    // What is parked together is allocated under one tag.
     let server = Tag::named("server");
     let parkable = pool.parkable(server)?;
     let mut weights = Vec::new();
@@ -26,10 +26,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let addresses: Vec<u64> = weights.iter().map(|of_layer| of_layer.range().address).collect();
 
-    // No request for a while: to sleep.
+    // No requests for a while: park.
     let how = Park::save_in(rt.pinned_near(0).allocator());
-    // SAFETY: 1. this thread alone queues work for the weights, and has none of them lent. 2.
-    // nobody has their addresses.
+    // SAFETY: 1. only this thread queues work for the weights, and none of them is lent. 2. their
+    // addresses are not stored elsewhere.
     let parked = unsafe { pool.park(server, how) }?;
     println!(
         "asleep: {} saved, {} released in {:?}",
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     assert_eq!(s.fill(&mut weights[0], 0.0), Err(MemoryError::Parked { tag: server }));
 
-    // Training has nearly all of the device.
+    // Training uses nearly all of the device.
     let training = pool.alloc(&s, Request::bytes(40 << 20).tag(Tag::named("training")))?;
     match pool.resume(server, None) {
         Err(MemoryError::OutOfMemory(told)) => println!("not yet: {told}"),
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     drop(training);
 
-    // A request: awake, where everything was.
+    // A request: resume. Everything has its old address.
     let begun = Instant::now();
     let resumed = pool.resume(server, None)?;
     println!("awake: {} restored in {:?}", Bytes(resumed.restored), begun.elapsed());

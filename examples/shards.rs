@@ -1,5 +1,5 @@
-//! A model that is too large for one device: its shards go to devices that can reach each other,
-//! all of them or none.
+//! A model that is too large for one device. Its shards are placed on devices that can access each
+//! other's memory, all or none.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, DeviceBuffer, Group, Place, PlaceError, Policy, Runtime, sim::Sim};
@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().driver(sim.driver()).device_budget(100 << 30).build()?;
     let placer = rt.placer(Policy::MostFree);
 
-    // Four shards, each on a device of its own; every device can reach every other's memory.
+    // Four shards, each on its own device. Every device can access every other's memory.
     let model = Group::of(4, Place::bytes(SHARD).min_compute((9, 0))).on_peers();
     let shards = placer.place_group(&model)?;
     for (number, shard) in shards.iter().enumerate() {
@@ -21,12 +21,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("shard {number}: {} on {}", Bytes(4 * weights.len() as u64), shard.device());
     }
 
-    // One of the devices is to be serviced: nothing new goes there, and the model runs on.
+    // One of the devices is taken out of service: nothing new is placed there, and the model keeps
+    // running.
     placer.drain(shards[0].device())?;
     let second = placer.place_group(&Group::of(7, Place::bytes(SHARD)))?;
     assert!(second.iter().all(|shard| shard.device() != shards[0].device()));
 
-    // What does not fit is refused whole, with every device and why.
+    // A group that does not fit fails as a whole. The error lists every device with its reason.
     match placer.place_group(&Group::of(5, Place::bytes(SHARD))) {
         Err(PlaceError::Nowhere(nowhere)) => println!("{nowhere}"),
         other => println!("{other:?}"),

@@ -1,4 +1,5 @@
-//! Two tenants of one pool, each under a limit of its own, a tag under another, and who holds what.
+//! Two tenants of one pool, each with its own limit, a tag with another limit, and a report by
+//! owner.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Budget, Bytes, MemoryError, Request, Runtime, Tag};
@@ -8,7 +9,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().or_sim().build()?;
     let s = rt.device(0)?.stream()?;
 
-    // Live bytes: a tree of their own, since the pool pays for the memory itself.
+    // Live bytes of tenants have their own tree, since the pool pays for the memory itself.
     let tenants = Budget::new("all tenants", 10 << 20);
     let (a, b) = (tenants.child("tenant-a", 8 << 20), tenants.child("tenant-b", 4 << 20));
 

@@ -1,5 +1,5 @@
-//! A buffer of one stream, used on another: who waits for whom is seen to, and nobody waits on the
-//! host.
+//! A buffer of one stream used on another. The library orders the streams, and the host does not
+//! wait.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Runtime};

@@ -1,11 +1,14 @@
-//! Programs over device memory through the wrappers of host memory, over rings of frames of it, and
-//! over runs of pages.
+//! Programs over device memory through the host-memory wrappers, over rings of frames, and over
+//! runs of pages.
 //!
-//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks,
-//! parts of frames and pages are filled, copied and read on several streams and freed at any time.
-//! After every operation the oracle must have nothing to report and no budget may be exceeded;
-//! contents are what was last written; a reset is refused only for a use that is still open; in the
-//! end every wrapper's account is at zero, and the device has everything back.
+//! Up to four wrappers are stacked over a pool on a simulated device that runs work at arbitrary
+//! times. Blocks, parts of frames and pages are filled, copied and read on several streams and
+//! freed at any time. Invariants:
+//!
+//! - after every operation the oracle reports nothing, and no budget is exceeded;
+//! - contents are what was last written;
+//! - a reset is refused only because of an open use;
+//! - at the end every wrapper's account is zero, and all device memory is freed.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};
@@ -22,7 +25,7 @@ use std::{sync::Arc, time::Duration};
 const CAPACITY: u64 = 16 << 20;
 /// Bytes of a frame.
 const FRAME: u64 = 64 << 10;
-/// Pages of an arena of them, and the bytes of each.
+/// Pages of an arena, and bytes per page.
 const PAGES: (usize, u64) = (12, 1024);
 const STREAMS: u8 = 3;
 
@@ -35,27 +38,27 @@ struct World {
     sim: Sim,
     pool: DevicePool,
     streams: Vec<Stream>,
-    /// Over all other wrappers.
+    /// The outermost wrapper.
     top: Counted<Arc<dyn Resource>>,
     budgets: Vec<Budget>,
     counted: Vec<Counted<Arc<dyn Resource>>>,
-    /// That of the wrapper nearest to the pool.
+    /// The tag of the innermost wrapper.
     tag: Option<Tag>,
     buffers: Vec<Buffer>,
     frames: Option<Frames<DeviceArena>>,
-    /// Turns of the ring so far.
+    /// Frames used so far.
     turns: usize,
     pages: Option<DevicePages>,
-    /// Runs of them that are taken, and what they hold.
+    /// Live page runs and their contents.
     runs: Vec<(PageRun, Option<u8>)>,
-    /// Uses that nobody has ended, with the frame that each is of.
+    /// Uses that are still open, each with the index of its frame.
     open: Vec<(usize, Use)>,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
@@ -66,7 +69,7 @@ pub fn run(bytes: &[u8]) {
     world.finish();
 }
 
-/// Whether there was room for something.
+/// Returns the value, or `None` if there was no memory. Panics on any other error.
 fn went<T>(answer: Result<T>) -> Option<T> {
     match answer {
         Ok(value) => Some(value),
@@ -168,7 +171,7 @@ impl World {
         }
     }
 
-    /// Takes, fills, copies or frees runs of pages, or leaves all of them.
+    /// Allocates, fills, copies or frees runs of pages, or drops the arena.
     fn turn_pages(&mut self, bytes: &mut Bytes<'_>, stream: &Stream) {
         let arena = match &self.pages {
             Some(arena) => arena,
@@ -217,7 +220,7 @@ impl World {
         self.check_runs();
     }
 
-    /// Runs lie apart, and the rest is free.
+    /// Checks that runs do not overlap and that the rest is free.
     fn check_runs(&self) {
         let Some(arena) = &self.pages else { return };
         let mut taken = [false; PAGES.0];
@@ -232,7 +235,7 @@ impl World {
         assert_eq!(arena.free_pages(), taken.iter().filter(|&&taken| !taken).count());
     }
 
-    /// What a buffer holds is what was last written.
+    /// Checks that a buffer has the contents that were last written.
     fn look(&self, at: usize, stream: &Stream) {
         let Buffer { memory, content: Some(value) } = &self.buffers[at] else { return };
         let mut back = vec![!value; memory.len()];
@@ -240,7 +243,7 @@ impl World {
         assert!(back.iter().all(|byte| byte == value));
     }
 
-    /// A step in the next frame: parts are filled on one stream, and copied to a buffer on another.
+    /// Uses the next frame: fills parts of it on one stream and copies them to a buffer on another.
     fn turn(&mut self, bytes: &mut Bytes<'_>, stream: &Stream) {
         let frames = match &mut self.frames {
             Some(frames) => frames,
@@ -296,7 +299,7 @@ impl World {
         }
     }
 
-    /// The ring goes, whatever still uses it.
+    /// Drops the ring, even with open uses.
     fn leave_frames(&mut self) {
         self.frames = None;
         for (_, used) in self.open.drain(..) {
@@ -312,7 +315,7 @@ impl World {
         }
         let frames =
             self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
-        // Those that wait for their uses count until they are free.
+        // Blocks that wait for their uses count until they are free.
         assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
     }
 

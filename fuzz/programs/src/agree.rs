@@ -1,13 +1,13 @@
-//! The same program on two drivers: do they agree?
+//! Compares two drivers by running the same program on both.
 //!
-//! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a
-//! seed, or from any bytes: some sixty operations on two or three streams (fills, copies in all
-//! directions, whole and row by row, events, mappings of one handle at several addresses, pool
-//! allocations, captures and launches of what they make) with mistakes in between that a driver
-//! refuses or passes over ([`Fault`]). It is *free of races by construction*: the generator keeps a
-//! vector clock for each stream and the host, and puts an event, a synchronisation or
-//! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver
-//! and in any timing, and so is the code of each call: an [`Outcome`].
+//! The simulated GPU is useful only as far as it behaves like a real one. A [`Program`] is
+//! generated from a seed, or from any bytes. It has some sixty operations on two or three streams:
+//! fills, copies in all directions, whole and row by row, events, mappings of one handle at several
+//! addresses, pool allocations, captures and their launches. Among them are mistakes that a driver
+//! rejects or ignores ([`Fault`]). A program is *free of races by construction*: the generator
+//! keeps a vector clock for each stream and the host, and inserts an event, a synchronisation or a
+//! poll where one is needed. The final contents of memory and the code of each call are therefore
+//! determined on any driver and in any timing: an [`Outcome`].
 //!
 //! ```
 //! use aquifer_programs::agree::Program;
@@ -17,8 +17,8 @@
 //! assert!(program.operations().len() > 40);
 //! ```
 //!
-//! [`Program::careless`] is the same program without its waits between streams, for the negative
-//! control: an oracle that does not object to it sees nothing.
+//! [`Program::careless`] is the same program without its waits between streams. It is the negative
+//! control: an oracle that accepts it detects nothing.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod execute;
@@ -36,31 +36,31 @@ use std::fmt;
 /// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide
 /// it.
 pub const GRANULE: u64 = 2 << 20;
-/// The size of the one address range that a program maps into, in granules.
+/// The size in granules of the address range that a program maps into.
 pub const RANGE: u64 = 12;
-/// Events that a program has, and records again and again.
+/// Number of events. A program records each repeatedly.
 pub const EVENTS: usize = 6;
-/// Host buffers: two from the driver, the two halves of a range registered apart, and one that is
-/// not pinned.
+/// Sizes of the host buffers: two allocated by the driver, two halves of a range that are
+/// registered separately, and one that is not pinned.
 pub const HOSTS: [usize; 5] = [64 << 10, 64 << 10, 32 << 10, 32 << 10, 64 << 10];
-/// The first of the two halves that are registered apart; the next one is the second.
+/// The index of the first of the two halves. The next index is the second.
 pub const FIRST_HALF: usize = 2;
-/// The host buffer that is not pinned.
+/// The index of the host buffer that is not pinned.
 pub const PAGEABLE: usize = 4;
 
-/// Where on the device.
+/// A location on the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// In the block of this slot.
+    /// The block in this slot.
     Block(usize),
-    /// Through the mapping that starts at this granule of the range.
+    /// The mapping that starts at this granule of the range.
     Mapping(u64),
 }
 
-/// A part of what lies at a place.
+/// A part of a block or mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Part {
-    /// Where.
+    /// The block or mapping.
     pub place: Place,
     /// First byte, from the start of the block or mapping.
     pub offset: u64,
@@ -68,10 +68,10 @@ pub struct Part {
     pub bytes: u64,
 }
 
-/// A part of a host buffer, by its index in [`HOSTS`].
+/// A part of a host buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostPart {
-    /// Which.
+    /// The index of the buffer in [`HOSTS`].
     pub host: usize,
     /// First byte.
     pub offset: usize,
@@ -79,40 +79,40 @@ pub struct HostPart {
     pub bytes: usize,
 }
 
-/// One thing that a program does. Streams, events, slots and handles are indices.
+/// One operation of a program. Streams, events, slots and handles are indices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
 #[non_exhaustive]
 pub enum Operation {
-    /// A whole allocation.
+    /// Allocates a block.
     Allocate { slot: usize, bytes: u64 },
-    /// Its end. The host knows that nothing queued touches it.
+    /// Frees a block. The host knows that no queued work uses it.
     Free { slot: usize },
-    /// An allocation of the driver's pool, in stream order.
+    /// Allocates from the driver's pool, in stream order.
     PoolAllocate { slot: usize, stream: usize, bytes: u64 },
-    /// Its end, in stream order.
+    /// Frees to the driver's pool, in stream order.
     PoolFree { slot: usize, stream: usize },
-    /// Physical memory.
+    /// Creates physical memory.
     Create { handle: usize, granules: u64 },
-    /// Lets go of it; it lives on while it is mapped.
+    /// Releases physical memory. It stays alive while it is mapped.
     Release { handle: usize },
-    /// Maps a whole handle and lets the device use it.
+    /// Maps a whole handle and gives the device access.
     Map { handle: usize, at: u64, granules: u64 },
-    /// Takes a mapping away. The host knows that nothing queued goes through it.
+    /// Unmaps a mapping. The host knows that no queued work uses it.
     Unmap { at: u64, granules: u64 },
     /// Fills device memory.
     Fill { stream: usize, to: Part, byte: u8 },
-    /// Host to device.
+    /// Copies from host to device.
     Upload { stream: usize, from: HostPart, to: Part },
-    /// Device to host.
+    /// Copies from device to host.
     Download { stream: usize, from: Part, to: HostPart },
-    /// Device to device; the two never overlap.
+    /// Copies on the device. The two parts never overlap.
     Copy { stream: usize, from: Part, to: Part },
-    /// Fills device memory with elements, aligned to their size.
+    /// Fills device memory with elements. The part is aligned to their size.
     FillWith { stream: usize, to: Part, pattern: Pattern },
-    /// Fills rows, each `rows.width` elements, that lie in a part of device memory.
+    /// Fills rows of `rows.width` elements in a part of device memory.
     FillRows { stream: usize, to: Part, pattern: Pattern, pitch: u64, rows: Rows },
-    /// Rows in a host buffer to rows on the device.
+    /// Copies rows from a host buffer to the device.
     UploadRows {
         stream: usize,
         from: HostPart,
@@ -121,7 +121,7 @@ pub enum Operation {
         to_pitch: u64,
         rows: Rows,
     },
-    /// Rows on the device to rows in a host buffer.
+    /// Copies rows from the device to a host buffer.
     DownloadRows {
         stream: usize,
         from: Part,
@@ -130,101 +130,101 @@ pub enum Operation {
         to_pitch: u64,
         rows: Rows,
     },
-    /// Rows on the device to others; the two parts never overlap.
+    /// Copies rows on the device. The two parts never overlap.
     CopyRows { stream: usize, from: Part, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
-    /// The CPU writes a host buffer, with bytes that follow from the seed.
+    /// Writes a host buffer by the CPU, with bytes derived from the seed.
     Write { to: HostPart, seed: u64 },
-    /// Puts an event behind what is queued.
+    /// Records an event after the queued work.
     Record { event: usize, stream: usize },
     /// Makes a stream wait for an event.
     Wait { stream: usize, event: usize },
-    /// The host waits for a stream.
+    /// Synchronizes the host with a stream.
     Synchronize { stream: usize },
-    /// The host waits for an event.
+    /// Synchronizes the host with an event.
     SynchronizeEvent { event: usize },
-    /// The host asks until a stream is idle.
+    /// Polls a stream on the host until it is idle.
     Poll { stream: usize },
-    /// The host asks until an event has passed.
+    /// Polls an event on the host until it has completed.
     PollEvent { event: usize },
-    /// Opens a capture on a stream. Copies, fills, records and waits from here to its end become
-    /// part of it.
+    /// Begins a capture on a stream. Copies, fills, records and waits up to its end become part of
+    /// it.
     CaptureBegin { stream: usize, mode: CaptureMode },
-    /// Ends it, and makes an executable of it.
+    /// Ends a capture and instantiates an executable graph.
     CaptureEnd { stream: usize, graph: usize },
-    /// Launches an executable.
+    /// Launches an executable graph.
     Launch { graph: usize, stream: usize },
-    /// Ends an executable, launches under way or not.
+    /// Destroys an executable graph, with or without pending launches.
     GraphEnd { graph: usize },
-    /// Something that a driver refuses or passes over, at no cost to anything else.
+    /// Performs a call that a driver rejects or ignores without other effects.
     Mistake(Fault),
 }
 
-/// What makes no sense, and is refused, or passed over where no harm comes of it.
+/// A mistake that a driver rejects, or ignores if it does no harm.
 ///
-/// Not among them is what a GPU answers by what happens to lie next door: to map, or unmap, across
-/// the end of the range.
+/// Mapping and unmapping across the end of the range are not included, since their result on a GPU
+/// depends on the adjacent addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
 #[non_exhaustive]
 pub enum Fault {
-    /// No bytes of addresses.
+    /// Reserves zero bytes of addresses.
     ReserveNothing,
-    /// Addresses by half a granule.
+    /// Reserves half a granule of addresses.
     ReserveOffGranule,
-    /// No bytes of physical memory.
+    /// Creates zero bytes of physical memory.
     CreateNothing,
-    /// Physical memory by half a granule.
+    /// Creates half a granule of physical memory.
     CreateOffGranule,
-    /// More physical memory than any device has.
+    /// Creates more physical memory than any device has.
     CreateTooMuch,
-    /// A handle where another, or the same, is mapped.
+    /// Maps a handle where another one, or the same, is mapped.
     MapTwice { handle: usize, at: u64, granules: u64 },
-    /// A handle at addresses that nobody has reserved.
+    /// Maps a handle at addresses that are not reserved.
     MapUnreserved { handle: usize, granules: u64 },
-    /// Nothing is mapped there, and that is no error.
+    /// Unmaps addresses without a mapping, which is no error.
     UnmapNothing { at: u64 },
-    /// Access to where nothing is mapped.
+    /// Sets access to addresses without a mapping.
     AccessNothing { at: u64 },
-    /// No bytes.
+    /// Allocates zero bytes.
     AllocateNothing,
-    /// More than any device has.
+    /// Allocates more than any device has.
     AllocateTooMuch,
-    /// A free of an address inside a block.
+    /// Frees an address inside a block.
     FreeInside { slot: usize },
-    /// No bytes from the pool, which it has to give.
+    /// Allocates zero bytes from the pool, which must succeed.
     PoolAllocateNothing { stream: usize },
-    /// More from the pool than any device has.
+    /// Allocates more from the pool than any device has.
     PoolAllocateTooMuch { stream: usize },
-    /// A registration of what is registered.
+    /// Registers registered memory.
     RegisterTwice,
-    /// The end of a registration that is none.
+    /// Unregisters memory that is not registered.
     UnregisterNothing,
-    /// A copy from two registrations at once.
+    /// Copies from two registrations at once.
     UploadAcross { stream: usize, slot: usize },
-    /// A copy to two registrations at once.
+    /// Copies to two registrations at once.
     DownloadAcross { stream: usize, slot: usize },
-    /// A device that is not there.
+    /// Uses a device that does not exist.
     NoSuchDevice,
-    /// The end of a capture that was not begun.
+    /// Ends a capture that was not begun.
     EndNothing { stream: usize },
-    /// A capture of what captures.
+    /// Begins a capture on a capturing stream.
     CaptureTwice { stream: usize },
-    /// A question about a stream that captures, which breaks the capture.
+    /// Queries a capturing stream, which invalidates the capture.
     QueryCapturing { stream: usize },
-    /// A wait for an event from outside the capture, which breaks it.
+    /// Waits for an event from outside the capture, which invalidates it.
     WaitFromOutside { stream: usize, event: usize },
-    /// The end of a capture, while work of another stream that takes part is not waited for.
+    /// Ends a capture before another participating stream is joined.
     LeaveUnjoined { stream: usize, other: usize, event: usize, slot: usize },
-    /// A question about an event that was recorded in a capture.
+    /// Queries an event that was recorded in a capture.
     QueryCaptured { stream: usize, event: usize },
 }
 
-/// Runs the program that `bytes` choose on simulated devices that differ in when they do queued
-/// work, and in whether they keep bytes at all.
+/// Runs the program that `bytes` encodes on simulated devices that differ in when they run queued
+/// work, and in whether they keep bytes.
 ///
 /// # Panics
-/// When two of them differ in what they answer or leave behind, when the oracle objects to a
-/// program without races, or when something is not given back.
+/// If two devices differ in results or final contents, if the oracle reports a race-free program,
+/// or if something is not freed.
 pub fn run(bytes: &[u8]) {
     let program = Program::from_bytes(bytes);
     let seed =
@@ -235,7 +235,8 @@ pub fn run(bytes: &[u8]) {
             Ok(outcome) => outcome,
             Err(refused) => panic!("{how}: {refused}"),
         };
-        // Programs copy across registrations on purpose; the oracle reports that beside the error.
+        // Programs copy across registrations on purpose. The oracle reports this in addition to the
+        // error.
         let violations = sim.violations();
         let other = violations
             .iter()
@@ -263,33 +264,33 @@ pub struct Program {
 }
 
 impl Program {
-    /// The program of a seed: always the same.
+    /// Creates the program of a seed. The same seed always gives the same program.
     #[must_use]
     pub fn from_seed(seed: u64) -> Self {
-        // More than any program has choices to make.
+        // More bytes than any program has choices.
         Self::from_bytes(&seeded(seed, 16 << 10))
     }
 
-    /// The program that `bytes` choose. Any bytes do.
+    /// Creates the program that `bytes` encode. Any bytes are valid.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         generate::generate(bytes)
     }
 
-    /// How many streams it uses.
+    /// Returns the number of streams.
     #[must_use]
     pub fn streams(&self) -> usize {
         self.streams
     }
 
-    /// What it does, in order.
+    /// Returns the operations, in order.
     #[must_use]
     pub fn operations(&self) -> &[Operation] {
         &self.operations
     }
 
-    /// The same without any stream waiting for another: with races, as a rule. For a simulated
-    /// device only.
+    /// Returns the same program without waits between streams. It usually has races, so it is for
+    /// simulated devices only.
     #[must_use]
     pub fn careless(&self) -> Self {
         let kept = |operation: &&Operation| !matches!(operation, Operation::Wait { .. });
@@ -300,33 +301,34 @@ impl Program {
     }
 }
 
-/// A driver call that a program made.
+/// A driver call of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Made {
-    /// The index of its operation; those of the set-up and of the end are beyond all operations.
+    /// The index of its operation. Calls of the set-up and of the end have indices beyond all
+    /// operations.
     pub operation: usize,
-    /// What was called, as the trait's method is.
+    /// The name of the trait's method.
     pub call: &'static str,
 }
 
-/// What a program leaves behind.
+/// The result of a program.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
-    /// A digest of the final contents of each block, each mapping and each host buffer, eight
-    /// bytes each.
+    /// A digest of eight bytes of the final contents of each block, each mapping and each host
+    /// buffer.
     pub bytes: Vec<u8>,
-    /// The code of each driver call, 0 for success and [`SKIPPED`](Self::SKIPPED) where an earlier
-    /// failure left nothing to call with.
+    /// The code of each driver call: 0 for success, and [`SKIPPED`](Self::SKIPPED) if an earlier
+    /// failure made the call impossible.
     pub codes: Vec<u32>,
-    /// Which call each code is of.
+    /// The call of each code.
     pub made: Vec<Made>,
 }
 
 impl Outcome {
-    /// The code of a call that could not be made.
+    /// The code of a call that was not made.
     pub const SKIPPED: u32 = u32::MAX;
 
-    /// Where the codes of two runs of `program` differ, and how many contents do.
+    /// Returns the calls of two runs of `program` whose codes differ, and how many contents differ.
     #[must_use]
     pub fn differences(&self, other: &Self, program: &Program) -> Differences {
         let mut codes = Vec::new();
@@ -357,25 +359,25 @@ impl Outcome {
 pub struct Difference {
     /// The call.
     pub made: Made,
-    /// The operation it was made for, unless it belongs to the set-up or the end.
+    /// The operation of the call, unless it belongs to the set-up or the end.
     pub operation: Option<Operation>,
-    /// The code in the one run; `None` where it made fewer calls.
+    /// The code in this run, or `None` if it made fewer calls.
     pub ours: Option<u32>,
-    /// The code in the other.
+    /// The code in the other run.
     pub theirs: Option<u32>,
 }
 
-/// How two runs of one program differ. Its text is a table.
+/// The differences between two runs of one program. Displayed as a table.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Differences {
     /// The calls.
     pub codes: Vec<Difference>,
-    /// How many blocks, mappings and buffers have other contents.
+    /// The number of blocks, mappings and buffers whose contents differ.
     pub contents: usize,
 }
 
 impl Differences {
-    /// Whether there are none.
+    /// Returns whether there are no differences.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.codes.is_empty() && self.contents == 0

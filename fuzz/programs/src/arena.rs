@@ -1,18 +1,18 @@
 //! Programs over arenas and over stacks of wrappers.
 //!
-//! The first byte says which kind: [`stacks`] lays up to four wrappers over each other and
-//! allocates from the topmost, [`steps`] runs a ring of arenas with nested scopes and copies that
-//! are still on their way, [`pages`] takes and frees runs of pages. Below each lies an allocator
-//! that keeps books ([`books`]), refuses when the program says so, and holds freed blocks back
-//! until their gates are open. After every operation:
+//! The first byte selects the kind: [`stacks`] stacks up to four wrappers and allocates from the
+//! outermost, [`steps`] runs a ring of arenas with nested scopes and pending copies, and [`pages`]
+//! allocates and frees runs of pages. All of them are over an allocator that tracks its blocks
+//! ([`books`]), fails when the program says so, and holds freed blocks back until their gates are
+//! open. Invariants after every operation:
 //!
-//! - live blocks lie apart, are aligned, and hold what was written into them;
-//! - bytes that a device may still read hold what they held, freed or not;
-//! - what is zeroed is zero, what grows or shrinks keeps the common part, what is refused is as it
-//!   was.
+//! - live blocks do not overlap, are aligned, and have the contents that were written;
+//! - bytes that a device may still read keep their contents, freed or not;
+//! - zeroed memory is zero, grown or shrunk blocks keep the common part, and a failed operation
+//!   changes nothing.
 //!
-//! In the end everything is given back, with the layout that it was taken with or one that fits as
-//! well.
+//! At the end everything is freed with the layout that it was allocated with, or with another one
+//! that fits.
 
 pub mod books;
 pub mod pages;
@@ -22,11 +22,11 @@ pub mod steps;
 
 use crate::program::Bytes;
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     match bytes.choice(4) {

@@ -1,10 +1,9 @@
-//! Programs over a tree of budgets: charges, reservations, guarantees and limits that move, leases,
-//! levels, and waits that are polled by hand, expire and are given up, beside a model that works
-//! everything out anew each time.
+//! Programs over a tree of budgets, checked against a model: charges, reservations, guarantees and
+//! limits that change, leases, levels, and waits that are polled, expire and are cancelled.
 //!
-//! The model knows for each node what is charged to it directly. Everything else it derives: what
-//! is used and held, whether a charge fits and who refuses it, who in line is served. After every
-//! operation all figures are compared.
+//! The model stores for each node what is charged to it directly. It derives everything else: used
+//! and held bytes, whether a charge fits and which node refuses it, and which waiter is served. All
+//! figures are compared after every operation.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod model;
@@ -26,9 +25,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Nodes of one program at most, those that are gone included.
+/// Maximum number of nodes in one program, including dropped ones.
 const MAX_NODES: usize = 24;
-/// No clock reaches the first deadline while a program runs.
+/// No program runs long enough to reach the first deadline.
 const HOUR: Duration = Duration::from_secs(3600);
 
 #[derive(Default)]
@@ -40,7 +39,7 @@ impl Wake for Wakes {
     }
 }
 
-/// What holds bytes of a node.
+/// An object that holds bytes of a node.
 enum Held {
     Charge(Charge),
     Reservation(Reservation),
@@ -62,15 +61,14 @@ struct World {
     held: Vec<(usize, u64, Held)>,
     leases: Vec<(usize, Lease)>,
     waiters: Vec<Waiter>,
-    /// Leases move bytes that no charge has asked for, so levels and peaks are compared without
-    /// them.
+    /// Leases take bytes ahead of charges, so levels and peaks are compared only without them.
     with_leases: bool,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
@@ -96,7 +94,7 @@ impl World {
         }
     }
 
-    /// A node that has a handle, and the handle.
+    /// Returns a node that has a handle, and the handle.
     fn pick(&self, bytes: &mut Bytes<'_>) -> (usize, Budget) {
         let known: Vec<_> =
             self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?))).collect();
@@ -146,7 +144,7 @@ impl World {
         }
     }
 
-    /// Compares an answer of a try with the model's, and keeps what was granted.
+    /// Compares the result of a `try` call with the model's, and keeps what was granted.
     fn keep(&mut self, at: usize, bytes: u64, answer: Result<Held, OutOfBudget>) {
         match (answer, self.model.charge(at, bytes)) {
             (Ok(held), Ok(())) => self.held.push((at, bytes, held)),
@@ -178,7 +176,7 @@ impl World {
         self.keep(at, asked, answer);
     }
 
-    /// Up to four parts, of any nodes of the tree and of none that is not in it.
+    /// Reserves up to four parts, of nodes of the tree and of none outside it.
     fn reserve_all(&mut self, bytes: &mut Bytes<'_>) {
         let parts: Vec<(usize, Budget, u64)> = (0..bytes.choice(5))
             .map(|_| {
@@ -248,7 +246,7 @@ impl World {
         assert_eq!(part.is_some(), cut <= before);
         let Some(part) = part else { return };
         *asked -= cut;
-        // Into any charge that takes it, or by itself.
+        // Into another charge that accepts it, or kept as its own charge.
         let other = usize::from(bytes.u8()) % self.held.len();
         if let (into, total, Held::Charge(charge)) = &mut self.held[other] {
             match charge.merge(part) {
@@ -271,7 +269,7 @@ impl World {
         let limit = u64::from(bytes.u8());
         let excess = budget.set_limit(limit);
         self.model.set_limit(at, limit);
-        // Those who wait may have got something meanwhile, and no more than fits.
+        // Waiters may have been served in between, with no more than fits.
         assert_eq!(excess, self.model.used(at).saturating_sub(limit), "the excess");
     }
 
@@ -299,7 +297,7 @@ impl World {
         }
     }
 
-    /// Lets go of a handle. Its bytes, waits and children keep the node.
+    /// Drops a handle. Its bytes, waits and children keep the node alive.
     fn forget(&mut self, bytes: &mut Bytes<'_>) {
         let at = self.pick(bytes).0;
         if at > 0 {
@@ -307,7 +305,7 @@ impl World {
         }
     }
 
-    /// What nobody knows any more is guaranteed nothing.
+    /// Clears the guarantees of nodes that are no longer referenced.
     fn reap(&mut self) {
         loop {
             let gone = (1..self.model.nodes.len()).rev().find(|&at| {
@@ -330,7 +328,7 @@ impl World {
         let asked = u64::from(bytes.u8() / 2);
         let hours = u32::from(bytes.choice(7));
         let waiting = budget.charge_async(asked);
-        // Zero is past already; the last has none.
+        // Zero is already in the past. The last one has no deadline.
         let waiting = if hours < 6 { waiting.until(self.begun + HOUR * hours) } else { waiting };
         let mut waiter = Waiter { waiting, wakes: Arc::default(), number: 0 };
         if hours == 0 {
@@ -359,7 +357,7 @@ impl World {
         self.take(waiter, answer);
     }
 
-    /// What a wait has answered is what the model says.
+    /// Checks that a wait has the model's result.
     fn take(&mut self, waiter: Waiter, answer: Option<Result<Charge, OutOfBudget>>) {
         let wait = self.model.wait(waiter.number).clone();
         match (answer, wait.answer) {
@@ -426,7 +424,7 @@ impl World {
                 let (at, lease) = &self.leases[which % self.leases.len()];
                 let (at, asked) = (*at, u64::from(bytes.u8() / 4));
                 let answer = lease.charge(asked).map(Held::Leased);
-                // No bytes are had whatever else there is.
+                // A charge of zero bytes always succeeds.
                 if asked == 0 {
                     assert!(answer.is_ok());
                 } else {

@@ -1,14 +1,16 @@
-//! Programs over one device pool on the simulated GPU, whose oracle watches.
+//! Programs over one device pool on the simulated GPU with its oracle.
 //!
-//! Bytes say how the pool is set up, what several streams do with it, which driver calls fail and
-//! when queued work runs. After every operation the pool's account is compared with a model and
-//! with what the device has left, its budget has not been above its limit at any instant, and the
-//! oracle must have nothing to report: work that is not ordered, a block given out before its last
-//! use is done, a mapping taken away under queued work.
+//! The bytes determine the pool's configuration, the operations on several streams, which driver
+//! calls fail, and when queued work runs. Invariants after every operation:
 //!
-//! Handles are as large as what is left of the budget allows, so one device in three is vast:
-//! blocks of up to a GiB under handles of up to 64 MiB, until the limit comes down on them and
-//! handles are small, move, and are melted.
+//! - the pool's account agrees with a model and with the device's free memory;
+//! - the budget never exceeded its limit;
+//! - the oracle reports nothing: no unordered work, no block reused before its last use is
+//!   complete, and no mapping removed under queued work.
+//!
+//! Handles are as large as the remaining budget allows. One device in three is therefore huge, with
+//! blocks of up to a GiB and handles of up to 64 MiB. When the limit is then lowered, handles
+//! become small, move, and are released.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};
@@ -25,10 +27,10 @@ use std::time::Duration;
 
 /// Accesses are declared for blocks that the program holds, on streams of an idle device.
 const OURS: &str = "an access to a block of ours";
-/// The device's memory, of a small one and of a vast one. All sizes of a program go with it.
+/// The memory of a small and of a huge device. All sizes of a program scale with it.
 const CAPACITY: [u64; 2] = [96 << 20, 96 << 33];
-/// Calls that may fail in the middle of a program. Those that end an object are left out: what they
-/// leave behind is still held, by the driver's own word, so that no count could be zero at the end.
+/// Calls that may fail during a program. Calls that free an object are excluded: a failed one
+/// leaves the object allocated in the driver, so no count could be zero at the end.
 const FAULTS: [Call; 10] = [
     Call::HandleCreate,
     Call::Map,
@@ -42,7 +44,7 @@ const FAULTS: [Call; 10] = [
     Call::StreamCreate,
 ];
 
-/// What a program does, as often as it stands here.
+/// The operations, weighted by repetition.
 const OPS: [Op; 24] = [
     Op::Alloc,
     Op::Alloc,
@@ -88,7 +90,7 @@ enum Op {
     Retire,
 }
 
-/// A live block whose address is out.
+/// A live block whose raw address is in use.
 struct Out {
     address: u64,
     bytes: u64,
@@ -102,7 +104,7 @@ struct Live {
     stream: usize,
 }
 
-/// A use that has been prepared, with what its work will touch.
+/// A prepared use, with the range that its work will touch.
 struct Open {
     used: Use,
     stream: usize,
@@ -115,47 +117,46 @@ struct World {
     sim: Sim,
     budget: Budget,
     pool: DevicePool,
-    /// The last is another library's, which retires it before it ends it, unless it is fenced.
+    /// The last stream is foreign. It is retired before it is destroyed, unless it is fenced.
     streams: Vec<Stream>,
-    /// The last stream may end at any time, without a word.
+    /// Whether the last stream may end at any time without notice.
     fenced: bool,
-    /// The handle of the last, until it has ended.
+    /// The handle of the last stream, until it is destroyed.
     foreign: Option<RawStream>,
     live: Vec<Live>,
     out: Vec<Out>,
     open: Vec<Open>,
-    /// All sizes are shifted by so many bits.
+    /// All sizes are shifted left by this many bits.
     scale: u32,
-    /// Whether whatever is free can be had by every stream, unless a call fails.
+    /// Whether every stream can get all free memory, unless a call fails.
     shares: bool,
-    /// The most that the budget may have held since the last operation.
+    /// The maximum of the budget's use since the last operation.
     most: u64,
-    /// Blocks are checked: they have guards, and what is freed is kept for a while.
+    /// Whether blocks are checked: they have guards, and freed ones go to quarantine.
     checked: bool,
 }
 
-/// Runs the program that `bytes` spell. Answers with how many operations it had.
+/// Runs the program that `bytes` encodes. Returns the number of its operations.
 ///
 /// # Panics
-/// When the pool breaks a promise.
+/// If the pool violates an invariant.
 pub fn run(bytes: &[u8]) -> usize {
     run_on(&mut Bytes::new(bytes), false, false)
 }
 
-/// Runs the program that `bytes` spell on a pool that is told by the first of them how much to keep
-/// of what lies idle.
+/// Runs the program that `bytes` encodes on a pool whose retention settings are encoded in the
+/// first bytes.
 ///
 /// # Panics
-/// When the pool breaks a promise.
+/// If the pool violates an invariant.
 pub fn run_retaining(bytes: &[u8]) {
     run_on(&mut Bytes::new(bytes), false, true);
 }
 
-/// Runs the program that `bytes` spell on a pool that checks its blocks in every way, and must find
-/// nothing.
+/// Runs the program that `bytes` encodes on a pool with all debug checks, which must find nothing.
 ///
 /// # Panics
-/// When the pool breaks a promise.
+/// If the pool violates an invariant.
 pub fn run_checked(bytes: &[u8]) {
     run_on(&mut Bytes::new(bytes), true, false);
 }
@@ -170,8 +171,7 @@ fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> usize {
     steps
 }
 
-/// How much of what lies idle is kept, in the pool and for each stream, and what is held ahead of
-/// the need.
+/// Returns how much idle memory is retained in the pool and per stream, and the warm reserve.
 fn retention(bytes: &mut Bytes<'_>, limit: u64) -> [u64; 3] {
     let [threshold, cap] = [0; 2].map(|_| match bytes.choice(4) {
         0 => u64::MAX,
@@ -183,7 +183,7 @@ fn retention(bytes: &mut Bytes<'_>, limit: u64) -> [u64; 3] {
 
 impl World {
     fn new(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> Self {
-        // Told first, and made sense of when the budget is known.
+        // Read first, but interpreted when the budget is known.
         let mut told = bytes.clone();
         if retaining {
             retention(bytes, 0);
@@ -193,12 +193,12 @@ impl World {
             if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() };
         let mut config = SimConfig::h200(1);
         config.devices = vec![device];
-        // What is checked is read whole, which for gigabytes takes seconds.
+        // Checked blocks are read in full, which takes seconds for gigabytes.
         let vast = bytes.choice(3) == 2 && !checked;
         let scale = if vast { 13 } else { 0 };
         let sim = Sim::new(config).symbolic().capacity(CAPACITY[usize::from(vast)]);
-        // Work runs as it is queued, or by chance, at each call of the driver's or at few: a device
-        // that falls behind.
+        // Work runs as it is queued, or at random at each driver call, or at few of them on a
+        // device that lags.
         let sim = match bytes.choice(3) {
             0 => sim,
             1 => sim.seeded(bytes.u64()),
@@ -215,7 +215,7 @@ impl World {
         if retaining && mapping {
             let [threshold, cap, warm] = retention(&mut told, budget.limit());
             (config.release_threshold, config.stream_cache) = (threshold, cap);
-            // Up to whole handles, which have to be within the budget.
+            // Rounded down to whole handles, which must be within the budget.
             config.warm_reserve = warm / (4 << 20) * (4 << 20);
         }
         if checked {
@@ -235,8 +235,8 @@ impl World {
         let fenced = bytes.choice(3) == 0;
         let life = if fenced { Life::Fenced } else { Life::Retired };
         #[expect(unsafe_code, reason = "takes in another library's stream")]
-        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed, or
-        // else no block of it and no use on it lives then.
+        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed;
+        // otherwise no block of it and no use on it is live then.
         let adopted = unsafe { pool.streams().adopt(foreign, life) };
         streams.push(adopted.expect("a stream of an idle device"));
         let shares = waits && !isolated && !checked && pool.info().virtual_memory;
@@ -260,7 +260,7 @@ impl World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        // Above a limit that has come down on it the budget may stay, and not grow.
+        // A budget above a lowered limit may stay there, but must not grow.
         self.most = self.budget.limit().max(self.budget.used());
         self.budget.reset_peak();
         match OPS[usize::from(bytes.choice(OPS.len() as u8))] {
@@ -294,10 +294,10 @@ impl World {
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
         if self.fenced && matches!(call, Call::EventCreate | Call::EventRecord) {
-            // What cannot be fenced when it has to be is held back for good.
+            // A block that cannot be fenced when required is held back permanently.
             return;
         }
-        // Out of memory: a code that every one of these calls may answer with.
+        // Out of memory: a code that each of these calls may return.
         self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
         self.shares = false;
     }
@@ -307,13 +307,13 @@ impl World {
         if bytes.flag() {
             self.sim.step(self.streams[stream].raw());
         } else {
-            // A fault may be waiting for it.
+            // A planned fault may hit it.
             let _ = self.streams[stream].synchronize();
         }
     }
 
-    /// Anywhere; or a little above what is taken, where handles get small and move; or so that half
-    /// of it is taken, where streams come together and part.
+    /// Any limit; or slightly above the used bytes, so that handles get small and move; or twice
+    /// the used bytes, so that streams exchange memory.
     fn limit(&self, bytes: &mut Bytes<'_>) {
         let used = self.budget.used();
         let limit = match bytes.choice(4) {
@@ -359,13 +359,13 @@ impl World {
         );
     }
 
-    /// A block as elements, in two parts that are written on two streams.
+    /// Uses a block as elements, in two parts that are written on two streams.
     fn typed(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
         }
         let at = usize::from(bytes.u8()) % self.live.len();
-        // A borrow ends unseen, so its stream has to be there when the block is freed.
+        // A borrow ends without notice, so its stream must exist when the block is freed.
         let stays =
             |stream| if self.fenced && stream == self.streams.len() - 1 { 0 } else { stream };
         let (one, other) = (stays(self.pick_stream(bytes)), stays(self.pick_stream(bytes)));
@@ -374,7 +374,7 @@ impl World {
             Ok(mut buffer) => {
                 let mid = usize::from(bytes.u16()) % (buffer.len() + 1);
                 let (mut low, mut high) = buffer.split_at_mut(mid).expect("within its bounds");
-                // Refused while a use of the block is open, or where a fault waits.
+                // Refused while a use of the block is open, or if a fault is planned.
                 let _ = self.streams[one].fill(&mut low, 1_u32);
                 let _ = self.streams[other].fill(&mut high, 2_u32);
                 buffer.into_block()
@@ -384,7 +384,7 @@ impl World {
         self.live.push(Live { block, stream });
     }
 
-    /// The other library ends its stream. Blocks of it live on.
+    /// Ends the foreign stream. Its blocks stay live.
     fn retire(&mut self, bytes: &mut Bytes<'_>) {
         let last = self.streams.len() - 1;
         if bytes.choice(4) > 0 || self.open.iter().any(|open| open.stream == last) {
@@ -407,8 +407,8 @@ impl World {
     fn end_foreign(&mut self) {
         if let Some(foreign) = self.foreign.take() {
             #[expect(unsafe_code, reason = "ends a stream")]
-            // SAFETY: 1. it was retired, or its life is nobody's affair; this program calls for it
-            // no more.
+            // SAFETY: 1. it was retired, or its lifetime is fenced; this program does not use it
+            // any more.
             let ended = unsafe { self.sim.driver().stream_destroy(foreign) };
             ended.expect("it was made by this program");
         }
@@ -451,7 +451,7 @@ impl World {
                     let apart = end <= *address || address + capacity <= block.address();
                     assert!(apart, "{block:?} overlaps what is out at {address:#x}");
                 }
-                // A block is for use at once.
+                // A new block can be used at once.
                 self.sim
                     .access(
                         self.streams[stream].raw(),
@@ -487,7 +487,7 @@ impl World {
         }
     }
 
-    /// Work on a block's own stream.
+    /// Declares work on a block's own stream.
     fn touch(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
@@ -496,8 +496,8 @@ impl World {
         self.touch_at(at, Access::ReadWrite);
     }
 
-    /// As a program does that knows of other streams' uses: a use that conflicts with an open one
-    /// is not made.
+    /// Declares work as a program would that knows of uses by other streams: an access that
+    /// conflicts with an open use is not made.
     fn touch_at(&self, at: usize, access: Access) {
         let Live { block, stream } = &self.live[at];
         if self.is_gone(*stream) {
@@ -550,7 +550,7 @@ impl World {
         }
     }
 
-    /// Work that the program orders itself, noted afterwards.
+    /// Declares work that the program orders itself, and records it afterwards.
     fn record(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
@@ -562,8 +562,8 @@ impl World {
         if others || self.streams[stream].wait_for(&self.streams[*home]).is_err() {
             return;
         }
-        // Reads may go side by side with other reads; earlier writes of others are what a prepare
-        // would wait for.
+        // Reads may run concurrently with other reads. A prepare would wait for earlier writes of
+        // other streams.
         if let Ok(used) = block.prepare(&self.streams[stream], Access::Read) {
             self.sim
                 .access(
@@ -636,7 +636,7 @@ impl World {
         }
         drop(streams);
         self.end_foreign();
-        // What a stream that has ended was given before nobody could wait for.
+        // Work of an ended stream that could not be waited for.
         self.sim.run_all();
         let Self { budget, pool, streams, .. } = self;
         pool.warm(0).expect("nothing is taken");

@@ -1,18 +1,18 @@
-//! Programs over the global allocator, beside a shadow of what it holds.
+//! Programs over the global allocator, checked against a shadow of its blocks.
 //!
-//! Three allocators, one that counts nothing, one that counts and one that knows whose each block
-//! is, lie over one that keeps books ([`below`]). The program allocates, zeroed or not, frees and
-//! resizes, from its own thread and from others, in scopes of tags and routes that nest, under
-//! caps, with refusals from below, and with call stacks taken. After every operation:
+//! Three allocators are tested: without counting, with counting, and with tags. They wrap an
+//! allocator that tracks its blocks ([`below`]). The program allocates, zeroed or not, frees and
+//! resizes, from its own thread and from others, in nested scopes of tags and routes, under caps,
+//! with failures of the wrapped allocator, and with call stacks enabled. Invariants after every
+//! operation:
 //!
-//! - what was written into a block is there when it is resized and freed, and what is zeroed is
-//!   zero;
-//! - every block is known to whoever serves it, with the layout that it was asked for;
-//! - totals, what routes serve and what each tag holds are the shadow's, to the byte;
-//! - what is refused is as it was; nothing beyond the cap is served, and nothing well below it
-//!   refused.
+//! - a block keeps its contents when it is resized and freed, and zeroed memory is zero;
+//! - the allocator that serves a block has it with the requested layout;
+//! - totals, the bytes of each route and those of each tag equal the shadow's;
+//! - a failed operation changes nothing; nothing beyond the cap is served, and nothing well below
+//!   it fails.
 //!
-//! In the end everything is freed, and nothing is left below.
+//! At the end everything is freed, and the wrapped allocator has no live block.
 #![expect(unsafe_code, reason = "calls allocators by hand")]
 
 pub mod below;
@@ -31,22 +31,22 @@ use std::{
     thread,
 };
 
-/// Scopes within each other at most.
+/// Maximum depth of nested scopes.
 const MAX_DEPTH: usize = 5;
-/// What other threads of the process may hold as change, in bytes, with room.
+/// Bytes that other threads of the process may hold as credit, with a margin.
 const CHANGE: u64 = 4 << 20;
 
 static UNCOUNTED: Global<Books, Uncounted> = Global::over(Books::new());
 static COUNTED: Global<Books, Counted> = Global::over(Books::new());
 static TRACKED: Global<Books, Tracked> = Global::over(Books::new());
 
-/// More than a thread keeps figures of, so that some share a place.
+/// More tags than a thread keeps counters for, so that some share one.
 static TAGS: LazyLock<Vec<Tag>> = LazyLock::new(|| {
     let named = (0..11).map(|n| Tag::named(&format!("program {n}")));
     std::iter::once(Tag::NONE).chain(named).collect()
 });
 
-/// One of the three.
+/// One of the three allocators.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Uncounted,
@@ -72,7 +72,7 @@ impl Kind {
     }
 }
 
-/// A live block as its user knows it.
+/// A live block, as its user knows it.
 #[derive(Debug)]
 struct Block {
     at: *mut u8,
@@ -82,7 +82,7 @@ struct Block {
     fill: u8,
 }
 
-// SAFETY: the block belongs to whoever has this, as a `Box` does.
+// SAFETY: the block belongs to the owner of this value, as that of a `Box` does.
 unsafe impl Send for Block {}
 
 impl Block {
@@ -110,20 +110,20 @@ impl Block {
     }
 }
 
-/// A program under way.
+/// The state of a running program.
 struct Run {
     blocks: Vec<Block>,
     cap: u64,
-    /// What was allocated under each tag before.
+    /// Bytes allocated under each tag before.
     allocated: Vec<u64>,
     ops: usize,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
@@ -149,7 +149,7 @@ pub fn run(bytes: &[u8]) {
 }
 
 impl Run {
-    /// Steps until the innermost scope is left.
+    /// Runs steps until the innermost scope is left.
     fn steps(&mut self, bytes: &mut Bytes<'_>, depth: usize) {
         while !bytes.is_empty() && self.ops < MAX_OPS {
             self.ops += 1;
@@ -190,7 +190,8 @@ impl Run {
         [Kind::Uncounted, Kind::Counted, Kind::Tracked, Kind::Tracked][usize::from(bytes.choice(4))]
     }
 
-    /// Says whether the account allows `more` bytes of this kind; `None` where it may or may not.
+    /// Returns whether the account allows `more` bytes of this kind, or `None` if both results are
+    /// valid.
     fn allowed(&self, kind: Kind, more: u64) -> Option<bool> {
         let live = self.charged() + more;
         if kind == Kind::Uncounted || live.saturating_add(CHANGE) <= self.cap {
@@ -237,7 +238,7 @@ impl Run {
     fn free(&mut self, at: usize) {
         let block = self.blocks.swap_remove(at);
         assert!(block.is_whole(block.layout.size()));
-        // SAFETY: the block is live, of this allocator, with this layout, and nobody else has it.
+        // SAFETY: the block is live, of this allocator, with this layout, and not used elsewhere.
         unsafe { block.kind.allocator().dealloc(block.at, block.layout) };
     }
 
@@ -249,7 +250,7 @@ impl Run {
         let (kind, old, tag) = (block.kind, block.layout, block.tag);
         let (was_routed, refuses) = (block.is_routed(), kind.books().refuses());
         let growth = size.saturating_sub(old.size());
-        // A block that leaves its route is charged whole.
+        // A block that leaves its route is charged in full.
         let more = if was_routed { size } else { growth };
         let allowed = self.allowed(kind, more as u64);
         // SAFETY: the block is live, of this allocator, with this layout; the size is not zero and
@@ -270,13 +271,13 @@ impl Run {
             assert!(allowed != Some(false), "served beyond the cap");
         }
         block.write(bytes.u8());
-        // Growth counts for whom the block is, if that is known.
+        // Growth counts for the block's tag, if it is known.
         let tag = if kind == Kind::Tracked { tag } else { Tag::current() };
         self.note_allocated(tag, kind, growth);
     }
 
-    /// What has been allocated under a tag; nobody's is kept by allocators that know whose a block
-    /// is.
+    /// Records an allocation under a tag. Untagged bytes are counted only by the allocator with
+    /// tags.
     fn note_allocated(&mut self, tag: Tag, kind: Kind, bytes: usize) {
         let counts = match kind {
             Kind::Uncounted => false,
@@ -288,7 +289,7 @@ impl Run {
         }
     }
 
-    /// Goes on on another thread, with or without the scopes of this one.
+    /// Continues on another thread, with or without the scopes of this one.
     fn elsewhere(&mut self, bytes: &mut Bytes<'_>, depth: usize) {
         let context = bytes.flag().then(capture);
         thread::scope(|threads| {
@@ -296,7 +297,7 @@ impl Run {
                 Some(context) => context.run(|| self.steps(bytes, depth + 1)),
                 None => self.steps(bytes, depth + 1),
             };
-            // Not by the end of the scope alone, which does not wait for the thread's own end.
+            // An explicit join: the end of the scope alone does not wait for the thread's own end.
             if let Err(panic) = threads.spawn(work).join() {
                 std::panic::resume_unwind(panic);
             }

@@ -1,10 +1,11 @@
-//! Programs over graphs: captures that are announced, fork and join, end or break, launches on any
-//! stream, ours and other libraries', graph pools that several share, beside ordinary blocks under
-//! one budget and driver calls that fail.
+//! Programs over graphs: announced captures, forks and joins, ended and invalidated captures,
+//! launches on any stream, the library's own graphs and foreign ones, and shared graph pools,
+//! together with ordinary blocks under one budget and failing driver calls.
 //!
-//! The oracle must have nothing to report: a launch writes what is a graph's, whoever has been
-//! given it since, and branches of a graph run side by side. After every operation what is held is
-//! what is charged, and no ordinary block lies where a graph's memory does.
+//! - The oracle must report nothing. A launch writes the graph's memory, regardless of its current
+//!   owner, and branches of a graph run concurrently.
+//! - After every operation the held bytes equal the charged bytes, and no ordinary block overlaps a
+//!   graph's memory.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
@@ -29,11 +30,11 @@ use std::{
 
 /// Accesses are declared for memory that the program holds, on streams of an idle device.
 const OURS: &str = "an access to memory of ours";
-/// Calls of an idle device that nobody has made fail.
+/// Calls on an idle device for which no fault is planned.
 const IDLE: &str = "no fault is waiting for this call";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
-/// Calls that may fail in the middle of a program.
+/// Calls that may fail during a program.
 const FAULTS: [Call; 9] = [
     Call::AddressReserve,
     Call::HandleCreate,
@@ -53,16 +54,16 @@ struct Live {
     of: Option<u64>,
 }
 
-/// A capture that is open.
+/// An open capture.
 struct Open {
-    /// The driver's number.
+    /// The driver's id.
     id: u64,
     announced: Announced,
     /// The stream that began it, and those that have joined.
     streams: Vec<usize>,
 }
 
-/// Something to launch.
+/// A graph that can be launched.
 enum Made {
     Ours(Graph),
     Theirs { exec: RawGraphExec, captured: Option<Captured> },
@@ -73,19 +74,19 @@ struct World {
     budget: Budget,
     pool: DevicePool,
     streams: Vec<Stream>,
-    /// Graph pools by number, and those whose handle is still held.
+    /// Graph pools by number. `None` if the handle was dropped.
     pools: Vec<Option<GraphPool>>,
     live: Vec<Live>,
     open: Vec<Open>,
     made: Vec<Made>,
-    /// Each ordinary block is an allocation of the driver's.
+    /// Whether each ordinary block is a driver allocation.
     bypass: bool,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
@@ -97,7 +98,7 @@ pub fn run(bytes: &[u8]) {
     world.finish();
 }
 
-/// Whether an operation that may be refused went through.
+/// Returns the value of an operation, or `None` if it failed with a permitted error.
 fn went<T>(answer: Result<T>) -> Option<T> {
     match answer {
         Ok(value) => Some(value),
@@ -148,7 +149,7 @@ impl World {
             15 | 16 => self.launch(bytes),
             17 => self.drop_graph(bytes),
             18 => {
-                // A fault may be waiting for it.
+                // A planned fault may hit it.
                 let _ = self.pool.trim(u64::from(bytes.u8()) << 18);
             }
             19 => {
@@ -174,12 +175,12 @@ impl World {
         usize::from(bytes.choice(self.streams.len() as u8))
     }
 
-    /// The capture that a stream takes part in.
+    /// Returns the capture that a stream takes part in.
     fn capture_of(&self, stream: usize) -> Option<&Open> {
         self.open.iter().find(|open| open.streams.contains(&stream))
     }
 
-    /// A graph pool that has a handle.
+    /// Returns a graph pool that has a handle.
     fn pick_pool(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
         let at = usize::from(bytes.choice(4));
         self.pools.get(at).is_some_and(Option::is_some).then_some(at)
@@ -187,7 +188,7 @@ impl World {
 
     fn make_pool(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(at) = self.pick_pool(bytes) {
-            // What keeps it keeps it.
+            // Graphs that use the pool keep it alive.
             self.pools[at] = None;
         } else if self.pools.len() < 4 {
             self.pools.extend(went(self.pool.graph_pool()).map(Some));
@@ -205,7 +206,7 @@ impl World {
         let s = &self.streams[stream];
         let number = Arc::new(AtomicU64::new(0));
         let announced = if bytes.flag() {
-            // By the driver's number of the capture, as other libraries do.
+            // By the driver's id of the capture, as other libraries do.
             let (driver, number) = (s.driver().clone(), number.clone());
             graphs.announce_where(move |other| {
                 let id = number.load(Ordering::Relaxed);
@@ -265,7 +266,7 @@ impl World {
             Some(captured)
         };
         let exec = driver.graph_instantiate(graph).expect(IDLE);
-        // SAFETY: 1. made just now.
+        // SAFETY: 1. created just now.
         unsafe { driver.graph_destroy(graph) }.expect(IDLE);
         self.made.push(Made::Theirs { exec, captured });
     }
@@ -286,7 +287,7 @@ impl World {
         }
     }
 
-    /// Declares work of the block's own stream.
+    /// Declares a write on the block's stream.
     fn write(&self, block: &Block, stream: usize) {
         let generation = Some(block.generation());
         self.sim
@@ -313,7 +314,7 @@ impl World {
         }
     }
 
-    /// Work on a block by its own stream, where that is where the block is.
+    /// Writes a block on its own stream, if the stream is in the same capture as the block.
     fn touch(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
@@ -327,8 +328,8 @@ impl World {
         }
     }
 
-    /// Work on a block by another stream, which is ordered with it: both run, or both take part in
-    /// its capture.
+    /// Writes a block on another stream that can be ordered with it: both are outside captures, or
+    /// both take part in the block's capture.
     fn lend(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
@@ -338,7 +339,7 @@ impl World {
         let theirs = self.capture_of(other).map(|open| open.id);
         let home = self.capture_of(*stream).map(|open| open.id);
         let within = *of;
-        // The capture of a block that is over is no matter to eager work.
+        // A capture that has ended does not matter to eager work.
         let over = within.is_none_or(|id| self.open.iter().all(|open| open.id != id));
         if theirs != home || !(theirs == within || (theirs.is_none() && over)) {
             return;
@@ -349,7 +350,7 @@ impl World {
         }
     }
 
-    /// A graph of ours, in one go.
+    /// Captures a graph with the library in one call.
     fn capture(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick(bytes);
         let Some(at) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else {
@@ -360,7 +361,7 @@ impl World {
             .map(|_| u64::from(bytes.u16()) << bytes.choice(7) | 1)
             .collect();
         let kept = usize::from(bytes.choice(3));
-        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool only.
         let made = unsafe {
             graphs.capture(&self.streams[stream], |s| {
                 let mut blocks = Vec::new();
@@ -392,18 +393,19 @@ impl World {
         match &self.made[usize::from(bytes.u8()) % self.made.len()] {
             Made::Ours(graph) => drop(went(graph.launch(s))),
             Made::Theirs { exec, captured } => {
-                // Other libraries order by themselves; a stream that captures cannot be waited for.
+                // Other libraries order their launches themselves. A capturing stream cannot be
+                // waited for.
                 let ordered =
                     self.open.is_empty() && self.streams.iter().all(|u| s.wait_for(u).is_ok());
                 if !ordered {
                     return;
                 }
-                // SAFETY: 1. the memory is kept. 2. the stream waits for all that was queued on any
-                // other.
+                // SAFETY: 1. the memory is kept alive. 2. the stream waits for all work queued on
+                // any other.
                 unsafe { self.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
                 match captured {
                     Some(captured) => captured.launched(s).expect(IDLE),
-                    // Nobody else learns of it: what comes next is ordered here.
+                    // The pool is not informed, so later work is ordered here.
                     None => {
                         let after = self.streams.iter().all(|u| u.wait_for(s).is_ok());
                         if !after {
@@ -426,10 +428,10 @@ impl World {
 
     fn destroy(&self, made: Made) {
         if let Made::Theirs { exec, captured } = made {
-            // A library that takes care of others' captures, as ours does.
+            // As a library that tolerates the captures of others, like this one.
             let driver = self.sim.driver();
             let _relaxed = Relaxed::enter(&*driver);
-            // SAFETY: 1. it is launched no more.
+            // SAFETY: 1. it is not launched any more.
             unsafe { driver.graph_exec_destroy(exec) }.expect(IDLE);
             drop(captured);
         }

@@ -1,7 +1,7 @@
 //! Programs over one heap, checked against a naive model after every operation.
 //!
-//! The model and the promises are those of the heap's own property tests; here bytes say what to
-//! do, so that a coverage-guided fuzzer can look for programs that nobody thought of.
+//! The model and the invariants are those of the heap's property tests. Here bytes select the
+//! operations, so that a coverage-guided fuzzer can search for unexpected sequences.
 
 #[path = "../../../allocators/heap/tests/shadow/mod.rs"]
 mod shadow;
@@ -9,11 +9,11 @@ mod shadow;
 use crate::program::{Bytes, MAX_OPS};
 use shadow::{Op, Shadow};
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When the heap breaks a promise.
+/// If the heap violates an invariant.
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let configs = Shadow::configs();

@@ -1,9 +1,9 @@
 //! The fuzz targets as ordinary programs.
 //!
-//! Each module has a `run` that reads its input as a program of structured operations, executes
-//! it beside a model and panics when a promise is broken. The targets in `fuzz/fuzz_targets` call
-//! these and nothing else, and the tests of this crate run them from seeds and from the committed
-//! corpus, with no fuzzer and no nightly compiler.
+//! Each module has a `run` function that reads its input as a program of structured operations,
+//! executes it beside a model, and panics if an invariant is violated. The targets in
+//! `fuzz/fuzz_targets` only call these functions. The tests of this crate run them from seeds and
+//! from the committed corpus, without a fuzzer or a nightly compiler.
 
 pub mod adapters;
 pub mod agree;

@@ -1,10 +1,11 @@
-//! Makes a failing program short: the smallest input found that still fails.
+//! Minimises failing programs.
 
-/// Returns the shortest program found for which `fails` holds: first without parts of it, then with
-/// smaller bytes (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input",
-/// 2002).
+/// Returns the shortest program found for which `fails` returns `true`. First removes parts of it,
+/// then reduces its bytes (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing
+/// Input", 2002).
 ///
-/// `fails` holds for `bytes`; the caller knows. It is asked at most `tries` times.
+/// `fails` must return `true` for `bytes`, which is not checked. It is called at most `tries`
+/// times.
 ///
 /// ```
 /// use aquifer_programs::minimise::minimise;
@@ -22,7 +23,7 @@ pub fn minimise(bytes: &[u8], tries: usize, mut fails: impl FnMut(&[u8]) -> bool
             fails(candidate)
         }
     };
-    // What follows the operation that fails is of no account: halves of it first.
+    // What follows the failing operation is not needed. Cut halves off the end first.
     let mut cut = least.len() / 2;
     while cut > 0 {
         if try_one(&least[..least.len() - cut]) {
@@ -52,7 +53,7 @@ pub fn minimise(bytes: &[u8], tries: usize, mut fails: impl FnMut(&[u8]) -> bool
             chunk /= 2;
         }
         for at in 0..least.len() {
-            // Zero most of the time, or else the least by halves.
+            // Try zero first, then search for the minimum by bisection.
             let (mut low, mut byte) = (0, 0);
             while byte < least[at] {
                 let mut candidate = least.clone();

@@ -1,19 +1,20 @@
-//! Programs that do everything at once, as a server does: three device pools on two devices and a
-//! pinned pool under one tree of budgets, two tenants, an application that evicts, graphs, parked,
-//! stable and reserved memory, copies on their way, streams that come and go, limits that move and
-//! driver calls that fail, one at a time and in pairs.
+//! Programs that use everything at the same time, as a server does: three device pools on two
+//! devices and a pinned pool under one tree of budgets, two tenants, an application that evicts,
+//! graphs, parked, stable and reserved memory, pending copies, streams that are created and
+//! dropped, changing limits, and driver calls that fail, alone and in pairs.
 //!
-//! One program in four has threads besides: a stager with its workers, and phases in which several
-//! threads allocate, use and free while the limits move and a driver call stalls. Every other one
-//! is determined by its bytes, and some are run twice to show that.
+//! One program in four also has threads: a stager with its workers, and phases in which several
+//! threads allocate, use and free while limits change and a driver call stalls. All other programs
+//! are determined by their bytes, and some are run twice to check that.
 //!
-//! After every operation:
-//! - the oracle has nothing to report, and no two live blocks of a device overlap;
-//! - each budget holds what its pools hold, and none was above its limit at any instant;
-//! - each device misses what its pools hold, and each pool's account is the sum over its blocks;
-//! - a tenant has live what its blocks have, and contents are what was last written.
+//! Invariants after every operation:
+//! - the oracle reports nothing, and no two live blocks of a device overlap;
+//! - each budget's use equals what its pools hold, and never exceeded the limit;
+//! - the missing memory of each device equals what its pools hold, and each pool's account is the
+//!   sum over its blocks;
+//! - a tenant's live bytes are those of its blocks, and contents are what was last written.
 //!
-//! In the end everything is given back.
+//! At the end everything is freed.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod special;
@@ -54,14 +55,14 @@ const CAPACITY: u64 = 64 * MIB;
 /// Accesses are declared for memory that the program holds.
 const OURS: &str = "an access to memory of ours";
 const IDLE: &str = "no fault is left";
-/// Steps of reserved memory, in bytes, and how many there are addresses for.
+/// The granule of reserved memory in bytes, and the maximum number of granules.
 const STEP: usize = 2 << 20;
 const STEPS: usize = 6;
-/// Bytes of a copy at most.
+/// Maximum bytes of a copy.
 const COPY: u64 = 64 << 10;
-/// Live blocks at most: all of them are looked at after each operation.
+/// Maximum number of live blocks, since all of them are checked after each operation.
 const MOST: usize = 96;
-/// Calls that may fail in the middle of a program, and leave nothing behind.
+/// Calls that may fail during a program without leaving anything behind.
 const FAULTS: [Call; 15] = [
     Call::AddressReserve,
     Call::HandleCreate,
@@ -80,14 +81,14 @@ const FAULTS: [Call; 15] = [
     Call::HostRegister,
 ];
 
-/// The budgets, by their place.
+/// The indices of the budgets.
 const ROOT: usize = 0;
 const DEVICE: usize = 1;
 const ENGINE: usize = 2;
 const OTHER: usize = 3;
 const HOST: usize = 4;
 
-/// A pool, and what a program has of it besides blocks.
+/// A pool, with its streams and its tenant.
 struct Owner {
     pool: DevicePool,
     streams: Vec<Stream>,
@@ -99,7 +100,7 @@ struct Live {
     buffer: DeviceBuffer<u8>,
     owner: usize,
     of_tenant: bool,
-    /// What all of it was filled with, where that is known.
+    /// The byte that fills all of it, if known.
     content: Option<u8>,
 }
 
@@ -113,7 +114,7 @@ struct Lodged {
     content: Option<u8>,
 }
 
-/// A use that has been prepared, with what its work will touch.
+/// A prepared use, with the range that its work will touch.
 struct Open {
     used: Use,
     stream: Stream,
@@ -122,7 +123,7 @@ struct Open {
     access: Access,
 }
 
-/// Blocks that an application can do without.
+/// Blocks that an application can evict.
 struct App {
     blocks: Mutex<Vec<Live>>,
     cost: Duration,
@@ -157,10 +158,10 @@ impl Reclaim for App {
 
 struct World {
     sim: Sim,
-    /// The devices keep bytes.
+    /// Whether the devices keep bytes.
     keeps: bool,
     budgets: [Budget; 5],
-    /// The most that each may have held since the last operation.
+    /// The maximum of each budget's use since the last operation.
     most: [u64; 5],
     owners: [Owner; 3],
     live: Vec<Live>,
@@ -182,18 +183,18 @@ struct World {
     registrations: Vec<Registration>,
     stager: Option<Stager>,
     with_threads: bool,
-    /// Whether a registration of host memory has been made to fail: what cannot be given back is
-    /// charged for longer.
+    /// Whether a registration of host memory was made to fail. Memory that cannot be freed then
+    /// stays charged.
     faulty_host: bool,
-    /// What has been answered so far.
+    /// A hash of all results so far.
     digest: u64,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken, or on a machine whose topology cannot be read.
+/// If an invariant is violated, or on a machine whose topology cannot be read.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let Some((digest, with_threads)) = run_once(bytes) else { return };
@@ -215,7 +216,7 @@ fn run_once(bytes: &[u8]) -> Option<(u64, bool)> {
     Some(answers)
 }
 
-/// Whether an operation that may be refused went through.
+/// Returns the value of an operation, or `None` if it failed with a permitted error.
 fn went<T>(answer: Result<T>) -> Option<T> {
     match answer {
         Ok(value) => Some(value),
@@ -236,7 +237,7 @@ fn pick<T>(of: &[T], bytes: &mut Bytes<'_>) -> Option<usize> {
     usize::from(bytes.u8()).checked_rem(of.len())
 }
 
-/// Declares work on a block that is in order with the stream.
+/// Declares work on a block that is ordered with the stream.
 fn access(sim: &Sim, stream: &Stream, block: &Block, access: Access) {
     sim.access(stream.raw(), block.range(), access, Some(block.generation())).expect(OURS);
 }
@@ -248,7 +249,7 @@ impl World {
         if bytes.choice(4) == 1 {
             config.devices[1] = DeviceConfig::without_virtual_memory();
         }
-        // A stager's copies are worth nothing without bytes.
+        // A stager's copies are useful only with bytes.
         let keeps = with_threads || bytes.choice(4) == 1;
         let sim = Sim::new(config).capacity(CAPACITY);
         let sim = if keeps { sim } else { sim.symbolic() };
@@ -269,7 +270,7 @@ impl World {
             let mut config = PoolConfig::with_budget(budgets[budget].clone());
             config.adoption =
                 [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
-            // How long a wait takes is no part of a program that has no threads.
+            // Without threads, the duration of waits must not affect the program.
             config.wait = if with_threads { Duration::from_micros(300) } else { Duration::ZERO };
             config.compact = bytes.choice(4) == 0;
             config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
@@ -299,7 +300,7 @@ impl World {
         let registrations = vec![
             budgets[usize::from(bytes.choice(4))].on_need(&app),
             budgets[DEVICE].on_level(Arc::new(move |budget: &Budget, _| {
-                // A hook may ask whatever it likes.
+                // A hook may call back into the budget.
                 let _ = budget.figures();
                 seen.fetch_add(1, Ordering::Relaxed);
             })),
@@ -334,12 +335,13 @@ impl World {
         })
     }
 
-    /// Notes an answer, which another run of the same bytes must give too.
+    /// Adds a result to the hash, which must be equal in another run of the same bytes.
     fn answered(&mut self, what: u64) {
         self.digest = (self.digest.rotate_left(5) ^ what).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 
-    /// Notes an address. The system has a say in those of devices that keep bytes.
+    /// Adds an address to the hash. On devices that keep bytes it depends on the system, so it is
+    /// left out.
     fn placed(&mut self, address: u64) {
         self.answered(if self.keeps { 0 } else { address });
     }
@@ -391,7 +393,7 @@ impl World {
         streams[usize::from(bytes.choice(streams.len() as u8))].clone()
     }
 
-    /// Small most of the time, up to 16 MiB.
+    /// Returns a size up to 16 MiB, small in most cases.
     fn size(bytes: &mut Bytes<'_>) -> u64 {
         match bytes.choice(4) {
             0 => u64::from(bytes.u16()) + 1,
@@ -414,7 +416,7 @@ impl World {
             if of_tenant { tenant.alloc(&stream, request) } else { pool.alloc(&stream, request) };
         let Some(block) = went(answer) else { return };
         assert!(block.bytes() == size && block.capacity() >= size, "a short block");
-        // A block is for use at once.
+        // A new block can be used at once.
         access(&self.sim, &stream, &block, Access::Write);
         self.placed(block.address());
         let buffer = DeviceBuffer::from_block(block).expect("bytes are as small as elements get");
@@ -435,7 +437,7 @@ impl World {
         assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
     }
 
-    /// Work on a block by any stream of its pool.
+    /// Declares work on a block by any stream of its pool.
     fn touch(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.live, bytes) else { return };
         let stream = self.pick_stream(self.live[at].owner, bytes);
@@ -459,7 +461,7 @@ impl World {
         match stream.fill(buffer, byte) {
             Ok(()) => *content = Some(byte),
             Err(refused) => {
-                // What a driver call left half done is not known.
+                // A failed driver call leaves the contents unknown.
                 if matches!(refused, MemoryError::Driver(_)) {
                     *content = None;
                 }
@@ -468,7 +470,7 @@ impl World {
         }
     }
 
-    /// Reads a block's beginning.
+    /// Reads the beginning of a block.
     fn look(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.live, bytes) else { return };
         let stream = self.pick_stream(self.live[at].owner, bytes);
@@ -476,7 +478,7 @@ impl World {
         self.compare(buffer, *content, &stream);
     }
 
-    /// What a buffer begins with is what was written last.
+    /// Checks that a buffer begins with what was last written.
     fn compare(&self, buffer: &DeviceBuffer<u8>, content: Option<u8>, stream: &Stream) {
         let len = (buffer.len() as u64).min(COPY) as usize;
         let part = buffer.slice(0..len).expect("within its bounds");
@@ -526,7 +528,7 @@ impl World {
         }
     }
 
-    /// Has a call fail soon, or two, or one again and again; or none any more.
+    /// Makes one call fail soon, or two, or one repeatedly, or cancels all planned faults.
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let how = bytes.choice(8);
         if how == 7 {
@@ -544,18 +546,18 @@ impl World {
         }
     }
 
-    /// Lets a stream do one thing more, or waits for all that it has to do.
+    /// Runs one item of a stream, or waits for all of them.
     fn go_on(&self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(Self::pick_owner(bytes), bytes);
         if bytes.flag() {
             self.sim.step(stream.raw());
         } else {
-            // A fault may be waiting for it.
+            // A planned fault may hit it.
             let _ = stream.synchronize();
         }
     }
 
-    /// Moves a limit anywhere, or to just above what is used, or has it shrunk to.
+    /// Sets a limit to any value or slightly above the used bytes, or shrinks a budget to it.
     fn limit(&mut self, bytes: &mut Bytes<'_>) {
         let at = usize::from(bytes.choice(6));
         let Some(budget) = self.budgets.get(at) else {
@@ -574,7 +576,7 @@ impl World {
             }
             _ => ((some + 1) << 21, false),
         };
-        // Who waits is served from the new limit at once, here and below.
+        // Waiters are served at once under the new limit, here and in child budgets.
         for most in &mut self.most {
             *most = (*most).max(limit);
         }
@@ -590,7 +592,7 @@ impl World {
         self.most[at] = self.most[at].max(limit);
     }
 
-    /// A stream comes, or one goes while blocks of it live.
+    /// Creates a stream, or drops one while blocks of it are live.
     fn stream(&mut self, bytes: &mut Bytes<'_>) {
         let owner = &mut self.owners[Self::pick_owner(bytes)];
         let isolated = bytes.choice(8) == 0;
@@ -613,7 +615,7 @@ impl World {
         }
     }
 
-    /// Begins a copy of a whole small block, either way, from or to pinned memory.
+    /// Begins a copy of a whole small block, in either direction, from or to pinned memory.
     fn fly(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.live, bytes) else { return };
         let stream = self.pick_stream(self.live[at].owner, bytes);
@@ -645,7 +647,7 @@ impl World {
         }
     }
 
-    /// Waits for a copy, or parts with it.
+    /// Waits for a copy, or detaches it.
     fn land(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.flights, bytes) else { return };
         let flight = self.flights.swap_remove(at);
@@ -654,7 +656,7 @@ impl World {
         }
     }
 
-    /// Waits for bytes of a budget, goes on with a wait, gives one up, or gives back what one was
+    /// Starts a wait for bytes of a budget, polls one, cancels one, or releases what one was
     /// granted.
     fn wait(&mut self, bytes: &mut Bytes<'_>) {
         let (at, asked) = (usize::from(bytes.choice(5)), u64::from(bytes.u8()) << 14);
@@ -681,7 +683,7 @@ impl World {
         }
     }
 
-    /// The application may evict a block from now on.
+    /// Moves a block to the application, which may evict it from now on.
     fn evictable(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(at) = pick(&self.live, bytes)
             && !self.live[at].of_tenant
@@ -727,8 +729,8 @@ impl World {
         }
         for (at, (budget, held)) in self.budgets.iter().zip(held).enumerate() {
             let used = budget.used();
-            // What a wait has been granted and has not taken, and host memory that cannot be given
-            // back, come on top.
+            // Bytes granted to a wait but not taken, and host memory that cannot be freed, are
+            // charged in addition.
             let more = !self.waits.is_empty() || self.faulty_host && (at == ROOT || at == HOST);
             assert!(used == held || more && used > held, "{used} charged, {held} held: {budget:?}");
             assert!(
@@ -743,7 +745,7 @@ impl World {
                 self.sim.driver().memory_info(DeviceId(device)).expect("an idle device tells");
             let missing = memory.total - memory.free;
             let held = if device == 0 { a + b } else { c };
-            // Where nothing is mapped the driver rounds up what it gives.
+            // Without mappings the driver rounds allocations up.
             let exact = self.owners[2 * device as usize].pool.info().virtual_memory;
             assert!(
                 held == missing || !exact && held < missing,
@@ -783,7 +785,7 @@ impl World {
         );
     }
 
-    /// No two live blocks of a device share bytes.
+    /// Checks that no two live blocks of a device overlap.
     fn check_ranges(&self) {
         let evictable = self.app.blocks();
         let blocks = self.live.iter().chain(evictable.iter()).map(|live| live.buffer.block());

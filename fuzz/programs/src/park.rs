@@ -1,10 +1,10 @@
-//! Programs over parkable memory: blocks of two tags that are parked and resumed, beside ordinary
-//! ones under one budget.
+//! Programs over parkable memory: blocks of two tags that are suspended and resumed, together with
+//! ordinary blocks under one budget.
 //!
-//! After every operation the pool's account is compared with a model, what is held with what is
-//! charged and with what the device has left, contents with what was last written, and the oracle
-//! must have nothing to report: a mapping that goes under queued work, work that is not ordered, a
-//! use of parked memory.
+//! Invariants after every operation: the pool's account agrees with a model, held bytes with
+//! charged bytes and with the device's free memory, and contents with what was last written. The
+//! oracle reports nothing: no mapping removed under queued work, no unordered work, no use of
+//! parked memory.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
@@ -26,7 +26,7 @@ use std::time::Duration;
 const OURS: &str = "an access to memory of ours";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
-/// Calls that may fail in the middle of a program, of those that can be tried again.
+/// Calls that may fail during a program, of those that can be retried.
 const FAULTS: [Call; 13] = [
     Call::AddressReserve,
     Call::HandleCreate,
@@ -49,11 +49,11 @@ struct Lodged {
     of: usize,
     stream: usize,
     range: DeviceRange,
-    /// `None` where nobody knows.
+    /// `None` if unknown.
     content: Option<u8>,
 }
 
-/// A use that has been prepared, with what its work will touch.
+/// A prepared use, with the range that its work will touch.
 struct Open {
     used: Use,
     of: usize,
@@ -65,21 +65,20 @@ struct Open {
 
 struct World {
     rig: Rig,
-    /// The device keeps bytes.
+    /// Whether the device keeps bytes.
     keeps: bool,
     parkable: Vec<Parkable>,
     lodged: Vec<Lodged>,
     ordinary: Vec<Block>,
     open: Vec<Open>,
-    /// So often a park, and a resume, had something to do and did it.
+    /// How many parks and resumes of live blocks succeeded.
     done: (usize, usize),
 }
 
-/// Runs the program that `bytes` spell. Answers with how many parks and how many resumes of live
-/// blocks it had.
+/// Runs the program that `bytes` encodes. Returns how many parks and resumes of live blocks it had.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) -> (usize, usize) {
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
@@ -163,7 +162,7 @@ impl World {
         assert_eq!(before, self.rig.sim.driver().calls().made(), "a free called the driver");
     }
 
-    /// Fills a block, on its own stream or another.
+    /// Fills a block on its own stream or on another.
     fn write(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_lodged(bytes) else { return };
         let (byte, on) = (bytes.u8(), self.rig.pick_stream(bytes));
@@ -202,7 +201,7 @@ impl World {
         }
     }
 
-    /// Queues a prepared use's work, or none, and ends it.
+    /// Ends a prepared use, with or without work.
     fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
         if self.open.is_empty() {
             return;
@@ -228,7 +227,7 @@ impl World {
         let (tag, discards) = (parkable.tag(), bytes.choice(4) == 0);
         let (was_parked, before) = (parkable.is_parked(), parkable.stats());
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
-        // SAFETY: 1. and 2. one thread runs here, and what it queues it queues at once, but for
+        // SAFETY: 1. and 2. only one thread runs here, and it queues all work at once, except for
         // prepared uses.
         let answer = unsafe { self.rig.pool.park(tag, how) };
         let open = self.open.iter().any(|open| open.of == of);
@@ -289,7 +288,7 @@ impl World {
         self.ordinary.extend(went(self.rig.pool.alloc(&self.rig.streams[stream], request)));
     }
 
-    /// What is in the blocks of a tag is what was written last.
+    /// Checks that the blocks of a tag contain what was last written.
     fn compare(&self, of: usize) {
         if !self.keeps {
             return;
@@ -341,7 +340,7 @@ impl World {
             self.compare(of);
         }
         self.check();
-        // In whatever order.
+        // The order of these drops must not matter.
         let (Rig { sim, budget, pool, streams }, done) = (self.rig, self.done);
         drop((self.parkable, self.lodged));
         streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));

@@ -1,15 +1,18 @@
-//! Programs over pinned pools: several owners at a time, several threads with magazines, gates that
-//! open late, copies on their way, system and driver calls that fail, pools that are closed under
-//! their blocks.
+//! Programs over pinned pools: several owners, several threads with magazines, gates that open
+//! late, pending copies, failing system and driver calls, and pools that are closed while they have
+//! live blocks.
 //!
-//! The blocks are real memory, the GPU is simulated and runs work only when the program says so.
-//! After every operation: no two blocks overlap, pending ones included; every block holds what its
-//! owner wrote; the pool's books agree with each other and with the owners'; the budget holds what
-//! the pools hold, and more only while something is stranded or closed. In the end everything is
-//! given back.
+//! The blocks are real memory. The GPU is simulated and runs work only when the program says so.
+//! Invariants after every operation:
 //!
-//! A thread does what it is told while the program waits for it, so a program does the same each
-//! time.
+//! - no two blocks overlap, including pending ones, and every block has the contents that its owner
+//!   wrote;
+//! - the pool's statistics agree with each other and with the owners';
+//! - the budget's use equals what the pools hold, and exceeds it only while memory is stranded or a
+//!   pool is closed.
+//!
+//! At the end everything is freed. A worker thread runs only while the program waits for it, so
+//! programs are deterministic.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
@@ -37,18 +40,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Live blocks at most, so that looking at all of them after each operation stays cheap.
+/// Maximum number of live blocks, so that checking all of them after each operation is cheap.
 const MAX_BLOCKS: usize = 48;
-/// Owners, each with a pool of its own at a time, all under one budget.
+/// Owners. Each has one pool at a time, all under one budget.
 const OWNERS: usize = 3;
 const LIMIT: u64 = 24 << 20;
 const GPU: DeviceId = DeviceId(0);
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When the pool breaks a promise.
+/// If the pool violates an invariant.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
@@ -60,12 +63,12 @@ pub fn run(bytes: &[u8]) {
     machine.finish();
 }
 
-/// Returns the machine as programs share it: reading it and starting its workers would take most of
+/// Returns the host that all programs share. Reading it and starting its workers would take most of
 /// a short program's time.
 ///
 /// # Panics
 ///
-/// If the machine's topology cannot be read: a program that runs nothing finds nothing.
+/// If the machine's topology cannot be read, since a program that runs nothing would find nothing.
 pub(crate) fn shared_host() -> &'static Host {
     static HOST: OnceLock<Host> = OnceLock::new();
     HOST.get_or_init(|| match Topology::read_under("/".as_ref()) {
@@ -74,12 +77,12 @@ pub(crate) fn shared_host() -> &'static Host {
     })
 }
 
-/// Threads beside the program's own.
+/// Threads besides the program's own.
 const THREADS: usize = 2;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that does what it is told, for its magazines.
+/// A thread that runs jobs, to have its own magazines.
 struct Worker {
     jobs: Option<Sender<Job>>,
     done: Receiver<()>,
@@ -119,31 +122,31 @@ impl Drop for Worker {
 /// A block's address, for another thread.
 struct At(NonNull<u8>);
 
-// SAFETY: 1. the program waits while the other thread has it.
+// SAFETY: 1. the program waits while the other thread uses it.
 unsafe impl Send for At {}
 
 struct Machine {
     workers: Vec<Worker>,
-    /// What was freed last with no gate shut, if it is nobody's: where, and whose it was.
+    /// The block that was freed last without a closed gate: its address, its owner and its
+    /// allocator.
     freed: Option<(NonNull<u8>, usize, PinnedAllocator)>,
     sim: Sim,
     driver: Arc<dyn Driver>,
     stream: RawStream,
-    /// Device memory that copies go to.
+    /// Device memory that copies write to.
     target: u64,
     faults: Arc<Faults>,
-    /// Whether a fault has been planned and not been cleared: books may be short of the budget
-    /// then.
+    /// Whether a fault was planned and not cleared. Statistics may then be below the budget's use.
     faulty: bool,
     host: Host,
     /// Bytes of a base page.
     page: u64,
     budget: Budget,
     pools: Vec<Owner>,
-    /// Allocators of pools that are closed.
+    /// Allocators of closed pools.
     closed: Vec<PinnedAllocator>,
     blocks: Vec<Block>,
-    /// Freed, with gates that were shut then.
+    /// Blocks that were freed with closed gates.
     pending: Vec<Block>,
     latches: Vec<Arc<Latch>>,
     next: u8,
@@ -151,7 +154,7 @@ struct Machine {
 
 struct Owner {
     pool: PinnedPool,
-    /// Frees that the pool has to have refused.
+    /// Frees that the pool must have refused.
     refused: u64,
 }
 
@@ -160,7 +163,7 @@ struct Block {
     layout: Layout,
     stamp: u8,
     allocator: PinnedAllocator,
-    /// Whose; the pool is the owner's present one if the allocator is open.
+    /// Its owner. If the allocator is open, the pool is the owner's present one.
     owner: usize,
     gates: Vec<Arc<dyn Gate>>,
 }
@@ -178,7 +181,7 @@ impl Gate for Latch {
     }
 }
 
-/// A gate that opens when a copy is done.
+/// A gate that opens when a copy is complete.
 struct Landed {
     driver: Arc<dyn Driver>,
     event: RawEvent,
@@ -195,7 +198,7 @@ impl Gate for Landed {
 
 impl Drop for Landed {
     fn drop(&mut self) {
-        // SAFETY: 1. made for this gate alone.
+        // SAFETY: 1. created for this gate only.
         let _destroyed = unsafe { self.driver.event_destroy(self.event) };
     }
 }
@@ -207,7 +210,7 @@ impl fmt::Debug for Landed {
 }
 
 impl Block {
-    /// The parts that are written and looked at: both ends, and the middle.
+    /// Returns the parts that are written and checked: both ends, and the middle.
     fn parts(&self) -> [std::ops::Range<usize>; 3] {
         let len = self.layout.size();
         [0..len.min(48), len / 2..(len / 2 + 16).min(len), len.saturating_sub(48)..len]
@@ -215,14 +218,14 @@ impl Block {
 
     fn write(&self) {
         for at in self.parts().into_iter().flatten() {
-            // SAFETY: 1. inside the block, which is alive and its owner's alone.
+            // SAFETY: 1. inside the block, which is live and used by its owner only.
             unsafe { self.at.add(at).write(self.stamp) };
         }
     }
 
     fn check(&self) {
         for at in self.parts().into_iter().flatten() {
-            // SAFETY: 1. inside the block, which is alive, or pending and so still mapped.
+            // SAFETY: 1. inside the block, which is live, or pending and therefore still mapped.
             let byte = unsafe { self.at.add(at).read() };
             assert_eq!(
                 byte, self.stamp,
@@ -302,7 +305,7 @@ impl Machine {
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         match bytes.choice(23) {
             20 => {
-                // A thread ends, and another begins.
+                // Ends a thread and starts another one.
                 let which = usize::from(bytes.choice(THREADS as u8));
                 self.workers[which] = Worker::start();
             }
@@ -328,7 +331,7 @@ impl Machine {
         }
     }
 
-    /// Small most of the time, up to 4 MiB.
+    /// Returns a layout of up to 4 MiB, small in most cases.
     fn layout(bytes: &mut Bytes<'_>) -> Layout {
         let size = (usize::from(bytes.small()) << bytes.choice(7)).max(1);
         Layout::from_size_align(size, 1 << bytes.choice(14)).unwrap_or(Layout::new::<u64>())
@@ -344,7 +347,7 @@ impl Machine {
         self.take(owner, layout, thread, 1);
     }
 
-    /// Runs `job` on the program's own thread, which is 0, or another.
+    /// Runs `job` on the program's own thread, which is 0, or on another.
     fn on(&self, thread: u8, job: impl FnOnce() + Send + 'static) {
         match usize::from(thread).checked_sub(1).and_then(|which| self.workers.get(which)) {
             Some(worker) => worker.run(Box::new(job)),
@@ -358,20 +361,20 @@ impl Machine {
             blocks.iter().map(|block| (At(block.at), block.layout, block.allocator)).collect();
         self.on(thread, move || {
             for (At(at), layout, allocator) in blocks {
-                // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+                // SAFETY: 1. live, with its own layout, by a copy of its own allocator.
                 unsafe { allocator.deallocate(at, layout) };
             }
         });
     }
 
-    /// Many blocks of one size at once, and all of them back: more than a magazine holds.
+    /// Allocates and frees many blocks of one size, more than a magazine holds.
     fn batch(&mut self, bytes: &mut Bytes<'_>) {
         let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
         let (taker, giver) = (bytes.choice(THREADS as u8 + 1), bytes.choice(THREADS as u8 + 1));
         let before = self.blocks.len();
         let count = match layout.size() {
             0..=0x1_0000 => 48,
-            // More than is kept at hand of them, so that some go by the depot.
+            // More than the magazines keep of this size, so that some pass through the depot.
             0x1_0001..=0x10_0000 => 6,
             _ => 0,
         };
@@ -381,7 +384,7 @@ impl Machine {
         self.give(&blocks, giver);
     }
 
-    /// Allocates as many blocks on a thread, in one go.
+    /// Allocates `count` blocks on a thread.
     fn take(&mut self, owner: usize, layout: Layout, thread: u8, count: usize) {
         let count = count.min((2 * MAX_BLOCKS).saturating_sub(self.blocks.len()));
         let allocator = self.pools[owner].pool.allocator();
@@ -430,7 +433,8 @@ impl Machine {
         let Some(block) = which.map(|which| &mut self.blocks[which]) else { return };
         let old = block.layout;
         let kept = block.parts()[0].end.min(new.size());
-        // SAFETY: 1. alive, with its own layout; the new size is on the right side of the old.
+        // SAFETY: 1. live, with its own layout; `grow` gets a size that is no smaller, `shrink` a
+        // smaller one.
         let answer = unsafe {
             if new.size() >= old.size() {
                 block.allocator.grow(block.at, old, new)
@@ -451,7 +455,7 @@ impl Machine {
         (block.at, block.layout) = (resized.cast(), new);
         for at in 0..kept {
             assert_eq!(
-                // SAFETY: 1. inside the block as it is now.
+                // SAFETY: 1. inside the block at its new size.
                 unsafe { block.at.add(at).read() },
                 block.stamp,
                 "the common part was not kept"
@@ -460,29 +464,28 @@ impl Machine {
         if block.gates.is_empty() {
             block.stamp = block.stamp.wrapping_add(101);
         }
-        // With a copy on its way the bytes must stay; new ones are the same.
+        // With a pending copy the bytes must not change. Writes to the rest use the same stamp.
         block.write();
         if before.is_held_back() {
             self.pending.push(before);
         }
     }
 
-    /// Queues a copy of a block to the device and notes its end on the block.
+    /// Queues a copy of a block to the device and registers its end as a gate of the block.
     fn copy(&mut self, bytes: &mut Bytes<'_>) {
         let Some(which) = self.pick(bytes) else { return };
         let block = &mut self.blocks[which];
         let Ok(event) = self.driver.event_create(GPU) else { return };
         // SAFETY: 1. the block stays until the gate opens, which is what is tested; the target
-        // until the end. 2. nobody writes the block meanwhile, and copies to the target come one
-        // after the other on one stream.
+        // stays until the end. 2. the block is not written meanwhile, and copies to the target are
+        // ordered on one stream.
         let copied = unsafe {
             self.driver.copy_to_device(self.stream, self.target, block.at, block.layout.size())
         };
         let recorded = self.driver.event_record(event, self.stream);
         assert!(copied.is_ok() && recorded.is_ok(), "{copied:?} {recorded:?}");
         let gate: Arc<dyn Gate> = Arc::new(Landed { driver: self.driver.clone(), event });
-        // Any address inside the block will do.
-        // SAFETY: 1. inside the block.
+        // Any address inside the block is valid. SAFETY: 1. inside the block.
         let inside = unsafe { block.at.add(usize::from(bytes.u16()) % block.layout.size()) };
         let noted = block.allocator.defer(inside, gate.clone());
         assert!(noted.is_ok(), "{noted:?}");
@@ -545,8 +548,8 @@ impl Machine {
         self.check_reports();
     }
 
-    /// The placement reports account for each page of the pools once: on the node that the kernel
-    /// names, or as unknown where it refuses to answer.
+    /// Checks that the placement reports account for each page of the pools once: on the node that
+    /// the kernel reports, or as unknown if it refuses.
     fn check_reports(&self) {
         for Owner { pool, .. } in &self.pools {
             let reports = pool.reports();
@@ -562,14 +565,14 @@ impl Machine {
         }
     }
 
-    /// Frees what is no live block with that layout; nothing may come of it.
+    /// Frees what is not a live block with that layout. The pool must refuse it without effect.
     fn free_wrongly(&mut self, bytes: &mut Bytes<'_>) {
         let owner = usize::from(bytes.choice(OWNERS as u8));
         let allocator = self.pools[owner].pool.allocator();
         let mut stack = [0u8; 16];
         let (choice, which) = (bytes.choice(6), self.pick(bytes));
         let small = Layout::new::<[u64; 2]>();
-        // Freed once and nobody's since, in a magazine or not.
+        // Freed once and not allocated since, in a magazine or not.
         let (blocks, pending) =
             (self.blocks.iter(), self.pending.iter().filter(|block| block.is_held_back()));
         let freed = self.freed.take().filter(|(at, ..)| {
@@ -582,7 +585,8 @@ impl Machine {
             let job = At(at);
             self.on(bytes.choice(THREADS as u8 + 1), move || {
                 let At(at) = { job };
-                // SAFETY: 1. freed already, so refusing it is what is tested: nothing is touched.
+                // SAFETY: 1. violated on purpose: it is already freed, and the allocator must
+                // refuse it without touching memory.
                 unsafe { by.deallocate(at, Layout::new::<u8>()) };
             });
             self.pools[of].refused += 1;
@@ -595,33 +599,33 @@ impl Machine {
                     // SAFETY: 1. inside the block.
                     (unsafe { block.at.add(16) }, small)
                 }
-                // Freed already, by whichever pool.
+                // Already freed, in any pool.
                 (1, _, Some(pending)) if pending.is_held_back() => (pending.at, small),
                 // A block of another pool.
                 (2, Some(block), _) if block.allocator.is_open() && block.owner != owner => {
                     (block.at, small)
                 }
-                // A block, but longer than it is.
+                // A block of this pool with a layout that is too long.
                 (3, Some(block), _) if block.owner == owner && block.allocator.is_open() => {
                     (block.at, Layout::new::<[u64; 1 << 20]>())
                 }
-                // Nobody's.
+                // Memory of no pool.
                 _ => (NonNull::from(&mut stack).cast(), small),
             };
-        // SAFETY: 1. it is none of the allocator's live blocks, or not with that layout, and
-        // refusing it is what is tested: nothing is touched.
+        // SAFETY: 1. violated on purpose: it is not a live block of the allocator with that layout,
+        // and the allocator must refuse it without touching memory.
         unsafe { allocator.deallocate(wrong, layout) };
         self.pools[owner].refused += 1;
-        // A pool that is gone refuses to serve.
+        // A closed pool must not allocate.
         if let Some(stale) = usize::from(bytes.u8()).checked_rem(self.closed.len()) {
             let stale = self.closed[stale];
             assert!(stale.allocate(Layout::new::<u64>()).is_err());
-            // Its shell may be a later pool's by now, whose block this is.
+            // The body of a closed pool may be reused by a later pool, which owns this block.
             if let Some(block) =
                 which.map(|which| &self.blocks[which]).filter(|block| block.allocator.is_open())
             {
-                // SAFETY: 1. of an open pool, so not the closed allocator's: refusing it is what is
-                // tested.
+                // SAFETY: 1. violated on purpose: the block belongs to an open pool, and the closed
+                // pool's allocator must refuse it.
                 unsafe { stale.deallocate(block.at, block.layout) };
             }
         }
@@ -671,7 +675,7 @@ impl Machine {
         self.sim.clear_failures();
         for block in std::mem::take(&mut self.blocks) {
             block.check();
-            // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+            // SAFETY: 1. live, with its own layout, by a copy of its own allocator.
             unsafe { block.allocator.deallocate(block.at, block.layout) };
             if block.is_held_back() {
                 self.pending.push(block);

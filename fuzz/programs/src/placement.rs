@@ -1,11 +1,16 @@
-//! Programs over a placer and several simulated devices: leases, groups, waits, draws, drains,
-//! losses, devices that come back and limits that move, beside a plain model of what each device
-//! holds.
+//! Programs over a placer and several simulated devices, checked against a simple model of each
+//! device's use: leases, groups, waits, draws, drains, losses, devices that return, and changing
+//! limits.
 //!
-//! After every operation: no device has been charged above its limit by it; what is charged is what
-//! leases hold and what the pool holds, to the byte; a lease holds what it was given less what was
-//! drawn. A device that a request excludes, that drains or is lost is never chosen, and a request
-//! is refused only where no device has room. In the end nothing is charged.
+//! Invariants after every operation:
+//!
+//! - the placer never charged a device above its limit;
+//! - charged bytes are exactly those of the leases and of the pool;
+//! - a lease holds what it was granted minus what was drawn;
+//! - a device that a request excludes, that drains or is lost is never chosen;
+//! - a request fails only if no device has room.
+//!
+//! At the end nothing is charged.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS, alone};
@@ -21,11 +26,11 @@ use std::{
 };
 
 const DEVICES: usize = 4;
-/// A physical handle, of which all sizes here are multiples: what a lease is drawn by is what a
-/// block takes.
+/// The size of a physical handle. All sizes are multiples of it, so that a draw from a lease equals
+/// the size of the block.
 const UNIT: u64 = 2 << 20;
 
-/// A lease, and what it should hold.
+/// A lease, and the bytes it should hold.
 struct Held {
     lease: Lease,
     bytes: u64,
@@ -33,7 +38,7 @@ struct Held {
 
 /// One generation of a device.
 struct Device {
-    /// The machine that it runs on.
+    /// The simulated machine that it belongs to.
     sim: usize,
     budget: Budget,
     pool: Option<DevicePool>,
@@ -48,17 +53,17 @@ struct World {
     sims: Vec<Sim>,
     placers: Vec<Placer>,
     devices: Vec<Device>,
-    /// Generations that are gone, but for their leases and blocks.
+    /// Earlier generations that still have leases or blocks.
     gone: Vec<Device>,
     held: Vec<Held>,
     blocks: Vec<(DeviceId, u32, Block)>,
     waits: Vec<(Place, Placing)>,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
@@ -73,7 +78,7 @@ pub fn run(bytes: &[u8]) {
 fn config(budget: Budget) -> PoolConfig {
     let mut config = PoolConfig::with_budget(budget);
     config.handle_bytes = UNIT;
-    // No work is queued, so there is nothing to wait for.
+    // No work is queued, so no wait is needed.
     config.wait = Duration::ZERO;
     config
 }
@@ -166,14 +171,14 @@ impl World {
         self.placers[usize::from(bytes.u8()) % self.placers.len()].clone()
     }
 
-    /// The devices that a request may go to, by what they are at this moment.
+    /// Returns the devices that a request may be placed on in their current state.
     fn admitting(&self, place: &Place) -> Vec<usize> {
         let seen: Vec<_> = self.placers[0].devices().collect();
         let serves = |at: &usize| self.devices[*at].health == Health::Serving;
         let admits = |at: &usize| {
             let budget = &self.devices[*at].budget;
             let mut candidate = seen[*at].seen;
-            // What caches hold is not to be counted on: their handles may be in use in part.
+            // Free bytes in caches do not count: their handles may be partly in use.
             candidate.free = budget.remaining();
             place.admits(&candidate)
         };
@@ -186,7 +191,7 @@ impl World {
         assert_eq!(device.health, Health::Serving, "chosen all the same");
         assert_eq!((lease.device().0 as usize, lease.generation()), (at, device.generation));
         let seen = self.placers[0].device(at).expect("it is there").seen;
-        // Whatever is free now: the other hints.
+        // The free bytes may have changed. Only the other hints are checked.
         let mut candidate = seen;
         candidate.free = u64::MAX;
         assert!(place.admits(&candidate), "{place:?} on {candidate:?}");
@@ -201,7 +206,7 @@ impl World {
             Ok(lease) => self.keep(lease, &place),
             Err(PlaceError::Nowhere(nowhere)) => {
                 assert_eq!(nowhere.devices.len(), DEVICES);
-                // Whoever waits is in the way of others.
+                // Waiters can keep others from being served.
                 assert!(room.is_empty() || !self.waits.is_empty(), "{room:?} had room: {nowhere}");
             }
             Err(other) => panic!("{other}"),
@@ -268,7 +273,7 @@ impl World {
                 held.bytes = held.bytes.saturating_sub(asked);
                 self.blocks.push((held.lease.device(), held.lease.generation(), block));
             }
-            // What is held can be drawn, whatever else there is; beyond it the budget has the say.
+            // What the lease holds can always be drawn. Beyond it the budget decides.
             Err(refused) => assert!(asked > held.bytes, "{asked} of {}: {refused}", held.bytes),
         }
     }
@@ -354,7 +359,7 @@ impl World {
         match Pin::new(&mut placing).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Pending => self.waits.push((place, placing)),
             Poll::Ready(Ok(lease)) => self.keep(lease, &place),
-            // No device could ever have room, as things are.
+            // No device could ever have room in its current state.
             Poll::Ready(Err(PlaceError::Nowhere(_))) => {}
             Poll::Ready(Err(other)) => panic!("{other}"),
         }
@@ -377,7 +382,7 @@ impl World {
             let leased: u64 = self.held.iter().filter(here).map(|held| held.bytes).sum();
             let pool = device.pool.as_ref().expect("kept");
             let known = leased + pool.stats().physical;
-            // What a wait has been granted and has not taken comes on top.
+            // Bytes granted to a wait but not taken are charged in addition.
             assert!(
                 used == known || used > known && !self.waits.is_empty(),
                 "{used} charged, {known} known at {at}"

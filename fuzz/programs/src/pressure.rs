@@ -1,11 +1,14 @@
 //! Programs over two device pools and a pinned pool under a tree of budgets that is too small for
-//! them, and an application that evicts, on the simulated GPU, whose oracle watches.
+//! them, and an application that evicts, on the simulated GPU with its oracle.
 //!
-//! Bytes say how the tree is limited, what is allocated where, which driver calls fail and when
-//! queued work runs. After every operation each budget holds what its pools hold, none was above
-//! its limit at any instant, the device misses what its pools have, and the oracle has nothing to
-//! report. Where work runs as it is queued and no call fails, a pool is refused only what could not
-//! be had by giving back all that lies idle.
+//! The bytes determine the limits of the tree, the allocations, which driver calls fail, and when
+//! queued work runs. Invariants after every operation:
+//!
+//! - each budget's use equals what its pools hold, and never exceeded the limit;
+//! - the missing memory of the device equals what its pools hold;
+//! - the oracle reports nothing;
+//! - if work runs as it is queued and no call fails, an allocation fails only if reclaiming all
+//!   idle memory would not make room for it.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
@@ -31,7 +34,7 @@ use std::{
 const MIB: u64 = 1 << 20;
 /// The device's memory.
 const CAPACITY: u64 = 64 * MIB;
-/// Calls that may fail in the middle of a program, and leave nothing behind.
+/// Calls that may fail during a program without leaving anything behind.
 const FAULTS: [Call; 7] = [
     Call::HandleCreate,
     Call::Map,
@@ -42,7 +45,7 @@ const FAULTS: [Call; 7] = [
     Call::MemAlloc,
 ];
 
-/// Blocks that an application can do without.
+/// Blocks that an application can evict.
 struct App {
     blocks: Mutex<Vec<Block>>,
     cost: Duration,
@@ -72,7 +75,7 @@ impl Reclaim for App {
     }
 }
 
-/// A pool and what the program holds of it.
+/// A pool, and what the program holds of it.
 struct Owner {
     pool: DevicePool,
     streams: Vec<Stream>,
@@ -81,24 +84,24 @@ struct Owner {
 
 struct World {
     sim: Sim,
-    /// The root, the device's, the second pool's below it, and the pinned pool's.
+    /// The budgets of the root, the device, the second pool below it, and the pinned pool.
     budgets: [Budget; 4],
-    /// The most that each may have held since the last operation.
+    /// The maximum of each budget's use since the last operation.
     most: [u64; 4],
     owners: [Owner; 2],
     pinned: PinnedPool,
     buffers: Vec<PinnedBuf<u8>>,
     app: Arc<App>,
     _registration: Registration,
-    /// Whether all that lies idle can be had at once.
+    /// Whether all idle memory can be reclaimed at once.
     exact: bool,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken, or on a machine whose topology cannot be read.
+/// If an invariant is violated, or on a machine whose topology cannot be read.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let bytes = &mut Bytes::new(bytes);
@@ -185,7 +188,7 @@ impl World {
                 let _ = self.owners[at].pool.trim(u64::from(bytes.u8()) << 19);
             }
             12 => {
-                // Out of memory: a code that every one of these calls may answer with.
+                // Out of memory: a code that each of these calls may return.
                 let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
                 self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
                 self.exact = false;
@@ -217,7 +220,7 @@ impl World {
         let request = Request::bytes(size);
         let answer = match bytes.choice(8) {
             0 => {
-                // Freed at once, and so about to leave.
+                // Freed at once, and therefore about to be released.
                 pool.alloc_stable(&streams[stream], request).map(|_freed| None)
             }
             _ => pool.alloc(&streams[stream], request).map(Some),
@@ -225,7 +228,7 @@ impl World {
         match answer {
             Ok(None) => {}
             Ok(Some(block)) => {
-                // A block is for use at once.
+                // A new block can be used at once.
                 let raw = streams[stream].raw();
                 let access =
                     self.sim.access(raw, range_of(&block), Access::Write, Some(block.generation()));
@@ -246,8 +249,7 @@ impl World {
         }
     }
 
-    /// A pool was refused so many bytes: with all that lies idle given back there is no room for
-    /// them either.
+    /// Checks a refused allocation: with all idle memory released there is no room for it either.
     fn refused(&self, at: usize, size: u64, error: &OutOfMemory) {
         if !self.exact {
             return;
@@ -261,7 +263,7 @@ impl World {
         assert!(whole > left.min(memory.free), "{left} are left of the budget, and {error}");
     }
 
-    /// Work on the other stream of the pool.
+    /// Uses a block on the other stream of the pool.
     fn cross(&mut self, at: usize, bytes: &mut Bytes<'_>) {
         let Owner { streams, live, .. } = &self.owners[at];
         if live.is_empty() {
@@ -305,7 +307,7 @@ impl World {
         );
         let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
         let missing = memory.total - memory.free;
-        // Where nothing is mapped the driver rounds up what it gives.
+        // Without mappings the driver rounds allocations up.
         let exact = self.owners[0].pool.info().virtual_memory;
         assert!(first + second <= missing, "more is held than the device misses");
         assert!(!exact || first + second == missing, "what is held is what the device misses");

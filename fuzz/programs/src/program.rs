@@ -1,32 +1,32 @@
-//! Bytes as a program: how a fuzz target reads what to do next.
+//! Reads bytes as a program of a fuzz target.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
     atomic::{AtomicU64, Ordering},
 };
 
-/// Operations of one program at most: what a program of some 8,000 bytes has.
+/// Maximum operations of one program: those of a program of some 8,000 bytes.
 pub const MAX_OPS: usize = 2_000;
 
 static OPERATIONS: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of operations that the programs of this process have done.
+/// Returns the number of operations that the programs of this process have performed.
 #[must_use]
 pub fn operations() -> u64 {
     OPERATIONS.load(Ordering::Relaxed)
 }
 
-/// Counts one operation of a program that does not run by [`Bytes::steps`].
+/// Counts one operation of a program that does not use [`Bytes::steps`].
 pub(crate) fn count_operation() {
     count_operations(1);
 }
 
-/// Counts as many.
+/// Counts `count` operations.
 pub(crate) fn count_operations(count: usize) {
     OPERATIONS.fetch_add(count as u64, Ordering::Relaxed);
 }
 
-/// Reads numbers from bytes, and zeros once they have run out, so that every input is a program.
+/// A reader of numbers from bytes. Returns zeros after the end, so that every input is a program.
 ///
 /// ```
 /// use aquifer_programs::program::Bytes;
@@ -42,25 +42,25 @@ pub struct Bytes<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// A reader at the start of `bytes`.
+    /// Creates a reader at the start of `bytes`.
     #[must_use]
     pub const fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
 
-    /// How many bytes are left.
+    /// Returns how many bytes are left.
     #[must_use]
     pub const fn remaining(&self) -> usize {
         self.rest.len()
     }
 
-    /// Whether none are left.
+    /// Returns whether no bytes are left.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.rest.is_empty()
     }
 
-    /// Does `step` while bytes are left, at most `most` times. Returns the number of steps done.
+    /// Runs `step` while bytes are left, at most `most` times. Returns the number of steps.
     pub fn steps(&mut self, most: usize, mut step: impl FnMut(&mut Self)) -> usize {
         for done in 0..most {
             if self.is_empty() {
@@ -72,7 +72,7 @@ impl<'a> Bytes<'a> {
         most
     }
 
-    /// The next byte.
+    /// Returns the next byte.
     pub fn u8(&mut self) -> u8 {
         match self.rest.split_first() {
             Some((&byte, rest)) => {
@@ -83,33 +83,33 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// The next two bytes, low one first.
+    /// Returns the next two bytes, little-endian.
     pub fn u16(&mut self) -> u16 {
         u16::from_le_bytes([self.u8(), self.u8()])
     }
 
-    /// The next four bytes, low one first.
+    /// Returns the next four bytes, little-endian.
     pub fn u32(&mut self) -> u32 {
         u32::from(self.u16()) | u32::from(self.u16()) << 16
     }
 
-    /// The next eight bytes, low one first.
+    /// Returns the next eight bytes, little-endian.
     pub fn u64(&mut self) -> u64 {
         u64::from(self.u32()) | u64::from(self.u32()) << 32
     }
 
-    /// The low bit of the next byte.
+    /// Returns the low bit of the next byte.
     pub fn flag(&mut self) -> bool {
         self.u8() & 1 == 1
     }
 
-    /// One of `of` possibilities, counted from zero, by the next byte. Zero when there are none.
+    /// Returns a number below `of`, chosen by the next byte, or zero if `of` is zero.
     pub fn choice(&mut self, of: u8) -> u8 {
         self.u8().checked_rem(of).unwrap_or(0)
     }
 
-    /// A number of 16 bits that is small most of the time: the first byte says how many bits of
-    /// the next two count.
+    /// Returns a 16-bit number that is small in most cases: the first byte selects how many bits of
+    /// the next two are used.
     pub fn small(&mut self) -> u16 {
         let bits = u32::from(self.choice(17));
         let mask = (1u32 << bits) - 1;
@@ -117,9 +117,8 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// One program at a time: what is stranded, which closed pools linger, what drivers keep for
-/// graphs, and what is out as bare addresses, which machines without bytes have in common, is known
-/// to the process.
+/// Locks the process for one program at a time. Stranded memory, closed pools that linger, driver
+/// memory of graphs, and raw addresses (which machines without bytes share) are process-wide state.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -133,8 +132,8 @@ pub fn length(seed: u64) -> usize {
     (40.0 * 200_f64.powf(uniform)) as usize
 }
 
-/// `len` bytes that look random and are the same for the same `seed`: the input of a test that
-/// has no corpus (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+/// Returns `len` pseudo-random bytes, the same for the same `seed`: the input of a test without a
+/// corpus (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
 #[must_use]
 pub fn seeded(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed;

@@ -1,10 +1,10 @@
-//! Programs over memory that keeps its address: stable blocks with their registrations, exports and
-//! imports, and reserved elements that are committed and given back, beside ordinary blocks under
-//! one budget.
+//! Programs over memory with stable addresses: stable blocks with their registrations, exports and
+//! imports, and reserved elements that are committed and decommitted, together with ordinary blocks
+//! under one budget.
 //!
-//! After every operation the pool's account is compared with a model, what is held with what is
-//! charged, contents with what was last written, and the oracle must have nothing to report: a
-//! mapping that goes under queued work or under a registration, work that is not ordered.
+//! Invariants after every operation: the pool's account agrees with a model, held bytes with
+//! charged bytes, and contents with what was last written. The oracle reports nothing: no mapping
+//! removed under queued work or under a registration, no unordered work.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
@@ -26,11 +26,11 @@ use std::{collections::BTreeSet, time::Duration};
 const OURS: &str = "an access to memory of ours";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
-/// What elements are committed by.
+/// The granule of commitment, in bytes.
 const STEP: usize = 2 << 20;
-/// Elements that there are addresses for, a little more than whole steps.
+/// Maximum number of elements, slightly more than whole granules.
 const MAX_LEN: usize = 9 * STEP + 77;
-/// Calls that may fail in the middle of a program, of those that can be tried again.
+/// Calls that may fail during a program, of those that can be retried.
 const FAULTS: [Call; 14] = [
     Call::AddressReserve,
     Call::AddressFree,
@@ -55,7 +55,7 @@ struct Stable {
     content: Option<u8>,
 }
 
-/// One who keeps an address, with what was there when its block was freed.
+/// A registration that keeps an address, with the contents when its block was freed.
 struct Kept {
     token: Registration,
     content: Option<u8>,
@@ -65,11 +65,11 @@ struct Room {
     reserved: Reserved<u8>,
     stream: usize,
     address: u64,
-    /// Steps that have memory.
+    /// Granules that have memory.
     committed: BTreeSet<usize>,
 }
 
-/// A use that has been prepared, with what its work will touch.
+/// A prepared use, with the ranges that its work will touch.
 struct Open {
     used: Use,
     stream: usize,
@@ -89,10 +89,10 @@ struct World {
     open: Vec<Open>,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
@@ -162,7 +162,7 @@ impl World {
         }
     }
 
-    /// Runs something that must not call the driver.
+    /// Runs work that must not call the driver.
     fn quietly<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.rig.sim.driver().calls().made();
         let answer = work(self);
@@ -196,7 +196,7 @@ impl World {
         self.quietly("a free", |_| drop(block));
     }
 
-    /// Writes a stable block, and waits until it is written.
+    /// Writes a stable block, and waits for the write.
     fn write(&mut self, bytes: &mut Bytes<'_>) {
         if self.stable.is_empty() {
             return;
@@ -212,7 +212,7 @@ impl World {
             Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
             Err(other) => panic!("{other:?}"),
         }
-        // A fill that was queued and not waited for leaves the content unknown.
+        // A fill that was queued but not waited for leaves the contents unknown.
         if content.is_none() {
             let _ = stream.synchronize();
         }
@@ -243,7 +243,7 @@ impl World {
 
     fn export(&mut self, bytes: &mut Bytes<'_>) {
         if bytes.flag() && !self.exported.is_empty() {
-            // The last who holds the memory lets go of it.
+            // Drops an export, which may be the last reference to the memory.
             self.exported.swap_remove(usize::from(bytes.u8()) % self.exported.len());
         } else if !self.stable.is_empty() {
             let stable = &self.stable[usize::from(bytes.u8()) % self.stable.len()];
@@ -315,7 +315,7 @@ impl World {
                     address: *address + range.start as u64,
                     bytes: range.len() as u64,
                 };
-                // It is for use at once, by its own stream, unless somebody has a use open.
+                // It can be used at once by its own stream, unless another use is open.
                 if let Ok(used) = reserved.prepare(&self.rig.streams[*stream], Access::Write) {
                     self.rig
                         .sim
@@ -354,7 +354,7 @@ impl World {
         });
     }
 
-    /// Opens a use of all that a reserved range has committed, or of a stable block.
+    /// Opens a use of all committed parts of a reserved range, or of a stable block.
     fn prepare(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         let access = [Access::Read, Access::Write][usize::from(bytes.choice(2))];
@@ -396,7 +396,7 @@ impl World {
         let _ = open.used.finish();
     }
 
-    /// An ordinary block comes or goes, which takes room and makes some.
+    /// Allocates or frees an ordinary block, which changes the free memory.
     fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         if bytes.flag() && !self.blocks.is_empty() {
@@ -404,7 +404,7 @@ impl World {
         } else {
             let size = u64::from(bytes.u16()) << 7 | 1;
             match self.rig.pool.alloc(&self.rig.streams[stream], Request::bytes(size)) {
-                // An allocation of the driver's own, in bypass mode, makes no room.
+                // A driver allocation in bypass mode does not reclaim memory.
                 Err(MemoryError::OutOfBudget(_)) => {}
                 answer => self.blocks.extend(went(answer)),
             }
@@ -445,7 +445,7 @@ impl World {
     }
 
     fn check_content(&self, range: DeviceRange, content: Option<u8>) {
-        // Without bytes there is nothing to read.
+        // Devices without bytes have nothing to read.
         let ends = [range.address, range.address + range.bytes - 1]
             .map(|address| self.rig.sim.read_back(DeviceRange { address, bytes: 1, ..range }));
         for end in ends.into_iter().flatten() {

@@ -1,12 +1,16 @@
-//! Programs over a stager: transfers that borrow and that own, sources with accidents, tickets that
-//! are dropped, cancelled and forgotten, driver calls that fail, work that is done late, a device
-//! that is lost.
+//! Programs over a stager: transfers that borrow and that own, sources that fail, tickets that are
+//! dropped, cancelled and never
+//! waited for, failing driver calls, work that runs late, and a device that is
+//! lost.
 //!
-//! Workers are real threads and the GPU is simulated, so the same program may take several ways;
-//! what is checked holds on all of them. A transfer that went well has moved every byte. One that
-//! failed says so, gives back what it owned, and harms no other. No copy touches memory out of
-//! turn: the oracle looks at all of them, and at every slot that is filled. In the end everything
-//! is given back.
+//! Workers are real threads and the GPU is simulated, so a program may run in several ways. The
+//! invariants hold for all of them:
+//!
+//! - a successful transfer has moved every byte;
+//! - a failed one reports it, returns what it owned, and does not affect others;
+//! - no copy touches memory out of order: the oracle checks all copies, and every slot that is
+//!   filled;
+//! - at the end everything is freed.
 
 use crate::{
     pinned::shared_host,
@@ -36,20 +40,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Tickets at a time, and operands.
+/// Maximum number of tickets, and of operands.
 const MOST: usize = 5;
 const GPU: DeviceId = DeviceId(0);
 const SLOT: usize = 16 << 10;
-/// Bytes of an operand at most.
+/// Maximum bytes of an operand.
 const LARGEST: usize = 12 * SLOT;
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes that does not hang.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When the stager breaks a promise.
+/// If the stager violates an invariant.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
@@ -61,13 +65,13 @@ pub fn run(bytes: &[u8]) {
     machine.finish();
 }
 
-/// Device memory, and the bytes that must be in it; `None` after something went wrong on the way.
+/// Device memory and its expected contents, or `None` after a failed transfer.
 struct Held {
     buffer: DeviceBuffer<u8>,
     bytes: Option<Vec<u8>>,
 }
 
-/// A transfer that owns its sides.
+/// A transfer that owns both sides.
 enum Flying {
     Up(Ticket<(Vec<u8>, DeviceBuffer<u8>)>),
     Down(Ticket<(DeviceBuffer<u8>, Vec<u8>)>, Option<Vec<u8>>),
@@ -83,15 +87,15 @@ struct Machine {
     operands: Vec<Held>,
     flying: Vec<Flying>,
     next: u8,
-    /// A fault has been planned at some time: handles that the driver would not end may be left.
+    /// Whether a fault was ever planned. Handles that the driver would not destroy may then be
+    /// left.
     faulty: bool,
     lost: bool,
-    /// What nobody will ask for again: its owner has forgotten it, and it goes when all else has
-    /// gone.
+    /// Tickets whose result is never taken. They are dropped last.
     forgotten: Vec<Flying>,
 }
 
-/// Bytes of a pattern, with an accident at one place.
+/// A source of a pattern that fails at one offset.
 struct Odd {
     bytes: Vec<u8>,
     at: u64,
@@ -145,7 +149,7 @@ impl Machine {
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
         config.down_stores = config.stores;
-        // By the clock which, if it were left to the stager.
+        // Left to the stager, the choice would depend on timing.
         config.short_wait =
             if config.stores == Stores::Cached { ShortWait::Stream } else { ShortWait::Word };
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
@@ -184,7 +188,7 @@ impl Machine {
         }
     }
 
-    /// Small most of the time, several slots at most.
+    /// Returns a size of at most several slots, small in most cases.
     fn size(bytes: &mut Bytes<'_>) -> usize {
         (usize::from(bytes.small()) << bytes.choice(4)).clamp(1, LARGEST)
     }
@@ -203,13 +207,13 @@ impl Machine {
         }
     }
 
-    /// Takes an operand out.
+    /// Removes and returns an operand.
     fn operand(&mut self, bytes: &mut Bytes<'_>) -> Option<Held> {
         let which = usize::from(bytes.u8()).checked_rem(self.operands.len())?;
         Some(self.operands.swap_remove(which))
     }
 
-    /// Whether a transfer went well. What else it may answer is what the program has done to it.
+    /// Returns whether a transfer succeeded. Panics on an error that the program has not caused.
     fn went_well(&self, outcome: Result<(), StageError>, cancelled: bool) -> bool {
         match outcome {
             Ok(()) => true,
@@ -279,7 +283,7 @@ impl Machine {
         self.operands.push(x);
     }
 
-    /// Many pieces in few slots, both ways, two operands at once.
+    /// Transfers many pieces through few slots, in both directions, with two operands.
     fn pieces(&mut self, bytes: &mut Bytes<'_>) {
         let (Some(mut x), Some(y)) = (self.operand(bytes), self.operand(bytes)) else { return };
         let up = self.pattern(x.buffer.range().bytes as usize);
@@ -297,7 +301,7 @@ impl Machine {
         self.operands.extend([x, y]);
     }
 
-    /// Begins a transfer that owns both its sides.
+    /// Begins a transfer that owns both sides.
     fn own(&mut self, bytes: &mut Bytes<'_>) {
         let Some(x) = self.operand(bytes) else { return };
         let len = x.buffer.range().bytes as usize;
@@ -330,7 +334,7 @@ impl Machine {
         self.operands.extend(back.map(|buffer| Held { buffer, bytes }));
     }
 
-    /// Waits for a ticket, in one of the ways that there are.
+    /// Waits for a ticket, in one of the possible ways.
     fn wait(&mut self, bytes: &mut Bytes<'_>) {
         let Some(which) = usize::from(bytes.u8()).checked_rem(self.flying.len()) else { return };
         let how = bytes.choice(6);
@@ -354,7 +358,7 @@ impl Machine {
         }
     }
 
-    /// Parts with a ticket before its end.
+    /// Drops or detaches a ticket before its transfer ends, or keeps it without taking its result.
     fn part(&mut self, bytes: &mut Bytes<'_>) {
         let Some(which) = usize::from(bytes.u8()).checked_rem(self.flying.len()) else { return };
         let flying = self.flying.swap_remove(which);
@@ -366,7 +370,7 @@ impl Machine {
         }
     }
 
-    /// A kernel on the home stream that writes an operand.
+    /// Runs a kernel on the home stream that writes an operand.
     fn kernel(&mut self, bytes: &mut Bytes<'_>) {
         let Some(mut x) = self.operand(bytes) else { return };
         let (byte, range) = (bytes.u8(), x.buffer.range());
@@ -405,7 +409,7 @@ impl Machine {
         self.faulty = true;
     }
 
-    /// The device comes along, or is lost.
+    /// Runs pending work, or loses the device.
     fn late(&mut self, bytes: &mut Bytes<'_>) {
         match bytes.choice(24) {
             0 => {
@@ -455,15 +459,15 @@ impl Machine {
         let Self { sim, budget, pinned, pool, stager, home, lost, forgotten, .. } = self;
         drop((stager, home, pool));
         sim.run_all();
-        // Workers may be handing slots back still; threads keep books of their own that agree when
-        // all is quiet.
+        // Workers may still be returning slots. Per-thread counters agree once all threads are
+        // idle.
         let quiet = Instant::now() + PATIENCE;
         while !pinned.is_consistent() {
             assert!(Instant::now() < quiet, "the books of the pinned pool disagree");
             thread::yield_now();
         }
         drop((pinned, forgotten));
-        // What a lost device may still touch is kept for ever.
+        // Memory that a lost device may still access is kept permanently.
         let deadline = Instant::now() + PATIENCE;
         loop {
             pool::sweep();
@@ -484,7 +488,7 @@ impl Machine {
     }
 }
 
-/// Waits in one of the ways that there are. A ticket that is not done comes back.
+/// Waits in one of the possible ways. Returns the ticket if its transfer is not complete.
 fn waited<T>(mut ticket: Ticket<T>, how: u8) -> Result<Result<T, Failed<T>>, Ticket<T>> {
     match how {
         1 => ticket.try_wait(),

@@ -1,4 +1,4 @@
-//! The fuzz programs by name, for everything that runs all of them.
+//! The fuzz programs by name.
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, mixed, park, pinned, placement,
@@ -8,13 +8,13 @@ use crate::{
 /// A fuzz program and its name.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// The name, which a cargo-fuzz target has too.
+    /// The name, which is also that of the cargo-fuzz target.
     pub name: &'static str,
-    /// Runs the program that the bytes spell. Panics when a promise is broken.
+    /// Runs the program that the bytes encode. Panics if an invariant is violated.
     pub run: fn(&[u8]),
 }
 
-/// All of them, in the order of their names.
+/// All programs, in order of their names.
 pub const TARGETS: [Target; 17] = [
     Target { name: "adapters", run: adapters::run },
     Target { name: "agree", run: agree::run },
@@ -35,7 +35,7 @@ pub const TARGETS: [Target; 17] = [
     Target { name: "stager", run: stager::run },
 ];
 
-/// Returns the target of this name.
+/// Returns the target with this name.
 #[must_use]
 pub fn find(name: &str) -> Option<Target> {
     TARGETS.into_iter().find(|target| target.name == name)

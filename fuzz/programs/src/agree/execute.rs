@@ -1,4 +1,4 @@
-//! Running a program on a driver.
+//! Runs a program on a driver.
 #![expect(unsafe_code, reason = "makes driver calls whose conditions the generator has met")]
 
 use super::{
@@ -11,12 +11,12 @@ use aquifer_driver::{
 };
 use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
 
-/// Polls before the host loses its patience and waits.
+/// Polls before the host blocks instead.
 const POLLS: u32 = 1 << 20;
-/// The driver's pool never holds more than this.
+/// The maximum size of the driver's pool.
 const POOL: u64 = 256 << 20;
 
-/// A program under way.
+/// The state of a running program.
 pub(super) struct Run {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) device: DeviceId,
@@ -25,10 +25,10 @@ pub(super) struct Run {
     pub(super) pool: PoolHandle,
     pub(super) range: u64,
     pub(super) hosts: Hosts,
-    /// Address, size, and whether it is the pool's.
+    /// Address, size, and whether it is from the pool.
     pub(super) blocks: BTreeMap<usize, (u64, u64, bool)>,
     pub(super) handles: BTreeMap<usize, PhysicalHandle>,
-    /// Granules, by where they start.
+    /// Sizes in granules, by start.
     mappings: BTreeMap<u64, u64>,
     graphs: BTreeMap<usize, RawGraphExec>,
     operation: usize,
@@ -36,12 +36,12 @@ pub(super) struct Run {
 }
 
 impl Program {
-    /// Runs it, in the given device's context, and waits for its end. Everything that it took is
-    /// given back.
+    /// Runs the program in the given device's context and waits for its end. Frees everything that
+    /// it allocated.
     ///
     /// # Errors
-    /// A refusal of the set-up: streams, events, a pool, an address range and host buffers. What
-    /// the operations meet is part of the outcome.
+    /// An error of the set-up: streams, events, a pool, an address range and host buffers. Errors
+    /// of the operations are part of the outcome.
     pub fn run(&self, driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Outcome> {
         let mut run = Run {
             driver: driver.clone(),
@@ -70,14 +70,14 @@ impl Program {
 }
 
 impl Run {
-    /// Notes the code of a call, and what it gave.
+    /// Records the code of a call and returns its value.
     pub(super) fn note<T>(&mut self, call: &'static str, result: Result<T>) -> Option<T> {
         self.outcome.made.push(Made { operation: self.operation, call });
         self.outcome.codes.push(result.as_ref().map_or_else(|e| e.code, |_| 0));
         result.ok()
     }
 
-    /// Notes a call that cannot be made, since what it is about was refused before.
+    /// Records a call that cannot be made because its object was not created.
     pub(super) fn skip(&mut self, call: &'static str) {
         self.outcome.made.push(Made { operation: self.operation, call });
         self.outcome.codes.push(Outcome::SKIPPED);
@@ -120,7 +120,7 @@ impl Run {
             Operation::Unmap { at, .. } => self.unmap(at),
             Operation::Fill { stream, to, byte } => {
                 let Some(address) = self.address(to) else { return self.skip("fill") };
-                // SAFETY: 1. the place is mapped until the host has waited for the stream. 2. the
+                // SAFETY: 1. the part is mapped until the host has waited for the stream. 2. the
                 // program has no races.
                 let result =
                     unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
@@ -237,7 +237,7 @@ impl Run {
             Operation::CaptureEnd { stream, graph } => self.capture_end(stream, graph),
             Operation::Launch { graph, stream } => {
                 let Some(&exec) = self.graphs.get(&graph) else { return self.skip("graph_launch") };
-                // SAFETY: 1. what its nodes name lives until the host has waited for the stream. 2.
+                // SAFETY: 1. what its nodes use lives until the host has waited for the stream. 2.
                 // the program has no races.
                 let result = unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
                 self.note("graph_launch", result);
@@ -246,7 +246,7 @@ impl Run {
                 let Some(exec) = self.graphs.remove(&graph) else {
                     return self.skip("graph_exec_destroy");
                 };
-                // SAFETY: 1. the only copy has just been taken out.
+                // SAFETY: 1. the only copy was just removed.
                 let result = unsafe { self.driver.graph_exec_destroy(exec) };
                 self.note("graph_exec_destroy", result);
             }
@@ -272,8 +272,8 @@ impl Run {
     fn map(&mut self, handle: usize, at: u64, granules: u64) {
         let Some(&raw) = self.handles.get(&handle) else { return self.skip("map") };
         let (address, bytes) = (self.range + at * GRANULE, granules * GRANULE);
-        // SAFETY: 1. nothing is mapped there, and what used the addresses before has been waited
-        // for.
+        // SAFETY: 1. nothing is mapped there, and the host has waited for all earlier uses of the
+        // addresses.
         let result = unsafe { self.driver.map(address, bytes, raw) };
         if self.note("map", result).is_none() {
             return self.skip("set_access");
@@ -285,7 +285,7 @@ impl Run {
 
     fn unmap(&mut self, at: u64) {
         let Some(granules) = self.mappings.remove(&at) else { return self.skip("unmap") };
-        // SAFETY: 1. the host has waited for everything that goes through these addresses.
+        // SAFETY: 1. the host has waited for all work that uses these addresses.
         let result = unsafe {
             self.driver.unmap(self.device, self.range + at * GRANULE, granules * GRANULE)
         };
@@ -295,8 +295,8 @@ impl Run {
     fn free(&mut self, slot: usize, stream: Option<usize>) {
         let call = if stream.is_some() { "pool_free" } else { "mem_free" };
         let Some((address, ..)) = self.blocks.remove(&slot) else { return self.skip(call) };
-        // SAFETY: 1. the block came from the allocator it goes back to. 2. every use is ordered
-        // before, for the stream or for the host.
+        // SAFETY: 1. the block is freed to the allocator that it came from. 2. every use is ordered
+        // before the free, for the stream or for the host.
         let result = unsafe {
             match stream {
                 Some(stream) => self.driver.pool_free(self.streams[stream], address),
@@ -308,12 +308,12 @@ impl Run {
 
     fn release(&mut self, handle: usize) {
         let Some(raw) = self.handles.remove(&handle) else { return self.skip("handle_release") };
-        // SAFETY: 1. the only copy has just been taken out.
+        // SAFETY: 1. the only copy was just removed.
         let result = unsafe { self.driver.handle_release(raw) };
         self.note("handle_release", result);
     }
 
-    /// Waits for everything, reads it all, and gives it back.
+    /// Waits for all work, reads all contents, and frees everything.
     fn finish(mut self) -> Result<Outcome> {
         for stream in self.streams.clone() {
             let result = self.driver.stream_synchronize(stream);
@@ -334,7 +334,7 @@ impl Run {
         }
         let result = self.driver.stream_synchronize(self.streams[0]);
         self.note("stream_synchronize", result);
-        // SAFETY: throughout: 1. each is the program's own, nothing uses it any more, and no copy
+        // SAFETY: throughout: 1. the program owns each of them, none is used any more, and no copy
         // of the handle is kept.
         unsafe {
             let result = self.driver.address_free(self.device, self.range, RANGE * GRANULE);
@@ -358,7 +358,7 @@ impl Run {
         Ok(self.outcome)
     }
 
-    /// Takes the digest of every block, every mapping and every host buffer.
+    /// Computes the digests of every block, every mapping and every host buffer.
     fn read_all(&mut self) -> Result<()> {
         let blocks = self.blocks.values().map(|&(address, bytes, _)| (address, bytes));
         let mappings = self
@@ -371,7 +371,7 @@ impl Run {
         let digests =
             parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
         let digests: Result<Vec<_>> = digests.collect();
-        // SAFETY: 1. it came from the driver. 2. every copy into it has been waited for.
+        // SAFETY: 1. it came from the driver. 2. every copy into it is complete.
         unsafe { self.driver.host_free(self.device, scratch) }?;
         let hosts = (0..HOSTS.len()).map(|host| self.hosts.digest(host));
         self.outcome.bytes = digests?.into_iter().chain(hosts).flat_map(u64::to_le_bytes).collect();
@@ -384,12 +384,12 @@ impl Run {
         // 2. every stream has been waited for before.
         unsafe { self.driver.copy_to_host(stream, scratch, address, bytes) }?;
         self.driver.stream_synchronize(stream)?;
-        // SAFETY: 1. the copy has written so many bytes, and is over.
+        // SAFETY: 1. the copy has written this many bytes, and is complete.
         Ok(digest(unsafe { std::slice::from_raw_parts(scratch.as_ptr(), bytes) }))
     }
 }
 
-/// Asks until the answer is yes; waits after too many noes.
+/// Polls until the result is `true`, and blocks after too many polls.
 fn poll(mut ask: impl FnMut() -> Result<bool>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
     for _ in 0..POLLS {
         if ask()? {

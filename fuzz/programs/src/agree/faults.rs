@@ -1,4 +1,4 @@
-//! Making mistakes on purpose.
+//! Deliberate mistakes.
 #![expect(unsafe_code, reason = "breaks the conditions of driver calls that must refuse")]
 
 use super::{FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, PAGEABLE, execute::Run};
@@ -8,8 +8,8 @@ use aquifer_driver::{CaptureMode, DeviceId, HostFlags};
 const TOO_MUCH: u64 = 1 << 46;
 
 impl Run {
-    /// Makes a call that must be refused. Where it is not, the code says so, and what it gave is
-    /// given back if it can be.
+    /// Makes a call that must fail. If it succeeds, the recorded code shows it, and the result is
+    /// freed if possible.
     pub(super) fn mistake(&mut self, fault: Fault) {
         let (driver, device) = (self.driver.clone(), self.device);
         match fault {
@@ -20,7 +20,7 @@ impl Run {
             Fault::ReserveOffGranule => {
                 let result = driver.address_reserve(device, GRANULE / 2, 0);
                 if let Some(address) = self.note("address_reserve", result) {
-                    // SAFETY: 1. nothing is mapped there, and nobody has been told of it.
+                    // SAFETY: 1. nothing is mapped there, and the address is not stored.
                     let _ = unsafe { driver.address_free(device, address, GRANULE / 2) };
                 }
             }
@@ -32,7 +32,7 @@ impl Run {
             }
             Fault::MapUnreserved { handle, granules } => self.map_at(handle, GRANULE, granules),
             Fault::UnmapNothing { at } => {
-                // SAFETY: 1. nothing is mapped there, so that nothing queued goes through it.
+                // SAFETY: 1. nothing is mapped there, so no queued work uses it.
                 let result = unsafe { driver.unmap(device, self.range + at * GRANULE, GRANULE) };
                 self.note("unmap", result);
             }
@@ -46,7 +46,7 @@ impl Run {
                 let Some(&(address, ..)) = self.blocks.get(&slot) else {
                     return self.skip("mem_free");
                 };
-                // SAFETY: 1. broken on purpose: the address is inside a block.
+                // SAFETY: 1. violated on purpose: the address is inside a block.
                 let result = unsafe { driver.mem_free(device, address + 256) };
                 self.note("mem_free", result);
             }
@@ -70,7 +70,7 @@ impl Run {
                     offset: 0,
                     bytes: HOSTS[PAGEABLE],
                 });
-                // SAFETY: 1. broken on purpose: nothing is registered there.
+                // SAFETY: 1. violated on purpose: nothing is registered there.
                 let result = unsafe { driver.host_unregister(device, pageable) };
                 self.note("host_unregister", result);
             }
@@ -128,7 +128,7 @@ impl Run {
         self.note("capture_begin", result);
     }
 
-    /// Ends a capture, if there is one and it is whole; nobody launches it.
+    /// Ends a capture and destroys its graph, if it is valid, without launching it.
     fn capture_end_alone(&mut self, stream: usize) {
         let result = self.driver.capture_end(self.streams[stream]);
         if let Some(graph) = self.note("capture_end", result) {
@@ -140,14 +140,14 @@ impl Run {
     fn create(&mut self, bytes: u64) {
         let result = self.driver.handle_create(self.device, bytes);
         if let Some(handle) = self.note("handle_create", result) {
-            // SAFETY: 1. nobody else has been told of it.
+            // SAFETY: 1. no copy of the handle exists.
             let _ = unsafe { self.driver.handle_release(handle) };
         }
     }
 
     fn map_at(&mut self, handle: usize, address: u64, granules: u64) {
         let Some(&raw) = self.handles.get(&handle) else { return self.skip("map") };
-        // SAFETY: 1. broken on purpose: something is mapped there, or it is not reserved.
+        // SAFETY: 1. violated on purpose: something is mapped there, or it is not reserved.
         let result = unsafe { self.driver.map(address, granules * GRANULE, raw) };
         self.note("map", result);
     }
@@ -155,7 +155,7 @@ impl Run {
     fn allocate(&mut self, bytes: u64) {
         let result = self.driver.mem_alloc(self.device, bytes);
         if let Some(address) = self.note("mem_alloc", result) {
-            // SAFETY: 1. it came from there. 2. nobody has been told of it.
+            // SAFETY: 1. it came from there. 2. no work uses it.
             let _ = unsafe { self.driver.mem_free(self.device, address) };
         }
     }
@@ -164,7 +164,7 @@ impl Run {
         let stream = self.streams[stream];
         let result = self.driver.pool_alloc(self.pool, stream, bytes);
         if let Some(address) = self.note("pool_alloc", result) {
-            // SAFETY: 1. it came from there. 2. nobody has been told of it.
+            // SAFETY: 1. it came from there. 2. no work uses it.
             let _ = unsafe { self.driver.pool_free(stream, address) };
         }
     }
@@ -174,8 +174,8 @@ impl Run {
         let Some(&(address, ..)) = self.blocks.get(&slot) else { return self.skip(call) };
         let bytes = HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1];
         let host = self.hosts.address(HostPart { host: FIRST_HALF, offset: 0, bytes });
-        // SAFETY: 1. both sides live until the host has waited for the stream; the two halves lie
-        // side by side. 2. it would be in order.
+        // SAFETY: 1. both sides live until the host has waited for the stream; the two halves are
+        // adjacent. 2. the copy would be in order.
         let result = unsafe {
             match up {
                 true => self.driver.copy_to_device(self.streams[stream], address, host, bytes),

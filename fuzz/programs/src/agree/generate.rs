@@ -1,4 +1,4 @@
-//! From bytes to a program without races.
+//! Generates a program without races from bytes.
 
 mod graphs;
 
@@ -9,16 +9,16 @@ use super::{
 use crate::program::Bytes;
 use aquifer_driver::{Pattern, Rows};
 
-/// Steps of a program; each is an operation and whatever must come before it.
+/// Steps per program. Each is an operation with the ordering that it needs.
 const STEPS: usize = 60;
-/// Blocks that may live at once.
+/// Maximum number of live blocks.
 const BLOCKS: usize = 8;
-/// Handles that may live at once.
+/// Maximum number of live handles.
 const HANDLES: usize = 3;
 /// The largest block, in bytes.
 const LARGEST: u64 = 96 << 10;
 
-/// Choices, read from bytes; the first of everything once they have run out.
+/// Choices read from bytes. After the last byte every choice is the first option.
 struct Choices<'a>(Bytes<'a>);
 
 impl Choices<'_> {
@@ -26,7 +26,7 @@ impl Choices<'_> {
         self.0.u8()
     }
 
-    /// Below `bound`, which is neither 0 nor beyond 32 bits.
+    /// Returns a number below `bound`, which must not be 0 or exceed 32 bits.
     fn below(&mut self, bound: u64) -> u64 {
         u64::from(self.0.u32()) % bound
     }
@@ -35,19 +35,20 @@ impl Choices<'_> {
         self.below(bound as u64) as usize
     }
 
-    /// One of those that there are.
+    /// Returns one element of `of`, or `None` if it is empty.
     fn pick<T: Copy>(&mut self, of: &[T]) -> Option<T> {
         (!of.is_empty()).then(|| of[self.index(of.len())])
     }
 
-    /// An offset and a length of at least 1, within `size`.
+    /// Returns an offset and a length of at least 1, within `size`.
     fn range(&mut self, size: u64) -> (u64, u64) {
         let offset = self.below(size);
         (offset, 1 + self.below(size - offset))
     }
 }
 
-/// What each agent, the streams and then the host, knows of every other: its clock's count.
+/// A vector clock: for each agent (the streams, then the host) the latest count of it that is
+/// ordered before.
 type Clock = Vec<u32>;
 
 fn join(into: &mut Clock, from: &Clock) {
@@ -56,7 +57,7 @@ fn join(into: &mut Clock, from: &Clock) {
     }
 }
 
-/// Who has touched a piece of memory last: the agent, and its count then.
+/// The last accesses to a piece of memory: the agent, and its count at that time.
 #[derive(Clone, Default)]
 struct Touched {
     write: Option<(usize, u32)>,
@@ -70,7 +71,7 @@ struct Block {
     pooled: bool,
 }
 
-/// Physical memory and where it is mapped.
+/// Physical memory and its mappings.
 #[derive(Clone)]
 struct Handle {
     granules: u64,
@@ -78,7 +79,7 @@ struct Handle {
     released: bool,
 }
 
-/// Memory that is touched as one: a block, a handle (through whichever mapping), a host buffer.
+/// Memory that is tracked as one unit: a block, a handle (through any mapping), or a host buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Memory {
     Block(usize),
@@ -91,14 +92,14 @@ struct Generator<'a> {
     streams: usize,
     operations: Vec<Operation>,
     clocks: Vec<Clock>,
-    /// What each event's last record covers.
+    /// The clock at each event's last record.
     events: Vec<Clock>,
     blocks: [Option<Block>; BLOCKS],
     handles: [Option<Handle>; HANDLES],
     touched: Vec<(Memory, Touched)>,
 }
 
-/// The program that `bytes` choose.
+/// Generates the program that `bytes` encode.
 pub(super) fn generate(bytes: &[u8]) -> Program {
     let mut choices = Choices(Bytes::new(bytes));
     let streams = 2 + choices.index(2);
@@ -147,7 +148,7 @@ impl Generator<'_> {
         }
     }
 
-    // --- order -------------------------------------------------------------------------------------------------
+    // --- order ---
 
     fn host_agent(&self) -> usize {
         self.streams
@@ -165,7 +166,7 @@ impl Generator<'_> {
         self.touched.retain(|(of, _)| *of != memory);
     }
 
-    /// What is queued on a stream comes after all that the host knew when it queued it.
+    /// Orders work queued on a stream after everything that is ordered before the host.
     fn enqueue(&mut self, stream: usize) {
         let host = self.clocks[self.host_agent()].clone();
         join(&mut self.clocks[stream], &host);
@@ -184,7 +185,7 @@ impl Generator<'_> {
         join(&mut self.clocks[stream], &seen);
     }
 
-    /// The host waits for all of a stream, in one of four ways.
+    /// Makes the host wait for a stream, in one of four ways.
     fn host_waits(&mut self, stream: usize) {
         let event = self.choices.index(EVENTS);
         match self.choices.below(4) {
@@ -203,7 +204,7 @@ impl Generator<'_> {
         join(&mut self.clocks[host], &seen);
     }
 
-    /// Puts an access of `agent` behind all that conflicts with it, and notes it.
+    /// Orders an access of `agent` after all conflicting accesses, and records it.
     fn order(&mut self, agent: usize, memory: Memory, writes: bool) {
         let host = self.host_agent();
         if agent != host {
@@ -236,7 +237,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Order that nobody asked for: it must do no harm.
+    /// Adds ordering that is not needed and must do no harm.
     fn idle_order(&mut self) {
         let (stream, event) = (self.choices.index(self.streams), self.choices.index(EVENTS));
         match self.choices.below(3) {
@@ -246,8 +247,7 @@ impl Generator<'_> {
         }
     }
 
-    // --- what there is
-    // -----------------------------------------------------------------------------------------
+    // --- state ---
 
     fn stream(&mut self) -> usize {
         self.choices.index(self.streams)
@@ -265,7 +265,7 @@ impl Generator<'_> {
             .collect()
     }
 
-    /// Every place with memory behind it: the memory, the place, its size.
+    /// Returns every location with memory: the memory, the location and its size.
     fn places(&self) -> Vec<(Memory, Place, u64)> {
         let blocks = self.blocks.iter().enumerate().filter_map(|(slot, block)| {
             block.map(|block| (Memory::Block(slot), Place::Block(slot), block.bytes))
@@ -290,7 +290,7 @@ impl Generator<'_> {
         HostPart { host, offset: offset as usize, bytes: bytes as usize }
     }
 
-    /// Handles that can still be mapped: index and size.
+    /// Returns the handles that can still be mapped: index and size.
     fn open_handles(&self) -> Vec<(usize, u64)> {
         let open = |(index, handle): (usize, &Option<Handle>)| {
             handle.as_ref().filter(|handle| !handle.released).map(|handle| (index, handle.granules))
@@ -298,7 +298,7 @@ impl Generator<'_> {
         self.handles.iter().enumerate().filter_map(open).collect()
     }
 
-    // --- steps -------------------------------------------------------------------------------------------------
+    // --- steps ---
 
     fn allocate(&mut self) {
         let Some(slot) = self.blocks.iter().position(Option::is_none) else { return };
@@ -312,12 +312,12 @@ impl Generator<'_> {
             self.host_agent()
         };
         self.blocks[slot] = Some(Block { bytes, pooled });
-        // Whoever uses it first comes after the allocation.
+        // The first use of it is ordered after the allocation.
         self.order(agent, Memory::Block(slot), true);
         self.fill_whole(Memory::Block(slot), Place::Block(slot), bytes);
     }
 
-    /// Fresh memory holds anything; from here on it holds what the program says.
+    /// Fills new memory, whose contents are undefined, so that they are determined from here on.
     fn fill_whole(&mut self, memory: Memory, place: Place, bytes: u64) {
         let (stream, byte) = (self.stream(), self.choices.byte());
         self.order(stream, memory, true);
@@ -375,7 +375,7 @@ impl Generator<'_> {
         let Some(index) = self.choices.pick(&mapped) else { return };
         let last = self.handles[index].as_ref().is_some_and(|handle| handle.at.len() == 1);
         if last && self.choices.below(2) == 0 {
-            // Most mappings stay, or there would be little to work on.
+            // Most mappings are kept, so that there is memory to work on.
             return;
         }
         let host = self.host_agent();
@@ -396,7 +396,7 @@ impl Generator<'_> {
         self.bury(index);
     }
 
-    /// A handle that is released and mapped nowhere is gone.
+    /// Removes a handle that is released and has no mapping.
     fn bury(&mut self, index: usize) {
         if self.handles[index]
             .as_ref()
@@ -424,7 +424,8 @@ impl Generator<'_> {
         self.operations.push(operation);
     }
 
-    /// A fill with elements of 2 or 4 bytes, in rows or not, in the aligned middle of a part.
+    /// Creates a fill of the aligned middle of a part with elements of 2 or 4 bytes, in rows or
+    /// contiguous.
     fn fill_with(&mut self, stream: usize, to: Part, byte: u8) -> Operation {
         let pattern = match self.choices.below(2) {
             0 => Pattern::Half(u16::from_ne_bytes([byte, !byte])),
@@ -444,7 +445,7 @@ impl Generator<'_> {
         Operation::FillRows { stream, to: part, pattern, pitch: pitch * element, rows }
     }
 
-    /// Rows that fit twice into `room`, by two pitches of their own.
+    /// Returns rows that fit into `room` with two independent pitches.
     fn rows(&mut self, room: u64) -> (u64, u64, Rows) {
         let width = 1 + self.choices.below(room.min(300));
         let height = 1 + self.choices.below((room / width).min(9));
@@ -499,7 +500,7 @@ impl Generator<'_> {
         };
         let stream = self.stream();
         let (from_part, to_part) = if memory == other {
-            // From the one half to the other, be it through another mapping.
+            // From one half to the other, possibly through another mapping.
             let half = size / 2;
             if half == 0 {
                 return;
@@ -536,7 +537,7 @@ impl Generator<'_> {
         }
     }
 
-    /// An event that has been recorded, and not in a capture.
+    /// Returns an event that has been recorded outside a capture.
     fn outside_event(&mut self, stream: usize) -> usize {
         let event = self.choices.index(EVENTS);
         self.record(event, stream);
@@ -592,7 +593,7 @@ impl Generator<'_> {
                 let slots: Vec<_> = (0..BLOCKS).filter(large).collect();
                 let slot = self.choices.pick(&slots)?;
                 let up = side == 16;
-                // It would be in order, were it not for its two registrations.
+                // The copy is ordered correctly. Only its two registrations are wrong.
                 self.order(stream, Memory::Host(FIRST_HALF), !up);
                 self.order(stream, Memory::Host(FIRST_HALF + 1), !up);
                 self.order(stream, Memory::Block(slot), up);
@@ -612,7 +613,7 @@ impl Generator<'_> {
                     (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
                 let slot = self.choices.pick(&live)?;
                 let (other, event) = ((stream + 1) % self.streams, self.choices.index(EVENTS));
-                // The event goes back to what events are.
+                // Record the event again outside a capture, as other steps expect.
                 let fault = Fault::LeaveUnjoined { stream, other, event, slot };
                 self.operations.push(Operation::Mistake(fault));
                 self.record(event, stream);

@@ -6,32 +6,32 @@ use crate::program::seeded;
 use aquifer_driver::{DeviceId, Driver, HostAccess, HostFlags, Result};
 use std::{ptr::NonNull, sync::Arc};
 
-/// A page of ordinary memory: registrations take whole ones.
+/// A page of ordinary memory. Registrations consist of whole pages.
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// So many zeroed bytes in whole pages, which stay where they are.
+/// Returns zeroed bytes in whole pages, and their stable address.
 fn pages(bytes: usize) -> (Vec<Page>, NonNull<u8>) {
     let mut pages = vec![Page([0; 4096]); bytes.div_ceil(size_of::<Page>())];
     let at = NonNull::from(&mut pages[..]).cast();
     (pages, at)
 }
 
-/// Every host buffer, and what it needs to end.
+/// The host buffers, and what is needed to free them.
 pub(super) struct Hosts {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     at: [NonNull<u8>; HOSTS.len()],
-    /// What stays registered until the end; dropped after that.
+    /// Memory that is registered until the end, and dropped after that.
     _registered: Vec<Page>,
     _pageable: Vec<Page>,
-    /// Whether all has been given back.
+    /// Whether everything was freed.
     ended: bool,
 }
 
 impl Hosts {
-    /// Takes and registers all of them.
+    /// Allocates and registers all buffers.
     pub(super) fn new(driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Self> {
         let flags = HostFlags::default();
         let (registered, first_half) = pages(HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1]);
@@ -55,9 +55,9 @@ impl Hosts {
         })
     }
 
-    /// The first byte of a part.
+    /// Returns the first byte of a part.
     pub(super) fn address(&self, part: HostPart) -> NonNull<u8> {
-        // SAFETY: 1. parts lie inside their buffers, by construction of the program.
+        // SAFETY: 1. parts are inside their buffers, by construction of the program.
         unsafe { self.at[part.host].add(part.offset) }
     }
 
@@ -67,11 +67,11 @@ impl Hosts {
         }
     }
 
-    /// Writes what follows from a seed. No copy that is queued touches the buffer.
+    /// Writes bytes derived from a seed. No queued copy uses the buffer.
     pub(super) fn write(&self, part: HostPart, seed: u64) {
         self.note(part, HostAccess::Write);
         let bytes = seeded(seed, part.bytes);
-        // SAFETY: 1. both are as long as the part, and apart. 2. no copy that is queued touches the
+        // SAFETY: 1. both are as long as the part, and do not overlap. 2. no queued copy uses the
         // buffer.
         unsafe {
             self.address(part)
@@ -79,22 +79,22 @@ impl Hosts {
         };
     }
 
-    /// The buffer's contents. No copy that is queued touches it.
+    /// Returns a digest of the buffer's contents. No queued copy uses it.
     pub(super) fn digest(&self, host: usize) -> u64 {
         let part = HostPart { host, offset: 0, bytes: HOSTS[host] };
         self.note(part, HostAccess::Read);
         // SAFETY: 1. readable for its size: pages are zeroed, and the first operations write every
-        // buffer in full. 2. no copy that is queued touches it.
+        // buffer in full. 2. no queued copy uses it.
         digest(unsafe { std::slice::from_raw_parts(self.at[host].as_ptr(), HOSTS[host]) })
     }
 
-    /// Gives all of them back; `told` hears of each call. No copy is queued any more.
+    /// Frees all buffers. Reports each call to `told`. No copy is queued any more.
     pub(super) fn end(&mut self, mut told: impl FnMut(&'static str, Result<()>)) {
         self.ended = true;
         for (host, bytes) in HOSTS.into_iter().enumerate() {
             self.note(HostPart { host, offset: 0, bytes }, HostAccess::Free);
         }
-        // SAFETY: 1. each came from the call that this one undoes. 2. no copy is queued any more.
+        // SAFETY: 1. each was returned by the matching call. 2. no copy is queued any more.
         unsafe {
             told("host_free", self.driver.host_free(self.device, self.at[0]));
             told("host_free", self.driver.host_free(self.device, self.at[1]));
@@ -110,13 +110,13 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         if !self.ended {
-            // The program has failed in its set-up: nothing has been queued.
+            // The set-up failed, so nothing has been queued.
             self.end(|_, _| ());
         }
     }
 }
 
-/// A number that differs where the bytes do, but for chance.
+/// Returns a hash of the bytes.
 pub(super) fn digest(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut digest = bytes.len() as u64;

@@ -1,4 +1,4 @@
-//! The allocator below everything: it knows each of its blocks.
+//! The innermost allocator, which tracks each of its blocks.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use allocator_api2::alloc::{Allocator as _, Global};
@@ -16,16 +16,16 @@ use std::{
     time::Instant,
 };
 
-/// Bytes that a block has beyond what was asked for, so that several sizes fit it.
+/// Bytes that a block has beyond its requested size, so that several sizes fit it.
 const EXTRA: usize = 3;
-/// Bytes of the largest block.
+/// The size of the largest block in bytes.
 const MOST: usize = 1 << 32;
 
-/// The global allocator with a table of its blocks. Clones are handles to one table.
+/// The global allocator with a table of its blocks. Clones share the table.
 #[derive(Clone, Debug, Default)]
 pub struct Books {
     blocks: Rc<RefCell<BTreeMap<usize, Entry>>>,
-    /// Every so many allocations one is refused; 0 for none.
+    /// Every how many allocations one fails. 0 for none.
     refuse: Rc<Cell<u32>>,
     calls: Rc<Cell<u32>>,
 }
@@ -39,19 +39,19 @@ struct Entry {
 }
 
 impl Books {
-    /// Refuses every `nth` allocation from now on; 0 refuses none.
+    /// Makes every `nth` allocation fail from now on, or none for 0.
     pub fn refuse(&self, nth: u32) {
         self.refuse.set(nth);
     }
 
-    /// Gives back what was freed and waits for nothing. Says how many blocks are live, and how many
-    /// are held back.
+    /// Frees deallocated blocks whose gates are open, without waiting. Returns how many blocks are
+    /// live, and how many are held back.
     pub fn reap(&self) -> (usize, usize) {
         let mut blocks = self.blocks.borrow_mut();
         blocks.retain(|_, entry| {
             if entry.freed && entry.gates.iter().all(|gate| gate.is_open()) {
-                // SAFETY: 1. the block came from `Global` with this layout, was freed, and is
-                // forgotten here.
+                // SAFETY: 1. the block came from `Global` with this layout, was deallocated, and is
+                // removed from the table here.
                 unsafe { Global.deallocate(entry.start, entry.layout) };
                 return false;
             }
@@ -73,14 +73,16 @@ impl Drop for Entry {
 }
 
 impl_allocator! {
-    // SAFETY: 1. blocks are the global allocator's, given back when they are freed at the earliest.
+    // SAFETY: 1. blocks come from the global allocator and are freed no earlier than they are
+    // deallocated.
     unsafe impl [] for Books {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             self.calls.set(self.calls.get().wrapping_add(1));
             if self.refuse.get() > 0 && self.calls.get().is_multiple_of(self.refuse.get()) {
                 return Err(AllocError);
             }
-            // No machine has so much, and the sanitizer takes asking for it as an error of the program's.
+            // No machine has that much, and sanitizers report such a request as an error of the
+            // program.
             let size = layout.size().checked_add(EXTRA).filter(|&size| size <= MOST).ok_or(AllocError)?;
             let layout = Layout::from_size_align(size, layout.align()).map_err(|_| AllocError)?;
             self.reap();
@@ -110,7 +112,7 @@ impl_allocator! {
     }
 }
 
-// SAFETY: 1. `reap` alone gives blocks back, when their gates are open.
+// SAFETY: 1. only `reap` frees blocks, once their gates are open.
 unsafe impl DeferReuse for Books {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let address = address.addr().get();
@@ -125,12 +127,12 @@ unsafe impl DeferReuse for Books {
     }
 }
 
-/// A gate that the program opens. Whoever waits for it is told at once that it is shut.
+/// A gate that the program opens. A wait returns at once if it is closed.
 #[derive(Debug, Default)]
 pub struct Latch(AtomicBool);
 
 impl Latch {
-    /// Lets everybody through.
+    /// Opens the gate.
     pub fn open(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

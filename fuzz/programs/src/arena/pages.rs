@@ -1,4 +1,4 @@
-//! Runs of pages against a row of flags.
+//! Runs of pages, checked against an array of flags.
 #![expect(clippy::panic, reason = "a broken promise ends the program")]
 
 use super::books::{Books, Latch};
@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 const PAGE: usize = 16;
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let count = 1 + usize::from(bytes.u8());
@@ -39,7 +39,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
                 };
                 let mut lowest = room(&free);
                 if lowest.is_none() {
-                    // Only now gates are asked.
+                    // Gates are polled only here.
                     latches.retain(|(from, to, latch)| {
                         free[*from..*to].iter_mut().for_each(|page| *page |= latch.is_open());
                         !latch.is_open()

@@ -1,4 +1,4 @@
-//! What the user of an allocator holds, and what must stand in it.
+//! The blocks of an allocator's user, and their expected contents.
 #![expect(unsafe_code, reason = "calls the allocator trait, and looks into blocks")]
 
 use super::books::Latch;
@@ -7,15 +7,15 @@ use allocator_api2::alloc::Allocator;
 use aquifer_core::{DeferReuse, Gate};
 use std::{alloc::Layout, ptr::NonNull, sync::Arc};
 
-/// Live blocks at most, so that looking at all of them after each operation stays cheap.
+/// Maximum number of live blocks, so that checking all of them after each operation is cheap.
 const MAX_BLOCKS: usize = 40;
 
-/// A live block, full of its stamp.
+/// A live block, filled with its stamp.
 #[derive(Debug)]
 struct Block {
     start: NonNull<u8>,
     layout: Layout,
-    /// Bytes that were returned.
+    /// The size that was returned.
     bytes: usize,
     stamp: u8,
 }
@@ -29,7 +29,7 @@ struct Held {
     until: Arc<Latch>,
 }
 
-/// Blocks, and bytes on which a device still works.
+/// Live blocks, and bytes that a device still reads.
 #[derive(Debug, Default)]
 pub struct Shadow {
     blocks: Vec<Block>,
@@ -38,12 +38,12 @@ pub struct Shadow {
 }
 
 fn is(start: NonNull<u8>, from: usize, to: usize, stamp: u8) -> bool {
-    // SAFETY: 1. bytes of a live block, or of one that is held back, which were written.
+    // SAFETY: 1. initialised bytes of a live block, or of one that is held back.
     (from..to).all(|at| unsafe { start.add(at).read() } == stamp)
 }
 
 impl Shadow {
-    /// One operation on `allocator`, as the next bytes say.
+    /// Performs one operation on `allocator`, chosen by the next bytes.
     pub fn step(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
         match bytes.choice(10) {
             0..=3 => self.allocate(allocator, bytes),
@@ -54,13 +54,13 @@ impl Shadow {
         self.check();
     }
 
-    /// Small most of the time.
+    /// Returns a layout that is small in most cases.
     fn layout(bytes: &mut Bytes<'_>, least: usize) -> Layout {
         let size = least + usize::from(bytes.small()) % 3000;
         Layout::from_size_align(size, 1 << bytes.choice(8)).unwrap_or(Layout::new::<u64>())
     }
 
-    /// One of the blocks, the newest half of the time.
+    /// Returns the index of a block, the newest one in half of the cases.
     fn pick(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
         let last = self.blocks.len().checked_sub(1)?;
         if bytes.flag() {
@@ -70,14 +70,14 @@ impl Shadow {
         }
     }
 
-    /// The layout that the block was asked for with, or another one that fits it.
+    /// Returns the layout of the request, or another one that fits the block.
     fn fitting(block: &Block, bytes: &mut Bytes<'_>) -> Layout {
         let spare = block.bytes - block.layout.size();
         let size = block.layout.size() + usize::from(bytes.u8()) % (spare + 1);
         Layout::from_size_align(size, block.layout.align()).unwrap_or(block.layout)
     }
 
-    /// Takes a block in, of which the first `kept` bytes are another's stamp already.
+    /// Adds a block whose first `kept` bytes already have the stamp of another.
     fn keep(&mut self, answer: NonNull<[u8]>, layout: Layout, kept: usize, stamp: Option<u8>) {
         let (start, bytes) = (answer.cast::<u8>(), answer.len());
         assert!(bytes >= layout.size(), "{bytes} bytes for {layout:?}");
@@ -85,7 +85,7 @@ impl Shadow {
         self.stamps = self.stamps % 250 + 1;
         let stamp = stamp.unwrap_or(self.stamps);
         for at in kept..bytes {
-            // SAFETY: 1. inside the block, which is alive and ours alone.
+            // SAFETY: 1. inside the block, which is live and not used elsewhere.
             unsafe { start.add(at).write(stamp) };
         }
         self.blocks.push(Block { start, layout, bytes, stamp });
@@ -107,7 +107,7 @@ impl Shadow {
         let Some(which) = self.pick(bytes) else { return };
         let block = self.blocks.swap_remove(which);
         let layout = Self::fitting(&block, bytes);
-        // SAFETY: 1. alive, of this allocator, with a layout that fits it.
+        // SAFETY: 1. live, of this allocator, with a layout that fits it.
         unsafe { allocator.deallocate(block.start, layout) };
     }
 
@@ -117,10 +117,10 @@ impl Shadow {
         let (old, zeroed) = (Self::fitting(&block, bytes), bytes.flag());
         let mut new = Self::layout(bytes, block.bytes);
         if bytes.choice(16) == 0 && !cfg!(miri) {
-            // So much that it has to be refused.
+            // A size that must be refused.
             new = Layout::from_size_align(1 << 46, new.align()).unwrap_or(new);
         }
-        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no
+        // SAFETY: 1. live, of this allocator, with a layout that fits it; the new one is no
         // smaller.
         let answer = unsafe {
             if zeroed {
@@ -148,14 +148,13 @@ impl Shadow {
         let old = Self::fitting(&block, bytes);
         let size = usize::from(bytes.u16()) % (block.layout.size() + 1);
         let new = Layout::from_size_align(size, 1 << bytes.choice(8)).unwrap_or(block.layout);
-        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no
-        // larger.
+        // SAFETY: 1. live, of this allocator, with a layout that fits it; the new one is no larger.
         match unsafe { allocator.shrink(block.start, old, new) } {
             Err(_) => self.blocks.push(block),
             Ok(answer) => {
                 assert!(is(answer.cast(), 0, size, block.stamp), "the common part was not kept");
-                // What a device reads must not be written: beyond the new size the bytes are the
-                // same all the same.
+                // Bytes that a device reads must not be written. Keeping the stamp leaves those
+                // beyond the new size unchanged.
                 self.keep(answer, new, size, Some(block.stamp));
             }
         }
@@ -177,7 +176,7 @@ impl Shadow {
         self.held.push(held);
     }
 
-    /// Opens one of the gates that are shut.
+    /// Opens one of the closed gates.
     pub fn open_one(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(which) = usize::from(bytes.u8()).checked_rem(self.held.len()) {
             self.held.swap_remove(which).until.open();
@@ -189,18 +188,18 @@ impl Shadow {
         self.held.drain(..).for_each(|held| held.until.open());
     }
 
-    /// Whether a gate is shut.
+    /// Returns whether a gate is closed.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.held.iter().any(|held| !held.until.is_open())
     }
 
-    /// Nobody uses the blocks of an arena any more.
+    /// Drops the blocks of an arena, which are not used any more.
     pub fn forget(&mut self) {
         self.blocks.clear();
     }
 
-    /// Gives everything back.
+    /// Frees everything.
     pub fn drain(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
         self.check();
         while !self.blocks.is_empty() {
@@ -208,7 +207,7 @@ impl Shadow {
         }
     }
 
-    /// Looks at all that is held.
+    /// Checks all blocks.
     pub fn check(&self) {
         for (at, block) in self.blocks.iter().enumerate() {
             assert!(is(block.start, 0, block.bytes, block.stamp), "{block:?} was overwritten");

@@ -1,4 +1,4 @@
-//! Wrappers over wrappers, arenas among them.
+//! Stacks of wrappers, including arenas.
 
 use super::{books::Books, shadow::Shadow};
 use crate::program::{Bytes, MAX_OPS};
@@ -8,11 +8,11 @@ use aquifer_adapters::{
 };
 use aquifer_core::{Budget, Tag};
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let depth = 1 + usize::from(bytes.choice(4));
@@ -31,8 +31,8 @@ pub fn run(bytes: &mut Bytes<'_>) {
     assert_eq!(books.reap(), (0, 0), "something was not given back");
 }
 
-/// Lays the layers over `below`, the first one undermost, and runs `work` on the topmost. What a
-/// layer knows is checked when those above it are gone.
+/// Stacks the layers over `below`, the first one innermost, and runs `work` on the outermost. Each
+/// layer's account is checked when those above it are dropped.
 fn stack(layers: &[u8], below: &dyn Allocator, work: &mut dyn FnMut(&dyn Allocator)) {
     let Some((layer, above)) = layers.split_first() else { return work(below) };
     let setting = usize::from(layer / 9);

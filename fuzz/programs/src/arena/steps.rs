@@ -1,4 +1,4 @@
-//! A ring of arenas, one for each step, whose blocks devices still read.
+//! A ring of arenas, one per step, whose blocks devices still read.
 #![expect(clippy::panic, reason = "a broken promise ends the program")]
 
 use super::{books::Books, shadow::Shadow};
@@ -6,14 +6,14 @@ use crate::program::{Bytes, MAX_OPS, count_operation};
 use aquifer_adapters::{Arena, ArenaSettings, Frames, OnReset, Scope};
 use aquifer_core::{DeferReuse, MemoryError};
 
-/// Scopes within each other at most.
+/// Maximum depth of nested scopes.
 const MAX_DEPTH: u8 = 4;
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` encodes.
 ///
 /// # Panics
 ///
-/// When a promise is broken.
+/// If an invariant is violated.
 pub fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let on_reset =
@@ -26,7 +26,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
         .on_reset(on_reset);
     let count = 1 + usize::from(bytes.choice(3));
     let mut frames = Frames::with_settings_in(count, settings, books.clone());
-    // What devices read of each frame's step; the blocks of a step go with it.
+    // What devices read of each frame. The blocks of a step are dropped with it.
     let mut steps: Vec<Shadow> = (0..count).map(|_| Shadow::default()).collect();
     let mut ops = 0;
     for turn in 0.. {
@@ -54,7 +54,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
         in_arena(frame.arena_mut(), own, &books, bytes, &mut ops);
         steps.iter().for_each(Shadow::check);
     }
-    // The arenas go while devices still read what lay in them.
+    // The arenas are dropped while devices still read their memory.
     steps.iter_mut().for_each(Shadow::forget);
     drop(frames);
     steps.iter().for_each(Shadow::check);
@@ -63,7 +63,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
     assert_eq!(books.reap(), (0, 0), "something was not given back");
 }
 
-/// What a step does: operations, and scopes.
+/// Performs a step: operations and scopes.
 fn in_arena(
     arena: &mut Arena<Books>,
     own: &mut Shadow,
@@ -86,7 +86,7 @@ fn in_arena(
     }
 }
 
-/// What a scope does; whether a device was let read something in it.
+/// Performs a scope. Returns whether a device reads something in it.
 fn in_scope(
     scope: &mut Scope<'_, Books>,
     outer: &Shadow,
@@ -110,7 +110,7 @@ fn in_scope(
     held
 }
 
-/// A few operations; whether a device was let read something.
+/// Performs a few operations. Returns whether a device reads something.
 fn some<A: DeferReuse>(
     arena: &A,
     own: &mut Shadow,

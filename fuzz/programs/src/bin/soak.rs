@@ -1,17 +1,17 @@
-//! Runs the fuzz programs from fresh seeds on all cores, and makes what it finds short.
+//! Runs the fuzz programs from new seeds on all cores, and minimises failing ones.
 //!
-//! Each core runs one worker process at a time, which does programs of one target for some seconds;
-//! the target that has had the least time comes next. A worker says in a file which seed it is at,
-//! so that a panic, an abort and a program that does not end are all told with their seed and
-//! length. A failing program is then made short in processes of its own.
+//! Each core runs one worker process at a time, which runs programs of one target for some seconds.
+//! The target with the least time so far comes next. A worker writes its current seed to a file, so
+//! that a panic, an abort or a hang is reported with its seed and length. A failing program is then
+//! minimised in separate processes.
 //!
 //! ```text
 //! soak [--until-found] [MINUTES] [TARGET…]     all targets for ten minutes, unless told otherwise
 //! soak --minimise TARGET SEED LENGTH           makes one failing program short
 //! ```
 //!
-//! `SOAK_SEED` makes the seeds the same each time, as far as the clock lets it. Exits with 1 if
-//! anything was found, and with 2 if it was called wrongly.
+//! `SOAK_SEED` makes the seeds reproducible, as far as timing permits. The exit status is 1 if a
+//! failure was found, and 2 for invalid arguments.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use aquifer_programs::{
@@ -36,18 +36,18 @@ use std::{
 
 type Failed = Box<dyn Error + Send + Sync>;
 
-/// How long a program may take. The longest ones take some hundred milliseconds on a loaded
+/// The time limit of a program. The longest ones take some hundred milliseconds on a loaded
 /// machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a shorter program may take that is tried in place of one that ends with a failure.
+/// The time limit of a candidate during minimisation, unless the failure is a hang.
 const TRIAL: Duration = Duration::from_secs(10);
-/// How long one finding is made shorter.
+/// The time limit of one minimisation.
 const MINIMISE: Duration = Duration::from_secs(60);
-/// How often a child is looked at.
+/// The interval between polls of a child process.
 const LOOK: Duration = Duration::from_millis(2);
-/// Characters of a panic's message that are shown.
+/// Maximum length of a panic message in the output.
 const MESSAGE: usize = 200;
-/// The width of a worker's line: seven numbers.
+/// The width of a worker's line, which has seven numbers.
 const LINE: usize = 7 * 21;
 
 fn main() -> ExitCode {
@@ -74,17 +74,17 @@ fn find(name: &str) -> Result<Target, Failed> {
     targets::find(name).ok_or_else(|| format!("no target {name}; there are: {}", names()).into())
 }
 
-/// What a worker has done, and what it is at.
+/// The progress of a worker.
 #[derive(Clone, Copy, Default)]
 struct Progress {
     seed: u64,
     programs: u64,
     operations: u64,
-    /// Microseconds, by the clock and of all threads' time on a core.
+    /// Microseconds of elapsed time, and of processor time over all threads.
     micros: u64,
     cpu_micros: u64,
     longest_micros: u64,
-    /// Bytes of the longest.
+    /// The length in bytes of the longest-running program.
     longest_len: u64,
 }
 
@@ -124,8 +124,8 @@ impl Progress {
     }
 }
 
-/// The time that this process has had on cores, in microseconds. The kernel counts it in hundredths
-/// of a second.
+/// Returns the processor time of this process in microseconds. The kernel's unit is a hundredth of
+/// a second.
 fn cpu_micros() -> u64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let after_name = stat.rsplit(") ").next().unwrap_or_default();
@@ -134,7 +134,7 @@ fn cpu_micros() -> u64 {
     ticks.sum::<u64>() * 10_000
 }
 
-/// The programs of consecutive seeds, until the time is up.
+/// Runs the programs of consecutive seeds until the time is up.
 fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Failed> {
     let (target, first) = (find(target)?, seed.parse::<u64>()?);
     let limit = Duration::from_millis(millis.parse()?);
@@ -165,7 +165,7 @@ fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Fai
     Ok(true)
 }
 
-/// The program on the standard input.
+/// Runs the program on standard input.
 fn run_input(target: &str) -> Result<bool, Failed> {
     let target = find(target)?;
     let mut bytes = Vec::new();
@@ -183,10 +183,10 @@ struct Finding {
     symptom: Symptom,
 }
 
-/// How a process failed. Two programs with the same place are taken to have found the same.
+/// How a process failed. Programs with the same place are taken to have the same failure.
 #[derive(Clone)]
 struct Symptom {
-    /// The line of the panic, or how the process ended.
+    /// The location of the panic, or how the process ended.
     place: String,
     message: String,
 }
@@ -217,7 +217,7 @@ fn spawn(arguments: &[&str], said: &Path) -> Result<Child, Failed> {
     Ok(child)
 }
 
-/// Waits for a child as long as `alive` holds. `None` when it had to be ended.
+/// Waits for a child while `alive` returns `true`. Returns `None` if the child had to be killed.
 fn wait(mut child: Child, mut alive: impl FnMut() -> bool) -> Result<Option<ExitStatus>, Failed> {
     loop {
         if let Some(status) = child.try_wait()? {
@@ -232,7 +232,7 @@ fn wait(mut child: Child, mut alive: impl FnMut() -> bool) -> Result<Option<Exit
     }
 }
 
-/// Files of this run, which go with it.
+/// The temporary files of this run, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -253,7 +253,7 @@ impl Drop for Folder {
     }
 }
 
-/// Runs a program in a process of its own. `None` if it does not fail.
+/// Runs a program in its own process. Returns `None` if it does not fail.
 fn try_program(
     folder: &Folder,
     target: &str,
@@ -273,7 +273,7 @@ fn try_program(
     }
 }
 
-/// Makes a failing program short, and prints it.
+/// Minimises a failing program and prints it.
 fn shorten(folder: &Folder, finding: &Finding) -> Result<(), Failed> {
     let Finding { target, seed, length, symptom } = finding;
     let bytes = seeded(*seed, *length);
@@ -321,19 +321,19 @@ fn minimise_one(target: &str, seed: &str, length: &str) -> Result<bool, Failed> 
     Ok(false)
 }
 
-/// What all cores know.
+/// The state shared by all cores.
 struct Table {
     targets: Vec<Target>,
     done: Vec<Progress>,
-    /// The time that each has had or is about to have.
+    /// The time given to each target, including running slices.
     given: Vec<Duration>,
     findings: Vec<Finding>,
-    /// The last seed that seeds were made from.
+    /// The seed from which the last seeds were derived.
     seed: u64,
 }
 
 impl Table {
-    /// The target to run next and where its seeds begin.
+    /// Returns the target to run next and its first seed.
     fn next(&mut self, slice: Duration) -> (usize, u64) {
         let least = (0..self.targets.len()).min_by_key(|&at| self.given[at]).unwrap_or_default();
         self.given[least] += slice;
@@ -403,7 +403,7 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
         findings: Vec::new(),
         seed,
     });
-    // Each target has a few turns, and a process its start many times over.
+    // Several slices per target, each much longer than the start of a process.
     let slice = (time * cores as u32 / count as u32 / 4)
         .clamp(Duration::from_millis(500), Duration::from_secs(10));
     let folder = Folder::new()?;
@@ -439,7 +439,7 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
     Ok(table.findings.is_empty())
 }
 
-/// One worker, and what became of it.
+/// Runs one worker and records its result.
 fn run_slice(
     table: &Mutex<Table>,
     folder: &Folder,
@@ -452,7 +452,7 @@ fn run_slice(
     let _ = fs::remove_file(&line);
     let (seed, millis) = (seed.to_string(), slice.as_millis().to_string());
     let child = spawn(&["--worker", target, &seed, &millis, &line.to_string_lossy()], &said)?;
-    // A program that takes too long is one that the worker has been at for too long.
+    // A hang is a worker that stays at the same program for too long.
     let (mut programs, mut since) = (0, Instant::now());
     let status = wait(child, || {
         let now = Progress::read(&line).map_or(0, |progress| progress.programs);
@@ -471,7 +471,7 @@ fn run_slice(
     let finding = Finding { target, seed: progress.seed, length: length(progress.seed), symptom };
     let Finding { seed, length, symptom, .. } = &finding;
     let mut table = lock(table);
-    // The first of each place is shown, and the rest counted.
+    // The first failure of each place is printed, and the rest counted.
     if !table
         .findings
         .iter()

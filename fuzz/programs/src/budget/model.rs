@@ -1,8 +1,8 @@
-//! A tree of budgets that works everything out anew from what is charged to each node.
+//! A model of a tree of budgets, which derives everything from the direct charges of each node.
 
 use std::cmp::Reverse;
 
-/// Names by which refusals tell nodes apart.
+/// Names that identify nodes in errors.
 pub(super) const NAMES: [&str; 24] = [
     "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16",
     "17", "18", "19", "20", "21", "22", "23",
@@ -15,13 +15,13 @@ pub(super) struct Node {
     pub(super) limit: u64,
     pub(super) guarantee: u64,
     pub(super) priority: i32,
-    /// Charged here, and not below.
+    /// Charged here directly, without its children.
     direct: u64,
     pub(super) peak: u64,
     pub(super) level: u8,
-    /// Soft, critical, slack.
+    /// The thresholds: soft, critical, slack.
     levels: [u64; 3],
-    /// The priority of the first who waits for room here.
+    /// The priority of the first waiter for room in this node.
     line: Option<i32>,
     pub(super) live: bool,
 }
@@ -44,7 +44,7 @@ impl Wait {
 #[derive(Debug)]
 pub(super) struct Model {
     pub(super) nodes: Vec<Node>,
-    /// By number; `None` once nobody asks for it any more.
+    /// By number. `None` once its result has been taken.
     waits: Vec<Option<Wait>>,
 }
 
@@ -97,7 +97,8 @@ impl Model {
         self.nodes[at].direct + shares.sum::<u64>()
     }
 
-    /// What is used and held at each of `path` with `bytes` more charged to its first.
+    /// Returns the used and held bytes of each node of `path`, with `bytes` more charged to its
+    /// first node.
     fn with(&mut self, path: &[usize], bytes: u64) -> Vec<(u64, u64)> {
         self.nodes[path[0]].direct += bytes;
         let all = path.iter().map(|&at| (self.used(at), self.held(at))).collect();
@@ -105,7 +106,7 @@ impl Model {
         all
     }
 
-    /// Whether a charge by a try would be granted, or who refuses it.
+    /// Returns whether a `try` charge would be granted, or the node that refuses it.
     pub(super) fn fits(&self, at: usize, bytes: u64) -> Result<(), usize> {
         let mut scratch =
             Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
@@ -127,7 +128,7 @@ impl Model {
         Ok(())
     }
 
-    /// Whether it would not fit though everything else were given back.
+    /// Returns whether it would not fit even if everything else were released.
     fn never(&mut self, at: usize, bytes: u64) -> bool {
         let mut scratch =
             Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
@@ -147,12 +148,12 @@ impl Model {
         }
     }
 
-    /// A charge by a try.
+    /// Performs a `try` charge.
     pub(super) fn charge(&mut self, at: usize, bytes: u64) -> Result<(), usize> {
         let priority = self.nodes[at].priority;
         let mut answer = self.admit(at, bytes, priority);
         if answer.is_err() && self.waiting(0) > 0 {
-            // Before it is refused for somebody in line, the line is looked through.
+            // Before a refusal because of a waiter, the queue is served.
             self.look(0);
             answer = self.admit(at, bytes, priority);
         }
@@ -162,7 +163,7 @@ impl Model {
         answer
     }
 
-    /// Several charges that hold together, by a try: each with those before it in place.
+    /// Performs several `try` charges together. Each sees those before it.
     pub(super) fn charge_all(&mut self, parts: &[(usize, u64)]) -> Result<(), usize> {
         let mut answer = self.admit_all(parts);
         if answer.is_err() && self.waiting(0) > 0 {
@@ -191,7 +192,7 @@ impl Model {
     }
 
     pub(super) fn release(&mut self, at: usize, bytes: u64) {
-        // Nothing given back is no reason to look.
+        // Releasing zero bytes does not serve the queue.
         if bytes > 0 {
             self.change(at, |direct| *direct -= bytes);
             self.look(0);
@@ -232,7 +233,7 @@ impl Model {
         let node = &mut self.nodes[at];
         let [soft, critical, slack] = node.levels;
         let rises = u8::from(used > soft) + u8::from(used > critical);
-        // Still as high as use has not fallen below.
+        // The level stays until use has fallen below its threshold by the slack.
         let stays = u8::from(used > soft.saturating_sub(slack))
             + u8::from(used > critical.saturating_sub(slack));
         node.level = node.level.min(stays).max(rises);
@@ -270,8 +271,8 @@ impl Model {
         unanswered.filter(|wait| self.is_below(wait.node, at)).count()
     }
 
-    /// Serves the line at an hour: by priority, then in order, nobody past another for the same
-    /// node's room.
+    /// Serves the queue at an hour: by priority, then in order. No waiter overtakes another one for
+    /// room in the same node.
     pub(super) fn look(&mut self, now: u32) {
         for node in &mut self.nodes {
             node.line = None;

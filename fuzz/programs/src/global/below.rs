@@ -1,4 +1,4 @@
-//! What lies below the allocators under test: one that keeps books, and two routes.
+//! The allocators below those under test: one that tracks its blocks, and two routes.
 #![expect(unsafe_code, reason = "implements `GlobalAlloc` and an allocator to route to")]
 
 use aquifer_core::impl_allocator;
@@ -21,8 +21,8 @@ fn locked(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Layout>> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The system's allocator: it knows what it has given, hands out dirt, and refuses as often as it
-/// is told to.
+/// The system's allocator with a table of its blocks. It returns memory filled with garbage, and
+/// fails as often as requested.
 #[derive(Debug)]
 pub struct Books {
     live: Table,
@@ -30,30 +30,30 @@ pub struct Books {
 }
 
 impl Books {
-    /// No blocks.
+    /// Creates it without blocks.
     #[must_use]
     pub const fn new() -> Self {
         Self { live: Mutex::new(BTreeMap::new()), refusals: AtomicU32::new(0) }
     }
 
-    /// Has the next `count` requests refused.
+    /// Makes the next `count` requests fail.
     pub fn refuse(&self, count: u32) {
         self.refusals.store(count, Ordering::Relaxed);
     }
 
-    /// Whether a request would be refused.
+    /// Returns whether the next request would fail.
     #[must_use]
     pub fn refuses(&self) -> bool {
         self.refusals.load(Ordering::Relaxed) > 0
     }
 
-    /// The layout of a live block.
+    /// Returns the layout of a live block.
     #[must_use]
     pub fn layout(&self, block: *mut u8) -> Option<Layout> {
         locked(&self.live).get(&block.addr()).copied()
     }
 
-    /// Live blocks (a count).
+    /// Returns the number of live blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {
         locked(&self.live).len()
@@ -87,13 +87,13 @@ impl Default for Books {
     }
 }
 
-// SAFETY: the system's blocks, or none.
+// SAFETY: returns the system's blocks, or null.
 unsafe impl GlobalAlloc for Books {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if self.refused() {
             return ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let block = unsafe { System.alloc(layout) };
         if !block.is_null() {
             // SAFETY: the block has that many bytes.
@@ -106,7 +106,7 @@ unsafe impl GlobalAlloc for Books {
         if self.refused() {
             return ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         self.note(unsafe { System.alloc_zeroed(layout) }, layout)
     }
 
@@ -118,7 +118,7 @@ unsafe impl GlobalAlloc for Books {
             return ptr::null_mut();
         };
         self.strike(block, layout);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let moved = unsafe { System.realloc(block, layout, new_size) };
         if moved.is_null() {
             self.note(block, layout)
@@ -130,7 +130,7 @@ unsafe impl GlobalAlloc for Books {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         self.strike(block, layout);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(block, layout) };
     }
 }
@@ -138,16 +138,16 @@ unsafe impl GlobalAlloc for Books {
 /// Bytes of a route.
 const STRIP: usize = 128 << 10;
 
-/// First fit over bytes of its own.
+/// A first-fit allocator over its own bytes.
 #[derive(Debug)]
 pub struct Strip {
     start: NonNull<u8>,
     live: Table,
 }
 
-// SAFETY: the bytes behind the pointer belong to whoever asked for them.
+// SAFETY: the bytes behind the pointer belong to the owners of the blocks.
 unsafe impl Send for Strip {}
-// SAFETY: the rest is a lock.
+// SAFETY: the other field is a lock.
 unsafe impl Sync for Strip {}
 
 impl Strip {
@@ -156,13 +156,13 @@ impl Strip {
         Self { start, live: Mutex::default() }
     }
 
-    /// Where its blocks lie.
+    /// Returns the address range of its blocks.
     #[must_use]
     pub fn window(&self) -> Range<usize> {
         self.start.addr().get()..self.start.addr().get() + STRIP
     }
 
-    /// The layout of a live block.
+    /// Returns the layout of a live block.
     #[must_use]
     pub fn layout(&self, block: *mut u8) -> Option<Layout> {
         locked(&self.live).get(&block.addr()).copied()
@@ -181,7 +181,7 @@ impl Strip {
             return None;
         }
         live.insert(at, layout);
-        // SAFETY: the place lies in the strip.
+        // SAFETY: the offset is inside the strip.
         Some(unsafe { self.start.add(at - self.window().start) })
     }
 
@@ -192,7 +192,7 @@ impl Strip {
 }
 
 impl_allocator! {
-    // SAFETY: blocks are cut from the strip where no live one is.
+    // SAFETY: blocks are taken from the strip where no live one is.
     unsafe impl ['s] for &'s Strip {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.take(layout).ok_or(AllocError)?;
@@ -205,14 +205,14 @@ impl_allocator! {
     }
 }
 
-/// The routes of all programs: they are registered for the life of the process.
+/// Returns the routes of all programs, which are registered for the life of the process.
 #[must_use]
 pub fn routes() -> &'static [(RouteId, &'static Strip)] {
     static ROUTES: OnceLock<Vec<(RouteId, &'static Strip)>> = OnceLock::new();
     let made = || {
         let strip: &'static Strip = Box::leak(Box::new(Strip::new()));
-        // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at
-        // any time.
+        // SAFETY: 1. The strip's blocks are in its window and no other blocks are. 2. A lock works
+        // at any time.
         let over = Box::leak(Box::new(unsafe { Over::new(strip, strip.window()) }));
         register(over).ok().map(|id| (id, strip))
     };

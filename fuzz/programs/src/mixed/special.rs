@@ -1,4 +1,4 @@
-//! Memory of other kinds than ordinary blocks: stable, reserved, parkable, and of graphs.
+//! Special kinds of memory: stable, reserved and parkable memory, and memory of graphs.
 #![expect(unsafe_code, reason = "parks memory that nothing is about to use, and captures")]
 
 use super::{Lodged, OURS, STEP, STEPS, Stable, World, access, pick, went};
@@ -20,7 +20,7 @@ impl World {
         if let Some(block) = went(self.owners[owner].pool.alloc_stable(&stream, request)) {
             access(&self.sim, &stream, block.block(), Access::Write);
             if bytes.flag() {
-                // The memory outlives the block.
+                // The registration keeps the memory alive after the block.
                 let token = block.register();
                 drop(block);
                 drop(token);
@@ -53,7 +53,7 @@ impl World {
             assert_eq!(room.committed_bytes(), before - given);
         } else if let Some(()) = went(room.commit(range.clone())) {
             assert!(room.committed_bytes() >= before.max(range.len() as u64));
-            // It is for use at once.
+            // It can be used at once.
             let stream = room.stream().clone();
             if let Ok(used) = room.prepare(&stream, Access::Write)
                 && !range.is_empty()
@@ -70,7 +70,7 @@ impl World {
         }
     }
 
-    /// A parkable block comes, is filled, or goes.
+    /// Allocates, fills or frees a parkable block.
     pub(super) fn lodge(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(0, bytes);
         let (how, byte) = (bytes.choice(3), bytes.u8());
@@ -114,7 +114,7 @@ impl World {
         }
         let discards = bytes.choice(4) == 0;
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
-        // SAFETY: 1. and 2. no other thread runs now, and what this one queues it queues at once.
+        // SAFETY: 1. and 2. no other thread runs now, and this one queues no work in between.
         if went(unsafe { pool.park(tag, how) }).is_some() {
             assert_eq!(self.parkable.stats().physical, 0, "what is parked is held");
             if discards {
@@ -131,7 +131,7 @@ impl World {
         let kept = usize::from(bytes.choice(3));
         let Some(graphs) = &self.graph_pool else { return };
         let pool = &self.owners[0].pool;
-        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool only.
         let made = unsafe {
             graphs.capture(&stream, |s| {
                 let mut blocks = Vec::new();
@@ -153,7 +153,7 @@ impl World {
         }
     }
 
-    /// Launches a graph, or destroys it.
+    /// Launches a graph, or drops it.
     pub(super) fn launch(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(0, bytes);
         let Some(at) = pick(&self.graphs, bytes) else { return };

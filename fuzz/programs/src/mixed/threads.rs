@@ -1,5 +1,5 @@
-//! What programs with threads do besides: staged transfers, and phases in which threads work side
-//! by side.
+//! Operations of programs with threads: staged transfers, and phases in which threads run
+//! concurrently.
 
 use super::{Live, Owner, World, access, went};
 use crate::program::{Bytes, seeded};
@@ -9,9 +9,9 @@ use aquifer_host::{PinnedPool, StageError, Stager, StagerConfig, region::Host};
 use aquifer_stream::Stream;
 use std::{thread, time::Duration};
 
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes that does not hang.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
-/// Operations of each thread in a phase.
+/// Operations per thread in a phase.
 const WORK: usize = 40;
 /// Calls that may stall while others go on.
 const STALLS: [Call; 6] = [
@@ -36,7 +36,7 @@ pub(super) fn stager(host: &Host, pinned: &PinnedPool, pool: &DevicePool) -> Sta
 }
 
 impl World {
-    /// A block goes up and comes back by way of the stager.
+    /// Uploads a block and downloads it again through the stager.
     pub(super) fn stage(&mut self, bytes: &mut Bytes<'_>) {
         let byte = bytes.u8();
         let at =
@@ -55,14 +55,15 @@ impl World {
                 assert!(up == down, "bytes were lost on the way");
                 *content = Some(byte);
             }
-            // A call that fails, a use that is open, no room for slots.
+            // A failing call, an open use, or no memory for slots.
             Err(StageError::Memory(refused)) => drop(went::<()>(Err(refused))),
             Err(other) => panic!("{other}"),
         }
     }
 
-    /// Each pool has a thread that allocates, uses and frees on a stream of its own, while limits
-    /// move and a call of the driver may stall. What the threads keep the program has afterwards.
+    /// Runs one thread per pool that allocates, uses and frees on its own stream, while limits
+    /// change and a driver call may stall. The program keeps the blocks that the threads still
+    /// hold.
     pub(super) fn phase(&mut self, bytes: &mut Bytes<'_>) {
         let seeds = [bytes.u64(), bytes.u64(), bytes.u64()];
         let limits: Vec<(usize, u64)> = (0..bytes.choice(6))
@@ -86,7 +87,7 @@ impl World {
                 .map(|(owner, &seed)| threads.spawn(work(owner, seed)))
                 .collect();
             if let Some(stalled) = stalled {
-                // Figures can be read while other threads are in calls.
+                // Statistics can be read while other threads are in driver calls.
                 let _ = stalled.wait_for(1, Duration::from_micros(200));
                 budgets.iter().for_each(|budget| _ = budget.figures());
                 owners.iter().for_each(|owner| _ = owner.pool.stats());
@@ -112,7 +113,7 @@ impl World {
     }
 }
 
-/// What a thread does: the blocks that it still has.
+/// Runs one thread's operations and returns the blocks that it still holds.
 fn work(sim: &Sim, pool: &DevicePool, stream: &Stream, seed: u64) -> Vec<Block> {
     let script = seeded(seed, 6 * WORK);
     let mut bytes = Bytes::new(&script);

@@ -1,19 +1,19 @@
-//! A capture, launches of what it makes, and its end, as one step of a program.
+//! A capture, launches of its graph, and its end, as one step of a program.
 //!
-//! What is captured touches nothing until it is launched, so the program's order is kept at the
-//! launches: each comes after all that conflicts with any node. Launches of one executable follow
-//! one another by themselves, on whatever stream; that is relied upon. Within the capture a second
-//! stream may take part. It is joined again, and what it touches in between is nothing that the
-//! first one touches meanwhile.
+//! Captured work touches no memory before it is launched, so the program's order applies to
+//! launches: each is ordered after all accesses that conflict with any node. Launches of one
+//! executable are ordered among themselves by the driver, on any stream, and programs rely on it. A
+//! second stream may take part in the capture. It is joined again, and in between it touches no
+//! memory that the first one touches.
 
 use super::{Clock, Generator, Memory, join};
 use crate::agree::{EVENTS, HOSTS, HostPart, Operation, PAGEABLE, Part, Place};
 use aquifer_driver::CaptureMode;
 
-/// What the nodes touch, and whether they write it.
+/// The memory that the nodes touch, and whether they write it.
 type Touched = Vec<(Memory, bool)>;
 
-/// Adds a capture, some launches, and the end.
+/// Adds a capture, some launches, and the end of the executable.
 pub(super) fn step(generator: &mut Generator<'_>) {
     let places = generator.places();
     let (Some(first), Some(second)) =
@@ -35,13 +35,13 @@ pub(super) fn step(generator: &mut Generator<'_>) {
             generator.operations.push(Operation::Wait { stream: to, event });
         };
         order(generator, fork, stream, other);
-        // Each its own memory, without a host buffer that both might pick.
+        // Separate memory for each stream, and no host buffer, which both might pick.
         fill(generator, other, second, &mut touched);
         fill(generator, stream, first, &mut touched);
         order(generator, joined, other, stream);
         copy(generator, stream, first, second, &mut touched);
         end(generator, stream);
-        // Outside, an event of a capture is none.
+        // Outside a capture, an event recorded in one cannot be used, so record both again.
         generator.record(fork, stream);
         generator.record(joined, stream);
     } else {
@@ -60,7 +60,7 @@ pub(super) fn step(generator: &mut Generator<'_>) {
         generator.operations.push(Operation::Launch { graph: 0, stream });
         last = Some(generator.clocks[stream].clone());
         if generator.choices.below(3) == 0 {
-            // Other work on the same memory, between two launches.
+            // Other work on the same memory between two launches.
             generator.fill();
         }
     }
@@ -71,7 +71,7 @@ fn end(generator: &mut Generator<'_>, stream: usize) {
     generator.operations.push(Operation::CaptureEnd { stream, graph: 0 });
 }
 
-/// One piece of work on a place, whatever it is.
+/// Adds one operation on a location.
 fn node(
     generator: &mut Generator<'_>,
     stream: usize,
@@ -83,7 +83,7 @@ fn node(
         which => which == 1,
     };
     let (memory, place, size) = place;
-    // A copy of pageable memory in a graph is no business of an allocator's.
+    // Copies of pageable memory in graphs are not tested, since they do not concern allocators.
     let host = generator.choices.index(PAGEABLE);
     let (offset, bytes) = generator.choices.range(HOSTS[host] as u64);
     let bytes = bytes.min(size);
@@ -109,7 +109,7 @@ fn fill(
     generator.operations.push(Operation::Fill { stream, to: Part { place, offset, bytes }, byte });
 }
 
-/// From the first place to the second, which is other memory.
+/// Copies from the first location to the second, which is different memory.
 fn copy(
     generator: &mut Generator<'_>,
     stream: usize,
