@@ -11,7 +11,7 @@ fn main() -> Result<(), MemoryError> {
 
     let mut frames = Frames::new_in(3, rt.pinned_near(0).allocator());
     for step in 0..10u32 {
-        let frame = frames.next()?; // waits for the step three ago
+        let frame = frames.next()?; // waits for the step three steps before
         let mut batch = Vec::new_in(frame.arena());
         batch.extend((0..1024).map(|i| i + step));
         drop(s.upload(batch, &mut x)?); // the arena remembers the stream

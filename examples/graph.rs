@@ -25,7 +25,7 @@ fn main() -> Result<(), MemoryError> {
             s.copy(&input, &mut between)?;
             let mut output: DeviceBuffer<u8> = pool.buffer(s, BYTES)?;
             s.copy(&between, &mut output)?;
-            Ok((input, output)) // `between` is freed, and stays the graph's: each launch writes there
+            Ok((input, output)) // `between` is freed, but its memory stays with the graph
         })
     }?;
 

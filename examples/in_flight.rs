@@ -13,8 +13,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     v.extend((0..1u64 << 16).rev());
     let mut x: DeviceBuffer<u64> = pool.buffer(&s, v.len())?;
 
-    let flight = s.upload(v, &mut x)?; // queued; the host goes on
-    let mut v = flight.wait()?; // the vector again
+    let flight = s.upload(v, &mut x)?; // queued; the host continues
+    let mut v = flight.wait()?; // returns the vector
 
     v.fill(0);
     let v = s.download(&x, v)?.wait()?;

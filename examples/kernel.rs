@@ -78,7 +78,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }?;
 
     let mut back = vec![0.0f32; host.len()];
-    s.try_scope(|c| c.download(&x, &mut back))?; // and `s` waits for the kernel on `cu`
+    s.try_scope(|c| c.download(&x, &mut back))?; // `s` waits for the kernel on `cu`
     assert!(host.iter().zip(&back).all(|(before, after)| before * by == *after));
     println!("scaled {n} floats on {}", pool.info().name);
     Ok(())

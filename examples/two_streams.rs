@@ -15,8 +15,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut b: DeviceBuffer<u32> = pool.buffer(&u, host.len())?;
     s.try_scope(|c| c.upload(&host, &mut a))?;
 
-    u.copy(&a, &mut b)?; // `a` belongs to `s`, so `u` waits for `s`
-    drop(a); // and `s` does not have these bytes again before `u` has passed
+    u.copy(&a, &mut b)?; // `a` is owned by `s`, so `u` waits for `s`
+    drop(a); // `s` reuses these bytes only after the copy on `u`
 
     let mut c: DeviceBuffer<u32> = pool.buffer(&s, host.len())?;
     s.fill(&mut c, 0xff)?;

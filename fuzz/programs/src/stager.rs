@@ -1,7 +1,6 @@
 //! Programs over a stager: transfers that borrow and that own, sources that fail, tickets that are
-//! dropped, cancelled and never
-//! waited for, failing driver calls, work that runs late, and a device that is
-//! lost.
+//! dropped, cancelled and never waited for, failing driver calls, work that runs late, and a device
+//! that is lost.
 //!
 //! Workers are real threads and the GPU is simulated, so a program may run in several ways. The
 //! invariants hold for all of them:

@@ -387,7 +387,7 @@ fn size_or_none(text: &str) -> Result<Size, AmountError> {
 /// Flags of `doctor`.
 #[derive(Args, Debug)]
 pub(crate) struct Doctor {
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
     /// Exit with status 1 if there is a warning

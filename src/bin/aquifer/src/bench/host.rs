@@ -42,7 +42,7 @@ pub(crate) fn date() -> String {
 /// last day of its year.
 fn written(seconds: u64) -> String {
     const ERA: u64 = 146_097; // days in 400 years
-    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400); // since the first of March of the year 0
+    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400); // since 1 March of year 0
     let (era, day) = (days / ERA, days % ERA);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
     let day = day - (365 * year + year / 4 - year / 100);

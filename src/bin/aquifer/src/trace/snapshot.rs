@@ -11,7 +11,7 @@
 //!
 //! | observation | state at the start |
 //! |---|---|
-//! | `free_requested` of an address without an allocation | live, with the event's size and stream |
+//! | `free_requested` of an address without an allocation | live, with the event's size, stream |
 //! | `free_completed` of such an address | freed, with a use still open |
 //! | an active block in `segments` without events | live, or freed with an open use |
 //!
