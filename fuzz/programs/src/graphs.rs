@@ -428,7 +428,7 @@ impl World {
 
     fn destroy(&self, made: Made) {
         if let Made::Theirs { exec, captured } = made {
-            // As a library that tolerates the captures of others, like this one.
+            // In relaxed mode, as a library that must not invalidate the captures of others.
             let driver = self.sim.driver();
             let _relaxed = Relaxed::enter(&*driver);
             // SAFETY: 1. it is not launched any more.

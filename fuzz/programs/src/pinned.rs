@@ -485,7 +485,8 @@ impl Machine {
         let recorded = self.driver.event_record(event, self.stream);
         assert!(copied.is_ok() && recorded.is_ok(), "{copied:?} {recorded:?}");
         let gate: Arc<dyn Gate> = Arc::new(Landed { driver: self.driver.clone(), event });
-        // Any address inside the block is valid. SAFETY: 1. inside the block.
+        // Any address inside the block is valid.
+        // SAFETY: 1. inside the block.
         let inside = unsafe { block.at.add(usize::from(bytes.u16()) % block.layout.size()) };
         let noted = block.allocator.defer(inside, gate.clone());
         assert!(noted.is_ok(), "{noted:?}");

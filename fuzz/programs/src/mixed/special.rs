@@ -114,7 +114,7 @@ impl World {
         }
         let discards = bytes.choice(4) == 0;
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
-        // SAFETY: 1. and 2. no other thread runs now, and this one queues no work in between.
+        // SAFETY: 1. and 2. no other thread runs now, and this one queues all its work at once.
         if went(unsafe { pool.park(tag, how) }).is_some() {
             assert_eq!(self.parkable.stats().physical, 0, "what is parked is held");
             if discards {
