@@ -228,11 +228,12 @@ aq_status aq_device(aq_runtime runtime, uint32_t device, aq_device_facts *facts)
  * which is unchanged after an error.
  * AQ_ERROR_NULL, _ZERO_SIZE, _TOO_LARGE, _OUT_OF_MEMORY, _NO_DEVICE, _UNKNOWN_STREAM,
  * _DEVICE_LOST, _DRIVER. */
-aq_status aq_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, void *stream, uint64_t *address);
+aq_status aq_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, void *stream,
+                   uint64_t *address);
 
 /* As aq_alloc, aligned to `align`, a power of two up to 2 MiB. Also AQ_ERROR_BAD_ALIGNMENT. */
-aq_status aq_alloc_aligned(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t align, void *stream,
-                           uint64_t *address);
+aq_status aq_alloc_aligned(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t align,
+                           void *stream, uint64_t *address);
 
 /* Frees a block in the order of the stream that it was allocated for: work queued there earlier
  * may still use it, and work queued there later may get its memory. Uses by other streams must
@@ -252,14 +253,16 @@ enum { AQ_READ = 1, AQ_WRITE = 2 };
  * nothing. Never waits.
  * AQ_ERROR_FOREIGN_BLOCK, _DOUBLE_FREE, _WRONG_DEVICE, _BAD_ARGUMENT, _UNKNOWN_STREAM,
  * _CAPTURING. */
-aq_status aq_record_use(aq_runtime runtime, uint32_t device, uint64_t address, void *stream, uint32_t access);
+aq_status aq_record_use(aq_runtime runtime, uint32_t device, uint64_t address, void *stream,
+                        uint32_t access);
 
 /* Records that `stream` has read and written the block, and frees the block. The runtime must be
  * open. */
 aq_status aq_free_on(aq_runtime runtime, uint32_t device, uint64_t address, void *stream);
 
 /* Stores the requested size of a block and its capacity. Either pointer may be null. */
-aq_status aq_block_size(aq_runtime runtime, uint32_t device, uint64_t address, uint64_t *asked, uint64_t *capacity);
+aq_status aq_block_size(aq_runtime runtime, uint32_t device, uint64_t address, uint64_t *asked,
+                        uint64_t *capacity);
 
 /* Releases free memory to the driver until the device's pool holds at most `keep` bytes, as far as
  * this needs no wait. The number of released bytes is stored in `*given`, which may be null. May
@@ -351,7 +354,8 @@ aq_status aq_memory_snapshot(aq_runtime runtime, uint32_t device, const char *pa
  * cannot be pinned it is pageable: see aq_pinned_is_pinned. Blocks while the pool grows (from 10
  * ms per GiB), which also delays kernel launches.
  * AQ_ERROR_NULL, _ZERO_SIZE, _TOO_LARGE, _BAD_ALIGNMENT, _OUT_OF_MEMORY. */
-aq_status aq_pinned_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t align, void **memory);
+aq_status aq_pinned_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t align,
+                          void **memory);
 
 /* Frees the block, from any thread, also after its runtime was destroyed. Queued copies that still
  * use it must have been recorded (aq_pinned_record_use) or waited for. Null is ignored.
@@ -382,12 +386,12 @@ aq_status aq_pinned_trim(aq_runtime runtime, uint32_t device, uint64_t keep, uin
  * AQ_ERROR_NULL, _FOREIGN_BLOCK, _DOUBLE_FREE, _WRONG_DEVICE, _OUT_OF_BOUNDS, _BUSY,
  * _UNKNOWN_STREAM, _CAPTURING, _STAGING, and driver errors. After an error some of the bytes may
  * have been copied. */
-aq_status aq_upload(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset, const void *host, uint64_t bytes,
-                    void *stream);
+aq_status aq_upload(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset,
+                    const void *host, uint64_t bytes, void *stream);
 
 /* The same in the other direction, from the block to host memory. */
-aq_status aq_download(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset, void *host, uint64_t bytes,
-                      void *stream);
+aq_status aq_download(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset,
+                      void *host, uint64_t bytes, void *stream);
 
 typedef uint64_t aq_ticket; /* never 0 */
 
@@ -398,10 +402,10 @@ typedef uint64_t aq_ticket; /* never 0 */
  * memory is returned when the copy is complete. Blocks while the maximum number of transfers (16)
  * is pending.
  * The bytes of parts that are named twice or that overlap are undefined, as for aq_upload. */
-aq_status aq_upload_begin(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset, const void *host,
-                          uint64_t bytes, void *stream, aq_ticket *ticket);
-aq_status aq_download_begin(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset, void *host,
-                            uint64_t bytes, void *stream, aq_ticket *ticket);
+aq_status aq_upload_begin(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset,
+                          const void *host, uint64_t bytes, void *stream, aq_ticket *ticket);
+aq_status aq_download_begin(aq_runtime runtime, uint32_t device, uint64_t block, uint64_t offset,
+                            void *host, uint64_t bytes, void *stream, aq_ticket *ticket);
 
 /* Returns whether the copy is complete: AQ_OK, AQ_NOT_READY, or the error that ended it. Never
  * blocks. */
@@ -478,8 +482,8 @@ typedef void (*aq_torch_drop)(void *data);
  * needed. The library owns `data` from now on: `drop(data)` is called once, after the last call of
  * the filter, or at once if this function fails.
  * AQ_ERROR_BUSY if the pool has already begun. */
-aq_status aq_torch_pool_begin(int device, uint64_t first, uint64_t second, aq_torch_filter filter, void *data,
-                              aq_torch_drop drop);
+aq_status aq_torch_pool_begin(int device, uint64_t first, uint64_t second, aq_torch_filter filter,
+                              void *data, aq_torch_drop drop);
 
 /* `end`, after the capture has ended.
  * AQ_ERROR_BAD_ARGUMENT without a matching begin. */
@@ -528,8 +532,8 @@ aq_status aq_sim_graph_destroy(aq_runtime runtime, uint32_t device, uint64_t gra
 
 /* Queues a kernel that accesses `bytes` from `address` on. If `address` is the start of a live
  * block, the access is checked against that block. */
-aq_status aq_sim_touch(aq_runtime runtime, uint32_t device, void *stream, uint64_t address, uint64_t bytes,
-                       uint32_t access);
+aq_status aq_sim_touch(aq_runtime runtime, uint32_t device, void *stream, uint64_t address,
+                       uint64_t bytes, uint32_t access);
 
 /* Stores the number of invalid accesses so far: unordered ones, and accesses to memory of another
  * owner. `*report`, if `report` is not null, gets one line for each: free it with aq_text_free. */

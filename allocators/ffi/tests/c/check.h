@@ -7,23 +7,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(what)                                                                                                        \
-    do {                                                                                                                   \
-        if (!(what)) {                                                                                                     \
-            fprintf(stderr, "%s:%d: not so: %s; last error: %s\n", __FILE__, __LINE__, #what, aq_last_error());            \
-            exit(1);                                                                                                       \
-        }                                                                                                                  \
+#define CHECK(what)                                                                                \
+    do {                                                                                           \
+        if (!(what)) {                                                                             \
+            fprintf(stderr, "%s:%d: not so: %s; last error: %s\n", __FILE__, __LINE__, #what, aq_last_error()); \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
 /* That a call answers with a status. */
-#define ANSWERS(status, call)                                                                                              \
-    do {                                                                                                                   \
-        aq_status answer_ = (call);                                                                                        \
-        if (answer_ != (status)) {                                                                                         \
-            fprintf(stderr, "%s:%d: %s answers with %s: %s\n", __FILE__, __LINE__, #call, aq_status_name(answer_),         \
-                    aq_last_error());                                                                                      \
-            exit(1);                                                                                                       \
-        }                                                                                                                  \
+#define ANSWERS(status, call)                                                                      \
+    do {                                                                                           \
+        aq_status answer_ = (call);                                                                \
+        if (answer_ != (status)) {                                                                 \
+            fprintf(stderr, "%s:%d: %s answers with %s: %s\n", __FILE__, __LINE__, #call, aq_status_name(answer_), \
+                    aq_last_error());                                                              \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 #define OK(call) ANSWERS(AQ_OK, call)
 

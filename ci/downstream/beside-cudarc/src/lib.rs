@@ -1,4 +1,4 @@
-//! The library with its default features beside the user's own cudarc, whose types are one and the same.
+//! The library with its default features beside the user's own cudarc: both share their types.
 
 pub use aquifer;
 pub use cudarc;

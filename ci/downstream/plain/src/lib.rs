@@ -1,4 +1,4 @@
-//! Nothing but the library, all of it in scope: the standard library's names mean what they always do.
+//! The library alone, imported by a glob: the standard library's names keep their meaning.
 
 pub use aquifer;
 
