@@ -21,7 +21,7 @@
 //! | `node` | creation and recycling of nodes |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
-//! | `together` | [`Budget::reserve_all`]: several nodes at once |
+//! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
 //! | `refusal` | [`OutOfBudget`], [`Raise`] |
 //! | `wait` | [`Waiting`]: the wait queue |
 //! | `lease` | [`Lease`]: prepaid bytes |
@@ -64,11 +64,11 @@ pub mod forks;
 mod hooks;
 mod lease;
 mod level;
-mod lock;
 mod node;
 mod reclaim;
 mod refusal;
-mod together;
+mod reserve_all;
+mod spin_lock;
 mod tree;
 mod wait;
 
@@ -164,7 +164,7 @@ impl Budget {
     /// [`OutOfBudget`] of the nearest budget that has no room, with its figures of that moment.
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<Charge, OutOfBudget> {
-        self.node.take(bytes)?;
+        self.node.charge(bytes)?;
         Ok(Charge::granted(self.node, bytes))
     }
 
@@ -174,7 +174,7 @@ impl Budget {
     /// See [`Budget::charge`].
     #[inline]
     pub fn charge_as(&self, bytes: u64, priority: i32) -> Result<Charge, OutOfBudget> {
-        self.node.take_as(bytes, priority.into())?;
+        self.node.charge_as(bytes, priority.into())?;
         Ok(Charge::granted(self.node, bytes))
     }
 
@@ -231,7 +231,7 @@ impl Budget {
     /// of leases are not included, but a charge can take them too.
     #[must_use]
     pub fn remaining(&self) -> u64 {
-        let _inside = self.node.tree.lock.enter();
+        let _guard = self.node.tree.lock.lock();
         self.node.room(self.node.priority.load(Relaxed))
     }
 
@@ -243,7 +243,8 @@ impl Budget {
     #[inline]
     #[must_use]
     pub fn estimate(&self, priority: Option<i32>) -> u64 {
-        self.node.glance(|| priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
+        self.node
+            .estimate_room(|| priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
     /// Sets the limit for charges from now on, and returns the excess in bytes: how far `used` is
@@ -255,18 +256,18 @@ impl Budget {
     pub fn set_limit(&self, limit: u64) -> u64 {
         let node = self.node;
         {
-            let _inside = node.tree.lock.enter();
+            let _guard = node.tree.lock.lock();
             node.limit.store(limit, Relaxed);
             if node.guarantee.load(Relaxed) > limit {
                 // Lowering a guarantee cannot fail.
-                let _ = node.guarantee(limit);
+                let _ = node.set_guarantee(limit);
             }
-            node.refresh();
+            node.update_bounds();
         }
         if self.used() > limit {
             node.recall();
         }
-        node.tree.line.look();
+        node.tree.wait_queue.request_scan();
         self.used().saturating_sub(limit)
     }
 
@@ -279,18 +280,18 @@ impl Budget {
     pub fn set_guarantee(&self, bytes: u64) -> Result<(), OutOfBudget> {
         let node = self.node;
         let set = || {
-            let _inside = node.tree.lock.enter();
-            node.guarantee(bytes)
+            let _guard = node.tree.lock.lock();
+            node.set_guarantee(bytes)
         };
-        let mut answer = set();
-        if answer.is_err() && node.recall_all() > 0 {
-            answer = set();
+        let mut result = set();
+        if result.is_err() && node.recall_all() > 0 {
+            result = set();
         }
         // A lower guarantee frees room for waiters. A higher one may make a wait unsatisfiable.
-        if answer.is_ok() {
-            node.tree.line.look();
+        if result.is_ok() {
+            node.tree.wait_queue.request_scan();
         }
-        answer
+        result
     }
 
     /// Returns the bytes guaranteed to this budget.
@@ -313,9 +314,9 @@ impl Budget {
 
     /// Resets the peak to what is used now.
     pub fn reset_peak(&self) {
-        let _inside = self.node.tree.lock.enter();
+        let _guard = self.node.tree.lock.lock();
         self.node.peak.store(self.used(), Relaxed);
-        self.node.refresh();
+        self.node.update_bounds();
     }
 
     /// Returns the bytes whose release has failed, here and below. They are part of
@@ -328,7 +329,7 @@ impl Budget {
     /// Returns the parent budget, or `None` for a root.
     #[must_use]
     pub fn parent(&self) -> Option<Budget> {
-        self.node.above.first().map(|parent| parent.know())
+        self.node.ancestors.first().map(|parent| parent.new_handle())
     }
 
     /// An iterator over the live children: those with a handle or with charged bytes.
@@ -340,12 +341,12 @@ impl Budget {
     #[must_use]
     pub fn figures(&self) -> Figures {
         let (node, name) = (self.node, self.name());
-        let _inside = node.tree.lock.enter();
+        let _guard = node.tree.lock.lock();
         let used = node.used.load(Relaxed);
         Figures {
             name,
             used,
-            held: used.saturating_add(node.extra.load(Relaxed)),
+            held: used.saturating_add(node.unused_guarantee.load(Relaxed)),
             limit: self.limit(),
             guarantee: self.guarantee(),
             peak: self.peak(),
@@ -365,13 +366,13 @@ impl Budget {
 
 impl Clone for Budget {
     fn clone(&self) -> Self {
-        self.node.know()
+        self.node.new_handle()
     }
 }
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        self.node.forget();
+        self.node.release_handle();
     }
 }
 

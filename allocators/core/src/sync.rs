@@ -26,7 +26,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Locks a mutex if it is free.
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
-        Ok(inside) => Some(inside),
+        Ok(guard) => Some(guard),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
         Err(TryLockError::WouldBlock) => None,
     }
@@ -37,14 +37,14 @@ pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 /// and the first is a read-modify-write, which suffices in the real memory model. Loom models them
 /// as weaker and needs the fence.
 #[inline]
-pub(crate) fn between_write_and_read() {
+pub(crate) fn store_load_fence() {
     #[cfg(loom)]
     atomic::fence(atomic::Ordering::SeqCst);
 }
 
 /// A parking place for the thread that created it. A wakeup before the sleep is not lost.
 #[derive(Debug)]
-pub(crate) struct Bed {
+pub(crate) struct Parker {
     #[cfg(not(loom))]
     thread: std::thread::Thread,
     // Under loom, unparking a thread that waits for a lock would let it enter without the lock.
@@ -52,7 +52,7 @@ pub(crate) struct Bed {
     woken: loom::sync::Notify,
 }
 
-impl Bed {
+impl Parker {
     pub(crate) fn new() -> Self {
         Self {
             #[cfg(not(loom))]
@@ -63,7 +63,7 @@ impl Bed {
     }
 
     /// Sleeps until it is woken or `until` is reached. May wake spuriously.
-    pub(crate) fn sleep(&self, until: Option<Instant>) {
+    pub(crate) fn park(&self, until: Option<Instant>) {
         #[cfg(not(loom))]
         match until {
             None => std::thread::park(),
@@ -78,7 +78,7 @@ impl Bed {
         }
     }
 
-    pub(crate) fn wake(&self) {
+    pub(crate) fn unpark(&self) {
         #[cfg(not(loom))]
         self.thread.unpark();
         #[cfg(loom)]

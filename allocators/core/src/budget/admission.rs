@@ -1,11 +1,11 @@
 //! Charging and releasing: every charge, reservation, lease refill and release goes through here.
-//! Only `together`, which charges several nodes at once, adds to the sums itself.
+//! Only `reserve_all`, which charges several nodes at once, adds to the sums itself.
 
 use super::{
-    lock::Inside,
     node::{Node, Tree},
     refusal::OutOfBudget,
-    tree::Refused,
+    spin_lock::SpinGuard,
+    tree::Refusal,
 };
 use crate::sync::atomic::Ordering::Relaxed;
 
@@ -13,11 +13,11 @@ impl Tree {
     /// Retries a refused charge after recalling spare bytes, at most `nodes` times: as many nodes
     /// could refuse.
     #[cold]
-    pub(super) fn insist(
+    pub(super) fn retry_with_recall(
         &self,
-        mut refused: Refused,
+        mut refused: Refusal,
         nodes: usize,
-        again: impl Fn() -> Result<(), Refused>,
+        retry: impl Fn() -> Result<(), Refusal>,
     ) -> Result<(), OutOfBudget> {
         // Any charge may use the spare bytes of leases. Those below the refusing node are what it
         // lacks. Afterwards the next node may refuse.
@@ -25,15 +25,15 @@ impl Tree {
             if refused.0.recall() == 0 {
                 break;
             }
-            match again() {
+            match retry() {
                 Ok(()) => return Ok(()),
                 Err(next) => refused = next,
             }
         }
         // The first waiter may have an expired deadline that no thread has acted on yet.
-        if self.line.is_waited_for() {
-            self.line.look();
-            return again().map_err(|(_, refusal)| refusal);
+        if self.wait_queue.has_waiters() {
+            self.wait_queue.request_scan();
+            return retry().map_err(|(_, refusal)| refusal);
         }
         Err(refused.1)
     }
@@ -42,82 +42,82 @@ impl Tree {
 impl Node {
     /// Takes `bytes` here and from every ancestor, or nothing. Never blocks.
     #[inline]
-    pub(super) fn take(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
-        let inside = self.tree.lock.enter();
-        if self.take_easily(bytes) {
+    pub(super) fn charge(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+        let guard = self.tree.lock.lock();
+        if self.charge_fast(bytes) {
             return Ok(());
         }
-        self.take_slowly(inside, bytes, self.priority.load(Relaxed))
+        self.charge_slow(guard, bytes, self.priority.load(Relaxed))
     }
 
-    /// Like [`Node::take`], but with `priority` instead of the node's own.
+    /// Like [`Node::charge`], but with `priority` instead of the node's own.
     #[inline]
-    pub(super) fn take_as(&'static self, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
-        let inside = self.tree.lock.enter();
-        if self.take_easily(bytes) { Ok(()) } else { self.take_slowly(inside, bytes, priority) }
+    pub(super) fn charge_as(&'static self, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
+        let guard = self.tree.lock.lock();
+        if self.charge_fast(bytes) { Ok(()) } else { self.charge_slow(guard, bytes, priority) }
     }
 
     #[cold]
-    fn take_slowly(
+    fn charge_slow(
         &'static self,
-        inside: Inside<'_>,
+        guard: SpinGuard<'_>,
         bytes: u64,
         priority: i64,
     ) -> Result<(), OutOfBudget> {
-        let Err(refused) = self.take_inside(inside, bytes, priority) else { return Ok(()) };
+        let Err(refused) = self.charge_locked(guard, bytes, priority) else { return Ok(()) };
         let tree = self.tree;
-        tree.insist(refused, self.path().count(), || {
-            self.take_inside(tree.lock.enter(), bytes, priority)
+        tree.retry_with_recall(refused, self.path().count(), || {
+            self.charge_locked(tree.lock.lock(), bytes, priority)
         })
     }
 
-    /// Like [`Node::take`], without recalling the spare bytes of leases.
-    pub(super) fn take_now(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+    /// Like [`Node::charge`], without recalling the spare bytes of leases.
+    pub(super) fn charge_without_recall(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let priority = self.priority.load(Relaxed);
-        self.take_inside(self.tree.lock.enter(), bytes, priority).map_err(|(_, refusal)| refusal)
+        self.charge_locked(self.tree.lock.lock(), bytes, priority).map_err(|(_, refusal)| refusal)
     }
 
-    fn take_inside(
+    fn charge_locked(
         &'static self,
-        inside: Inside<'_>,
+        guard: SpinGuard<'_>,
         bytes: u64,
         priority: i64,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Refusal> {
         self.admit(bytes, priority)?;
-        let crossed = self.add(bytes);
-        drop(inside);
-        if crossed {
-            self.tell_path();
+        let level_changed = self.add(bytes);
+        drop(guard);
+        if level_changed {
+            self.report_levels();
         }
         Ok(())
     }
 
     /// Releases charged bytes. Never blocks.
     #[inline]
-    pub(super) fn give(&'static self, bytes: u64) {
-        let inside = self.tree.lock.enter();
-        let easy = self.give_easily(bytes);
-        let crossed = !easy && self.subtract(bytes);
-        let waited = self.tree.line.is_waited_for();
+    pub(super) fn release(&'static self, bytes: u64) {
+        let guard = self.tree.lock.lock();
+        let fast = self.release_fast(bytes);
+        let level_changed = !fast && self.subtract(bytes);
+        let has_waiters = self.tree.wait_queue.has_waiters();
         let last = self.used.load(Relaxed) == 0;
-        drop(inside);
-        if crossed || waited {
-            self.follow_up(crossed, waited);
+        drop(guard);
+        if level_changed || has_waiters {
+            self.notify(level_changed, has_waiters);
         }
         // From here on another thread may recycle and reuse the node. It is live then, and
-        // `leave_if_unknown` leaves it alone.
+        // `recycle_if_unused` leaves it alone.
         if last && self.handles.load(Relaxed) == 0 {
-            self.leave_if_unknown();
+            self.recycle_if_unused();
         }
     }
 
     #[cold]
-    fn follow_up(&'static self, crossed: bool, waited: bool) {
-        if waited {
-            self.tree.line.look();
+    fn notify(&'static self, level_changed: bool, has_waiters: bool) {
+        if has_waiters {
+            self.tree.wait_queue.request_scan();
         }
-        if crossed {
-            self.tell_path();
+        if level_changed {
+            self.report_levels();
         }
     }
 
@@ -125,9 +125,9 @@ impl Node {
     #[cold]
     pub(super) fn recall(&'static self) -> u64 {
         let mut bytes = 0;
-        if self.tree.leases.load(Relaxed) > 0 {
-            self.walk(&mut |node| {
-                bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>();
+        if self.tree.open_leases.load(Relaxed) > 0 {
+            self.visit_subtree(&mut |node| {
+                bytes += node.leases.iter().map(|body| body.recall()).sum::<u64>();
             });
         }
         bytes
@@ -135,24 +135,26 @@ impl Node {
 
     /// Recalls the spare bytes of all leases of the tree.
     pub(super) fn recall_all(&'static self) -> u64 {
-        self.above.last().copied().unwrap_or(self).recall()
+        self.ancestors.last().copied().unwrap_or(self).recall()
     }
 
     /// Returns the spare bytes of leases here and below.
     pub(super) fn spare(&'static self) -> u64 {
         let mut bytes = 0;
-        self.walk(&mut |node| bytes += node.leases.iter().map(|shell| shell.spare()).sum::<u64>());
+        self.visit_subtree(&mut |node| {
+            bytes += node.leases.iter().map(|body| body.spare()).sum::<u64>()
+        });
         bytes
     }
 
     pub(super) fn strand(&'static self, bytes: u64) {
-        let _inside = self.tree.lock.enter();
+        let _guard = self.tree.lock.lock();
         self.path()
             .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) + bytes, Relaxed));
     }
 
     pub(super) fn unstrand(&'static self, bytes: u64) {
-        let _inside = self.tree.lock.enter();
+        let _guard = self.tree.lock.lock();
         self.path()
             .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) - bytes, Relaxed));
     }

@@ -17,7 +17,7 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Creates the charge that [`Node::take`] has granted.
+    /// Creates the charge that [`Node::charge`] has granted.
     #[inline]
     pub(super) fn granted(node: &'static Node, bytes: u64) -> Self {
         if bytes == 0 {
@@ -83,7 +83,7 @@ impl Drop for Charge {
     #[inline]
     fn drop(&mut self) {
         let node = self.budget.node;
-        if self.bytes == 0 { node.forget() } else { node.give(self.bytes) }
+        if self.bytes == 0 { node.release_handle() } else { node.release(self.bytes) }
     }
 }
 

@@ -17,7 +17,7 @@ use std::cell::Cell;
 thread_local! {
     /// The number of trees that this thread has locked for a fork. `const` and without a
     /// destructor, so that access does not allocate.
-    static HELD: Cell<usize> = const { Cell::new(0) };
+    static LOCKED_TREES: Cell<usize> = const { Cell::new(0) };
 }
 
 fn roots() -> impl Iterator<Item = &'static Node> {
@@ -28,13 +28,13 @@ fn roots() -> impl Iterator<Item = &'static Node> {
 /// [`after`] next, with no other call of a budget in between.
 pub fn before() {
     // A tree created from here on is known only to another thread, which the child does not have.
-    let held = roots().map(|root| root.tree.lock.enter().keep()).count();
-    HELD.set(held);
+    let locked = roots().map(|root| root.tree.lock.lock().leak()).count();
+    LOCKED_TREES.set(locked);
 }
 
 /// Unlocks what [`before`] has locked on this thread. In the child, this is the copy of the forking
 /// thread.
 pub fn after() {
     // Trees are only appended to the list.
-    roots().take(HELD.replace(0)).for_each(|root| root.tree.lock.give_back());
+    roots().take(LOCKED_TREES.replace(0)).for_each(|root| root.tree.lock.unlock());
 }

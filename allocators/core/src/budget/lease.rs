@@ -26,23 +26,23 @@ use crate::sync::{
         AtomicU8, AtomicU64,
         Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
     },
-    between_write_and_read,
+    store_load_fence,
 };
 use std::fmt;
 
 /// Set in `spare` when the lease is closed: from then on no bytes are kept.
 const CLOSED: u64 = 1 << 63;
 const IDLE: u8 = 0;
-const TAKEN: u8 = 1;
+const IN_USE: u8 = 1;
 
 /// The state of a lease. Allocated once, never freed, and recycled, as nodes are.
 #[repr(align(128))]
-pub(super) struct Shell {
+pub(super) struct LeaseBody {
     /// Bytes that are prepaid and not charged, and the [`CLOSED`] bit.
     spare: AtomicU64,
     /// Bytes taken from the tree and not released, plus one while the lease is open. The thread
     /// that brings it to zero recycles the state.
-    out: AtomicU64,
+    outstanding: AtomicU64,
     grain: AtomicU64,
     node: &'static Node,
     state: AtomicU8,
@@ -67,14 +67,14 @@ pub(super) struct Shell {
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
 pub struct Lease {
-    shell: &'static Shell,
+    body: &'static LeaseBody,
 }
 
 /// Bytes charged to a [`Lease`]. Dropping it gives them back to the lease, or to the budget if the
 /// lease is closed.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Leased {
-    shell: &'static Shell,
+    body: &'static LeaseBody,
     bytes: u64,
 }
 
@@ -85,21 +85,21 @@ impl Budget {
     pub fn lease(&self, grain: u64) -> Lease {
         let node = self.node;
         let idle =
-            |shell: &Shell| shell.state.compare_exchange(IDLE, TAKEN, AcqRel, Relaxed).is_ok();
-        let shell = node.leases.claim(idle, || Shell {
+            |body: &LeaseBody| body.state.compare_exchange(IDLE, IN_USE, AcqRel, Relaxed).is_ok();
+        let body = node.leases.claim(idle, || LeaseBody {
             spare: AtomicU64::new(0),
-            out: AtomicU64::new(0),
+            outstanding: AtomicU64::new(0),
             grain: AtomicU64::new(0),
             node,
-            state: AtomicU8::new(TAKEN),
+            state: AtomicU8::new(IN_USE),
         });
         node.handles.fetch_add(1, Relaxed);
-        node.tree.leases.fetch_add(1, Relaxed);
+        node.tree.open_leases.fetch_add(1, Relaxed);
         // Bounded, so that a sum of spare bytes cannot reach the `CLOSED` bit.
-        shell.grain.store(grain.min(CLOSED >> 3), Relaxed);
-        shell.out.store(1, Relaxed);
-        shell.spare.store(0, Release);
-        Lease { shell }
+        body.grain.store(grain.min(CLOSED >> 3), Relaxed);
+        body.outstanding.store(1, Relaxed);
+        body.spare.store(0, Release);
+        Lease { body }
     }
 }
 
@@ -111,49 +111,49 @@ impl Lease {
     /// left.
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<Leased, OutOfBudget> {
-        let shell = self.shell;
-        let mut spare = shell.spare.load(Relaxed);
+        let body = self.body;
+        let mut spare = body.spare.load(Relaxed);
         while let Some(rest) = spare.checked_sub(bytes) {
-            match shell.spare.compare_exchange_weak(spare, rest, AcqRel, Relaxed) {
-                Ok(_) => return Ok(Leased { shell, bytes }),
+            match body.spare.compare_exchange_weak(spare, rest, AcqRel, Relaxed) {
+                Ok(_) => return Ok(Leased { body, bytes }),
                 Err(now) => spare = now,
             }
         }
-        shell.refill(bytes)?;
-        Ok(Leased { shell, bytes })
+        body.refill(bytes)?;
+        Ok(Leased { body, bytes })
     }
 
     /// Returns the bytes that are prepaid and not charged.
     #[must_use]
     pub fn spare(&self) -> u64 {
-        self.shell.spare()
+        self.body.spare()
     }
 
     /// Returns a handle to the budget that is charged.
     #[must_use]
     pub fn budget(&self) -> Budget {
-        self.shell.node.know()
+        self.body.node.new_handle()
     }
 
     /// Releases the spare bytes to the budget.
     pub fn trim(&self) {
-        self.shell.recall();
+        self.body.recall();
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.shell.spare.fetch_or(CLOSED, AcqRel);
-        self.shell.recall();
-        self.shell.node.tree.leases.fetch_sub(1, Relaxed);
-        self.shell.let_go(1);
+        self.body.spare.fetch_or(CLOSED, AcqRel);
+        self.body.recall();
+        self.body.node.tree.open_leases.fetch_sub(1, Relaxed);
+        self.body.drop_outstanding(1);
     }
 }
 
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease")
-            .field("budget", &self.shell.node.name())
+            .field("budget", &self.body.node.name())
             .field("spare", &self.spare())
             .finish_non_exhaustive()
     }
@@ -183,19 +183,19 @@ impl Leased {
     #[must_use]
     pub fn split(&mut self, bytes: u64) -> Option<Leased> {
         self.bytes = self.bytes.checked_sub(bytes)?;
-        Some(Leased { shell: self.shell, bytes })
+        Some(Leased { body: self.body, bytes })
     }
 }
 
 impl Drop for Leased {
     #[inline]
     fn drop(&mut self) {
-        let shell = self.shell;
+        let body = self.body;
         // Bytes beyond a grain are not kept.
-        if self.bytes > shell.grain.load(Relaxed) {
-            shell.settle(self.bytes);
+        if self.bytes > body.grain.load(Relaxed) {
+            body.release_to_tree(self.bytes);
         } else if self.bytes > 0 {
-            shell.make_spare(self.bytes);
+            body.add_spare(self.bytes);
         }
     }
 }
@@ -206,7 +206,7 @@ impl fmt::Debug for Leased {
     }
 }
 
-impl Shell {
+impl LeaseBody {
     pub(super) fn spare(&self) -> u64 {
         self.spare.load(Relaxed) & !CLOSED
     }
@@ -216,44 +216,46 @@ impl Shell {
     fn refill(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let grain = self.grain.load(Relaxed);
         let tree = self.node.tree;
-        if bytes <= grain && !tree.line.is_waited_for() && self.node.take_now(bytes + grain).is_ok()
+        if bytes <= grain
+            && !tree.wait_queue.has_waiters()
+            && self.node.charge_without_recall(bytes + grain).is_ok()
         {
-            self.out.fetch_add(bytes + grain, AcqRel);
-            self.make_spare(grain);
+            self.outstanding.fetch_add(bytes + grain, AcqRel);
+            self.add_spare(grain);
             return Ok(());
         }
-        self.node.take(bytes)?;
-        self.out.fetch_add(bytes, AcqRel);
+        self.node.charge(bytes)?;
+        self.outstanding.fetch_add(bytes, AcqRel);
         Ok(())
     }
 
     /// Keeps bytes for the next charge, or releases them if they must not be kept.
     #[inline]
-    fn make_spare(&'static self, bytes: u64) {
+    fn add_spare(&'static self, bytes: u64) {
         let before = self.spare.fetch_add(bytes, SeqCst);
-        between_write_and_read();
+        store_load_fence();
         let most = 2 * self.grain.load(Relaxed);
         // The `CLOSED` bit exceeds every bound.
-        if before + bytes > most || self.keeps_nothing() {
-            self.give_back(most / 2);
+        if before + bytes > most || self.must_return_spare() {
+            self.return_spare(most / 2);
         }
     }
 
     /// Returns whether spare bytes must go back: there is a waiter, or use exceeds a lowered limit.
     #[inline]
-    fn keeps_nothing(&self) -> bool {
-        self.node.tree.line.is_waited_for() || self.node.is_over()
+    fn must_return_spare(&self) -> bool {
+        self.node.tree.wait_queue.has_waiters() || self.node.is_over_limit()
     }
 
     /// Releases the spare bytes above `keep` to the tree, or all of them if none may be kept.
     #[cold]
-    fn give_back(&'static self, keep: u64) {
+    fn return_spare(&'static self, keep: u64) {
         let mut spare = self.spare.load(Acquire);
         loop {
-            let kept = if spare & CLOSED != 0 || self.keeps_nothing() { 0 } else { keep };
-            let Some(more) = (spare & !CLOSED).checked_sub(kept) else { return };
-            match self.spare.compare_exchange_weak(spare, spare - more, AcqRel, Acquire) {
-                Ok(_) => return self.settle(more),
+            let retained = if spare & CLOSED != 0 || self.must_return_spare() { 0 } else { keep };
+            let Some(excess) = (spare & !CLOSED).checked_sub(retained) else { return };
+            match self.spare.compare_exchange_weak(spare, spare - excess, AcqRel, Acquire) {
+                Ok(_) => return self.release_to_tree(excess),
                 Err(now) => spare = now,
             }
         }
@@ -261,28 +263,28 @@ impl Shell {
 
     /// Releases all spare bytes to the tree. Called by the thread that needs them.
     pub(super) fn recall(&'static self) -> u64 {
-        between_write_and_read();
+        store_load_fence();
         if self.spare.load(SeqCst) & !CLOSED == 0 {
             return 0;
         }
         let spare = self.spare.fetch_and(CLOSED, SeqCst) & !CLOSED;
-        self.settle(spare);
+        self.release_to_tree(spare);
         spare
     }
 
-    fn settle(&'static self, bytes: u64) {
+    fn release_to_tree(&'static self, bytes: u64) {
         if bytes > 0 {
-            self.node.give(bytes);
-            self.let_go(bytes);
+            self.node.release(bytes);
+            self.drop_outstanding(bytes);
         }
     }
 
-    fn let_go(&'static self, bytes: u64) {
-        if self.out.fetch_sub(bytes, AcqRel) == bytes {
+    fn drop_outstanding(&'static self, bytes: u64) {
+        if self.outstanding.fetch_sub(bytes, AcqRel) == bytes {
             let node = self.node;
             self.spare.store(0, Relaxed);
             self.state.store(IDLE, Release);
-            node.forget();
+            node.release_handle();
         }
     }
 }

@@ -34,7 +34,7 @@ pub enum Level {
 }
 
 impl Level {
-    const fn of(number: u8) -> Self {
+    const fn from_number(number: u8) -> Self {
         match number {
             0 => Self::Nominal,
             1 => Self::Warning,
@@ -123,7 +123,7 @@ pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 pub struct Registration {
     pub(super) budget: Budget,
     pub(super) number: u64,
-    pub(super) of_levels: bool,
+    pub(super) is_level_hook: bool,
 }
 
 impl std::fmt::Debug for Registration {
@@ -135,7 +135,7 @@ impl std::fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let node = self.budget.node;
-        if self.of_levels {
+        if self.is_level_hook {
             node.level_hooks.remove(self.number);
         } else {
             node.reclaimers.remove(self.number);
@@ -147,22 +147,22 @@ impl Budget {
     /// Sets the thresholds of this budget's levels. A critical threshold below the soft limit is
     /// raised to it. Calls hooks if this changes the level.
     pub fn set_levels(&self, levels: Levels) {
-        let crossed = {
-            let _inside = self.node.tree.lock.enter();
+        let level_changed = {
+            let _guard = self.node.tree.lock.lock();
             self.node.thresholds.set(levels);
-            let crossed = self.node.cross();
-            self.node.refresh();
-            crossed
+            let level_changed = self.node.update_level();
+            self.node.update_bounds();
+            level_changed
         };
-        if crossed {
-            self.node.tell();
+        if level_changed {
+            self.node.report_level();
         }
     }
 
     /// Returns the current level.
     #[must_use]
     pub fn level(&self) -> Level {
-        Level::of(self.node.level.load(Relaxed))
+        Level::from_number(self.node.level.load(Relaxed))
     }
 
     /// Registers `hook`, which is called after each change of this budget's level until the
@@ -172,7 +172,7 @@ impl Budget {
     /// the level calls the hook, so a lock that this thread holds is held during the hook.
     pub fn on_level(&self, hook: Arc<LevelHook>) -> Registration {
         let number = self.node.level_hooks.add(hook);
-        Registration { budget: self.clone(), number, of_levels: true }
+        Registration { budget: self.clone(), number, is_level_hook: true }
     }
 
     /// Returns how often a hook or a reclaimer of this budget has panicked.
@@ -191,7 +191,7 @@ impl Node {
             (soft.load(Relaxed), critical.load(Relaxed), slack.load(Relaxed));
         // The level falls at or below the difference.
         let down = |threshold: u64| threshold.saturating_sub(slack).saturating_add(1);
-        match Level::of(self.level.load(Relaxed)) {
+        match Level::from_number(self.level.load(Relaxed)) {
             Level::Nominal => (soft, 0),
             Level::Warning => (critical, down(soft)),
             Level::Critical => (u64::MAX, down(critical)),
@@ -199,7 +199,7 @@ impl Node {
     }
 
     /// Updates the level to match `used`. Returns whether it has changed. Requires the tree's lock.
-    pub(super) fn cross(&self) -> bool {
+    pub(super) fn update_level(&self) -> bool {
         let before = self.level.load(Relaxed);
         let used = self.used.load(Relaxed);
         // Overlapping hysteresis ranges could oscillate, so at most two steps are taken.
@@ -219,51 +219,51 @@ impl Node {
     pub(super) fn clear_levels(&self) {
         self.thresholds.set(Levels::default());
         self.level.store(0, Relaxed);
-        self.told.store(0, Relaxed);
+        self.reported_level.store(0, Relaxed);
     }
 
     /// Calls the hooks of this node and its ancestors whose level differs from the one last
     /// reported. Must be called with no lock held.
     #[cold]
-    pub(super) fn tell_path(&'static self) {
+    pub(super) fn report_levels(&'static self) {
         for node in self.path() {
-            node.tell();
+            node.report_level();
         }
     }
 
-    pub(super) fn tell(&'static self) {
+    pub(super) fn report_level(&'static self) {
         // The handle prevents recycling of the node while hooks run.
-        let Some(budget) = self.meet() else { return };
+        let Some(budget) = self.handle_if_live() else { return };
         // Every thread that changed a level comes here. The swaps are read-modify-write operations
         // on both sides: a thread that finds another one in the loop has made its change visible
         // before that thread leaves.
-        while self.telling.swap(1, AcqRel) == 0 {
-            self.tell_all(&budget);
-            self.telling.swap(0, AcqRel);
-            if !self.differs() {
+        while self.reporting.swap(1, AcqRel) == 0 {
+            self.call_level_hooks(&budget);
+            self.reporting.swap(0, AcqRel);
+            if !self.has_unreported_level() {
                 return;
             }
         }
     }
 
-    fn differs(&self) -> bool {
-        self.level.load(Acquire) != self.told.load(Acquire)
+    fn has_unreported_level(&self) -> bool {
+        self.level.load(Acquire) != self.reported_level.load(Acquire)
     }
 
-    fn tell_all(&'static self, budget: &Budget) {
+    fn call_level_hooks(&'static self, budget: &Budget) {
         loop {
-            let (from, to) = (self.told.load(Acquire), self.level.load(Acquire));
+            let (from, to) = (self.reported_level.load(Acquire), self.level.load(Acquire));
             if from == to {
                 return;
             }
-            self.told.store(to, Relaxed);
+            self.reported_level.store(to, Relaxed);
             let change = LevelChange {
-                from: Level::of(from),
-                to: Level::of(to),
+                from: Level::from_number(from),
+                to: Level::from_number(to),
                 used: self.used.load(Relaxed),
                 limit: self.limit.load(Relaxed),
             };
-            let hooks = self.level_hooks.now();
+            let hooks = self.level_hooks.snapshot();
             for (_, hook) in hooks.iter().flat_map(|hooks| hooks.iter()) {
                 Hooks::call(&self.level_hooks, || hook(budget, change));
             }

@@ -7,8 +7,8 @@
 //! - There are as many nodes as were live at once.
 //!
 //! ```text
-//!             claim               last handle gone, nothing charged
-//!   idle ──► between ──► live ───────────────────────────────────► between ──► idle
+//!                  claim                   last handle gone, nothing charged
+//!   idle ──► in transition ──► live ───────────────────────────────────► in transition ──► idle
 //! ```
 //!
 //! Budgets, live children, leases and waits each count as one handle. So does a charge of no bytes.
@@ -18,11 +18,11 @@
 use super::{
     Budget,
     hooks::Hooks,
-    lease::Shell,
+    lease::LeaseBody,
     level::{LevelHook, Thresholds},
-    lock::Lock,
     reclaim::Reclaimer,
-    wait::Line,
+    spin_lock::SpinLock,
+    wait::WaitQueue,
 };
 use crate::sync::{
     Mutex,
@@ -35,25 +35,27 @@ use crate::sync::{
 use std::sync::{Arc, OnceLock};
 
 /// The waiter priority of a node that has no waiter.
-pub(super) const NOBODY: i64 = i64::MIN;
+pub(super) const NO_WAITER: i64 = i64::MIN;
 
-/// A [`Node::brim`] without a bound: a waiter or an unused guarantee requires the slow path.
-pub(super) const ASK: u64 = u64::MAX;
+/// A [`Node::headroom_limit`] without a bound: a waiter or an unused guarantee requires the slow
+/// path.
+pub(super) const SLOW_PATH: u64 = u64::MAX;
 
 const IDLE: u8 = 0;
 const LIVE: u8 = 1;
-const BETWEEN: u8 = 2;
+const IN_TRANSITION: u8 = 2;
 
 /// The state that all nodes of one root share.
 pub(super) struct Tree {
-    pub(super) lock: Lock,
+    pub(super) lock: SpinLock,
     /// The wait queue of all nodes.
-    pub(super) line: Line,
+    pub(super) wait_queue: WaitQueue,
     /// The number of nodes that use more than their limit, which was lowered. Written under the
     /// lock.
-    pub(super) over: AtomicUsize,
-    /// The number of open leases. If it is zero, a refused charge skips the search for spare bytes.
-    pub(super) leases: AtomicUsize,
+    pub(super) nodes_over_limit: AtomicUsize,
+    /// The number of open leases. If it is zero, a refused charge skips the search for spare
+    /// bytes.
+    pub(super) open_leases: AtomicUsize,
 }
 
 /// One node. Its figures change only under the tree's lock, and may be read at any time.
@@ -63,85 +65,85 @@ pub(super) struct Node {
     /// it last grew.
     pub(super) used: AtomicU64,
     /// The bound for the fast path of charges (see [`super::tree`]).
-    pub(super) easy: AtomicU64,
+    pub(super) fast_limit: AtomicU64,
     /// The bound for the fast path of releases.
-    pub(super) floor: AtomicU64,
-    /// The most that `used` could reach as far as this node is concerned, or [`ASK`].
-    pub(super) brim: AtomicU64,
+    pub(super) fast_floor: AtomicU64,
+    /// The most that `used` could reach as far as this node is concerned, or [`SLOW_PATH`].
+    pub(super) headroom_limit: AtomicU64,
     /// Whether `used` is above the limit, because the limit was lowered.
-    pub(super) over: AtomicBool,
+    pub(super) over_limit: AtomicBool,
     pub(super) tree: &'static Tree,
     /// The ancestors, from the parent to the root.
-    pub(super) above: &'static [&'static Node],
+    pub(super) ancestors: &'static [&'static Node],
     /// The number of handles. Changes at any time, but zero is only acted on under the lock.
     pub(super) handles: AtomicUsize,
     pub(super) limit: AtomicU64,
     /// Bytes guaranteed to children and not used by them.
-    pub(super) extra: AtomicU64,
+    pub(super) unused_guarantee: AtomicU64,
     pub(super) guarantee: AtomicU64,
     /// The sum of the children's guarantees, used or not.
-    pub(super) promised: AtomicU64,
+    pub(super) guaranteed: AtomicU64,
     /// The maximum of `used` since the last reset.
     pub(super) peak: AtomicU64,
     /// Bytes of charges whose release has failed, here and below.
     pub(super) stranded: AtomicU64,
     pub(super) priority: AtomicI64,
-    /// The priority of the first waiter for room at this node, or [`NOBODY`].
-    pub(super) line: AtomicI64,
-    /// The level of `used`. `told` is the level last reported to the hooks.
+    /// The priority of the first waiter for room at this node, or [`NO_WAITER`].
+    pub(super) waiter_priority: AtomicI64,
+    /// The level of `used`. `reported_level` is the level last reported to the hooks.
     pub(super) level: AtomicU8,
-    pub(super) told: AtomicU8,
-    pub(super) telling: AtomicU8,
+    pub(super) reported_level: AtomicU8,
+    pub(super) reporting: AtomicU8,
     pub(super) thresholds: Thresholds,
     pub(super) level_hooks: Hooks<Arc<LevelHook>>,
     pub(super) reclaimers: Hooks<Arc<Reclaimer>>,
     state: AtomicU8,
     name: Mutex<&'static str>,
-    children: Shells<Node>,
-    pub(super) leases: Shells<Shell>,
+    children: ImmortalList<Node>,
+    pub(super) leases: ImmortalList<LeaseBody>,
 }
 
 /// A list of leaked objects that are recycled. The list only grows.
-pub(super) struct Shells<T: 'static> {
-    first: OnceLock<&'static Cell<T>>,
+pub(super) struct ImmortalList<T: 'static> {
+    first: OnceLock<&'static Link<T>>,
 }
 
-struct Cell<T: 'static> {
-    thing: T,
-    next: OnceLock<&'static Cell<T>>,
+struct Link<T: 'static> {
+    item: T,
+    next: OnceLock<&'static Link<T>>,
 }
 
-impl<T> Shells<T> {
+impl<T> ImmortalList<T> {
     pub(super) const fn new() -> Self {
         Self { first: OnceLock::new() }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &'static T> {
-        std::iter::successors(self.first.get().copied(), |cell| cell.next.get().copied())
-            .map(|cell| &cell.thing)
+        std::iter::successors(self.first.get().copied(), |link| link.next.get().copied())
+            .map(|link| &link.item)
     }
 
     /// Returns the first object that `claim` accepts, or appends a new one, which is claimed
     /// already.
     pub(super) fn claim(&self, claim: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &'static T {
-        if let Some(thing) = self.iter().find(|thing| claim(thing)) {
-            return thing;
+        if let Some(item) = self.iter().find(|item| claim(item)) {
+            return item;
         }
-        let cell: &'static Cell<T> =
-            Box::leak(Box::new(Cell { thing: make(), next: OnceLock::new() }));
+        let link: &'static Link<T> =
+            Box::leak(Box::new(Link { item: make(), next: OnceLock::new() }));
         let mut end = &self.first;
-        while end.set(cell).is_err() {
+        while end.set(link).is_err() {
             match end.get() {
-                Some(taken) => end = &taken.next,
+                Some(link) => end = &link.next,
                 None => break,
             }
         }
-        &cell.thing
+        &link.item
     }
 }
 
 /// All nodes without a parent.
-pub(super) static ROOTS: Shells<Node> = Shells::new();
+pub(super) static ROOTS: ImmortalList<Node> = ImmortalList::new();
 
 impl Node {
     /// Returns a live, empty node with one handle.
@@ -151,14 +153,14 @@ impl Node {
         limit: u64,
     ) -> &'static Node {
         // A loom execution must not reuse nodes of an earlier execution.
-        let fresh = Shells::new();
+        let fresh = ImmortalList::new();
         let list = match parent {
             Some(parent) => &parent.children,
             None if cfg!(loom) => &fresh,
             None => &ROOTS,
         };
         let idle =
-            |node: &Node| node.state.compare_exchange(IDLE, BETWEEN, AcqRel, Relaxed).is_ok();
+            |node: &Node| node.state.compare_exchange(IDLE, IN_TRANSITION, AcqRel, Relaxed).is_ok();
         let node = list.claim(idle, || Node::new(parent));
         if let Some(parent) = parent {
             parent.handles.fetch_add(1, Relaxed);
@@ -166,55 +168,55 @@ impl Node {
         *lock(&node.name) = name;
         node.priority.store(parent.map_or(0, |parent| parent.priority.load(Relaxed)), Relaxed);
         node.handles.fetch_add(1, Relaxed);
-        let inside = node.tree.lock.enter();
+        let guard = node.tree.lock.lock();
         node.limit.store(limit, Relaxed);
         node.peak.store(0, Relaxed);
-        node.refresh();
+        node.update_bounds();
         node.state.store(LIVE, Release);
-        drop(inside);
+        drop(guard);
         node
     }
 
     fn new(parent: Option<&'static Node>) -> Self {
-        let above = parent.map_or_else(Vec::new, |parent| {
-            std::iter::once(parent).chain(parent.above.iter().copied()).collect()
+        let ancestors = parent.map_or_else(Vec::new, |parent| {
+            std::iter::once(parent).chain(parent.ancestors.iter().copied()).collect()
         });
         let tree = match parent {
             Some(parent) => parent.tree,
             None => Box::leak(Box::new(Tree {
-                lock: Lock::new(),
-                line: Line::new(),
-                over: AtomicUsize::new(0),
-                leases: AtomicUsize::new(0),
+                lock: SpinLock::new(),
+                wait_queue: WaitQueue::new(),
+                nodes_over_limit: AtomicUsize::new(0),
+                open_leases: AtomicUsize::new(0),
             })),
         };
         Self {
             used: AtomicU64::new(0),
-            easy: AtomicU64::new(0),
-            floor: AtomicU64::new(0),
-            brim: AtomicU64::new(ASK),
-            over: AtomicBool::new(false),
+            fast_limit: AtomicU64::new(0),
+            fast_floor: AtomicU64::new(0),
+            headroom_limit: AtomicU64::new(SLOW_PATH),
+            over_limit: AtomicBool::new(false),
             tree,
-            above: above.leak(),
+            ancestors: ancestors.leak(),
             handles: AtomicUsize::new(0),
             limit: AtomicU64::new(0),
-            extra: AtomicU64::new(0),
+            unused_guarantee: AtomicU64::new(0),
             guarantee: AtomicU64::new(0),
-            promised: AtomicU64::new(0),
+            guaranteed: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             stranded: AtomicU64::new(0),
             priority: AtomicI64::new(0),
-            line: AtomicI64::new(NOBODY),
+            waiter_priority: AtomicI64::new(NO_WAITER),
             level: AtomicU8::new(0),
-            told: AtomicU8::new(0),
-            telling: AtomicU8::new(0),
+            reported_level: AtomicU8::new(0),
+            reporting: AtomicU8::new(0),
             thresholds: Thresholds::none(),
             level_hooks: Hooks::new(),
             reclaimers: Hooks::new(),
-            state: AtomicU8::new(BETWEEN),
+            state: AtomicU8::new(IN_TRANSITION),
             name: Mutex::new(""),
-            children: Shells::new(),
-            leases: Shells::new(),
+            children: ImmortalList::new(),
+            leases: ImmortalList::new(),
         }
     }
 
@@ -223,63 +225,63 @@ impl Node {
     }
 
     /// Creates another handle. The caller must hold one already.
-    pub(super) fn know(&'static self) -> Budget {
+    pub(super) fn new_handle(&'static self) -> Budget {
         self.handles.fetch_add(1, Relaxed);
         Budget { node: self }
     }
 
     /// Returns a handle if the node is live. For nodes found in a list.
-    pub(super) fn meet(&'static self) -> Option<Budget> {
-        let _inside = self.tree.lock.enter();
-        (self.state.load(Acquire) == LIVE).then(|| self.know())
+    pub(super) fn handle_if_live(&'static self) -> Option<Budget> {
+        let _guard = self.tree.lock.lock();
+        (self.state.load(Acquire) == LIVE).then(|| self.new_handle())
     }
 
     /// Drops one handle.
-    pub(super) fn forget(&'static self) {
+    pub(super) fn release_handle(&'static self) {
         // Acquire and release: all use of the node through other handles happens before the
         // recycling.
         if self.handles.fetch_sub(1, AcqRel) == 1 {
-            self.leave_if_unknown();
+            self.recycle_if_unused();
         }
     }
 
     /// Makes the node idle if it has no handles and no charged bytes. Called after the last handle
     /// is dropped and after the last byte is released.
     #[cold]
-    pub(super) fn leave_if_unknown(&'static self) {
+    pub(super) fn recycle_if_unused(&'static self) {
         {
-            let _inside = self.tree.lock.enter();
-            let unknown = self.handles.load(Acquire) == 0 && self.used.load(Relaxed) == 0;
-            if !unknown || self.state.load(Relaxed) != LIVE {
+            let _guard = self.tree.lock.lock();
+            let unused = self.handles.load(Acquire) == 0 && self.used.load(Relaxed) == 0;
+            if !unused || self.state.load(Relaxed) != LIVE {
                 return;
             }
-            self.state.store(BETWEEN, Relaxed);
+            self.state.store(IN_TRANSITION, Relaxed);
             // Lowering a guarantee cannot fail.
-            let _ = self.guarantee(0);
+            let _ = self.set_guarantee(0);
             self.clear_levels();
             self.stranded.store(0, Relaxed);
         }
         self.level_hooks.clear();
         self.reclaimers.clear();
         // Waiters may be able to use the bytes that were guaranteed to this node.
-        self.tree.line.look();
+        self.tree.wait_queue.request_scan();
         self.state.store(IDLE, Release);
-        if let Some(parent) = self.above.first() {
-            parent.forget();
+        if let Some(parent) = self.ancestors.first() {
+            parent.release_handle();
         }
     }
 
     /// Visits this node and all below it, including idle ones.
-    pub(super) fn walk(&'static self, visit: &mut dyn FnMut(&'static Node)) {
+    pub(super) fn visit_subtree(&'static self, visit: &mut dyn FnMut(&'static Node)) {
         visit(self);
         for child in self.children.iter() {
-            child.walk(visit);
+            child.visit_subtree(visit);
         }
     }
 
     /// An iterator over the live children.
     pub(super) fn children(&self) -> impl Iterator<Item = Budget> {
-        self.children.iter().filter_map(Node::meet)
+        self.children.iter().filter_map(Node::handle_if_live)
     }
 
     /// Returns `true` if this node is `other` or a descendant of it.

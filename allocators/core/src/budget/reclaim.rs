@@ -16,7 +16,7 @@
 //!    deadline. A thread inside a [`Reclaim::reclaim`] skips marked reclaimers and waits for none,
 //!    so there is no cycle of waits.
 //! 2. *No livelock.* A reclaimer is called again only if its offer has changed, or if it may wait
-//!    now and could not before. One search makes at most [`MOST`] calls. So each search ends,
+//!    now and could not before. One search makes at most [`MAX_CALLS`] calls. So each search ends,
 //!    whatever other threads take in the meantime.
 //! 3. A charge is granted as a whole or not at all. Two searches for the same bytes cannot end with
 //!    one half each: one of them gets all.
@@ -43,7 +43,7 @@ use std::{
 };
 
 /// The most calls of one search.
-const MOST: u32 = 1024;
+const MAX_CALLS: u32 = 1024;
 
 /// The pauses between polls of a reclaimer that another thread is running.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
@@ -51,7 +51,7 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
 thread_local! {
     /// Whether this thread is inside a reclaimer.
-    static ASKS: Cell<bool> = const { Cell::new(false) };
+    static IN_RECLAIMER: Cell<bool> = const { Cell::new(false) };
 }
 
 /// What a reclaimer could release.
@@ -103,7 +103,7 @@ pub trait Reclaim: Send + Sync {
 
 /// A registered reclaimer.
 pub(super) struct Reclaimer {
-    who: Weak<dyn Reclaim>,
+    holder: Weak<dyn Reclaim>,
     /// Set while a thread runs it. This may be the current thread, in an outer call.
     busy: AtomicBool,
 }
@@ -140,11 +140,11 @@ impl Budget {
     /// assert!(budget.charge(80).is_ok());
     /// # Ok::<(), aquifer_core::OutOfBudget>(())
     /// ```
-    pub fn on_need<R: Reclaim + 'static>(&self, who: &Arc<R>) -> Registration {
-        let who: Weak<R> = Arc::downgrade(who);
+    pub fn on_need<R: Reclaim + 'static>(&self, holder: &Arc<R>) -> Registration {
+        let holder: Weak<R> = Arc::downgrade(holder);
         let number =
-            self.node.reclaimers.add(Arc::new(Reclaimer { who, busy: AtomicBool::new(false) }));
-        Registration { budget: self.clone(), number, of_levels: false }
+            self.node.reclaimers.add(Arc::new(Reclaimer { holder, busy: AtomicBool::new(false) }));
+        Registration { budget: self.clone(), number, is_level_hook: false }
     }
 
     /// Reclaims until a charge of `bytes` would fit, no reclaimer is left, or `deadline` has
@@ -158,7 +158,7 @@ impl Budget {
         deadline: Option<Instant>,
         except: Option<&Registration>,
     ) -> Room {
-        self.ask(deadline, except, &|_| true, || self.node.missing(bytes))
+        self.search(deadline, except, &|_| true, || self.node.missing(bytes))
     }
 
     /// Reclaims `bytes` from the reclaimers here and below, although no budget refuses. `missing`
@@ -176,17 +176,17 @@ impl Budget {
     }
 
     /// Like [`Budget::reclaim`], restricted to reclaimers whose [place](Reclaim::place) satisfies
-    /// `helps` or is `None`.
+    /// `eligible` or is `None`.
     pub fn reclaim_of(
         &self,
         bytes: u64,
         deadline: Option<Instant>,
         except: Option<&Registration>,
-        helps: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(Place) -> bool,
     ) -> Room {
         self.node.recall();
         let before = self.used();
-        self.ask(deadline, except, helps, || {
+        self.search(deadline, except, eligible, || {
             let missing = bytes.saturating_sub(before.saturating_sub(self.used()));
             (missing > 0).then_some((self.node, missing))
         })
@@ -205,7 +205,7 @@ impl Budget {
     /// whether it has what it needs. `except` is skipped.
     #[must_use]
     pub fn asking<'a>(&'a self, except: Option<&'a Registration>) -> Asking<'a> {
-        Asking { budget: self, except, asked: Vec::new(), left: MOST }
+        Asking { budget: self, except, calls: Vec::new(), calls_left: MAX_CALLS }
     }
 
     /// Returns the error with which [`Budget::charge`] would refuse `bytes` now, or `None` if it
@@ -213,7 +213,7 @@ impl Budget {
     #[must_use]
     pub fn refusal(&self, bytes: u64) -> Option<OutOfBudget> {
         let admit = || {
-            let _inside = self.node.tree.lock.enter();
+            let _guard = self.node.tree.lock.lock();
             self.node
                 .admit(bytes, self.node.priority.load(Relaxed))
                 .err()
@@ -239,13 +239,13 @@ impl Budget {
     /// ```
     #[must_use]
     pub fn shortfall(&self, bytes: u64) -> u64 {
-        let look = || {
-            let _inside = self.node.tree.lock.enter();
+        let shortfall = || {
+            let _guard = self.node.tree.lock.lock();
             self.node.shortfall(bytes, self.node.priority.load(Relaxed))
         };
-        let missing = look();
+        let missing = shortfall();
         // Any charge may use the spare bytes of leases.
-        if missing > 0 && self.node.recall_all() > 0 { look() } else { missing }
+        if missing > 0 && self.node.recall_all() > 0 { shortfall() } else { missing }
     }
 
     /// Returns the limits, of this budget and its ancestors, that are too low for a charge of
@@ -264,15 +264,15 @@ impl Budget {
     /// Returns the root of the tree, which may be this budget.
     #[must_use]
     pub fn root(&self) -> Budget {
-        self.node.above.last().map_or_else(|| self.clone(), |root| root.know())
+        self.node.ancestors.last().map_or_else(|| self.clone(), |root| root.new_handle())
     }
 
     /// Reclaims until `missing` returns `None`.
-    fn ask(
+    fn search(
         &self,
         deadline: Option<Instant>,
         except: Option<&Registration>,
-        helps: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(Place) -> bool,
         missing: impl Fn() -> Option<(&'static Node, u64)>,
     ) -> Room {
         let mut room = Room::default();
@@ -282,7 +282,9 @@ impl Budget {
             if has_passed(deadline) {
                 return room;
             }
-            let Some(tried) = asking.next_at(node, missing, deadline, helps) else { return room };
+            let Some(tried) = asking.reclaim_next(node, missing, deadline, eligible) else {
+                return room;
+            };
             match room.tried.iter_mut().find(|earlier| earlier.step == tried.step) {
                 Some(earlier) => earlier.gave += tried.gave,
                 None => room.tried.push(tried),
@@ -322,25 +324,25 @@ impl Budget {
 pub struct Asking<'a> {
     budget: &'a Budget,
     except: Option<&'a Registration>,
-    asked: Vec<Asked>,
+    calls: Vec<CallRecord>,
     /// The number of calls that are left.
-    left: u32,
+    calls_left: u32,
 }
 
 /// A reclaimer that this search has called.
-struct Asked {
-    who: Arc<Reclaimer>,
+struct CallRecord {
+    reclaimer: Arc<Reclaimer>,
     /// Its offer has decreased, so another call may release more.
-    gave: bool,
+    offer_shrank: bool,
     /// Its offer after the call.
-    offers: u64,
+    offer_after: u64,
     /// It was called after the deadline, when it could not wait.
-    late: bool,
+    past_deadline: bool,
 }
 
 /// The result of one pass over the reclaimers.
 #[derive(Default)]
-struct Found {
+struct Candidates {
     /// The cheapest candidate.
     best: Option<Candidate>,
     /// A reclaimer that another thread is running.
@@ -353,7 +355,7 @@ struct Candidate {
     offer: Offer,
     at: &'static Node,
     reclaimer: Arc<Reclaimer>,
-    who: Arc<dyn Reclaim>,
+    holder: Arc<dyn Reclaim>,
 }
 
 impl Asking<'_> {
@@ -364,120 +366,135 @@ impl Asking<'_> {
     /// Returns `None` if no candidate is left, or if the charge could not be granted even with
     /// everything released. After `deadline`, reclaimers that wait are skipped.
     pub fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
-        let never = {
-            let _inside = self.budget.node.tree.lock.enter();
-            self.budget.node.never(bytes).is_some()
+        let unsatisfiable = {
+            let _guard = self.budget.node.tree.lock.lock();
+            self.budget.node.unsatisfiable(bytes).is_some()
         };
-        if never {
+        if unsatisfiable {
             return None;
         }
         let (node, missing) = self.budget.node.missing(bytes).unwrap_or((self.budget.node, bytes));
-        self.next_at(node, missing, deadline, &|_| true)
+        self.reclaim_next(node, missing, deadline, &|_| true)
     }
 
     /// Calls the next reclaimer for `bytes` that a driver has refused. The candidates are those of
-    /// the whole tree whose place satisfies `helps` or is `None`. Returns `None` if no candidate is
-    /// left. The deadline works as in [`Asking::for_charge`].
+    /// the whole tree whose place satisfies `eligible` or is `None`. Returns `None` if no candidate
+    /// is left. The deadline works as in [`Asking::for_charge`].
     pub fn for_memory(
         &mut self,
         bytes: u64,
         deadline: Option<Instant>,
-        helps: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(Place) -> bool,
     ) -> Option<Tried> {
         let node = self.budget.node;
-        self.next_at(node.above.last().copied().unwrap_or(node), bytes, deadline, helps)
+        self.reclaim_next(node.ancestors.last().copied().unwrap_or(node), bytes, deadline, eligible)
     }
 
-    fn next_at(
+    fn reclaim_next(
         &mut self,
         node: &'static Node,
         missing: u64,
         deadline: Option<Instant>,
-        helps: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(Place) -> bool,
     ) -> Option<Tried> {
-        self.left = self.left.checked_sub(1)?;
+        self.calls_left = self.calls_left.checked_sub(1)?;
         let before = node.used.load(Relaxed);
-        let late = has_passed(deadline);
-        let Found { best, busy } = self.find(node, missing, late, helps);
-        let (at, who) = match (best, busy) {
+        let past_deadline = has_passed(deadline);
+        let Candidates { best, busy } =
+            self.find_candidates(node, missing, past_deadline, eligible);
+        let (at, holder) = match (best, busy) {
             (Some(best), _) => {
-                let Candidate { offer, at, reclaimer, who, .. } = best;
+                let Candidate { offer, at, reclaimer, holder, .. } = best;
                 if reclaimer.busy.swap(true, AcqRel) {
                     // Another thread was faster. It is waited for only if there is no other
                     // candidate.
-                    return self.next_at(node, missing, deadline, helps);
+                    return self.reclaim_next(node, missing, deadline, eligible);
                 }
-                let asks = ASKS.replace(true);
-                at.reclaimers.call(|| who.reclaim(missing, deadline));
-                ASKS.set(asks);
-                let offers = at.reclaimers.call(|| who.offer()).unwrap_or_default().bytes;
+                let was_inside = IN_RECLAIMER.replace(true);
+                at.reclaimers.call(|| holder.reclaim(missing, deadline));
+                IN_RECLAIMER.set(was_inside);
+                let offer_after = at.reclaimers.call(|| holder.offer()).unwrap_or_default().bytes;
                 reclaimer.busy.store(false, Release);
-                let asked = Asked { who: reclaimer, gave: offers < offer.bytes, offers, late };
-                match self.asked.iter_mut().find(|other| Arc::ptr_eq(&other.who, &asked.who)) {
-                    Some(other) => *other = asked,
-                    None => self.asked.push(asked),
+                let call = CallRecord {
+                    reclaimer,
+                    offer_shrank: offer_after < offer.bytes,
+                    offer_after,
+                    past_deadline,
+                };
+                match self
+                    .calls
+                    .iter_mut()
+                    .find(|other| Arc::ptr_eq(&other.reclaimer, &call.reclaimer))
+                {
+                    Some(other) => *other = call,
+                    None => self.calls.push(call),
                 }
-                (at, who)
+                (at, holder)
             }
-            (None, Some((at, reclaimer, who))) if !ASKS.get() => {
+            (None, Some((at, reclaimer, holder))) if !IN_RECLAIMER.get() => {
                 if !reclaimer.wait(deadline) {
                     return None;
                 }
-                (at, who)
+                (at, holder)
             }
             _ => return None,
         };
         let gave = before.saturating_sub(node.used.load(Relaxed));
         // `name` is foreign code too, and may panic.
-        let step = at.reclaimers.call(|| who.name()).unwrap_or("a reclaimer that panicked");
+        let step = at.reclaimers.call(|| holder.name()).unwrap_or("a reclaimer that panicked");
         Some(Tried { step, gave })
     }
 
     /// Finds the cheapest candidate at this node or below.
-    fn find(
+    fn find_candidates(
         &self,
         node: &'static Node,
         missing: u64,
-        late: bool,
-        helps: &dyn Fn(Place) -> bool,
-    ) -> Found {
-        let mut found = Found::default();
-        node.walk(&mut |at| {
-            let all = at.reclaimers.now();
+        past_deadline: bool,
+        eligible: &dyn Fn(Place) -> bool,
+    ) -> Candidates {
+        let mut candidates = Candidates::default();
+        node.visit_subtree(&mut |at| {
+            let all = at.reclaimers.snapshot();
             for (number, reclaimer) in all.iter().flat_map(|all| all.iter()) {
                 let excepted = self.except.is_some_and(|except| {
-                    !except.of_levels
+                    !except.is_level_hook
                         && except.number == *number
                         && std::ptr::eq(except.budget.node, at)
                 });
-                let Some(who) = reclaimer.who.upgrade().filter(|_| !excepted) else { continue };
-                let asks = || {
-                    let waits = who.waits();
-                    (who.place().is_none_or(helps) && !(waits && late))
-                        .then(|| (waits, who.offer()))
+                let Some(holder) = reclaimer.holder.upgrade().filter(|_| !excepted) else {
+                    continue;
                 };
-                let Some((waits, offer)) = at.reclaimers.call(asks).flatten() else { continue };
-                let asked = self.asked.iter().find(|asked| Arc::ptr_eq(&asked.who, reclaimer));
-                let again = asked.is_none_or(|asked| {
-                    asked.gave || asked.offers != offer.bytes || (asked.late && !late)
+                let query = || {
+                    let waits = holder.waits();
+                    (holder.place().is_none_or(eligible) && !(waits && past_deadline))
+                        .then(|| (waits, holder.offer()))
+                };
+                let Some((waits, offer)) = at.reclaimers.call(query).flatten() else { continue };
+                let earlier =
+                    self.calls.iter().find(|call| Arc::ptr_eq(&call.reclaimer, reclaimer));
+                let worth_calling = earlier.is_none_or(|call| {
+                    call.offer_shrank
+                        || call.offer_after != offer.bytes
+                        || (call.past_deadline && !past_deadline)
                 });
                 if reclaimer.busy.load(Acquire) {
-                    if asked.is_none() {
-                        found.busy.get_or_insert_with(|| (at, Arc::clone(reclaimer), who));
+                    if earlier.is_none() {
+                        candidates.busy.get_or_insert_with(|| (at, Arc::clone(reclaimer), holder));
                     }
                     continue;
                 }
                 let rank = (waits, offer.cost_of(missing));
-                if again
+                if worth_calling
                     && offer.bytes > 0
-                    && found.best.as_ref().is_none_or(|best| rank < best.rank)
+                    && candidates.best.as_ref().is_none_or(|best| rank < best.rank)
                 {
                     let reclaimer = Arc::clone(reclaimer);
-                    found.best = Some(Candidate { rank, offer, at, reclaimer, who });
+                    candidates.best = Some(Candidate { rank, offer, at, reclaimer, holder });
                 }
             }
         });
-        found
+        candidates
     }
 }
 
@@ -511,7 +528,7 @@ impl Node {
     /// there.
     fn missing(&'static self, bytes: u64) -> Option<(&'static Node, u64)> {
         self.recall_all();
-        let _inside = self.tree.lock.enter();
+        let _guard = self.tree.lock.lock();
         let (node, refused) = self.admit(bytes, self.priority.load(Relaxed)).err()?;
         Some((node, refused.missing()))
     }

@@ -44,8 +44,8 @@ impl OutOfBudget {
     /// includes use beyond a lowered limit.
     #[must_use]
     pub fn missing(&self) -> u64 {
-        let above = self.current.saturating_add(self.requested).saturating_sub(self.limit);
-        self.requested.saturating_sub(self.remaining).max(above)
+        let over = self.current.saturating_add(self.requested).saturating_sub(self.limit);
+        self.requested.saturating_sub(self.remaining).max(over)
     }
 
     /// Returns the bytes below the limit that are kept for others: guaranteed to them, or waited

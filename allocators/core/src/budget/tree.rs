@@ -1,9 +1,9 @@
 //! The arithmetic of a budget tree: what a charge changes in each node, under the tree's lock.
 //!
 //! ```text
-//!   used   = bytes in charges, here and below
-//!   extra  = bytes that children are guaranteed and have not used
-//!   held   = used + extra                          ≤ limit when it grows
+//!   used             = bytes in charges, here and below
+//!   unused_guarantee = bytes that children are guaranteed and have not used
+//!   held             = used + unused_guarantee     ≤ limit when it grows
 //!   a node holds max(held, guarantee) of its parent
 //! ```
 //!
@@ -14,12 +14,13 @@
 //! guarantee, no waiter. Each node combines all of these in three bounds, which are recomputed
 //! whenever an input changes:
 //!
-//! - `easy`: up to this value of `used`, a charge is a plain addition.
-//! - `floor`: down to this value, a release is a plain subtraction.
-//! - `brim`: the bound for [`Node::glance`], which only reads how much room there is.
+//! - `fast_limit`: up to this value of `used`, a charge is a plain addition.
+//! - `fast_floor`: down to this value, a release is a plain subtraction.
+//! - `headroom_limit`: the bound for [`Node::estimate_room`], which only reads how much room there
+//!   is.
 
 use super::{
-    node::{ASK, NOBODY, Node},
+    node::{NO_WAITER, Node, SLOW_PATH},
     refusal::{OutOfBudget, Raise},
 };
 use crate::sync::atomic::{
@@ -28,10 +29,10 @@ use crate::sync::atomic::{
 };
 
 /// The node that refused, and its refusal.
-pub(super) type Refused = (&'static Node, OutOfBudget);
+pub(super) type Refusal = (&'static Node, OutOfBudget);
 
 /// Moves a sum by the change of one of its terms.
-fn shift(sum: &AtomicU64, before: u64, after: u64) {
+fn adjust_sum(sum: &AtomicU64, before: u64, after: u64) {
     let (up, down) = (after.saturating_sub(before), before.saturating_sub(after));
     sum.store(sum.load(Relaxed) + up - down, Relaxed);
 }
@@ -41,52 +42,52 @@ impl Node {
     /// An iterator over this node and its ancestors, up to the root.
     #[inline]
     pub(super) fn path(&'static self) -> impl Iterator<Item = &'static Node> + Clone {
-        std::iter::once(self).chain(self.above.iter().copied())
+        std::iter::once(self).chain(self.ancestors.iter().copied())
     }
 
     /// Adds `bytes` if no bound is crossed. Returns whether it did.
     #[inline]
-    pub(super) fn take_easily(&'static self, bytes: u64) -> bool {
+    pub(super) fn charge_fast(&'static self, bytes: u64) -> bool {
         let fits = |node: &Node| {
             node.used
                 .load(Relaxed)
                 .checked_add(bytes)
-                .is_some_and(|next| next <= node.easy.load(Relaxed))
+                .is_some_and(|next| next <= node.fast_limit.load(Relaxed))
         };
-        let mut easy = fits(self);
-        for above in self.above {
-            easy &= fits(above);
+        let mut all_fit = fits(self);
+        for ancestor in self.ancestors {
+            all_fit &= fits(ancestor);
         }
-        if easy {
+        if all_fit {
             self.used.store(self.used.load(Relaxed) + bytes, Relaxed);
-            for above in self.above {
-                above.used.store(above.used.load(Relaxed) + bytes, Relaxed);
+            for ancestor in self.ancestors {
+                ancestor.used.store(ancestor.used.load(Relaxed) + bytes, Relaxed);
             }
         }
-        easy
+        all_fit
     }
 
     /// Subtracts `bytes` if no bound is crossed. Returns whether it did.
     #[inline]
-    pub(super) fn give_easily(&'static self, bytes: u64) -> bool {
+    pub(super) fn release_fast(&'static self, bytes: u64) -> bool {
         // Released bytes were charged before, so the difference cannot underflow.
-        let fits = |node: &Node| node.used.load(Relaxed) - bytes >= node.floor.load(Relaxed);
-        let mut easy = fits(self);
-        for above in self.above {
-            easy &= fits(above);
+        let fits = |node: &Node| node.used.load(Relaxed) - bytes >= node.fast_floor.load(Relaxed);
+        let mut all_fit = fits(self);
+        for ancestor in self.ancestors {
+            all_fit &= fits(ancestor);
         }
-        if easy {
+        if all_fit {
             self.used.store(self.used.load(Relaxed) - bytes, Relaxed);
-            for above in self.above {
-                above.used.store(above.used.load(Relaxed) - bytes, Relaxed);
+            for ancestor in self.ancestors {
+                ancestor.used.store(ancestor.used.load(Relaxed) - bytes, Relaxed);
             }
         }
-        easy
+        all_fit
     }
 
     #[inline]
     fn held(&self) -> u64 {
-        self.used.load(Relaxed).saturating_add(self.extra.load(Relaxed))
+        self.used.load(Relaxed).saturating_add(self.unused_guarantee.load(Relaxed))
     }
 
     /// Returns the bytes that the parent has to hold for this node.
@@ -95,56 +96,56 @@ impl Node {
     }
 
     /// Returns the guaranteed bytes that are used neither here nor below.
-    fn unmet(&self) -> u64 {
+    fn own_unused_guarantee(&self) -> u64 {
         self.guarantee.load(Relaxed).saturating_sub(self.held())
     }
 
     /// Checks whether a charge of `bytes` at `priority` fits on the whole path. Changes nothing.
-    pub(super) fn admit(&'static self, bytes: u64, priority: i64) -> Result<(), Refused> {
+    pub(super) fn admit(&'static self, bytes: u64, priority: i64) -> Result<(), Refusal> {
         // The bytes that this node's `held` would grow by. The rest is covered by guarantees below.
         let mut more = bytes;
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
             let within =
                 |now: u64, more: u64| now.checked_add(more).is_some_and(|next| next <= limit);
-            let in_line = node.line.load(Relaxed) >= priority;
+            let waiter_ahead = node.waiter_priority.load(Relaxed) >= priority;
             // A limit also applies if it was lowered below existing guarantees.
             if !within(node.used.load(Relaxed), bytes)
-                || (more > 0 && (in_line || !within(node.held(), more)))
+                || (more > 0 && (waiter_ahead || !within(node.held(), more)))
             {
-                return Err((node, node.refusal(bytes, bytes - more, in_line)));
+                return Err((node, node.refusal(bytes, bytes - more, waiter_ahead)));
             }
-            more -= more.min(node.unmet());
+            more -= more.min(node.own_unused_guarantee());
         }
         Ok(())
     }
 
-    /// Returns this node's refusal of a charge of `bytes`, of which `aside` are covered by
+    /// Returns this node's refusal of a charge of `bytes`, of which `set_aside` are covered by
     /// guarantees below.
-    fn refusal(&self, bytes: u64, aside: u64, in_line: bool) -> OutOfBudget {
+    fn refusal(&self, bytes: u64, set_aside: u64, waiter_ahead: bool) -> OutOfBudget {
         let (used, limit) = (self.used.load(Relaxed), self.limit.load(Relaxed));
-        let room = if in_line { 0 } else { limit.saturating_sub(self.held()) };
+        let room = if waiter_ahead { 0 } else { limit.saturating_sub(self.held()) };
         OutOfBudget {
             budget: self.name(),
             requested: bytes,
             current: used,
-            remaining: limit.saturating_sub(used).min(room.saturating_add(aside)),
+            remaining: limit.saturating_sub(used).min(room.saturating_add(set_aside)),
             limit,
         }
     }
 
     /// Returns the most bytes that a charge at `priority` could take.
     pub(super) fn room(&'static self, priority: i64) -> u64 {
-        let (mut room, mut aside) = (u64::MAX, 0u64);
+        let (mut room, mut set_aside) = (u64::MAX, 0u64);
         for node in self.path() {
             let (used, limit) = (node.used.load(Relaxed), node.limit.load(Relaxed));
-            let free = if node.line.load(Relaxed) >= priority {
+            let free = if node.waiter_priority.load(Relaxed) >= priority {
                 0
             } else {
                 limit.saturating_sub(node.held())
             };
-            room = room.min(limit.saturating_sub(used)).min(free.saturating_add(aside));
-            aside = aside.saturating_add(node.unmet());
+            room = room.min(limit.saturating_sub(used)).min(free.saturating_add(set_aside));
+            set_aside = set_aside.saturating_add(node.own_unused_guarantee());
         }
         room
     }
@@ -155,13 +156,13 @@ impl Node {
         let (mut most, mut more) = (0, bytes);
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
-            let over = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
-            most = most.max(over(node.used.load(Relaxed), bytes));
+            let excess = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
+            most = most.max(excess(node.used.load(Relaxed), bytes));
             if more > 0 {
-                let in_line = node.line.load(Relaxed) >= priority;
-                most = most.max(if in_line { more } else { over(node.held(), more) });
+                let waiter_ahead = node.waiter_priority.load(Relaxed) >= priority;
+                most = most.max(if waiter_ahead { more } else { excess(node.held(), more) });
             }
-            more -= more.min(node.unmet());
+            more -= more.min(node.own_unused_guarantee());
         }
         most
     }
@@ -172,13 +173,13 @@ impl Node {
         let (mut raises, mut more) = (Vec::new(), bytes);
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
-            let over = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
-            let aside = if more > 0 { over(node.held(), more) } else { 0 };
-            let by = over(node.used.load(Relaxed), bytes).max(aside).saturating_sub(spared);
+            let excess = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
+            let set_aside = if more > 0 { excess(node.held(), more) } else { 0 };
+            let by = excess(node.used.load(Relaxed), bytes).max(set_aside).saturating_sub(spared);
             if by > 0 {
                 raises.push(Raise { budget: node.name(), by, to: limit.saturating_add(by) });
             }
-            more -= more.min(node.unmet());
+            more -= more.min(node.own_unused_guarantee());
         }
         raises
     }
@@ -186,14 +187,15 @@ impl Node {
     /// Like [`Node::room`], without the lock: two loads a node in the common case. `priority` is
     /// called only if it matters.
     #[inline]
-    pub(super) fn glance(&'static self, priority: impl Fn() -> i64) -> u64 {
-        let look = |node: &Node| {
-            let brim = node.brim.load(Relaxed);
-            (brim != ASK).then(|| brim.saturating_sub(node.used.load(Relaxed)))
+    pub(super) fn estimate_room(&'static self, priority: impl Fn() -> i64) -> u64 {
+        let headroom = |node: &Node| {
+            let headroom_limit = node.headroom_limit.load(Relaxed);
+            (headroom_limit != SLOW_PATH)
+                .then(|| headroom_limit.saturating_sub(node.used.load(Relaxed)))
         };
-        let Some(mut room) = look(self) else { return self.room(priority()) };
-        for above in self.above {
-            let Some(more) = look(above) else { return self.room(priority()) };
+        let Some(mut room) = headroom(self) else { return self.room(priority()) };
+        for ancestor in self.ancestors {
+            let Some(more) = headroom(ancestor) else { return self.room(priority()) };
             room = room.min(more);
         }
         room
@@ -202,80 +204,82 @@ impl Node {
     /// Returns the refusal of the first node where `bytes` more can never fit, even if all other
     /// bytes were released: the request exceeds a limit minus the guarantees of other nodes below
     /// it.
-    pub(super) fn never(&'static self, bytes: u64) -> Option<OutOfBudget> {
-        let (mut need, mut own) = (bytes, 0);
+    pub(super) fn unsatisfiable(&'static self, bytes: u64) -> Option<OutOfBudget> {
+        let (mut required, mut own) = (bytes, 0);
         for node in self.path() {
             // The least that this node holds with these bytes charged.
-            need = need.saturating_add(node.promised.load(Relaxed) - own);
-            if need > node.limit.load(Relaxed) {
+            required = required.saturating_add(node.guaranteed.load(Relaxed) - own);
+            if required > node.limit.load(Relaxed) {
                 return Some(node.refusal(bytes, 0, false));
             }
-            need = need.max(node.guarantee.load(Relaxed));
-            own = node.promise();
+            required = required.max(node.guarantee.load(Relaxed));
+            own = node.commitment();
         }
         None
     }
 
     /// Adds a charge that [`Node::admit`] has accepted. Returns whether a level has changed.
     pub(super) fn add(&'static self, bytes: u64) -> bool {
-        self.raise(bytes);
-        self.settle()
+        self.add_to_sums(bytes);
+        self.update_derived()
     }
 
     /// Subtracts a charge. Returns whether a level has changed.
     pub(super) fn subtract(&'static self, bytes: u64) -> bool {
-        self.lower(bytes);
-        self.settle()
+        self.subtract_from_sums(bytes);
+        self.update_derived()
     }
 
-    /// Adds a charge that [`Node::admit`] has accepted, to the sums alone. [`Node::lower`] undoes
-    /// it exactly if calls are undone in reverse order.
-    pub(super) fn raise(&'static self, bytes: u64) {
+    /// Adds a charge that [`Node::admit`] has accepted, to the sums alone.
+    /// [`Node::subtract_from_sums`] undoes it exactly if calls are undone in reverse order.
+    pub(super) fn add_to_sums(&'static self, bytes: u64) {
         let mut more = bytes;
         for node in self.path() {
-            let unmet = node.unmet();
+            let own_unused_guarantee = node.own_unused_guarantee();
             node.used.store(node.used.load(Relaxed) + bytes, Relaxed);
-            node.extra.store(node.extra.load(Relaxed) - (bytes - more), Relaxed);
-            more -= more.min(unmet);
+            node.unused_guarantee
+                .store(node.unused_guarantee.load(Relaxed) - (bytes - more), Relaxed);
+            more -= more.min(own_unused_guarantee);
         }
     }
 
     /// Subtracts a charge from the sums alone.
-    pub(super) fn lower(&'static self, bytes: u64) {
+    pub(super) fn subtract_from_sums(&'static self, bytes: u64) {
         let mut less = bytes;
         for node in self.path() {
             let share = node.share();
             node.used.store(node.used.load(Relaxed) - bytes, Relaxed);
-            node.extra.store(node.extra.load(Relaxed) + (bytes - less), Relaxed);
+            node.unused_guarantee
+                .store(node.unused_guarantee.load(Relaxed) + (bytes - less), Relaxed);
             less = share - node.share();
         }
     }
 
     /// Updates what depends on the sums: peaks, levels, bounds. Returns whether a level has
     /// changed.
-    pub(super) fn settle(&'static self) -> bool {
-        let mut crossed = false;
+    pub(super) fn update_derived(&'static self) -> bool {
+        let mut level_changed = false;
         for node in self.path() {
             node.peak.store(node.peak.load(Relaxed).max(node.used.load(Relaxed)), Relaxed);
-            crossed |= node.cross();
-            node.refresh();
+            level_changed |= node.update_level();
+            node.update_bounds();
         }
-        crossed
+        level_changed
     }
 
     /// Returns what the parent must always be able to hold for this node: its own guarantee, or the
     /// sum of those below it if that is larger.
-    fn promise(&self) -> u64 {
-        self.guarantee.load(Relaxed).max(self.promised.load(Relaxed))
+    fn commitment(&self) -> u64 {
+        self.guarantee.load(Relaxed).max(self.guaranteed.load(Relaxed))
     }
 
     /// Sets the guarantee, if the ancestors can hold that much for it.
-    pub(super) fn guarantee(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+    pub(super) fn set_guarantee(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         if bytes > self.limit.load(Relaxed) {
             return Err(self.refusal(bytes, 0, false));
         }
         let mut more = self.held().max(bytes).saturating_sub(self.share());
-        for node in self.above {
+        for node in self.ancestors {
             let next = node.held().checked_add(more);
             match next {
                 _ if more == 0 => break,
@@ -285,52 +289,60 @@ impl Node {
                 _ => return Err(node.refusal(more, 0, false)),
             }
         }
-        self.move_guarantee(bytes);
+        self.apply_guarantee(bytes);
         Ok(())
     }
 
-    fn move_guarantee(&'static self, bytes: u64) {
-        let (mut share, mut promise) = (self.share(), self.promise());
+    fn apply_guarantee(&'static self, bytes: u64) {
+        let (mut share, mut commitment) = (self.share(), self.commitment());
         self.guarantee.store(bytes, Relaxed);
         let mut below = self;
-        self.refresh();
-        for node in self.above {
-            let (next_share, next_promise) = (below.share(), below.promise());
-            let (node_share, node_promise) = (node.share(), node.promise());
-            shift(&node.extra, share, next_share);
-            shift(&node.promised, promise, next_promise);
-            node.refresh();
-            (share, promise, below) = (node_share, node_promise, node);
+        self.update_bounds();
+        for node in self.ancestors {
+            let (next_share, next_commitment) = (below.share(), below.commitment());
+            let (node_share, node_commitment) = (node.share(), node.commitment());
+            adjust_sum(&node.unused_guarantee, share, next_share);
+            adjust_sum(&node.guaranteed, commitment, next_commitment);
+            node.update_bounds();
+            (share, commitment, below) = (node_share, node_commitment, node);
         }
     }
 
     /// Recomputes the bounds of the fast path: up to where charges and down to where releases cross
     /// no boundary.
-    pub(super) fn refresh(&self) {
-        let (extra, guarantee) = (self.extra.load(Relaxed), self.guarantee.load(Relaxed));
-        let met = self.unmet() == 0;
-        let ceiling = self.limit.load(Relaxed).saturating_sub(extra);
+    pub(super) fn update_bounds(&self) {
+        let (unused_guarantee, guarantee) =
+            (self.unused_guarantee.load(Relaxed), self.guarantee.load(Relaxed));
+        let guarantee_used = self.own_unused_guarantee() == 0;
+        let ceiling = self.limit.load(Relaxed).saturating_sub(unused_guarantee);
         let (rise, fall) = self.thresholds();
-        let plain = met && self.line.load(Relaxed) == NOBODY;
-        self.brim.store(if plain { ceiling.min(ASK - 1) } else { ASK }, Relaxed);
-        let easy = if plain { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
-        self.easy.store(easy, Relaxed);
+        let fast = guarantee_used && self.waiter_priority.load(Relaxed) == NO_WAITER;
+        self.headroom_limit
+            .store(if fast { ceiling.min(SLOW_PATH - 1) } else { SLOW_PATH }, Relaxed);
+        let fast_limit = if fast { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
+        self.fast_limit.store(fast_limit, Relaxed);
         let limit = self.limit.load(Relaxed);
-        let over = self.used.load(Relaxed) > limit;
-        let floor = if met { guarantee.saturating_sub(extra).max(fall) } else { u64::MAX };
+        let over_limit = self.used.load(Relaxed) > limit;
+        let fast_floor = if guarantee_used {
+            guarantee.saturating_sub(unused_guarantee).max(fall)
+        } else {
+            u64::MAX
+        };
         // The release that brings `used` down to a lowered limit has to take the slow path.
-        self.floor.store(if over { floor.max(limit + 1) } else { floor }, Relaxed);
-        if over != self.over.load(Relaxed) {
-            self.over.store(over, Relaxed);
-            let (now, count) = (self.tree.over.load(Relaxed), usize::from(over));
-            self.tree.over.store(now + count - (1 - count), SeqCst);
+        self.fast_floor
+            .store(if over_limit { fast_floor.max(limit + 1) } else { fast_floor }, Relaxed);
+        if over_limit != self.over_limit.load(Relaxed) {
+            self.over_limit.store(over_limit, Relaxed);
+            let (now, count) = (self.tree.nodes_over_limit.load(Relaxed), usize::from(over_limit));
+            self.tree.nodes_over_limit.store(now + count - (1 - count), SeqCst);
         }
     }
 
     /// Returns whether this node or an ancestor uses more than its limit. Leases then keep no spare
     /// bytes. Does not need the lock.
     #[inline]
-    pub(super) fn is_over(&'static self) -> bool {
-        self.tree.over.load(SeqCst) != 0 && self.path().any(|node| node.over.load(Relaxed))
+    pub(super) fn is_over_limit(&'static self) -> bool {
+        self.tree.nodes_over_limit.load(SeqCst) != 0
+            && self.path().any(|node| node.over_limit.load(Relaxed))
     }
 }

@@ -6,16 +6,17 @@
 //!     ▼                                                  ▼
 //!   in queue ◄──────────── scan, from the first on ──────┘
 //!     │          · fits at every node, and no earlier waiter needs one of them: granted
-//!     │          · does not fit: the node that refused is *taken* until the next scan
+//!     │          · does not fit: the node that refused is *contended* until the next scan
 //!     │          · exceeds a limit, or its deadline has passed: refused
 //!     ├── granted ──► the waker is called, the charge is ready
 //!     └── dropped ──► leaves the queue; if it had been granted, the bytes go to the next waiter
 //! ```
 //!
 //! One scan of the queue is one critical section of the tree's lock, so no other charge is granted
-//! between two waiters. While a node is *taken*, a charge that needs room there is refused unless
-//! its priority is above that of the first waiter. So released bytes go to waiters. A charge whose
-//! bytes are guaranteed needs no room there and is granted, and so are waiters at other nodes.
+//! between two waiters. While a node is *contended*, a charge that needs room there is refused
+//! unless its priority is above that of the first waiter. So released bytes go to waiters. A charge
+//! whose bytes are guaranteed needs no room there and is granted, and so are waiters at other
+//! nodes.
 //!
 //! **No lost wakeups.**
 //!
@@ -28,13 +29,13 @@
 
 use super::{
     Budget, Charge,
-    node::{NOBODY, Node},
+    node::{NO_WAITER, Node},
     refusal::OutOfBudget,
 };
 use crate::{
     panics::contain,
     sync::{
-        Bed, Mutex, MutexGuard,
+        Mutex, MutexGuard, Parker,
         atomic::{
             AtomicBool, AtomicU64,
             Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
@@ -53,26 +54,26 @@ use std::{
 };
 
 /// The key of a waiter: higher priority first, then earlier arrival.
-type Place = (Reverse<i64>, u64);
-type Answer = Result<(), OutOfBudget>;
+type WaiterKey = (Reverse<i64>, u64);
+type WaitResult = Result<(), OutOfBudget>;
 
 /// The wait queue of a tree.
-pub(super) struct Line {
+pub(super) struct WaitQueue {
     /// The number of waiters. Written under the tree's lock.
-    waiting: AtomicU64,
+    waiters: AtomicU64,
     /// The number of scans requested.
-    asked: AtomicU64,
-    queue: Mutex<Queue>,
+    scans_requested: AtomicU64,
+    state: Mutex<State>,
 }
 
-struct Queue {
+struct State {
     next: u64,
-    /// The value of `asked` that the last scan has covered.
-    looked: u64,
-    waiting: BTreeMap<Place, Waiter>,
-    answered: BTreeMap<u64, Answer>,
-    /// Nodes that refused a waiter in the last scan.
-    taken: Vec<&'static Node>,
+    /// The value of `scans_requested` that the last scan has covered.
+    scans_done: u64,
+    waiters: BTreeMap<WaiterKey, Waiter>,
+    results: BTreeMap<u64, WaitResult>,
+    /// Nodes that refused a waiter in the last scan. Their room is kept for waiters.
+    contended: Vec<&'static Node>,
 }
 
 struct Waiter {
@@ -80,39 +81,39 @@ struct Waiter {
     bytes: u64,
     deadline: Option<Instant>,
     waker: Option<Waker>,
-    answer: Option<Answer>,
+    result: Option<WaitResult>,
 }
 
 /// Wakers and hooks to call once no lock is held. Wakers are also dropped then.
 #[derive(Default)]
-struct Told {
+struct Wakeups {
     wakers: Vec<Waker>,
-    crossed: Vec<&'static Node>,
+    level_changes: Vec<&'static Node>,
 }
 
-impl Told {
-    fn tell(self) {
+impl Wakeups {
+    fn deliver(self) {
         for waker in self.wakers {
             // Foreign code: a panic must not keep the other waiters asleep.
             contain(|| waker.wake());
         }
-        for node in self.crossed {
-            node.tell_path();
+        for node in self.level_changes {
+            node.report_levels();
         }
     }
 }
 
-impl Line {
+impl WaitQueue {
     pub(super) fn new() -> Self {
         Self {
-            waiting: AtomicU64::new(0),
-            asked: AtomicU64::new(0),
-            queue: Mutex::new(Queue {
+            waiters: AtomicU64::new(0),
+            scans_requested: AtomicU64::new(0),
+            state: Mutex::new(State {
                 next: 0,
-                looked: 0,
-                waiting: BTreeMap::new(),
-                answered: BTreeMap::new(),
-                taken: Vec::new(),
+                scans_done: 0,
+                waiters: BTreeMap::new(),
+                results: BTreeMap::new(),
+                contended: Vec::new(),
             }),
         }
     }
@@ -120,54 +121,54 @@ impl Line {
     /// Returns whether there is a waiter. Exact under the tree's lock. Sequentially consistent for
     /// leases, which read it without the lock.
     #[inline]
-    pub(super) fn is_waited_for(&self) -> bool {
-        self.waiting.load(SeqCst) != 0
+    pub(super) fn has_waiters(&self) -> bool {
+        self.waiters.load(SeqCst) != 0
     }
 
     /// Returns the number of waiters for bytes of `node` or of a node below it.
     pub(super) fn waiting_at(&self, node: &'static Node) -> usize {
-        self.with(|queue| {
-            queue.waiting.values().filter(|waiter| waiter.node.is_below(node)).count()
+        self.with(|state| {
+            state.waiters.values().filter(|waiter| waiter.node.is_below(node)).count()
         })
     }
 
     /// Requests a scan, by this thread or by the one that holds the queue. Never blocks.
     #[cold]
-    pub(super) fn look(&self) {
-        // Read-modify-writes here and in `leave`: whichever is second sees the other, or the
-        // unlocked queue.
-        self.asked.fetch_add(1, AcqRel);
-        if let Some(queue) = try_lock(&self.queue) {
-            self.leave(queue);
+    pub(super) fn request_scan(&self) {
+        // Read-modify-writes here and in `scan_and_unlock`: whichever is second sees the other, or
+        // the unlocked queue.
+        self.scans_requested.fetch_add(1, AcqRel);
+        if let Some(state) = try_lock(&self.state) {
+            self.scan_and_unlock(state);
         }
     }
 
-    /// Locks the queue for `work`. Every access except [`Line::look`] goes through here, including
-    /// reads, since a scan requested in the meantime is left to the lock holder.
-    fn with<R>(&self, work: impl FnOnce(&mut Queue) -> R) -> R {
-        let mut queue = lock(&self.queue);
-        let answer = work(&mut queue);
-        self.leave(queue);
-        answer
+    /// Locks the queue for `work`. Every access except [`WaitQueue::request_scan`] goes through
+    /// here, including reads, since a scan requested in the meantime is left to the lock holder.
+    fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
+        let mut state = lock(&self.state);
+        let result = work(&mut state);
+        self.scan_and_unlock(state);
+        result
     }
 
     /// Scans as long as scans are requested, and unlocks the queue.
-    fn leave<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) {
+    fn scan_and_unlock<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         loop {
-            let asked = self.asked.load(Acquire);
-            let told = (queue.looked != asked).then(|| {
-                queue.looked = asked;
-                queue.look(self, None)
+            let scans_requested = self.scans_requested.load(Acquire);
+            let wakeups = (state.scans_done != scans_requested).then(|| {
+                state.scans_done = scans_requested;
+                state.scan(self, None)
             });
-            drop(queue);
-            if let Some(told) = told {
-                told.tell();
+            drop(state);
+            if let Some(wakeups) = wakeups {
+                wakeups.deliver();
             }
-            if self.asked.fetch_add(0, AcqRel) == asked {
+            if self.scans_requested.fetch_add(0, AcqRel) == scans_requested {
                 return;
             }
-            match try_lock(&self.queue) {
-                Some(again) => queue = again,
+            match try_lock(&self.state) {
+                Some(again) => state = again,
                 // The new holder scans when it leaves.
                 None => return,
             }
@@ -176,85 +177,81 @@ impl Line {
 
     /// Returns the earliest deadline in the queue.
     fn next_deadline(&self) -> Option<Instant> {
-        self.with(|queue| queue.waiting.values().filter_map(|waiter| waiter.deadline).min())
+        self.with(|state| state.waiters.values().filter_map(|waiter| waiter.deadline).min())
     }
 }
 
-impl Queue {
+impl State {
     /// Scans the queue from the first waiter on. Allocates only before and after the tree's lock.
-    fn look(&mut self, line: &Line, at: Option<Instant>) -> Told {
-        let mut told = Told::default();
-        let Some((_, first)) = self.waiting.first_key_value() else {
-            self.clear(line);
-            return told;
+    fn scan(&mut self, queue: &WaitQueue, at: Option<Instant>) -> Wakeups {
+        let mut wakeups = Wakeups::default();
+        let Some((_, first)) = self.waiters.first_key_value() else {
+            self.clear(queue);
+            return wakeups;
         };
         let tree = first.node.tree;
-        let timed = self.waiting.values().any(|waiter| waiter.deadline.is_some());
+        let timed = self.waiters.values().any(|waiter| waiter.deadline.is_some());
         let now = at.or_else(|| timed.then(Instant::now));
-        self.taken.reserve(self.waiting.len());
-        told.crossed.reserve(self.waiting.len());
-        let inside = tree.lock.enter();
-        for node in self.taken.drain(..) {
-            node.line.store(NOBODY, Relaxed);
-            node.refresh();
+        self.contended.reserve(self.waiters.len());
+        wakeups.level_changes.reserve(self.waiters.len());
+        let guard = tree.lock.lock();
+        for node in self.contended.drain(..) {
+            node.waiter_priority.store(NO_WAITER, Relaxed);
+            node.update_bounds();
         }
-        let mut left = 0;
-        for ((Reverse(priority), _), waiter) in &mut self.waiting {
+        let mut remaining = 0;
+        for ((Reverse(priority), _), waiter) in &mut self.waiters {
             let node = waiter.node;
-            waiter.answer = match node.admit(waiter.bytes, *priority) {
+            waiter.result = match node.admit(waiter.bytes, *priority) {
                 Ok(()) => {
                     if node.add(waiter.bytes) {
-                        told.crossed.push(node);
+                        wakeups.level_changes.push(node);
                     }
                     Some(Ok(()))
                 }
-                Err((by, refusal)) => {
-                    let late = waiter
+                Err((refusing, refusal)) => {
+                    let expired = waiter
                         .deadline
                         .is_some_and(|deadline| now.is_some_and(|now| now >= deadline));
-                    match node.never(waiter.bytes) {
-                        Some(never) => Some(Err(never)),
-                        None if late => Some(Err(refusal)),
+                    match node.unsatisfiable(waiter.bytes) {
+                        Some(unsatisfiable) => Some(Err(unsatisfiable)),
+                        None if expired => Some(Err(refusal)),
                         None => {
-                            if by.line.load(Relaxed) == NOBODY {
-                                by.line.store(*priority, Relaxed);
-                                by.refresh();
-                                self.taken.push(by);
+                            if refusing.waiter_priority.load(Relaxed) == NO_WAITER {
+                                refusing.waiter_priority.store(*priority, Relaxed);
+                                refusing.update_bounds();
+                                self.contended.push(refusing);
                             }
-                            left += 1;
+                            remaining += 1;
                             None
                         }
                     }
                 }
             };
         }
-        line.waiting.store(left, SeqCst);
-        drop(inside);
-        let answered: Vec<Place> = self
-            .waiting
-            .iter()
-            .filter(|(_, w)| w.answer.is_some())
-            .map(|(place, _)| *place)
-            .collect();
-        for place in answered {
-            let Some(mut waiter) = self.waiting.remove(&place) else { continue };
-            told.wakers.extend(waiter.waker.take());
-            if let Some(answer) = waiter.answer {
-                self.answered.insert(place.1, answer);
+        queue.waiters.store(remaining, SeqCst);
+        drop(guard);
+        let finished: Vec<WaiterKey> =
+            self.waiters.iter().filter(|(_, w)| w.result.is_some()).map(|(key, _)| *key).collect();
+        for key in finished {
+            let Some(mut waiter) = self.waiters.remove(&key) else { continue };
+            wakeups.wakers.extend(waiter.waker.take());
+            if let Some(result) = waiter.result {
+                self.results.insert(key.1, result);
             }
         }
-        told
+        wakeups
     }
 
-    /// Releases the taken nodes when the queue is empty.
-    fn clear(&mut self, line: &Line) {
-        if let Some(first) = self.taken.first() {
-            let _inside = first.tree.lock.enter();
-            for node in self.taken.drain(..) {
-                node.line.store(NOBODY, Relaxed);
-                node.refresh();
+    /// Clears the contended nodes when the queue is empty.
+    fn clear(&mut self, queue: &WaitQueue) {
+        if let Some(first) = self.contended.first() {
+            let _guard = first.tree.lock.lock();
+            for node in self.contended.drain(..) {
+                node.waiter_priority.store(NO_WAITER, Relaxed);
+                node.update_bounds();
             }
-            line.waiting.store(0, SeqCst);
+            queue.waiters.store(0, SeqCst);
         }
     }
 }
@@ -293,8 +290,8 @@ pub struct Waiting {
 #[derive(Clone, Copy)]
 enum Stage {
     New,
-    InLine(Place),
-    Over,
+    Queued(WaiterKey),
+    Done,
 }
 
 impl std::fmt::Debug for Waiting {
@@ -320,19 +317,19 @@ impl Waiting {
         self
     }
 
-    fn line(&self) -> &'static Line {
-        &self.budget.node.tree.line
+    fn queue(&self) -> &'static WaitQueue {
+        &self.budget.node.tree.wait_queue
     }
 
-    fn finish(&mut self, answer: Answer) -> Poll<Result<Charge, OutOfBudget>> {
-        self.stage = Stage::Over;
-        Poll::Ready(answer.map(|()| Charge::granted(self.budget.node, self.bytes)))
+    fn finish(&mut self, result: WaitResult) -> Poll<Result<Charge, OutOfBudget>> {
+        self.stage = Stage::Done;
+        Poll::Ready(result.map(|()| Charge::granted(self.budget.node, self.bytes)))
     }
 
-    fn begin(&mut self, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
+    fn poll_new(&mut self, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
         let priority =
             self.priority.map_or_else(|| self.budget.node.priority.load(Relaxed), i64::from);
-        match self.budget.node.take_as(self.bytes, priority) {
+        match self.budget.node.charge_as(self.bytes, priority) {
             Ok(()) => return self.finish(Ok(())),
             Err(refusal) if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
                 return self.finish(Err(refusal));
@@ -345,42 +342,42 @@ impl Waiting {
             deadline: self.deadline,
             // Cloning a waker runs foreign code, so it happens before the queue is locked.
             waker: Some(waker.clone()),
-            answer: None,
+            result: None,
         };
-        let line = self.line();
-        let (place, told) = line.with(|queue| {
-            let place = (Reverse(priority), queue.next);
-            queue.next += 1;
-            queue.waiting.insert(place, waiter);
-            (place, queue.look(line, None))
+        let queue = self.queue();
+        let (key, wakeups) = queue.with(|state| {
+            let key = (Reverse(priority), state.next);
+            state.next += 1;
+            state.waiters.insert(key, waiter);
+            (key, state.scan(queue, None))
         });
-        self.stage = Stage::InLine(place);
-        told.tell();
+        self.stage = Stage::Queued(key);
+        wakeups.deliver();
         // Spare bytes of leases go to waiters. From here on the leases see that there is one.
         self.budget.node.recall_all();
-        self.go_on(place, waker)
+        self.poll_queued(key, waker)
     }
 
-    fn go_on(&mut self, place: Place, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
-        let line = self.line();
+    fn poll_queued(&mut self, key: WaiterKey, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
+        let queue = self.queue();
         let mut next = Some(waker.clone());
-        let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        let (answer, told) = line.with(|queue| {
-            let told = if late && queue.waiting.contains_key(&place) {
-                queue.look(line, None)
+        let expired = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let (result, wakeups) = queue.with(|state| {
+            let wakeups = if expired && state.waiters.contains_key(&key) {
+                state.scan(queue, None)
             } else {
-                Told::default()
+                Wakeups::default()
             };
-            if let Some(waiter) = queue.waiting.get_mut(&place) {
+            if let Some(waiter) = state.waiters.get_mut(&key) {
                 std::mem::swap(&mut waiter.waker, &mut next);
             }
-            (queue.answered.remove(&place.1), told)
+            (state.results.remove(&key.1), wakeups)
         });
         // The old waker is foreign code, and is dropped with no lock held.
         contain(move || drop(next));
-        told.tell();
-        match answer {
-            Some(answer) => self.finish(answer),
+        wakeups.deliver();
+        match result {
+            Some(result) => self.finish(result),
             None => Poll::Pending,
         }
     }
@@ -391,18 +388,18 @@ impl Waiting {
     /// # Errors
     /// See [`Budget::charge_by`].
     pub fn wait(mut self) -> Result<Charge, OutOfBudget> {
-        let parked = Arc::new(Parked { bed: Bed::new(), woken: AtomicBool::new(false) });
-        let waker = Waker::from(Arc::clone(&parked));
+        let thread = Arc::new(ThreadWaker { parker: Parker::new(), woken: AtomicBool::new(false) });
+        let waker = Waker::from(Arc::clone(&thread));
         let mut context = Context::from_waker(&waker);
         loop {
-            if let Poll::Ready(answer) = Pin::new(&mut self).poll(&mut context) {
-                return answer;
+            if let Poll::Ready(result) = Pin::new(&mut self).poll(&mut context) {
+                return result;
             }
             // The deadlines of other waiters count too: this waiter may be next after an expired
             // one.
-            parked.wait(self.line().next_deadline());
-            if !parked.woken.swap(false, Acquire) {
-                self.line().look();
+            thread.wait(self.queue().next_deadline());
+            if !thread.woken.swap(false, Acquire) {
+                self.queue().request_scan();
             }
         }
     }
@@ -414,49 +411,50 @@ impl Future for Waiting {
     /// After it was ready once, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match self.stage {
-            Stage::New => self.begin(context.waker()),
-            Stage::InLine(place) => self.go_on(place, context.waker()),
-            Stage::Over => Poll::Pending,
+            Stage::New => self.poll_new(context.waker()),
+            Stage::Queued(key) => self.poll_queued(key, context.waker()),
+            Stage::Done => Poll::Pending,
         }
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let Stage::InLine(place) = self.stage else { return };
-        let line = self.line();
-        let (gone, answer, told) = line.with(|queue| {
-            let gone = queue.waiting.remove(&place);
+        let Stage::Queued(key) = self.stage else { return };
+        let queue = self.queue();
+        let (removed, result, wakeups) = queue.with(|state| {
+            let removed = state.waiters.remove(&key);
             // Waiters behind it may be served now.
-            let told = if gone.is_some() { queue.look(line, None) } else { Told::default() };
-            (gone, queue.answered.remove(&place.1), told)
+            let wakeups =
+                if removed.is_some() { state.scan(queue, None) } else { Wakeups::default() };
+            (removed, state.results.remove(&key.1), wakeups)
         });
-        contain(move || drop(gone));
-        told.tell();
-        if let Some(Ok(())) = answer {
+        contain(move || drop(removed));
+        wakeups.deliver();
+        if let Some(Ok(())) = result {
             drop(Charge::granted(self.budget.node, self.bytes));
         }
     }
 }
 
 /// A waiting thread.
-struct Parked {
-    bed: Bed,
+struct ThreadWaker {
+    parker: Parker,
     woken: AtomicBool,
 }
 
-impl Wake for Parked {
+impl Wake for ThreadWaker {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Release);
-        self.bed.wake();
+        self.parker.unpark();
     }
 }
 
-impl Parked {
+impl ThreadWaker {
     /// Sleeps until it is woken or `until` is reached. May wake spuriously.
     fn wait(&self, until: Option<Instant>) {
         if !self.woken.load(Acquire) {
-            self.bed.sleep(until);
+            self.parker.park(until);
         }
     }
 }
@@ -486,13 +484,13 @@ impl Budget {
     /// Ends the waits in this budget's whole tree whose deadline is not after `now`, including
     /// those that are not polled. For programs with their own timer. Never blocks on a wait.
     pub fn expire_waits(&self, now: Instant) {
-        let line = &self.node.tree.line;
-        line.with(|queue| queue.look(line, Some(now))).tell();
+        let queue = &self.node.tree.wait_queue;
+        queue.with(|state| state.scan(queue, Some(now))).deliver();
     }
 
     /// Returns the number of waiters for bytes of this budget or of one below it.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.node.tree.line.waiting_at(self.node)
+        self.node.tree.wait_queue.waiting_at(self.node)
     }
 }

@@ -1,9 +1,9 @@
 //! Charges to several budgets at once, or to none.
 //!
 //! ```text
-//!   under the lock:   admit a ── raise a ── admit b ── raise b ── admit c: no
-//!                                                                    │
-//!                     as it was ◄──────── lower a ◄──── lower b ◄────┘
+//!   under the lock:   admit a ── add a ── admit b ── add b ── admit c: no
+//!                                                             │
+//!                     as it was ◄── subtract a ◄── subtract b ◄┘
 //! ```
 //!
 //! Each part is admitted with the previous ones in place, so parts that share ancestors are checked
@@ -14,8 +14,8 @@
 //! There is no waiting for several budgets at once.
 //!
 //! - A waiter that can never be served has to be refused, or it would block others for ever. That
-//!   test follows one path from a node to its root (`never` in `tree`), and parts on several paths
-//!   share ancestors.
+//!   test follows one path from a node to its root (`unsatisfiable` in `tree`), and parts on
+//!   several paths share ancestors.
 //! - A waiter for several nodes would take the room of one and leave the others to other charges.
 //!   Two such waiters could each hold the room that the other one needs.
 //!
@@ -25,10 +25,10 @@
 use super::{
     Budget, Reservation,
     charge::Charge,
-    lock::Inside,
     node::{Node, Tree},
     refusal::OutOfBudget,
-    tree::Refused,
+    spin_lock::SpinGuard,
+    tree::Refusal,
 };
 use crate::sync::atomic::Ordering::Relaxed;
 
@@ -71,7 +71,7 @@ impl Budget {
             }
             let tree = budget.node.tree;
             // On an error, the charges of earlier trees are dropped.
-            tree.take_all(parts)?;
+            tree.charge_all(parts)?;
             for (charge, &(part, bytes)) in granted.iter_mut().zip(parts) {
                 if std::ptr::eq(part.node.tree, tree) {
                     *charge = Some(Charge::granted(part.node, bytes));
@@ -84,7 +84,7 @@ impl Budget {
 
 impl Tree {
     /// An iterator over the parts that belong to this tree.
-    fn own<'a>(
+    fn own_parts<'a>(
         &'static self,
         parts: &'a [Part<'a>],
     ) -> impl DoubleEndedIterator<Item = (&'static Node, u64)> {
@@ -93,22 +93,22 @@ impl Tree {
     }
 
     /// Takes the parts that belong to this tree, or nothing.
-    fn take_all(&'static self, parts: &[Part<'_>]) -> Result<(), OutOfBudget> {
-        let take = || self.take_all_inside(self.lock.enter(), parts);
-        match take() {
+    fn charge_all(&'static self, parts: &[Part<'_>]) -> Result<(), OutOfBudget> {
+        let charge = || self.charge_all_locked(self.lock.lock(), parts);
+        match charge() {
             Ok(()) => Ok(()),
             Err(refused) => {
-                let nodes = self.own(parts).map(|(node, _)| node.path().count()).sum();
-                self.insist(refused, nodes, take)
+                let nodes = self.own_parts(parts).map(|(node, _)| node.path().count()).sum();
+                self.retry_with_recall(refused, nodes, charge)
             }
         }
     }
 
-    fn take_all_inside(
+    fn charge_all_locked(
         &'static self,
-        inside: Inside<'_>,
+        guard: SpinGuard<'_>,
         parts: &[Part<'_>],
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Refusal> {
         for (at, &(budget, bytes)) in parts.iter().enumerate() {
             let node = budget.node;
             if !std::ptr::eq(node.tree, self) {
@@ -116,26 +116,30 @@ impl Tree {
             }
             if let Err((by, mut refusal)) = node.admit(bytes, node.priority.load(Relaxed)) {
                 // In reverse order, so that each step undoes exactly the last one.
-                self.own(&parts[..at]).rev().for_each(|(node, bytes)| node.lower(bytes));
+                self.own_parts(&parts[..at])
+                    .rev()
+                    .for_each(|(node, bytes)| node.subtract_from_sums(bytes));
                 // The refusal is restated without the parts of this call in `current`, and with all
                 // of them in `requested`.
                 let used = by.used.load(Relaxed);
                 refusal.remaining += refusal.current - used;
                 refusal.current = used;
-                let asked =
-                    self.own(parts).filter(|(node, _)| node.is_below(by)).map(|(_, bytes)| bytes);
-                refusal.requested = asked.fold(0, u64::saturating_add);
+                let requested = self
+                    .own_parts(parts)
+                    .filter(|(node, _)| node.is_below(by))
+                    .map(|(_, bytes)| bytes);
+                refusal.requested = requested.fold(0, u64::saturating_add);
                 return Err((by, refusal));
             }
-            node.raise(bytes);
+            node.add_to_sums(bytes);
         }
-        let mut crossed = false;
-        for (node, _) in self.own(parts) {
-            crossed |= node.settle();
+        let mut level_changed = false;
+        for (node, _) in self.own_parts(parts) {
+            level_changed |= node.update_derived();
         }
-        drop(inside);
-        if crossed {
-            self.own(parts).for_each(|(node, _)| node.tell_path());
+        drop(guard);
+        if level_changed {
+            self.own_parts(parts).for_each(|(node, _)| node.report_levels());
         }
         Ok(())
     }

@@ -13,66 +13,67 @@ use std::mem::ManuallyDrop;
 /// A spin lock. The critical sections are a few dozen loads and stores. They call no foreign code
 /// and do not allocate.
 #[derive(Debug)]
-pub(super) struct Lock {
-    taken: AtomicBool,
+pub(super) struct SpinLock {
+    locked: AtomicBool,
 }
 
-/// The guard of a locked [`Lock`].
-pub(super) struct Inside<'a>(&'a Lock);
+/// The guard of a locked [`SpinLock`].
+pub(super) struct SpinGuard<'a>(&'a SpinLock);
 
 /// Spin iterations before yielding the processor, which a preempted lock holder may need.
 const SPINS: u32 = 64;
 
-impl Lock {
+impl SpinLock {
     pub(super) fn new() -> Self {
-        Self { taken: AtomicBool::new(false) }
+        Self { locked: AtomicBool::new(false) }
     }
 
     #[inline]
-    pub(super) fn enter(&self) -> Inside<'_> {
-        if self.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            self.wait();
+    pub(super) fn lock(&self) -> SpinGuard<'_> {
+        if self.locked.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
+            self.lock_slow();
         }
-        Inside(self)
+        SpinGuard(self)
     }
 
     #[cold]
-    fn wait(&self) {
-        let mut looks = 0u32;
+    fn lock_slow(&self) {
+        let mut spins = 0u32;
         loop {
             // A load leaves the cache line shared, while a failed exchange takes it from the
             // holder.
-            if !self.taken.load(Ordering::Relaxed)
+            if !self.locked.load(Ordering::Relaxed)
                 && self
-                    .taken
+                    .locked
                     .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {
                 return;
             }
-            looks += 1;
-            if looks.is_multiple_of(SPINS) { yield_now() } else { spin_loop() }
+            spins += 1;
+            if spins.is_multiple_of(SPINS) { yield_now() } else { spin_loop() }
         }
     }
 }
 
-impl Lock {
-    /// Unlocks what [`Inside::keep`] has left locked, on the same thread.
-    pub(super) fn give_back(&self) {
-        self.taken.store(false, Ordering::Release);
+impl SpinLock {
+    /// Unlocks what [`SpinGuard::leak`] has left locked, on the same thread.
+    pub(super) fn unlock(&self) {
+        self.locked.store(false, Ordering::Release);
     }
 }
 
-impl Inside<'_> {
-    /// Leaves the lock locked until [`Lock::give_back`].
-    pub(super) fn keep(self) {
-        let _stays = ManuallyDrop::new(self);
+impl SpinGuard<'_> {
+    /// Leaves the lock locked until [`SpinLock::unlock`].
+    pub(super) fn leak(self) {
+        let _locked = ManuallyDrop::new(self);
     }
 }
 
-impl Drop for Inside<'_> {
+impl Drop for SpinGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.0.taken.store(false, Ordering::Release);
+        self.0.locked.store(false, Ordering::Release);
     }
 }
