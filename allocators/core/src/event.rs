@@ -19,15 +19,15 @@
 //! A [`MemorySnapshot`] writes the events of a ring for PyTorch's memory viewer.
 
 mod clock;
+mod delivery;
 mod environment;
-mod lines;
+mod line_file;
 mod process;
 mod ring;
 mod rmm;
 mod sinks;
 pub mod snapshot;
 mod trace;
-mod turns;
 
 pub use ring::RingSink;
 pub use rmm::RmmLog;
@@ -37,6 +37,7 @@ pub use trace::TraceFile;
 
 use crate::{DeviceId, Tag, panics::contain};
 use clock::Clock;
+use delivery::OrderedDelivery;
 use process::PerProcess;
 use std::{
     cell::Cell,
@@ -46,7 +47,6 @@ use std::{
         atomic::{AtomicU32, Ordering},
     },
 };
-use turns::Turns;
 
 /// The kind of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -197,7 +197,7 @@ pub trait Sink: fmt::Debug + Send + Sync {
     }
 
     /// Processes the event of a reserved position.
-    fn fill(&self, _place: u64, event: &Event) {
+    fn fill(&self, _position: u64, event: &Event) {
         self.record(event);
     }
 
@@ -242,7 +242,7 @@ pub struct Ticket {
 pub struct Recorder {
     sink: Arc<dyn Sink>,
     clock: Clock,
-    turns: PerProcess<Turns>,
+    delivery: PerProcess<OrderedDelivery>,
 }
 
 impl Recorder {
@@ -253,11 +253,11 @@ impl Recorder {
     }
 
     fn with_clock(sink: Arc<dyn Sink>, clock: Clock) -> Self {
-        Self { sink, clock, turns: PerProcess::new(Turns::default()) }
+        Self { sink, clock, delivery: PerProcess::new(OrderedDelivery::default()) }
     }
 
-    fn turns(&self) -> &Turns {
-        self.turns.get(|_| Turns::default())
+    fn delivery(&self) -> &OrderedDelivery {
+        self.delivery.get(|_| OrderedDelivery::default())
     }
 
     /// Takes the next position in the order. Call it under the lock that guards the operation.
@@ -265,7 +265,7 @@ impl Recorder {
     pub fn ticket(&self) -> Ticket {
         match self.sink.reserve() {
             Some(number) => Ticket { number, reserved: true },
-            None => Ticket { number: self.turns().ticket(), reserved: false },
+            None => Ticket { number: self.delivery().ticket(), reserved: false },
         }
     }
 
@@ -287,7 +287,7 @@ impl Recorder {
             Place::Host(_) => BlockKind::Pinned,
             Place::Global => BlockKind::Global,
         };
-        let (at_ns, thread) = (self.clock.elapsed(), thread());
+        let (at_ns, thread) = (self.clock.elapsed(), thread_number());
         Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
     }
 
@@ -299,14 +299,15 @@ impl Recorder {
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
         } else {
-            self.turns().pass(ticket.number, event, |event| contained(|| self.sink.record(event)));
+            self.delivery()
+                .deliver(ticket.number, event, |event| contained(|| self.sink.record(event)));
         }
     }
 
     /// Waits up to a tenth of a second for events that other threads have begun to record, then
     /// flushes the sink. Pools call it when they close.
     pub fn flush(&self) {
-        self.turns().flush(|event| contained(|| self.sink.record(event)));
+        self.delivery().flush(|event| contained(|| self.sink.record(event)));
         contained(|| self.sink.flush());
     }
 
@@ -326,7 +327,7 @@ fn contained(call: impl FnOnce()) {
 
 /// Returns the number of the calling thread.
 #[inline]
-fn thread() -> u32 {
+fn thread_number() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     thread_local! {
         // `const` and without a destructor, so that a thread that is exiting can record events.
@@ -337,7 +338,7 @@ fn thread() -> u32 {
             number.set(NEXT.fetch_add(1, Ordering::Relaxed));
             number.get()
         }
-        there => there,
+        number => number,
     })
 }
 

@@ -7,21 +7,21 @@
 #[derive(Clone)]
 pub(super) struct Clock {
     counter: quanta::Clock,
-    began: u64,
+    start: u64,
 }
 
 #[cfg(not(miri))]
 impl Clock {
     pub(super) fn start() -> Self {
         let counter = quanta::Clock::new();
-        let began = counter.raw();
-        Self { counter, began }
+        let start = counter.raw();
+        Self { counter, start }
     }
 
     /// Returns the nanoseconds since the start.
     #[inline]
     pub(super) fn elapsed(&self) -> u64 {
-        self.counter.delta_as_nanos(self.began, self.counter.raw())
+        self.counter.delta_as_nanos(self.start, self.counter.raw())
     }
 }
 
@@ -50,7 +50,7 @@ mod tests {
     };
 
     #[test]
-    fn it_goes_as_fast_as_the_systems_clock() {
+    fn clock_runs_at_the_rate_of_the_system_clock() {
         let (outer, clock) = (Instant::now(), Clock::start());
         let inner = Instant::now();
         thread::sleep(Duration::from_millis(50));

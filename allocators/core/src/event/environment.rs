@@ -1,6 +1,6 @@
 //! The trace that `AQUIFER_TRACE` enables.
 
-use super::{Recorder, TraceFile, sinks::Both};
+use super::{Recorder, TraceFile, sinks::TeeSink};
 use crate::{MemoryError, Result};
 use std::{
     env,
@@ -8,7 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-const NAME: &str = "AQUIFER_TRACE";
+const VARIABLE: &str = "AQUIFER_TRACE";
 
 /// The trace of this process, shared by all pools.
 static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
@@ -29,19 +29,21 @@ impl Recorder {
     /// # Errors
     /// [`MemoryError::BadSetting`] if the file cannot be created.
     pub fn with_environment(own: Option<Arc<Self>>) -> Result<Option<Arc<Self>>> {
-        let Some(path) = env::var_os(NAME).filter(|path| !path.is_empty()) else { return Ok(own) };
+        let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) else {
+            return Ok(own);
+        };
         let trace = trace(Path::new(&path))?;
         Ok(Some(match own {
-            Some(own) if !Arc::ptr_eq(&own, &trace) => Arc::new(own.beside(&trace)),
+            Some(own) if !Arc::ptr_eq(&own, &trace) => Arc::new(own.tee(&trace)),
             _ => trace,
         }))
     }
 
     /// Returns a recorder with the clock of this one whose events reach the sinks of both.
-    fn beside(&self, other: &Self) -> Self {
+    fn tee(&self, other: &Self) -> Self {
         let offset_ns = other.clock.elapsed().wrapping_sub(self.clock.elapsed());
         let (first, second) = (self.sink.clone(), other.sink.clone());
-        Self::with_clock(Arc::new(Both { first, second, offset_ns }), self.clock.clone())
+        Self::with_clock(Arc::new(TeeSink { first, second, offset_ns }), self.clock.clone())
     }
 }
 
@@ -51,7 +53,7 @@ fn trace(path: &Path) -> Result<Arc<Recorder>> {
         return Ok(recorder.clone());
     }
     let file = TraceFile::create(path).map_err(|_| MemoryError::BadSetting {
-        name: NAME,
+        name: VARIABLE,
         value: path.display().to_string(),
         expected: "the path of a file that can be written",
     })?;

@@ -23,18 +23,18 @@ impl<T> PerProcess<T> {
     /// Returns the value of this process. In a child of a fork, the first call creates it from the
     /// parent's.
     pub(super) fn get(&self, make: impl FnOnce(&T) -> T) -> &T {
-        let here = process::id();
-        let mut known = self;
+        let current = process::id();
+        let mut entry = self;
         loop {
-            if known.process == here {
-                return &known.value;
+            if entry.process == current {
+                return &entry.value;
             }
-            match known.child.get() {
-                Some(child) => known = child,
+            match entry.child.get() {
+                Some(child) => entry = child,
                 None => {
-                    return &known
+                    return &entry
                         .child
-                        .get_or_init(|| Box::new(Self::new(make(&known.value))))
+                        .get_or_init(|| Box::new(Self::new(make(&entry.value))))
                         .value;
                 }
             }

@@ -49,12 +49,12 @@ pub struct RingSink {
     capacity: u64,
     /// The next free position.
     next: AtomicU64,
-    taken: Mutex<Taken>,
+    reader: Mutex<Reader>,
 }
 
 /// The reader's state.
 #[derive(Clone, Copy)]
-struct Taken {
+struct Reader {
     /// All earlier positions have been taken out or dropped.
     next: u64,
     dropped: u64,
@@ -72,16 +72,16 @@ impl Slot {
         Self { stamp: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
     }
 
-    fn written(place: u64) -> u64 {
-        2 * place + 2
+    fn written(position: u64) -> u64 {
+        2 * position + 2
     }
 
     /// Writes an event, unless the slot has a later one, or a writer that is a full round late is
     /// still writing.
     #[inline]
-    fn fill(&self, place: u64, event: &Event) {
+    fn fill(&self, position: u64, event: &Event) {
         let stamp = self.stamp.load(Ordering::Relaxed);
-        let writing = Self::written(place) - 1;
+        let writing = Self::written(position) - 1;
         if stamp >= writing || stamp % 2 == 1 {
             return;
         }
@@ -97,14 +97,14 @@ impl Slot {
             // Release: a reader that sees one of the words also sees the stamp of the write.
             word.store(value, Ordering::Release);
         }
-        self.stamp.store(Self::written(place), Ordering::Release);
+        self.stamp.store(Self::written(position), Ordering::Release);
     }
 
     /// Returns the event of this position if it is there and is not overwritten during the read.
     /// Otherwise returns the stamp.
-    fn read(&self, place: u64) -> Result<Option<Event>, u64> {
+    fn read(&self, position: u64) -> Result<Option<Event>, u64> {
         let stamp = self.stamp.load(Ordering::Acquire);
-        if stamp != Self::written(place) {
+        if stamp != Self::written(position) {
             return Err(stamp);
         }
         let words = std::array::from_fn(|at| self.words[at].load(Ordering::Acquire));
@@ -125,7 +125,7 @@ impl RingSink {
             slots: (0..slots).map(|_| Slot::new()).collect(),
             capacity: capacity as u64,
             next: AtomicU64::new(0),
-            taken: Mutex::new(Taken { next: 0, dropped: 0 }),
+            reader: Mutex::new(Reader { next: 0, dropped: 0 }),
         }
     }
 
@@ -133,7 +133,7 @@ impl RingSink {
     /// are not blocked.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
-        self.read(&mut self.taken.lock().unwrap_or_else(PoisonError::into_inner))
+        self.read(&mut self.reader.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns what [`take`](RingSink::take) would return, without removing it. Later events may
@@ -152,46 +152,46 @@ impl RingSink {
     /// ```
     #[must_use]
     pub fn kept(&self) -> Vec<Event> {
-        let mut from = *self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut from = *self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         self.read(&mut from)
     }
 
-    fn read(&self, taken: &mut Taken) -> Vec<Event> {
+    fn read(&self, reader: &mut Reader) -> Vec<Event> {
         let mut events = Vec::new();
         let end = self.next.load(Ordering::Acquire);
-        self.skip(taken, end);
-        while taken.next < end {
-            let Some(slot) = self.slot(taken.next) else { break };
-            match slot.read(taken.next) {
+        self.skip(reader, end);
+        while reader.next < end {
+            let Some(slot) = self.slot(reader.next) else { break };
+            match slot.read(reader.next) {
                 Ok(event) => events.extend(event),
                 // A later event has overwritten it.
-                Err(stamp) if stamp > Slot::written(taken.next) => taken.dropped += 1,
+                Err(stamp) if stamp > Slot::written(reader.next) => reader.dropped += 1,
                 // The event is outstanding, or was discarded because its slot was busy. The next
                 // round skips it.
                 Err(_) => break,
             }
-            taken.next += 1;
+            reader.next += 1;
         }
         events
     }
 
     /// Skips the positions that no longer fit into the ring.
-    fn skip(&self, taken: &mut Taken, end: u64) {
+    fn skip(&self, reader: &mut Reader, end: u64) {
         let first = end.saturating_sub(self.capacity);
-        taken.dropped += first.saturating_sub(taken.next);
-        taken.next = taken.next.max(first);
+        reader.dropped += first.saturating_sub(reader.next);
+        reader.next = reader.next.max(first);
     }
 
     #[inline]
-    fn slot(&self, place: u64) -> Option<&Slot> {
-        self.slots.get(place as usize & self.slots.len().wrapping_sub(1))
+    fn slot(&self, position: u64) -> Option<&Slot> {
+        self.slots.get(position as usize & self.slots.len().wrapping_sub(1))
     }
 }
 
 impl Sink for RingSink {
     fn record(&self, event: &Event) {
-        let place = self.next.fetch_add(1, Ordering::Relaxed);
-        self.fill(place, event);
+        let position = self.next.fetch_add(1, Ordering::Relaxed);
+        self.fill(position, event);
     }
 
     #[inline]
@@ -200,17 +200,17 @@ impl Sink for RingSink {
     }
 
     #[inline]
-    fn fill(&self, place: u64, event: &Event) {
-        if let Some(slot) = self.slot(place) {
-            slot.fill(place, event);
+    fn fill(&self, position: u64, event: &Event) {
+        if let Some(slot) = self.slot(position) {
+            slot.fill(position, event);
         }
     }
 
     /// Events that later ones have replaced by now, taken out or not.
     fn dropped(&self) -> u64 {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        self.skip(&mut taken, self.next.load(Ordering::Acquire));
-        taken.dropped
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        self.skip(&mut reader, self.next.load(Ordering::Acquire));
+        reader.dropped
     }
 }
 
@@ -275,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_event_is_the_same_after_it_has_been_in_a_slot() {
+    fn events_survive_encoding_unchanged() {
         let places = [
             Place::Device(DeviceId(u32::MAX)),
             Place::Host(Some(7)),

@@ -12,7 +12,7 @@
 //!
 //! So RMM's replay benchmark and scripts can read these logs.
 
-use super::{Action, Event, Place, Sink, lines::Lines, process::PerProcess};
+use super::{Action, Event, Place, Sink, line_file::LineFile, process::PerProcess};
 use std::{
     io,
     path::{Path, PathBuf},
@@ -47,9 +47,9 @@ use std::{
 #[derive(Debug)]
 pub struct RmmLog {
     path: PathBuf,
-    lines: PerProcess<Mutex<Lines>>,
+    lines: PerProcess<Mutex<LineFile>>,
     /// The time of day of the recorder's start, in microseconds.
-    began_us: u64,
+    start_us: u64,
 }
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
@@ -64,14 +64,14 @@ impl RmmLog {
     /// The operating system's error if the file cannot be created or its first line cannot be
     /// written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let lines = Lines::create(path, HEADER)?;
+        let lines = LineFile::create(path, HEADER)?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let began_us = (since.as_micros() % u128::from(DAY_US)) as u64;
-        Ok(Self { path: path.to_owned(), lines: PerProcess::new(Mutex::new(lines)), began_us })
+        let start_us = (since.as_micros() % u128::from(DAY_US)) as u64;
+        Ok(Self { path: path.to_owned(), lines: PerProcess::new(Mutex::new(lines)), start_us })
     }
 
-    fn lines(&self) -> MutexGuard<'_, Lines> {
-        let lines = self.lines.get(|_| Mutex::new(Lines::in_child(&self.path, HEADER)));
+    fn lines(&self) -> MutexGuard<'_, LineFile> {
+        let lines = self.lines.get(|_| Mutex::new(LineFile::in_child(&self.path, HEADER)));
         lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -97,9 +97,9 @@ impl RmmLog {
 
     /// Formats the time of day: `13:05:59.000001`.
     fn time(&self, at_ns: u64) -> String {
-        let us = (self.began_us + at_ns / 1000) % DAY_US;
-        let (s, below) = (us / 1_000_000, us % 1_000_000);
-        format!("{:02}:{:02}:{:02}.{below:06}", s / 3600, s / 60 % 60, s % 60)
+        let us = (self.start_us + at_ns / 1000) % DAY_US;
+        let (s, micros) = (us / 1_000_000, us % 1_000_000);
+        format!("{:02}:{:02}:{:02}.{micros:06}", s / 3600, s / 60 % 60, s % 60)
     }
 }
 

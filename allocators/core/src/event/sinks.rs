@@ -39,14 +39,14 @@ impl Sink for TracingSink {
 
 /// Passes each event to two sinks.
 #[derive(Debug)]
-pub(super) struct Both {
+pub(super) struct TeeSink {
     pub(super) first: Arc<dyn Sink>,
     pub(super) second: Arc<dyn Sink>,
     /// Added to an event's time for the second sink, whose recorder was created earlier. Wraps.
     pub(super) offset_ns: u64,
 }
 
-impl Sink for Both {
+impl Sink for TeeSink {
     fn record(&self, event: &Event) {
         self.first.record(event);
         self.second.record(&Event { at_ns: event.at_ns.wrapping_add(self.offset_ns), ..*event });

@@ -33,18 +33,18 @@
 //! segments are not bound to one stream, so each block has its own `stream` in addition to the
 //! segment's. PyTorch's tools ignore that key.
 
-mod cover;
 mod history;
 mod pickle;
+mod segments;
 mod word;
 
 pub use word::Word;
 
 use super::{Event, Place};
 use crate::{DeviceId, Tag};
-use cover::Cover;
-use history::{History, Live, Told};
+use history::{History, LiveBlock, TraceEntry};
 use pickle::Pickler;
+use segments::SegmentRanges;
 use std::{
     collections::BTreeMap,
     fs::File,
@@ -60,7 +60,7 @@ use super::Action;
 /// The maximum number of devices, since the list contains every ordinal from 0 on.
 const DEVICES: u32 = 1024;
 /// Block sizes are rounded up to this if there is room.
-const UNIT: u64 = 512;
+const SIZE_UNIT: u64 = 512;
 
 /// A memory snapshot that PyTorch's memory viewer and `_memory_viz.py` can read.
 ///
@@ -117,7 +117,7 @@ impl MemorySnapshot {
         for event in events {
             match event.place {
                 Place::Device(DeviceId(device)) if device < DEVICES => {
-                    snapshot.devices.entry(device).or_default().take(&event);
+                    snapshot.devices.entry(device).or_default().apply(&event);
                 }
                 _ => {}
             }
@@ -130,8 +130,8 @@ impl MemorySnapshot {
     pub fn hold(&mut self, device: DeviceId, block: HeldBlock) {
         let HeldBlock { address, bytes, stream, tag, at } = block;
         if device.0 < DEVICES {
-            let live = Live { bytes, stream, tag, freed: false, at };
-            self.devices.entry(device.0).or_default().hold(address, live);
+            let live = LiveBlock { bytes, stream, tag, freed: false, at };
+            self.devices.entry(device.0).or_default().add_live(address, live);
         }
     }
 
@@ -153,37 +153,40 @@ impl MemorySnapshot {
     /// # Errors
     /// The error of the writer.
     pub fn write_to(&self, out: impl Write) -> io::Result<()> {
-        let drawn: Vec<_> =
-            self.devices.iter().map(|(&device, history)| (device, Drawn::of(history))).collect();
+        let traces: Vec<_> = self
+            .devices
+            .iter()
+            .map(|(&device, history)| (device, DeviceTrace::of(history)))
+            .collect();
         let lists = self.devices.keys().next_back().map_or(0, |last| last + 1);
         let mut pickler = Pickler::begin(out)?;
         pickler.dict(|p| {
-            p.word(Word::Segments.text())?;
-            let segments = drawn.iter().flat_map(|(device, drawn)| {
-                drawn.segments.iter().map(move |range| (device, range))
+            p.memo_text(Word::Segments.text())?;
+            let segments = traces.iter().flat_map(|(device, trace)| {
+                trace.segments.iter().map(move |range| (device, range))
             });
             p.list(segments, |p, (device, range)| {
-                segment(p, *device, range, &self.devices[device])
+                write_segment(p, *device, range, &self.devices[device])
             })?;
-            p.word(Word::DeviceTraces.text())?;
+            p.memo_text(Word::DeviceTraces.text())?;
             p.list(0..lists, |p, device| {
-                let drawn =
-                    drawn.iter().find(|(other, _)| *other == device).map(|(_, drawn)| drawn);
-                let categories = drawn.is_some_and(Drawn::has_categories);
-                p.list(drawn.into_iter().flat_map(|d| &d.told), |p, told| {
-                    entry(p, told, categories)
+                let trace =
+                    traces.iter().find(|(other, _)| *other == device).map(|(_, trace)| trace);
+                let categories = trace.is_some_and(DeviceTrace::has_categories);
+                p.list(trace.into_iter().flat_map(|trace| &trace.entries), |p, entry| {
+                    write_entry(p, entry, categories)
                 })
             })?;
-            p.word("allocator_settings")?;
+            p.memo_text("allocator_settings")?;
             p.dict(|p| {
-                p.word("allocator")?;
+                p.memo_text("allocator")?;
                 p.text(concat!("aquifer ", env!("CARGO_PKG_VERSION")))?;
                 self.settings.iter().try_for_each(|(name, value)| {
                     p.text(name)?;
                     p.text(value)
                 })
             })?;
-            p.word("external_annotations")?;
+            p.memo_text("external_annotations")?;
             p.list::<()>([], |_, ()| Ok(()))
         })?;
         pickler.end()
@@ -191,73 +194,78 @@ impl MemorySnapshot {
 }
 
 /// The entries of one device, with the segments that contain their blocks.
-struct Drawn {
-    told: Vec<Told>,
+struct DeviceTrace {
+    entries: Vec<TraceEntry>,
     segments: Vec<Range<u64>>,
 }
 
-impl Drawn {
+impl DeviceTrace {
     fn of(history: &History) -> Self {
-        let mut cover = Cover::default();
-        for range in history.early() {
-            cover.add(range);
+        let mut segments = SegmentRanges::default();
+        for range in history.preexisting() {
+            segments.add(range);
         }
-        let mut told = Vec::with_capacity(history.told().len());
-        for one in history.told() {
-            if one.action == Word::Alloc {
-                for gap in cover.add(&(one.address..one.address.saturating_add(one.bytes))) {
+        let mut entries = Vec::with_capacity(history.entries().len());
+        for entry in history.entries() {
+            if entry.action == Word::Alloc {
+                for gap in segments.add(&(entry.address..entry.address.saturating_add(entry.bytes)))
+                {
                     let (address, bytes) = (gap.start, gap.end - gap.start);
-                    told.push(Told {
+                    entries.push(TraceEntry {
                         action: Word::SegmentMap,
                         address,
                         bytes,
                         tag: Tag::NONE,
-                        ..*one
+                        ..*entry
                     });
                 }
             }
-            told.push(*one);
+            entries.push(*entry);
         }
-        Self { told, segments: cover.ranges().collect() }
+        Self { entries, segments: segments.ranges().collect() }
     }
 
     /// Returns whether to write tags. The viewer expects entries without a tag next to entries with
     /// one.
     fn has_categories(&self) -> bool {
-        let tagged = self.told.iter().filter(|told| told.tag != Tag::NONE).count();
-        tagged > 0 && tagged < self.told.len()
+        let tagged = self.entries.iter().filter(|entry| entry.tag != Tag::NONE).count();
+        tagged > 0 && tagged < self.entries.len()
     }
 }
 
 /// Writes one entry of a trace.
-fn entry<W: Write>(p: &mut Pickler<W>, told: &Told, categories: bool) -> io::Result<()> {
+fn write_entry<W: Write>(
+    p: &mut Pickler<W>,
+    entry: &TraceEntry,
+    categories: bool,
+) -> io::Result<()> {
     p.dict(|p| {
-        p.word(Word::Action.text())?;
-        p.word(told.action.text())?;
-        if told.action == Word::Oom {
-            p.word("device_free")?;
+        p.memo_text(Word::Action.text())?;
+        p.memo_text(entry.action.text())?;
+        if entry.action == Word::Oom {
+            p.memo_text("device_free")?;
             p.int(0)?;
         } else {
-            p.word(Word::Addr.text())?;
-            p.int(told.address)?;
+            p.memo_text(Word::Addr.text())?;
+            p.int(entry.address)?;
         }
-        p.word(Word::Size.text())?;
-        p.int(told.bytes)?;
-        p.word(Word::Stream.text())?;
-        p.int(told.stream.into())?;
-        p.word("time_us")?;
-        p.int(told.at_ns / 1000)?;
+        p.memo_text(Word::Size.text())?;
+        p.int(entry.bytes)?;
+        p.memo_text(Word::Stream.text())?;
+        p.int(entry.stream.into())?;
+        p.memo_text("time_us")?;
+        p.int(entry.at_ns / 1000)?;
         if categories {
-            p.word("category")?;
+            p.memo_text("category")?;
             // The viewer's own name for a missing category.
-            p.word(if told.tag == Tag::NONE { "unknown" } else { told.tag.name() })?;
+            p.memo_text(if entry.tag == Tag::NONE { "unknown" } else { entry.tag.name() })?;
         }
         Ok(())
     })
 }
 
 /// Writes a segment with its blocks and the gaps between them.
-fn segment<W: Write>(
+fn write_segment<W: Write>(
     p: &mut Pickler<W>,
     device: u32,
     range: &Range<u64>,
@@ -271,7 +279,8 @@ fn segment<W: Write>(
             parts.push((at, address - at, None));
         }
         let room = blocks.peek().map_or(range.end, |(next, _)| *next) - address;
-        let size = live.bytes.checked_next_multiple_of(UNIT).map_or(room, |size| size.min(room));
+        let size =
+            live.bytes.checked_next_multiple_of(SIZE_UNIT).map_or(room, |size| size.min(room));
         parts.push((address, size, Some(live)));
         at = address + size;
         active += size;
@@ -283,7 +292,7 @@ fn segment<W: Write>(
         parts.push((at, range.end - at, None));
     }
     let number = |p: &mut Pickler<W>, name, value| {
-        p.word(name)?;
+        p.memo_text(name)?;
         p.int(value)
     };
     p.dict(|p| {
@@ -294,37 +303,37 @@ fn segment<W: Write>(
         number(p, "active_size", active)?;
         number(p, Word::RequestedSize.text(), requested)?;
         number(p, Word::Stream.text(), stream.unwrap_or(0).into())?;
-        p.word("segment_type")?;
-        p.word("large")?;
-        p.word("segment_pool_id")?;
+        p.memo_text("segment_type")?;
+        p.memo_text("large")?;
+        p.memo_text("segment_pool_id")?;
         p.pair(0, 0)?;
-        p.word("is_expandable")?;
-        p.truth(true)?;
-        p.word("frames")?;
+        p.memo_text("is_expandable")?;
+        p.boolean(true)?;
+        p.memo_text("frames")?;
         p.list::<()>([], |_, ()| Ok(()))?;
-        p.word(Word::Blocks.text())?;
+        p.memo_text(Word::Blocks.text())?;
         p.list(parts, |p, (address, size, live)| {
             p.dict(|p| {
                 number(p, Word::Address.text(), address)?;
                 number(p, Word::Size.text(), size)?;
                 number(p, Word::RequestedSize.text(), live.map_or(0, |live| live.bytes))?;
-                p.word(Word::State.text())?;
-                p.word(match live {
+                p.memo_text(Word::State.text())?;
+                p.memo_text(match live {
                     None => Word::Inactive.text(),
-                    Some(Live { freed: true, .. }) => Word::ActivePendingFree.text(),
+                    Some(LiveBlock { freed: true, .. }) => Word::ActivePendingFree.text(),
                     Some(_) => Word::ActiveAllocated.text(),
                 })?;
                 if let Some(live) = live {
                     number(p, Word::Stream.text(), live.stream.into())?;
                 }
-                p.word("frames")?;
+                p.memo_text("frames")?;
                 p.list(live.and_then(|live| live.at.map(|at| (at, live.tag))), |p, (at, tag)| {
                     p.dict(|p| {
-                        p.word("filename")?;
+                        p.memo_text("filename")?;
                         p.text(at.file())?;
                         number(p, "line", at.line().into())?;
-                        p.word("name")?;
-                        p.word(tag.name())
+                        p.memo_text("name")?;
+                        p.memo_text(tag.name())
                     })
                 })
             })

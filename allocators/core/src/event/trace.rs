@@ -42,7 +42,7 @@
 //! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
 //! is reported on the standard error stream.
 
-use super::{Action, BlockKind, Event, Place, Sink, lines::Lines, process::PerProcess};
+use super::{Action, BlockKind, Event, Place, Sink, line_file::LineFile, process::PerProcess};
 use crate::{DeviceId, Tag};
 use std::{
     collections::HashMap,
@@ -54,7 +54,7 @@ use std::{
 
 const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag";
 /// The maximum length of a tag's name, in bytes.
-const TAG: usize = 1024;
+const MAX_TAG_BYTES: usize = 1024;
 
 /// A sink that writes a trace file, line by line, so that the trace is complete up to the last
 /// event even if the program is killed. Each line costs a system call.
@@ -84,17 +84,17 @@ pub struct TraceFile {
 
 #[derive(Debug)]
 struct State {
-    lines: Lines,
+    lines: LineFile,
     /// Blocks that are not complete, by location and address. A freed block that is not complete
     /// still owns its bytes, so its address is unique.
-    blocks: HashMap<(Place, u64), Block>,
+    blocks: HashMap<(Place, u64), TracedBlock>,
     next: u64,
     /// The fields after `stream` of the current line.
     rest: String,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct TracedBlock {
     id: u64,
     bytes: u64,
     kind: BlockKind,
@@ -113,7 +113,7 @@ impl TraceFile {
     /// The operating system's error if the file cannot be created or its first line cannot be
     /// written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let state = State::new(Lines::create(path, HEADER)?);
+        let state = State::new(LineFile::create(path, HEADER)?);
         Ok(Self { template: path.to_owned(), state: PerProcess::new(Mutex::new(state)) })
     }
 
@@ -124,29 +124,29 @@ impl TraceFile {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        let child = |_: &_| Mutex::new(State::new(Lines::in_child(&self.template, HEADER)));
+        let child = |_: &_| Mutex::new(State::new(LineFile::in_child(&self.template, HEADER)));
         self.state.get(child).lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    fn new(lines: Lines) -> Self {
+    fn new(lines: LineFile) -> Self {
         Self { lines, blocks: HashMap::new(), next: 1, rest: String::new() }
     }
 
     /// Writes a line about the block of `event`.
-    fn write(&mut self, event: &Event, op: char, block: Block) {
-        let Block { id, bytes, kind, tag, .. } = block;
+    fn write(&mut self, event: &Event, op: char, block: TracedBlock) {
+        let TracedBlock { id, bytes, kind, tag, .. } = block;
         let place = event.place;
         self.rest.clear();
         // Writing to a string cannot fail.
-        let _ = write!(self.rest, "{},{},{}", kind.name(), At(place), Escaped(tag));
+        let _ = write!(self.rest, "{},{},{}", kind.name(), DeviceField(place), TagField(tag));
         let (at_us, stream, rest) = (event.at_ns / 1000, event.stream, &self.rest);
         self.lines.write(format_args!("{at_us},{op},{id},{bytes},{stream},{rest}"));
     }
 
     /// Writes the end of a block whose address has been reused.
-    fn end(&mut self, event: &Event, block: Block) {
+    fn write_end(&mut self, event: &Event, block: TracedBlock) {
         if !block.freed {
             self.write(event, 'f', block);
         }
@@ -159,10 +159,10 @@ impl State {
         match event.action {
             // Imported memory has no bytes here: it counts where it was allocated.
             Action::Allocate if bytes > 0 => {
-                let block = Block { id: self.next, bytes, kind, tag, freed: false };
+                let block = TracedBlock { id: self.next, bytes, kind, tag, freed: false };
                 self.next += 1;
                 if let Some(before) = self.blocks.insert(key, block) {
-                    self.end(event, before);
+                    self.write_end(event, before);
                 }
                 self.write(event, 'a', block);
             }
@@ -187,7 +187,7 @@ impl State {
                     Action::Reap => 's',
                     _ => 'x',
                 };
-                self.write(event, op, Block { id: 0, bytes, kind, tag, freed: false });
+                self.write(event, op, TracedBlock { id: 0, bytes, kind, tag, freed: false });
             }
             _ => {}
         }
@@ -207,9 +207,9 @@ impl Sink for TraceFile {
 }
 
 /// The value of the field `device`.
-struct At(Place);
+struct DeviceField(Place);
 
-impl fmt::Display for At {
+impl fmt::Display for DeviceField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Place::Device(DeviceId(device)) => write!(f, "{device}"),
@@ -220,14 +220,14 @@ impl fmt::Display for At {
 }
 
 /// The value of the field `tag`.
-struct Escaped(Tag);
+struct TagField(Tag);
 
-impl fmt::Display for Escaped {
+impl fmt::Display for TagField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0 == Tag::NONE {
             return Ok(());
         }
-        let within = |&(at, character): &(usize, char)| at + character.len_utf8() <= TAG;
+        let within = |&(at, character): &(usize, char)| at + character.len_utf8() <= MAX_TAG_BYTES;
         for (_, character) in self.0.name().char_indices().take_while(within) {
             match character {
                 ',' | '%' => write!(f, "%{:02X}", u32::from(character))?,

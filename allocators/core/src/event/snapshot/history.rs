@@ -20,7 +20,7 @@ use std::{
 
 /// An entry of a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Told {
+pub(super) struct TraceEntry {
     pub(super) action: Word,
     pub(super) at_ns: u64,
     pub(super) address: u64,
@@ -31,7 +31,7 @@ pub(super) struct Told {
 
 /// A block that exists at the end.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Live {
+pub(super) struct LiveBlock {
     pub(super) bytes: u64,
     pub(super) stream: u32,
     pub(super) tag: Tag,
@@ -43,12 +43,12 @@ pub(super) struct Live {
 /// The blocks of one device. Existing blocks never overlap.
 #[derive(Clone, Default, Debug)]
 pub(super) struct History {
-    told: Vec<Told>,
-    live: BTreeMap<u64, Live>,
+    entries: Vec<TraceEntry>,
+    live: BTreeMap<u64, LiveBlock>,
     /// Every address that an entry names.
-    named: HashSet<u64>,
+    known_addresses: HashSet<u64>,
     /// The ranges of blocks that existed before the first event.
-    early: Vec<Range<u64>>,
+    preexisting: Vec<Range<u64>>,
 }
 
 fn range(address: u64, bytes: u64) -> Range<u64> {
@@ -57,54 +57,56 @@ fn range(address: u64, bytes: u64) -> Range<u64> {
 
 impl History {
     /// Returns the entries, in order.
-    pub(super) fn told(&self) -> &[Told] {
-        &self.told
+    pub(super) fn entries(&self) -> &[TraceEntry] {
+        &self.entries
     }
 
     /// Returns the ranges of blocks that existed before the first event.
-    pub(super) fn early(&self) -> &[Range<u64>] {
-        &self.early
+    pub(super) fn preexisting(&self) -> &[Range<u64>] {
+        &self.preexisting
     }
 
     /// An iterator over the blocks in this address range that exist at the end, lowest first.
-    pub(super) fn live_in(&self, addresses: Range<u64>) -> impl Iterator<Item = (u64, &Live)> {
+    pub(super) fn live_in(&self, addresses: Range<u64>) -> impl Iterator<Item = (u64, &LiveBlock)> {
         self.live.range(addresses).map(|(&address, live)| (address, live))
     }
 
     /// Processes the next event.
-    pub(super) fn take(&mut self, event: &Event) {
+    pub(super) fn apply(&mut self, event: &Event) {
         let Event { at_ns, action, stream, address, bytes, tag, .. } = *event;
-        let told = |action| Told { action, at_ns, address, bytes, stream, tag };
+        let entry = |action| TraceEntry { action, at_ns, address, bytes, stream, tag };
         match action {
-            Action::Fail => self.told.push(told(Word::Oom)),
+            Action::Fail => self.entries.push(entry(Word::Oom)),
             _ if bytes == 0 => {}
             Action::Allocate => {
                 for (address, live) in self.overlapping(&range(address, bytes)) {
-                    self.end(address, live, at_ns);
+                    self.end_block(address, live, at_ns);
                 }
-                self.live.insert(address, Live { bytes, stream, tag, freed: false, at: None });
-                self.tell(told(Word::Alloc));
+                self.live.insert(address, LiveBlock { bytes, stream, tag, freed: false, at: None });
+                self.push(entry(Word::Alloc));
             }
             Action::Free => match self.live.get_mut(&address) {
                 Some(live) if live.freed => {}
                 Some(live) => {
                     live.freed = true;
-                    let told = Told { bytes: live.bytes, ..told(Word::FreeRequested) };
-                    self.tell(told);
+                    let entry = TraceEntry { bytes: live.bytes, ..entry(Word::FreeRequested) };
+                    self.push(entry);
                 }
                 None => {
-                    if self.was_there(address, bytes) {
-                        self.live
-                            .insert(address, Live { bytes, stream, tag, freed: true, at: None });
-                        self.tell(told(Word::FreeRequested));
+                    if self.record_preexisting(address, bytes) {
+                        self.live.insert(
+                            address,
+                            LiveBlock { bytes, stream, tag, freed: true, at: None },
+                        );
+                        self.push(entry(Word::FreeRequested));
                     }
                 }
             },
             Action::Complete => match self.live.get(&address).copied() {
-                Some(live) => self.end(address, live, at_ns),
+                Some(live) => self.end_block(address, live, at_ns),
                 None => {
-                    if self.was_there(address, bytes) {
-                        self.tell(told(Word::FreeCompleted));
+                    if self.record_preexisting(address, bytes) {
+                        self.push(entry(Word::FreeCompleted));
                     }
                 }
             },
@@ -115,24 +117,25 @@ impl History {
 
     /// Adds a block that is live at the end, unless events contradict it: they name its address, or
     /// have a block that overlaps it.
-    pub(super) fn hold(&mut self, address: u64, live: Live) {
-        if live.bytes > 0 && self.was_there(address, live.bytes) {
+    pub(super) fn add_live(&mut self, address: u64, live: LiveBlock) {
+        if live.bytes > 0 && self.record_preexisting(address, live.bytes) {
             self.live.insert(address, live);
         }
     }
 
     /// Returns whether a block that no event has named may have existed before the first event. If
     /// so, records its range.
-    fn was_there(&mut self, address: u64, bytes: u64) -> bool {
-        let early = range(address, bytes);
-        let can = !self.named.contains(&address) && self.overlapping(&early).is_empty();
-        if can {
-            self.early.push(early);
+    fn record_preexisting(&mut self, address: u64, bytes: u64) -> bool {
+        let preexisting = range(address, bytes);
+        let possible =
+            !self.known_addresses.contains(&address) && self.overlapping(&preexisting).is_empty();
+        if possible {
+            self.preexisting.push(preexisting);
         }
-        can
+        possible
     }
 
-    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Live)> {
+    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, LiveBlock)> {
         let before = self.live.range(..range.end).rev();
         // Existing blocks are disjoint, so the first one that ends before the range is the last to
         // visit.
@@ -143,18 +146,18 @@ impl History {
     }
 
     /// Records the end of a block, and its free if that was not seen.
-    fn end(&mut self, address: u64, live: Live, at_ns: u64) {
-        let Live { bytes, stream, tag, freed, .. } = live;
-        let told = |action| Told { action, at_ns, address, bytes, stream, tag };
+    fn end_block(&mut self, address: u64, live: LiveBlock, at_ns: u64) {
+        let LiveBlock { bytes, stream, tag, freed, .. } = live;
+        let entry = |action| TraceEntry { action, at_ns, address, bytes, stream, tag };
         if !freed {
-            self.tell(told(Word::FreeRequested));
+            self.push(entry(Word::FreeRequested));
         }
-        self.tell(told(Word::FreeCompleted));
+        self.push(entry(Word::FreeCompleted));
         self.live.remove(&address);
     }
 
-    fn tell(&mut self, told: Told) {
-        self.named.insert(told.address);
-        self.told.push(told);
+    fn push(&mut self, entry: TraceEntry) {
+        self.known_addresses.insert(entry.address);
+        self.entries.push(entry);
     }
 }

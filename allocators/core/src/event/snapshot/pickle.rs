@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Items of a list that are appended at once.
-const PIECE: usize = 1000;
+const BATCH: usize = 1000;
 
 /// Writes one pickle, from its first byte to [`end`](Pickler::end).
 pub(super) struct Pickler<W> {
@@ -32,13 +32,13 @@ impl<W: Write> Pickler<W> {
     }
 
     /// Writes a string of the format. Repeated strings are written as memo references.
-    pub(super) fn word(&mut self, text: &'static str) -> io::Result<()> {
-        if let Some(&place) = self.memo.get(text) {
-            return match u8::try_from(place) {
-                Ok(place) => self.out.write_all(&[b'h', place]),
+    pub(super) fn memo_text(&mut self, text: &'static str) -> io::Result<()> {
+        if let Some(&index) = self.memo.get(text) {
+            return match u8::try_from(index) {
+                Ok(index) => self.out.write_all(&[b'h', index]),
                 Err(_) => {
                     self.out.write_all(b"j")?;
-                    self.out.write_all(&place.to_le_bytes())
+                    self.out.write_all(&index.to_le_bytes())
                 }
             };
         }
@@ -75,7 +75,7 @@ impl<W: Write> Pickler<W> {
         }
     }
 
-    pub(super) fn truth(&mut self, value: bool) -> io::Result<()> {
+    pub(super) fn boolean(&mut self, value: bool) -> io::Result<()> {
         self.out.write_all(&[if value { 0x88 } else { 0x89 }])
     }
 
@@ -95,7 +95,7 @@ impl<W: Write> Pickler<W> {
         let mut items = items.into_iter().peekable();
         while items.peek().is_some() {
             self.out.write_all(b"(")?;
-            for item in items.by_ref().take(PIECE) {
+            for item in items.by_ref().take(BATCH) {
                 write(self, item)?;
             }
             self.out.write_all(b"e")?;
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_take_as_few_bytes_as_keep_them_whole() {
+    fn integers_use_the_fewest_bytes_that_keep_their_value() {
         assert_eq!(written(0), [b'K', 0]);
         assert_eq!(written(255), [b'K', 255]);
         assert_eq!(written(256), [b'M', 0, 1]);
@@ -138,19 +138,19 @@ mod tests {
     }
 
     #[test]
-    fn a_string_is_written_once() {
+    fn a_repeated_string_is_written_as_a_memo_reference() {
         let mut bytes = Vec::new();
         let mut pickler = Pickler::begin(&mut bytes).unwrap();
-        pickler.list(["addr", "size", "addr"], |p, word| p.word(word)).unwrap();
+        pickler.list(["addr", "size", "addr"], |p, word| p.memo_text(word)).unwrap();
         pickler.end().unwrap();
         assert_eq!(bytes, b"\x80\x04](X\x04\0\0\0addr\x94X\x04\0\0\0size\x94h\x00e.");
     }
 
     #[test]
-    fn a_long_list_is_appended_in_pieces() {
+    fn a_long_list_is_appended_in_batches() {
         let mut bytes = Vec::new();
         let mut pickler = Pickler::begin(&mut bytes).unwrap();
-        pickler.list(0..2 * PIECE as u64 + 1, |p, _| p.truth(true)).unwrap();
+        pickler.list(0..2 * BATCH as u64 + 1, |p, _| p.boolean(true)).unwrap();
         pickler.end().unwrap();
         assert_eq!(bytes.iter().filter(|&&byte| byte == b'e').count(), 3);
     }

@@ -12,100 +12,100 @@ use std::{
 };
 
 /// How long a flush waits for outstanding tickets.
-const PATIENCE: Duration = Duration::from_millis(100);
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The order of one recorder in one process.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct OrderedDelivery {
     tickets: AtomicU64,
-    early: Mutex<Early>,
+    buffer: Mutex<ReorderBuffer>,
 }
 
 /// Events that are not due yet.
 #[derive(Debug, Default)]
-struct Early {
+struct ReorderBuffer {
     next: u64,
-    waiting: BTreeMap<u64, Event>,
+    pending: BTreeMap<u64, Event>,
     /// Set while a thread delivers an event. That thread then delivers the ones that have become
     /// due.
-    busy: bool,
+    delivering: bool,
 }
 
-impl Early {
+impl ReorderBuffer {
     /// Removes the next due event.
-    fn due(&mut self) -> Option<Event> {
-        let first = self.waiting.first_entry().filter(|entry| *entry.key() <= self.next)?;
+    fn pop_due(&mut self) -> Option<Event> {
+        let first = self.pending.first_entry().filter(|entry| *entry.key() <= self.next)?;
         let (number, event) = first.remove_entry();
         self.next = self.next.max(number + 1);
         Some(event)
     }
 }
 
-impl Turns {
+impl OrderedDelivery {
     /// Takes the next ticket.
     pub(super) fn ticket(&self) -> u64 {
         self.tickets.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn early(&self) -> MutexGuard<'_, Early> {
-        self.early.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ReorderBuffer> {
+        self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Delivers an event to `sink` in its turn: in this call, unless an earlier ticket is
     /// outstanding or another event is being delivered. Events that waited for it follow. No lock
     /// is held while `sink` runs.
-    pub(super) fn pass(&self, number: u64, event: Event, sink: impl Fn(&Event)) {
-        let mut early = self.early();
-        if early.busy || number > early.next {
-            early.waiting.insert(number, event);
+    pub(super) fn deliver(&self, number: u64, event: Event, sink: impl Fn(&Event)) {
+        let mut buffer = self.lock();
+        if buffer.delivering || number > buffer.next {
+            buffer.pending.insert(number, event);
             return;
         }
         // An event that a flush has skipped is delivered now.
-        early.next = early.next.max(number + 1);
-        let early = self.call(early, &event, &sink);
-        self.hand_over(early, sink);
+        buffer.next = buffer.next.max(number + 1);
+        let buffer = self.call_sink(buffer, &event, &sink);
+        self.deliver_due(buffer, sink);
     }
 
     /// Delivers the due events, unless another thread is doing so.
-    fn hand_over<'a>(&'a self, mut early: MutexGuard<'a, Early>, sink: impl Fn(&Event)) {
-        if early.busy {
+    fn deliver_due<'a>(&'a self, mut buffer: MutexGuard<'a, ReorderBuffer>, sink: impl Fn(&Event)) {
+        if buffer.delivering {
             return;
         }
-        while let Some(event) = early.due() {
-            early = self.call(early, &event, &sink);
+        while let Some(event) = buffer.pop_due() {
+            buffer = self.call_sink(buffer, &event, &sink);
         }
     }
 
     /// Calls `sink` without the lock. New events from inside `sink` are queued.
-    fn call<'a>(
+    fn call_sink<'a>(
         &'a self,
-        mut early: MutexGuard<'a, Early>,
+        mut buffer: MutexGuard<'a, ReorderBuffer>,
         event: &Event,
         sink: impl Fn(&Event),
-    ) -> MutexGuard<'a, Early> {
-        early.busy = true;
-        drop(early);
+    ) -> MutexGuard<'a, ReorderBuffer> {
+        buffer.delivering = true;
+        drop(buffer);
         sink(event);
-        let mut early = self.early();
-        early.busy = false;
-        early
+        let mut buffer = self.lock();
+        buffer.delivering = false;
+        buffer
     }
 
     /// Waits up to a tenth of a second for outstanding tickets, then delivers the events that wait
     /// behind them.
     pub(super) fn flush(&self, sink: impl Fn(&Event)) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + FLUSH_TIMEOUT;
         loop {
-            let mut early = self.early();
-            if early.waiting.is_empty() && !early.busy {
+            let mut buffer = self.lock();
+            if buffer.pending.is_empty() && !buffer.delivering {
                 return;
             }
             if Instant::now() >= until {
-                early.next =
-                    early.waiting.last_key_value().map_or(early.next, |(last, _)| last + 1);
-                return self.hand_over(early, sink);
+                buffer.next =
+                    buffer.pending.last_key_value().map_or(buffer.next, |(last, _)| last + 1);
+                return self.deliver_due(buffer, sink);
             }
-            drop(early);
+            drop(buffer);
             thread::sleep(Duration::from_micros(50));
         }
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 /// The number of names that are tried.
-const NAMES: u32 = 1000;
+const MAX_NAMES: u32 = 1000;
 
 /// A file written line by line, so that the log is complete up to the last line even if the program
 /// is killed.
@@ -19,7 +19,7 @@ const NAMES: u32 = 1000;
 /// The file ends with the last complete line: after a failure nothing is written any more, since
 /// later lines may refer to the missing one.
 #[derive(Debug)]
-pub(super) struct Lines {
+pub(super) struct LineFile {
     path: PathBuf,
     /// `None` if it could not be created.
     file: Option<File>,
@@ -30,15 +30,15 @@ pub(super) struct Lines {
     dropped: u64,
 }
 
-impl Lines {
+impl LineFile {
     /// Creates or replaces the file and writes its first line. `%p` in `template` is replaced by
     /// the process id. A file that this or another process is writing is left alone, and the new
     /// one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
-        Self::begin(open(template, false)?, header)
+        Self::start(open_file(template, false)?, header)
     }
 
-    fn begin((file, path): (File, PathBuf), header: &str) -> io::Result<Self> {
+    fn start((file, path): (File, PathBuf), header: &str) -> io::Result<Self> {
         let line = String::with_capacity(128);
         let mut lines = Self { path, file: Some(file), bytes: 0, line, failed: false, dropped: 0 };
         lines.try_write(format_args!("{header}"))?;
@@ -47,8 +47,8 @@ impl Lines {
 
     /// Creates the file of a forked child. A failure is reported, and every line is dropped then.
     pub(super) fn in_child(template: &Path, header: &str) -> Self {
-        let begun = open(template, true).and_then(|opened| Self::begin(opened, header));
-        begun.unwrap_or_else(|error| {
+        let opened = open_file(template, true).and_then(|opened| Self::start(opened, header));
+        opened.unwrap_or_else(|error| {
             report(template, &error);
             let (path, line) = (template.to_owned(), String::new());
             Self { path, file: None, bytes: 0, line, failed: true, dropped: 0 }
@@ -107,23 +107,23 @@ fn report(path: &Path, error: &io::Error) {
 
 /// Opens the file for `template`, empty and locked against other writers. A child of a fork never
 /// uses a name that its parent may have.
-fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
+fn open_file(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     let process = process::id().to_string();
-    let named = replaced(template.as_os_str(), &process);
-    let tells_processes_apart = named.as_os_str() != template.as_os_str();
-    if (tells_processes_apart || !child)
-        && let Some(file) = take(&named, tells_processes_apart)?
+    let named = expand_process_id(template.as_os_str(), &process);
+    let is_unique_per_process = named.as_os_str() != template.as_os_str();
+    if (is_unique_per_process || !child)
+        && let Some(file) = open_exclusive(&named, is_unique_per_process)?
     {
         return Ok((file, named));
     }
-    for number in 1..NAMES {
-        let part = match (tells_processes_apart, number) {
+    for number in 1..MAX_NAMES {
+        let part = match (is_unique_per_process, number) {
             (false, 1) => process.clone(),
             (false, _) => format!("{process}.{number}"),
             (true, _) => format!("{}", number + 1),
         };
-        let path = with_part(&named, &part);
-        if let Some(file) = take(&path, true)? {
+        let path = insert_part(&named, &part);
+        if let Some(file) = open_exclusive(&path, true)? {
             return Ok((file, path));
         }
     }
@@ -131,8 +131,8 @@ fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
 }
 
 /// Opens and empties a file, unless it is being written. If files cannot be locked, only names that
-/// are unique to this process (`own`) are used.
-fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
+/// are unique to this process (`is_unique`) are used.
+fn open_exclusive(path: &Path, is_unique: bool) -> io::Result<Option<File>> {
     let file = File::options().write(true).create(true).truncate(false).open(path)?;
     if !file.metadata()?.is_file() {
         // A pipe or a terminal takes the lines of all processes.
@@ -140,7 +140,7 @@ fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
     }
     match file.try_lock() {
         Ok(()) => {}
-        Err(TryLockError::Error(_)) if own => {}
+        Err(TryLockError::Error(_)) if is_unique => {}
         Err(TryLockError::WouldBlock | TryLockError::Error(_)) => return Ok(None),
     }
     file.set_len(0)?;
@@ -148,7 +148,7 @@ fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
 }
 
 /// Replaces every `%p` in `template` by the process id.
-fn replaced(template: &OsStr, process: &str) -> PathBuf {
+fn expand_process_id(template: &OsStr, process: &str) -> PathBuf {
     let bytes = template.as_encoded_bytes();
     if !bytes.windows(2).any(|two| two == b"%p") {
         return template.into();
@@ -167,7 +167,7 @@ fn replaced(template: &OsStr, process: &str) -> PathBuf {
 }
 
 /// Inserts a part into a file name: `trace.csv` becomes `trace.PART.csv`.
-fn with_part(path: &Path, part: &str) -> PathBuf {
+fn insert_part(path: &Path, part: &str) -> PathBuf {
     let mut name = OsString::from(path.file_stem().unwrap_or_default());
     name.push(".");
     name.push(part);
@@ -185,13 +185,13 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "writes a file")]
-    fn a_file_ends_with_the_last_line_that_was_written_whole() {
+    fn after_a_failed_write_the_file_ends_with_the_last_complete_line() {
         let path = std::env::temp_dir().join(format!("aquifer-lines-{}", process::id()));
-        let mut lines = Lines::create(&path, "first").unwrap();
+        let mut lines = LineFile::create(&path, "first").unwrap();
         lines.write(format_args!("second"));
-        let disk = lines.file.replace(File::options().write(true).open("/dev/full").unwrap());
+        let regular = lines.file.replace(File::options().write(true).open("/dev/full").unwrap());
         lines.write(format_args!("third"));
-        lines.file = disk;
+        lines.file = regular;
         lines.write(format_args!("fourth"));
         assert_eq!(
             (std::fs::read_to_string(&path).unwrap().as_str(), lines.dropped()),
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_process_stands_in_the_name_where_it_is_asked_for() {
+    fn the_process_id_replaces_its_placeholder_in_the_file_name() {
         let table = [
             ("/tmp/trace.csv", "/tmp/trace.csv", "/tmp/trace.7.csv"),
             ("/tmp/%p/trace-%p.csv", "/tmp/7/trace-7.csv", "/tmp/7/trace-7.7.csv"),
@@ -209,9 +209,9 @@ mod tests {
             ("trace%p%", "trace7%", "trace7%.7"),
         ];
         for (template, expected, beside) in table {
-            let path = replaced(template.as_ref(), "7");
+            let path = expand_process_id(template.as_ref(), "7");
             assert_eq!(
-                (path.as_path(), with_part(&path, "7").as_path()),
+                (path.as_path(), insert_part(&path, "7").as_path()),
                 (expected.as_ref(), beside.as_ref())
             );
         }

@@ -3,17 +3,19 @@
 use std::{collections::BTreeMap, ops::Range};
 
 /// The granularity of segments, which is that of mapped memory.
-const GRAIN: u64 = 2 << 20;
+const GRANULARITY: u64 = 2 << 20;
 
 /// Disjoint ranges that do not touch each other, by start.
 #[derive(Clone, Default, Debug)]
-pub(super) struct Cover(BTreeMap<u64, u64>);
+pub(super) struct SegmentRanges(BTreeMap<u64, u64>);
 
-impl Cover {
-    /// Adds the whole grains that contain this range. Returns the newly covered ranges.
+impl SegmentRanges {
+    /// Adds the aligned units that contain this range. Returns the newly covered ranges.
     pub(super) fn add(&mut self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let (mut start, mut end) =
-            (range.start / GRAIN * GRAIN, range.end.div_ceil(GRAIN).saturating_mul(GRAIN));
+        let (mut start, mut end) = (
+            range.start / GRANULARITY * GRANULARITY,
+            range.end.div_ceil(GRANULARITY).saturating_mul(GRANULARITY),
+        );
         let mut gaps = Vec::new();
         let mut at = start;
         // Ranges that end at `start` or later. The last one that begins before it may be among
@@ -24,9 +26,9 @@ impl Cover {
             .next_back()
             .filter(|(_, to)| **to >= start)
             .map(|(from, _)| *from);
-        let met: Vec<_> =
+        let touching: Vec<_> =
             self.0.range(first.unwrap_or(start)..=end).map(|(from, to)| (*from, *to)).collect();
-        for (from, to) in met {
+        for (from, to) in touching {
             if at < from {
                 gaps.push(at..from);
             }
@@ -53,7 +55,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn what_is_added_is_told_once_and_neighbours_become_one() {
+    fn each_new_range_is_returned_once_and_neighbours_are_merged() {
         let mut state = 1_u64;
         let mut below = |most: u64| {
             state = state
@@ -62,25 +64,25 @@ mod tests {
             (state >> 33) % most
         };
         for _ in 0..if cfg!(miri) { 4 } else { 200 } {
-            let (mut cover, mut grains) = (Cover::default(), BTreeSet::new());
+            let (mut segments, mut grains) = (SegmentRanges::default(), BTreeSet::new());
             for _ in 0..20 {
-                let start = below(40) * (GRAIN / 2) + below(GRAIN / 2);
-                let range = start..start + 1 + below(5 * GRAIN);
-                let told: Vec<_> = cover
+                let start = below(40) * (GRANULARITY / 2) + below(GRANULARITY / 2);
+                let range = start..start + 1 + below(5 * GRANULARITY);
+                let added: Vec<_> = segments
                     .add(&range)
                     .into_iter()
-                    .flat_map(|gap| gap.step_by(GRAIN as usize))
+                    .flat_map(|gap| gap.step_by(GRANULARITY as usize))
                     .collect();
-                let new: Vec<_> = (range.start / GRAIN..range.end.div_ceil(GRAIN))
-                    .map(|grain| grain * GRAIN)
+                let new: Vec<_> = (range.start / GRANULARITY..range.end.div_ceil(GRANULARITY))
+                    .map(|grain| grain * GRANULARITY)
                     .filter(|grain| grains.insert(*grain))
                     .collect();
-                assert_eq!(told, new);
+                assert_eq!(added, new);
             }
-            let ranges: Vec<_> = cover.ranges().collect();
+            let ranges: Vec<_> = segments.ranges().collect();
             assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
             let all: Vec<_> =
-                ranges.into_iter().flat_map(|range| range.step_by(GRAIN as usize)).collect();
+                ranges.into_iter().flat_map(|range| range.step_by(GRANULARITY as usize)).collect();
             assert_eq!(all, grains.into_iter().collect::<Vec<_>>());
         }
     }
