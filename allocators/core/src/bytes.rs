@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_have_binary_units_and_must_fit() {
+    fn parse_accepts_binary_units_and_rejects_everything_else() {
         let read = ["7", "7B", "7KiB", "7MiB", "7GiB", "7TiB"].map(Bytes::parse);
         assert_eq!(read, [0, 0, 10, 20, 30, 40].map(|shift| Some(Bytes(7 << shift))));
         for wrong in

@@ -80,7 +80,7 @@ pub trait OpaqueBlock {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>);
 }
 
-macro_rules! behind {
+macro_rules! forward_opaque {
     ($($pointer:ty),*) => {$(
         impl<M: Opaque + ?Sized> Opaque for $pointer {
             type Stream = M::Stream;
@@ -103,4 +103,4 @@ macro_rules! behind {
 }
 
 // Pointers to a source are sources too, so that wrappers also work over borrowed and `dyn` pools.
-behind!(&M, Arc<M>);
+forward_opaque!(&M, Arc<M>);

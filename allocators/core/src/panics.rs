@@ -19,8 +19,8 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Option<R> {
         Ok(answer) => Some(answer),
         Err(panic) => {
             // The drop of the panic payload may panic too. That second payload is leaked.
-            if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(panic))) {
-                let _kept = ManuallyDrop::new(again);
+            if let Err(second) = catch_unwind(AssertUnwindSafe(move || drop(panic))) {
+                let _leaked = ManuallyDrop::new(second);
             }
             None
         }

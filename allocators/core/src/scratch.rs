@@ -21,9 +21,9 @@ pub use bumpalo::Bump;
 use std::{fmt, mem, ops::Deref};
 
 /// Bytes allocated from the start.
-const FIRST: usize = 4 << 10;
+const INITIAL_BYTES: usize = 4 << 10;
 /// The number of arenas kept, for nested or concurrent passes.
-const KEPT: usize = 4;
+const MAX_IDLE: usize = 4;
 
 /// A list of a pass.
 pub type List<'s, T> = AllocVec<T, &'s Bump>;
@@ -54,9 +54,9 @@ impl Scratch {
     /// Creates it with one arena of 4 KiB.
     #[must_use]
     pub fn new() -> Self {
-        let mut idle = Vec::with_capacity(KEPT);
+        let mut idle = Vec::with_capacity(MAX_IDLE);
         // If this allocation fails, the first pass allocates instead.
-        idle.extend(Bump::try_with_capacity(FIRST));
+        idle.extend(Bump::try_with_capacity(INITIAL_BYTES));
         Self { idle: Mutex::new(idle) }
     }
 
@@ -64,7 +64,7 @@ impl Scratch {
     #[must_use]
     pub fn begin(&self) -> Pass<'_> {
         let idle = lock(&self.idle).pop();
-        Pass { bump: idle.unwrap_or_default(), of: self }
+        Pass { bump: idle.unwrap_or_default(), scratch: self }
     }
 }
 
@@ -86,7 +86,7 @@ impl fmt::Debug for Scratch {
 #[derive(Debug)]
 pub struct Pass<'a> {
     bump: Bump,
-    of: &'a Scratch,
+    scratch: &'a Scratch,
 }
 
 impl Deref for Pass<'_> {
@@ -101,7 +101,7 @@ impl Drop for Pass<'_> {
     fn drop(&mut self) {
         self.bump.reset();
         let bump = mem::take(&mut self.bump);
-        let mut idle = lock(&self.of.idle);
+        let mut idle = lock(&self.scratch.idle);
         if idle.len() < idle.capacity() {
             idle.push(bump);
         } else {
@@ -116,10 +116,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pass_finds_the_chunk_that_the_one_before_it_has_grown() {
+    fn a_pass_reuses_the_memory_of_the_previous_pass() {
         let scratch = Scratch::new();
         let pass = scratch.begin();
-        assert!(pass.allocated_bytes() >= FIRST);
+        assert!(pass.allocated_bytes() >= INITIAL_BYTES);
         let many: u64 = if cfg!(miri) { 8_000 } else { 100_000 };
         let all = list(&pass, 0..many);
         assert_eq!(all.len() as u64, many);
@@ -134,14 +134,14 @@ mod tests {
     }
 
     #[test]
-    fn passes_within_each_other_do_not_share_and_the_last_few_are_kept() {
+    fn nested_passes_have_separate_arenas_of_which_a_few_are_kept() {
         let scratch = Scratch::new();
         let outer = scratch.begin();
         let ours = list(&outer, [1; 100]);
-        let others: Vec<_> = (0..2 * KEPT).map(|_| scratch.begin()).collect();
+        let others: Vec<_> = (0..2 * MAX_IDLE).map(|_| scratch.begin()).collect();
         others.iter().for_each(|pass| assert_eq!(list(pass, [2; 100]).len(), 100));
         drop(others);
-        assert_eq!(lock(&scratch.idle).len(), KEPT);
+        assert_eq!(lock(&scratch.idle).len(), MAX_IDLE);
         assert!(ours.iter().all(|one| *one == 1));
     }
 }

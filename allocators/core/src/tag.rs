@@ -17,18 +17,19 @@ use std::{cell::Cell, collections::BTreeMap, fmt, sync::Mutex};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(u16);
 
-struct Names {
+struct TagNames {
     by_name: BTreeMap<&'static str, u16>,
     by_tag: Vec<&'static str>,
 }
 
-static NAMES: Mutex<Names> = Mutex::new(Names { by_name: BTreeMap::new(), by_tag: Vec::new() });
+static NAMES: Mutex<TagNames> =
+    Mutex::new(TagNames { by_name: BTreeMap::new(), by_tag: Vec::new() });
 
 thread_local! {
     // `const` and without a destructor, so that an allocator may read it at any time in a thread's
     // life.
     static CURRENT: Cell<u16> = const { Cell::new(0) };
-    static FOLLOWER: Cell<Option<fn()>> = const { Cell::new(None) };
+    static OBSERVER: Cell<Option<fn()>> = const { Cell::new(None) };
 }
 
 /// Sets the function that is called after each change of this thread's current tag. Replaces the
@@ -36,15 +37,15 @@ thread_local! {
 ///
 /// For the global allocator, which then needs no lookup at each allocation. Not for other use, so
 /// it has no example.
-pub fn follow(told: fn()) {
-    FOLLOWER.set(Some(told));
+pub fn follow(observer: fn()) {
+    OBSERVER.set(Some(observer));
 }
 
 /// Sets the thread's current tag and returns the previous one.
-fn change_to(tag: u16) -> u16 {
+fn set_current(tag: u16) -> u16 {
     let before = CURRENT.replace(tag);
-    if let Some(told) = FOLLOWER.get() {
-        told();
+    if let Some(observer) = OBSERVER.get() {
+        observer();
     }
     before
 }
@@ -126,9 +127,9 @@ pub fn tagged<R>(tag: Tag, work: impl FnOnce() -> R) -> R {
     struct Restore(u16);
     impl Drop for Restore {
         fn drop(&mut self) {
-            change_to(self.0);
+            set_current(self.0);
         }
     }
-    let _restore = Restore(change_to(tag.0));
+    let _restore = Restore(set_current(tag.0));
     work()
 }

@@ -41,64 +41,64 @@ pub const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// The condition that a task waits for.
 #[derive(Clone)]
-enum Until {
+enum WaitCondition {
     /// The pause is over.
-    Due,
+    Elapsed,
     /// A gate opens or fails.
-    Open(Arc<dyn Gate>),
+    GateOpen(Arc<dyn Gate>),
 }
 
-impl Until {
-    fn is_over(&self) -> bool {
+impl WaitCondition {
+    fn is_met(&self) -> bool {
         match self {
-            Self::Due => true,
-            Self::Open(gate) => gate.wait(Some(Instant::now())) != Ok(false),
+            Self::Elapsed => true,
+            Self::GateOpen(gate) => gate.wait(Some(Instant::now())) != Ok(false),
         }
     }
 }
 
-struct Entry {
+struct WakeEntry {
     due: Instant,
     pause: Duration,
-    until: Until,
+    condition: WaitCondition,
     waker: Waker,
 }
 
 #[derive(Default)]
 struct State {
     /// Waits by number. The numbers only identify them.
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, WakeEntry>,
     thread: Option<Thread>,
 }
 
 /// The waits of one process.
-struct Watch {
+struct PendingWaits {
     process: u32,
-    numbers: AtomicU64,
+    next_number: AtomicU64,
     state: Mutex<State>,
     /// The state of a child of `fork`, where this state's lock may be held by a thread that does
     /// not exist.
-    child: OnceLock<Box<Watch>>,
+    child: OnceLock<Box<PendingWaits>>,
 }
 
-impl Watch {
+impl PendingWaits {
     fn new() -> Self {
         Self {
             process: process::id(),
-            numbers: AtomicU64::new(0),
+            next_number: AtomicU64::new(0),
             state: Mutex::default(),
             child: OnceLock::new(),
         }
     }
 
     /// Returns the state of this process.
-    fn here() -> &'static Self {
-        static FIRST: OnceLock<Watch> = OnceLock::new();
-        let (mut watch, here) = (FIRST.get_or_init(Self::new), process::id());
-        while watch.process != here {
-            watch = watch.child.get_or_init(|| Box::new(Self::new()));
+    fn of_this_process() -> &'static Self {
+        static FIRST: OnceLock<PendingWaits> = OnceLock::new();
+        let (mut waits, current) = (FIRST.get_or_init(Self::new), process::id());
+        while waits.process != current {
+            waits = waits.child.get_or_init(|| Box::new(Self::new()));
         }
-        watch
+        waits
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -108,9 +108,10 @@ impl Watch {
 
     /// Begins a wait. If the thread cannot be started, the task is woken at once, and so polls in a
     /// busy loop.
-    fn begin(&'static self, until: Until, pause: Duration, waker: &Waker) -> u64 {
-        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        let entry = Entry { due: Instant::now() + pause, pause, until, waker: waker.clone() };
+    fn register(&'static self, condition: WaitCondition, pause: Duration, waker: &Waker) -> u64 {
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let entry =
+            WakeEntry { due: Instant::now() + pause, pause, condition, waker: waker.clone() };
         let thread = {
             let mut state = self.state();
             state.entries.insert(number, entry);
@@ -124,7 +125,7 @@ impl Watch {
         match thread {
             Some(thread) => thread.unpark(),
             None => {
-                self.end(number);
+                self.unregister(number);
                 waker.wake_by_ref();
             }
         }
@@ -132,7 +133,7 @@ impl Watch {
     }
 
     /// Replaces the waker of a wait. Returns whether the wait still exists.
-    fn renew(&self, number: u64, waker: &Waker) -> bool {
+    fn replace_waker(&self, number: u64, waker: &Waker) -> bool {
         // Wakers are foreign code: the new one is cloned before the lock, and the old one is
         // dropped after it.
         let new = waker.clone();
@@ -144,26 +145,26 @@ impl Watch {
         old.is_some()
     }
 
-    fn end(&self, number: u64) {
-        let ended = self.state().entries.remove(&number);
+    fn unregister(&self, number: u64) {
+        let removed = self.state().entries.remove(&number);
         // The gate may hold the last reference to a stream, whose drop calls the driver.
-        drop(ended);
+        drop(removed);
     }
 
     /// The main loop of the thread.
     fn run(&self) {
         loop {
             let now = Instant::now();
-            let due: Vec<(u64, Until)> = {
+            let due: Vec<(u64, WaitCondition)> = {
                 let state = self.state();
                 let due = state.entries.iter().filter(|(_, entry)| entry.due <= now);
-                due.map(|(number, entry)| (*number, entry.until.clone())).collect()
+                due.map(|(number, entry)| (*number, entry.condition.clone())).collect()
             };
-            for (number, until) in due {
-                let over = catch_unwind(AssertUnwindSafe(|| until.is_over())).unwrap_or(true);
-                let ended = {
+            for (number, condition) in due {
+                let met = catch_unwind(AssertUnwindSafe(|| condition.is_met())).unwrap_or(true);
+                let removed = {
                     let mut state = self.state();
-                    if over {
+                    if met {
                         state.entries.remove(&number)
                     } else {
                         if let Some(entry) = state.entries.get_mut(&number) {
@@ -173,8 +174,8 @@ impl Watch {
                         None
                     }
                 };
-                if let Some(Entry { waker, until, .. }) = ended {
-                    drop(until);
+                if let Some(WakeEntry { waker, condition, .. }) = removed {
+                    drop(condition);
                     // A panic of a waker must not end the thread.
                     let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
                 }
@@ -212,7 +213,7 @@ impl Watch {
 /// ```
 #[derive(Default)]
 pub struct Alarm {
-    set: Option<(&'static Watch, u64)>,
+    set: Option<(&'static PendingWaits, u64)>,
 }
 
 impl Alarm {
@@ -224,30 +225,31 @@ impl Alarm {
 
     /// Calls `waker` once `pause` is over. Replaces a waker that was set before.
     pub fn after(&mut self, pause: Duration, waker: &Waker) {
-        self.set(Until::Due, pause, waker);
+        self.set(WaitCondition::Elapsed, pause, waker);
     }
 
     /// Calls `waker` once `gate` is open or fails. Replaces a waker that was set before.
     pub fn when(&mut self, gate: Arc<dyn Gate>, waker: &Waker) {
         // An existing wait for the gate continues with its own pause.
-        let goes_on = self.set.as_ref().is_some_and(|(watch, number)| watch.renew(*number, waker));
-        if !goes_on {
-            self.set(Until::Open(gate), SHORTEST_PAUSE, waker);
+        let registered =
+            self.set.as_ref().is_some_and(|(waits, number)| waits.replace_waker(*number, waker));
+        if !registered {
+            self.set(WaitCondition::GateOpen(gate), SHORTEST_PAUSE, waker);
         }
     }
 
     /// Cancels the alarm: the waker is not called from now on, except for a call that is in
     /// progress.
     pub fn clear(&mut self) {
-        if let Some((watch, number)) = self.set.take() {
-            watch.end(number);
+        if let Some((waits, number)) = self.set.take() {
+            waits.unregister(number);
         }
     }
 
-    fn set(&mut self, until: Until, pause: Duration, waker: &Waker) {
+    fn set(&mut self, condition: WaitCondition, pause: Duration, waker: &Waker) {
         self.clear();
-        let watch = Watch::here();
-        self.set = Some((watch, watch.begin(until, pause, waker)));
+        let waits = PendingWaits::of_this_process();
+        self.set = Some((waits, waits.register(condition, pause, waker)));
     }
 }
 

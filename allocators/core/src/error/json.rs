@@ -11,14 +11,14 @@ enum Value<'a> {
     Text(&'a str),
     Object(&'a [(&'static str, Value<'a>)]),
     /// JSON text that is already serialised.
-    Written(String),
+    Raw(String),
 }
 
-use Value::{Bool, Null, Number, Object, Text, Written};
+use Value::{Bool, Null, Number, Object, Raw, Text};
 
-pub(super) fn of(error: &OutOfMemory) -> String {
+pub(super) fn serialise_error(error: &OutOfMemory) -> String {
     let refused = error.refused.as_ref().map_or(Null, |refused| {
-        Written(written(&Object(&[
+        Raw(serialise(&Object(&[
             ("budget", Text(refused.budget)),
             ("requested", Number(refused.requested)),
             ("current", Number(refused.current)),
@@ -27,48 +27,48 @@ pub(super) fn of(error: &OutOfMemory) -> String {
         ])))
     });
     let driver = error.driver.as_ref().map_or(Null, |driver| {
-        Written(written(&Object(&[
+        Raw(serialise(&Object(&[
             ("call", Text(driver.call)),
             ("code", Number(driver.code.into())),
             ("name", Text(driver.name)),
         ])))
     });
     let raise = list(&error.raise, |raise| {
-        written(&Object(&[
+        serialise(&Object(&[
             ("budget", Text(raise.budget)),
             ("by", Number(raise.by)),
             ("to", Number(raise.to)),
         ]))
     });
     let stranded = list(&error.stranded, |stream| {
-        written(&Object(&[
+        serialise(&Object(&[
             ("stream", Number(stream.stream.into())),
             ("cached", Number(stream.cached)),
             ("pending", Number(stream.pending)),
         ]))
     });
     let in_use = list(&error.in_use, |user| {
-        written(&Object(&[("stream", Number(user.stream.into())), ("bytes", Number(user.bytes))]))
+        serialise(&Object(&[("stream", Number(user.stream.into())), ("bytes", Number(user.bytes))]))
     });
     let holders = list(&error.holders, |holder| {
-        written(&Object(&[
+        serialise(&Object(&[
             ("tag", Text(holder.tag.name())),
             ("bytes", Number(holder.bytes)),
             ("blocks", Number(holder.blocks)),
         ]))
     });
     let tenants = list(&error.tenants, |tenant| {
-        written(&Object(&[
+        serialise(&Object(&[
             ("name", Text(tenant.name)),
             ("live", Number(tenant.live)),
             ("limit", Number(tenant.limit)),
         ]))
     });
     let tried = list(&error.tried, |tried| {
-        written(&Object(&[("step", Text(tried.step)), ("gave", Number(tried.gave))]))
+        serialise(&Object(&[("step", Text(tried.step)), ("gave", Number(tried.gave))]))
     });
     let remedy = error.remedy().to_string();
-    written(&Object(&[
+    serialise(&Object(&[
         ("place", Text(&error.place)),
         ("requested", Number(error.requested)),
         ("refused", refused),
@@ -94,16 +94,16 @@ pub(super) fn of(error: &OutOfMemory) -> String {
 
 fn list<T>(all: &[T], one: impl Fn(&T) -> String) -> Value<'static> {
     let all: Vec<String> = all.iter().map(one).collect();
-    Written(format!("[{}]", all.join(",")))
+    Raw(format!("[{}]", all.join(",")))
 }
 
-fn written(value: &Value<'_>) -> String {
+fn serialise(value: &Value<'_>) -> String {
     let mut out = String::new();
-    write(value, &mut out);
+    write_value(value, &mut out);
     out
 }
 
-fn write(value: &Value<'_>, out: &mut String) {
+fn write_value(value: &Value<'_>, out: &mut String) {
     match value {
         Null => out.push_str("null"),
         Number(number) => out.push_str(&number.to_string()),
@@ -117,11 +117,11 @@ fn write(value: &Value<'_>, out: &mut String) {
                 }
                 quote(name, out);
                 out.push(':');
-                write(value, out);
+                write_value(value, out);
             }
             out.push('}');
         }
-        Written(text) => out.push_str(text),
+        Raw(text) => out.push_str(text),
     }
 }
 

@@ -81,7 +81,7 @@ mod tests {
     use crate::MemoryError;
 
     #[test]
-    fn each_reason_says_what_to_do() {
+    fn each_reason_names_a_remedy_or_the_driver_error() {
         let start =
             |code, name| NoGpu::Start(DriverError { call: "cuInit", code, name }).to_string();
         assert!(NoGpu::NoLibrary.to_string().contains("install"));

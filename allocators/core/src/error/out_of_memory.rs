@@ -141,14 +141,14 @@ impl OutOfMemory {
     }
 
     /// Returns whether the request exceeds the total memory of the place.
-    pub(super) fn is_beyond(&self) -> bool {
+    pub(super) fn exceeds_capacity(&self) -> bool {
         self.capacity > 0 && self.requested > self.capacity
     }
 
     /// Returns the recommended action.
     #[must_use]
     pub fn remedy(&self) -> Remedy<'_> {
-        Remedy::of(self)
+        Remedy::for_error(self)
     }
 
     /// Returns the whole error as one JSON object on one line, for logs that a program reads.
@@ -158,12 +158,12 @@ impl OutOfMemory {
     /// [remedy](OutOfMemory::remedy) is under `do`.
     #[must_use]
     pub fn to_json(&self) -> String {
-        json::of(self)
+        json::serialise_error(self)
     }
 }
 
 /// Entries of each list that the text shows.
-const SHOWN: usize = 3;
+const MAX_SHOWN: usize = 3;
 
 crate::__debug_as_display!(OutOfMemory);
 
@@ -177,7 +177,7 @@ impl fmt::Display for OutOfMemory {
         if let Some(driver) = &self.driver {
             writeln!(f, "  refused by  {driver}")?;
         }
-        if self.is_beyond() {
+        if self.exceeds_capacity() {
             writeln!(f, "  refused by  {}, which has {} in all", self.place, Bytes(self.capacity))?;
         }
         writeln!(
@@ -192,16 +192,16 @@ impl fmt::Display for OutOfMemory {
             writeln!(f, "  graphs      {} held for them, live or free", Bytes(self.graphs))?;
         }
         writeln!(f, "  largest     {} free in one range", Bytes(self.largest_free))?;
-        for holder in self.holders.iter().take(SHOWN) {
+        for holder in self.holders.iter().take(MAX_SHOWN) {
             let unit = if holder.blocks == 1 { "block" } else { "blocks" };
             let (bytes, blocks) = (Bytes(holder.bytes), holder.blocks);
             writeln!(f, "  holder      {bytes} in {blocks} {unit}: \"{}\"", holder.tag)?;
         }
-        for tenant in self.tenants.iter().take(SHOWN) {
+        for tenant in self.tenants.iter().take(MAX_SHOWN) {
             let (live, limit) = (Bytes(tenant.live), Bytes(tenant.limit));
             writeln!(f, "  tenant      {live} of {limit}: \"{}\"", tenant.name)?;
         }
-        for s in self.stranded.iter().take(SHOWN) {
+        for s in self.stranded.iter().take(MAX_SHOWN) {
             writeln!(
                 f,
                 "  stream {:<4} {} cached, {} pending",
@@ -210,7 +210,7 @@ impl fmt::Display for OutOfMemory {
                 Bytes(s.pending)
             )?;
         }
-        for s in self.in_use.iter().take(SHOWN) {
+        for s in self.in_use.iter().take(MAX_SHOWN) {
             writeln!(f, "  stream {:<4} still uses {} of freed blocks", s.stream, Bytes(s.bytes))?;
         }
         if !self.tried.is_empty() {

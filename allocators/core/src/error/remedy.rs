@@ -113,7 +113,7 @@ impl fmt::Display for Limits<'_> {
 }
 
 impl<'a> Remedy<'a> {
-    pub(super) fn of(error: &'a OutOfMemory) -> Self {
+    pub(super) fn for_error(error: &'a OutOfMemory) -> Self {
         let requested = error.requested;
         let refused = error.refused.as_ref();
         let raise = match (error.raise.split_first(), refused) {
@@ -126,7 +126,7 @@ impl<'a> Remedy<'a> {
         };
         let most = error.raise.iter().map(|raise| raise.by).max();
         let missing = most.or(refused.map(OutOfBudget::missing)).unwrap_or(requested);
-        if error.is_beyond() {
+        if error.exceeds_capacity() {
             return Self::BeyondPlace { place: &error.place, capacity: error.capacity };
         }
         if let (Some(raise), Some(_)) = (raise, refused.filter(|refused| refused.limit < requested))
@@ -138,14 +138,14 @@ impl<'a> Remedy<'a> {
         }
         // Raising a limit beyond the total memory of the place does not help.
         let within = |raise: &Limits<'_>| error.capacity == 0 || raise.to <= error.capacity;
-        let others: u64 = error.stranded.iter().map(|stream| stream.cached).sum();
-        let waiting = error.pending.max(error.in_use.iter().map(|user| user.bytes).sum());
-        if waiting > 0 && waiting.saturating_add(others) >= missing {
+        let stranded: u64 = error.stranded.iter().map(|stream| stream.cached).sum();
+        let unfinished = error.pending.max(error.in_use.iter().map(|user| user.bytes).sum());
+        if unfinished > 0 && unfinished.saturating_add(stranded) >= missing {
             return match error.in_use.split_first() {
                 Some((user, rest)) if rest.is_empty() || user.bytes >= missing => {
                     Self::Synchronise { stream: Some(user.stream), bytes: user.bytes }
                 }
-                _ => Self::Synchronise { stream: None, bytes: waiting },
+                _ => Self::Synchronise { stream: None, bytes: unfinished },
             };
         }
         let free = error.cached.saturating_add(refused.map_or(0, |refused| refused.remaining));
