@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_at_most_an_eighth_too_long_and_exact_up_to_sixteen_units() {
+    fn slots_exceed_the_request_by_at_most_an_eighth_and_by_nothing_up_to_sixteen_units() {
         for units in 1..=LARGEST {
             let slot = units_of(class_of(units));
             assert!((slot - units) * 8 <= units, "{units} got {slot}");
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_multiple_of_a_power_of_two_gets_a_class_that_is_one() {
+    fn a_multiple_of_a_power_of_two_gets_a_class_with_the_same_factor() {
         for power in 0..10 {
             for times in 1..=200 {
                 let units = times << power;

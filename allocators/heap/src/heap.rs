@@ -3,15 +3,15 @@
 use core::fmt;
 
 use crate::bins::Bins;
-use crate::pages::PageMap;
+use crate::page_map::PageMap;
 use crate::records::{NIL, Record, Records, State};
 use crate::slab::Slabs;
 use crate::{Config, ConfigError, Extent, HeapError, Range};
 
+mod alloc;
 mod check;
 mod free;
 mod observe;
-mod place;
 mod ranges;
 mod resize;
 
@@ -53,7 +53,7 @@ pub struct Heap {
     grain_shift: u32,
     records: Records,
     bins: Bins,
-    pages: PageMap,
+    page_map: PageMap,
     slabs: Slabs,
     /// Bytes that were added and not removed: `live + free + slab_free`.
     managed_bytes: u64,
@@ -74,7 +74,7 @@ impl Heap {
     pub fn new(config: Config) -> Self {
         let valid = config.validate();
         assert!(valid.is_ok(), "a heap cannot work with {config:?}: {valid:?}");
-        Self::with_valid(config)
+        Self::with_config(config)
     }
 
     /// Creates an empty heap.
@@ -84,10 +84,10 @@ impl Heap {
     /// The reason why `config` is invalid.
     pub fn try_new(config: Config) -> Result<Self, ConfigError> {
         config.validate()?;
-        Ok(Self::with_valid(config))
+        Ok(Self::with_config(config))
     }
 
-    fn with_valid(config: Config) -> Self {
+    fn with_config(config: Config) -> Self {
         let unit_shift = config.unit.trailing_zeros();
         Self {
             config,
@@ -95,7 +95,7 @@ impl Heap {
             grain_shift: config.grain.trailing_zeros(),
             records: Records::new(),
             bins: Bins::new(unit_shift),
-            pages: PageMap::new(),
+            page_map: PageMap::new(),
             slabs: Slabs::new(&config),
             managed_bytes: 0,
             live_bytes: 0,
@@ -129,15 +129,15 @@ impl Heap {
     /// Visits at most the records that start in one grain of the map. If the grain is a page, these
     /// are few, since slabs and blocks above the small sizes take a good part of a page each. Only
     /// many small blocks from `alloc_at` can make it longer, up to one per unit.
-    fn last_from(&self, address: u64) -> Option<u32> {
+    fn last_at_or_below(&self, address: u64) -> Option<u32> {
         let page = self.page_of(address);
-        let mut at = match self.pages.get(page) {
+        let mut at = match self.page_map.get(page) {
             Some(first) if self.records[first].start > address => {
                 let below = self.records[first].prev;
                 return (below != NIL).then_some(below);
             }
             Some(first) => first,
-            None => self.pages.last_before(page)?,
+            None => self.page_map.last_before(page)?,
         };
         loop {
             let next = self.records[at].next;
@@ -149,8 +149,8 @@ impl Heap {
     }
 
     /// Returns the record that contains `address`.
-    fn owner(&self, address: u64) -> Option<u32> {
-        let id = self.last_from(address)?;
+    fn record_containing(&self, address: u64) -> Option<u32> {
+        let id = self.last_at_or_below(address)?;
         (address < self.records[id].end()).then_some(id)
     }
 
@@ -180,47 +180,47 @@ impl Heap {
         let id = self.records.insert_after(prev, record);
         // If the previous record starts in the same page, the map has it or an earlier one.
         if prev == NIL || self.page_of(self.records[prev].start) != page {
-            self.pages.set(page, id);
+            self.page_map.set(page, id);
         }
         id
     }
 
     /// Removes a record from the map and the list.
-    fn retire(&mut self, id: u32) {
+    fn remove_record(&mut self, id: u32) {
         let Record { start, prev, next, .. } = self.records[id];
         let page = self.page_of(start);
         if prev == NIL || self.page_of(self.records[prev].start) != page {
             if next != NIL && self.page_of(self.records[next].start) == page {
-                self.pages.set(page, next);
+                self.page_map.set(page, next);
             } else {
-                self.pages.remove(page);
+                self.page_map.remove(page);
             }
         }
-        self.records.retire(id);
+        self.records.remove(id);
     }
 
     /// Cuts `[start, start + len)` out of the free record `id`. The rest on either side stays free.
     /// Returns the record of the piece, which is free and in no bin.
     fn carve(&mut self, id: u32, start: u64, len: u64) -> u32 {
-        use crate::records::{CUT_AFTER, CUT_BEFORE};
+        use crate::records::{BORDER_ABOVE, BORDER_BELOW};
         self.bins.remove(&mut self.records, id);
         self.free_bytes -= len;
-        let whole = &mut self.records[id];
-        let (lead, tail) = (start - whole.start, whole.end() - (start + len));
-        let (stamp, cuts) = (whole.stamp, whole.cuts);
+        let record = &mut self.records[id];
+        let (lead, tail) = (start - record.start, record.end() - (start + len));
+        let (stamp, borders) = (record.stamp, record.borders);
         let mut piece = id;
         if lead > 0 {
-            whole.len = lead;
-            whole.cuts = cuts & CUT_BEFORE;
-            piece = self.insert_after(id, Record::new(start, len, stamp, cuts & CUT_AFTER));
+            record.len = lead;
+            record.borders = borders & BORDER_BELOW;
+            piece = self.insert_after(id, Record::new(start, len, stamp, borders & BORDER_ABOVE));
             self.bins.insert(&mut self.records, id);
         } else {
-            whole.len = len;
+            record.len = len;
         }
         if tail > 0 {
-            self.records[piece].cuts &= CUT_BEFORE;
-            let rest =
-                self.insert_after(piece, Record::new(start + len, tail, stamp, cuts & CUT_AFTER));
+            self.records[piece].borders &= BORDER_BELOW;
+            let rest = self
+                .insert_after(piece, Record::new(start + len, tail, stamp, borders & BORDER_ABOVE));
             self.bins.insert(&mut self.records, rest);
         }
         piece
@@ -228,18 +228,24 @@ impl Heap {
 
     /// Makes the record `id`, which is in no bin, a free extent, and coalesces it with its
     /// neighbours. Returns the record of the result.
-    fn release(&mut self, id: u32) -> u32 {
+    fn free_and_coalesce(&mut self, id: u32) -> u32 {
         self.free_bytes += self.records[id].len;
         self.records[id].state = State::Free;
         let mut id = id;
         let Record { prev, next, .. } = self.records[id];
-        if next != NIL && self.records[next].state == State::Free && self.records.joined(id, next) {
+        if next != NIL
+            && self.records[next].state == State::Free
+            && self.records.mergeable(id, next)
+        {
             self.bins.remove(&mut self.records, next);
-            self.absorb(id, next);
+            self.merge(id, next);
         }
-        if prev != NIL && self.records[prev].state == State::Free && self.records.joined(prev, id) {
+        if prev != NIL
+            && self.records[prev].state == State::Free
+            && self.records.mergeable(prev, id)
+        {
             self.bins.remove(&mut self.records, prev);
-            self.absorb(prev, id);
+            self.merge(prev, id);
             id = prev;
         }
         self.bins.insert(&mut self.records, id);
@@ -247,14 +253,14 @@ impl Heap {
     }
 
     /// Merges `upper` into its neighbour `lower`. Neither is in a bin.
-    fn absorb(&mut self, lower: u32, upper: u32) {
-        use crate::records::{CUT_AFTER, CUT_BEFORE};
-        let Record { len, stamp, cuts, .. } = self.records[upper];
+    fn merge(&mut self, lower: u32, upper: u32) {
+        use crate::records::{BORDER_ABOVE, BORDER_BELOW};
+        let Record { len, stamp, borders, .. } = self.records[upper];
         let record = &mut self.records[lower];
         record.len += len;
         record.stamp = record.stamp.max(stamp);
-        record.cuts = record.cuts & CUT_BEFORE | cuts & CUT_AFTER;
-        self.retire(upper);
+        record.borders = record.borders & BORDER_BELOW | borders & BORDER_ABOVE;
+        self.remove_record(upper);
     }
 
     /// Returns the memory of an empty slab to the extents. Returns the record of the merged extent.
@@ -264,7 +270,7 @@ impl Heap {
         self.slabs.dissolve(slab);
         self.records[record].stamp = stamp;
         self.records[record].slab = NIL;
-        self.release(record)
+        self.free_and_coalesce(record)
     }
 
     /// Dissolves every spare slab. Returns whether there was one.
@@ -278,26 +284,26 @@ impl Heap {
     }
 
     /// Returns the free run that contains the free record `id`, as if all of it were merged.
-    fn run_around(&self, id: u32) -> Extent {
+    fn free_run_around(&self, id: u32) -> Extent {
         let mut low = id;
         loop {
             let prev = self.records[low].prev;
-            if prev == NIL || !self.is_wholly_free(prev) || !self.records.joined(prev, low) {
+            if prev == NIL || !self.is_wholly_free(prev) || !self.records.mergeable(prev, low) {
                 break;
             }
             low = prev;
         }
-        self.run_from(low).0
+        self.free_run_from(low).0
     }
 
     /// Returns the free run that begins with the free record `low`, and the record after it.
-    fn run_from(&self, low: u32) -> (Extent, u32) {
+    fn free_run_from(&self, low: u32) -> (Extent, u32) {
         let mut range = self.records[low].range();
         let mut stamp = self.stamp_of(low);
         let mut at = low;
         loop {
             let next = self.records[at].next;
-            if next == NIL || !self.is_wholly_free(next) || !self.records.joined(at, next) {
+            if next == NIL || !self.is_wholly_free(next) || !self.records.mergeable(at, next) {
                 return (Extent { range, stamp }, next);
             }
             range.len += self.records[next].len;
@@ -310,7 +316,7 @@ impl Heap {
 impl Default for Heap {
     /// Creates an empty heap for device memory.
     fn default() -> Self {
-        Self::with_valid(Config::device())
+        Self::with_config(Config::device())
     }
 }
 

@@ -11,7 +11,7 @@
 //! | `classes` | the size classes of small requests: eight steps per doubling |
 //! | `slab` | slabs: equal slots in one extent, with a bitmap |
 //! | `bins` | free extents by size: best fit in a bounded number of steps |
-//! | `pages` | the sparse map from an address to its record |
+//! | `page_map` | the sparse map from an address to its record |
 //! | `records` | extents and blocks in address order, linked to their neighbours |
 //! | [`Bump`] | a bump allocator with marks |
 //! | [`Runs`] | an allocator for runs of equal pages |
@@ -60,7 +60,7 @@ mod classes;
 mod config;
 mod error;
 mod heap;
-mod pages;
+mod page_map;
 mod range;
 mod records;
 mod runs;

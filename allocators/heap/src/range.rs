@@ -107,32 +107,32 @@ pub struct Block {
 /// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The record number, or the slab number with [`SLOT`] set, shifted up by one, with the low bit
-    /// set.
-    place: NonZeroU32,
+    /// The record number, or the slab number with [`SLAB_BIT`] set, shifted up by one, with the
+    /// low bit set.
+    bits: NonZeroU32,
     /// The generation of that record or slot.
     pub(crate) generation: u32,
 }
 
 /// Set in [`Key::index`] if the other bits are the number of a slab.
-pub(crate) const SLOT: u32 = 1 << 30;
+pub(crate) const SLAB_BIT: u32 = 1 << 30;
 
 impl Key {
-    /// Creates a key. `index` is below `2 * SLOT`.
+    /// Creates a key. `index` is below `2 * SLAB_BIT`.
     #[inline]
     pub(crate) const fn new(index: u32, generation: u32) -> Self {
         // The low bit is set, so this is never `None`. The compiler removes the check.
-        let place = match NonZeroU32::new(index << 1 | 1) {
-            Some(place) => place,
+        let bits = match NonZeroU32::new(index << 1 | 1) {
+            Some(bits) => bits,
             None => NonZeroU32::MIN,
         };
-        Self { place, generation }
+        Self { bits, generation }
     }
 
-    /// Returns the record number, or the slab number with [`SLOT`] set.
+    /// Returns the record number, or the slab number with [`SLAB_BIT`] set.
     #[inline]
     pub(crate) const fn index(self) -> u32 {
-        self.place.get() >> 1
+        self.bits.get() >> 1
     }
 }
 

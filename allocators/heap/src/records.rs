@@ -14,13 +14,13 @@ use crate::Range;
 /// No record.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// Numbers are below this, so that [`SLOT`](crate::range::SLOT) can mark those of slabs.
+/// Numbers are below this, so that [`SLAB_BIT`](crate::range::SLAB_BIT) can mark those of slabs.
 const MAX_RECORDS: usize = 1 << 30;
 
 /// A border at the record's start: it never merges downwards.
-pub(crate) const CUT_BEFORE: u8 = 1;
+pub(crate) const BORDER_BELOW: u8 = 1;
 /// A border at the record's end: it never merges upwards.
-pub(crate) const CUT_AFTER: u8 = 2;
+pub(crate) const BORDER_ABOVE: u8 = 2;
 
 /// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,39 +50,39 @@ pub(crate) struct Record {
     /// vacant.
     pub(crate) next: u32,
     /// For a free extent that is a node of its bin's tree: the parent, `NIL` at the root.
-    pub(crate) up: u32,
+    pub(crate) parent: u32,
     /// For a free extent that is a node of its bin's tree: the children.
-    pub(crate) child: [u32; 2],
+    pub(crate) children: [u32; 2],
     /// For a free extent: the previous one of equal size, `NIL` for the one in the tree.
-    pub(crate) before: u32,
+    pub(crate) prev_equal: u32,
     /// For a free extent: the next one of equal size.
-    pub(crate) after: u32,
+    pub(crate) next_equal: u32,
     /// Incremented each time a block of this number is freed.
     pub(crate) generation: u32,
     /// The number of the slab.
     pub(crate) slab: u32,
     /// The kind.
     pub(crate) state: State,
-    /// [`CUT_BEFORE`] and [`CUT_AFTER`].
-    pub(crate) cuts: u8,
+    /// [`BORDER_BELOW`] and [`BORDER_ABOVE`].
+    pub(crate) borders: u8,
 }
 
 impl Record {
-    pub(crate) const fn new(start: u64, len: u64, stamp: u64, cuts: u8) -> Self {
+    pub(crate) const fn new(start: u64, len: u64, stamp: u64, borders: u8) -> Self {
         Self {
             start,
             len,
             stamp,
             prev: NIL,
             next: NIL,
-            up: NIL,
-            child: [NIL; 2],
-            before: NIL,
-            after: NIL,
+            parent: NIL,
+            children: [NIL; 2],
+            prev_equal: NIL,
+            next_equal: NIL,
             generation: 0,
             slab: NIL,
             state: State::Free,
-            cuts,
+            borders,
         }
     }
 
@@ -98,23 +98,23 @@ impl Record {
 /// All records of a heap, as one list in address order.
 #[derive(Debug)]
 pub(crate) struct Records {
-    all: Vec<Record>,
+    records: Vec<Record>,
     /// The lowest record.
     first: u32,
     /// The head of the list of vacant records, linked by `next`.
-    vacant: u32,
+    first_vacant: u32,
     /// The number of vacant records.
-    vacancies: usize,
+    vacant_count: usize,
 }
 
 impl Records {
     pub(crate) const fn new() -> Self {
-        Self { all: Vec::new(), first: NIL, vacant: NIL, vacancies: 0 }
+        Self { records: Vec::new(), first: NIL, first_vacant: NIL, vacant_count: 0 }
     }
 
     /// Returns whether `more` records can be created.
-    pub(crate) const fn room(&self, more: usize) -> bool {
-        self.all.len() - self.vacancies + more <= MAX_RECORDS
+    pub(crate) const fn has_room_for(&self, more: usize) -> bool {
+        self.records.len() - self.vacant_count + more <= MAX_RECORDS
     }
 
     pub(crate) const fn first(&self) -> u32 {
@@ -123,23 +123,23 @@ impl Records {
 
     /// Looks up a number that may come from a caller.
     pub(crate) fn get(&self, id: u32) -> Option<&Record> {
-        self.all.get(id as usize)
+        self.records.get(id as usize)
     }
 
     /// Returns how many numbers exist.
-    pub(crate) const fn numbered(&self) -> usize {
-        self.all.len()
+    pub(crate) const fn id_count(&self) -> usize {
+        self.records.len()
     }
 
     /// Returns how many of them are vacant.
-    pub(crate) const fn vacancies(&self) -> usize {
-        self.vacancies
+    pub(crate) const fn vacant_count(&self) -> usize {
+        self.vacant_count
     }
 
-    /// Like [`vacancies`](Self::vacancies), but counts the list. For the self-check.
+    /// Like [`vacant_count`](Self::vacant_count), but counts the list. For the self-check.
     pub(crate) fn count_vacant(&self) -> usize {
-        let (mut at, mut count) = (self.vacant, 0);
-        while at != NIL && count <= self.all.len() {
+        let (mut at, mut count) = (self.first_vacant, 0);
+        while at != NIL && count <= self.records.len() {
             count += 1;
             at = self[at].next;
         }
@@ -156,18 +156,18 @@ impl Records {
         let mut record = record;
         record.prev = prev;
         record.next = next;
-        let id = self.vacant;
+        let id = self.first_vacant;
         let id = if id == NIL {
-            let id = self.all.len() as u32;
-            self.all.push(record);
+            let id = self.records.len() as u32;
+            self.records.push(record);
             id
         } else {
-            let place = &mut self.all[id as usize];
-            self.vacant = place.next;
-            self.vacancies -= 1;
+            let vacant_record = &mut self.records[id as usize];
+            self.first_vacant = vacant_record.next;
+            self.vacant_count -= 1;
             // The generation of a number persists, or a stale key could match.
-            record.generation = place.generation;
-            *place = record;
+            record.generation = vacant_record.generation;
+            *vacant_record = record;
             id
         };
         if prev == NIL {
@@ -182,7 +182,7 @@ impl Records {
     }
 
     /// Unlinks `id` and makes its number vacant.
-    pub(crate) fn retire(&mut self, id: u32) {
+    pub(crate) fn remove(&mut self, id: u32) {
         let (prev, next) = (self[id].prev, self[id].next);
         if prev == NIL {
             self.first = next;
@@ -192,18 +192,20 @@ impl Records {
         if next != NIL {
             self[next].prev = prev;
         }
-        let vacant = self.vacant;
+        let vacant = self.first_vacant;
         let record = &mut self[id];
         record.state = State::Vacant;
         record.next = vacant;
-        self.vacant = id;
-        self.vacancies += 1;
+        self.first_vacant = id;
+        self.vacant_count += 1;
     }
 
     /// Returns whether `upper`, the neighbour of `lower`, is adjacent to it with no border between.
-    pub(crate) fn joined(&self, lower: u32, upper: u32) -> bool {
+    pub(crate) fn mergeable(&self, lower: u32, upper: u32) -> bool {
         let (lower, upper) = (&self[lower], &self[upper]);
-        lower.end() == upper.start && lower.cuts & CUT_AFTER == 0 && upper.cuts & CUT_BEFORE == 0
+        lower.end() == upper.start
+            && lower.borders & BORDER_ABOVE == 0
+            && upper.borders & BORDER_BELOW == 0
     }
 }
 
@@ -212,14 +214,14 @@ impl Index<u32> for Records {
 
     #[inline]
     fn index(&self, id: u32) -> &Record {
-        &self.all[id as usize]
+        &self.records[id as usize]
     }
 }
 
 impl IndexMut<u32> for Records {
     #[inline]
     fn index_mut(&mut self, id: u32) -> &mut Record {
-        &mut self.all[id as usize]
+        &mut self.records[id as usize]
     }
 }
 
@@ -233,15 +235,15 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_used_again_and_keep_their_generation() {
+    fn record_numbers_are_reused_and_keep_their_generation() {
         let mut records = Records::new();
         let a = records.insert_after(NIL, Record::new(0, 16, 0, 0));
         let b = records.insert_after(a, Record::new(16, 16, 0, 0));
         records[a].generation = 7;
-        records.retire(a);
+        records.remove(a);
         assert_eq!(records.first(), b);
         let c = records.insert_after(b, Record::new(64, 16, 0, 0));
-        assert_eq!((c, records[c].generation, records.numbered()), (a, 7, 2));
-        assert!(!records.joined(b, c));
+        assert_eq!((c, records[c].generation, records.id_count()), (a, 7, 2));
+        assert!(!records.mergeable(b, c));
     }
 }

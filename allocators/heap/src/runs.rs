@@ -74,13 +74,13 @@ impl Runs {
     }
 
     /// Sets or clears a range of bits below `len`.
-    fn set(&mut self, range: Range<usize>, to: bool) {
+    fn set(&mut self, range: Range<usize>, value: bool) {
         let mut at = range.start;
         while at < range.end {
             let (word, low) = (at / 64, at % 64);
             let count = (64 - low).min(range.end - at);
             let mask = (u64::MAX >> (64 - count)) << low;
-            if to {
+            if value {
                 self.words[word] |= mask;
             } else {
                 self.words[word] &= !mask;

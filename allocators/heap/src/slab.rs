@@ -18,7 +18,7 @@ const WORDS: usize = 8;
 /// The most slots of a slab.
 const MAX_SLOTS: u64 = WORDS as u64 * 64;
 /// The shortest slab is this fraction of a page, which bounds how many slabs can start in one.
-const SHORTEST: u64 = 16;
+const SHORTEST_FRACTION: u64 = 16;
 
 /// One slab.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ pub(crate) struct Slab {
     /// The number of live slots.
     pub(crate) used: u32,
     /// Bit n: slot n is free.
-    free: [u64; WORDS],
+    free_bits: [u64; WORDS],
     /// The generation of the block in each live slot. Meaningless for a free slot.
     generations: Box<[u32]>,
     /// The generation of the next block. It counts the blocks of all slots, and persists when the
@@ -67,7 +67,7 @@ impl Slab {
     }
 
     pub(crate) fn is_free(&self, slot: usize) -> bool {
-        self.free[slot / 64 % WORDS] >> (slot % 64) & 1 == 1
+        self.free_bits[slot / 64 % WORDS] >> (slot % 64) & 1 == 1
     }
 
     /// Returns the slot at `address` if it is live with this `generation`. A vacant slab has no
@@ -79,10 +79,10 @@ impl Slab {
             return None;
         }
         let slot = divide(offset >> shift, self.reciprocal) as usize;
-        let same = slot as u64 * self.slot == offset
+        let matches = slot as u64 * self.slot == offset
             && !self.is_free(slot)
             && self.generations.get(slot) == Some(&generation);
-        same.then_some(slot)
+        matches.then_some(slot)
     }
 
     pub(crate) fn generation(&self, slot: usize) -> u32 {
@@ -91,19 +91,19 @@ impl Slab {
 
     /// Returns the number of free bits. For the self-check.
     pub(crate) fn free_slots(&self) -> u32 {
-        self.free.iter().map(|word| word.count_ones()).sum()
+        self.free_bits.iter().map(|word| word.count_ones()).sum()
     }
 }
 
 /// A slot that was allocated.
-pub(crate) struct Taken {
+pub(crate) struct AllocatedSlot {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) generation: u32,
 }
 
 /// A slot that was freed.
-pub(crate) struct Given {
+pub(crate) struct FreedSlot {
     /// The size of the slot.
     pub(crate) bytes: u64,
     /// Whether its slab is empty and should be dissolved.
@@ -112,7 +112,7 @@ pub(crate) struct Given {
 
 /// One size class.
 #[derive(Debug)]
-struct Class {
+struct SizeClass {
     /// Bytes of a slot.
     slot: u64,
     reciprocal: u64,
@@ -121,7 +121,7 @@ struct Class {
     /// Slots in all slabs of this class.
     capacity: u64,
     /// The head of the list of slabs with room.
-    room: u32,
+    with_room: u32,
     /// The last slab that became empty while no other slab of the class had room, or `NIL`. It is
     /// the class's spare while it is empty. It may contain live blocks again.
     spare: u32,
@@ -135,7 +135,7 @@ struct Class {
 pub(crate) struct Slabs {
     shift: u32,
     slabs: Vec<Slab>,
-    classes: Vec<Class>,
+    classes: Vec<SizeClass>,
     /// The number of classes with a `spare`. If no block is live, all of these are empty.
     spare_count: u32,
 }
@@ -147,13 +147,13 @@ impl Slabs {
         let classes = (0..count).map(|class| {
             let slot = units_of(class) << shift;
             let longest = (config.page / slot).clamp(2, MAX_SLOTS);
-            let shortest = (config.page / SHORTEST).div_ceil(slot).min(longest);
-            Class {
+            let shortest = (config.page / SHORTEST_FRACTION).div_ceil(slot).min(longest);
+            SizeClass {
                 slot,
                 reciprocal: reciprocal(slot >> shift),
                 slots: (shortest, longest),
                 capacity: 0,
-                room: NIL,
+                with_room: NIL,
                 spare: NIL,
                 vacant: NIL,
             }
@@ -182,18 +182,18 @@ impl Slabs {
     /// Returns the desired and the minimum number of slots of the next slab of `class`. The desired
     /// number doubles the class's capacity, since a slab is created when all slots are live.
     pub(crate) fn next_slots(&self, class: usize) -> (u64, u64) {
-        let Class { slots: (shortest, longest), capacity, .. } = self.classes[class];
+        let SizeClass { slots: (shortest, longest), capacity, .. } = self.classes[class];
         (capacity.clamp(shortest, longest), shortest)
     }
 
     /// Returns the first slab of `class` with room.
-    pub(crate) fn room(&self, class: usize) -> u32 {
-        self.classes[class].room
+    pub(crate) fn first_with_room(&self, class: usize) -> u32 {
+        self.classes[class].with_room
     }
 
     /// Returns the smallest class from `class` on that has a slab with room.
     pub(crate) fn class_with_room(&self, class: usize) -> Option<usize> {
-        (class..self.classes.len()).find(|&class| self.classes[class].room != NIL)
+        (class..self.classes.len()).find(|&class| self.classes[class].with_room != NIL)
     }
 
     /// An iterator over the spares, by class. It visits each class: spares change often with small
@@ -222,7 +222,7 @@ impl Slabs {
     /// Creates a slab of `slots` slots in the record `record`, which starts at `start`.
     ///
     /// It is empty but not a spare, since the caller takes a slot next.
-    pub(crate) fn make(
+    pub(crate) fn create(
         &mut self,
         class: usize,
         slots: u64,
@@ -230,7 +230,7 @@ impl Slabs {
         start: u64,
         stamp: u64,
     ) -> u32 {
-        let Class { slot, reciprocal, slots: (_, longest), vacant, .. } = self.classes[class];
+        let SizeClass { slot, reciprocal, slots: (_, longest), vacant, .. } = self.classes[class];
         let id = if vacant == NIL {
             self.slabs.push(Slab {
                 start,
@@ -243,7 +243,7 @@ impl Slabs {
                 class: class as u32,
                 slots: 0,
                 used: 0,
-                free: [0; WORDS],
+                free_bits: [0; WORDS],
                 generations: vec![0; longest as usize].into_boxed_slice(),
                 next_generation: 0,
             });
@@ -261,9 +261,9 @@ impl Slabs {
         slab.record = record;
         slab.slots = slots as u32;
         slab.used = 0;
-        for (n, word) in slab.free.iter_mut().enumerate() {
-            let left = slots.saturating_sub(n as u64 * 64);
-            *word = if left >= 64 { u64::MAX } else { (1 << left) - 1 };
+        for (n, word) in slab.free_bits.iter_mut().enumerate() {
+            let remaining = slots.saturating_sub(n as u64 * 64);
+            *word = if remaining >= 64 { u64::MAX } else { (1 << remaining) - 1 };
         }
         self.link(id);
         id
@@ -286,10 +286,10 @@ impl Slabs {
 
     /// Takes the lowest free slot of a slab that has room.
     #[inline(always)]
-    pub(crate) fn take(&mut self, id: u32) -> Taken {
+    pub(crate) fn alloc(&mut self, id: u32) -> AllocatedSlot {
         let slab = &mut self.slabs[id as usize];
         let mut slot = 0;
-        for (n, word) in slab.free.iter_mut().enumerate() {
+        for (n, word) in slab.free_bits.iter_mut().enumerate() {
             if *word != 0 {
                 slot = n * 64 + word.trailing_zeros() as usize;
                 *word &= *word - 1;
@@ -300,54 +300,57 @@ impl Slabs {
         let generation = slab.next_generation;
         slab.next_generation = generation.wrapping_add(1);
         slab.generations[slot] = generation;
-        let taken = Taken { address: slab.address(slot), bytes: slab.slot, generation };
+        let allocated = AllocatedSlot { address: slab.address(slot), bytes: slab.slot, generation };
         if slab.used == slab.slots {
             self.unlink(id);
         }
-        taken
+        allocated
     }
 
     /// Frees the slot at `address`, if it is live with this `generation`.
     #[inline(always)]
-    pub(crate) fn give_keyed(
+    pub(crate) fn free_keyed(
         &mut self,
         id: u32,
         address: u64,
         generation: u32,
         stamp: u64,
-    ) -> Option<Given> {
+    ) -> Option<FreedSlot> {
         let slot = self.slabs.get(id as usize)?.live_slot(address, generation, self.shift)?;
-        Some(self.give(id, slot, stamp))
+        Some(self.free(id, slot, stamp))
     }
 
     /// Frees a live slot.
     #[inline(always)]
-    pub(crate) fn give(&mut self, id: u32, slot: usize, stamp: u64) -> Given {
+    pub(crate) fn free(&mut self, id: u32, slot: usize, stamp: u64) -> FreedSlot {
         let slab = &mut self.slabs[id as usize];
-        slab.free[slot / 64 % WORDS] |= 1 << (slot % 64);
+        slab.free_bits[slot / 64 % WORDS] |= 1 << (slot % 64);
         slab.stamp = slab.stamp.max(stamp);
         let (was_full, bytes) = (slab.used == slab.slots, slab.slot);
         slab.used -= 1;
         if !was_full && slab.used > 0 {
-            return Given { bytes, dissolve: false };
+            return FreedSlot { bytes, dissolve: false };
         }
         if was_full {
             self.link(id);
         }
-        Given { bytes, dissolve: self.slabs[id as usize].used == 0 && !self.is_spare(id) }
+        FreedSlot {
+            bytes,
+            dissolve: self.slabs[id as usize].used == 0 && !self.retain_as_spare(id),
+        }
     }
 
     /// Returns whether the empty slab `id` is kept as the spare: no other slab of its class has
     /// room.
-    fn is_spare(&mut self, id: u32) -> bool {
+    fn retain_as_spare(&mut self, id: u32) -> bool {
         let slab = &self.slabs[id as usize];
-        let alone = slab.prev == NIL && slab.next == NIL;
+        let only_one_with_room = slab.prev == NIL && slab.next == NIL;
         let spare = &mut self.classes[slab.class as usize].spare;
-        if alone && *spare != id {
+        if only_one_with_room && *spare != id {
             self.spare_count += u32::from(*spare == NIL);
             *spare = id;
         }
-        alone
+        only_one_with_room
     }
 
     /// Returns the slot of slab `id` that contains the address, and the offset in it.
@@ -363,11 +366,11 @@ impl Slabs {
     fn link(&mut self, id: u32) {
         let slab = &self.slabs[id as usize];
         let (class, start) = (slab.class as usize, slab.start);
-        let head = self.classes[class].room;
+        let head = self.classes[class].with_room;
         if head == NIL {
-            self.classes[class].room = id;
+            self.classes[class].with_room = id;
         } else if start < self.slabs[head as usize].start {
-            self.classes[class].room = id;
+            self.classes[class].with_room = id;
             self.slabs[head as usize].prev = id;
             self.slabs[id as usize].next = head;
         } else {
@@ -387,7 +390,7 @@ impl Slabs {
         let (prev, next, class) = (slab.prev, slab.next, slab.class as usize);
         (slab.prev, slab.next) = (NIL, NIL);
         if prev == NIL {
-            self.classes[class].room = next;
+            self.classes[class].with_room = next;
         } else {
             self.slabs[prev as usize].next = next;
         }
@@ -400,7 +403,7 @@ impl Slabs {
     /// For the self-check.
     pub(crate) fn audit(&self, mut visit: impl FnMut(u32, bool)) {
         for (index, class) in self.classes.iter().enumerate() {
-            let (mut prev, mut at) = (NIL, class.room);
+            let (mut prev, mut at) = (NIL, class.with_room);
             let mut spare = class.spare;
             if spare != NIL && self.slab(spare).used > 0 {
                 spare = NIL;
@@ -409,9 +412,9 @@ impl Slabs {
                 let slab = self.slab(at);
                 let in_place =
                     slab.prev == prev && slab.class as usize == index && slab.slot == class.slot;
-                let sound =
+                let valid =
                     in_place && slab.used < slab.slots && (slab.used > 0 || class.spare == at);
-                visit(at, sound);
+                visit(at, valid);
                 if spare == at {
                     spare = NIL;
                 }

@@ -2,7 +2,7 @@
 
 use super::Heap;
 use crate::Broken;
-use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
 
 impl Heap {
     /// Checks all invariants of the metadata, in time proportional to the number of records. For
@@ -31,13 +31,13 @@ impl Heap {
             if prev != NIL
                 && record.state == State::Free
                 && self.records[prev].state == State::Free
-                && self.records.joined(prev, at)
+                && self.records.mergeable(prev, at)
             {
                 return Err(Broken::Unmerged { at: record.start });
             }
             if prev == NIL || self.page_of(self.records[prev].start) != self.page_of(record.start) {
                 pages += 1;
-                if self.pages.get(self.page_of(record.start)) != Some(at) {
+                if self.page_map.get(self.page_of(record.start)) != Some(at) {
                     return Err(Broken::PageMap { at: record.start });
                 }
             }
@@ -59,12 +59,12 @@ impl Heap {
             records += 1;
             (prev, at) = (at, record.next);
         }
-        if self.pages.count() != pages {
-            return Err(Broken::PageCount { expected: pages, found: self.pages.count() });
+        if self.page_map.count() != pages {
+            return Err(Broken::PageCount { expected: pages, found: self.page_map.count() });
         }
         let vacant = self.records.count_vacant();
-        let expected = self.records.numbered() - records;
-        if vacant != expected || self.records.vacancies() != expected {
+        let expected = self.records.id_count() - records;
+        if vacant != expected || self.records.vacant_count() != expected {
             return Err(Broken::Vacancies { expected, found: vacant });
         }
         for (name, expected, found) in [
@@ -91,8 +91,8 @@ impl Heap {
             let before = record.start.is_multiple_of(border);
             let after = record.end().is_multiple_of(border);
             if record.start / border != last / border
-                || before && record.cuts & CUT_BEFORE == 0
-                || after && record.cuts & CUT_AFTER == 0
+                || before && record.borders & BORDER_BELOW == 0
+                || after && record.borders & BORDER_ABOVE == 0
             {
                 return broken;
             }
@@ -104,10 +104,10 @@ impl Heap {
     fn check_bins(&self) -> Result<(), Broken> {
         let mut bytes = 0;
         let mut broken = Ok(());
-        self.bins.audit(&self.records, |id, sound| {
+        self.bins.audit(&self.records, |id, valid| {
             let record = self.records.get(id);
             bytes += record.map_or(0, |record| record.len);
-            if !sound || record.is_none_or(|record| record.state != State::Free) {
+            if !valid || record.is_none_or(|record| record.state != State::Free) {
                 broken = Err(Broken::Bins { at: record.map_or(0, |record| record.start) });
             }
         });
@@ -148,10 +148,10 @@ impl Heap {
         }
         let mut broken = Ok(());
         let mut listed = 0;
-        self.slabs.audit(|id, sound| {
+        self.slabs.audit(|id, valid| {
             listed += 1;
             let slab = self.slabs.get(id);
-            if !sound || slab.is_none_or(|slab| slab.is_vacant()) {
+            if !valid || slab.is_none_or(|slab| slab.is_vacant()) {
                 broken = Err(Broken::Slab { at: slab.map_or(0, |slab| slab.start) });
             }
         });

@@ -1,9 +1,9 @@
 //! Deallocation.
 
 use super::Heap;
-use crate::range::{Key, SLOT};
+use crate::range::{Key, SLAB_BIT};
 use crate::records::State;
-use crate::slab::Given;
+use crate::slab::FreedSlot;
 use crate::{Block, Extent, Freed, HeapError, Range};
 
 impl Heap {
@@ -20,9 +20,9 @@ impl Heap {
     /// block's address has been allocated again, the address alone does not distinguish them. Use
     /// [`free_block`](Self::free_block) then.
     pub fn free(&mut self, address: u64, stamp: u64) -> Result<Freed, HeapError> {
-        match self.live_at(address)? {
-            Live::Record(id) => Ok(self.free_record(id, stamp)),
-            Live::Slot { slab, slot } => Ok(self.free_slot(slab, slot, stamp)),
+        match self.find_live(address)? {
+            LiveBlock::Record(id) => Ok(self.free_record(id, stamp)),
+            LiveBlock::Slot { slab, slot } => Ok(self.free_slot(slab, slot, stamp)),
         }
     }
 
@@ -38,16 +38,16 @@ impl Heap {
     pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
         let Block { address, key, .. } = *block;
         let index = key.index();
-        if index & SLOT == 0 {
+        if index & SLAB_BIT == 0 {
             if self.is_live(address, key) {
                 return Ok(self.free_record(index, stamp));
             }
-        } else if let Some(given) =
-            self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp)
+        } else if let Some(freed) =
+            self.slabs.free_keyed(index & !SLAB_BIT, address, key.generation, stamp)
         {
-            return Ok(self.count_given(index & !SLOT, given));
+            return Ok(self.finish_slot_free(index & !SLAB_BIT, freed));
         }
-        Err(self.refuse(address))
+        Err(self.key_error(address))
     }
 
     /// Like [`free_block`](Self::free_block), by address and key alone and without a result.
@@ -57,41 +57,41 @@ impl Heap {
     /// Those of [`free_block`](Self::free_block).
     pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<(), HeapError> {
         let index = key.index();
-        if index & SLOT == 0 {
+        if index & SLAB_BIT == 0 {
             if self.is_live(address, key) {
-                self.end(index, stamp);
+                self.free_live_record(index, stamp);
                 return Ok(());
             }
-        } else if let Some(given) =
-            self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp)
+        } else if let Some(freed) =
+            self.slabs.free_keyed(index & !SLAB_BIT, address, key.generation, stamp)
         {
-            self.live_bytes -= given.bytes;
+            self.live_bytes -= freed.bytes;
             self.live_blocks -= 1;
-            if given.dissolve {
-                self.dissolve(index & !SLOT);
+            if freed.dissolve {
+                self.dissolve(index & !SLAB_BIT);
             }
             return Ok(());
         }
-        Err(self.refuse(address))
+        Err(self.key_error(address))
     }
 
     /// Returns the actual size in bytes of the block with this address and key, if it is live.
     #[must_use]
     pub fn size_of_keyed(&self, address: u64, key: Key) -> Option<u64> {
         let index = key.index();
-        if index & SLOT == 0 {
+        if index & SLAB_BIT == 0 {
             return self.is_live(address, key).then(|| self.records[index].len);
         }
-        let slab = self.slabs.get(index & !SLOT)?;
+        let slab = self.slabs.get(index & !SLAB_BIT)?;
         slab.live_slot(address, key.generation, self.unit_shift).map(|_| slab.slot)
     }
 
     /// Returns the error for a key that does not match.
     #[cold]
-    fn refuse(&self, address: u64) -> HeapError {
-        match self.live_at(address) {
+    fn key_error(&self, address: u64) -> HeapError {
+        match self.find_live(address) {
             Ok(_) => HeapError::Stale { address },
-            Err(why) => why,
+            Err(error) => error,
         }
     }
 
@@ -108,9 +108,9 @@ impl Heap {
     /// Returns the actual size in bytes of the live block that starts at `address`.
     #[must_use]
     pub fn size_of(&self, address: u64) -> Option<u64> {
-        match self.live_at(address).ok()? {
-            Live::Record(id) => Some(self.records[id].len),
-            Live::Slot { slab, .. } => Some(self.slabs.slab(slab).slot),
+        match self.find_live(address).ok()? {
+            LiveBlock::Record(id) => Some(self.records[id].len),
+            LiveBlock::Slot { slab, .. } => Some(self.slabs.slab(slab).slot),
         }
     }
 
@@ -120,24 +120,28 @@ impl Heap {
     ///
     /// Those of [`free`](Self::free). Nothing is freed.
     pub fn block_at(&self, address: u64) -> Result<Block, HeapError> {
-        Ok(match self.live_at(address)? {
-            Live::Record(id) => {
+        Ok(match self.find_live(address)? {
+            LiveBlock::Record(id) => {
                 let record = &self.records[id];
                 Block { address, bytes: record.len, key: Key::new(id, record.generation) }
             }
-            Live::Slot { slab, slot } => {
-                let of = self.slabs.slab(slab);
-                Block { address, bytes: of.slot, key: Key::new(slab | SLOT, of.generation(slot)) }
+            LiveBlock::Slot { slab, slot } => {
+                let slab_ref = self.slabs.slab(slab);
+                Block {
+                    address,
+                    bytes: slab_ref.slot,
+                    key: Key::new(slab | SLAB_BIT, slab_ref.generation(slot)),
+                }
             }
         })
     }
 
     /// Finds the live block that starts at `address`, or the reason why there is none.
-    pub(super) fn live_at(&self, address: u64) -> Result<Live, HeapError> {
-        let id = self.owner(address).ok_or(HeapError::Foreign { address })?;
+    pub(super) fn find_live(&self, address: u64) -> Result<LiveBlock, HeapError> {
+        let id = self.record_containing(address).ok_or(HeapError::Foreign { address })?;
         let record = &self.records[id];
         match record.state {
-            State::Live if record.start == address => Ok(Live::Record(id)),
+            State::Live if record.start == address => Ok(LiveBlock::Record(id)),
             State::Live => Err(HeapError::Interior { address, block: record.range() }),
             State::Slab => {
                 let (slot, inside) = self.slabs.slot_at(record.slab, address);
@@ -150,7 +154,7 @@ impl Heap {
                         block: Range::new(slab.address(slot), slab.slot),
                     })
                 } else {
-                    Ok(Live::Slot { slab: record.slab, slot })
+                    Ok(LiveBlock::Slot { slab: record.slab, slot })
                 }
             }
             State::Free | State::Vacant => Err(HeapError::DoubleFree { address }),
@@ -159,42 +163,42 @@ impl Heap {
 
     fn free_record(&mut self, id: u32, stamp: u64) -> Freed {
         let bytes = self.records[id].len;
-        let extent = self.end(id, stamp);
-        Freed { bytes, extent: Some(self.extent(extent)) }
+        let extent = self.free_live_record(id, stamp);
+        Freed { bytes, extent: Some(self.extent_of(extent)) }
     }
 
     /// Frees the block of the record `id`. Returns the record of the merged extent.
     #[inline]
-    fn end(&mut self, id: u32, stamp: u64) -> u32 {
+    fn free_live_record(&mut self, id: u32, stamp: u64) -> u32 {
         let record = &mut self.records[id];
         record.generation = record.generation.wrapping_add(1);
         record.stamp = record.stamp.max(stamp);
         self.live_bytes -= record.len;
         self.live_blocks -= 1;
-        self.release(id)
+        self.free_and_coalesce(id)
     }
 
     fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {
-        let given = self.slabs.give(slab, slot, stamp);
-        self.count_given(slab, given)
+        let freed = self.slabs.free(slab, slot, stamp);
+        self.finish_slot_free(slab, freed)
     }
 
     /// Updates the counters after a slot was freed, and dissolves the slab if required.
-    fn count_given(&mut self, slab: u32, given: Given) -> Freed {
-        let Given { bytes, dissolve } = given;
+    fn finish_slot_free(&mut self, slab: u32, freed: FreedSlot) -> Freed {
+        let FreedSlot { bytes, dissolve } = freed;
         self.live_bytes -= bytes;
         self.live_blocks -= 1;
         let extent = dissolve.then(|| self.dissolve(slab));
-        Freed { bytes, extent: extent.map(|id| self.extent(id)) }
+        Freed { bytes, extent: extent.map(|id| self.extent_of(id)) }
     }
 
-    fn extent(&self, id: u32) -> Extent {
+    fn extent_of(&self, id: u32) -> Extent {
         Extent { range: self.records[id].range(), stamp: self.records[id].stamp }
     }
 }
 
 /// The storage of a live block.
-pub(super) enum Live {
+pub(super) enum LiveBlock {
     /// It has its own record.
     Record(u32),
     /// It is a slot of a slab.

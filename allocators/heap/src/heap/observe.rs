@@ -19,8 +19,8 @@ impl Heap {
     /// Returns the free extent that contains `address`.
     #[must_use]
     pub fn free_extent_at(&self, address: u64) -> Option<Extent> {
-        let id = self.owner(address).filter(|&id| self.is_wholly_free(id))?;
-        Some(self.run_around(id))
+        let id = self.record_containing(address).filter(|&id| self.is_wholly_free(id))?;
+        Some(self.free_run_around(id))
     }
 
     /// Returns whether every byte of `range` is free, so that it can be [removed](Self::remove).
@@ -32,15 +32,17 @@ impl Heap {
     /// Returns whether `address` is in the heap.
     #[must_use]
     pub fn contains(&self, address: u64) -> bool {
-        self.owner(address).is_some()
+        self.record_containing(address).is_some()
     }
 
     /// Returns the size of the longest free extent, in bytes.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
         let extent = self.bins.longest(&self.records).map_or(0, |id| self.records[id].len);
-        let spares =
-            self.slabs.spares().map(|slab| self.run_around(self.slabs.slab(slab).record).range.len);
+        let spares = self
+            .slabs
+            .spares()
+            .map(|slab| self.free_run_around(self.slabs.slab(slab).record).range.len);
         spares.fold(extent, u64::max)
     }
 
@@ -103,7 +105,7 @@ impl Iterator for FreeExtents<'_> {
     fn next(&mut self) -> Option<Extent> {
         while self.at != NIL {
             if self.heap.is_wholly_free(self.at) {
-                let (extent, after) = self.heap.run_from(self.at);
+                let (extent, after) = self.heap.free_run_from(self.at);
                 self.at = after;
                 return Some(extent);
             }

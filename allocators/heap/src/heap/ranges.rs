@@ -1,7 +1,7 @@
 //! Adding and removing ranges.
 
 use super::Heap;
-use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
 use crate::{Extent, HeapError, Range};
 
 impl Heap {
@@ -36,12 +36,12 @@ impl Heap {
     /// # Ok::<(), aquifer_heap::HeapError>(())
     /// ```
     pub fn add_segment(&mut self, range: Range, stamp: u64) -> Result<(), HeapError> {
-        self.insert(range, stamp, CUT_BEFORE | CUT_AFTER)
+        self.insert(range, stamp, BORDER_BELOW | BORDER_ABOVE)
     }
 
-    fn insert(&mut self, range: Range, stamp: u64, cuts: u8) -> Result<(), HeapError> {
+    fn insert(&mut self, range: Range, stamp: u64, borders: u8) -> Result<(), HeapError> {
         self.validate(range)?;
-        let below = self.last_from(range.start);
+        let below = self.last_at_or_below(range.start);
         if let Some(below) = below
             && self.records[below].end() > range.start
         {
@@ -53,7 +53,7 @@ impl Heap {
         }
         let border = self.config.border;
         let pieces = range.len.checked_div(border).map_or(0, |whole| whole + 2);
-        if !usize::try_from(pieces + 1).is_ok_and(|more| self.records.room(more)) {
+        if !usize::try_from(pieces + 1).is_ok_and(|more| self.records.has_room_for(more)) {
             return Err(HeapError::TooManyRecords);
         }
 
@@ -64,19 +64,19 @@ impl Heap {
                 0 => range.end(),
                 _ => (start / border + 1).saturating_mul(border).min(range.end()),
             };
-            let mut own = 0;
-            if start == range.start && cuts & CUT_BEFORE != 0
+            let mut piece_borders = 0;
+            if start == range.start && borders & BORDER_BELOW != 0
                 || border != 0 && start.is_multiple_of(border)
             {
-                own |= CUT_BEFORE;
+                piece_borders |= BORDER_BELOW;
             }
-            if end == range.end() && cuts & CUT_AFTER != 0
+            if end == range.end() && borders & BORDER_ABOVE != 0
                 || border != 0 && end.is_multiple_of(border)
             {
-                own |= CUT_AFTER;
+                piece_borders |= BORDER_ABOVE;
             }
-            let id = self.insert_after(prev, Record::new(start, end - start, stamp, own));
-            prev = self.release(id);
+            let id = self.insert_after(prev, Record::new(start, end - start, stamp, piece_borders));
+            prev = self.free_and_coalesce(id);
             start = end;
         }
         self.managed_bytes += range.len;
@@ -95,18 +95,18 @@ impl Heap {
     /// in the heap, or [`HeapError::TooManyRecords`].
     pub fn remove(&mut self, range: Range) -> Result<u64, HeapError> {
         let first = self.find_free(range)?;
-        if !self.records.room(2) {
+        if !self.records.has_room_for(2) {
             return Err(HeapError::TooManyRecords);
         }
         let mut stamp = 0;
-        let mut at = self.merge_in(range, first);
+        let mut at = self.dissolve_spares_in(range, first);
         loop {
             let record = &self.records[at];
             let (end, next) = (record.end(), record.next);
             stamp = stamp.max(record.stamp);
             let from = record.start.max(range.start);
             let piece = self.carve(at, from, end.min(range.end()) - from);
-            self.retire(piece);
+            self.remove_record(piece);
             if end >= range.end() {
                 break;
             }
@@ -116,7 +116,7 @@ impl Heap {
         Ok(stamp)
     }
 
-    /// Removes every free extent of at least `least` bytes, and passes it to `taken`, the longest
+    /// Removes every free extent of at least `least` bytes, and passes it to `visit`, the longest
     /// first.
     ///
     /// The cost depends only on what is removed, and not on live blocks. Slabs without live blocks
@@ -135,7 +135,7 @@ impl Heap {
     /// assert_eq!((heap.free_bytes(), heap.managed_bytes()), (0, block.bytes));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn drain(&mut self, least: u64, mut taken: impl FnMut(Extent)) {
+    pub fn drain(&mut self, least: u64, mut visit: impl FnMut(Extent)) {
         if least <= self.config.page {
             self.dissolve_spares();
         }
@@ -145,9 +145,9 @@ impl Heap {
                 break;
             }
             let piece = self.carve(id, start, len);
-            self.retire(piece);
+            self.remove_record(piece);
             self.managed_bytes -= len;
-            taken(Extent { range: Range::new(start, len), stamp });
+            visit(Extent { range: Range::new(start, len), stamp });
         }
     }
 
@@ -155,7 +155,7 @@ impl Heap {
     pub(super) fn find_free(&self, range: Range) -> Result<u32, HeapError> {
         self.validate(range)?;
         let not_free = |at| HeapError::NotFree { range, at };
-        let first = self.owner(range.start).ok_or(not_free(range.start))?;
+        let first = self.record_containing(range.start).ok_or(not_free(range.start))?;
         let mut at = first;
         loop {
             let record = &self.records[at];
@@ -174,7 +174,7 @@ impl Heap {
 
     /// Dissolves the spare slabs in `range`, which is free and whose first record is `first`.
     /// Returns the first record afterwards.
-    pub(super) fn merge_in(&mut self, range: Range, first: u32) -> u32 {
+    pub(super) fn dissolve_spares_in(&mut self, range: Range, first: u32) -> u32 {
         let mut first = first;
         let mut at = first;
         loop {

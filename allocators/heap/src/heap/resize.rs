@@ -1,9 +1,9 @@
 //! Resizing a block in place.
 
 use super::Heap;
-use super::free::Live;
-use crate::range::{Key, SLOT};
-use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+use super::free::LiveBlock;
+use crate::range::{Key, SLAB_BIT};
+use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
 use crate::{Block, HeapError};
 
 impl Heap {
@@ -26,26 +26,26 @@ impl Heap {
         new_bytes: u64,
         stamp: u64,
     ) -> Result<Block, HeapError> {
-        let live = self.live_at(address)?;
+        let live = self.find_live(address)?;
         if new_bytes == 0 {
             return Err(HeapError::ZeroSize);
         }
         match live {
-            Live::Slot { slab, slot } => {
-                let of = self.slabs.slab(slab);
-                let key = Key::new(slab | SLOT, of.generation(slot));
-                let block = Block { address, bytes: of.slot, key };
-                if new_bytes > of.slot {
+            LiveBlock::Slot { slab, slot } => {
+                let slab_ref = self.slabs.slab(slab);
+                let key = Key::new(slab | SLAB_BIT, slab_ref.generation(slot));
+                let block = Block { address, bytes: slab_ref.slot, key };
+                if new_bytes > slab_ref.slot {
                     let range = block.range();
                     return Err(HeapError::NoRoom {
                         block: range,
                         wanted: new_bytes,
-                        available: of.slot,
+                        available: slab_ref.slot,
                     });
                 }
                 Ok(block)
             }
-            Live::Record(id) => {
+            LiveBlock::Record(id) => {
                 let len = self.records[id].len;
                 let wanted = self.whole_units(new_bytes).unwrap_or(u64::MAX);
                 if wanted < len {
@@ -61,7 +61,7 @@ impl Heap {
 
     /// Frees the last `tail` bytes of the live record `id`.
     fn cut_tail(&mut self, id: u32, tail: u64, stamp: u64) -> Result<(), HeapError> {
-        if !self.records.room(1) {
+        if !self.records.has_room_for(1) {
             return Err(HeapError::TooManyRecords);
         }
         let record = &mut self.records[id];
@@ -69,13 +69,13 @@ impl Heap {
             record.end() - tail,
             tail,
             record.stamp.max(stamp),
-            record.cuts & CUT_AFTER,
+            record.borders & BORDER_ABOVE,
         );
         record.len -= tail;
-        record.cuts &= CUT_BEFORE;
+        record.borders &= BORDER_BELOW;
         self.live_bytes -= tail;
         let rest = self.insert_after(id, rest);
-        self.release(rest);
+        self.free_and_coalesce(rest);
         Ok(())
     }
 
@@ -83,19 +83,19 @@ impl Heap {
     fn extend(&mut self, id: u32, more: u64) -> Result<(), HeapError> {
         let block = self.records[id].range();
         let next = self.records[id].next;
-        let open = next != NIL && self.is_wholly_free(next) && self.records.joined(id, next);
-        let room = if open { self.run_from(next).0.range.len } else { 0 };
+        let open = next != NIL && self.is_wholly_free(next) && self.records.mergeable(id, next);
+        let room = if open { self.free_run_from(next).0.range.len } else { 0 };
         if room < more {
             let wanted = block.len.saturating_add(more);
             return Err(HeapError::NoRoom { block, wanted, available: block.len + room });
         }
-        if !self.records.room(1) {
+        if !self.records.has_room_for(1) {
             return Err(HeapError::TooManyRecords);
         }
-        let piece = self.merge_in(crate::Range::new(block.end(), more), next);
+        let piece = self.dissolve_spares_in(crate::Range::new(block.end(), more), next);
         let piece = self.carve(piece, block.end(), more);
         debug_assert_ne!(self.records[piece].state, State::Slab);
-        self.absorb(id, piece);
+        self.merge(id, piece);
         self.live_bytes += more;
         Ok(())
     }

@@ -12,16 +12,16 @@
 use crate::records::NIL;
 
 /// Entries of a node, as a power of two.
-const BITS: u32 = 6;
-const PLACES: usize = 1 << BITS;
+const ENTRIES_LOG2: u32 = 6;
+const ENTRIES: usize = 1 << ENTRIES_LOG2;
 
 /// 64 entries, and which of them are used.
 #[derive(Debug)]
 struct Node {
-    /// Bit n: `places[n]` is valid.
-    taken: u64,
+    /// Bit n: `entries[n]` is valid.
+    used: u64,
     /// Node numbers one level down, or record numbers in a leaf.
-    places: [u32; PLACES],
+    entries: [u32; ENTRIES],
 }
 
 /// The map from pages to records.
@@ -29,24 +29,24 @@ struct Node {
 pub(crate) struct PageMap {
     nodes: Vec<Node>,
     /// Empty nodes, for reuse.
-    spare: Vec<u32>,
+    free_nodes: Vec<u32>,
     /// The key (the high bits of its pages) and the node of each trunk, in order.
     trunks: Vec<(u64, u32)>,
     /// The index of the trunk that was used last.
     hint: usize,
 }
 
-const fn place(page: u64, level: u32) -> usize {
-    (page >> (BITS * level)) as usize & (PLACES - 1)
+const fn entry_index(page: u64, level: u32) -> usize {
+    (page >> (ENTRIES_LOG2 * level)) as usize & (ENTRIES - 1)
 }
 
 const fn trunk_key(page: u64) -> u64 {
-    page >> (3 * BITS)
+    page >> (3 * ENTRIES_LOG2)
 }
 
 impl PageMap {
     pub(crate) const fn new() -> Self {
-        Self { nodes: Vec::new(), spare: Vec::new(), trunks: Vec::new(), hint: 0 }
+        Self { nodes: Vec::new(), free_nodes: Vec::new(), trunks: Vec::new(), hint: 0 }
     }
 
     fn trunk(&self, key: u64) -> Option<u32> {
@@ -59,47 +59,47 @@ impl PageMap {
         }
     }
 
-    fn down(&self, node: u32, place: usize) -> Option<u32> {
+    fn child(&self, node: u32, index: usize) -> Option<u32> {
         let node = &self.nodes[node as usize];
-        (node.taken >> place & 1 == 1).then(|| node.places[place])
+        (node.used >> index & 1 == 1).then(|| node.entries[index])
     }
 
     fn new_node(&mut self) -> u32 {
-        if let Some(id) = self.spare.pop() {
+        if let Some(id) = self.free_nodes.pop() {
             return id;
         }
-        self.nodes.push(Node { taken: 0, places: [NIL; PLACES] });
+        self.nodes.push(Node { used: 0, entries: [NIL; ENTRIES] });
         (self.nodes.len() - 1) as u32
     }
 
-    fn down_or_new(&mut self, node: u32, place: usize) -> u32 {
-        if let Some(down) = self.down(node, place) {
-            return down;
+    fn child_or_new(&mut self, node: u32, index: usize) -> u32 {
+        if let Some(child) = self.child(node, index) {
+            return child;
         }
-        let down = self.new_node();
-        self.put(node, place, down);
-        down
+        let child = self.new_node();
+        self.set_entry(node, index, child);
+        child
     }
 
-    fn put(&mut self, node: u32, place: usize, value: u32) {
+    fn set_entry(&mut self, node: u32, index: usize, value: u32) {
         let node = &mut self.nodes[node as usize];
-        node.taken |= 1 << place;
-        node.places[place] = value;
+        node.used |= 1 << index;
+        node.entries[index] = value;
     }
 
-    /// Removes `place` from `node`. Returns whether the node is empty then.
-    fn clear(&mut self, node: u32, place: usize) -> bool {
+    /// Removes `index` from `node`. Returns whether the node is empty then.
+    fn clear_entry(&mut self, node: u32, index: usize) -> bool {
         let node = &mut self.nodes[node as usize];
-        node.taken &= !(1 << place);
-        node.taken == 0
+        node.used &= !(1 << index);
+        node.used == 0
     }
 
     /// Returns the record of `page`.
     pub(crate) fn get(&self, page: u64) -> Option<u32> {
         let trunk = self.trunk(trunk_key(page))?;
-        let branch = self.down(trunk, place(page, 2))?;
-        let leaf = self.down(branch, place(page, 1))?;
-        self.down(leaf, place(page, 0))
+        let branch = self.child(trunk, entry_index(page, 2))?;
+        let leaf = self.child(branch, entry_index(page, 1))?;
+        self.child(leaf, entry_index(page, 0))
     }
 
     /// Sets the record of `page`.
@@ -118,29 +118,29 @@ impl PageMap {
         };
         self.hint = at;
         let trunk = self.trunks[at].1;
-        let branch = self.down_or_new(trunk, place(page, 2));
-        let leaf = self.down_or_new(branch, place(page, 1));
-        self.put(leaf, place(page, 0), record);
+        let branch = self.child_or_new(trunk, entry_index(page, 2));
+        let leaf = self.child_or_new(branch, entry_index(page, 1));
+        self.set_entry(leaf, entry_index(page, 0), record);
     }
 
     /// Removes `page`, and every node that becomes empty.
     pub(crate) fn remove(&mut self, page: u64) {
         let key = trunk_key(page);
         let Some(trunk) = self.trunk(key) else { return };
-        let Some(branch) = self.down(trunk, place(page, 2)) else { return };
-        let Some(leaf) = self.down(branch, place(page, 1)) else { return };
-        if !self.clear(leaf, place(page, 0)) {
+        let Some(branch) = self.child(trunk, entry_index(page, 2)) else { return };
+        let Some(leaf) = self.child(branch, entry_index(page, 1)) else { return };
+        if !self.clear_entry(leaf, entry_index(page, 0)) {
             return;
         }
-        self.spare.push(leaf);
-        if !self.clear(branch, place(page, 1)) {
+        self.free_nodes.push(leaf);
+        if !self.clear_entry(branch, entry_index(page, 1)) {
             return;
         }
-        self.spare.push(branch);
-        if !self.clear(trunk, place(page, 2)) {
+        self.free_nodes.push(branch);
+        if !self.clear_entry(trunk, entry_index(page, 2)) {
             return;
         }
-        self.spare.push(trunk);
+        self.free_nodes.push(trunk);
         if let Ok(at) = self.trunks.binary_search_by_key(&key, |&(at, _)| at) {
             self.trunks.remove(at);
         }
@@ -152,34 +152,34 @@ impl PageMap {
         let at = self.trunks.partition_point(|&(at, _)| at < key);
         if let Some(&(found, trunk)) = self.trunks.get(at)
             && found == key
-            && let Some(record) = self.last_below(trunk, 2, page)
+            && let Some(record) = self.last_before_in(trunk, 2, page)
         {
             return Some(record);
         }
         let (_, trunk) = *self.trunks.get(at.checked_sub(1)?)?;
-        self.last(trunk, 2)
+        self.last_in(trunk, 2)
     }
 
     /// Returns the last record under `node`, of level `level`, before `page`.
-    fn last_below(&self, node: u32, level: u32, page: u64) -> Option<u32> {
-        let here = place(page, level);
+    fn last_before_in(&self, node: u32, level: u32, page: u64) -> Option<u32> {
+        let own_index = entry_index(page, level);
         if level > 0
-            && let Some(down) = self.down(node, here)
-            && let Some(record) = self.last_below(down, level - 1, page)
+            && let Some(child) = self.child(node, own_index)
+            && let Some(record) = self.last_before_in(child, level - 1, page)
         {
             return Some(record);
         }
-        let Node { taken, places } = &self.nodes[node as usize];
-        let last = (taken & ((1 << here) - 1)).checked_ilog2()?;
-        let value = places[last as usize];
-        if level == 0 { Some(value) } else { self.last(value, level - 1) }
+        let Node { used, entries } = &self.nodes[node as usize];
+        let last = (used & ((1 << own_index) - 1)).checked_ilog2()?;
+        let value = entries[last as usize];
+        if level == 0 { Some(value) } else { self.last_in(value, level - 1) }
     }
 
     /// Returns the last record under `node`, of level `level`.
-    fn last(&self, mut node: u32, level: u32) -> Option<u32> {
+    fn last_in(&self, mut node: u32, level: u32) -> Option<u32> {
         for _ in 0..=level {
-            let Node { taken, places } = &self.nodes[node as usize];
-            node = places[taken.checked_ilog2()? as usize];
+            let Node { used, entries } = &self.nodes[node as usize];
+            node = entries[used.checked_ilog2()? as usize];
         }
         Some(node)
     }
@@ -187,14 +187,14 @@ impl PageMap {
     /// Returns how many pages have a record. Visits every node, for the self-check.
     pub(crate) fn count(&self) -> usize {
         let mut pages = 0;
-        let mut todo: Vec<(u32, u32)> = self.trunks.iter().map(|&(_, node)| (node, 2)).collect();
-        while let Some((node, level)) = todo.pop() {
-            let Node { taken, places } = &self.nodes[node as usize];
+        let mut stack: Vec<(u32, u32)> = self.trunks.iter().map(|&(_, node)| (node, 2)).collect();
+        while let Some((node, level)) = stack.pop() {
+            let Node { used, entries } = &self.nodes[node as usize];
             if level == 0 {
-                pages += taken.count_ones() as usize;
+                pages += used.count_ones() as usize;
             } else {
-                let down = (0..PLACES).filter(|place| taken >> place & 1 == 1);
-                todo.extend(down.map(|place| (places[place], level - 1)));
+                let children = (0..ENTRIES).filter(|index| used >> index & 1 == 1);
+                stack.extend(children.map(|index| (entries[index], level - 1)));
             }
         }
         pages
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_as_an_ordered_map_does() {
+    fn page_map_agrees_with_an_ordered_map() {
         let (mut map, mut model) = (PageMap::new(), BTreeMap::new());
         let mut random = 0x2545_f491_4f6c_dd1d_u64;
         let rounds = if cfg!(miri) { 200 } else { 20_000 };
@@ -237,11 +237,11 @@ mod tests {
             map.remove(page);
         }
         assert!(map.trunks.is_empty());
-        assert_eq!(map.spare.len(), map.nodes.len());
+        assert_eq!(map.free_nodes.len(), map.nodes.len());
     }
 
     #[test]
-    fn the_top_of_the_address_space_is_a_page_like_any_other() {
+    fn the_last_page_of_the_address_space_can_be_mapped() {
         let mut map = PageMap::new();
         map.set(u64::MAX, 1);
         map.set(0, 2);

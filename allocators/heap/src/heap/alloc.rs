@@ -2,16 +2,16 @@
 
 use super::Heap;
 use crate::classes::class_of;
-use crate::range::{Key, SLOT};
+use crate::range::{Key, SLAB_BIT};
 use crate::records::{NIL, State};
-use crate::slab::Taken;
+use crate::slab::AllocatedSlot;
 use crate::{Block, HeapError, Range};
 
 /// How many extents an aligned request tries in order of size, before it takes one that fits at any
 /// alignment.
 const ALIGNED_TRIES: usize = 8;
 /// How many slabs with room an aligned request tries.
-const ALIGNED_SLABS: usize = 8;
+const ALIGNED_SLAB_TRIES: usize = 8;
 
 /// Returns `bytes` rounded up to a multiple of `align`, which is a power of two, so no division is
 /// needed.
@@ -42,18 +42,19 @@ impl Heap {
             if bytes > self.config.small_max {
                 return self.alloc_exact(self.whole_units(bytes)?, align);
             } else if bytes > 0
-                && let slab = self.slabs.room(class_of(((bytes - 1) >> self.unit_shift) + 1))
+                && let slab =
+                    self.slabs.first_with_room(class_of(((bytes - 1) >> self.unit_shift) + 1))
                 && slab != NIL
             {
-                return Some(self.take_slot(slab));
+                return Some(self.alloc_slot(slab));
             }
         }
-        self.alloc_fully(bytes, align)
+        self.alloc_slow(bytes, align)
     }
 
     /// Like [`alloc`](Self::alloc), for any request.
     #[inline(never)]
-    fn alloc_fully(&mut self, bytes: u64, align: u64) -> Option<Block> {
+    fn alloc_slow(&mut self, bytes: u64, align: u64) -> Option<Block> {
         if bytes == 0 || !align.is_power_of_two() {
             return None;
         }
@@ -87,17 +88,17 @@ impl Heap {
         let mut at = first;
         while self.records[at].end() < range.end() {
             let next = self.records[at].next;
-            if !self.records.joined(at, next) {
+            if !self.records.mergeable(at, next) {
                 return Err(HeapError::Border { range, at: self.records[at].end() });
             }
             at = next;
         }
-        if !self.records.room(2) {
+        if !self.records.has_room_for(2) {
             return Err(HeapError::TooManyRecords);
         }
-        let extent = self.merge_in(range, first);
+        let extent = self.dissolve_spares_in(range, first);
         let record = self.carve(extent, range.start, range.len);
-        Ok(self.make_live(record))
+        Ok(self.mark_live(record))
     }
 
     /// Returns `bytes` rounded up to whole units.
@@ -110,10 +111,10 @@ impl Heap {
     fn alloc_small(&mut self, rounded: u64, bytes: u64, align: u64) -> Option<Block> {
         let class = class_of(rounded >> self.unit_shift);
         if let Some(slab) = self.slab_with_room(class, align) {
-            return Some(self.take_slot(slab));
+            return Some(self.alloc_slot(slab));
         }
         if let Some(slab) = self.new_slab(class, align) {
-            return Some(self.take_slot(slab));
+            return Some(self.alloc_slot(slab));
         }
         if let Some(block) = self.alloc_exact(self.whole_units(bytes)?, align) {
             return Some(block);
@@ -125,7 +126,7 @@ impl Heap {
             if self.slabs.slot_bytes(class).is_multiple_of(align)
                 && let Some(slab) = self.slab_with_room(class, align)
             {
-                return Some(self.take_slot(slab));
+                return Some(self.alloc_slot(slab));
             }
             class += 1;
         }
@@ -133,11 +134,11 @@ impl Heap {
 
     /// Returns a slab of `class` that has room and whose slots are aligned to `align`.
     fn slab_with_room(&self, class: usize, align: u64) -> Option<u32> {
-        let mut at = self.slabs.room(class);
+        let mut at = self.slabs.first_with_room(class);
         if align == self.config.unit {
             return (at != NIL).then_some(at);
         }
-        for _ in 0..ALIGNED_SLABS {
+        for _ in 0..ALIGNED_SLAB_TRIES {
             if at == NIL {
                 return None;
             }
@@ -153,21 +154,21 @@ impl Heap {
     /// Creates a slab of `class` at a multiple of `align`. Its length follows the class's
     /// population, or is the shortest one if that does not fit.
     fn new_slab(&mut self, class: usize, align: u64) -> Option<u32> {
-        if !self.records.room(2) {
+        if !self.records.has_room_for(2) {
             return None;
         }
         let slot = self.slabs.slot_bytes(class);
         let (wanted, shortest) = self.slabs.next_slots(class);
-        let (slots, extent, start) = match self.fit(wanted * slot, align) {
+        let (slots, extent, start) = match self.find_fit(wanted * slot, align) {
             Some((extent, start)) => (wanted, extent, start),
             None if wanted == shortest => return None,
             None => {
-                let (extent, start) = self.fit(shortest * slot, align)?;
+                let (extent, start) = self.find_fit(shortest * slot, align)?;
                 (shortest, extent, start)
             }
         };
         let record = self.carve(extent, start, slots * slot);
-        let slab = self.slabs.make(class, slots, record, start, self.records[record].stamp);
+        let slab = self.slabs.create(class, slots, record, start, self.records[record].stamp);
         let record = &mut self.records[record];
         record.state = State::Slab;
         record.slab = slab;
@@ -175,35 +176,35 @@ impl Heap {
     }
 
     #[inline]
-    fn take_slot(&mut self, id: u32) -> Block {
-        let Taken { address, bytes, generation } = self.slabs.take(id);
+    fn alloc_slot(&mut self, id: u32) -> Block {
+        let AllocatedSlot { address, bytes, generation } = self.slabs.alloc(id);
         self.live_bytes += bytes;
         self.live_blocks += 1;
-        Block { address, bytes, key: Key::new(id | SLOT, generation) }
+        Block { address, bytes, key: Key::new(id | SLAB_BIT, generation) }
     }
 
     /// Allocates an exact block of `len` bytes, a multiple of the unit.
     fn alloc_exact(&mut self, len: u64, align: u64) -> Option<Block> {
-        if !self.records.room(2) {
+        if !self.records.has_room_for(2) {
             return None;
         }
-        let found = self.fit(len, align);
+        let found = self.find_fit(len, align);
         let found = match found {
-            None if self.dissolve_spares() => self.fit(len, align),
+            None if self.dissolve_spares() => self.find_fit(len, align),
             found => found,
         };
         let (extent, start) = match found {
             Some(found) => found,
-            None if align > self.config.unit => self.fit_by_walking(len, align)?,
+            None if align > self.config.unit => self.find_fit_exhaustive(len, align)?,
             None => return None,
         };
         let record = self.carve(extent, start, len);
-        Some(self.make_live(record))
+        Some(self.mark_live(record))
     }
 
     /// Makes a carved record a live block.
     #[inline]
-    fn make_live(&mut self, id: u32) -> Block {
+    fn mark_live(&mut self, id: u32) -> Block {
         let record = &mut self.records[id];
         record.state = State::Live;
         self.live_bytes += record.len;
@@ -212,7 +213,7 @@ impl Heap {
     }
 
     /// Returns the extent to cut `len` bytes from, and the address.
-    fn fit(&self, len: u64, align: u64) -> Option<(u32, u64)> {
+    fn find_fit(&self, len: u64, align: u64) -> Option<(u32, u64)> {
         let units = len >> self.unit_shift;
         if align <= self.config.unit {
             let id = self.bins.best_fit(&self.records, units)?;
@@ -223,7 +224,7 @@ impl Heap {
         let mut wanted = units;
         for _ in 0..ALIGNED_TRIES {
             let id = self.bins.best_fit(&self.records, wanted)?;
-            if let Some(start) = self.fits_at(id, len, align) {
+            if let Some(start) = self.aligned_start(id, len, align) {
                 return Some((id, start));
             }
             wanted = (self.records[id].len >> self.unit_shift) + 1;
@@ -232,26 +233,27 @@ impl Heap {
             }
         }
         let id = self.bins.best_fit(&self.records, enough.max(wanted))?;
-        self.fits_at(id, len, align).map(|start| (id, start))
+        self.aligned_start(id, len, align).map(|start| (id, start))
     }
 
-    /// Like [`fit`](Self::fit) for an aligned request, but visits every extent that is long enough.
-    fn fit_by_walking(&self, len: u64, align: u64) -> Option<(u32, u64)> {
+    /// Like [`find_fit`](Self::find_fit) for an aligned request, but visits every extent that is
+    /// long enough.
+    fn find_fit_exhaustive(&self, len: u64, align: u64) -> Option<(u32, u64)> {
         let mut wanted = len >> self.unit_shift;
         loop {
             let mut id = self.bins.best_fit(&self.records, wanted)?;
             wanted = (self.records[id].len >> self.unit_shift) + 1;
             while id != NIL {
-                if let Some(start) = self.fits_at(id, len, align) {
+                if let Some(start) = self.aligned_start(id, len, align) {
                     return Some((id, start));
                 }
-                id = self.records[id].after;
+                id = self.records[id].next_equal;
             }
         }
     }
 
     /// Returns the lowest multiple of `align` at which `len` bytes fit into the extent `id`.
-    fn fits_at(&self, id: u32, len: u64, align: u64) -> Option<u64> {
+    fn aligned_start(&self, id: u32, len: u64, align: u64) -> Option<u64> {
         let extent = &self.records[id];
         let start = round_up(extent.start, align)?;
         (start < extent.end() && extent.end() - start >= len).then_some(start)
