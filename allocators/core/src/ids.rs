@@ -12,7 +12,7 @@ use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic:
 pub struct DeviceId(pub u32);
 
 /// The names of the first devices.
-const NAMES: [&str; 64] = [
+const DEVICE_NAMES: [&str; 64] = [
     "device 0",
     "device 1",
     "device 2",
@@ -90,7 +90,7 @@ impl DeviceId {
     /// ```
     #[must_use]
     pub fn name(self) -> &'static str {
-        NAMES.get(self.0 as usize).copied().unwrap_or("a device beyond the 64th")
+        DEVICE_NAMES.get(self.0 as usize).copied().unwrap_or("a device beyond the 64th")
     }
 }
 
@@ -126,13 +126,13 @@ pub struct IdSpace<K> {
 }
 
 /// The number of the next space. A 64-bit counter does not overflow.
-static SPACES: AtomicU64 = AtomicU64::new(1);
+static NEXT_SPACE: AtomicU64 = AtomicU64::new(1);
 
 impl<K> IdSpace<K> {
     /// Creates a unique space.
     #[must_use]
     pub fn new() -> Self {
-        Self { space: SPACES.fetch_add(1, Ordering::Relaxed), kind: PhantomData }
+        Self { space: NEXT_SPACE.fetch_add(1, Ordering::Relaxed), kind: PhantomData }
     }
 
     /// Creates the id of slot `index` in its `generation`.

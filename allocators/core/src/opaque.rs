@@ -74,10 +74,10 @@ pub trait Opaque {
 ///
 /// See the example of [`Opaque`].
 pub trait OpaqueBlock {
-    /// Keeps `thing` alive until the block's memory is really free. If queued work still uses the
-    /// block, this is after the drop of the block. If the block is forgotten, `thing` is never
+    /// Keeps `value` alive until the block's memory is really free. If queued work still uses the
+    /// block, this is after the drop of the block. If the block is forgotten, `value` is never
     /// dropped.
-    fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>);
+    fn keep_until_free(&mut self, value: Box<dyn Any + Send + Sync>);
 }
 
 macro_rules! forward_opaque {

@@ -37,15 +37,15 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Option<R> {
 pub struct Contained<T>(Option<T>);
 
 impl<T> Contained<T> {
-    /// Holds `thing` until this is dropped.
-    pub fn new(thing: T) -> Self {
-        Self(Some(thing))
+    /// Holds `value` until this is dropped.
+    pub fn new(value: T) -> Self {
+        Self(Some(value))
     }
 }
 
 impl<T> Drop for Contained<T> {
     fn drop(&mut self) {
-        let thing = self.0.take();
-        contain(move || drop(thing));
+        let value = self.0.take();
+        contain(move || drop(value));
     }
 }

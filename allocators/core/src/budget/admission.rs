@@ -142,7 +142,7 @@ impl Node {
     pub(super) fn spare(&'static self) -> u64 {
         let mut bytes = 0;
         self.visit_subtree(&mut |node| {
-            bytes += node.leases.iter().map(|body| body.spare()).sum::<u64>()
+            bytes += node.leases.iter().map(|body| body.spare()).sum::<u64>();
         });
         bytes
     }

@@ -58,7 +58,7 @@ use std::{
 use super::Action;
 
 /// The maximum number of devices, since the list contains every ordinal from 0 on.
-const DEVICES: u32 = 1024;
+const MAX_DEVICES: u32 = 1024;
 /// Block sizes are rounded up to this if there is room.
 const SIZE_UNIT: u64 = 512;
 
@@ -116,7 +116,7 @@ impl MemorySnapshot {
         let mut snapshot = Self::default();
         for event in events {
             match event.place {
-                Place::Device(DeviceId(device)) if device < DEVICES => {
+                Place::Device(DeviceId(device)) if device < MAX_DEVICES => {
                     snapshot.devices.entry(device).or_default().apply(&event);
                 }
                 _ => {}
@@ -129,7 +129,7 @@ impl MemorySnapshot {
     /// mention its address or have a live block that overlaps it.
     pub fn hold(&mut self, device: DeviceId, block: HeldBlock) {
         let HeldBlock { address, bytes, stream, tag, at } = block;
-        if device.0 < DEVICES {
+        if device.0 < MAX_DEVICES {
             let live = LiveBlock { bytes, stream, tag, freed: false, at };
             self.devices.entry(device.0).or_default().add_live(address, live);
         }
