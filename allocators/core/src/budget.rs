@@ -17,7 +17,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
-//! | `lock` | the lock of a tree |
+//! | `spin_lock` | the lock of a tree |
 //! | `node` | creation and recycling of nodes |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
