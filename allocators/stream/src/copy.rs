@@ -36,12 +36,12 @@
 
 mod device;
 mod fill;
-mod flight;
 mod grid;
+mod in_flight;
 mod scope;
 
-pub use flight::{HostOwned, InFlight, Landing, Refused};
 pub use grid::Grid;
+pub use in_flight::{HostOwned, InFlight, Landing, Refused};
 pub use scope::Scope;
 
 use crate::Stream;

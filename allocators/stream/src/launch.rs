@@ -1,14 +1,14 @@
 //! A launch: all blocks that one piece of work uses, ordered and stamped together.
 //!
 //! ```text
-//!   host     preflight: note all uses, then wait for each stream once     launch     commit: one epoch for all
+//!   host     preflight: record all uses, wait for each stream once      launch     commit: one epoch for all
 //!            │                                                           │          │
-//!   stream   ┴─ waits for every home stream and every conflicting use ───┴─ kernel ─┴──────────────────────
+//!   stream   ┴─ waits for every owner stream and every conflicting use ──┴─ kernel ─┴──────────────────────
 //! ```
 
 use crate::{
     Stream, Timeline, Use, UseList,
-    uses::{Before, Entered, node::Borrows},
+    uses::{Predecessors, UnorderedUse, table::ConflictingBorrows},
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, Operand, same_machine, site};
@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use std::{fmt, sync::Arc};
 
 /// Most kernels use at most this many blocks. More elements go to the heap.
-type Several<T> = SmallVec<[T; 8]>;
+type OperandVec<T> = SmallVec<[T; 8]>;
 
 /// An [`Operand`] whose uses a [`Launch`] can record: blocks, buffers, and parts of them.
 #[diagnostic::on_unimplemented(
@@ -81,7 +81,7 @@ struct Entry<'a> {
 #[must_use = "nothing is ordered before `preflight`"]
 pub struct Launch<'a> {
     on: &'a Stream,
-    entries: Several<Entry<'a>>,
+    entries: OperandVec<Entry<'a>>,
     strict: bool,
 }
 
@@ -142,28 +142,38 @@ impl<'a> Launch<'a> {
     #[track_caller]
     pub fn preflight(self) -> Result<Ready> {
         let site = site::enter();
-        self.check()?;
+        self.validate()?;
         let on = self.on.timeline();
-        let (mut entered, mut before) = (Several::<Entered>::new(), Several::<Before>::new());
-        let mut noted = || -> Result<()> {
+        let (mut entered, mut predecessors) =
+            (OperandVec::<UnorderedUse>::new(), OperandVec::<Predecessors>::new());
+        let mut record_all = || -> Result<()> {
             for Entry { account, access, .. } in &self.entries {
-                let mut conflicting = Before::new();
-                let Account { address, home, uses, alone } = account;
+                let mut conflicting = Predecessors::new();
+                let Account { address, home: owner, uses, alone } = account;
                 // A declared write proves nothing, so shared borrows may continue.
-                let borrows = Borrows::over_if(*alone && !access.writes());
-                entered.push(uses.enter(*address, home, on, *access, borrows, &mut conflicting)?);
-                before.push(conflicting);
+                let borrows = ConflictingBorrows::ended_if(*alone && !access.writes());
+                entered.push(uses.open_use(
+                    *address,
+                    owner,
+                    on,
+                    *access,
+                    borrows,
+                    &mut conflicting,
+                )?);
+                predecessors.push(conflicting);
             }
-            self.order(on, &before)
+            self.order(on, &predecessors)
         };
-        if let Err(error) = noted() {
-            entered.iter().for_each(Entered::withdraw);
+        if let Err(error) = record_all() {
+            entered.iter().for_each(UnorderedUse::withdraw);
             return Err(error);
         }
-        let mut uses = Several::new();
-        for ((entered, before), entry) in entered.into_iter().zip(&before).zip(&self.entries) {
+        let mut uses = OperandVec::new();
+        for ((entered, predecessors), entry) in
+            entered.into_iter().zip(&predecessors).zip(&self.entries)
+        {
             if Arc::ptr_eq(&entry.account.home, on) {
-                entered.forget(before);
+                entered.remove_waited(predecessors);
             }
             uses.push(entered.into_use(on));
         }
@@ -171,7 +181,7 @@ impl<'a> Launch<'a> {
         Ok(Ready { on: on.clone(), uses })
     }
 
-    fn check(&self) -> Result<()> {
+    fn validate(&self) -> Result<()> {
         let device = self.on.device();
         for Entry { account, parts, .. } in &self.entries {
             let expected = account.home.raw().device();
@@ -196,13 +206,13 @@ impl<'a> Launch<'a> {
     }
 
     /// Makes the stream wait for every owner stream and every conflicting use.
-    fn order(&self, on: &Arc<Timeline>, before: &[Before]) -> Result<()> {
+    fn order(&self, on: &Arc<Timeline>, predecessors: &[Predecessors]) -> Result<()> {
         // The newest epoch of a stream covers its earlier ones.
-        let mut newest: Several<(&Arc<Timeline>, u64)> = SmallVec::new();
-        let homes = self.entries.iter().map(|entry| &entry.account.home);
-        let homes = homes.map(|home| (home, home.open()));
+        let mut newest: OperandVec<(&Arc<Timeline>, u64)> = SmallVec::new();
+        let owners = self.entries.iter().map(|entry| &entry.account.home);
+        let owners = owners.map(|owner| (owner, owner.open()));
         for (other, epoch) in
-            homes.chain(before.iter().flatten().map(|(other, epoch)| (other, *epoch)))
+            owners.chain(predecessors.iter().flatten().map(|(other, epoch)| (other, *epoch)))
         {
             match newest.iter_mut().find(|(known, _)| Arc::ptr_eq(known, other)) {
                 Some((_, known)) => *known = epoch.max(*known),
@@ -231,7 +241,7 @@ impl fmt::Debug for Launch<'_> {
 #[must_use = "a launch that is dropped at once covers no work"]
 pub struct Ready {
     on: Arc<Timeline>,
-    uses: Several<Use>,
+    uses: OperandVec<Use>,
 }
 
 impl Ready {

@@ -25,7 +25,7 @@ mod stream;
 mod sync;
 mod timeline;
 mod uses;
-mod waited;
+mod wait_cache;
 
 pub use copy::{Grid, HostOwned, InFlight, Landing, Refused, Scope};
 pub use epochs::Epochs;
@@ -36,4 +36,4 @@ pub use pool::{DEFAULT_CAP, Lease, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};
-pub use uses::{Noted, Use, UseList, Uses, Watch, node::LastUse};
+pub use uses::{Noted, Use, UseList, Uses, Watch, table::LastUse};

@@ -5,8 +5,8 @@ use crate::{
     attachments::Attachments,
     events::{OwnedEvent, SpareEvents},
     identity::{Identity, id_of},
-    uses::node::Nodes,
-    waited::Waited,
+    uses::table::IdleTables,
+    wait_cache::Waited,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{
@@ -107,7 +107,7 @@ pub struct Timeline {
     epochs: Epochs<OwnedEvent>,
     spare: SpareEvents,
     /// Idle use records for the blocks of this stream.
-    nodes: Nodes,
+    idle_tables: IdleTables,
     waited: Waited,
     /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
@@ -134,7 +134,7 @@ impl Timeline {
             isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
             spare: SpareEvents::new(),
-            nodes: Nodes::default(),
+            idle_tables: IdleTables::default(),
             waited: Waited::new(),
             retirement: Retirement::new(),
             attachments: Attachments::default(),
@@ -212,8 +212,8 @@ impl Timeline {
         self.identity.is(id, &self.life)
     }
 
-    pub(crate) fn nodes(&self) -> &Nodes {
-        &self.nodes
+    pub(crate) fn idle_tables(&self) -> &IdleTables {
+        &self.idle_tables
     }
 
     pub(crate) fn lease(&self) {

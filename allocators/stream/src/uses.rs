@@ -25,7 +25,7 @@
 //!   parts.
 #![expect(unsafe_code, reason = "follows a pointer to what is never freed")]
 
-pub(crate) mod node;
+pub(crate) mod table;
 mod watch;
 
 pub use watch::Watch;
@@ -36,8 +36,8 @@ use crate::{
 };
 use aquifer_core::Result;
 use aquifer_driver::Access;
-use node::{Borrows, CALLED_OFF, Few, LastUse, Node, Stamp};
 use std::{fmt, ptr, sync::Arc};
+use table::{ABORTED, ConflictingBorrows, LastUse, Stamp, UseTable, UseVec};
 
 /// A use that was not known to be complete when its block, or a part of it, was freed. A snapshot,
 /// or its current state if it is [followed](Uses::follow).
@@ -50,7 +50,7 @@ pub struct Noted {
     /// `None` if it was open.
     epoch: Option<u64>,
     /// Receives the epoch in which the use ends. 0 while it is open.
-    later: Option<Arc<AtomicU64>>,
+    end: Option<Arc<AtomicU64>>,
 }
 
 impl Noted {
@@ -70,9 +70,9 @@ impl Noted {
     /// aborted.
     #[must_use]
     pub fn epoch(&self) -> Option<u64> {
-        self.epoch.or_else(|| match self.later.as_ref()?.load(Ordering::Acquire) {
+        self.epoch.or_else(|| match self.end.as_ref()?.load(Ordering::Acquire) {
             0 => None,
-            CALLED_OFF => Some(0),
+            ABORTED => Some(0),
             epoch => Some(epoch),
         })
     }
@@ -106,7 +106,7 @@ impl fmt::Debug for Noted {
 /// See [`UseList`] for an example.
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
-    node: &'static Node,
+    table: &'static UseTable,
     id: u64,
     on: Arc<Timeline>,
     ended: bool,
@@ -130,14 +130,14 @@ impl Use {
         }
         // The event must be recorded first: the callback for the last use looks for it.
         let fenced = self.on.fence_at_once(epoch);
-        self.node.end(self.id, &self.on, Some(epoch));
+        self.table.end(self.id, &self.on, Some(epoch));
         fenced
     }
 
     /// Ends the use without covering any work: none was queued.
     pub fn abort(mut self) {
         self.ended = true;
-        self.node.end(self.id, &self.on, None);
+        self.table.end(self.id, &self.on, None);
     }
 
     /// Returns the stream of the use.
@@ -167,37 +167,37 @@ impl fmt::Debug for Use {
 /// Allocates no record before the first use.
 #[derive(Default)]
 pub struct UseList {
-    /// Null, or a node that only this list records in. Nodes are never freed.
-    node: AtomicPtr<Node>,
+    /// Null, or a table that only this list records in. Tables are never freed.
+    table: AtomicPtr<UseTable>,
 }
 
 /// A use that is recorded but may not be ordered yet.
-pub(crate) struct Entered {
-    node: &'static Node,
+pub(crate) struct UnorderedUse {
+    table: &'static UseTable,
     /// The id of the record, or `None` for a borrow that needs none.
     id: Option<u64>,
 }
 
 /// Conflicting uses that must complete before a new one.
-pub(crate) type Before = Few<(Arc<Timeline>, u64)>;
+pub(crate) type Predecessors = UseVec<(Arc<Timeline>, u64)>;
 
-impl Entered {
-    /// Makes `on` wait for `home` and for the uses in `before`. Withdraws the record if that fails.
+impl UnorderedUse {
+    /// Makes `on` wait for `owner` and for the uses in `predecessors`. Withdraws the record if that fails.
     pub(crate) fn order(
         &self,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
-        before: &Before,
+        predecessors: &Predecessors,
     ) -> Result<()> {
-        let at_home = Arc::ptr_eq(home, on);
+        let by_owner = Arc::ptr_eq(owner, on);
         let ordered = (|| {
-            if !at_home {
-                on.wait_for(home, home.open())?;
+            if !by_owner {
+                on.wait_for(owner, owner.open())?;
             }
-            before.iter().try_for_each(|(other, epoch)| on.wait_for(other, *epoch).map(drop))
+            predecessors.iter().try_for_each(|(other, epoch)| on.wait_for(other, *epoch).map(drop))
         })();
         match ordered {
-            Ok(()) if at_home => self.forget(before),
+            Ok(()) if by_owner => self.remove_waited(predecessors),
             Ok(()) => {}
             Err(_) => self.withdraw(),
         }
@@ -205,16 +205,16 @@ impl Entered {
     }
 
     /// Forgets the uses that the owner stream, whose use this is, has been made to wait for.
-    pub(crate) fn forget(&self, before: &Before) {
-        if !before.is_empty() {
-            self.node.forget(before);
+    pub(crate) fn remove_waited(&self, predecessors: &Predecessors) {
+        if !predecessors.is_empty() {
+            self.table.remove_waited(predecessors);
         }
     }
 
     /// Withdraws the record.
     pub(crate) fn withdraw(&self) {
         if let Some(id) = self.id {
-            self.node.withdraw(id);
+            self.table.withdraw(id);
         }
     }
 
@@ -222,7 +222,7 @@ impl Entered {
     pub(crate) fn into_use(self, on: &Arc<Timeline>) -> Use {
         // Only borrows have no record.
         Use {
-            node: self.node,
+            table: self.table,
             id: self.id.unwrap_or_default(),
             on: on.clone(),
             ended: self.id.is_none(),
@@ -234,33 +234,34 @@ impl UseList {
     /// Creates an empty list.
     #[must_use]
     pub fn new() -> Self {
-        Self { node: AtomicPtr::new(ptr::null_mut()) }
+        Self { table: AtomicPtr::new(ptr::null_mut()) }
     }
 
     #[inline]
-    fn node(&self) -> Option<&'static Node> {
-        // SAFETY: 1. null, or created from a `&'static Node`.
-        unsafe { self.node.load(Ordering::Acquire).as_ref() }
+    fn table(&self) -> Option<&'static UseTable> {
+        // SAFETY: 1. null, or created from a `&'static UseTable`.
+        unsafe { self.table.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Returns the node. The first use takes it from the nodes of the owner stream.
+    /// Returns the table. The first use takes it from the tables of the owner stream.
     #[inline]
-    fn node_or_new(&self, home: &Timeline) -> &'static Node {
-        match self.node() {
-            Some(node) => node,
-            None => self.first_node(home),
+    fn table_or_init(&self, owner: &Timeline) -> &'static UseTable {
+        match self.table() {
+            Some(table) => table,
+            None => self.init_table(owner),
         }
     }
 
-    fn first_node(&self, home: &Timeline) -> &'static Node {
-        let new = home.nodes().take();
+    fn init_table(&self, owner: &Timeline) -> &'static UseTable {
+        let new = owner.idle_tables().acquire();
         let at = ptr::from_ref(new).cast_mut();
-        match self.node.compare_exchange(ptr::null_mut(), at, Ordering::AcqRel, Ordering::Acquire) {
+        match self.table.compare_exchange(ptr::null_mut(), at, Ordering::AcqRel, Ordering::Acquire)
+        {
             Ok(_) => new,
             Err(other) => {
                 // Another thread was faster.
-                home.nodes().give(new);
-                // SAFETY: 1. not null, so it was created from a `&'static Node`.
+                owner.idle_tables().release(new);
+                // SAFETY: 1. not null, so it was created from a `&'static UseTable`.
                 unsafe { &*other }
             }
         }
@@ -275,37 +276,38 @@ impl UseList {
     pub fn prepare(
         &self,
         address: u64,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
     ) -> Result<Use> {
-        let mut before = Before::new();
+        let mut predecessors = Predecessors::new();
         // Holding `&self` proves that no mutable borrow is live. A declared write proves nothing,
         // so shared borrows may continue.
-        let borrows = Borrows::over_if(!access.writes());
-        let entered = self.enter(address, home, on, access, borrows, &mut before)?;
-        entered.order(home, on, &before)?;
+        let borrows = ConflictingBorrows::ended_if(!access.writes());
+        let entered = self.open_use(address, owner, on, access, borrows, &mut predecessors)?;
+        entered.order(owner, on, &predecessors)?;
         Ok(entered.into_use(on))
     }
 
-    /// Opens a use that must still be ordered after the uses added to `before`. The use is recorded
+    /// Opens a use that must still be ordered after the uses added to `predecessors`. The use is recorded
     /// before it is ordered, so that only one of two conflicting uses succeeds.
     ///
     /// # Errors
     /// `Busy` or `Parked`. Nothing is recorded then.
     #[inline]
-    pub(crate) fn enter(
+    pub(crate) fn open_use(
         &self,
         address: u64,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
-        borrows: Borrows,
-        before: &mut Before,
-    ) -> Result<Entered> {
-        let node = self.node_or_new(home);
-        let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Open, borrows, before);
-        Ok(Entered { node, id: id.map_err(|denied| denied.at(address))? })
+        borrows: ConflictingBorrows,
+        predecessors: &mut Predecessors,
+    ) -> Result<UnorderedUse> {
+        let table = self.table_or_init(owner);
+        let id =
+            table.begin(Arc::ptr_eq(owner, on), on, access, Stamp::Open, borrows, predecessors);
+        Ok(UnorderedUse { table, id: id.map_err(|error| error.with_address(address))? })
     }
 
     /// Makes `on` wait for what must come before `access`, and records a use that ends with a
@@ -316,11 +318,11 @@ impl UseList {
     pub fn lend(
         &self,
         address: u64,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
     ) -> Result<()> {
-        self.lend_as(address, home, on, access, Borrows::Over)
+        self.record_borrow(address, owner, on, access, ConflictingBorrows::Ended)
     }
 
     /// Like [`UseList::lend`], but conflicting borrows may still be live, because they are of other
@@ -331,28 +333,39 @@ impl UseList {
     pub fn lend_beside(
         &self,
         address: u64,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
     ) -> Result<()> {
-        self.lend_as(address, home, on, access, Borrows::Beside)
+        self.record_borrow(address, owner, on, access, ConflictingBorrows::MaybeLive)
     }
 
-    fn lend_as(
+    fn record_borrow(
         &self,
         address: u64,
-        home: &Arc<Timeline>,
+        owner: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
-        borrows: Borrows,
+        borrows: ConflictingBorrows,
     ) -> Result<()> {
-        if Arc::ptr_eq(home, on) && self.node().is_none() {
+        if Arc::ptr_eq(owner, on) && self.table().is_none() {
             // The owner stream is in order with itself, and no recorded use could conflict.
             return Ok(());
         }
-        let (node, mut before) = (self.node_or_new(home), Before::new());
-        let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Lent, borrows, &mut before);
-        Entered { node, id: id.map_err(|denied| denied.at(address))? }.order(home, on, &before)
+        let (table, mut predecessors) = (self.table_or_init(owner), Predecessors::new());
+        let id = table.begin(
+            Arc::ptr_eq(owner, on),
+            on,
+            access,
+            Stamp::Borrowed,
+            borrows,
+            &mut predecessors,
+        );
+        UnorderedUse { table, id: id.map_err(|error| error.with_address(address))? }.order(
+            owner,
+            on,
+            &predecessors,
+        )
     }
 
     /// Records a use whose work is queued on `on`, in order with what came before it.
@@ -361,14 +374,14 @@ impl UseList {
     /// [`Parked`](aquifer_core::MemoryError::Parked) if no memory is mapped behind the block's
     /// addresses. Nothing is recorded then. Driver errors if the stream has to be fenced
     /// immediately. The use is recorded even then.
-    pub fn record(&self, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
+    pub fn record(&self, owner: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
         // Only parked memory refuses a record, and that error contains no address.
-        let denied = |denied: node::Denied| denied.at(0);
-        if Arc::ptr_eq(home, on) {
-            return self.node().map_or(Ok(()), Node::admits).map_err(denied);
+        let to_error = |error: table::UseError| error.with_address(0);
+        if Arc::ptr_eq(owner, on) {
+            return self.table().map_or(Ok(()), UseTable::check_parked).map_err(to_error);
         }
         let epoch = on.open();
-        self.node_or_new(home).record(on, access, epoch).map_err(denied)?;
+        self.table_or_init(owner).record(on, access, epoch).map_err(to_error)?;
         on.fence_at_once(epoch)
     }
 
@@ -376,27 +389,27 @@ impl UseList {
     #[inline]
     pub fn is_empty(&mut self) -> bool {
         // Relaxed: `&mut self` proves that every access by another thread came before.
-        self.node.load(Ordering::Relaxed).is_null()
+        self.table.load(Ordering::Relaxed).is_null()
     }
 
     /// Takes the uses that are not known to be complete. Called when the block is freed, so all
     /// borrows have ended. Uses by the owner stream itself are included only while open, because
     /// that stream is in order with itself.
     #[must_use]
-    pub fn take(&mut self, home: &Arc<Timeline>) -> Uses {
-        let Some(node) = self.node() else { return Uses::default() };
-        self.node.store(ptr::null_mut(), Ordering::Relaxed);
-        let (mut at_once, mut joined) = (Few::new(), Vec::new());
-        let left = node.freed(&mut at_once, &mut joined);
+    pub fn take(&mut self, owner: &Arc<Timeline>) -> Uses {
+        let Some(table) = self.table() else { return Uses::default() };
+        self.table.store(ptr::null_mut(), Ordering::Relaxed);
+        let (mut at_once, mut joined) = (UseVec::new(), Vec::new());
+        let remains = table.on_block_freed(&mut at_once, &mut joined);
         for (on, epoch) in at_once {
             // After an error nothing proves the use, so the block is held back until the stream is
             // retired.
             let _ = on.fence_at_once(epoch);
         }
-        let held = Held { node: Some(node), home: home.clone() };
-        let mut uses = Uses { held: left.then_some(held), joined };
+        let guard = TableGuard { table: Some(table), owner: owner.clone() };
+        let mut uses = Uses { own: remains.then_some(guard), joined };
         if !uses.joined.is_empty() {
-            uses.joined.iter().filter_map(Held::node).for_each(Node::leave_home);
+            uses.joined.iter().filter_map(TableGuard::table).for_each(UseTable::clear_owner);
             uses.forget_done();
         }
         uses
@@ -405,31 +418,33 @@ impl UseList {
     /// Returns the uses that [`UseList::take`] would return, without removing them. For a part of a
     /// block that is freed while the rest stays. All borrows have ended then too.
     #[must_use]
-    pub fn current(&mut self, home: &Arc<Timeline>) -> Vec<Noted> {
-        let uses = self.take(home);
+    pub fn current(&mut self, owner: &Arc<Timeline>) -> Vec<Noted> {
+        let uses = self.take(owner);
         let current = uses.follow();
-        self.take_over(home, uses);
+        self.take_over(owner, uses);
         current
     }
 
     /// Adds uses that were recorded in another list and taken from it. For memory that the holder
-    /// of this block had sub-allocated and that was returned while still in use. `home` is the
+    /// of this block had sub-allocated and that was returned while still in use. `owner` is the
     /// owner stream of this block.
-    pub fn take_over(&mut self, home: &Arc<Timeline>, uses: Uses) {
-        let Uses { held, joined } = uses;
-        let mut all = held.into_iter().chain(joined);
-        let node = match self.node() {
-            Some(node) => node,
+    pub fn take_over(&mut self, owner: &Arc<Timeline>, uses: Uses) {
+        let Uses { own, joined } = uses;
+        let mut all = own.into_iter().chain(joined);
+        let table = match self.table() {
+            Some(table) => table,
             None => {
-                let Some(node) = all.next().and_then(|mut first| first.node.take()) else { return };
-                node.move_to(home);
-                self.node.store(ptr::from_ref(node).cast_mut(), Ordering::Release);
-                node
+                let Some(table) = all.next().and_then(|mut first| first.table.take()) else {
+                    return;
+                };
+                table.set_owner(owner);
+                self.table.store(ptr::from_ref(table).cast_mut(), Ordering::Release);
+                table
             }
         };
-        node.join(all.inspect(|held| {
-            if let Some(node) = held.node {
-                node.move_to(home);
+        table.join(all.inspect(|guard| {
+            if let Some(table) = guard.table {
+                table.set_owner(owner);
             }
         }));
     }
@@ -438,15 +453,15 @@ impl UseList {
 impl Drop for UseList {
     #[inline]
     fn drop(&mut self) {
-        if let Some(node) = self.node() {
-            node.let_go();
+        if let Some(table) = self.table() {
+            table.release();
         }
     }
 }
 
 impl fmt::Debug for UseList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("UseList").field(&self.node().map(Node::noted)).finish()
+        f.debug_tuple("UseList").field(&self.table().map(UseTable::snapshots)).finish()
     }
 }
 
@@ -457,10 +472,10 @@ impl fmt::Debug for UseList {
 /// use aquifer_driver::{Access, sim::Sim};
 /// use aquifer_stream::{StreamPool, UseList};
 /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 2);
-/// let (home, other) = (streams.lease()?, streams.lease()?);
+/// let (owner, other) = (streams.lease()?, streams.lease()?);
 /// let mut list = UseList::new();
-/// list.record(home.timeline(), other.timeline(), Access::Read)?;
-/// let mut uses = list.take(home.timeline()); // the block is freed
+/// list.record(owner.timeline(), other.timeline(), Access::Read)?;
+/// let mut uses = list.take(owner.timeline()); // the block is freed
 /// assert!(!uses.is_empty());
 /// other.synchronize()?;
 /// uses.forget_done();
@@ -469,53 +484,53 @@ impl fmt::Debug for UseList {
 /// ```
 #[derive(Default)]
 pub struct Uses {
-    held: Option<Held>,
+    own: Option<TableGuard>,
     /// Uses that came back with sub-allocated memory.
-    joined: Vec<Held>,
+    joined: Vec<TableGuard>,
 }
 
-/// A node that returns to the owner stream's idle nodes when it has no records left. If a use is
-/// still open, its holder returns the node.
-pub(crate) struct Held {
-    /// `None` once a list has taken the node.
-    node: Option<&'static Node>,
-    home: Arc<Timeline>,
+/// A table that returns to the owner stream's idle tables when it has no records left. If a use is
+/// still open, its holder returns the table.
+pub(crate) struct TableGuard {
+    /// `None` once a list has taken the table.
+    table: Option<&'static UseTable>,
+    owner: Arc<Timeline>,
 }
 
-impl Held {
-    fn node(&self) -> Option<&'static Node> {
-        self.node
+impl TableGuard {
+    fn table(&self) -> Option<&'static UseTable> {
+        self.table
     }
 }
 
-impl Drop for Held {
+impl Drop for TableGuard {
     fn drop(&mut self) {
-        if let Some(node) = self.node
-            && node.clear()
+        if let Some(table) = self.table
+            && table.clear()
         {
-            self.home.nodes().give(node);
+            self.owner.idle_tables().release(table);
         }
     }
 }
 
 impl Uses {
-    fn nodes(&self) -> impl Iterator<Item = &'static Node> {
-        self.held.iter().chain(&self.joined).filter_map(Held::node)
+    fn tables(&self) -> impl Iterator<Item = &'static UseTable> {
+        self.own.iter().chain(&self.joined).filter_map(TableGuard::table)
     }
 
     /// Returns whether no use is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.held.is_none() && self.joined.is_empty()
+        self.own.is_none() && self.joined.is_empty()
     }
 
     /// Forgets uses whose work is known to be complete. Makes no driver call.
     pub fn forget_done(&mut self) {
-        let left = |held: &Held| held.node.is_some_and(Node::forget_done);
-        if self.held.as_ref().is_some_and(|held| !left(held)) {
-            self.held = None;
+        let remains = |guard: &TableGuard| guard.table.is_some_and(UseTable::remove_completed);
+        if self.own.as_ref().is_some_and(|guard| !remains(guard)) {
+            self.own = None;
         }
-        self.joined.retain(left);
+        self.joined.retain(remains);
     }
 
     /// Forgets all uses, because the owner stream has been made to wait for them. Open uses must
@@ -527,21 +542,21 @@ impl Uses {
     /// Returns whether a use is still open.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        self.nodes().any(Node::is_open)
+        self.tables().any(UseTable::is_open)
     }
 
     /// Returns the streams and epochs of the uses that are not open. They are collected before the
     /// call returns, and no stream is released meanwhile. So it may be called while a lock is held.
     pub fn stamped(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> + use<> {
-        let mut all = Before::new();
-        self.nodes().for_each(|node| all.extend(node.stamped()));
+        let mut all = Predecessors::new();
+        self.tables().for_each(|table| all.extend(table.stamped()));
         all.into_iter()
     }
 
     /// Returns the remaining uses in their current state.
     pub fn iter(&self) -> impl Iterator<Item = Noted> + use<> {
-        let mut all = Few::new();
-        self.nodes().for_each(|node| all.extend(node.noted()));
+        let mut all = UseVec::new();
+        self.tables().for_each(|table| all.extend(table.snapshots()));
         all.into_iter()
     }
 
@@ -549,15 +564,15 @@ impl Uses {
     /// this value is dropped. For memory that is released in several parts.
     #[must_use]
     pub fn follow(&self) -> Vec<Noted> {
-        self.nodes().flat_map(Node::follow).collect()
+        self.tables().flat_map(UseTable::follow).collect()
     }
 
     /// Calls [`LastUse::ended`] when no use is open any more: once for the block's own uses, and
     /// once for each block that its memory was sub-allocated as. Returns whether a use is open. If
     /// none is open, it is not called.
-    pub fn tell(&self, whom: &Arc<dyn LastUse>) -> bool {
+    pub fn tell(&self, watcher: &Arc<dyn LastUse>) -> bool {
         let mut open = false;
-        self.nodes().for_each(|node| open |= node.watch(whom));
+        self.tables().for_each(|table| open |= table.set_watcher(watcher));
         open
     }
 }
