@@ -182,7 +182,8 @@ pub(crate) struct UnorderedUse {
 pub(crate) type Predecessors = UseVec<(Arc<Timeline>, u64)>;
 
 impl UnorderedUse {
-    /// Makes `on` wait for `owner` and for the uses in `predecessors`. Withdraws the record if that fails.
+    /// Makes `on` wait for `owner` and for the uses in `predecessors`. Withdraws the record if that
+    /// fails.
     pub(crate) fn order(
         &self,
         owner: &Arc<Timeline>,
@@ -289,8 +290,8 @@ impl UseList {
         Ok(entered.into_use(on))
     }
 
-    /// Opens a use that must still be ordered after the uses added to `predecessors`. The use is recorded
-    /// before it is ordered, so that only one of two conflicting uses succeeds.
+    /// Opens a use that must still be ordered after the uses added to `predecessors`. The use is
+    /// recorded before it is ordered, so that only one of two conflicting uses succeeds.
     ///
     /// # Errors
     /// `Busy` or `Parked`. Nothing is recorded then.

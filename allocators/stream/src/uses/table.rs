@@ -83,7 +83,7 @@ impl UseRecord {
         }
     }
 
-    fn is(&self, on: &Arc<Timeline>, access: Access) -> bool {
+    fn matches(&self, on: &Arc<Timeline>, access: Access) -> bool {
         self.is_on(on) && self.access == access
     }
 
@@ -189,8 +189,8 @@ impl UseTable {
     }
 
     /// Records a use if it may begin. Returns the id of the record if one is needed. Adds to
-    /// `before` the conflicting uses that must be waited for: stamped uses, and unless borrows have
-    /// ended, the work queued so far for them.
+    /// `predecessors` the conflicting uses that must be waited for: stamped uses, and unless
+    /// borrows have ended, the work queued so far for them.
     pub(super) fn begin(
         &self,
         by_owner: bool,
@@ -211,9 +211,9 @@ impl UseTable {
             s.remove_where(&mut released, UseRecord::is_done);
             // Borrows by the owner stream need no record: the block returns to that stream. Two
             // borrows by one stream share the record, which is stamped later and covers both.
-            let lent =
-                |record: &UseRecord| record.stamp == Stamp::Borrowed && record.is(on, access);
-            let covered = stamp == Stamp::Borrowed && (by_owner || s.records.iter().any(lent));
+            let borrowed =
+                |record: &UseRecord| record.stamp == Stamp::Borrowed && record.matches(on, access);
+            let covered = stamp == Stamp::Borrowed && (by_owner || s.records.iter().any(borrowed));
             Ok((!covered).then(|| s.add_record(on, access, stamp, by_owner)))
         })
     }
@@ -464,8 +464,8 @@ impl State {
         joined.try_for_each(|table| table.state.with(|s| s.pending_work(all)))
     }
 
-    /// Adds to `before` the uses that must come before a use on `on`. Returns whether that use may
-    /// begin.
+    /// Adds to `predecessors` the uses that must come before a use on `on`. Returns whether that
+    /// use may begin.
     fn collect_predecessors(
         &mut self,
         on: &Arc<Timeline>,
@@ -545,7 +545,7 @@ impl State {
     fn raise_epoch(&mut self, on: &Arc<Timeline>, access: Access, epoch: u64) -> bool {
         for record in &mut self.records {
             if let Stamp::Epoch(earlier) = record.stamp
-                && record.is(on, access)
+                && record.matches(on, access)
             {
                 record.stamp = Stamp::Epoch(epoch.max(earlier));
                 return true;
@@ -626,6 +626,6 @@ impl Drop for IdleTables {
 
 impl fmt::Debug for IdleTables {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Nodes(..)")
+        f.write_str("IdleTables(..)")
     }
 }
