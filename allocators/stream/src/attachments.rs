@@ -6,25 +6,25 @@ use std::sync::{OnceLock, PoisonError, RwLock};
 /// pool.
 #[derive(Default)]
 pub(crate) struct Attachments {
-    first: OnceLock<Attached>,
-    more: RwLock<Vec<Attached>>,
+    first: OnceLock<Attachment>,
+    more: RwLock<Vec<Attachment>>,
 }
 
 /// A pool's key and its number.
-type Attached = (u64, u32);
+type Attachment = (u64, u32);
 
 impl Attachments {
     #[inline]
     pub(crate) fn get(&self, key: u64) -> Option<u32> {
         match self.first.get() {
             Some(&(first, number)) if first == key => Some(number),
-            Some(_) => self.further(key),
+            Some(_) => self.get_other(key),
             None => None,
         }
     }
 
     #[cold]
-    fn further(&self, key: u64) -> Option<u32> {
+    fn get_other(&self, key: u64) -> Option<u32> {
         let more = self.more.read().unwrap_or_else(PoisonError::into_inner);
         more.iter().find(|(other, _)| *other == key).map(|&(_, number)| number)
     }
@@ -32,10 +32,10 @@ impl Attachments {
     /// Stores `number` unless one is stored already. Returns the stored number.
     pub(crate) fn attach(&self, key: u64, number: u32) -> u32 {
         let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) =
+        if let Some(stored) =
             self.first.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key)
         {
-            return kept.1;
+            return stored.1;
         }
         if self.first.set((key, number)).is_err() {
             more.push((key, number));

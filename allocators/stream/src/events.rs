@@ -22,18 +22,18 @@ impl Drop for OwnedEvent {
 }
 
 /// The maximum number of spare events of a stream. More are destroyed.
-const SPARE_EVENTS: usize = 64;
+const MAX_SPARE_EVENTS: usize = 64;
 
 /// Completed events without other references.
-pub(crate) struct SpareEvents(Spin<Vec<Arc<OwnedEvent>>>);
+pub(crate) struct EventPool(Spin<Vec<Arc<OwnedEvent>>>);
 
-impl SpareEvents {
+impl EventPool {
     pub(crate) fn new() -> Self {
         Self(Spin::new(Vec::new()))
     }
 
     /// Returns a spare event or creates one.
-    pub(crate) fn take(
+    pub(crate) fn acquire(
         &self,
         driver: &Arc<dyn Driver>,
         device: DeviceId,
@@ -48,10 +48,10 @@ impl SpareEvents {
         Ok(Arc::new(OwnedEvent { driver: driver.clone(), raw }))
     }
 
-    /// Keeps the events that have no other reference. Another thread may be waiting for an event
+    /// Recycles the events that have no other reference. Another thread may be waiting for an event
     /// that it still references. Such an event is not recorded again until that thread passes it
     /// here too.
-    pub(crate) fn keep(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
+    pub(crate) fn release(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
         let free = events.into_iter().filter_map(|mut event| {
             if Arc::get_mut(&mut event).is_some() {
                 Some(event)
@@ -60,12 +60,12 @@ impl SpareEvents {
             }
         });
         let free: Vec<_> = free.collect();
-        let too_many = self.0.with(|spare| {
-            let room = SPARE_EVENTS.saturating_sub(spare.len());
+        let excess = self.0.with(|spare| {
+            let room = MAX_SPARE_EVENTS.saturating_sub(spare.len());
             let mut free = free.into_iter();
             spare.extend(free.by_ref().take(room));
             free
         });
-        drop(too_many);
+        drop(excess);
     }
 }

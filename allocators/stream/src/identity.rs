@@ -9,9 +9,9 @@ use aquifer_driver::{Driver, RawStream, Relaxed};
 use std::sync::OnceLock;
 
 /// The driver's id of a stream, once it is known.
-pub(crate) struct Identity(OnceLock<u64>);
+pub(crate) struct StreamIdentity(OnceLock<u64>);
 
-impl Identity {
+impl StreamIdentity {
     pub(crate) fn new(id: Option<u64>) -> Self {
         Self(id.map_or_else(OnceLock::new, OnceLock::from))
     }
@@ -22,7 +22,7 @@ impl Identity {
 
     /// Returns whether a stream of this lifetime has this id. A stream without a known id adopts
     /// this one, unless it may be destroyed without notice.
-    pub(crate) fn is(&self, id: u64, life: &Life) -> bool {
+    pub(crate) fn matches(&self, id: u64, life: &Life) -> bool {
         match life {
             Life::Fenced => self.0.get() == Some(&id),
             _ => *self.0.get_or_init(|| id) == id,

@@ -48,7 +48,7 @@ impl Life {
     }
 
     /// Returns whether the handle means this stream on the calling thread.
-    pub(crate) fn is_meant_here(&self) -> bool {
+    pub(crate) fn is_valid_on_this_thread(&self) -> bool {
         match self {
             Self::Thread(owner) => thread::current().id() == *owner,
             _ => true,

@@ -22,37 +22,37 @@ pub const DEFAULT_CAP: u32 = 64;
 /// of the driver is never returned instead. Ids are valid in this pool only.
 #[derive(Clone)]
 pub struct StreamPool {
-    inner: Arc<Inner>,
+    core: Arc<PoolCore>,
 }
 
-pub(crate) struct Inner {
+pub(crate) struct PoolCore {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     cap: u32,
     ids: IdSpace<Stream>,
-    slots: Mutex<Slots>,
+    slots: Mutex<SlotTable>,
     /// The streams known to this pool, leased or adopted. The driver reuses handles of destroyed
     /// streams, so the entry of an adopted stream is valid only while its id is the same.
-    known: Mutex<Known>,
+    timelines: Mutex<TimelineMap>,
 }
 
 /// Identifies a stream: its context (a device has one here) and its handle. For a per-thread
 /// default stream also its thread.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
+struct StreamKey {
     raw: RawStream,
     thread: Option<ThreadId>,
 }
 
 /// Streams by key. Each use of a block looks up its stream here.
-type Known = HashMap<Key, Weak<Timeline>, BuildHasherDefault<OfHandles>>;
+type TimelineMap = HashMap<StreamKey, Weak<Timeline>, BuildHasherDefault<HandleHasher>>;
 
 /// A hasher for stream handles, which are addresses and small numbers of the driver. Nothing
 /// chooses them to collide, and the standard hasher would take a large part of the lookup time.
 #[derive(Default)]
-struct OfHandles(u64);
+struct HandleHasher(u64);
 
-impl Hasher for OfHandles {
+impl Hasher for HandleHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -76,7 +76,7 @@ impl Hasher for OfHandles {
     }
 }
 
-impl Key {
+impl StreamKey {
     /// Returns what a handle means on the calling thread.
     fn of(raw: RawStream) -> Self {
         let device = raw.device();
@@ -133,12 +133,12 @@ impl Lease {
 }
 
 #[derive(Default)]
-struct Slots {
+struct SlotTable {
     slots: Vec<Slot>,
     /// Slots whose stream is not leased.
     idle: Vec<u32>,
     /// The number of streams being created outside the lock.
-    coming: u32,
+    creating: u32,
     /// The number of adopted streams so far. They are numbered above the slots.
     adopted: u32,
 }
@@ -148,31 +148,31 @@ struct Slot {
     kind: Lease,
     /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
-    leased: Weak<Leased>,
+    lease: Weak<StreamLease>,
 }
 
 /// One lease. The stream returns to the pool when the last clone is dropped.
-pub(crate) struct Leased {
-    pub(crate) pool: Arc<Inner>,
+pub(crate) struct StreamLease {
+    pub(crate) pool: Arc<PoolCore>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) id: Id<Stream>,
     /// The slot it returns to, or `None` for an adopted stream.
     slot: Option<u32>,
 }
 
-impl Leased {
+impl StreamLease {
     fn new(
-        pool: &Arc<Inner>,
+        pool: &Arc<PoolCore>,
         timeline: &Arc<Timeline>,
         id: Id<Stream>,
         slot: Option<u32>,
     ) -> Arc<Self> {
-        timeline.lease();
+        timeline.begin_lease();
         Arc::new(Self { pool: pool.clone(), timeline: timeline.clone(), id, slot })
     }
 }
 
-impl Drop for Leased {
+impl Drop for StreamLease {
     fn drop(&mut self) {
         self.timeline.end_lease();
         if let Some(slot) = self.slot {
@@ -186,13 +186,13 @@ impl StreamPool {
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, device: DeviceId, cap: u32) -> Self {
         Self {
-            inner: Arc::new(Inner {
+            core: Arc::new(PoolCore {
                 driver,
                 device,
                 cap,
                 ids: IdSpace::new(),
                 slots: Mutex::default(),
-                known: Mutex::default(),
+                timelines: Mutex::default(),
             }),
         }
     }
@@ -230,11 +230,11 @@ impl StreamPool {
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn lease_as(&self, kind: Lease) -> Result<Stream> {
-        let inner = &self.inner;
+        let core = &self.core;
         let mut capturing = Vec::new();
-        let found = loop {
+        let reuse = loop {
             let (slot, timeline) = {
-                let mut slots = inner.slots();
+                let mut slots = core.slots();
                 let fits = |&slot: &u32| {
                     slots.slots[slot as usize].kind == kind && !capturing.contains(&slot)
                 };
@@ -243,20 +243,19 @@ impl StreamPool {
                         let slot = slots.idle.swap_remove(at);
                         (slot, slots.slots[slot as usize].timeline.clone())
                     }
-                    None if (slots.slots.len() as u32) + slots.coming < inner.cap => {
-                        slots.coming += 1;
+                    None if (slots.slots.len() as u32) + slots.creating < core.cap => {
+                        slots.creating += 1;
                         break None;
                     }
                     None => {
                         // At the limit. An idle stream of another kind is replaced, or else one
                         // that captures.
-                        let gives_way =
-                            slots.idle.iter().rposition(|slot| !capturing.contains(slot));
-                        let at = gives_way.or(slots.idle.len().checked_sub(1));
+                        let victim = slots.idle.iter().rposition(|slot| !capturing.contains(slot));
+                        let at = victim.or(slots.idle.len().checked_sub(1));
                         break Some(
                             slots
                                 .idle
-                                .swap_remove(at.ok_or(MemoryError::Capacity { max: inner.cap })?),
+                                .swap_remove(at.ok_or(MemoryError::Capacity { max: core.cap })?),
                         );
                     }
                 }
@@ -269,9 +268,9 @@ impl StreamPool {
                 Err(MemoryError::DeviceLost { .. }) => Ok(false),
                 captures => captures,
             };
-            let mut slots = inner.slots();
+            let mut slots = core.slots();
             match captures {
-                Ok(false) => return Ok(inner.lease_slot(&mut slots, slot)),
+                Ok(false) => return Ok(core.lease_slot(&mut slots, slot)),
                 Ok(true) => {
                     slots.idle.push(slot);
                     capturing.push(slot);
@@ -282,30 +281,30 @@ impl StreamPool {
                 }
             }
         };
-        let made = inner.make(kind);
-        let mut slots = inner.slots();
-        match (made, found) {
-            (Ok(make), None) => {
-                slots.coming -= 1;
+        let created = core.create_stream(kind);
+        let mut slots = core.slots();
+        match (created, reuse) {
+            (Ok(new_timeline), None) => {
+                slots.creating -= 1;
                 let slot = slots.slots.len() as u32;
-                let timeline = Arc::new(make(slot));
-                slots.slots.push(Slot { timeline, kind, generation: 0, leased: Weak::new() });
-                Ok(inner.lease_slot(&mut slots, slot))
+                let timeline = Arc::new(new_timeline(slot));
+                slots.slots.push(Slot { timeline, kind, generation: 0, lease: Weak::new() });
+                Ok(core.lease_slot(&mut slots, slot))
             }
-            (Ok(make), Some(slot)) => {
+            (Ok(new_timeline), Some(slot)) => {
                 let old = std::mem::replace(
                     &mut slots.slots[slot as usize].timeline,
-                    Arc::new(make(slot)),
+                    Arc::new(new_timeline(slot)),
                 );
                 slots.slots[slot as usize].kind = kind;
-                let stream = inner.lease_slot(&mut slots, slot);
+                let stream = core.lease_slot(&mut slots, slot);
                 drop(slots);
                 // Destroys the stream, which is a driver call, unless a cache still references it.
                 drop(old);
                 Ok(stream)
             }
             (Err(error), None) => {
-                slots.coming -= 1;
+                slots.creating -= 1;
                 Err(error)
             }
             (Err(error), Some(slot)) => {
@@ -329,7 +328,7 @@ impl StreamPool {
     /// [`MemoryError::WrongDevice`], and driver errors.
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
     pub unsafe fn adopt(&self, raw: RawStream, life: Life) -> Result<Stream> {
-        self.adopt_known(raw, life)
+        self.adopt_stream(raw, life)
     }
 
     /// Like [`StreamPool::adopt`], for a stream that only its user may order with other streams,
@@ -343,7 +342,7 @@ impl StreamPool {
     /// As [`StreamPool::adopt`].
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
     pub unsafe fn adopt_isolated(&self, raw: RawStream, life: Life) -> Result<Stream> {
-        let stream = self.adopt_known(raw, life)?;
+        let stream = self.adopt_stream(raw, life)?;
         stream.timeline().isolate();
         Ok(stream)
     }
@@ -355,7 +354,7 @@ impl StreamPool {
     /// # Errors
     /// Driver errors.
     pub fn legacy_default(&self) -> Result<Stream> {
-        self.adopt_known(RawStream::legacy(self.device()), Life::Legacy)
+        self.adopt_stream(RawStream::legacy(self.device()), Life::Legacy)
     }
 
     /// Returns the default stream of the calling thread (handle 2). Each thread has its own stream
@@ -369,13 +368,13 @@ impl StreamPool {
     /// # Errors
     /// Driver errors.
     pub fn thread_default(&self) -> Result<Stream> {
-        self.adopt_known(RawStream::per_thread(self.device()), Life::Fenced)
+        self.adopt_stream(RawStream::per_thread(self.device()), Life::Fenced)
     }
 
-    fn adopt_known(&self, raw: RawStream, life: Life) -> Result<Stream> {
-        let timeline = self.inner.adopted(raw, life)?;
-        let id = self.inner.ids.mint(timeline.number(), 0);
-        Ok(Stream { lease: Leased::new(&self.inner, &timeline, id, None) })
+    fn adopt_stream(&self, raw: RawStream, life: Life) -> Result<Stream> {
+        let timeline = self.core.adopt_timeline(raw, life)?;
+        let id = self.core.ids.mint(timeline.number(), 0);
+        Ok(Stream { lease: StreamLease::new(&self.core, &timeline, id, None) })
     }
 
     /// Returns the timeline of a stream by its handle. The stream is leased or adopted here, or
@@ -395,7 +394,7 @@ impl StreamPool {
                 // The handle of a default stream means a different stream on each thread, so this
                 // pool's own timeline is preferred.
                 return match self.timeline(raw, None) {
-                    Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => {
+                    Err(MemoryError::UnknownId) if self.core.accepts(&timeline, raw) => {
                         Ok(timeline)
                     }
                     known => known,
@@ -405,10 +404,10 @@ impl StreamPool {
             None => None,
         };
         match alive {
-            Some(alive) => self.inner.adopted(raw, Life::KeptAlive(alive)),
-            None => match Key::of(raw).default_life() {
-                Some(life) => self.inner.adopted(raw, life),
-                None => self.inner.lookup(raw)?.ok_or(MemoryError::UnknownId),
+            Some(alive) => self.core.adopt_timeline(raw, Life::KeptAlive(alive)),
+            None => match StreamKey::of(raw).default_life() {
+                Some(life) => self.core.adopt_timeline(raw, life),
+                None => self.core.lookup(raw)?.ok_or(MemoryError::UnknownId),
             },
         }
     }
@@ -418,42 +417,42 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::UnknownId`] for an id of another pool or of a lease that has ended.
     pub fn get(&self, id: Id<Stream>) -> Result<Stream> {
-        let (slot, generation) = self.inner.ids.resolve(id).ok_or(MemoryError::UnknownId)?;
-        let slots = self.inner.slots();
+        let (slot, generation) = self.core.ids.resolve(id).ok_or(MemoryError::UnknownId)?;
+        let slots = self.core.slots();
         let lease = slots.slots.get(slot as usize).filter(|s| s.generation == generation);
-        let lease = lease.and_then(|s| s.leased.upgrade()).ok_or(MemoryError::UnknownId)?;
+        let lease = lease.and_then(|s| s.lease.upgrade()).ok_or(MemoryError::UnknownId)?;
         Ok(Stream { lease })
     }
 
     /// Returns the number of streams that are leased now.
     #[must_use]
     pub fn leased(&self) -> u32 {
-        let slots = self.inner.slots();
+        let slots = self.core.slots();
         (slots.slots.len() - slots.idle.len()) as u32
     }
 
     /// Returns the maximum number of leased streams.
     #[must_use]
     pub fn cap(&self) -> u32 {
-        self.inner.cap
+        self.core.cap
     }
 
     /// Returns the device of the pool.
     #[must_use]
     pub fn device(&self) -> DeviceId {
-        self.inner.device
+        self.core.device
     }
 
     /// Returns whether both are handles to the same pool.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.inner, &other.inner)
+        Arc::ptr_eq(&self.core, &other.core)
     }
 
     /// Returns the driver of the pool.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
-        &self.inner.driver
+        &self.core.driver
     }
 
     /// Returns the range of distinct priorities on this device, highest first.
@@ -461,35 +460,37 @@ impl StreamPool {
     /// # Errors
     /// Driver errors.
     pub fn priorities(&self) -> Result<RangeInclusive<i32>> {
-        self.inner.driver.stream_priorities(self.inner.device).map_err(|e| self.inner.lost(e))
+        self.core.driver.stream_priorities(self.core.device).map_err(|e| self.core.driver_error(e))
     }
 }
 
-impl Inner {
-    fn slots(&self) -> MutexGuard<'_, Slots> {
+impl PoolCore {
+    fn slots(&self) -> MutexGuard<'_, SlotTable> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn timelines(&self) -> MutexGuard<'_, TimelineMap> {
+        self.timelines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lost(&self, error: DriverError) -> MemoryError {
+    fn driver_error(&self, error: DriverError) -> MemoryError {
         MemoryError::driver(self.device, error)
     }
 
     /// Creates a stream in the driver. Its number is assigned later, under the lock.
-    fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+    fn create_stream(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         // Retry releases that the driver refused before. What is refused again stays for the next
         // sweep.
         let _ = leftovers::sweep(&self.driver);
-        let raw =
-            self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
+        let raw = self
+            .driver
+            .stream_create(self.device, kind.priority)
+            .map_err(|e| self.driver_error(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
             Err(error) => {
-                self.unmake(raw);
-                return Err(self.lost(error));
+                self.destroy_stream(raw);
+                return Err(self.driver_error(error));
             }
         };
         let driver = self.driver.clone();
@@ -497,26 +498,27 @@ impl Inner {
     }
 
     #[expect(unsafe_code, reason = "ends a handle")]
-    fn unmake(&self, raw: RawStream) {
+    fn destroy_stream(&self, raw: RawStream) {
         let driver = self.driver.clone();
         // SAFETY: 1. the stream was just created, nothing else has its handle, and no release of it
         // has succeeded yet.
         leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
     }
 
-    fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {
+    fn lease_slot(self: &Arc<Self>, slots: &mut SlotTable, slot: u32) -> Stream {
         let entry = &mut slots.slots[slot as usize];
         entry.generation += 1;
         let id = self.ids.mint(slot, entry.generation);
-        let lease = Leased::new(self, &entry.timeline, id, Some(slot));
-        entry.leased = Arc::downgrade(&lease);
-        self.known().insert(Key::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));
+        let lease = StreamLease::new(self, &entry.timeline, id, Some(slot));
+        entry.lease = Arc::downgrade(&lease);
+        self.timelines()
+            .insert(StreamKey::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));
         Stream { lease }
     }
 
     /// Returns whether a timeline of another pool can be used here: it has this handle, is not
     /// retired, and has the same driver.
-    fn shares(&self, timeline: &Timeline, raw: RawStream) -> bool {
+    fn accepts(&self, timeline: &Timeline, raw: RawStream) -> bool {
         timeline.raw() == raw
             && !timeline.is_retired()
             && Arc::ptr_eq(timeline.driver(), &self.driver)
@@ -527,7 +529,7 @@ impl Inner {
         if raw.device() != self.device {
             return Err(MemoryError::WrongDevice { expected: self.device, actual: raw.device() });
         }
-        let Some(known) = self.known().get(&Key::of(raw)).and_then(Weak::upgrade) else {
+        let Some(known) = self.timelines().get(&StreamKey::of(raw)).and_then(Weak::upgrade) else {
             return Ok(None);
         };
         if known.is_retired() {
@@ -536,13 +538,13 @@ impl Inner {
         Ok(known.is_current()?.then_some(known))
     }
 
-    fn adopted(&self, raw: RawStream, life: Life) -> Result<Arc<Timeline>> {
-        let key = Key::of(raw);
+    fn adopt_timeline(&self, raw: RawStream, life: Life) -> Result<Arc<Timeline>> {
+        let key = StreamKey::of(raw);
         let (raw, life) = (key.raw, key.default_life().unwrap_or(life));
         if let Some(known) = self.lookup(raw)? {
             return Ok(known);
         }
-        let id = id_of(&*self.driver, raw).map_err(|e| self.lost(e))?;
+        let id = id_of(&*self.driver, raw).map_err(|e| self.driver_error(e))?;
         // Before the other lock is taken: leasing takes these two locks in the opposite order.
         let number = {
             let mut slots = self.slots();
@@ -550,17 +552,17 @@ impl Inner {
             self.cap.saturating_add(slots.adopted - 1)
         };
         let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life, false));
-        let mut known = self.known();
-        known.retain(|_, timeline| timeline.strong_count() > 0);
+        let mut timelines = self.timelines();
+        timelines.retain(|_, timeline| timeline.strong_count() > 0);
         // Another thread may have adopted it since the lookup.
-        let other = known.get(&key).and_then(Weak::upgrade);
+        let other = timelines.get(&key).and_then(Weak::upgrade);
         let same = other
             .as_ref()
-            .is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
+            .is_some_and(|other| id.is_none_or(|id| other.has_id(id)) && !other.is_retired());
         if !same {
-            known.insert(key, Arc::downgrade(&timeline));
+            timelines.insert(key, Arc::downgrade(&timeline));
         }
-        drop(known);
+        drop(timelines);
         // The other value is dropped after the locks are released: it may be the last reference to
         // another library's stream.
         Ok(if same { other.unwrap_or(timeline) } else { timeline })
@@ -570,8 +572,8 @@ impl Inner {
 impl fmt::Debug for StreamPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StreamPool")
-            .field("device", &self.inner.device)
-            .field("cap", &self.inner.cap)
+            .field("device", &self.core.device)
+            .field("cap", &self.core.cap)
             .field("leased", &self.leased())
             .finish_non_exhaustive()
     }
@@ -583,8 +585,8 @@ mod tests {
     use std::{collections::HashSet, hash::BuildHasher};
 
     #[test]
-    fn handles_that_lie_side_by_side_are_far_apart_in_the_table() {
-        let hash = BuildHasherDefault::<OfHandles>::default();
+    fn hasher_spreads_adjacent_handles() {
+        let hash = BuildHasherDefault::<HandleHasher>::default();
         for stride in [1, 8, 64, 4096, 1 << 21] {
             // As the derived `Hash` of a key writes them.
             let hashes =

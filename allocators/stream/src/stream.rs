@@ -1,6 +1,6 @@
 //! A leased stream, as the user holds it.
 
-use crate::{Timeline, pool::Leased};
+use crate::{Timeline, pool::StreamLease};
 use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result, wake::Opened};
 use aquifer_driver::{Driver, RawStream, same_machine, site};
 use std::{
@@ -18,7 +18,7 @@ use std::{
 /// the stream queues behind it.
 #[derive(Clone)]
 pub struct Stream {
-    pub(crate) lease: Arc<Leased>,
+    pub(crate) lease: Arc<StreamLease>,
 }
 
 impl Stream {
@@ -86,7 +86,7 @@ impl Stream {
             Err(MemoryError::UnknownId) => return Ok(true),
             Err(error) => return Err(error),
         };
-        self.timeline().refuse_capturing()?;
+        self.timeline().check_not_capturing()?;
         self.driver().stream_query(self.raw()).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
@@ -199,8 +199,8 @@ impl Gate for Point {
         if self.timeline.is_done(epoch) {
             return true;
         }
-        let looked = self.timeline.fence(epoch).and_then(|_| self.timeline.poll());
-        looked.is_ok() && self.timeline.is_done(epoch)
+        let polled = self.timeline.fence(epoch).and_then(|_| self.timeline.poll());
+        polled.is_ok() && self.timeline.is_done(epoch)
     }
 
     fn wait(&self, deadline: Option<Instant>) -> Result<bool> {

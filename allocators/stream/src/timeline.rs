@@ -3,10 +3,10 @@
 use crate::{
     Calling, Ended, Epochs, Life, Retirement,
     attachments::Attachments,
-    events::{OwnedEvent, SpareEvents},
-    identity::{Identity, id_of},
+    events::{EventPool, OwnedEvent},
+    identity::{StreamIdentity, id_of},
     uses::table::IdleTables,
-    wait_cache::Waited,
+    wait_cache::WaitCache,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{
@@ -52,16 +52,16 @@ impl Fence {
 }
 
 /// The longest pause between two polls of an event in a wait with a deadline.
-const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+const MAX_POLL_PAUSE: Duration = Duration::from_micros(200);
 
 /// How long [`Timeline::settle`] retries when the driver refuses every way to wait for a stream. A
 /// transient refusal ends sooner. A permanent refusal must not block the program for ever.
-const PATIENCE: Duration = Duration::from_secs(1);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long [`Timeline::settle_or_abort`] retries before it aborts the process. By then, work of
 /// unknown state may still touch memory that is about to be freed.
-const LAST_RESORT: Duration = Duration::from_secs(10);
+const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest pause between two retries.
-const LONGEST_REFUSED: Duration = Duration::from_millis(10);
+const MAX_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 /// The driver's code for a query of an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
@@ -95,7 +95,7 @@ pub struct Timeline {
     raw: RawStream,
     /// The stream's number in its pool, for messages.
     number: u32,
-    identity: Identity,
+    identity: StreamIdentity,
     /// The number of this timeline. A stream that is released and adopted again gets a new timeline
     /// with a new serial, and its epochs start again.
     serial: u64,
@@ -105,10 +105,10 @@ pub struct Timeline {
     /// Whether only the user may order this stream with others. Never reset once set.
     isolated: AtomicBool,
     epochs: Epochs<OwnedEvent>,
-    spare: SpareEvents,
+    events: EventPool,
     /// Idle use records for the blocks of this stream.
     idle_tables: IdleTables,
-    waited: Waited,
+    wait_cache: WaitCache,
     /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
     attachments: Attachments,
@@ -127,15 +127,15 @@ impl Timeline {
             driver,
             raw,
             number,
-            identity: Identity::new(id),
+            identity: StreamIdentity::new(id),
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
             leases: AtomicU32::new(0),
             isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
-            spare: SpareEvents::new(),
+            events: EventPool::new(),
             idle_tables: IdleTables::default(),
-            waited: Waited::new(),
+            wait_cache: WaitCache::new(),
             retirement: Retirement::new(),
             attachments: Attachments::default(),
         }
@@ -201,22 +201,22 @@ impl Timeline {
         match self.life {
             Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => Ok(true),
             Life::Retired | Life::Fenced => {
-                let id = id_of(&*self.driver, self.raw).map_err(|e| self.lost(e))?;
-                Ok(id.is_none_or(|id| self.has(id)))
+                let id = id_of(&*self.driver, self.raw).map_err(|e| self.driver_error(e))?;
+                Ok(id.is_none_or(|id| self.has_id(id)))
             }
         }
     }
 
     /// Returns whether the stream has this driver id.
-    pub(crate) fn has(&self, id: u64) -> bool {
-        self.identity.is(id, &self.life)
+    pub(crate) fn has_id(&self, id: u64) -> bool {
+        self.identity.matches(id, &self.life)
     }
 
     pub(crate) fn idle_tables(&self) -> &IdleTables {
         &self.idle_tables
     }
 
-    pub(crate) fn lease(&self) {
+    pub(crate) fn begin_lease(&self) {
         self.leases.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -333,7 +333,7 @@ impl Timeline {
             return false;
         }
         match self.life {
-            Life::Thread(_) => !self.life.is_meant_here(),
+            Life::Thread(_) => !self.life.is_valid_on_this_thread(),
             Life::Fenced => epoch < self.open(),
             Life::Owned | Life::KeptAlive(_) | Life::Retired | Life::Legacy => false,
         }
@@ -354,22 +354,22 @@ impl Timeline {
             // A retired or lost stream has nothing left to prove.
             Err(_) => return Ok(Fence::Standing),
         };
-        let fleeting = matches!(self.life, Life::Fenced);
-        if fleeting && epoch < self.open() {
+        let may_be_destroyed = matches!(self.life, Life::Fenced);
+        if may_be_destroyed && epoch < self.open() {
             // The time to fence this epoch has passed without an event.
             return Ok(Fence::OutOfReach);
         }
         // Closed even if the fence fails, so that no retry uses the handle of a destroyed stream.
-        let closed = fleeting.then(|| self.epochs.close());
+        let closed = may_be_destroyed.then(|| self.epochs.close());
         let _relaxed = Relaxed::enter(&*self.driver);
-        if self.captures()? {
+        if self.query_capturing()? {
             return Ok(Fence::Capturing);
         }
-        let event = self.take_event()?;
+        let event = self.acquire_event()?;
         let closed = closed.unwrap_or_else(|| self.epochs.close());
         // The order of the next three steps matters: see the module `epochs`.
-        self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
-        if self.captures()? {
+        self.driver.event_record(event.raw, self.raw).map_err(|e| self.driver_error(e))?;
+        if self.query_capturing()? {
             return Ok(Fence::Capturing);
         }
         self.epochs.publish(closed, event);
@@ -387,7 +387,7 @@ impl Timeline {
             Err(MemoryError::UnknownId) => return Ok(false),
             Err(error) => return Err(error),
         };
-        self.captures()
+        self.query_capturing()
     }
 
     /// Returns the id of the capture that the stream takes part in (`cuStreamGetCaptureInfo`). The
@@ -412,32 +412,32 @@ impl Timeline {
             // The legacy default stream itself does not capture, but a stream that is ordered with
             // it does.
             Err(refused) if refused.code == CAPTURE_IMPLICIT => Ok(None),
-            Err(refused) => Err(self.lost(refused)),
+            Err(refused) => Err(self.driver_error(refused)),
         }
     }
 
     /// The handle must be valid.
-    fn captures(&self) -> Result<bool> {
-        self.driver.stream_is_capturing(self.raw).map_err(|e| self.lost(e))
+    fn query_capturing(&self) -> Result<bool> {
+        self.driver.stream_is_capturing(self.raw).map_err(|e| self.driver_error(e))
     }
 
     /// Returns an error if the stream captures. A wait for the stream, or by it, would invalidate
     /// the capture. The handle must be valid.
-    pub(crate) fn refuse_capturing(&self) -> Result<()> {
-        if self.captures()? { Err(self.capturing()) } else { Ok(()) }
+    pub(crate) fn check_not_capturing(&self) -> Result<()> {
+        if self.query_capturing()? { Err(self.capturing_error()) } else { Ok(()) }
     }
 
-    fn capturing(&self) -> MemoryError {
+    fn capturing_error(&self) -> MemoryError {
         MemoryError::Capturing { stream: self.raw.handle() }
     }
 
     /// Returns the error for an epoch that could not be fenced.
-    fn unfenced(&self, fence: Fence) -> Result<()> {
+    fn check_fenced(&self, fence: Fence) -> Result<()> {
         match fence {
             Fence::Standing | Fence::Recorded => Ok(()),
-            Fence::Capturing => Err(self.capturing()),
-            Fence::OutOfReach if self.life.is_meant_here() => Err(MemoryError::UnknownId),
-            Fence::OutOfReach => Err(self.of_another_thread()),
+            Fence::Capturing => Err(self.capturing_error()),
+            Fence::OutOfReach if self.life.is_valid_on_this_thread() => Err(MemoryError::UnknownId),
+            Fence::OutOfReach => Err(self.other_thread_error()),
         }
     }
 
@@ -447,10 +447,10 @@ impl Timeline {
     /// The reason why no event was recorded. Memory whose last use ends in `epoch` is held back
     /// until a later event covers it.
     pub fn fence_at_once(&self, epoch: u64) -> Result<()> {
-        if self.fences_at_once() { self.unfenced(self.fence(epoch)?) } else { Ok(()) }
+        if self.fences_at_once() { self.check_fenced(self.fence(epoch)?) } else { Ok(()) }
     }
 
-    fn of_another_thread(&self) -> MemoryError {
+    fn other_thread_error(&self) -> MemoryError {
         MemoryError::OtherThread { stream: self.raw.handle() }
     }
 
@@ -461,8 +461,8 @@ impl Timeline {
     /// [`MemoryError::UnknownId`] for a retired stream, [`MemoryError::OtherThread`] for another
     /// thread's default stream, [`MemoryError::DeviceLost`].
     pub fn calling(&self) -> Result<Calling<'_>> {
-        if !self.life.is_meant_here() {
-            return Err(self.of_another_thread());
+        if !self.life.is_valid_on_this_thread() {
+            return Err(self.other_thread_error());
         }
         self.retirement.enter().map_err(|ended| match ended {
             Ended::Lost => MemoryError::DeviceLost { device: self.raw.device() },
@@ -470,11 +470,11 @@ impl Timeline {
         })
     }
 
-    fn take_event(&self) -> Result<Arc<OwnedEvent>> {
-        self.spare.take(&self.driver, self.raw.device()).map_err(|e| self.lost(e))
+    fn acquire_event(&self) -> Result<Arc<OwnedEvent>> {
+        self.events.acquire(&self.driver, self.raw.device()).map_err(|e| self.driver_error(e))
     }
 
-    fn lost(&self, error: DriverError) -> MemoryError {
+    fn driver_error(&self, error: DriverError) -> MemoryError {
         MemoryError::driver(self.raw.device(), error)
     }
 
@@ -492,9 +492,9 @@ impl Timeline {
                 }
                 Ok(false) => break,
                 Err(refused) if refused.code == CAPTURED_EVENT => {
-                    drop(self.disproved(epoch, refused));
+                    drop(self.query_error(epoch, refused));
                 }
-                Err(refused) => return Err(self.lost(refused)),
+                Err(refused) => return Err(self.driver_error(refused)),
             }
         }
         Ok(())
@@ -503,11 +503,11 @@ impl Timeline {
     /// Returns the error of a query of the event that was published for `epoch`. Withdraws the
     /// event if it is part of a graph: a capture began and ended around the record, and neither
     /// capture check saw it.
-    fn disproved(&self, epoch: u64, error: DriverError) -> MemoryError {
+    fn query_error(&self, epoch: u64, error: DriverError) -> MemoryError {
         if error.code == CAPTURED_EVENT {
             drop(self.epochs.withdraw(epoch));
         }
-        self.lost(error)
+        self.driver_error(error)
     }
 
     fn finish(&self, epoch: u64) {
@@ -515,7 +515,7 @@ impl Timeline {
         if over.is_empty() {
             return;
         }
-        self.spare.keep(over);
+        self.events.release(over);
     }
 
     /// Makes this stream wait on the device for `epoch` of another stream. The host does not wait.
@@ -533,7 +533,7 @@ impl Timeline {
     /// On error, the work queued before is unchanged.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
-        if same || other.is_done(epoch) || self.waited.has(other.serial, epoch) {
+        if same || other.is_done(epoch) || self.wait_cache.covers(other.serial, epoch) {
             return Ok(false);
         }
         same_machine(&*self.driver, &*other.driver)?;
@@ -541,18 +541,18 @@ impl Timeline {
         if fence == Fence::Capturing && self.shares_capture(other)? {
             return self.join_capture(other).map(|()| true);
         }
-        other.unfenced(fence)?;
+        other.check_fenced(fence)?;
         let Some((proved, event)) = other.epochs.proof(epoch) else {
             // The epoch completed between the fence and this lookup.
             return Ok(false);
         };
         {
             let _calling = self.calling()?;
-            self.refuse_capturing()?;
-            self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
+            self.check_not_capturing()?;
+            self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.driver_error(e))?;
         }
         drop(event);
-        self.waited.note(other.serial, proved);
+        self.wait_cache.record(other.serial, proved);
         Ok(true)
     }
 
@@ -566,12 +566,12 @@ impl Timeline {
     pub(crate) fn join_capture(&self, other: &Timeline) -> Result<()> {
         let event = {
             let _calling = other.calling()?;
-            let event = other.take_event()?;
-            other.driver.event_record(event.raw, other.raw).map_err(|e| other.lost(e))?;
+            let event = other.acquire_event()?;
+            other.driver.event_record(event.raw, other.raw).map_err(|e| other.driver_error(e))?;
             event
         };
         let _calling = self.calling()?;
-        self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))
+        self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.driver_error(e))
     }
 
     /// Returns whether both streams take part in the same capture.
@@ -597,16 +597,16 @@ impl Timeline {
             Fence::OutOfReach if deadline.is_none() => {
                 return self.synchronize_device().map(|()| true);
             }
-            fence => self.unfenced(fence)?,
+            fence => self.check_fenced(fence)?,
         }
         let Some((proved, event)) = self.epochs.proof(epoch) else {
             return Ok(self.is_done(epoch));
         };
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
-            self.driver.event_synchronize(event.raw).map_err(|e| self.disproved(proved, e))?;
+            self.driver.event_synchronize(event.raw).map_err(|e| self.query_error(proved, e))?;
             self.finish(proved);
-            self.spare.keep([event]);
+            self.events.release([event]);
             return Ok(true);
         };
         // The driver has no wait with a deadline, so the event is polled.
@@ -614,11 +614,11 @@ impl Timeline {
         loop {
             let done = {
                 let _relaxed = Relaxed::enter(&*self.driver);
-                self.driver.event_query(event.raw).map_err(|e| self.disproved(proved, e))?
+                self.driver.event_query(event.raw).map_err(|e| self.query_error(proved, e))?
             };
             if done {
                 self.finish(proved);
-                self.spare.keep([event]);
+                self.events.release([event]);
                 return Ok(true);
             }
             let now = Instant::now();
@@ -626,7 +626,7 @@ impl Timeline {
                 return Ok(false);
             }
             std::thread::sleep(pause.min(deadline - now));
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pause = (pause * 2).min(MAX_POLL_PAUSE);
         }
     }
 
@@ -669,7 +669,7 @@ impl Timeline {
     fn synchronize_device(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
         let closed = self.epochs.close();
-        self.driver.device_synchronize(self.raw.device()).map_err(|e| self.lost(e))?;
+        self.driver.device_synchronize(self.raw.device()).map_err(|e| self.driver_error(e))?;
         self.finish(closed);
         Ok(())
     }
@@ -697,7 +697,7 @@ impl Timeline {
             Some((_, Ok(false))) => {
                 self.synchronize()?;
                 if word.load(Ordering::Acquire) != value {
-                    return Err(self.capturing());
+                    return Err(self.capturing_error());
                 }
             }
             // After a refusal, a plain wait either works or returns the error.
@@ -709,9 +709,9 @@ impl Timeline {
     /// The handle must be valid.
     fn synchronize_now(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
-        self.refuse_capturing()?;
+        self.check_not_capturing()?;
         let closed = self.epochs.close();
-        self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
+        self.driver.stream_synchronize(self.raw).map_err(|e| self.driver_error(e))?;
         self.finish(closed);
         Ok(())
     }
@@ -725,7 +725,7 @@ impl Timeline {
     /// gone](DriverError::is_driver_gone) immediately. Any other refusal after one second, and work
     /// may still be running then.
     pub fn settle(&self) -> Result<()> {
-        let (mut given_up, mut pause) = (None, Duration::from_micros(10));
+        let (mut deadline, mut pause) = (None, Duration::from_micros(10));
         loop {
             let refused = match self.synchronize() {
                 Ok(()) => return Ok(()),
@@ -741,11 +741,11 @@ impl Timeline {
                 return Ok(());
             }
             let now = Instant::now();
-            if now >= *given_up.get_or_insert(now + PATIENCE) {
+            if now >= *deadline.get_or_insert(now + SETTLE_TIMEOUT) {
                 return Err(refused);
             }
             std::thread::sleep(pause);
-            pause = (pause * 2).min(LONGEST_REFUSED);
+            pause = (pause * 2).min(MAX_RETRY_PAUSE);
         }
     }
 
@@ -766,11 +766,11 @@ impl Timeline {
         loop {
             match self.settle() {
                 Err(MemoryError::Driver(refused)) if !refused.is_driver_gone() => {
-                    if begun.elapsed() >= LAST_RESORT {
+                    if begun.elapsed() >= ABORT_TIMEOUT {
                         self.abort(refused);
                     }
                 }
-                settled => return settled,
+                waited => return waited,
             }
         }
     }
@@ -784,7 +784,7 @@ impl Timeline {
              that is about to be freed, so the process ends here.",
             self.raw.device(),
             self.number,
-            LAST_RESORT.as_secs(),
+            ABORT_TIMEOUT.as_secs(),
         );
         process::abort()
     }
@@ -803,8 +803,8 @@ impl Timeline {
         if self.life.outlives_retirement() {
             return self.synchronize();
         }
-        if !self.life.is_meant_here() {
-            return Err(self.of_another_thread());
+        if !self.life.is_valid_on_this_thread() {
+            return Err(self.other_thread_error());
         }
         let ended = self.retirement.end(|| {
             self.synchronize_now()?;

@@ -3,30 +3,31 @@
 use crate::Spin;
 
 /// The number of other streams that are remembered.
-const REMEMBERED_WAITS: usize = 64;
+const MAX_ENTRIES: usize = 64;
 
 /// The newest epoch of each other stream that was waited for, by that stream's serial.
-pub(crate) struct Waited(Spin<Vec<(u64, u64)>>);
+pub(crate) struct WaitCache(Spin<Vec<(u64, u64)>>);
 
-impl Waited {
+impl WaitCache {
     pub(crate) fn new() -> Self {
         Self(Spin::new(Vec::new()))
     }
 
-    pub(crate) fn has(&self, serial: u64, epoch: u64) -> bool {
-        self.0
-            .with(|waited| waited.iter().any(|&(other, newest)| other == serial && epoch <= newest))
+    pub(crate) fn covers(&self, serial: u64, epoch: u64) -> bool {
+        self.0.with(|entries| {
+            entries.iter().any(|&(other, newest)| other == serial && epoch <= newest)
+        })
     }
 
-    pub(crate) fn note(&self, serial: u64, epoch: u64) {
-        self.0.with(|waited| match waited.iter_mut().find(|(other, _)| *other == serial) {
+    pub(crate) fn record(&self, serial: u64, epoch: u64) {
+        self.0.with(|entries| match entries.iter_mut().find(|(other, _)| *other == serial) {
             Some((_, newest)) => *newest = (*newest).max(epoch),
             None => {
-                if waited.len() == REMEMBERED_WAITS {
+                if entries.len() == MAX_ENTRIES {
                     // Evicting an entry may cost a redundant wait.
-                    waited.remove(0);
+                    entries.remove(0);
                 }
-                waited.push((serial, epoch));
+                entries.push((serial, epoch));
             }
         });
     }
