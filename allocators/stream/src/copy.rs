@@ -51,26 +51,26 @@ use std::ptr::NonNull;
 
 #[derive(Clone, Copy, PartialEq)]
 enum Direction {
-    Up,
-    Down,
+    Upload,
+    Download,
 }
 
 /// A copy between host and device that lies within both sides.
 #[derive(Clone, Copy)]
-struct Plan {
-    way: Direction,
+struct CopyPlan {
+    direction: Direction,
     /// In bytes.
-    whole: u64,
+    bytes: u64,
     rows: Option<grid::ByteGrid>,
 }
 
-impl Plan {
+impl CopyPlan {
     /// Plans a copy between `host` elements and all of `range`, or the rows of `grid` in them.
     /// Refused while the stream captures: the copy would run at each launch of the graph, after its
     /// host side has been released.
     fn new<T>(
         stream: &Stream,
-        way: Direction,
+        direction: Direction,
         host: usize,
         (range, machine): (DeviceRange, Option<u64>),
         grid: Option<Grid>,
@@ -82,40 +82,40 @@ impl Plan {
         let element = size_of::<T>() as u64;
         let host = element * host as u64;
         let (from, to) =
-            if way == Direction::Up { (host, range.bytes) } else { (range.bytes, host) };
+            if direction == Direction::Upload { (host, range.bytes) } else { (range.bytes, host) };
         let Some(grid) = grid else {
             return if from == to {
-                Ok(Self { way, whole: from, rows: None })
+                Ok(Self { direction, bytes: from, rows: None })
             } else {
                 Err(MemoryError::LengthMismatch { from, to })
             };
         };
         let rows = grid.in_bytes(element, from, to)?;
-        Ok(Self { way, whole: rows.bytes(), rows: Some(rows) })
+        Ok(Self { direction, bytes: rows.bytes(), rows: Some(rows) })
     }
 
     /// # Safety
     /// 1. `host` and `device` have the planned lengths and stay valid until the copy is complete.
     /// 2. The operand has been ordered for the copy.
     unsafe fn queue(self, stream: &Stream, host: NonNull<u8>, device: u64) -> Result<()> {
-        if self.whole == 0 {
+        if self.bytes == 0 {
             return Ok(());
         }
         let (driver, raw) = (stream.driver(), stream.raw());
         let _calling = stream.timeline().calling()?;
-        let whole = self.whole as usize;
-        let queued = match (self.way, self.rows) {
+        let bytes = self.bytes as usize;
+        let queued = match (self.direction, self.rows) {
             // SAFETY: 1. and 2. the caller guarantees them.
-            (Direction::Up, None) => unsafe { driver.copy_to_device(raw, device, host, whole) },
+            (Direction::Upload, None) => unsafe { driver.copy_to_device(raw, device, host, bytes) },
             // SAFETY: 1. and 2. the caller guarantees them.
-            (Direction::Down, None) => unsafe { driver.copy_to_host(raw, host, device, whole) },
-            (Direction::Up, Some(grid)) => {
+            (Direction::Download, None) => unsafe { driver.copy_to_host(raw, host, device, bytes) },
+            (Direction::Upload, Some(grid)) => {
                 let to = Pitched { start: device, pitch: grid.to_pitch };
                 let from = Pitched { start: host, pitch: grid.from_pitch };
                 // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.
                 unsafe { driver.copy_2d_to_device(raw, to, from, grid.rows) }
             }
-            (Direction::Down, Some(grid)) => {
+            (Direction::Download, Some(grid)) => {
                 let to = Pitched { start: host, pitch: grid.to_pitch };
                 let from = Pitched { start: device, pitch: grid.from_pitch };
                 // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.

@@ -31,7 +31,7 @@ use std::fmt;
 /// ```
 pub struct Spin<T> {
     /// True while a thread is inside [`Spin::with`].
-    taken: AtomicBool,
+    locked: AtomicBool,
     value: UnsafeCell<T>,
 }
 
@@ -45,13 +45,13 @@ impl<T> Spin<T> {
     /// Creates a lock around `value`.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
-        Self { taken: AtomicBool::new(false), value: UnsafeCell::new(value) }
+        Self { locked: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
     /// Creates a lock around `value`.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
-        Self { taken: AtomicBool::new(false), value: UnsafeCell::new(value) }
+        Self { locked: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
     /// Runs `work` with exclusive access to the value. Spins with growing pauses while another
@@ -61,26 +61,27 @@ impl<T> Spin<T> {
     /// short, and must leave the value consistent wherever it can unwind.
     #[inline]
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        struct Open<'a>(&'a AtomicBool);
-        impl Drop for Open<'_> {
+        struct Unlock<'a>(&'a AtomicBool);
+        impl Drop for Unlock<'_> {
             #[inline]
             fn drop(&mut self) {
                 self.0.store(false, Ordering::Release);
             }
         }
-        if self.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            self.contended();
+        if self.locked.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
+            self.lock_contended();
         }
-        let _open = Open(&self.taken);
+        let _unlock = Unlock(&self.locked);
         self.value.with_mut(|value| {
-            // SAFETY: 1. this thread changed `taken` from false to true, and it stays true until
-            // `_open` is dropped, so no other reference to the value exists.
+            // SAFETY: 1. this thread changed `locked` from false to true, and it stays true until
+            // `_unlock` is dropped, so no other reference to the value exists.
             work(unsafe { &mut *value })
         })
     }
 
     #[cold]
-    fn contended(&self) {
+    fn lock_contended(&self) {
         #[cfg(not(loom))]
         let backoff = crossbeam_utils::Backoff::new();
         loop {
@@ -89,9 +90,9 @@ impl<T> Spin<T> {
             #[cfg(loom)]
             loom::thread::yield_now();
             // Test with a plain load first, so that waiting threads share the cache line.
-            if !self.taken.load(Ordering::Relaxed)
+            if !self.locked.load(Ordering::Relaxed)
                 && self
-                    .taken
+                    .locked
                     .compare_exchange_weak(false, true, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {

@@ -25,8 +25,8 @@ impl Stream {
         let (source, target) = (from.range(), to.range());
         self.check_operand(from)?;
         self.check_operand(to)?;
-        same_length(source, target)?;
-        apart(source, target)?;
+        check_same_length(source, target)?;
+        check_disjoint(source, target)?;
         from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
         to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if source.bytes == 0 {
@@ -73,7 +73,7 @@ impl Stream {
         self.check_operand(from)?;
         self.check_operand(to)?;
         let grid = grid.in_bytes(size_of::<T>() as u64, source.bytes, target.bytes)?;
-        apart(
+        check_disjoint(
             DeviceRange { bytes: grid.source_span(source.bytes)?, ..source },
             DeviceRange { bytes: grid.target_span(target.bytes)?, ..target },
         )?;
@@ -94,20 +94,20 @@ impl Stream {
         Ok(())
     }
 
-    /// Copies to an operand of another device, in order on this stream and on `there`, a stream of
+    /// Copies to an operand of another device, in order on this stream and on `peer`, a stream of
     /// that device (`cuMemcpyPeerAsync`). The driver copies through the host if the devices have no
     /// peer access.
     ///
-    /// The copy runs on this stream, after the work queued on `there` so far. Later work on `there`
+    /// The copy runs on this stream, after the work queued on `peer` so far. Later work on `peer`
     /// runs after the copy. The host does not wait.
     ///
     /// # Errors
     /// Lengths that differ, an operand that is not on its stream's device, a conflicting use, and
     /// driver errors. Nothing is queued then, with one exception: if the driver refuses to make
-    /// `there` wait, this call waits for the copy as at the end of a [scope](Stream::scope), and
+    /// `peer` wait, this call waits for the copy as at the end of a [scope](Stream::scope), and
     /// the copy is complete.
     #[track_caller]
-    pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, there: &Stream) -> Result<()>
+    pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, peer: &Stream) -> Result<()>
     where
         T: Pod,
         S: Typed<Item = T>,
@@ -116,20 +116,20 @@ impl Stream {
         let site = site::enter();
         let (source, target) = (from.range(), to.range());
         self.check_operand(from)?;
-        there.check_operand(to)?;
-        same_length(source, target)?;
-        apart(source, target)?;
+        peer.check_operand(to)?;
+        check_same_length(source, target)?;
+        check_disjoint(source, target)?;
         from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
-        to.order_mut(there.raw(), Some(there.timeline().keep_alive()), Access::Write)?;
+        to.order_mut(peer.raw(), Some(peer.timeline().keep_alive()), Access::Write)?;
         if source.bytes == 0 {
             return Ok(());
         }
-        self.timeline().wait_for(there.timeline(), there.timeline().open())?;
+        self.timeline().wait_for(peer.timeline(), peer.timeline().open())?;
         {
             let _calling = self.timeline().calling()?;
             // SAFETY: 1. the operands keep their ranges. 2. the source was ordered for this stream,
-            // and the destination for `there`. This stream has waited for `there`, and `there`
-            // waits for this stream below, so the copy is ordered like work on `there`.
+            // and the destination for `peer`. This stream has waited for `peer`, and `peer`
+            // waits for this stream below, so the copy is ordered like work on `peer`.
             let copied = unsafe {
                 self.driver().copy_on_device(
                     self.raw(),
@@ -140,9 +140,9 @@ impl Stream {
             };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
         }
-        let waits = there.timeline().wait_for(self.timeline(), self.timeline().open());
+        let waits = peer.timeline().wait_for(self.timeline(), self.timeline().open());
         if waits.is_err() {
-            // Work on `there` would not be ordered after the copy. A lost device, where this fails
+            // Work on `peer` would not be ordered after the copy. A lost device, where this fails
             // too, runs nothing any more.
             self.timeline().settle_or_abort()?;
         }
@@ -152,7 +152,7 @@ impl Stream {
     }
 }
 
-fn same_length(from: DeviceRange, to: DeviceRange) -> Result<()> {
+fn check_same_length(from: DeviceRange, to: DeviceRange) -> Result<()> {
     if from.bytes == to.bytes {
         Ok(())
     } else {
@@ -161,7 +161,7 @@ fn same_length(from: DeviceRange, to: DeviceRange) -> Result<()> {
 }
 
 /// Returns an error for ranges that overlap: the result of such a copy would be undefined.
-fn apart(from: DeviceRange, to: DeviceRange) -> Result<()> {
+fn check_disjoint(from: DeviceRange, to: DeviceRange) -> Result<()> {
     let before = |a: DeviceRange, b: DeviceRange| a.address.saturating_add(a.bytes) <= b.address;
     if from.bytes == 0 || to.bytes == 0 || before(from, to) || before(to, from) {
         return Ok(());

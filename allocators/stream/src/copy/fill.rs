@@ -30,7 +30,7 @@ impl Stream {
         D: Typed<Item = T> + OperandMut + ?Sized,
     {
         let site = site::enter();
-        self.fill_all(to, bytemuck::bytes_of(&value))?;
+        self.fill_operand(to, bytemuck::bytes_of(&value))?;
         site.checkpoint(&**self.driver());
         Ok(())
     }
@@ -46,12 +46,12 @@ impl Stream {
         D::Item: Pod,
     {
         let site = site::enter();
-        self.fill_all(to, &[byte])?;
+        self.fill_operand(to, &[byte])?;
         site.checkpoint(&**self.driver());
         Ok(())
     }
 
-    fn fill_all<D: OperandMut + ?Sized>(&self, to: &mut D, element: &[u8]) -> Result<()> {
+    fn fill_operand<D: OperandMut + ?Sized>(&self, to: &mut D, element: &[u8]) -> Result<()> {
         let range = to.range();
         self.check_operand(to)?;
         to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
@@ -120,7 +120,7 @@ impl Stream {
             return unsafe { self.fill_with(address, pattern, bytes / pattern.bytes()) };
         }
         // Writes the first element by runs of equal pieces.
-        let piece = pieces(element.len() as u64, address);
+        let piece = piece_size(element.len() as u64, address);
         let mut at = address;
         for run in element.chunks(piece).collect::<Vec<_>>().chunk_by(|a, b| a == b) {
             let bytes = (run.len() * piece) as u64;
@@ -148,11 +148,12 @@ impl Stream {
     /// 1. Every row is mapped until the fill is complete.
     /// 2. The rows have been ordered for this stream to write them.
     unsafe fn fill_rows(&self, to: Pitched<u64>, element: &[u8], rows: Rows) -> Result<()> {
-        let lost = |e| MemoryError::driver(self.device(), e);
+        let driver_error = |e| MemoryError::driver(self.device(), e);
         if let Some(pattern) = pattern(element, to.start | to.pitch) {
             let rows = Rows { width: rows.width / pattern.bytes(), ..rows };
             // SAFETY: 1. and 2. the caller guarantees them.
-            return unsafe { self.driver().fill_2d(self.raw(), to, pattern, rows) }.map_err(lost);
+            return unsafe { self.driver().fill_2d(self.raw(), to, pattern, rows) }
+                .map_err(driver_error);
         }
         let first = DeviceRange { device: self.device(), address: to.start, bytes: rows.width };
         // SAFETY: 1. and 2. the caller guarantees them. This is the first row.
@@ -163,7 +164,8 @@ impl Stream {
             let next = Pitched { start: to.start + done * to.pitch, ..to };
             // SAFETY: 1. and 2. the caller guarantees them. These are the rows already written, and
             // at most as many after them.
-            unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }.map_err(lost)?;
+            unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }
+                .map_err(driver_error)?;
             done += more.height;
         }
         Ok(())
@@ -180,7 +182,7 @@ impl Stream {
 
 /// Returns the largest size the driver fills with (1, 2 or 4 bytes) that divides an element at
 /// `address` evenly.
-fn pieces(element: u64, address: u64) -> usize {
+fn piece_size(element: u64, address: u64) -> usize {
     match element | address {
         both if both.is_multiple_of(4) => 4,
         both if both.is_multiple_of(2) => 2,
@@ -209,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_is_filled_in_one_call_where_its_bytes_repeat() {
+    fn value_with_repeating_bytes_is_filled_in_one_call() {
         assert_eq!(pattern(&[0; 32], 1), Some(Pattern::Byte(0)));
         assert_eq!(pattern(&[1, 2], 2), Some(Pattern::Half(u16::from_ne_bytes([1, 2]))));
         assert_eq!(
@@ -229,7 +231,10 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_as_large_as_size_and_address_allow() {
-        assert_eq!((pieces(16, 512), pieces(6, 512), pieces(16, 2), pieces(3, 0)), (4, 2, 2, 1));
+    fn piece_size_is_the_largest_that_fits_size_and_address() {
+        assert_eq!(
+            (piece_size(16, 512), piece_size(6, 512), piece_size(16, 2), piece_size(3, 0)),
+            (4, 2, 2, 1)
+        );
     }
 }

@@ -83,19 +83,19 @@ impl ByteGrid {
     }
 
     /// Returns the bytes from the start of the first row to the end of the last one, in a source of
-    /// `held` bytes.
-    pub(super) fn source_span(&self, held: u64) -> Result<u64> {
-        span(self.rows, self.from_pitch, held)
+    /// `available` bytes.
+    pub(super) fn source_span(&self, available: u64) -> Result<u64> {
+        span(self.rows, self.from_pitch, available)
     }
 
-    /// The same for a destination of `held` bytes.
-    pub(super) fn target_span(&self, held: u64) -> Result<u64> {
-        span(self.rows, self.to_pitch, held)
+    /// The same for a destination of `available` bytes.
+    pub(super) fn target_span(&self, available: u64) -> Result<u64> {
+        span(self.rows, self.to_pitch, available)
     }
 }
 
-/// Returns the number of bytes that the rows span, which must be at most `held`.
-pub(super) fn span(rows: Rows, pitch: u64, held: u64) -> Result<u64> {
+/// Returns the number of bytes that the rows span, which must be at most `available`.
+pub(super) fn span(rows: Rows, pitch: u64, available: u64) -> Result<u64> {
     let Rows { width, height } = rows;
     if width == 0 || height == 0 {
         return Ok(0);
@@ -105,9 +105,11 @@ pub(super) fn span(rows: Rows, pitch: u64, held: u64) -> Result<u64> {
     }
     let span = pitch.checked_mul(height - 1).and_then(|before| before.checked_add(width));
     match span {
-        Some(span) if span <= held => Ok(span),
-        _ => {
-            Err(MemoryError::OutOfBounds { offset: 0, len: span.unwrap_or(u64::MAX), bytes: held })
-        }
+        Some(span) if span <= available => Ok(span),
+        _ => Err(MemoryError::OutOfBounds {
+            offset: 0,
+            len: span.unwrap_or(u64::MAX),
+            bytes: available,
+        }),
     }
 }

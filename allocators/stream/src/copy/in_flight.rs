@@ -1,7 +1,7 @@
 //! Copies that own their host side.
 #![expect(unsafe_code, reason = "declares an unsafe trait, and queues copies of what it owns")]
 
-use super::{Direction, Grid, Plan};
+use super::{CopyPlan, Direction, Grid};
 use crate::{Point, Stream};
 use allocator_api2::{boxed::Box as AllocBox, vec::Vec as AllocVec};
 use aquifer_core::{DeferReuse, Gate, MemoryError, Result, wake::Opened};
@@ -160,16 +160,16 @@ impl<H> From<Refused<H>> for MemoryError {
 /// ```
 #[must_use = "wait for it, or drop it on purpose"]
 pub struct InFlight<H> {
-    /// The device may be reading or writing it. Must not be accessed before `landed` is open.
+    /// The device may be reading or writing it. Must not be accessed before `completed` is open.
     host: ManuallyDrop<H>,
-    landed: Point,
+    completed: Point,
 }
 
 impl<H> InFlight<H> {
     /// Returns whether the copy is complete. Never blocks.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.landed.is_open()
+        self.completed.is_open()
     }
 
     /// Waits until the copy is complete, and returns the host side. Blocks.
@@ -179,7 +179,7 @@ impl<H> InFlight<H> {
     #[track_caller]
     pub fn wait(self) -> Result<H> {
         let _site = site::enter();
-        self.landed.wait(None)?;
+        self.completed.wait(None)?;
         Ok(self.into_host())
     }
 
@@ -191,7 +191,7 @@ impl<H> InFlight<H> {
     #[track_caller]
     pub fn wait_until(self, deadline: Instant) -> Result<Result<H, Self>> {
         let _site = site::enter();
-        if self.landed.wait(Some(deadline))? { Ok(Ok(self.into_host())) } else { Ok(Err(self)) }
+        if self.completed.wait(Some(deadline))? { Ok(Ok(self.into_host())) } else { Ok(Err(self)) }
     }
 
     fn into_host(self) -> H {
@@ -199,7 +199,7 @@ impl<H> InFlight<H> {
         // SAFETY: 1. `this` is never accessed again, so the point and the host side are each moved
         // or dropped once.
         unsafe {
-            std::ptr::drop_in_place(&raw mut this.landed);
+            std::ptr::drop_in_place(&raw mut this.completed);
             ManuallyDrop::take(&mut this.host)
         }
     }
@@ -224,7 +224,7 @@ impl<H> IntoFuture for InFlight<H> {
     type IntoFuture = Landing<H>;
 
     fn into_future(self) -> Landing<H> {
-        let opened = self.landed.clone().into_future();
+        let opened = self.completed.clone().into_future();
         Landing { flight: Some(self), opened }
     }
 }
@@ -278,7 +278,7 @@ impl<H> Drop for InFlight<H> {
 
 impl<H> fmt::Debug for InFlight<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFlight").field("landed", &self.landed).finish_non_exhaustive()
+        f.debug_struct("InFlight").field("completed", &self.completed).finish_non_exhaustive()
     }
 }
 
@@ -296,9 +296,9 @@ impl Stream {
         D: Typed<Item = H::Item> + OperandMut,
     {
         let site = site::enter();
-        let place = (to.range(), to.machine());
+        let device_side = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        let flight = self.fly(from, Direction::Up, None, place, order)?;
+        let flight = self.start_copy(from, Direction::Upload, None, device_side, order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
@@ -317,7 +317,8 @@ impl Stream {
     {
         let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        let flight = self.fly(to, Direction::Down, None, (from.range(), from.machine()), order)?;
+        let flight =
+            self.start_copy(to, Direction::Download, None, (from.range(), from.machine()), order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
@@ -340,9 +341,9 @@ impl Stream {
         D: Typed<Item = H::Item> + OperandMut,
     {
         let site = site::enter();
-        let place = (to.range(), to.machine());
+        let device_side = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        let flight = self.fly(from, Direction::Up, Some(grid), place, order)?;
+        let flight = self.start_copy(from, Direction::Upload, Some(grid), device_side, order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
@@ -362,39 +363,44 @@ impl Stream {
     {
         let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        let flight =
-            self.fly(to, Direction::Down, Some(grid), (from.range(), from.machine()), order)?;
+        let flight = self.start_copy(
+            to,
+            Direction::Download,
+            Some(grid),
+            (from.range(), from.machine()),
+            order,
+        )?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
 
-    fn fly<H: HostOwned>(
+    fn start_copy<H: HostOwned>(
         &self,
         mut host: H,
-        way: Direction,
+        direction: Direction,
         grid: Option<Grid>,
-        place: (DeviceRange, Option<u64>),
+        device_side: (DeviceRange, Option<u64>),
         order: impl FnOnce() -> Result<()>,
     ) -> Result<InFlight<H>, Refused<H>> {
-        let landed = Point::ahead(self.timeline());
+        let completed = Point::ahead(self.timeline());
         let queue = |host: &mut H| -> Result<()> {
             let bytes = host.bytes();
-            let plan = Plan::new::<H::Item>(self, way, bytes.len(), place, grid)?;
+            let plan = CopyPlan::new::<H::Item>(self, direction, bytes.len(), device_side, grid)?;
             order()?;
             // The gate is passed before the copy is queued, and stays shut until then. If it were
             // passed afterwards and the allocator refused it, nothing would hold the memory of a
             // queued copy back.
-            host.defer(Arc::new(landed.clone()))?;
-            // SAFETY: 1. the flight owns `bytes`, which is held back until `landed` opens, and the
-            // operand keeps its range for as long: their traits guarantee both. 2. `order` has
+            host.defer(Arc::new(completed.clone()))?;
+            // SAFETY: 1. the flight owns `bytes`, which is held back until `completed` opens, and
+            // the operand keeps its range for as long: their traits guarantee both. 2. `order` has
             // ordered this stream after every other use.
-            unsafe { plan.queue(self, bytes.cast(), place.0.address) }
+            unsafe { plan.queue(self, bytes.cast(), device_side.0.address) }
         };
         let queued = queue(&mut host);
         // Also if nothing was queued: the gate must not stay shut.
-        landed.reached();
+        completed.reached();
         match queued {
-            Ok(()) => Ok(InFlight { host: ManuallyDrop::new(host), landed }),
+            Ok(()) => Ok(InFlight { host: ManuallyDrop::new(host), completed }),
             Err(error) => Err(Refused { host, error }),
         }
     }

@@ -1,7 +1,7 @@
 //! Copies that borrow their host side.
 #![expect(unsafe_code, reason = "queues copies of what is borrowed")]
 
-use super::{Direction, Grid, Plan};
+use super::{CopyPlan, Direction, Grid};
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, OperandMut, Typed, site};
@@ -43,36 +43,40 @@ impl Stream {
         &'env self,
         work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> R,
     ) -> Result<R> {
-        struct Settle<'a>(&'a Stream, &'a AtomicBool);
-        impl Settle<'_> {
+        struct WaitForCopies<'a>(&'a Stream, &'a AtomicBool);
+        impl WaitForCopies<'_> {
             /// Returns only when no copy can access borrowed memory, no matter how many waits are
             /// refused.
-            fn settle(&self) -> Result<()> {
+            fn wait(&self) -> Result<()> {
                 loop {
                     match self.0.timeline().settle_or_abort() {
                         Err(MemoryError::Capturing { .. }) if self.1.load(Ordering::Relaxed) => {
                             thread::sleep(CAPTURE_PAUSE);
                         }
-                        settled => return settled,
+                        waited => return waited,
                     }
                 }
             }
         }
-        impl Drop for Settle<'_> {
+        impl Drop for WaitForCopies<'_> {
             fn drop(&mut self) {
                 // Only on unwind. The copies are complete, or the device is lost and runs nothing
                 // any more.
-                let _ = self.settle();
+                let _ = self.wait();
             }
         }
-        let copied = AtomicBool::new(false);
-        let unwound = Settle(self, &copied);
+        let any_copy = AtomicBool::new(false);
+        let on_unwind = WaitForCopies(self, &any_copy);
         // Calls inside the scope record their own call sites.
-        let result =
-            work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
-        let returned = ManuallyDrop::new(unwound);
+        let result = work(&Scope {
+            stream: self,
+            any_copy: &any_copy,
+            scope: PhantomData,
+            env: PhantomData,
+        });
+        let on_return = ManuallyDrop::new(on_unwind);
         let site = site::enter();
-        returned.settle()?;
+        on_return.wait()?;
         site.checkpoint(&**self.driver());
         Ok(result)
     }
@@ -168,7 +172,7 @@ impl Stream {
 pub struct Scope<'scope, 'env: 'scope> {
     stream: &'env Stream,
     /// Whether a copy may have been queued.
-    copied: &'scope AtomicBool,
+    any_copy: &'scope AtomicBool,
     // Invariant in both lifetimes, so that neither can be shortened to let a borrow escape.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
@@ -187,7 +191,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let _site = site::enter();
-        self.up(from, to, None)
+        self.queue_upload(from, to, None)
     }
 
     /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` stays
@@ -203,7 +207,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         to: &'env mut [T],
     ) -> Result<()> {
         let _site = site::enter();
-        self.down(from, to, None)
+        self.queue_download(from, to, None)
     }
 
     /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream
@@ -219,7 +223,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let _site = site::enter();
-        self.up(from, to, Some(grid))
+        self.queue_upload(from, to, Some(grid))
     }
 
     /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream
@@ -236,42 +240,42 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         D: Typed<Item = T>,
     {
         let _site = site::enter();
-        self.down(from, to, Some(grid))
+        self.queue_download(from, to, Some(grid))
     }
 
-    fn up<T, D>(&self, from: &'env [T], to: &mut D, grid: Option<Grid>) -> Result<()>
+    fn queue_upload<T, D>(&self, from: &'env [T], to: &mut D, grid: Option<Grid>) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
-        let plan = Plan::new::<T>(
+        let plan = CopyPlan::new::<T>(
             self.stream,
-            Direction::Up,
+            Direction::Upload,
             from.len(),
             (to.range(), to.machine()),
             grid,
         )?;
         to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
-        self.copied.store(true, Ordering::Relaxed);
+        self.any_copy.store(true, Ordering::Relaxed);
         // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy, and
         // `to` keeps its range. 2. `to` was ordered just above.
         unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
     }
 
-    fn down<T, D>(&self, from: &D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
+    fn queue_download<T, D>(&self, from: &D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T>,
     {
-        let plan = Plan::new::<T>(
+        let plan = CopyPlan::new::<T>(
             self.stream,
-            Direction::Down,
+            Direction::Download,
             to.len(),
             (from.range(), from.machine()),
             grid,
         )?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
-        self.copied.store(true, Ordering::Relaxed);
+        self.any_copy.store(true, Ordering::Relaxed);
         // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy, and
         // `from` keeps its range. 2. `from` was ordered just above.
         unsafe { plan.queue(self.stream, NonNull::from(to).cast(), from.range().address) }
