@@ -28,7 +28,7 @@ mod handle;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mark {
     /// The number of chunks in use.
-    entered: usize,
+    in_use: usize,
     /// The allocated bytes in the last of them.
     offset: usize,
     /// The base address of the last of them.

@@ -64,7 +64,7 @@ bump_allocator!([A: UpstreamAllocator] &Scope<'_, A>);
 // SAFETY: 1. The chunk that contains the address is deferred in the upstream allocator. So no
 // reset, drop or forgotten arena lets its bytes be reused or unmapped before the gate is open. 2.
 // Inside the arena, no byte below the next free byte of that chunk is allocated before the gate is
-// open: `floor` and `held` keep allocations above it.
+// open: `floor` and `deferred` keep allocations above it.
 unsafe impl<A: DeferReuse> DeferReuse for &Arena<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.bump().defer(address, until)

@@ -32,8 +32,8 @@ pub(super) struct Bump<A: Allocator> {
     /// The first free byte of the current chunk, with the provenance of the whole chunk. Dangling
     /// if there is no chunk.
     next: Cell<NonNull<u8>>,
-    /// The address one past the current chunk, at most `isize::MAX`. Equal to the address of `next`
-    /// if there is no chunk, so that nothing fits.
+    /// The address one past the current chunk, at most `isize::MAX`. Equal to the address of
+    /// `next` if there is no chunk, so that nothing fits.
     end: Cell<usize>,
     /// The lowest address that `next` may go back to: the base of the current chunk plus the bytes
     /// held back for gates.
@@ -41,7 +41,7 @@ pub(super) struct Bump<A: Allocator> {
     /// The base address of the current chunk.
     base: Cell<usize>,
     /// The highest `next` in the current chunk before a block was freed. 0 if none was freed.
-    furthest: Cell<usize>,
+    peak_next: Cell<usize>,
     chunks: RefCell<Chunks>,
 }
 
@@ -60,7 +60,7 @@ impl<A: Allocator> Bump<A> {
             end: Cell::new(align_of::<u128>()),
             floor: Cell::new(align_of::<u128>()),
             base: Cell::new(align_of::<u128>()),
-            furthest: Cell::new(0),
+            peak_next: Cell::new(0),
             chunks: RefCell::new(Chunks::new()),
         }
     }
@@ -80,7 +80,7 @@ impl<A: Allocator> Bump<A> {
     pub(super) fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
         // Adds no padding for an empty block.
         if layout.size() == 0 {
-            return Some(nowhere(layout));
+            return Some(dangling(layout));
         }
         self.advance(layout).or_else(|| self.allocate_in_next_chunk(layout))
     }
@@ -110,9 +110,9 @@ impl<A: Allocator> Bump<A> {
     /// types and slices. This shortens the dependency chain from one `next` to the following one,
     /// which limits a loop of small allocations.
     #[inline]
-    pub(super) fn allocate_whole(&self, layout: Layout) -> Option<NonNull<u8>> {
+    pub(super) fn allocate_padded(&self, layout: Layout) -> Option<NonNull<u8>> {
         if layout.size() == 0 {
-            return Some(nowhere(layout));
+            return Some(dangling(layout));
         }
         debug_assert!(layout.size().is_multiple_of(layout.align()), "{layout:?}");
         let next = self.next.get();
@@ -140,28 +140,28 @@ impl<A: Allocator> Bump<A> {
             return Some(block);
         }
         let mut chunks = self.chunks.try_borrow_mut().ok()?;
-        if chunks.entered == 1 && self.offset() == 0 {
+        if chunks.in_use == 1 && self.offset() == 0 {
             // A reset entered the first chunk, which is empty but too small. Treat it as a spare
             // one.
-            self.note_high_water(&mut chunks);
-            chunks.entered = 0;
-            self.point_nowhere();
+            self.update_high_water(&mut chunks);
+            chunks.in_use = 0;
+            self.clear_current();
         }
-        if !chunks.spare_for(layout) {
+        if !chunks.find_spare(layout) {
             drop(chunks);
-            let (block, asked) = self.take_chunk(layout)?;
+            let (block, chunk_layout) = self.acquire_chunk(layout)?;
             let Ok(now) = self.chunks.try_borrow_mut() else {
-                self.return_chunk(block, asked);
+                self.release_chunk(block, chunk_layout);
                 return None;
             };
             chunks = now;
-            chunks.taken += asked.size();
-            chunks.merged = 0;
-            chunks.grown = asked.size().min(self.settings.max_chunk);
-            // `take_chunk` reserved space, so this does not allocate. The chunk is constructed in
-            // place, because moving it would read back stores that are not complete yet.
-            let (at, last) = (chunks.entered, chunks.list.len());
-            chunks.list.push(Chunk::new(block.cast(), asked, block.len()));
+            chunks.upstream_bytes += chunk_layout.size();
+            chunks.merge_bytes = 0;
+            chunks.last_growth = chunk_layout.size().min(self.settings.max_chunk);
+            // `acquire_chunk` reserved space, so this does not allocate. The chunk is constructed
+            // in place, because moving it would read back stores that are not complete yet.
+            let (at, last) = (chunks.in_use, chunks.list.len());
+            chunks.list.push(Chunk::new(block.cast(), chunk_layout, block.len()));
             if at < last {
                 chunks.list.swap(at, last);
             }
@@ -176,27 +176,28 @@ impl<A: Allocator> Bump<A> {
     fn allocate_in_first_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
         let size =
             layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
-        if !self.chunks.try_borrow().is_ok_and(|chunks| chunks.is_new())
+        if !self.chunks.try_borrow().is_ok_and(|chunks| chunks.is_unused())
             || size > self.settings.limit
         {
             return None;
         }
-        let asked = Layout::from_size_align(size, layout.align().max(CHUNK_ALIGN)).ok()?;
-        let block = self.upstream.allocate(asked).ok()?;
+        let chunk_layout = Layout::from_size_align(size, layout.align().max(CHUNK_ALIGN)).ok()?;
+        let block = self.upstream.allocate(chunk_layout).ok()?;
         let base = block.cast();
-        let mut chunks = self.chunks.try_borrow_mut().ok().filter(|chunks| chunks.is_new());
+        let mut chunks = self.chunks.try_borrow_mut().ok().filter(|chunks| chunks.is_unused());
         let end = base.addr().get() + block.len();
         let (Some(chunks), true) = (&mut chunks, end <= isize::MAX as usize) else {
             drop(chunks);
-            self.return_chunk(block, asked);
+            self.release_chunk(block, chunk_layout);
             return None;
         };
-        chunks.list.push(Chunk::new(base, asked, block.len()));
-        (chunks.entered, chunks.taken, chunks.grown) = (1, size, size.min(self.settings.max_chunk));
+        chunks.list.push(Chunk::new(base, chunk_layout, block.len()));
+        (chunks.in_use, chunks.upstream_bytes, chunks.last_growth) =
+            (1, size, size.min(self.settings.max_chunk));
         self.base.set(base.addr().get());
         self.end.set(end);
         self.floor.set(base.addr().get());
-        self.furthest.set(0);
+        self.peak_next.set(0);
         sanitizer::unpoison(base, layout.size());
         // SAFETY: the chunk has at least as many bytes and is aligned for the layout, and the block
         // begins at its base.
@@ -206,90 +207,90 @@ impl<A: Allocator> Bump<A> {
 
     /// Makes the first spare chunk the current one.
     fn enter_next(&self, chunks: &mut Chunks) {
-        self.note_high_water(chunks);
+        self.update_high_water(chunks);
         let offset = self.offset();
         if let Some(current) = chunks.current() {
             current.filled = offset;
             chunks.filled += offset;
         }
-        chunks.entered += 1;
+        chunks.in_use += 1;
         if let Some(chunk) = chunks.current() {
-            let floor = chunk.held;
-            self.point_at(chunk, floor);
+            let floor = chunk.deferred;
+            self.make_current(chunk, floor);
         }
     }
 
     /// Makes the next block start at `offset` of this chunk.
-    fn point_at(&self, chunk: &Chunk, offset: usize) {
+    fn make_current(&self, chunk: &Chunk, offset: usize) {
         chunk.poison_from(offset);
         let base = chunk.base.addr().get();
         self.base.set(base);
         self.end.set(chunk.end());
-        self.floor.set(base + chunk.held);
-        self.furthest.set(0);
+        self.floor.set(base + chunk.deferred);
+        self.peak_next.set(0);
         // SAFETY: `offset` was recorded as an offset of this chunk, so it is at most `bytes`.
         self.next.set(unsafe { chunk.base.add(offset) });
     }
 
-    fn point_nowhere(&self) {
+    fn clear_current(&self) {
         let next = NonNull::<u128>::dangling().cast::<u8>();
         self.next.set(next);
         self.end.set(next.addr().get());
         self.floor.set(next.addr().get());
         self.base.set(next.addr().get());
-        self.furthest.set(0);
+        self.peak_next.set(0);
     }
 
     /// Allocates a chunk for at least this layout from the upstream allocator. Its size is twice
     /// that of the last one, or less if the limit or the upstream allocator requires it.
-    fn take_chunk(&self, layout: Layout) -> Option<(NonNull<[u8]>, Layout)> {
+    fn acquire_chunk(&self, layout: Layout) -> Option<(NonNull<[u8]>, Layout)> {
         let align = layout.align().max(CHUNK_ALIGN);
-        let need = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
+        let min_size = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
         let settings = &self.settings;
-        let (mut room, wish) = {
+        let (mut remaining, preferred) = {
             let mut chunks = self.chunks.try_borrow_mut().ok()?;
             chunks.list.try_reserve(1).ok()?;
-            let doubled = chunks.grown.saturating_mul(2).min(settings.max_chunk);
-            let wish = doubled.max(settings.first_chunk).max(chunks.merged);
-            (settings.limit.saturating_sub(chunks.taken), wish)
+            let doubled = chunks.last_growth.saturating_mul(2).min(settings.max_chunk);
+            let preferred = doubled.max(settings.first_chunk).max(chunks.merge_bytes);
+            (settings.limit.saturating_sub(chunks.upstream_bytes), preferred)
         };
         // A limit that is not a multiple of the chunk alignment can still be used up to its last
         // byte.
-        let need = if need > room { layout.size() } else { need };
-        while room < need {
+        let min_size = if min_size > remaining { layout.size() } else { min_size };
+        while remaining < min_size {
             // Spare chunks are too small for this layout. Bytes held back in them stay held back,
             // because they are also deferred in the upstream allocator.
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
-            room = room.saturating_add(spare.layout.size());
-            self.return_chunk(spare.block(), spare.layout);
+            remaining = remaining.saturating_add(spare.layout.size());
+            self.release_chunk(spare.block(), spare.layout);
         }
-        let mut size = wish.clamp(need, room.max(need));
+        let mut size = preferred.clamp(min_size, remaining.max(min_size));
         // No such layout exists, so return no spare chunks for it.
-        Layout::from_size_align(need, align).ok()?;
+        Layout::from_size_align(min_size, align).ok()?;
         loop {
             // A size that no layout can have is treated as a refusal.
-            let asked = Layout::from_size_align(size, align).ok();
-            if let Some(asked) = asked
-                && let Ok(block) = self.upstream.allocate(asked)
+            let chunk_layout = Layout::from_size_align(size, align).ok();
+            if let Some(chunk_layout) = chunk_layout
+                && let Ok(block) = self.upstream.allocate(chunk_layout)
             {
                 if block.addr().get() + block.len() <= isize::MAX as usize {
-                    return Some((block, asked));
+                    return Some((block, chunk_layout));
                 }
                 // No system maps user memory there. This bound costs nothing here and saves two
                 // checks in `advance`.
-                self.return_chunk(block, asked);
+                self.release_chunk(block, chunk_layout);
                 return None;
             }
-            if size > need {
-                size = (size / 2).max(need);
+            if size > min_size {
+                size = (size / 2).max(min_size);
                 continue;
             }
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
-            self.return_chunk(spare.block(), spare.layout);
+            self.release_chunk(spare.block(), spare.layout);
         }
     }
 
-    fn return_chunk(&self, block: NonNull<[u8]>, layout: Layout) {
+    fn release_chunk(&self, block: NonNull<[u8]>, layout: Layout) {
         sanitizer::unpoison(block.cast(), block.len());
         // SAFETY: 1. `upstream` allocated the block, and it is deallocated only here: it was
         // removed from the list, or the arena is being dropped. 2. It was allocated with this
@@ -309,12 +310,12 @@ impl<A: Allocator> Bump<A> {
     ///
     /// # Safety
     /// The last `bytes` allocated lie in one block and are not used any more.
-    unsafe fn retreat(&self, bytes: usize) {
+    unsafe fn rewind_above_floor(&self, bytes: usize) {
         let next = self.next.get();
         let back = bytes.min(next.addr().get() - self.floor.get());
         // SAFETY: 1. the target is at or above the floor, which lies in the current chunk like
         // `next` itself. 2. guaranteed by the caller.
-        unsafe { self.go_back(back) };
+        unsafe { self.rewind_by(back) };
     }
 
     /// Makes the next block start `bytes` earlier.
@@ -323,9 +324,9 @@ impl<A: Allocator> Bump<A> {
     /// 1. At least as many bytes of the current chunk are allocated.
     /// 2. The last of them are not used any more.
     #[inline]
-    unsafe fn go_back(&self, bytes: usize) {
+    unsafe fn rewind_by(&self, bytes: usize) {
         let next = self.next.get();
-        self.furthest.set(self.furthest.get().max(next.addr().get()));
+        self.peak_next.set(self.peak_next.get().max(next.addr().get()));
         // SAFETY: guaranteed by the caller: the result lies in the chunk.
         let next = unsafe { next.sub(bytes) };
         sanitizer::poison(next, bytes);
@@ -334,17 +335,17 @@ impl<A: Allocator> Bump<A> {
 
     /// Returns the maximum number of bytes that were allocated at once.
     fn high_water(&self, chunks: &Chunks) -> usize {
-        chunks.high_water.max(chunks.filled + self.furthest())
+        chunks.high_water.max(chunks.filled + self.peak_offset())
     }
 
     /// Returns the maximum number of bytes of the current chunk that were allocated at once.
-    fn furthest(&self) -> usize {
-        self.furthest.get().max(self.next.get().addr().get()) - self.base.get()
+    fn peak_offset(&self) -> usize {
+        self.peak_next.get().max(self.next.get().addr().get()) - self.base.get()
     }
 
     /// Updates the high-water mark. Must be called before the current chunk is left, and before its
-    /// blocks are freed without [`retreat`](Self::retreat).
-    fn note_high_water(&self, chunks: &mut Chunks) {
+    /// blocks are freed without [`rewind_above_floor`](Self::rewind_above_floor).
+    fn update_high_water(&self, chunks: &mut Chunks) {
         chunks.high_water = self.high_water(chunks);
     }
 
@@ -360,7 +361,7 @@ impl<A: Allocator> Bump<A> {
         if start >= self.floor.get() && start + size == next.addr().get() {
             // SAFETY: 1. the block lies in the current chunk, because it begins at or above its
             // floor and ends at `next`. 2. guaranteed by the caller.
-            unsafe { self.go_back(size) };
+            unsafe { self.rewind_by(size) };
         }
     }
 
@@ -407,7 +408,7 @@ impl<A: Allocator> Bump<A> {
         if new.size() == 0 {
             // SAFETY: the caller gives up the block.
             unsafe { self.deallocate(block, old.size()) };
-            return Some(nowhere(new));
+            return Some(dangling(new));
         }
         if !block.addr().get().is_multiple_of(new.align()) {
             // SAFETY: guaranteed by the caller, and `new` is the smaller size.
@@ -415,7 +416,7 @@ impl<A: Allocator> Bump<A> {
         }
         if self.is_last(block, old.size()) {
             // SAFETY: the tail belongs to the last block, and its owner gives it up.
-            unsafe { self.retreat(old.size() - new.size()) };
+            unsafe { self.rewind_above_floor(old.size() - new.size()) };
         }
         Some(block)
     }
@@ -447,9 +448,9 @@ impl<A: Allocator> Bump<A> {
         // A failed borrow means that chunk metadata is being changed up the stack, so the current
         // chunk is not reliable. The highest possible mark makes a later rewind do nothing.
         let Ok(chunks) = self.chunks.try_borrow() else {
-            return Mark { entered: usize::MAX, offset: 0, base: usize::MAX };
+            return Mark { in_use: usize::MAX, offset: 0, base: usize::MAX };
         };
-        Mark { entered: chunks.entered, offset: self.offset(), base: self.base.get() }
+        Mark { in_use: chunks.in_use, offset: self.offset(), base: self.base.get() }
     }
 
     /// Rewinds to a mark. Chunks entered since then become spare.
@@ -461,13 +462,13 @@ impl<A: Allocator> Bump<A> {
     pub(super) unsafe fn rewind(&self, mark: Mark) {
         // Checks that the same chunk has the same index. Its base alone is not enough: an empty
         // first chunk that is too small is swapped with a larger one and becomes the second.
-        let is_there =
-            || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
-        if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
+        let same_index =
+            || self.chunks.try_borrow().is_ok_and(|chunks| chunks.in_use == mark.in_use);
+        if mark.base == self.base.get() && self.floor.get() == mark.base && same_index() {
             let back = (self.next.get().addr().get() - mark.base).saturating_sub(mark.offset);
             // SAFETY: 1. the target is at or above the chunk's base, and at or below `next`. 2.
             // guaranteed by the caller.
-            return unsafe { self.go_back(back) };
+            return unsafe { self.rewind_by(back) };
         }
         // SAFETY: guaranteed by the caller.
         unsafe { self.rewind_over_chunks(mark) };
@@ -480,31 +481,31 @@ impl<A: Allocator> Bump<A> {
     #[cold]
     unsafe fn rewind_over_chunks(&self, mark: Mark) {
         let Ok(mut chunks) = self.chunks.try_borrow_mut() else { return };
-        if mark.entered > chunks.entered {
+        if mark.in_use > chunks.in_use {
             return;
         }
-        self.note_high_water(&mut chunks);
-        if mark.entered == chunks.entered && mark.offset >= self.offset() {
+        self.update_high_water(&mut chunks);
+        if mark.in_use == chunks.in_use && mark.offset >= self.offset() {
             return;
         }
-        chunks.list[mark.entered..chunks.entered]
+        chunks.list[mark.in_use..chunks.in_use]
             .iter()
-            .for_each(|spare| spare.poison_from(spare.held));
-        chunks.entered = mark.entered;
+            .for_each(|spare| spare.poison_from(spare.deferred));
+        chunks.in_use = mark.in_use;
         chunks.filled =
-            chunks.list[..mark.entered.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
+            chunks.list[..mark.in_use.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
         match chunks.current() {
-            None => self.point_nowhere(),
+            None => self.clear_current(),
             Some(chunk) => {
-                let offset = mark.offset.max(chunk.floor());
-                self.point_at(chunk, offset);
+                let offset = mark.offset.max(chunk.poll_floor());
+                self.make_current(chunk, offset);
             }
         }
     }
 
     /// Polls every gate once. A gate that is a point in a stream then records its position, and
     /// opens when the work queued so far is complete. Never blocks.
-    pub(super) fn look_at_gates(&mut self) {
+    pub(super) fn poll_gates(&mut self) {
         for chunk in &self.chunks.get_mut().list {
             for gate in &chunk.gates {
                 gate.is_open();
@@ -516,15 +517,15 @@ impl<A: Allocator> Bump<A> {
     /// settings.
     #[inline]
     pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
-        let furthest = self.furthest();
+        let peak = self.peak_offset();
         let chunks = self.chunks.get_mut();
         if let [only] = &chunks.list[..]
             && only.gates.is_empty()
-            && chunks.entered == 1
+            && chunks.in_use == 1
         {
             // A single chunk is kept by every setting, and the next block starts at its base.
-            chunks.high_water = chunks.high_water.max(furthest);
-            self.furthest.set(0);
+            chunks.high_water = chunks.high_water.max(peak);
+            self.peak_next.set(0);
             only.poison_from(0);
             self.next.set(only.base);
             return Ok(());
@@ -541,19 +542,19 @@ impl<A: Allocator> Bump<A> {
                 }
             }
         }
-        let (furthest, on_reset) = (self.furthest(), self.settings.on_reset);
+        let (peak, on_reset) = (self.peak_offset(), self.settings.on_reset);
         let chunks = self.chunks.get_mut();
-        chunks.high_water = chunks.high_water.max(chunks.filled + furthest);
+        chunks.high_water = chunks.high_water.max(chunks.filled + peak);
         for chunk in &mut chunks.list {
             chunk.gates.clear();
-            chunk.held = 0;
+            chunk.deferred = 0;
             chunk.poison_from(0);
         }
-        (chunks.entered, chunks.filled) = (0, 0);
+        (chunks.in_use, chunks.filled) = (0, 0);
         let kept = match on_reset {
             OnReset::KeepAll => chunks.list.len(),
             OnReset::Merge if chunks.list.len() > 1 => {
-                chunks.merged = chunks.taken;
+                chunks.merge_bytes = chunks.upstream_bytes;
                 0
             }
             OnReset::Merge | OnReset::KeepLargest => 1,
@@ -564,18 +565,18 @@ impl<A: Allocator> Bump<A> {
         {
             chunks.list.swap(0, largest);
         }
-        self.point_nowhere();
+        self.clear_current();
         while self.chunks.get_mut().list.len() > kept {
             let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
-            self.return_chunk(chunk.block(), chunk.layout);
+            self.release_chunk(chunk.block(), chunk.layout);
         }
         let chunks = self.chunks.get_mut();
         if !chunks.list.is_empty() {
-            chunks.entered = 1;
+            chunks.in_use = 1;
         }
         // Enter the first chunk, so that frequent resets do not take the slow path.
         if let Some(first) = self.chunks.borrow().list.first() {
-            self.point_at(first, 0);
+            self.make_current(first, 0);
         }
         Ok(())
     }
@@ -595,7 +596,7 @@ impl<A: Allocator> Bump<A> {
     /// chunks.
     pub(super) fn owns(&self, address: usize) -> bool {
         self.chunks.try_borrow().is_ok_and(|chunks| {
-            chunks.list[..chunks.entered].iter().any(|chunk| chunk.holds(address))
+            chunks.list[..chunks.in_use].iter().any(|chunk| chunk.contains(address))
         })
     }
 }
@@ -610,35 +611,35 @@ impl<A: DeferReuse> Bump<A> {
         let address = address.addr().get();
         let foreign = MemoryError::ForeignBlock { address: address as u64 };
         let busy = MemoryError::Busy { address: address as u64 };
-        let (place, base) = {
+        let (index, base) = {
             let chunks = self.chunks.try_borrow().map_err(|_| busy.clone())?;
-            let used = &chunks.list[..chunks.entered];
-            let place = used
+            let used = &chunks.list[..chunks.in_use];
+            let index = used
                 .iter()
-                .position(|chunk| chunk.holds(address))
+                .position(|chunk| chunk.contains(address))
                 .ok_or_else(|| foreign.clone())?;
-            let filled = if place + 1 == used.len() { self.offset() } else { used[place].filled };
-            if address >= used[place].base.addr().get() + filled {
+            let filled = if index + 1 == used.len() { self.offset() } else { used[index].filled };
+            if address >= used[index].base.addr().get() + filled {
                 return Err(foreign);
             }
-            (place, used[place].base)
+            (index, used[index].base)
         };
         // Defer in the upstream allocator first: then the bytes are safe even if this arena is
         // forgotten.
         self.upstream.defer(base, until.clone())?;
         let mut chunks = self.chunks.try_borrow_mut().map_err(|_| busy)?;
-        let last = place + 1 == chunks.entered;
-        let Some(chunk) = chunks.list.get_mut(place).filter(|chunk| chunk.base == base) else {
+        let last = index + 1 == chunks.in_use;
+        let Some(chunk) = chunks.list.get_mut(index).filter(|chunk| chunk.base == base) else {
             return Err(foreign);
         };
         // Remove open gates, so that the list does not grow with repeated copies.
         chunk.gates.retain(|gate| !gate.is_open());
         chunk.gates.push(until);
         if last {
-            chunk.held = self.offset();
+            chunk.deferred = self.offset();
             self.floor.set(self.next.get().addr().get());
         } else {
-            chunk.held = chunk.filled;
+            chunk.deferred = chunk.filled;
         }
         Ok(())
     }
@@ -649,13 +650,13 @@ impl<A: Allocator> Drop for Bump<A> {
         for at in 0..self.chunks.get_mut().list.len() {
             let chunk = &self.chunks.get_mut().list[at];
             let (block, layout) = (chunk.block(), chunk.layout);
-            self.return_chunk(block, layout);
+            self.release_chunk(block, layout);
         }
     }
 }
 
 /// Returns an aligned address for an empty block.
-fn nowhere(layout: Layout) -> NonNull<u8> {
+fn dangling(layout: Layout) -> NonNull<u8> {
     // An alignment is never zero.
     NonNull::without_provenance(NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN))
 }

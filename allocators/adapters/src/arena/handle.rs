@@ -87,7 +87,7 @@ impl<A: Allocator> Arena<A> {
     /// call does not wait for gates.
     #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
-        scope::run(&self.bump, work)
+        scope::run_scope(&self.bump, work)
     }
 
     /// Returns the current position, for [`rewind`](Arena::rewind).
@@ -152,7 +152,7 @@ impl<A: Allocator> Arena<A> {
 
 impl<A: Allocator> StepMemory for Arena<A> {
     fn end_step(&mut self) -> MemoryResult<()> {
-        self.bump.look_at_gates();
+        self.bump.poll_gates();
         Ok(())
     }
 

@@ -45,7 +45,7 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 pub struct Scope<'s, A: Allocator = Global> {
     bump: &'s Bump<A>,
     /// Invariant: a scope cannot be coerced to one with another lifetime.
-    life: PhantomData<fn(&'s ()) -> &'s ()>,
+    lifetime: PhantomData<fn(&'s ()) -> &'s ()>,
 }
 
 impl<'s, A: Allocator> Scope<'s, A> {
@@ -59,7 +59,7 @@ impl<'s, A: Allocator> Scope<'s, A> {
     /// in it is freed.
     #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
-        run(self.bump, work)
+        run_scope(self.bump, work)
     }
 }
 
@@ -67,7 +67,10 @@ use typed::allocating_methods;
 
 /// Runs `work` in a scope that starts at the current position.
 #[inline]
-pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
+pub(super) fn run_scope<A: Allocator, R>(
+    bump: &Bump<A>,
+    work: impl FnOnce(&mut Scope<'_, A>) -> R,
+) -> R {
     struct Rewind<'b, A: Allocator> {
         bump: &'b Bump<A>,
         mark: super::Mark,
@@ -82,7 +85,7 @@ pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<
         }
     }
     let end = Rewind { bump, mark: bump.mark() };
-    work(&mut Scope { bump: end.bump, life: PhantomData })
+    work(&mut Scope { bump: end.bump, lifetime: PhantomData })
 }
 
 impl<A: Allocator> fmt::Debug for Scope<'_, A> {

@@ -8,11 +8,11 @@ use std::{alloc::Layout, ptr::NonNull};
 /// Moves a value into its own block.
 #[inline]
 pub(super) fn value<T, A: Allocator>(bump: &Bump<A>, value: T) -> Result<NonNull<T>, AllocError> {
-    let place = bump.allocate_whole(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
+    let block = bump.allocate_padded(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
     // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one value. 2. It
     // contains no value that would have to be dropped.
-    unsafe { place.write(value) };
-    Ok(place)
+    unsafe { block.write(value) };
+    Ok(block)
 }
 
 /// Copies a slice into its own block.
@@ -21,12 +21,12 @@ pub(super) fn slice_copy<T: Copy, A: Allocator>(
     bump: &Bump<A>,
     source: &[T],
 ) -> Result<NonNull<[T]>, AllocError> {
-    let place = bump.allocate_whole(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
+    let block = bump.allocate_padded(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
     // SAFETY: 1. `source` is readable for its length. 2. The block has the same layout, so it is
     // writable for as many bytes. 3. Both are aligned for `T`. 4. The block is new, so it does not
     // overlap `source`.
-    unsafe { place.copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) };
-    Ok(NonNull::slice_from_raw_parts(place, source.len()))
+    unsafe { block.copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) };
+    Ok(NonNull::slice_from_raw_parts(block, source.len()))
 }
 
 /// Fills a block with `len` values, in order.
@@ -36,16 +36,16 @@ pub(super) fn slice_fill_with<T, A: Allocator>(
     mut fill: impl FnMut(usize) -> T,
 ) -> Result<NonNull<[T]>, AllocError> {
     let layout = Layout::array::<T>(len).map_err(|_| AllocError)?;
-    let place = bump.allocate_whole(layout).ok_or(AllocError)?.cast::<T>();
+    let block = bump.allocate_padded(layout).ok_or(AllocError)?.cast::<T>();
     for at in 0..len {
         // If this unwinds, the values written so far stay in the arena and are not dropped, as
         // usual.
         let value = fill(at);
         // SAFETY: `at < len`, so the element lies in the block, which is aligned and writable for
         // `len` values.
-        unsafe { place.add(at).write(value) };
+        unsafe { block.add(at).write(value) };
     }
-    Ok(NonNull::slice_from_raw_parts(place, len))
+    Ok(NonNull::slice_from_raw_parts(block, len))
 }
 
 /// Returns the layout to report when a slice of `len` values cannot be allocated.
@@ -57,13 +57,13 @@ pub(super) fn slice_layout<T>(len: usize) -> Layout {
 /// returned references: the borrow of the arena, or the scope. The second argument declares the
 /// lifetime if it is that of the borrow.
 macro_rules! allocating_methods {
-    ($life:lifetime, [$($own:lifetime)?]) => {
+    ($lifetime:lifetime, [$($borrow:lifetime)?]) => {
         /// Moves a value into the arena. The value is never dropped.
         ///
         /// Calls [`handle_alloc_error`] if there is no memory. [`try_alloc`](Self::try_alloc)
         /// returns an error instead.
         #[inline]
-        pub fn alloc<$($own,)? T>(&$($own)? self, value: T) -> &$life mut T {
+        pub fn alloc<$($borrow,)? T>(&$($borrow)? self, value: T) -> &$lifetime mut T {
             self.try_alloc(value).unwrap_or_else(|_| handle_alloc_error(Layout::new::<T>()))
         }
 
@@ -72,18 +72,18 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory. The value is dropped then.
         #[inline]
-        pub fn try_alloc<$($own,)? T>(&$($own)? self, value: T) -> Result<&$life mut T, AllocError> {
-            let mut place = typed::value(self.bump(), value)?;
-            // SAFETY: 1. The place holds a `T` and is aligned for it. 2. The block was allocated
+        pub fn try_alloc<$($borrow,)? T>(&$($borrow)? self, value: T) -> Result<&$lifetime mut T, AllocError> {
+            let mut block = typed::value(self.bump(), value)?;
+            // SAFETY: 1. The block holds a `T` and is aligned for it. 2. The block was allocated
             // just now and only once, and it is not freed before the lifetime ends.
-            Ok(unsafe { place.as_mut() })
+            Ok(unsafe { block.as_mut() })
         }
 
         /// Copies a slice into the arena.
         ///
         /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
-        pub fn alloc_slice_copy<$($own,)? T: Copy>(&$($own)? self, source: &[T]) -> &$life mut [T] {
+        pub fn alloc_slice_copy<$($borrow,)? T: Copy>(&$($borrow)? self, source: &[T]) -> &$lifetime mut [T] {
             self.try_alloc_slice_copy(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
         }
 
@@ -92,17 +92,17 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory.
         #[inline]
-        pub fn try_alloc_slice_copy<$($own,)? T: Copy>(&$($own)? self, source: &[T]) -> Result<&$life mut [T], AllocError> {
-            let mut place = typed::slice_copy(self.bump(), source)?;
+        pub fn try_alloc_slice_copy<$($borrow,)? T: Copy>(&$($borrow)? self, source: &[T]) -> Result<&$lifetime mut [T], AllocError> {
+            let mut block = typed::slice_copy(self.bump(), source)?;
             // SAFETY: as in `try_alloc`, for each element.
-            Ok(unsafe { place.as_mut() })
+            Ok(unsafe { block.as_mut() })
         }
 
         /// Allocates a slice and fills it with `len` values, in order. The values are never
         /// dropped.
         ///
         /// Calls [`handle_alloc_error`] if there is no memory.
-        pub fn alloc_slice_fill_with<$($own,)? T>(&$($own)? self, len: usize, fill: impl FnMut(usize) -> T) -> &$life mut [T] {
+        pub fn alloc_slice_fill_with<$($borrow,)? T>(&$($borrow)? self, len: usize, fill: impl FnMut(usize) -> T) -> &$lifetime mut [T] {
             self.try_alloc_slice_fill_with(len, fill)
                 .unwrap_or_else(|_| handle_alloc_error(typed::slice_layout::<T>(len)))
         }
@@ -112,21 +112,21 @@ macro_rules! allocating_methods {
         ///
         /// # Errors
         /// [`AllocError`] if there is no memory. `fill` is not called then.
-        pub fn try_alloc_slice_fill_with<$($own,)? T>(
-            &$($own)? self,
+        pub fn try_alloc_slice_fill_with<$($borrow,)? T>(
+            &$($borrow)? self,
             len: usize,
             fill: impl FnMut(usize) -> T,
-        ) -> Result<&$life mut [T], AllocError> {
-            let mut place = typed::slice_fill_with(self.bump(), len, fill)?;
+        ) -> Result<&$lifetime mut [T], AllocError> {
+            let mut block = typed::slice_fill_with(self.bump(), len, fill)?;
             // SAFETY: as in `try_alloc`, for each element: all of them were written.
-            Ok(unsafe { place.as_mut() })
+            Ok(unsafe { block.as_mut() })
         }
 
         /// Copies a string into the arena.
         ///
         /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
-        pub fn alloc_str<$($own)?>(&$($own)? self, source: &str) -> &$life mut str {
+        pub fn alloc_str<$($borrow)?>(&$($borrow)? self, source: &str) -> &$lifetime mut str {
             self.try_alloc_str(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
         }
 
@@ -135,7 +135,7 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory.
         #[inline]
-        pub fn try_alloc_str<$($own)?>(&$($own)? self, source: &str) -> Result<&$life mut str, AllocError> {
+        pub fn try_alloc_str<$($borrow)?>(&$($borrow)? self, source: &str) -> Result<&$lifetime mut str, AllocError> {
             let bytes = self.try_alloc_slice_copy(source.as_bytes())?;
             // SAFETY: the bytes are those of a `str`.
             Ok(unsafe { std::str::from_utf8_unchecked_mut(bytes) })
