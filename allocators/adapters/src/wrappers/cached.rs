@@ -21,7 +21,7 @@ use std::{
 mod slot;
 
 /// The default number of bytes that a slot keeps.
-const ROOM: usize = 256 << 10;
+const SLOT_CAPACITY: usize = 256 << 10;
 /// The maximum number of slots. On a machine with more processors, threads share slots.
 const MAX_SLOTS: usize = 64;
 
@@ -56,15 +56,15 @@ const MAX_SLOTS: usize = 64;
 /// assert_eq!(below.stats().frees, 1);
 /// ```
 pub struct Cached<A: UpstreamAllocator> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedCache<A>>,
 }
 
-struct Shared<A: UpstreamAllocator> {
+struct SharedCache<A: UpstreamAllocator> {
     inner: A,
     /// The number of slots is a power of two.
     slots: Box<[Slot]>,
     /// The capacity of each slot in bytes.
-    room: usize,
+    capacity: usize,
     /// Addresses in live blocks that a device may still read.
     deferred: Mutex<Vec<usize>>,
     /// The number of these addresses. Relaxed: freeing a block happens after deferring it, and the
@@ -100,15 +100,15 @@ fn thread_number() -> usize {
 impl<A: UpstreamAllocator> Cached<A> {
     /// Creates a cache over `inner` with a capacity of 256 KiB in each slot.
     pub fn new(inner: A) -> Self {
-        Self::with_room(inner, ROOM)
+        Self::with_room(inner, SLOT_CAPACITY)
     }
 
-    /// Creates a cache over `inner` with a capacity of `room` bytes in each slot.
-    pub fn with_room(inner: A, room: usize) -> Self {
+    /// Creates a cache over `inner` with a capacity of `capacity` bytes in each slot.
+    pub fn with_room(inner: A, capacity: usize) -> Self {
         let threads = thread::available_parallelism().map_or(1, NonZero::get);
         let slots = (0..threads.next_power_of_two().min(MAX_SLOTS)).map(|_| Slot::new()).collect();
         let (deferred, deferrals) = (Mutex::default(), AtomicUsize::new(0));
-        Self { shared: Arc::new(Shared { inner, slots, room, deferred, deferrals }) }
+        Self { shared: Arc::new(SharedCache { inner, slots, capacity, deferred, deferrals }) }
     }
 
     /// Returns all cached blocks to the upstream allocator, except those of a slot that another
@@ -121,7 +121,7 @@ impl<A: UpstreamAllocator> Cached<A> {
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let mut stats = CacheStats::default();
-        for (blocks, bytes) in self.shared.slots.iter().filter_map(Slot::held) {
+        for (blocks, bytes) in self.shared.slots.iter().filter_map(Slot::usage) {
             stats.blocks += blocks;
             stats.bytes += bytes;
         }
@@ -134,17 +134,17 @@ impl<A: UpstreamAllocator> Cached<A> {
     }
 }
 
-impl<A: UpstreamAllocator> Shared<A> {
+impl<A: UpstreamAllocator> SharedCache<A> {
     fn slot(&self) -> &Slot {
         // There is at least one slot, and the number of slots is a power of two.
         &self.slots[thread_number() & (self.slots.len() - 1)]
     }
 
-    fn take(&self, layout: Layout) -> Option<NonNull<u8>> {
-        if layout.size() == 0 { None } else { self.slot().take(layout) }
+    fn reuse(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if layout.size() == 0 { None } else { self.slot().pop(layout) }
     }
 
-    fn give_back(&self, block: NonNull<u8>, layout: Layout) {
+    fn release(&self, block: NonNull<u8>, layout: Layout) {
         // SAFETY: the block belongs to `inner` and was freed with this layout, and it has been
         // removed from its slot.
         unsafe { self.inner.deallocate(block, layout) };
@@ -152,12 +152,12 @@ impl<A: UpstreamAllocator> Shared<A> {
 
     fn trim(&self) {
         for slot in &self.slots {
-            slot.drain(|block, layout| self.give_back(block, layout));
+            slot.drain(|block, layout| self.release(block, layout));
         }
     }
 
     /// Calls the upstream allocator. If it refuses, returns the cached blocks to it and retries.
-    fn ask<T, E>(&self, call: impl Fn(&A) -> Result<T, E>) -> Result<T, E> {
+    fn retry_after_trim<T, E>(&self, call: impl Fn(&A) -> Result<T, E>) -> Result<T, E> {
         call(&self.inner).or_else(|_| {
             self.trim();
             call(&self.inner)
@@ -171,7 +171,7 @@ impl<A: UpstreamAllocator> Shared<A> {
 
     /// Removes the recorded addresses that lie in a block, before the upstream allocator can give
     /// the block to another owner. Returns how many there were.
-    fn take_deferrals(&self, block: NonNull<u8>, bytes: usize) -> usize {
+    fn remove_deferrals(&self, block: NonNull<u8>, bytes: usize) -> usize {
         if self.deferrals.load(Ordering::Relaxed) == 0 {
             return 0;
         }
@@ -185,12 +185,12 @@ impl<A: UpstreamAllocator> Shared<A> {
 
     /// Restores the addresses of a block that stayed in place. They are set to its first byte, so
     /// that a block that shrank still contains them.
-    fn put_deferrals(&self, block: NonNull<u8>, notes: usize) {
-        if notes == 0 {
+    fn restore_deferrals(&self, block: NonNull<u8>, count: usize) {
+        if count == 0 {
             return;
         }
         let mut deferred = self.deferred();
-        deferred.extend(iter::repeat_n(block.addr().get(), notes));
+        deferred.extend(iter::repeat_n(block.addr().get(), count));
         self.deferrals.store(deferred.len(), Ordering::Relaxed);
     }
 
@@ -204,27 +204,27 @@ impl<A: UpstreamAllocator> Shared<A> {
         new: Layout,
         call: impl Fn(&A) -> Result<NonNull<[u8]>, E>,
     ) -> Result<NonNull<[u8]>, E> {
-        let notes = self.take_deferrals(block, old.size());
-        let resized = self.ask(call);
-        let left = match &resized {
+        let count = self.remove_deferrals(block, old.size());
+        let resized = self.retry_after_trim(call);
+        let remaining = match &resized {
             Ok(resized) if resized.cast() != block => 0,
             // An empty block always goes to the upstream allocator when it is freed.
             Ok(_) if new.size() == 0 => 0,
-            _ => notes,
+            _ => count,
         };
-        self.put_deferrals(block, left);
-        resized.map(|resized| exact(resized.cast(), new))
+        self.restore_deferrals(block, remaining);
+        resized.map(|resized| exact_block(resized.cast(), new))
     }
 }
 
-impl<A: UpstreamAllocator> Drop for Shared<A> {
+impl<A: UpstreamAllocator> Drop for SharedCache<A> {
     fn drop(&mut self) {
         self.trim();
     }
 }
 
 /// Cuts a block to the requested size, by which it is cached.
-fn exact(block: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
+fn exact_block(block: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
     NonNull::slice_from_raw_parts(block, layout.size())
 }
 
@@ -236,31 +236,31 @@ impl_allocator! {
     unsafe impl [A: UpstreamAllocator] for Cached<A> {
         #[inline]
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            if let Some(block) = self.shared.take(layout) {
-                return Ok(exact(block, layout));
+            if let Some(block) = self.shared.reuse(layout) {
+                return Ok(exact_block(block, layout));
             }
-            let block = self.shared.ask(|inner| inner.allocate(layout)).map_err(|_| AllocError)?;
-            Ok(exact(block.cast(), layout))
+            let block = self.shared.retry_after_trim(|inner| inner.allocate(layout)).map_err(|_| AllocError)?;
+            Ok(exact_block(block.cast(), layout))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            if let Some(block) = self.shared.take(layout) {
+            if let Some(block) = self.shared.reuse(layout) {
                 // SAFETY: the block has that many bytes, and no other owner.
                 unsafe { block.write_bytes(0, layout.size()) };
-                return Ok(exact(block, layout));
+                return Ok(exact_block(block, layout));
             }
-            let block = self.shared.ask(|inner| inner.allocate_zeroed(layout)).map_err(|_| AllocError)?;
-            Ok(exact(block.cast(), layout))
+            let block = self.shared.retry_after_trim(|inner| inner.allocate_zeroed(layout)).map_err(|_| AllocError)?;
+            Ok(exact_block(block.cast(), layout))
         }
 
         #[inline]
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             let shared = &*self.shared;
-            let is_deferred = shared.take_deferrals(block, layout.size()) > 0;
-            if is_deferred || layout.size() == 0 {
-                shared.give_back(block, layout);
+            let was_deferred = shared.remove_deferrals(block, layout.size()) > 0;
+            if was_deferred || layout.size() == 0 {
+                shared.release(block, layout);
             } else {
-                shared.slot().keep(block, layout, shared.room, |block, layout| shared.give_back(block, layout));
+                shared.slot().push(block, layout, shared.capacity, |block, layout| shared.release(block, layout));
             }
         }
 
@@ -287,17 +287,17 @@ impl_allocator! {
 // it, and again after a resize that left it in place. No other call of the owner runs meanwhile.
 unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
-        let note = address.addr().get();
+        let raw_address = address.addr().get();
         {
             let mut deferred = self.shared.deferred();
-            deferred.push(note);
+            deferred.push(raw_address);
             self.shared.deferrals.store(deferred.len(), Ordering::Relaxed);
         }
         let outcome = self.shared.inner.defer(address, until);
         if outcome.is_err() {
             let mut deferred = self.shared.deferred();
             // Remove only one: the block may have been deferred before.
-            if let Some(at) = deferred.iter().rposition(|&other| other == note) {
+            if let Some(at) = deferred.iter().rposition(|&other| other == raw_address) {
                 deferred.swap_remove(at);
             }
             self.shared.deferrals.store(deferred.len(), Ordering::Relaxed);

@@ -84,22 +84,22 @@ impl Counters {
         self.peak.fetch_max(live, Ordering::Relaxed);
     }
 
-    fn allocated(&self, bytes: usize) {
+    fn count_allocation(&self, bytes: usize) {
         self.add(bytes);
         self.allocations.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn take(&self, bytes: usize) {
+    fn subtract(&self, bytes: usize) {
         self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    fn freed(&self, bytes: usize) {
-        self.take(bytes);
+    fn count_free(&self, bytes: usize) {
+        self.subtract(bytes);
         self.frees.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a refusal and returns it.
-    fn failed<E>(&self, refusal: E) -> E {
+    fn count_failure<E>(&self, refusal: E) -> E {
         self.failures.fetch_add(1, Ordering::Relaxed);
         refusal
     }
@@ -110,41 +110,41 @@ impl_allocator! {
     // fits it. 2. A clone contains a clone of that allocator.
     unsafe impl [A: Allocator] for Counted<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let block = self.inner.allocate(layout).map_err(|e| self.counters.failed(e))?;
-            self.counters.allocated(layout.size());
+            let block = self.inner.allocate(layout).map_err(|e| self.counters.count_failure(e))?;
+            self.counters.count_allocation(layout.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let block = self.inner.allocate_zeroed(layout).map_err(|e| self.counters.failed(e))?;
-            self.counters.allocated(layout.size());
+            let block = self.inner.allocate_zeroed(layout).map_err(|e| self.counters.count_failure(e))?;
+            self.counters.count_allocation(layout.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             // SAFETY: guaranteed by the caller. The block belongs to the upstream allocator.
             unsafe { self.inner.deallocate(block, layout) };
-            self.counters.freed(layout.size());
+            self.counters.count_free(layout.size());
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.failed(e))?;
+            let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
-            let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.failed(e))?;
+            let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.failed(e))?;
-            self.counters.take(old.size() - new.size());
+            let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
+            self.counters.subtract(old.size() - new.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
     }
@@ -165,14 +165,14 @@ unsafe impl<A: Owns> Owns for Counted<A> {
 }
 
 /// A live opaque block. Dropped when its memory is free.
-struct Live {
+struct LiveBlock {
     counters: Arc<Counters>,
     bytes: usize,
 }
 
-impl Drop for Live {
+impl Drop for LiveBlock {
     fn drop(&mut self) {
-        self.counters.freed(self.bytes);
+        self.counters.count_free(self.bytes);
     }
 }
 
@@ -189,10 +189,10 @@ impl<M: Opaque> Opaque for Counted<M> {
         let bytes = request.size() as usize;
         let mut block = match self.inner.allocate(stream, request) {
             Ok(block) => block,
-            Err(error) => return Err(self.counters.failed(error)),
+            Err(error) => return Err(self.counters.count_failure(error)),
         };
-        self.counters.allocated(bytes);
-        block.keep_until_free(Box::new(Live { counters: self.counters.clone(), bytes }));
+        self.counters.count_allocation(bytes);
+        block.keep_until_free(Box::new(LiveBlock { counters: self.counters.clone(), bytes }));
         Ok(block)
     }
 

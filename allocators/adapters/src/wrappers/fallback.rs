@@ -3,7 +3,7 @@
 
 use super::{
     Owns,
-    blocks::{copy, nothing},
+    blocks::{copy_bytes, empty_block},
 };
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
@@ -58,14 +58,14 @@ impl_allocator! {
     unsafe impl [A: Allocator + Owns, B: Allocator] for Fallback<A, B> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
-                return Ok(nothing(layout));
+                return Ok(empty_block(layout));
             }
             self.first.allocate(layout).or_else(|_| self.second.allocate(layout))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
-                return Ok(nothing(layout));
+                return Ok(empty_block(layout));
             }
             self.first.allocate_zeroed(layout).or_else(|_| self.second.allocate_zeroed(layout))
         }
@@ -98,7 +98,7 @@ impl_allocator! {
             }
             let moved = self.second.allocate(new)?;
             // SAFETY: both blocks are live and have `old.size()` bytes.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)
@@ -119,7 +119,7 @@ impl_allocator! {
             }
             let moved = self.second.allocate_zeroed(new)?;
             // SAFETY: both blocks are live and have `old.size()` bytes.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)
@@ -129,7 +129,7 @@ impl_allocator! {
             if new.size() == 0 {
                 // SAFETY: the caller gives up the block.
                 unsafe { self.deallocate(block, old) };
-                return Ok(nothing(new));
+                return Ok(empty_block(new));
             }
             if !self.first.owns(block) {
                 // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
@@ -142,7 +142,7 @@ impl_allocator! {
             }
             let moved = self.second.allocate(new)?;
             // SAFETY: both blocks are live and have `new.size()` bytes.
-            unsafe { copy(block, moved, new.size()) };
+            unsafe { copy_bytes(block, moved, new.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.first.deallocate(block, old) };
             Ok(moved)

@@ -3,7 +3,7 @@
 
 use super::{
     Owns,
-    blocks::{copy, nothing},
+    blocks::{copy_bytes, empty_block},
 };
 use aquifer_core::{DeferReuse, Gate, MemoryError, Result as MemoryResult, impl_allocator};
 use std::{
@@ -19,7 +19,7 @@ const CANARY: usize = 16;
 /// The canary byte. An unlikely value, different from the poison.
 const CANARY_BYTE: u8 = 0xC5;
 /// The maximum number of findings that are kept.
-const KEPT: usize = 64;
+const MAX_FINDINGS: usize = 64;
 
 /// A debugging allocator that detects writes outside blocks and invalid frees, and exposes reads of
 /// uninitialised or freed memory.
@@ -53,18 +53,18 @@ const KEPT: usize = 64;
 #[derive(Clone, Debug)]
 pub struct Guarded<A> {
     inner: A,
-    table: Arc<Mutex<Table>>,
+    table: Arc<Mutex<BlockTable>>,
 }
 
 #[derive(Default, Debug)]
-struct Table {
+struct BlockTable {
     /// Live blocks by the address that the user holds.
-    live: BTreeMap<usize, Record>,
+    live: BTreeMap<usize, BlockRecord>,
     findings: Vec<Finding>,
 }
 
 #[derive(Debug)]
-struct Record {
+struct BlockRecord {
     /// The block of the upstream allocator, with its provenance. The caller's pointer may be valid
     /// only for the user's bytes.
     base: NonNull<u8>,
@@ -75,7 +75,7 @@ struct Record {
 
 // SAFETY: the table uses `base` only as an address. Only the allocator that returned it, or a clone
 // of that, dereferences it. Gates are `Send`.
-unsafe impl Send for Record {}
+unsafe impl Send for BlockRecord {}
 
 /// A problem detected by a [`Guarded`] allocator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -153,22 +153,22 @@ impl fmt::Display for Finding {
 
 impl error::Error for Finding {}
 
-impl Record {
+impl BlockRecord {
     /// Returns the bytes before the user's: the canary, and padding for the alignment.
-    fn front(layout: Layout) -> usize {
+    fn prefix_size(layout: Layout) -> usize {
         layout.align().max(CANARY)
     }
 
     /// Returns the layout of the upstream block.
-    fn outer(layout: Layout) -> Option<Layout> {
-        let bytes = layout.size().checked_add(Self::front(layout))?.checked_add(CANARY)?;
+    fn outer_layout(layout: Layout) -> Option<Layout> {
+        let bytes = layout.size().checked_add(Self::prefix_size(layout))?.checked_add(CANARY)?;
         Layout::from_size_align(bytes, layout.align()).ok()
     }
 
     /// Returns the user's first byte.
     fn start(&self) -> NonNull<u8> {
         // SAFETY: the upstream block is longer than its front.
-        unsafe { self.base.add(Self::front(self.layout)) }
+        unsafe { self.base.add(Self::prefix_size(self.layout)) }
     }
 
     /// Returns the addresses of both canaries.
@@ -185,7 +185,7 @@ impl Record {
     }
 
     /// Returns a finding if a canary was overwritten.
-    fn look(&self) -> Option<Finding> {
+    fn check_canaries(&self) -> Option<Finding> {
         let changed = |canary: NonNull<u8>| {
             // SAFETY: 1. `CANARY` bytes of the upstream block, which `write_canaries` has
             // initialised. 2. No reference to them exists.
@@ -200,27 +200,27 @@ impl Record {
         })
     }
 
-    fn is_held(&self) -> bool {
+    fn has_closed_gate(&self) -> bool {
         self.gates.iter().any(|gate| !gate.is_open())
     }
 
-    fn holds(&self, address: usize) -> bool {
+    fn contains(&self, address: usize) -> bool {
         let start = self.start().addr().get();
         (start..start + self.layout.size()).contains(&address)
     }
 }
 
-impl Table {
-    fn note(&mut self, finding: Finding) {
-        if self.findings.len() < KEPT {
+impl BlockTable {
+    fn report(&mut self, finding: Finding) {
+        if self.findings.len() < MAX_FINDINGS {
             self.findings.push(finding);
         }
     }
 
     /// Returns the live block that contains this address.
-    fn holding(&mut self, address: usize) -> Option<&mut Record> {
+    fn find(&mut self, address: usize) -> Option<&mut BlockRecord> {
         let (_, record) = self.live.range_mut(..=address).next_back()?;
-        record.holds(address).then_some(record)
+        record.contains(address).then_some(record)
     }
 }
 
@@ -247,7 +247,7 @@ impl<A> Guarded<A> {
     /// The first finding. It is added to the [`findings`](Guarded::findings) only when the block is
     /// freed.
     pub fn check(&self) -> Result<(), Finding> {
-        self.lock().live.values().find_map(Record::look).map_or(Ok(()), Err)
+        self.lock().live.values().find_map(BlockRecord::check_canaries).map_or(Ok(()), Err)
     }
 
     /// Returns the number of live blocks. At the end of a program these are leaks.
@@ -261,15 +261,15 @@ impl<A> Guarded<A> {
         &self.inner
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
+    fn lock(&self) -> MutexGuard<'_, BlockTable> {
         // Nothing unwinds while the lock is held.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records an upstream block and writes its canaries. The user's bytes must be initialised by
     /// the caller.
-    fn admit(&self, base: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
-        let record = Record { base, layout, gates: Vec::new() };
+    fn register(&self, base: NonNull<u8>, layout: Layout) -> NonNull<[u8]> {
+        let record = BlockRecord { base, layout, gates: Vec::new() };
         record.write_canaries();
         let start = record.start();
         self.lock().live.insert(start.addr().get(), record);
@@ -277,29 +277,29 @@ impl<A> Guarded<A> {
     }
 
     /// Removes the record of a block that is freed with this layout.
-    fn take(&self, block: NonNull<u8>, given: Layout) -> Option<Record> {
+    fn unregister(&self, block: NonNull<u8>, given: Layout) -> Option<BlockRecord> {
         let address = block.addr().get();
         let mut table = self.lock();
         let Some(record) = table.live.remove(&address) else {
-            table.note(Finding::NoBlock { address });
+            table.report(Finding::NoBlock { address });
             return None;
         };
         if record.layout != given {
-            table.note(Finding::WrongLayout { address, asked: record.layout, given });
+            table.report(Finding::WrongLayout { address, asked: record.layout, given });
         }
-        if let Some(finding) = record.look() {
-            table.note(finding);
+        if let Some(finding) = record.check_canaries() {
+            table.report(finding);
         }
         Some(record)
     }
 
     /// Returns whether this is a live block. Resizing any other block is refused.
-    fn knows(&self, block: NonNull<u8>) -> bool {
+    fn check_live(&self, block: NonNull<u8>) -> bool {
         let address = block.addr().get();
         let mut table = self.lock();
         let known = table.live.contains_key(&address);
         if !known {
-            table.note(Finding::NoBlock { address });
+            table.report(Finding::NoBlock { address });
         }
         known
     }
@@ -321,10 +321,10 @@ impl_allocator! {
     unsafe impl [A: Allocator] for Guarded<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
-                return Ok(nothing(layout));
+                return Ok(empty_block(layout));
             }
-            let outer = Record::outer(layout).ok_or(AllocError)?;
-            let block = self.admit(self.inner.allocate(outer)?.cast(), layout);
+            let outer = BlockRecord::outer_layout(layout).ok_or(AllocError)?;
+            let block = self.register(self.inner.allocate(outer)?.cast(), layout);
             // SAFETY: the block has that many bytes, and no other thread has its address.
             unsafe { poison(block.cast(), layout.size(), Self::FRESH) };
             Ok(block)
@@ -332,19 +332,19 @@ impl_allocator! {
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
-                return Ok(nothing(layout));
+                return Ok(empty_block(layout));
             }
-            let outer = Record::outer(layout).ok_or(AllocError)?;
-            Ok(self.admit(self.inner.allocate_zeroed(outer)?.cast(), layout))
+            let outer = BlockRecord::outer_layout(layout).ok_or(AllocError)?;
+            Ok(self.register(self.inner.allocate_zeroed(outer)?.cast(), layout))
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             if layout.size() == 0 {
                 return;
             }
-            let Some(record) = self.take(block, layout) else { return };
-            let Some(outer) = Record::outer(record.layout) else { return };
-            if !record.is_held() {
+            let Some(record) = self.unregister(block, layout) else { return };
+            let Some(outer) = BlockRecord::outer_layout(record.layout) else { return };
+            if !record.has_closed_gate() {
                 // SAFETY: the caller owns the block and gives it up, and no device reads it.
                 unsafe { poison(record.start(), record.layout.size(), Self::FREED) };
             }
@@ -354,36 +354,36 @@ impl_allocator! {
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            if old.size() > 0 && !self.knows(block) {
+            if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }
             let moved = self.allocate(new)?;
             // SAFETY: both are live and have `old.size()` bytes.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            if old.size() > 0 && !self.knows(block) {
+            if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }
             let moved = self.allocate_zeroed(new)?;
             // SAFETY: both are live and have `old.size()` bytes.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            if old.size() > 0 && !self.knows(block) {
+            if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }
             let moved = self.allocate(new)?;
             // SAFETY: both are live and have `new.size()` bytes.
-            unsafe { copy(block, moved, new.size()) };
+            unsafe { copy_bytes(block, moved, new.size()) };
             // SAFETY: the caller gives up the block, and nothing reads it any more.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
@@ -400,13 +400,13 @@ unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
         let foreign = MemoryError::ForeignBlock { address: address.addr().get() as u64 };
         let start = {
             let mut table = self.lock();
-            let record = table.holding(address.addr().get()).ok_or_else(|| foreign.clone())?;
+            let record = table.find(address.addr().get()).ok_or_else(|| foreign.clone())?;
             record.start()
         };
         // Outside the lock. The block is live, so it is still the same when the lock is taken
         // again.
         self.inner.defer(start, until.clone())?;
-        match self.lock().holding(start.addr().get()) {
+        match self.lock().find(start.addr().get()) {
             Some(record) => record.gates.push(until),
             None => return Err(foreign),
         }
@@ -417,6 +417,6 @@ unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
 // SAFETY: the table contains every live block of at least one byte, and nothing else.
 unsafe impl<A> Owns for Guarded<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
-        self.lock().holding(block.addr().get()).is_some()
+        self.lock().find(block.addr().get()).is_some()
     }
 }

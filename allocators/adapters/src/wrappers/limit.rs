@@ -47,13 +47,13 @@ pub struct Limit<A> {
 struct Account {
     budget: Budget,
     /// The charge for all live blocks. `None` only before the first charge and in `drop`.
-    held: Mutex<Option<Charge>>,
+    total: Mutex<Option<Charge>>,
 }
 
 impl<A> Limit<A> {
     /// Creates an adapter that charges allocations from `inner` to `budget`.
     pub fn new(inner: A, budget: Budget) -> Self {
-        Self { inner, account: Arc::new(Account { budget, held: Mutex::new(None) }) }
+        Self { inner, account: Arc::new(Account { budget, total: Mutex::new(None) }) }
     }
 
     /// Returns the budget. It may have other users.
@@ -77,7 +77,7 @@ impl<A> Limit<A> {
 impl Account {
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Charge>> {
         // Nothing unwinds while the lock is held.
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.total.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn charge(&self, bytes: usize) -> Result<Charge, OutOfBudget> {
@@ -85,10 +85,10 @@ impl Account {
     }
 
     /// Adds the charge of a new live block.
-    fn keep(&self, charge: Charge) {
-        let mut held = self.lock();
-        match held.as_mut() {
-            None => *held = Some(charge),
+    fn add(&self, charge: Charge) {
+        let mut total = self.lock();
+        match total.as_mut() {
+            None => *total = Some(charge),
             // Both are charges of `self.budget`, so merging them cannot fail.
             Some(all) => drop(all.merge(charge)),
         }
@@ -105,8 +105,8 @@ static LEAKED: Mutex<Vec<Charge>> = Mutex::new(Vec::new());
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let held = self.held.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(leaked) = held.filter(|charge| charge.bytes() > 0) {
+        let total = self.total.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(leaked) = total.filter(|charge| charge.bytes() > 0) {
             LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(leaked);
         }
     }
@@ -119,14 +119,14 @@ impl_allocator! {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
             let block = self.inner.allocate(layout)?;
-            self.account.keep(charge);
+            self.account.add(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
             let block = self.inner.allocate_zeroed(layout)?;
-            self.account.keep(charge);
+            self.account.add(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
         }
 
@@ -140,7 +140,7 @@ impl_allocator! {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new)? };
-            self.account.keep(charge);
+            self.account.add(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
@@ -148,7 +148,7 @@ impl_allocator! {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new)? };
-            self.account.keep(charge);
+            self.account.add(charge);
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
@@ -176,12 +176,12 @@ unsafe impl<A: Owns> Owns for Limit<A> {
 }
 
 /// The charge of a live opaque block. Dropped when its memory is free.
-struct Charged {
+struct BlockCharge {
     account: Arc<Account>,
     bytes: usize,
 }
 
-impl Drop for Charged {
+impl Drop for BlockCharge {
     fn drop(&mut self) {
         self.account.release(self.bytes);
     }
@@ -222,8 +222,8 @@ impl<M: Opaque> Opaque for Limit<M> {
             }
         };
         let mut block = self.inner.allocate(stream, request)?;
-        self.account.keep(charge);
-        block.keep_until_free(Box::new(Charged { account: self.account.clone(), bytes }));
+        self.account.add(charge);
+        block.keep_until_free(Box::new(BlockCharge { account: self.account.clone(), bytes }));
         Ok(block)
     }
 

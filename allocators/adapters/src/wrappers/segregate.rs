@@ -1,7 +1,7 @@
 //! Small blocks from one allocator, large ones from another.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Owns, blocks::copy};
+use super::{Owns, blocks::copy_bytes};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
@@ -57,7 +57,7 @@ impl<S, L> Segregate<S, L> {
 
     /// Cuts a block of `small` to at most the threshold, so that every size that fits it is small
     /// too.
-    fn cut(&self, block: NonNull<[u8]>) -> NonNull<[u8]> {
+    fn truncate(&self, block: NonNull<[u8]>) -> NonNull<[u8]> {
         NonNull::slice_from_raw_parts(block.cast(), block.len().min(self.threshold))
     }
 }
@@ -71,14 +71,14 @@ impl_allocator! {
             if layout.size() > self.threshold {
                 return self.large.allocate(layout);
             }
-            self.small.allocate(layout).map(|block| self.cut(block))
+            self.small.allocate(layout).map(|block| self.truncate(block))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() > self.threshold {
                 return self.large.allocate_zeroed(layout);
             }
-            self.small.allocate_zeroed(layout).map(|block| self.cut(block))
+            self.small.allocate_zeroed(layout).map(|block| self.truncate(block))
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
@@ -98,11 +98,11 @@ impl_allocator! {
             }
             if new.size() <= self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
-                return unsafe { self.small.grow(block, old, new) }.map(|block| self.cut(block));
+                return unsafe { self.small.grow(block, old, new) }.map(|block| self.truncate(block));
             }
             let moved = self.large.allocate(new)?;
             // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, which by its size belongs to `small`, and
             // nothing reads it any more.
             unsafe { self.small.deallocate(block, old) };
@@ -116,11 +116,11 @@ impl_allocator! {
             }
             if new.size() <= self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
-                return unsafe { self.small.grow_zeroed(block, old, new) }.map(|block| self.cut(block));
+                return unsafe { self.small.grow_zeroed(block, old, new) }.map(|block| self.truncate(block));
             }
             let moved = self.large.allocate_zeroed(new)?;
             // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
-            unsafe { copy(block, moved, old.size()) };
+            unsafe { copy_bytes(block, moved, old.size()) };
             // SAFETY: the caller gives up the block, which by its size belongs to `small`, and
             // nothing reads it any more.
             unsafe { self.small.deallocate(block, old) };
@@ -130,15 +130,15 @@ impl_allocator! {
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() <= self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
-                return unsafe { self.small.shrink(block, old, new) }.map(|block| self.cut(block));
+                return unsafe { self.small.shrink(block, old, new) }.map(|block| self.truncate(block));
             }
             if new.size() > self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.shrink(block, old, new) };
             }
-            let moved = self.small.allocate(new).map(|block| self.cut(block))?;
+            let moved = self.small.allocate(new).map(|block| self.truncate(block))?;
             // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
-            unsafe { copy(block, moved, new.size()) };
+            unsafe { copy_bytes(block, moved, new.size()) };
             // SAFETY: the caller gives up the block, which by its size belongs to `large`, and
             // nothing reads it any more.
             unsafe { self.large.deallocate(block, old) };
