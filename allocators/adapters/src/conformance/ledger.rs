@@ -32,7 +32,7 @@ impl Block {
 
     /// Returns the layout with another size between the requested and the returned one, which also
     /// fits the block.
-    pub(super) fn fitting(&self, extra: usize) -> Layout {
+    pub(super) fn fitting_layout(&self, extra: usize) -> Layout {
         let size = self.layout.size() + extra.min(self.bytes - self.layout.size());
         Layout::from_size_align(size, self.layout.align()).unwrap_or(self.layout)
     }
@@ -74,29 +74,29 @@ fn pattern(of: u64, offset: usize) -> u8 {
 pub(super) struct Ledger<'s> {
     pub(super) live: Vec<Block, &'s Bump>,
     patterns: u64,
-    pub(super) served: usize,
+    pub(super) allocations: usize,
 }
 
 impl<'s> Ledger<'s> {
     pub(super) fn new(scratch: &'s Bump) -> Self {
-        Self { live: Vec::new_in(scratch), patterns: 0, served: 0 }
+        Self { live: Vec::new_in(scratch), patterns: 0, allocations: 0 }
     }
 
     /// Checks the placement of a block that `call` returned, before any of its bytes is accessed.
-    pub(super) fn placed(
+    pub(super) fn check_placement(
         &self,
         call: Call,
-        answer: NonNull<[u8]>,
+        returned: NonNull<[u8]>,
         layout: Layout,
     ) -> Result<(), Fault> {
-        let (address, bytes) = (answer.addr().get(), answer.len());
+        let (address, bytes) = (returned.addr().get(), returned.len());
         if bytes < layout.size() {
             return Err(Fault::Short { call, requested: layout.size(), returned: bytes });
         }
         if !address.is_multiple_of(layout.align()) {
             return Err(Fault::Misaligned { call, address, align: layout.align() });
         }
-        match self.overlapped(address, bytes) {
+        match self.find_overlap(address, bytes) {
             None => Ok(()),
             Some(live) => Err(Fault::Overlap {
                 call,
@@ -108,54 +108,54 @@ impl<'s> Ledger<'s> {
         }
     }
 
-    pub(super) fn overlapped(&self, address: usize, bytes: usize) -> Option<&Block> {
+    pub(super) fn find_overlap(&self, address: usize, bytes: usize) -> Option<&Block> {
         self.live.iter().find(|block| block.overlaps(address, bytes))
     }
 
     /// Checks a new block, fills it and records it.
-    pub(super) fn admit(
+    pub(super) fn register(
         &mut self,
         call: Call,
-        answer: NonNull<[u8]>,
+        returned: NonNull<[u8]>,
         layout: Layout,
     ) -> Result<(), Fault> {
-        self.placed(call, answer, layout)?;
+        self.check_placement(call, returned, layout)?;
         if call == Call::AllocateZeroed {
-            check_zero(call, answer, 0)?;
+            check_zero(call, returned, 0)?;
         }
-        self.served += 1;
-        self.keep(answer, layout, 0);
+        self.allocations += 1;
+        self.insert(returned, layout, 0);
         Ok(())
     }
 
     /// Checks a block after a growth or shrink, whose first `kept` bytes must be those of the old
     /// one, and records it.
-    pub(super) fn readmit(
+    pub(super) fn register_resized(
         &mut self,
         call: Call,
         old: &Block,
         kept: usize,
-        answer: NonNull<[u8]>,
+        returned: NonNull<[u8]>,
         layout: Layout,
     ) -> Result<(), Fault> {
-        self.placed(call, answer, layout)?;
+        self.check_placement(call, returned, layout)?;
         let moved =
-            Block { start: answer.cast(), layout, bytes: answer.len(), pattern: old.pattern };
+            Block { start: returned.cast(), layout, bytes: returned.len(), pattern: old.pattern };
         if let Some(offset) = moved.first_change(kept) {
             return Err(Fault::PrefixLost { call, offset });
         }
         if call == Call::GrowZeroed {
-            check_zero(call, answer, kept)?;
+            check_zero(call, returned, kept)?;
         }
-        self.keep(answer, layout, 0);
+        self.insert(returned, layout, 0);
         Ok(())
     }
 
-    fn keep(&mut self, answer: NonNull<[u8]>, layout: Layout, from: usize) {
+    fn insert(&mut self, returned: NonNull<[u8]>, layout: Layout, from: usize) {
         self.patterns += 1;
         // Far apart, so that the patterns of two blocks differ.
         let pattern = self.patterns.wrapping_mul(0xD134_2543_DE82_EF95);
-        let block = Block { start: answer.cast(), layout, bytes: answer.len(), pattern };
+        let block = Block { start: returned.cast(), layout, bytes: returned.len(), pattern };
         block.fill(from);
         self.live.push(block);
     }
@@ -174,10 +174,10 @@ pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
     }
 }
 
-fn check_zero(call: Call, answer: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
+fn check_zero(call: Call, returned: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
     // SAFETY: the block is live, its length was checked, and a call that returns zeroed memory has
     // initialised it.
-    let bytes = unsafe { answer.as_ref() };
+    let bytes = unsafe { returned.as_ref() };
     match bytes.iter().enumerate().skip(from).find(|&(_, &byte)| byte != 0) {
         None => Ok(()),
         Some((offset, &value)) => Err(Fault::NotZero { call, offset, value }),

@@ -17,19 +17,19 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Returns a number in `0..=most`.
-    pub(super) fn up_to(&mut self, most: usize) -> usize {
-        let most = most as u64;
-        // Slightly biased for a huge `most`, which does not matter.
-        let drawn = if most == u64::MAX { self.next() } else { self.next() % (most + 1) };
-        // At most `most`, which was a `usize`.
-        usize::try_from(drawn).unwrap_or(usize::MAX)
+    /// Returns a number in `0..=max`.
+    pub(super) fn up_to(&mut self, max: usize) -> usize {
+        let max = max as u64;
+        // Slightly biased for a huge `max`, which does not matter.
+        let value = if max == u64::MAX { self.next() } else { self.next() % (max + 1) };
+        // At most `max`, which was a `usize`.
+        usize::try_from(value).unwrap_or(usize::MAX)
     }
 
-    /// Returns a size in `1..=most`, with small and large sizes equally likely.
-    pub(super) fn size(&mut self, most: usize) -> usize {
-        let bits = usize::BITS - most.leading_zeros();
+    /// Returns a size in `1..=max`, with small and large sizes equally likely.
+    pub(super) fn size(&mut self, max: usize) -> usize {
+        let bits = usize::BITS - max.leading_zeros();
         let shift = self.up_to(bits.saturating_sub(1) as usize);
-        (1 + self.up_to(most.saturating_sub(1))).min((2usize << shift) - 1).max(1)
+        (1 + self.up_to(max.saturating_sub(1))).min((2usize << shift) - 1).max(1)
     }
 }

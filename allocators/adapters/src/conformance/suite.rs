@@ -15,7 +15,7 @@ use std::{
 };
 
 /// The maximum number of live blocks, so that a run both fills and drains an allocator.
-const HELD: usize = 48;
+const MAX_LIVE: usize = 48;
 
 /// A test suite that runs operations in a seeded random order.
 ///
@@ -96,7 +96,7 @@ impl Suite {
     /// The first [`Violation`]. The live blocks are leaked then, because the allocator has broken
     /// the contract and is not called again.
     pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), Violation> {
-        self.run(&mut Single(allocator))
+        self.run(&mut SingleAllocator(allocator))
     }
 
     /// Runs the suite against an allocator and clones of it, which are created and dropped during
@@ -105,19 +105,19 @@ impl Suite {
     /// # Errors
     /// As [`check`](Suite::check).
     pub fn check_clone<A: Allocator + Clone>(&self, allocator: &A) -> Result<(), Violation> {
-        self.run(&mut Cloning { original: allocator, clone: None })
+        self.run(&mut CloningAllocator { original: allocator, clone: None })
     }
 
     fn run<A: Allocator>(&self, source: &mut impl Source<A>) -> Result<(), Violation> {
         let scratch = Bump::new();
-        let mut run = Run {
+        let mut run = SuiteRun {
             suite: self,
             random: Random::new(self.seed),
             ledger: Ledger::new(&scratch),
             last: Call::Allocate,
         };
         let mut operation = 0;
-        let mut outcome = run.nothing(source);
+        let mut outcome = run.test_empty_blocks(source);
         while outcome.is_ok() && operation < self.operations {
             outcome = run.step(source);
             operation += 1;
@@ -138,32 +138,32 @@ impl Default for Suite {
 
 /// Selects the allocator for the next call.
 trait Source<A> {
-    fn pick(&mut self, random: &mut Random) -> Result<&A, Fault>;
+    fn select(&mut self, random: &mut Random) -> Result<&A, Fault>;
 }
 
-struct Single<'a, A>(&'a A);
+struct SingleAllocator<'a, A>(&'a A);
 
-impl<A> Source<A> for Single<'_, A> {
-    fn pick(&mut self, _: &mut Random) -> Result<&A, Fault> {
+impl<A> Source<A> for SingleAllocator<'_, A> {
+    fn select(&mut self, _: &mut Random) -> Result<&A, Fault> {
         Ok(self.0)
     }
 }
 
-struct Cloning<'a, A> {
+struct CloningAllocator<'a, A> {
     original: &'a A,
     clone: Option<A>,
 }
 
-impl<A: Clone> Source<A> for Cloning<'_, A> {
-    fn pick(&mut self, random: &mut Random) -> Result<&A, Fault> {
+impl<A: Clone> Source<A> for CloningAllocator<'_, A> {
+    fn select(&mut self, random: &mut Random) -> Result<&A, Fault> {
         if random.up_to(7) == 0 {
             // Clones the clone as often as the original. The old clone is dropped, and its blocks
             // must stay valid.
-            let next = contained(Call::Clone, 0, 0, || {
+            let next = catch_panic(Call::Clone, 0, 0, || {
                 self.clone.as_ref().unwrap_or(self.original).clone()
             })?;
             let old = self.clone.replace(next);
-            contained(Call::Clone, 0, 0, || drop(old))?;
+            catch_panic(Call::Clone, 0, 0, || drop(old))?;
         }
         let original = random.up_to(1) == 0;
         Ok(if original { self.original } else { self.clone.as_ref().unwrap_or(self.original) })
@@ -171,7 +171,7 @@ impl<A: Clone> Source<A> for Cloning<'_, A> {
 }
 
 /// Runs a call of the allocator under test, and reports a panic as a fault.
-fn contained<R>(
+fn catch_panic<R>(
     call: Call,
     size: usize,
     returned: usize,
@@ -181,14 +181,14 @@ fn contained<R>(
     catch_unwind(AssertUnwindSafe(work)).map_err(|_| Fault::Unwound { call, size, returned })
 }
 
-struct Run<'r> {
+struct SuiteRun<'r> {
     suite: &'r Suite,
     random: Random,
     ledger: Ledger<'r>,
     last: Call,
 }
 
-impl Run<'_> {
+impl SuiteRun<'_> {
     fn layout(&mut self) -> Layout {
         let size = self.random.size(self.suite.largest);
         self.aligned(size)
@@ -202,14 +202,17 @@ impl Run<'_> {
     }
 
     /// Tests empty blocks.
-    fn nothing<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn test_empty_blocks<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+    ) -> Result<(), Fault> {
         for shift in 0..=self.suite.alignment.ilog2() {
             for call in [Call::Allocate, Call::AllocateZeroed] {
                 let empty = Layout::from_size_align(0, 1 << shift).unwrap_or(Layout::new::<()>());
-                let Ok(answer) = self.allocated(source, call, empty)? else {
+                let Ok(returned) = self.call_allocate(source, call, empty)? else {
                     return Err(Fault::ZeroSizeRefused { call, align: empty.align() });
                 };
-                self.ledger.admit(call, answer, empty)?;
+                self.ledger.register(call, returned, empty)?;
                 let grown = self.layout();
                 self.grow(source, Call::Grow, grown)?;
                 let Some(block) = self.ledger.live.last().copied() else { continue };
@@ -220,7 +223,7 @@ impl Run<'_> {
             }
         }
         // These empty allocations do not count as served.
-        self.ledger.served = 0;
+        self.ledger.allocations = 0;
         Ok(())
     }
 
@@ -234,7 +237,7 @@ impl Run<'_> {
                 self.ledger.live.swap(at, last);
             }
         }
-        let full = self.ledger.live.len() >= HELD;
+        let full = self.ledger.live.len() >= MAX_LIVE;
         match self.random.up_to(99) {
             0..36 if !full => self.allocate(source, Call::Allocate),
             36..48 if !full => self.allocate(source, Call::AllocateZeroed),
@@ -247,8 +250,8 @@ impl Run<'_> {
                 let layout = self.larger();
                 self.grow(source, Call::GrowZeroed, layout)
             }
-            84..94 => self.shrink_some(source),
-            94..97 => self.grow_too_far(source),
+            84..94 => self.shrink_random(source),
+            94..97 => self.grow_impossible(source),
             _ => self.ledger.verify(self.last),
         }
     }
@@ -259,22 +262,22 @@ impl Run<'_> {
         call: Call,
     ) -> Result<(), Fault> {
         let layout = self.layout();
-        match self.allocated(source, call, layout)? {
+        match self.call_allocate(source, call, layout)? {
             // A full allocator may refuse.
             Err(AllocError) => Ok(()),
-            Ok(answer) => self.ledger.admit(call, answer, layout),
+            Ok(returned) => self.ledger.register(call, returned, layout),
         }
     }
 
-    fn allocated<A: Allocator>(
+    fn call_allocate<A: Allocator>(
         &mut self,
         source: &mut impl Source<A>,
         call: Call,
         layout: Layout,
     ) -> Result<Result<NonNull<[u8]>, AllocError>, Fault> {
         self.last = call;
-        let allocator = source.pick(&mut self.random)?;
-        contained(call, layout.size(), 0, || match call {
+        let allocator = source.select(&mut self.random)?;
+        catch_panic(call, layout.size(), 0, || match call {
             Call::AllocateZeroed => allocator.allocate_zeroed(layout),
             _ => allocator.allocate(layout),
         })
@@ -284,10 +287,10 @@ impl Run<'_> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         verify(self.last, &block)?;
         self.last = Call::Deallocate;
-        let layout = self.fitting(&block);
-        let allocator = source.pick(&mut self.random)?;
+        let layout = self.fitting_layout(&block);
+        let allocator = source.select(&mut self.random)?;
         self.ledger.live.pop();
-        contained(Call::Deallocate, layout.size(), block.bytes, || {
+        catch_panic(Call::Deallocate, layout.size(), block.bytes, || {
             // SAFETY: 1. The block is live in this allocator or a clone of it, and the ledger has
             // removed it. 2. The layout fits it.
             unsafe { allocator.deallocate(block.start, layout) };
@@ -295,7 +298,7 @@ impl Run<'_> {
     }
 
     /// Returns a layout that fits the block.
-    fn fitting(&mut self, block: &Block) -> Layout {
+    fn fitting_layout(&mut self, block: &Block) -> Layout {
         let spare = block.bytes - block.layout.size();
         // The smallest and the largest size are more likely than those between.
         let extra = match self.random.up_to(2) {
@@ -303,7 +306,7 @@ impl Run<'_> {
             1 => spare,
             _ => self.random.up_to(spare),
         };
-        block.fitting(extra)
+        block.fitting_layout(extra)
     }
 
     /// Returns a layout at least as large as the last block.
@@ -326,26 +329,26 @@ impl Run<'_> {
         }
         verify(self.last, &block)?;
         self.last = call;
-        let old = self.fitting(&block);
-        let allocator = source.pick(&mut self.random)?;
+        let old = self.fitting_layout(&block);
+        let allocator = source.select(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
         // `new` is not smaller.
-        let answer = contained(call, old.size(), block.bytes, || unsafe {
+        let returned = catch_panic(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
                 _ => allocator.grow(block.start, old, new),
             }
         })?;
-        match answer {
+        match returned {
             Err(AllocError) => verify(call, &block),
-            Ok(answer) => {
+            Ok(returned) => {
                 self.ledger.live.pop();
-                self.ledger.readmit(call, &block, old.size(), answer, new)
+                self.ledger.register_resized(call, &block, old.size(), returned, new)
             }
         }
     }
 
-    fn shrink_some<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn shrink_random<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         let size = self.random.up_to(block.layout.size());
         let new = self.aligned(size);
@@ -360,17 +363,17 @@ impl Run<'_> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         verify(self.last, &block)?;
         self.last = Call::Shrink;
-        let old = self.fitting(&block);
-        let allocator = source.pick(&mut self.random)?;
+        let old = self.fitting_layout(&block);
+        let allocator = source.select(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
         // `new` is not larger.
-        let answer = contained(Call::Shrink, old.size(), block.bytes, || unsafe {
+        let returned = catch_panic(Call::Shrink, old.size(), block.bytes, || unsafe {
             allocator.shrink(block.start, old, new)
         })?;
-        match answer {
-            Ok(answer) => {
+        match returned {
+            Ok(returned) => {
                 self.ledger.live.pop();
-                self.ledger.readmit(Call::Shrink, &block, new.size(), answer, new)
+                self.ledger.register_resized(Call::Shrink, &block, new.size(), returned, new)
             }
             Err(AllocError) if new.size() == 0 => {
                 Err(Fault::ZeroSizeRefused { call: Call::Shrink, align: new.align() })
@@ -380,7 +383,7 @@ impl Run<'_> {
     }
 
     /// Tests a growth that must be refused and must leave the block unchanged.
-    fn grow_too_far<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn grow_impossible<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
         let (Some(block), Some(impossible)) =
             (self.ledger.live.last().copied(), self.suite.impossible)
         else {
@@ -394,37 +397,37 @@ impl Run<'_> {
         }
         let call = if self.random.up_to(1) == 0 { Call::Grow } else { Call::GrowZeroed };
         self.last = call;
-        let old = self.fitting(&block);
-        let allocator = source.pick(&mut self.random)?;
+        let old = self.fitting_layout(&block);
+        let allocator = source.select(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
         // `new` is not smaller.
-        let answer = contained(call, old.size(), block.bytes, || unsafe {
+        let returned = catch_panic(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
                 _ => allocator.grow(block.start, old, new),
             }
         })?;
-        if let Ok(answer) = answer {
+        if let Ok(returned) = returned {
             // The allocator granted it after all. Filling so many bytes would take too long, so the
             // block is only checked and freed.
             self.ledger.live.pop();
-            self.ledger.placed(call, answer, new)?;
-            let allocator = source.pick(&mut self.random)?;
-            return contained(Call::Deallocate, new.size(), answer.len(), || {
+            self.ledger.check_placement(call, returned, new)?;
+            let allocator = source.select(&mut self.random)?;
+            return catch_panic(Call::Deallocate, new.size(), returned.len(), || {
                 // SAFETY: the block is live and has this layout.
-                unsafe { allocator.deallocate(answer.cast(), new) };
+                unsafe { allocator.deallocate(returned.cast(), new) };
             });
         }
         verify(call, &block)?;
         // If the failed growth freed the block, the next allocation of its layout is likely to
         // return it.
-        let Ok(probe) = self.allocated(source, Call::Allocate, block.layout)? else {
+        let Ok(probe) = self.call_allocate(source, Call::Allocate, block.layout)? else {
             return Ok(());
         };
         if block_overlaps(&block, probe) {
             return Err(Fault::FailedGrowFreed { address: block.address(), bytes: block.bytes });
         }
-        self.ledger.admit(Call::Allocate, probe, block.layout)
+        self.ledger.register(Call::Allocate, probe, block.layout)
     }
 
     /// Frees all blocks.
@@ -433,11 +436,11 @@ impl Run<'_> {
         while !self.ledger.live.is_empty() {
             self.deallocate(source)?;
         }
-        if self.ledger.served == 0 { Err(Fault::NothingServed) } else { Ok(()) }
+        if self.ledger.allocations == 0 { Err(Fault::NothingServed) } else { Ok(()) }
     }
 }
 
-fn block_overlaps(block: &Block, answer: NonNull<[u8]>) -> bool {
-    let (start, end) = (answer.addr().get(), answer.addr().get() + answer.len());
+fn block_overlaps(block: &Block, returned: NonNull<[u8]>) -> bool {
+    let (start, end) = (returned.addr().get(), returned.addr().get() + returned.len());
     block.address() < end && start < block.address() + block.bytes
 }
