@@ -20,7 +20,7 @@ use std::{
 };
 
 /// The first and the longest pause between two polls of a frame by a future.
-const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
+const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// A ring of arenas for work in steps, where earlier steps may still be in progress.
 ///
@@ -114,7 +114,7 @@ impl<M: StepMemory> Frames<M> {
     /// }
     /// ```
     pub fn next_async(&mut self) -> NextFrame<'_, M> {
-        NextFrame { ring: Some(self), pause: PAUSES.0, alarm: Alarm::new() }
+        NextFrame { ring: Some(self), pause: POLL_PAUSES.0, alarm: Alarm::new() }
     }
 
     /// Returns the number of arenas in the ring.
@@ -152,7 +152,7 @@ impl<'f, M: StepMemory> Future for NextFrame<'f, M> {
             Ok(false) => {
                 this.ring = Some(ring);
                 this.alarm.after(this.pause, context.waker());
-                this.pause = (this.pause * 2).min(PAUSES.1);
+                this.pause = (this.pause * 2).min(POLL_PAUSES.1);
                 Poll::Pending
             }
             Err(error) => Poll::Ready(Err(error)),

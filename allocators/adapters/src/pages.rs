@@ -179,7 +179,7 @@ impl<A: Allocator> PageArena<A> {
             drop(state);
             gates.retain(|gate| gate.is_open());
             state = self.lock();
-            state.release_behind(&gates);
+            state.free_opened(&gates);
             at = state.runs.take(pages);
         }
         let Some(at) = at else {
@@ -194,7 +194,7 @@ impl<A: Allocator> PageArena<A> {
     /// # Errors
     /// [`PageError::Foreign`] for pages of another arena. The error returns them.
     pub fn free(&self, pages: Pages) -> Result<(), Unfreed> {
-        match self.run(&pages) {
+        match self.page_range(&pages) {
             Ok(run) => self.lock().runs.free(run),
             Err(why) => return Err(Unfreed { pages, why }),
         }
@@ -210,7 +210,7 @@ impl<A: Allocator> PageArena<A> {
         pages: &'v Pages,
         range: Range<usize>,
     ) -> Result<&'v [u8], PageError> {
-        let block = self.part(pages, range)?;
+        let block = self.bytes_of(pages, range)?;
         // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They belong
         // only to these pages, and holding the token by `&` excludes writes. 3. The view borrows
         // both the arena and the token.
@@ -226,7 +226,7 @@ impl<A: Allocator> PageArena<A> {
         pages: &'v mut Pages,
         range: Range<usize>,
     ) -> Result<&'v mut [u8], PageError> {
-        let mut block = self.part(pages, range)?;
+        let mut block = self.bytes_of(pages, range)?;
         // SAFETY: 1. and 3. as in `view`. 2. The bytes belong only to these pages, and the token is
         // borrowed mutably.
         Ok(unsafe { block.as_mut() })
@@ -267,13 +267,13 @@ impl<A: Allocator> PageArena<A> {
     }
 
     /// Returns the page numbers of a run.
-    fn run(&self, pages: &Pages) -> Result<Range<usize>, PageError> {
+    fn page_range(&self, pages: &Pages) -> Result<Range<usize>, PageError> {
         self.space.resolve(pages.id).ok_or(PageError::Foreign)?;
         Ok(pages.offset / self.page..(pages.offset + pages.bytes) / self.page)
     }
 
-    fn part(&self, pages: &Pages, range: Range<usize>) -> Result<NonNull<[u8]>, PageError> {
-        self.run(pages)?;
+    fn bytes_of(&self, pages: &Pages, range: Range<usize>) -> Result<NonNull<[u8]>, PageError> {
+        self.page_range(pages)?;
         if range.start > range.end || range.end > pages.bytes {
             return Err(PageError::OutOfBounds { range, bytes: pages.bytes });
         }
@@ -293,7 +293,7 @@ impl<A: DeferReuse> PageArena<A> {
     /// [`PageError::Foreign`], or [`PageError::Memory`] from the upstream allocator. The error
     /// returns the pages.
     pub fn free_after(&self, pages: Pages, until: Arc<dyn Gate>) -> Result<(), Unfreed> {
-        let deferred = self.run(&pages).and_then(|run| {
+        let deferred = self.page_range(&pages).and_then(|run| {
             self.upstream.defer(self.base, until.clone()).map_err(PageError::Memory)?;
             Ok(run)
         });
@@ -307,7 +307,7 @@ impl<A: DeferReuse> PageArena<A> {
 
 impl State {
     /// Frees the pages that wait for these gates.
-    fn release_behind(&mut self, open: &[Arc<dyn Gate>]) {
+    fn free_opened(&mut self, open: &[Arc<dyn Gate>]) {
         let (ready, waiting) = std::mem::take(&mut self.waiting)
             .into_iter()
             .partition(|(_, gate)| open.iter().any(|open| Arc::ptr_eq(open, gate)));
