@@ -132,8 +132,8 @@ impl<E> Epochs<E> {
     pub fn finish(&self, epoch: u64) -> Vec<Arc<E>> {
         self.done.fetch_max(epoch, Ordering::AcqRel);
         self.recorded.with(|recorded| {
-            let over = recorded.partition_point(|&(other, _)| other <= epoch);
-            recorded.drain(..over).map(|(_, event)| event).collect()
+            let finished = recorded.partition_point(|&(other, _)| other <= epoch);
+            recorded.drain(..finished).map(|(_, event)| event).collect()
         })
     }
 }

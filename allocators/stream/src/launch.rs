@@ -55,7 +55,7 @@ impl fmt::Debug for Account<'_> {
 }
 
 /// A block, and all its accesses in the launch.
-struct Entry<'a> {
+struct LaunchEntry<'a> {
     account: Account<'a>,
     access: Access,
     /// The listed parts of the block, with their accesses. Only a strict launch compares them.
@@ -81,7 +81,7 @@ struct Entry<'a> {
 #[must_use = "nothing is ordered before `preflight`"]
 pub struct Launch<'a> {
     on: &'a Stream,
-    entries: OperandVec<Entry<'a>>,
+    entries: OperandVec<LaunchEntry<'a>>,
     strict: bool,
 }
 
@@ -124,7 +124,11 @@ impl<'a> Launch<'a> {
                 entry.parts.push(part);
             }
             None => {
-                self.entries.push(Entry { account, access, parts: SmallVec::from_iter([part]) });
+                self.entries.push(LaunchEntry {
+                    account,
+                    access,
+                    parts: SmallVec::from_iter([part]),
+                });
             }
         }
         self
@@ -147,7 +151,7 @@ impl<'a> Launch<'a> {
         let (mut entered, mut predecessors) =
             (OperandVec::<UnorderedUse>::new(), OperandVec::<Predecessors>::new());
         let mut record_all = || -> Result<()> {
-            for Entry { account, access, .. } in &self.entries {
+            for LaunchEntry { account, access, .. } in &self.entries {
                 let mut conflicting = Predecessors::new();
                 let Account { address, home: owner, uses, alone } = account;
                 // A declared write proves nothing, so shared borrows may continue.
@@ -183,7 +187,7 @@ impl<'a> Launch<'a> {
 
     fn validate(&self) -> Result<()> {
         let device = self.on.device();
-        for Entry { account, parts, .. } in &self.entries {
+        for LaunchEntry { account, parts, .. } in &self.entries {
             let expected = account.home.raw().device();
             if expected != device {
                 return Err(MemoryError::WrongDevice { expected, actual: device });
@@ -192,11 +196,11 @@ impl<'a> Launch<'a> {
             if !self.strict {
                 continue;
             }
-            for (at, (first, one)) in parts.iter().enumerate() {
-                for (second, other) in &parts[at + 1..] {
+            for (at, (first, first_access)) in parts.iter().enumerate() {
+                for (second, second_access) in &parts[at + 1..] {
                     let overlap = first.address < second.address + second.bytes
                         && second.address < first.address + first.bytes;
-                    if overlap && one.conflicts(*other) {
+                    if overlap && first_access.conflicts(*second_access) {
                         return Err(MemoryError::ListedTwice { address: account.address });
                     }
                 }
@@ -256,12 +260,12 @@ impl Ready {
 
     fn end(&mut self) -> Result<()> {
         let epoch = self.on.open();
-        let mut ended = Ok(());
+        let mut result = Ok(());
         for used in &mut self.uses {
-            ended = ended.and(used.end_in(epoch));
+            result = result.and(used.end_in(epoch));
         }
         self.uses.clear();
-        ended
+        result
     }
 
     /// Aborts all uses. Call it if no work was queued.

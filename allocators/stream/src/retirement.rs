@@ -10,7 +10,7 @@ use crate::sync::{
 };
 
 /// The bits that count threads in a call.
-const COUNT: u32 = (1 << 30) - 1;
+const COUNT_MASK: u32 = (1 << 30) - 1;
 /// The handle is valid.
 const LIVE: u32 = 0;
 /// A thread waits for the last work of the stream. The handle is still valid.
@@ -70,13 +70,13 @@ impl Retirement {
             // Acquire: orders this after a retirement that failed.
             let before = self.word.fetch_add(1, Ordering::Acquire);
             let calling = Calling(self);
-            match before & !COUNT {
+            match before & !COUNT_MASK {
                 LIVE => return Ok(calling),
                 ENDING => {
                     drop(calling);
                     // The retiring thread waits for a count of zero, so this thread must not keep
                     // incrementing it.
-                    while self.word.load(Ordering::Relaxed) & !COUNT == ENDING {
+                    while self.word.load(Ordering::Relaxed) & !COUNT_MASK == ENDING {
                         yield_now();
                     }
                 }
@@ -86,13 +86,13 @@ impl Retirement {
         }
     }
 
-    /// Refuses new calls, waits until all calls have ended, and runs `last`, for which the handle
-    /// is still valid. If `last` fails, the handle is valid again. Returns `None` if the handle had
-    /// already ended, or if another thread ended it first.
-    pub fn end<T, E>(&self, last: impl FnOnce() -> Result<T, E>) -> Option<Result<T, E>> {
+    /// Refuses new calls, waits until all calls have ended, and runs `final_call`, for which the
+    /// handle is still valid. If `final_call` fails, the handle is valid again. Returns `None` if
+    /// the handle had already ended, or if another thread ended it first.
+    pub fn end<T, E>(&self, final_call: impl FnOnce() -> Result<T, E>) -> Option<Result<T, E>> {
         loop {
             let word = self.word.load(Ordering::Acquire);
-            match word & !COUNT {
+            match word & !COUNT_MASK {
                 LIVE => {}
                 ENDING => {
                     yield_now();
@@ -100,7 +100,7 @@ impl Retirement {
                 }
                 _ => return None,
             }
-            let ending = ENDING | word & COUNT;
+            let ending = ENDING | word & COUNT_MASK;
             if self.word.compare_exchange(word, ending, Ordering::AcqRel, Ordering::Relaxed).is_ok()
             {
                 break;
@@ -108,20 +108,20 @@ impl Retirement {
         }
         // Acquire: orders this after the calls that ended. A thread that enters now leaves without
         // a call.
-        while self.word.load(Ordering::Acquire) & COUNT > 0 {
+        while self.word.load(Ordering::Acquire) & COUNT_MASK > 0 {
             yield_now();
         }
-        let answer = last();
-        let after = if answer.is_ok() { RETIRED } else { LIVE };
+        let result = final_call();
+        let after = if result.is_ok() { RETIRED } else { LIVE };
         // Changes only the state: threads that enter and leave change the count concurrently.
         self.word.fetch_add(after.wrapping_sub(ENDING), Ordering::AcqRel);
-        Some(answer)
+        Some(result)
     }
 
     /// Marks the device as lost. Has no effect on a handle that is retired or being retired.
     pub fn lose(&self) {
         let mut word = self.word.load(Ordering::Relaxed);
-        while word & !COUNT == LIVE {
+        while word & !COUNT_MASK == LIVE {
             match self.word.compare_exchange(word, LOST | word, Ordering::AcqRel, Ordering::Relaxed)
             {
                 Ok(_) => return,
@@ -133,7 +133,7 @@ impl Retirement {
     /// Returns whether the handle may not be used any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.word.load(Ordering::Acquire) & !COUNT >= RETIRED
+        self.word.load(Ordering::Acquire) & !COUNT_MASK >= RETIRED
     }
 }
 

@@ -511,11 +511,11 @@ impl Timeline {
     }
 
     fn finish(&self, epoch: u64) {
-        let over = self.epochs.finish(epoch);
-        if over.is_empty() {
+        let unused = self.epochs.finish(epoch);
+        if unused.is_empty() {
             return;
         }
-        self.events.release(over);
+        self.events.release(unused);
     }
 
     /// Makes this stream wait on the device for `epoch` of another stream. The host does not wait.
@@ -732,8 +732,8 @@ impl Timeline {
                 Err(at_once @ (MemoryError::DeviceLost { .. } | MemoryError::Capturing { .. })) => {
                     return Err(at_once);
                 }
-                Err(MemoryError::Driver(gone)) if gone.is_driver_gone() => {
-                    return Err(MemoryError::Driver(gone));
+                Err(MemoryError::Driver(error)) if error.is_driver_gone() => {
+                    return Err(MemoryError::Driver(error));
                 }
                 Err(refused) => refused,
             };
@@ -762,11 +762,11 @@ impl Timeline {
     /// - [`MemoryError::DeviceLost`], and the errors of a driver
     ///   [that is gone](DriverError::is_driver_gone): no queued work runs any more.
     pub fn settle_or_abort(&self) -> Result<()> {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             match self.settle() {
                 Err(MemoryError::Driver(refused)) if !refused.is_driver_gone() => {
-                    if begun.elapsed() >= ABORT_TIMEOUT {
+                    if started.elapsed() >= ABORT_TIMEOUT {
                         self.abort(refused);
                     }
                 }
