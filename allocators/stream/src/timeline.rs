@@ -492,7 +492,7 @@ impl Timeline {
                 }
                 Ok(false) => break,
                 Err(refused) if refused.code == CAPTURED_EVENT => {
-                    drop(self.query_error(epoch, refused));
+                    drop(self.handle_query_error(epoch, refused));
                 }
                 Err(refused) => return Err(self.driver_error(refused)),
             }
@@ -500,10 +500,10 @@ impl Timeline {
         Ok(())
     }
 
-    /// Returns the error of a query of the event that was published for `epoch`. Withdraws the
+    /// Converts the error of a query of the event that was published for `epoch`. Withdraws the
     /// event if it is part of a graph: a capture began and ended around the record, and neither
     /// capture check saw it.
-    fn query_error(&self, epoch: u64, error: DriverError) -> MemoryError {
+    fn handle_query_error(&self, epoch: u64, error: DriverError) -> MemoryError {
         if error.code == CAPTURED_EVENT {
             drop(self.epochs.withdraw(epoch));
         }
@@ -604,7 +604,9 @@ impl Timeline {
         };
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
-            self.driver.event_synchronize(event.raw).map_err(|e| self.query_error(proved, e))?;
+            self.driver
+                .event_synchronize(event.raw)
+                .map_err(|e| self.handle_query_error(proved, e))?;
             self.finish(proved);
             self.events.release([event]);
             return Ok(true);
@@ -614,7 +616,9 @@ impl Timeline {
         loop {
             let done = {
                 let _relaxed = Relaxed::enter(&*self.driver);
-                self.driver.event_query(event.raw).map_err(|e| self.query_error(proved, e))?
+                self.driver
+                    .event_query(event.raw)
+                    .map_err(|e| self.handle_query_error(proved, e))?
             };
             if done {
                 self.finish(proved);
