@@ -1,10 +1,8 @@
 //! The heap against a naive model, over random programs.
 
-mod shadow;
-
 use proptest::prelude::*;
 
-use shadow::{Op, Shadow};
+use crate::shadow::{Op, Shadow};
 
 fn op() -> impl Strategy<Value = Op> {
     let place = || (0..4u8, any::<u16>(), prop_oneof![1..40u16, any::<u16>()]);
