@@ -5,16 +5,16 @@
 //! Tests can thus make every step of creating and releasing a region fail, on any machine.
 #![expect(unsafe_code, reason = "makes system calls")]
 
-mod across_forks;
 mod barrier;
 mod faults;
 mod files;
+mod fork_safe;
 mod mappings;
 mod process;
 mod wait;
 
-pub(crate) use across_forks::{AcrossForks, Guard, Of};
 pub use faults::{Faults, SystemCall};
+pub(crate) use fork_safe::{ForkSafe, ForkSafeGuard, LockOrder};
 pub use mappings::{Ground, MapEntry};
 pub use process::Process;
 pub use wait::{Bell, StallAlarm, Woken};
@@ -132,9 +132,9 @@ impl Kernel {
 
     /// Counts the call, and fails if that is planned. Returns the simulated duration, if one is
     /// planned.
-    fn ask(&self, call: SystemCall) -> Result<Option<Duration>> {
+    fn intercept(&self, call: SystemCall) -> Result<Option<Duration>> {
         match &self.faults {
-            Some(faults) => faults.ask(call),
+            Some(faults) => faults.intercept(call),
             None => Ok(None),
         }
     }
@@ -163,13 +163,13 @@ impl Kernel {
     /// # Errors
     /// `ENOMEM` if the address space is limited.
     pub fn reserve(&self, len: NonZeroUsize) -> Result<Span> {
-        self.ask(SystemCall::Reserve)?;
+        self.intercept(SystemCall::Reserve)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: 1. no address is given, so no mapping is replaced.
         let address =
             unsafe { libc::mmap(ptr::null_mut(), len.get(), libc::PROT_NONE, flags, -1, 0) };
         if address == libc::MAP_FAILED {
-            return Err(last("mmap"));
+            return Err(last_error("mmap"));
         }
         Ok(Span { start: address.expose_provenance(), len: len.get() })
     }
@@ -184,7 +184,7 @@ impl Kernel {
     /// `ENOMEM` if the pool of huge pages, or the number of mappings, is exhausted. The range is
     /// then unchanged.
     pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
-        self.ask(match pages {
+        self.intercept(match pages {
             MapPages::Ordinary => SystemCall::Map,
             MapPages::Huge2M | MapPages::Huge1G => SystemCall::MapHuge,
         })?;
@@ -192,7 +192,7 @@ impl Kernel {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | pages.bits();
         // SAFETY: 1. the caller's first condition.
         let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, -1, 0) };
-        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+        if address == libc::MAP_FAILED { Err(last_error("mmap")) } else { Ok(()) }
     }
 
     /// Releases the memory of a range and keeps its addresses reserved (`mmap` over it,
@@ -204,12 +204,12 @@ impl Kernel {
     /// # Errors
     /// `ENOMEM` if the number of mappings is exhausted. The memory then stays mapped.
     pub unsafe fn unmap(&self, span: Span) -> Result<()> {
-        self.ask(SystemCall::Unmap)?;
+        self.intercept(SystemCall::Unmap)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // SAFETY: 1. the caller's first condition.
         let address =
             unsafe { libc::mmap(span.pointer(), span.len, libc::PROT_NONE, flags, -1, 0) };
-        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+        if address == libc::MAP_FAILED { Err(last_error("mmap")) } else { Ok(()) }
     }
 
     /// Gives the kernel advice on a mapping (`madvise`).
@@ -226,7 +226,7 @@ impl Kernel {
             Advice::HugePage => (SystemCall::HugePage, libc::MADV_HUGEPAGE),
             Advice::NoHugePage => (SystemCall::NoHugePage, libc::MADV_NOHUGEPAGE),
         };
-        self.ask(call)?;
+        self.intercept(call)?;
         // SAFETY: 1. none of them changes the contents of memory. 2. the range belongs to the
         // caller.
         check("madvise", unsafe { libc::madvise(span.pointer(), span.len, advice) })
@@ -239,7 +239,7 @@ impl Kernel {
     /// `EPERM` or `ENOSYS` if a sandbox refuses it, `EINVAL` for a node that the process may not
     /// use.
     pub fn prefer(&self, span: Span, node: NodeId) -> Result<()> {
-        self.ask(SystemCall::Prefer)?;
+        self.intercept(SystemCall::Prefer)?;
         let mask: Bitmap = [node.0].into_iter().collect();
         // The kernel uses one bit less than this count.
         let bits = mask.words().len() * 64 + 1;
@@ -255,7 +255,7 @@ impl Kernel {
                 0,
             )
         };
-        if answer == 0 { Ok(()) } else { Err(last("mbind")) }
+        if answer == 0 { Ok(()) } else { Err(last_error("mbind")) }
     }
 
     /// Populates a mapping as by writes, and keeps its contents (`madvise`, `MADV_POPULATE_WRITE`).
@@ -264,9 +264,9 @@ impl Kernel {
     /// # Errors
     /// `EINVAL` on kernels before 5.14; `EFAULT` if the pool of huge pages is exhausted; `ENOMEM`.
     pub fn populate(&self, span: Span) -> Result<Duration> {
-        let seeming = self.ask(SystemCall::Populate)?;
+        let simulated = self.intercept(SystemCall::Populate)?;
         let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
-        Ok(seeming.unwrap_or(took))
+        Ok(simulated.unwrap_or(took))
     }
 
     /// Populates a mapping as by reads (`madvise`, `MADV_POPULATE_READ`). Pages of a file are read
@@ -275,9 +275,9 @@ impl Kernel {
     /// # Errors
     /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
     pub fn populate_read(&self, span: Span) -> Result<Duration> {
-        let seeming = self.ask(SystemCall::PopulateRead)?;
+        let simulated = self.intercept(SystemCall::PopulateRead)?;
         let took = fault_in(span, libc::MADV_POPULATE_READ)?;
-        Ok(seeming.unwrap_or(took))
+        Ok(simulated.unwrap_or(took))
     }
 
     /// Writes one zero to each page. Replaces [`Kernel::populate`] on kernels that do not support
@@ -305,26 +305,30 @@ impl Kernel {
     /// # Errors
     /// `EPERM` or `ENOSYS` if a sandbox refuses it.
     pub fn nodes_of(&self, pages: &[usize]) -> Result<Vec<c_int>> {
-        self.ask(SystemCall::Query)?;
-        let mut nodes = look_up(pages)?;
-        let seeming = self.faults.as_ref().map_or(0, |faults| faults.moving());
-        nodes.iter_mut().take(seeming).for_each(|node| *node = -libc::ENOENT);
-        for _ in 0..LOOKS {
-            let nowhere = |&place: &usize| nodes[place] == -libc::ENOENT && is_there(pages[place]);
-            let moving: Vec<usize> = (0..pages.len()).filter(nowhere).collect();
+        self.intercept(SystemCall::Query)?;
+        let mut nodes = query_nodes(pages)?;
+        let simulated = self.faults.as_ref().map_or(0, |faults| faults.moving());
+        nodes.iter_mut().take(simulated).for_each(|node| *node = -libc::ENOENT);
+        for _ in 0..QUERY_RETRIES {
+            let is_moving =
+                |&place: &usize| nodes[place] == -libc::ENOENT && is_resident(pages[place]);
+            let moving: Vec<usize> = (0..pages.len()).filter(is_moving).collect();
             if moving.is_empty() {
                 break;
             }
             // A fault waits until the move of the page is complete. Kernels before 5.14 have no
             // fault that only reads.
-            let arrives = |&place: &usize| {
+            let fault_in_page = |&place: &usize| {
                 fault_in(Span { start: pages[place], len: 1 }, libc::MADV_POPULATE_READ).is_ok()
             };
-            if !moving.iter().all(arrives) {
-                thread::sleep(PAUSE);
+            if !moving.iter().all(fault_in_page) {
+                thread::sleep(RETRY_PAUSE);
             }
             let again: Vec<usize> = moving.iter().map(|&place| pages[place]).collect();
-            moving.into_iter().zip(look_up(&again)?).for_each(|(place, node)| nodes[place] = node);
+            moving
+                .into_iter()
+                .zip(query_nodes(&again)?)
+                .for_each(|(place, node)| nodes[place] = node);
         }
         Ok(nodes)
     }
@@ -334,7 +338,7 @@ impl Kernel {
     /// # Errors
     /// `EINVAL` if the process may use none of the CPUs.
     pub fn bind_thread(&self, cpus: &Bitmap) -> Result<()> {
-        self.ask(SystemCall::Bind)?;
+        self.intercept(SystemCall::Bind)?;
         let words = cpus.words();
         // SAFETY: 1. the kernel reads exactly the given number of bytes, independent of the size of
         // the C type.
@@ -352,7 +356,7 @@ impl Kernel {
         name: String,
         work: impl FnOnce() + Send + 'static,
     ) -> Result<thread::JoinHandle<()>> {
-        self.ask(SystemCall::Spawn)?;
+        self.intercept(SystemCall::Spawn)?;
         let started: io::Result<_> = thread::Builder::new().name(name).spawn(work);
         started.map_err(|e| SystemError {
             call: "clone",
@@ -368,11 +372,11 @@ pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
 
 /// Maximum number of repeated queries for pages that the kernel is moving, and the pause between
 /// them where the move cannot be waited for.
-const LOOKS: usize = 50;
-const PAUSE: Duration = Duration::from_micros(200);
+const QUERY_RETRIES: usize = 50;
+const RETRY_PAUSE: Duration = Duration::from_micros(200);
 
 /// Queries the node of each page once.
-fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
+fn query_nodes(pages: &[usize]) -> Result<Vec<c_int>> {
     let mut nodes = vec![-libc::ENOENT; pages.len()];
     // SAFETY: 1. both arrays have `pages.len()` elements. 2. without nodes nothing is moved. 3. the
     // pages are looked up by address and not read.
@@ -387,21 +391,21 @@ fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
             0,
         )
     };
-    if answer >= 0 { Ok(nodes) } else { Err(last("move_pages")) }
+    if answer >= 0 { Ok(nodes) } else { Err(last_error("move_pages")) }
 }
 
 /// Returns whether a page has memory, also while it is moved.
-fn is_there(page: usize) -> bool {
-    let mut there = 0;
+fn is_resident(page: usize) -> bool {
+    let mut resident = 0;
     // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not
     // read.
     let answer =
-        unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut there) };
-    answer == 0 && there & 1 == 1
+        unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut resident) };
+    answer == 0 && resident & 1 == 1
 }
 
 /// Returns the CPU time of this thread.
-fn own_time() -> Result<Duration> {
+fn thread_cpu_time() -> Result<Duration> {
     let spent = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
     spent.map(Duration::from).map_err(|e| SystemError { call: "clock_gettime", errno: e as c_int })
 }
@@ -409,7 +413,7 @@ fn own_time() -> Result<Duration> {
 /// Populates the pages of a range, and repeats the call when it is interrupted. Returns the CPU
 /// time that it took. Wall time would include the time of other threads.
 fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
-    let begun = own_time()?;
+    let begun = thread_cpu_time()?;
     loop {
         // SAFETY: 1. populating does not change the visible contents of memory, whichever owner it
         // has.
@@ -418,17 +422,17 @@ fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
             Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
             answer => {
                 answer?;
-                return Ok(own_time()?.saturating_sub(begun));
+                return Ok(thread_cpu_time()?.saturating_sub(begun));
             }
         }
     }
 }
 
 fn check(call: &'static str, answer: c_int) -> Result<()> {
-    if answer == 0 { Ok(()) } else { Err(last(call)) }
+    if answer == 0 { Ok(()) } else { Err(last_error(call)) }
 }
 
-fn last(call: &'static str) -> SystemError {
+fn last_error(call: &'static str) -> SystemError {
     SystemError { call, errno: Errno::last_raw() }
 }
 

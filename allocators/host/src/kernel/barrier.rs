@@ -12,7 +12,7 @@ const REGISTER_PRIVATE_EXPEDITED: c_int = 1 << 4;
 fn membarrier(command: c_int) -> Result<()> {
     // SAFETY: 1. the call takes only numbers, and changes no memory.
     let answer: c_long = unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) };
-    if answer == 0 { Ok(()) } else { Err(super::last("membarrier")) }
+    if answer == 0 { Ok(()) } else { Err(super::last_error("membarrier")) }
 }
 
 impl Kernel {
@@ -35,7 +35,7 @@ impl Kernel {
     /// `EPERM` if the process is not registered, `ENOSYS` or a sandbox's error if the call is not
     /// available.
     pub fn barrier(&self) -> Result<()> {
-        self.ask(SystemCall::Barrier)?;
+        self.intercept(SystemCall::Barrier)?;
         if !self.offers_barrier() {
             return Err(SystemError { call: "membarrier", errno: libc::ENOSYS });
         }

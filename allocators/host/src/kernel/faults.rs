@@ -124,21 +124,21 @@ impl SystemCall {
 /// ```
 #[derive(Debug, Default)]
 pub struct Faults {
-    plan: Mutex<Plan>,
+    plan: Mutex<FaultPlan>,
 }
 
 #[derive(Debug, Default)]
-struct Plan {
+struct FaultPlan {
     made: [u64; SystemCall::ALL.len()],
-    faults: Vec<Fault>,
-    times: Vec<Timed>,
+    faults: Vec<PlannedFault>,
+    times: Vec<TimedCalls>,
     version: Option<(u32, u32)>,
     moving: usize,
 }
 
 /// Calls with a simulated duration.
 #[derive(Clone, Copy, Debug)]
-struct Timed {
+struct TimedCalls {
     call: SystemCall,
     first: u64,
     last: u64,
@@ -146,7 +146,7 @@ struct Timed {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Fault {
+struct PlannedFault {
     call: SystemCall,
     /// The calls of this kind that fail, as numbers that count all calls of this kind.
     first: u64,
@@ -165,14 +165,14 @@ impl Faults {
     pub fn fail(&self, call: SystemCall, nth: u64, errno: i32) {
         let mut plan = self.lock();
         let at = plan.made[call as usize].saturating_add(nth);
-        plan.faults.push(Fault { call, first: at, last: at, errno });
+        plan.faults.push(PlannedFault { call, first: at, last: at, errno });
     }
 
     /// Makes the `nth` call of this kind from now on, and all after it, fail with `errno`.
     pub fn fail_from(&self, call: SystemCall, nth: u64, errno: i32) {
         let mut plan = self.lock();
         let first = plan.made[call as usize].saturating_add(nth);
-        plan.faults.push(Fault { call, first, last: u64::MAX, errno });
+        plan.faults.push(PlannedFault { call, first, last: u64::MAX, errno });
     }
 
     /// Makes the next `count` calls of this kind report the duration `time`, after those planned
@@ -182,7 +182,7 @@ impl Faults {
         let planned =
             plan.times.iter().filter(|timed| timed.call == call).map(|timed| timed.last).max();
         let before = plan.made[call as usize].max(planned.unwrap_or(0));
-        plan.times.push(Timed {
+        plan.times.push(TimedCalls {
             call,
             first: before + 1,
             last: before.saturating_add(count),
@@ -224,7 +224,7 @@ impl Faults {
     }
 
     /// Counts a call. Returns its simulated duration, if any, or the failure planned for it.
-    pub(super) fn ask(&self, call: SystemCall) -> Result<Option<Duration>, SystemError> {
+    pub(super) fn intercept(&self, call: SystemCall) -> Result<Option<Duration>, SystemError> {
         let mut plan = self.lock();
         plan.made[call as usize] += 1;
         let number = plan.made[call as usize];
@@ -238,7 +238,7 @@ impl Faults {
         Ok(timed.map(|timed| timed.time))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Plan> {
+    fn lock(&self) -> MutexGuard<'_, FaultPlan> {
         self.plan.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,6 +1,6 @@
 //! File-backed memory: memory files, and files mapped for reading.
 
-use super::{Kernel, MapPages, Result, Span, SystemCall, check, last};
+use super::{Kernel, MapPages, Result, Span, SystemCall, check, last_error};
 use aquifer_core::SystemError;
 use nix::{
     errno::Errno,
@@ -28,7 +28,7 @@ impl Kernel {
     /// `ENODEV` if there are no huge pages of that size, `ENOMEM`, `EMFILE`.
     pub fn memory_file(&self, bytes: usize, pages: MapPages) -> Result<OwnedFd> {
         const NAME: &CStr = c"aquifer-region";
-        self.ask(SystemCall::MemFile)?;
+        self.intercept(SystemCall::MemFile)?;
         let huge = match pages {
             MapPages::Ordinary => 0,
             MapPages::Huge2M => libc::MFD_HUGETLB | libc::MFD_HUGE_2MB,
@@ -38,16 +38,16 @@ impl Kernel {
         // SAFETY: 1. the name ends with a zero.
         let file = unsafe { libc::memfd_create(NAME.as_ptr(), flags) };
         if file < 0 {
-            return Err(last("memfd_create"));
+            return Err(last_error("memfd_create"));
         }
         // SAFETY: 1. it was just opened, and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
-        self.ask(SystemCall::Resize)?;
+        self.intercept(SystemCall::Resize)?;
         let size = i64::try_from(bytes)
             .map_err(|_| SystemError { call: "ftruncate", errno: libc::EFBIG })?;
         // SAFETY: 1. the file is open.
         check("ftruncate", unsafe { libc::ftruncate(file.as_raw_fd(), size) })?;
-        self.ask(SystemCall::Seal)?;
+        self.intercept(SystemCall::Seal)?;
         // SAFETY: 1. the file is open, and this call takes a number.
         check("fcntl", unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) })?;
         Ok(file)
@@ -59,7 +59,7 @@ impl Kernel {
     /// `EPERM` for a file whose size is not sealed, or that is no memory file. Such a file could be
     /// truncated while a device uses it.
     pub fn look_at(&self, file: BorrowedFd<'_>) -> Result<(usize, MapPages)> {
-        self.ask(SystemCall::Seal)?;
+        self.intercept(SystemCall::Seal)?;
         // SAFETY: 1. the file is open.
         let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
         // A negative value means that it is no memory file.
@@ -88,13 +88,13 @@ impl Kernel {
     /// `ENOMEM` if the pool of huge pages, or the number of mappings, is exhausted. The range is
     /// then unchanged.
     pub unsafe fn map_shared(&self, span: Span, file: BorrowedFd<'_>) -> Result<()> {
-        self.ask(SystemCall::MapShared)?;
+        self.intercept(SystemCall::MapShared)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
         // SAFETY: 1. the caller's first condition.
         let address =
             unsafe { libc::mmap(span.pointer(), span.len, access, flags, file.as_raw_fd(), 0) };
-        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+        if address == libc::MAP_FAILED { Err(last_error("mmap")) } else { Ok(()) }
     }
 
     /// Maps a file for reading at any address, shared with the page cache (`mmap`, `PROT_READ`,
@@ -103,7 +103,7 @@ impl Kernel {
     /// # Errors
     /// `EINVAL` for no bytes; `EACCES` for a file that is not open for reading.
     pub fn map_to_read(&self, file: BorrowedFd<'_>, bytes: usize) -> Result<Span> {
-        self.ask(SystemCall::MapShared)?;
+        self.intercept(SystemCall::MapShared)?;
         // SAFETY: 1. no address is given, so no mapping is replaced.
         let address = unsafe {
             libc::mmap(
@@ -116,7 +116,7 @@ impl Kernel {
             )
         };
         if address == libc::MAP_FAILED {
-            return Err(last("mmap"));
+            return Err(last_error("mmap"));
         }
         Ok(Span { start: address.expose_provenance(), len: bytes })
     }
@@ -129,7 +129,7 @@ impl Kernel {
     /// # Errors
     /// `ENOMEM` if the number of mappings is exhausted. The mapping then stays.
     pub unsafe fn unmap_file(&self, span: Span) -> Result<()> {
-        self.ask(SystemCall::Unmap)?;
+        self.intercept(SystemCall::Unmap)?;
         // SAFETY: 1. the caller's first condition.
         check("munmap", unsafe { libc::munmap(span.pointer(), span.len) })
     }

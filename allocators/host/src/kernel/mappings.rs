@@ -39,7 +39,7 @@ impl Kernel {
     /// # Errors
     /// `ENOENT` if there is no `/proc`.
     pub fn mappings(&self, span: Span) -> Result<Vec<MapEntry>> {
-        self.ask(SystemCall::Mappings)?;
+        self.intercept(SystemCall::Mappings)?;
         let text = fs::read("/proc/self/maps").map_err(|e| SystemError {
             call: SystemCall::Mappings.name(),
             errno: e.raw_os_error().unwrap_or(libc::EIO),

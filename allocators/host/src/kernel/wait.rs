@@ -1,7 +1,7 @@
 //! Waiting for another thread, for a memory stall reported by the kernel, or for a timeout.
 #![expect(unsafe_code, reason = "makes system calls")]
 
-use super::{Kernel, Result, SystemCall, last};
+use super::{Kernel, Result, SystemCall, last_error};
 use aquifer_core::SystemError;
 use nix::libc;
 use std::{
@@ -36,7 +36,7 @@ impl Bell {
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    fn hear(&self) {
+    fn clear(&self) {
         let mut count = [0u8; 8];
         // SAFETY: 1. the file is open. 2. exactly `count.len()` bytes are written. It does not
         // block.
@@ -70,11 +70,11 @@ impl Kernel {
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`.
     pub fn bell(&self) -> Result<Bell> {
-        self.ask(SystemCall::Bell)?;
+        self.intercept(SystemCall::Bell)?;
         // SAFETY: 1. takes two numbers.
         let file = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if file < 0 {
-            return Err(last("eventfd"));
+            return Err(last_error("eventfd"));
         }
         // SAFETY: 1. it was just opened, and has no other owner.
         Ok(Bell(unsafe { OwnedFd::from_raw_fd(file) }))
@@ -103,7 +103,7 @@ impl Kernel {
         stalled: Duration,
         within: Duration,
     ) -> Result<StallAlarm> {
-        self.ask(SystemCall::StallAlarm)?;
+        self.intercept(SystemCall::StallAlarm)?;
         let refused = |call| {
             move |e: std::io::Error| SystemError {
                 call,
@@ -124,7 +124,7 @@ impl Kernel {
     /// # Errors
     /// `ENOMEM`.
     pub fn wait(&self, bell: &Bell, alarm: Option<&StallAlarm>, most: Duration) -> Result<Woken> {
-        self.ask(SystemCall::Wait)?;
+        self.intercept(SystemCall::Wait)?;
         let of = |file: &OwnedFd, events| libc::pollfd { fd: file.as_raw_fd(), events, revents: 0 };
         // `poll` ignores a negative file descriptor.
         let none = libc::pollfd { fd: -1, events: 0, revents: 0 };
@@ -136,18 +136,18 @@ impl Kernel {
         // open.
         let answer = unsafe { libc::poll(files.as_mut_ptr(), 2, most) };
         if answer < 0 {
-            let error = last("poll");
+            let error = last_error("poll");
             return if error.errno == libc::EINTR { Ok(Woken::default()) } else { Err(error) };
         }
         let rung = files[0].revents != 0;
         if rung {
-            bell.hear();
+            bell.clear();
         }
-        let told = files[1].revents;
+        let alarm_events = files[1].revents;
         Ok(Woken {
             rung,
-            stalled: told & libc::POLLPRI != 0,
-            over: told & (libc::POLLERR | libc::POLLNVAL) != 0,
+            stalled: alarm_events & libc::POLLPRI != 0,
+            over: alarm_events & (libc::POLLERR | libc::POLLNVAL) != 0,
         })
     }
 }

@@ -12,7 +12,7 @@ use super::{
     state::{Freed, Released, State},
     thread::{self, AtWork, THREADS},
 };
-use crate::kernel::{AcrossForks, Of, Process, pointer};
+use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
@@ -71,7 +71,7 @@ pub fn stale_frees() -> u64 {
 }
 
 /// Cores without a pool.
-static RETIRED: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Shells, Vec::new());
+static RETIRED: ForkSafe<Vec<&'static Home>> = ForkSafe::new(LockOrder::IdleCores, Vec::new());
 
 impl Home {
     /// Returns a core for a new pool, and the generation of its allocators.

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     clock,
-    kernel::{AcrossForks, Of},
+    kernel::{ForkSafe, LockOrder},
     region,
 };
 use aquifer_core::{Action, Gate, event::Ticket};
@@ -18,7 +18,7 @@ use std::{
 };
 
 /// Cores of closed pools with pending blocks. No allocation polls their gates any more.
-static LINGERING: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Lingering, Vec::new());
+static LINGERING: ForkSafe<Vec<&'static Home>> = ForkSafe::new(LockOrder::Lingering, Vec::new());
 
 pub(super) fn linger(home: &'static Home) {
     let mut lingering = LINGERING.lock();

@@ -14,7 +14,7 @@
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
-use crate::kernel::{AcrossForks, Guard, Of};
+use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder};
 use nix::libc;
 use std::{cell::Cell, ffi::c_void, ptr, sync::OnceLock};
 
@@ -112,10 +112,10 @@ struct Register {
     next: u32,
 }
 
-static REGISTER: AcrossForks<Register> =
-    AcrossForks::new(Of::Threads, Register { free: Vec::new(), next: 0 });
+static REGISTER: ForkSafe<Register> =
+    ForkSafe::new(LockOrder::Threads, Register { free: Vec::new(), next: 0 });
 
-fn register() -> Guard<'static, Register> {
+fn register() -> ForkSafeGuard<'static, Register> {
     REGISTER.lock()
 }
 

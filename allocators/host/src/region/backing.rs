@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
-use crate::kernel::{AcrossForks, Guard, Of, Span, pointer};
+use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder, Span, pointer};
 use aquifer_core::{Charge, DriverError, Gate};
 use aquifer_driver::{Driver, Relaxed};
 use std::{
@@ -327,10 +327,10 @@ pub(super) enum Remains {
     Backing(Backing),
 }
 
-static STRANDED: AcrossForks<Vec<(u64, Remains)>> = AcrossForks::new(Of::Stranded, Vec::new());
+static STRANDED: ForkSafe<Vec<(u64, Remains)>> = ForkSafe::new(LockOrder::Stranded, Vec::new());
 static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn stranded() -> Guard<'static, Vec<(u64, Remains)>> {
+fn stranded() -> ForkSafeGuard<'static, Vec<(u64, Remains)>> {
     STRANDED.lock()
 }
 

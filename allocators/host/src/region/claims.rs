@@ -4,13 +4,14 @@
 //! release, so each page can be claimed only once.
 
 use super::window;
-use crate::kernel::{AcrossForks, Guard, Of, Span};
+use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder, Span};
 use std::collections::BTreeMap;
 
 /// First address to end address.
-static CLAIMED: AcrossForks<BTreeMap<usize, usize>> = AcrossForks::new(Of::Claims, BTreeMap::new());
+static CLAIMED: ForkSafe<BTreeMap<usize, usize>> =
+    ForkSafe::new(LockOrder::Claims, BTreeMap::new());
 
-fn lock() -> Guard<'static, BTreeMap<usize, usize>> {
+fn lock() -> ForkSafeGuard<'static, BTreeMap<usize, usize>> {
     CLAIMED.lock()
 }
 

@@ -4,17 +4,17 @@
 //! program is busy. Retired memory stays mapped, registered and charged until a quiet point.
 
 use super::backing::{Backing, retry_stranded, stranded_bytes};
-use crate::kernel::{AcrossForks, Guard, Of, Process};
+use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder, Process};
 use std::{
     mem,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 /// Each with the process that retired it: a forked child has not inherited the memory.
-static RETIRED: AcrossForks<Vec<(Process, Backing)>> = AcrossForks::new(Of::Retired, Vec::new());
+static RETIRED: ForkSafe<Vec<(Process, Backing)>> = ForkSafe::new(LockOrder::Retired, Vec::new());
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn list() -> Guard<'static, Vec<(Process, Backing)>> {
+fn list() -> ForkSafeGuard<'static, Vec<(Process, Backing)>> {
     RETIRED.lock()
 }
 

@@ -11,7 +11,7 @@
 //! - Memory that the driver allocated lies outside the window. Such regions are few and are
 //!   recorded in a separate table.
 
-use crate::kernel::{AcrossForks, Guard, Kernel, Of, Span};
+use crate::kernel::{ForkSafe, ForkSafeGuard, Kernel, LockOrder, Span};
 use aquifer_core::SystemError;
 use nix::libc;
 use std::{
@@ -33,7 +33,7 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// The free parts of the window. `None` before the reservation.
-static FREE: AcrossForks<Option<Free>> = AcrossForks::new(Of::Window, None);
+static FREE: ForkSafe<Option<Free>> = ForkSafe::new(LockOrder::Window, None);
 
 /// Free address ranges: start to length. No two are adjacent.
 #[derive(Default)]
@@ -116,7 +116,7 @@ fn is_outside(address: usize) -> bool {
     })
 }
 
-fn lock() -> Guard<'static, Option<Free>> {
+fn lock() -> ForkSafeGuard<'static, Option<Free>> {
     FREE.lock()
 }
 
