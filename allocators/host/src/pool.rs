@@ -16,8 +16,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `home` | the pool core (*shell* in the figure): fast path, locked path, closing |
-//! | `magazine`, `rack`, `door` | per-thread caches of free blocks, and draining by others |
+//! | `core` | the pool core (*shell* in the figure): fast path, locked path, closing |
+//! | `magazine`, `rack`, `lock` | per-thread caches of free blocks, and draining by others |
 //! | `depot` | shared cache of free blocks above 64 KiB that exceed a thread's own cache |
 //! | `thread` | thread numbers, and the thread's current magazine |
 //! | `map`, `span` | lock-free lookup from an address to its slot and the slot's state |
@@ -118,16 +118,16 @@
 
 mod allocator;
 mod buffer;
+mod cache_bin;
 mod classes;
 mod depot;
-mod door;
 mod grow;
-mod home;
 mod magazine;
-mod map;
+mod owner_biased_lock;
+mod page_map;
 mod pending;
 mod poison;
-mod rack;
+mod pool_core;
 mod reclaim;
 mod slabs;
 mod span;
@@ -136,9 +136,9 @@ mod thread;
 
 pub use allocator::PinnedAllocator;
 pub use buffer::PinnedBuf;
-pub use home::stale_frees;
 pub use pending::sweep;
-pub(crate) use reclaim::Keeper;
+pub use pool_core::stale_frees;
+pub(crate) use reclaim::IdleHolder;
 
 use crate::{
     region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
@@ -149,7 +149,7 @@ use aquifer_core::{
 };
 use aquifer_driver::{HostFlags, site};
 use bytemuck::Pod;
-use home::{Effort, Home};
+use pool_core::{Effort, PoolCore};
 use std::{
     alloc::Layout,
     fmt,
@@ -275,20 +275,20 @@ pub struct PinnedStats {
 
 /// State that is fixed when the pool is made.
 #[derive(Debug)]
-struct Shared {
+struct PoolContext {
     host: Host,
     budget: Budget,
     config: PinnedConfig,
     /// Whether an observer is notified of the host's accesses to pinned memory.
     observed: bool,
-    known: OnceLock<reclaim::Known>,
+    registration: OnceLock<reclaim::BudgetRegistration>,
     /// Holders of idle blocks that the pool can take back.
-    keepers: Mutex<Vec<Weak<dyn Keeper>>>,
+    idle_holders: Mutex<Vec<Weak<dyn IdleHolder>>>,
     /// Scratch memory of reclaim passes.
     scratch: Scratch,
 }
 
-impl Shared {
+impl PoolContext {
     fn place(&self) -> Place {
         Place::Host(self.config.node.map(|node| node.0))
     }
@@ -311,19 +311,19 @@ impl Shared {
 /// ```
 #[derive(Clone)]
 pub struct PinnedPool {
-    handle: Arc<Handle>,
+    handle: Arc<PoolHandle>,
 }
 
 /// Closes the pool when the last clone is dropped.
-struct Handle {
-    home: &'static Home,
+struct PoolHandle {
+    core: &'static PoolCore,
     generation: u64,
-    shared: Arc<Shared>,
+    shared: Arc<PoolContext>,
 }
 
-impl Drop for Handle {
+impl Drop for PoolHandle {
     fn drop(&mut self) {
-        self.home.close(self.generation);
+        self.core.close(self.generation);
         if let Some(recorder) = &self.shared.config.recorder {
             recorder.flush();
         }
@@ -340,19 +340,27 @@ impl PinnedPool {
         config.check()?;
         config.recorder = Recorder::with_environment(config.recorder)?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
-        let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
-        let (keepers, scratch) = (Mutex::default(), Scratch::new());
-        let shared = Arc::new(Shared { host, budget, config, observed, known, keepers, scratch });
-        let (home, generation) = Home::open(shared.clone());
-        shared.register(home, generation);
-        Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })
+        let (host, budget, registration) = (host.clone(), budget.clone(), OnceLock::new());
+        let (idle_holders, scratch) = (Mutex::default(), Scratch::new());
+        let shared = Arc::new(PoolContext {
+            host,
+            budget,
+            config,
+            observed,
+            registration,
+            idle_holders,
+            scratch,
+        });
+        let (core, generation) = PoolCore::open(shared.clone());
+        shared.register(core, generation);
+        Ok(Self { handle: Arc::new(PoolHandle { core, generation, shared }) })
     }
 
     /// Returns the pool as an allocator for collections. The allocator may outlive the pool, and
     /// returns errors then.
     #[must_use]
     pub fn allocator(&self) -> PinnedAllocator {
-        PinnedAllocator::new(self.handle.home, self.handle.generation)
+        PinnedAllocator::new(self.handle.core, self.handle.generation)
     }
 
     /// Allocates a block. Returns the reason if there is none. Free the block with the allocator's
@@ -364,8 +372,8 @@ impl PinnedPool {
     #[track_caller]
     pub fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
-        let block = self.handle.home.allocate(self.handle.generation, layout)?;
-        poison::given(block.cast(), layout.size());
+        let block = self.handle.core.allocate(self.handle.generation, layout)?;
+        poison::on_allocate(block.cast(), layout.size());
         Ok(block)
     }
 
@@ -392,12 +400,12 @@ impl PinnedPool {
     #[track_caller]
     fn allocate_with(&self, layout: Layout, effort: &Effort) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
-        let (home, generation) = (self.handle.home, self.handle.generation);
-        let block = match home.quick(generation, layout) {
+        let (core, generation) = (self.handle.core, self.handle.generation);
+        let block = match core.allocate_fast(generation, layout) {
             Some(start) => NonNull::slice_from_raw_parts(start, layout.size()),
-            None => home.allocate_slowly(generation, layout, effort)?,
+            None => core.allocate_slow(generation, layout, effort)?,
         };
-        poison::given(block.cast(), layout.size());
+        poison::on_allocate(block.cast(), layout.size());
         Ok(block)
     }
 
@@ -418,7 +426,7 @@ impl PinnedPool {
     #[track_caller]
     pub fn warm(&self, bytes: usize) -> Result<()> {
         let _site = site::enter();
-        self.here()?.warm(self.handle.generation, bytes as u64)
+        self.core()?.warm(self.handle.generation, bytes as u64)
     }
 
     /// Grows until [`PinnedConfig::grow_ahead`] bytes are free. Returns the number of bytes taken.
@@ -430,11 +438,11 @@ impl PinnedPool {
     #[track_caller]
     pub fn quiet_point(&self) -> Result<u64> {
         let _site = site::enter();
-        let home = self.here()?;
+        let core = self.core()?;
         region::end_retired();
-        home.poll_all();
+        core.poll_all();
         let ahead = self.handle.shared.config.grow_ahead as u64;
-        home.grow_ahead(self.handle.generation, ahead)
+        core.grow_ahead(self.handle.generation, ahead)
     }
 
     /// Releases wholly free regions, largest first. Returns the number of bytes released. At least
@@ -447,16 +455,16 @@ impl PinnedPool {
     #[track_caller]
     pub fn trim(&self, keep: usize) -> Result<u64> {
         let _site = site::enter();
-        let home = self.here()?;
-        home.poll_all();
-        home.trim(self.handle.generation, keep as u64)
+        let core = self.core()?;
+        core.poll_all();
+        core.trim(self.handle.generation, keep as u64)
     }
 
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PinnedStats {
-        let stats = |home: &Home| home.with_tally(|state, tally| state.stats(tally));
-        self.here().map_or_else(|_| PinnedStats::default(), stats)
+        let stats = |core: &PoolCore| core.with_tally(|state, tally| state.stats(tally));
+        self.core().map_or_else(|_| PinnedStats::default(), stats)
     }
 
     /// Returns the NUMA node of the pool's memory.
@@ -476,27 +484,27 @@ impl PinnedPool {
     #[must_use]
     pub fn is_pinned(&self, address: NonNull<u8>) -> Option<bool> {
         let address = address.addr().get() as u64;
-        let home = self.here().ok()?;
-        home.with(|state| state.block_at(address).and_then(|_| state.is_pinned(address)))
+        let core = self.core().ok()?;
+        core.with(|state| state.block_at(address).and_then(|_| state.is_pinned(address)))
     }
 
     /// Returns the reports of all regions, in address order.
     #[must_use]
     pub fn reports(&self) -> Vec<RegionReport> {
-        self.here().map_or_else(|_| Vec::new(), |home| home.with(|state| state.reports()))
+        self.core().map_or_else(|_| Vec::new(), |core| core.with(|state| state.reports()))
     }
 
     /// Returns whether the pool's metadata is consistent. Takes time proportional to the pool's
     /// size. For tests and fuzzing.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
-        self.here().is_ok_and(|home| home.with_tally(|state, tally| state.is_consistent(tally)))
+        self.core().is_ok_and(|core| core.with_tally(|state, tally| state.is_consistent(tally)))
     }
 
     /// Returns the pool core, or an error in a child process.
-    fn here(&self) -> Result<&'static Home> {
-        let home = self.handle.home;
-        if home.is_here() { Ok(home) } else { Err(MemoryError::OtherProcess) }
+    fn core(&self) -> Result<&'static PoolCore> {
+        let core = self.handle.core;
+        if core.is_current_process() { Ok(core) } else { Err(MemoryError::OtherProcess) }
     }
 }
 

@@ -257,7 +257,7 @@ impl Side {
         let slots =
             (lanes as u64).saturating_mul(config.slots as u64).saturating_mul(config.slot as u64);
         let lanes = Arc::new(Lanes::new(pool, lanes, config.slots, config.slot));
-        pool.keep_asking(&lanes);
+        pool.register_idle_holder(&lanes);
         Self {
             workers: Workers::with_threads(&host.topology, host.kernel.clone(), threads),
             workers_most: workers,

@@ -2,9 +2,9 @@
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
 use super::{
-    home::{Effort, Home},
     magazine::Magazine,
     poison,
+    pool_core::{Effort, PoolCore},
     span::Span,
     thread,
 };
@@ -34,21 +34,21 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 /// ```
 #[derive(Clone, Copy)]
 pub struct PinnedAllocator {
-    home: &'static Home,
+    core: &'static PoolCore,
     /// The generation of the core that its blocks belong to, unique among pools. A core with live
     /// blocks keeps its generation.
     generation: u64,
 }
 
 impl PinnedAllocator {
-    pub(super) fn new(home: &'static Home, generation: u64) -> Self {
-        Self { home, generation }
+    pub(super) fn new(core: &'static PoolCore, generation: u64) -> Self {
+        Self { core, generation }
     }
 
     /// Returns whether the pool still serves allocations.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        self.home.with(|state| state.open_as(self.generation).is_ok())
+        self.core.with(|state| state.open_as(self.generation).is_ok())
     }
 
     /// Returns whether `address` lies in a region of any pool of this process. Never blocks. For
@@ -68,27 +68,27 @@ impl_allocator! {
     unsafe impl [] for PinnedAllocator {
         #[inline]
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            match self.quick(layout) {
+            match self.allocate_fast(layout) {
                 Some(start) => {
-                    poison::given(start, layout.size());
+                    poison::on_allocate(start, layout.size());
                     Ok(NonNull::slice_from_raw_parts(start, layout.size()))
                 }
-                None => self.by_chain(layout, AllocError),
+                None => self.allocate_slow_path(layout, AllocError),
             }
         }
 
         #[inline]
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            poison::going(self.generation, block, layout);
+            poison::on_free(self.generation, block, layout);
             // The thread's magazine is looked up first: where access to thread-locals is a function
             // call, few values have to be saved across it.
             let Some(magazine) = thread::magazine(&self.generation) else {
-                return self.free_slowly(block, layout);
+                return self.free_slow(block, layout);
             };
-            match Home::quick_free(magazine, self.generation, block, layout) {
+            match PoolCore::free_fast(magazine, self.generation, block, layout) {
                 Ok(()) => {}
-                Err(Some(span)) => self.free_beyond(magazine, span, block, layout),
-                Err(None) => self.free_slowly(block, layout),
+                Err(Some(span)) => self.free_uncached(magazine, span, block, layout),
+                Err(None) => self.free_slow(block, layout),
             }
         }
 
@@ -149,37 +149,41 @@ impl_allocator! {
 impl PinnedAllocator {
     /// Allocates a slot from this thread's magazine.
     #[inline(always)]
-    fn quick(&self, layout: Layout) -> Option<NonNull<u8>> {
-        self.home.quick_of(thread::magazine(&self.generation)?, self.generation, layout)
+    fn allocate_fast(&self, layout: Layout) -> Option<NonNull<u8>> {
+        self.core.allocate_fast_from(thread::magazine(&self.generation)?, self.generation, layout)
     }
 
     /// Allocates by the slow path. Returns what `allocate` returns, so that the call can be a tail
     /// call.
     #[cold]
     #[inline(never)]
-    fn by_chain<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
-        let block = self.home.allocate_slowly(self.generation, layout, &Effort::Configured);
-        block.inspect(|block| poison::given(block.cast(), layout.size())).map_err(|_| none)
+    fn allocate_slow_path<E>(
+        &self,
+        layout: Layout,
+        none: E,
+    ) -> std::result::Result<NonNull<[u8]>, E> {
+        let block = self.core.allocate_slow(self.generation, layout, &Effort::Configured);
+        block.inspect(|block| poison::on_allocate(block.cast(), layout.size())).map_err(|_| none)
     }
 
     #[cold]
     #[inline(never)]
-    fn free_slowly(&self, block: NonNull<u8>, layout: Layout) {
-        self.home.deallocate_slowly(self.generation, block, layout);
+    fn free_slow(&self, block: NonNull<u8>, layout: Layout) {
+        self.core.deallocate_slow(self.generation, block, layout);
     }
 
     /// Frees a live block that did not fit into the magazine's bins.
     #[cold]
     #[inline(never)]
-    fn free_beyond(
+    fn free_uncached(
         &self,
         magazine: &Magazine,
         span: &'static Span,
         block: NonNull<u8>,
         layout: Layout,
     ) {
-        if !self.home.quick_free_shared(magazine, self.generation, span, block, layout) {
-            self.free_slowly(block, layout);
+        if !self.core.free_fast_shared(magazine, self.generation, span, block, layout) {
+            self.free_slow(block, layout);
         }
     }
 
@@ -189,9 +193,9 @@ impl PinnedAllocator {
         let stays = old.size() > 0
             && new.size() > 0
             && block.addr().get().is_multiple_of(new.align())
-            && self.home.resize(self.generation, block, old.size(), new.size());
+            && self.core.resize(self.generation, block, old.size(), new.size());
         if stays && new.size() > old.size() {
-            poison::given(block, new.size());
+            poison::on_allocate(block, new.size());
         }
         stays
     }
@@ -202,7 +206,7 @@ impl PinnedAllocator {
 // shrinks, its tail is not reused.
 unsafe impl DeferReuse for PinnedAllocator {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
-        self.home.defer(self.generation, address, until)
+        self.core.defer(self.generation, address, until)
     }
 }
 

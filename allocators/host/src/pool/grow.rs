@@ -1,11 +1,11 @@
 //! The slow path of an allocation, growing the pool, and releasing regions.
 
 use super::{
-    Grow, Shared,
-    home::{Effort, Home, Taken},
+    Grow, PoolContext,
     magazine::Tally,
-    state::State,
-    thread::AtWork,
+    pool_core::{AllocatedBlock, Effort, PoolCore},
+    state::PoolState,
+    thread::InsidePool,
 };
 use crate::{
     clock,
@@ -20,96 +20,96 @@ use std::{
 };
 
 /// The exclusive right to grow a pool.
-struct Growing {
-    home: &'static Home,
+struct GrowGuard {
+    core: &'static PoolCore,
 }
 
-impl Drop for Growing {
+impl Drop for GrowGuard {
     fn drop(&mut self) {
-        *self.home.growing.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.home.grown.notify_all();
+        *self.core.growing.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.core.grown.notify_all();
     }
 }
 
 /// Why a round of the slow path failed.
 #[derive(Default)]
-struct InVain {
+struct GrowFailure {
     refused: Option<RegionError>,
     tried: Vec<Tried>,
 }
 
-impl Home {
+impl PoolCore {
     /// Allocates by the slow path (see the documentation of [`pool`](super)).
     #[cold]
-    pub(super) fn take_by_chain(
+    pub(super) fn allocate_by_slow_path(
         &'static self,
         generation: u64,
         layout: Layout,
         effort: &Effort,
-    ) -> Result<Taken> {
+    ) -> Result<AllocatedBlock> {
         if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))?
             == Grow::Now
         {
             super::sweep();
         }
-        let mut nap = Duration::from_micros(50);
+        let mut pause = Duration::from_micros(50);
         loop {
-            let in_vain = match self.try_chain(generation, layout, effort)? {
-                Ok(taken) => return Ok(taken),
-                Err(in_vain) => in_vain,
+            let failure = match self.slow_path_round(generation, layout, effort)? {
+                Ok(block) => return Ok(block),
+                Err(failure) => failure,
             };
             let left = match effort {
                 Effort::Until(end) => end.saturating_duration_since(Instant::now()),
                 Effort::Configured | Effort::None => Duration::ZERO,
             };
             // A request that no growth can serve does not wait.
-            let hopeless = in_vain.refused.as_ref().is_some_and(|error| {
+            let permanent = failure.refused.as_ref().is_some_and(|error| {
                 matches!(error.cause, Cause::Size { .. } | Cause::UnknownNode(_) | Cause::NotKept)
             });
-            if left.is_zero() || hopeless {
+            if left.is_zero() || permanent {
                 let shared = self.with(|state| state.open_as(generation).cloned())?;
-                return self.fail(&shared, layout, in_vain);
+                return self.fail(&shared, layout, failure);
             }
             // Sleep and poll: frees into magazines, opening gates and room in other budgets send no
             // notification.
-            thread::sleep(nap.min(left));
-            nap = (nap * 2).min(Duration::from_millis(2));
+            thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(2));
         }
     }
 
     /// One round of the slow path.
-    fn try_chain(
+    fn slow_path_round(
         &'static self,
         generation: u64,
         layout: Layout,
         effort: &Effort,
-    ) -> Result<std::result::Result<Taken, InVain>> {
+    ) -> Result<std::result::Result<AllocatedBlock, GrowFailure>> {
         let shared = loop {
             self.poll_all();
-            if let Some(taken) = self.try_take(generation, layout)? {
-                return Ok(Ok(taken));
+            if let Some(block) = self.try_allocate_block(generation, layout)? {
+                return Ok(Ok(block));
             }
             let shared = self.with(|state| state.open_as(generation).cloned())?;
             if self.drain(&shared, false)
-                && let Some(taken) = self.try_take(generation, layout)?
+                && let Some(block) = self.try_allocate_block(generation, layout)?
             {
-                return Ok(Ok(taken));
+                return Ok(Ok(block));
             }
             if *effort == Effort::None {
-                return Ok(Err(InVain::default()));
+                return Ok(Err(GrowFailure::default()));
             }
             let growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
             if *growing {
                 // The other thread's region may be enough. If not, this thread grows next.
                 let Effort::Until(end) = effort else {
-                    let _turn = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
+                    let _guard = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
                     continue;
                 };
                 let left = end.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    return Ok(Err(InVain::default()));
+                    return Ok(Err(GrowFailure::default()));
                 }
-                let _turn =
+                let _guard =
                     self.grown.wait_timeout(growing, left).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
@@ -117,13 +117,13 @@ impl Home {
             *growing = true;
             break shared;
         };
-        let _turn = Growing { home: self };
+        let _guard = GrowGuard { core: self };
         // A gate that is waited for may allocate. It must not do so from this pool, where it would
         // wait for this thread.
-        let _at_work = AtWork::begin();
+        let _inside = InsidePool::enter();
         // Another thread may have grown the pool, or freed memory, since the last attempt.
-        if let Some(taken) = self.try_take(generation, layout)? {
-            return Ok(Ok(taken));
+        if let Some(block) = self.try_allocate_block(generation, layout)? {
+            return Ok(Ok(block));
         }
         let patience = match effort {
             Effort::Until(end) => {
@@ -132,16 +132,16 @@ impl Home {
             Effort::Configured | Effort::None => shared.config.patience,
         };
         let until = clock::after(patience);
-        let mut in_vain = InVain::default();
-        let InVain { refused, tried } = &mut in_vain;
+        let mut failure = GrowFailure::default();
+        let GrowFailure { refused, tried } = &mut failure;
         if shared.config.grow == Grow::AtQuietPoints {
             tried.push(Tried { step: "grow, but at quiet points only", gave: 0 });
         } else {
             // Memory that the driver allocates may begin at any page, hence the second attempt with
             // slack.
-            for roomy in [false, true] {
-                match self.grow_for(&shared, generation, layout, roomy, until, tried) {
-                    Ok(Some(taken)) => return Ok(Ok(taken)),
+            for with_slack in [false, true] {
+                match self.grow_for(&shared, generation, layout, with_slack, until, tried) {
+                    Ok(Some(block)) => return Ok(Ok(block)),
                     Ok(None) => {}
                     Err(error) => {
                         *refused = Some(error);
@@ -150,21 +150,22 @@ impl Home {
                 }
             }
         }
-        let kept = shared.ask_keepers();
-        if kept > 0 {
-            tried.push(Tried { step: "idle slots of stagers", gave: kept });
-            if let Some(taken) = self.try_take(generation, layout)? {
-                return Ok(Ok(taken));
+        let reclaimed = shared.reclaim_idle();
+        if reclaimed > 0 {
+            tried.push(Tried { step: "idle slots of stagers", gave: reclaimed });
+            if let Some(block) = self.try_allocate_block(generation, layout)? {
+                return Ok(Ok(block));
             }
         }
-        let larger = self.with(|state| state.take_larger(layout).map(|at| Self::taken(state, at)));
-        if let Some(taken) = larger {
-            return Ok(Ok(taken));
+        let larger =
+            self.with(|state| state.allocate_larger(layout).map(|at| Self::allocated(state, at)));
+        if let Some(block) = larger {
+            return Ok(Ok(block));
         }
-        if let Some(taken) = self.wait_for_pending(patience, generation, layout, tried)? {
-            return Ok(Ok(taken));
+        if let Some(block) = self.wait_for_pending(patience, generation, layout, tried)? {
+            return Ok(Ok(block));
         }
-        Ok(Err(in_vain))
+        Ok(Err(failure))
     }
 
     /// Makes a region for the request and allocates the block in it. Returns `None` if the block
@@ -172,47 +173,47 @@ impl Home {
     /// request's size, else that size after other regions were released.
     fn grow_for(
         &'static self,
-        shared: &Arc<Shared>,
+        shared: &Arc<PoolContext>,
         generation: u64,
         layout: Layout,
-        roomy: bool,
+        with_slack: bool,
         until: Instant,
         tried: &mut Vec<Tried>,
-    ) -> Result<Option<Taken>, RegionError> {
+    ) -> Result<Option<AllocatedBlock>, RegionError> {
         let grow = |bytes| self.grow(shared, generation, bytes, bytes, Some(layout));
-        let own = Self::own_size(layout, roomy)?;
-        let chunk = shared.config.chunk.max(own);
+        let needed = Self::region_size(layout, with_slack)?;
+        let chunk = shared.config.chunk.max(needed);
         let first = grow(chunk);
         tried.push(Tried { step: "grow", gave: if first.is_ok() { chunk as u64 } else { 0 } });
         let mut error = match first {
-            Ok(taken) => return Ok(taken),
+            Ok(block) => return Ok(block),
             Err(error) if matches!(error.cause, Cause::TimedOut | Cause::UnknownNode(_)) => {
                 return Err(error);
             }
             Err(error) => error,
         };
-        if own < chunk {
-            let answer = grow(own);
+        if needed < chunk {
+            let answer = grow(needed);
             tried.push(Tried {
                 step: "grow less",
-                gave: if answer.is_ok() { own as u64 } else { 0 },
+                gave: if answer.is_ok() { needed as u64 } else { 0 },
             });
             match answer {
-                Ok(taken) => return Ok(taken),
+                Ok(block) => return Ok(block),
                 Err(e) => error = e,
             }
         }
-        let given = self.reap(shared, 0, u64::MAX, None);
-        tried.push(Tried { step: "give back free regions", gave: given });
-        let again = if given == 0 { Err(error) } else { grow(own) };
-        again.or_else(|error| shared.ask_others(error, until, tried, || grow(own)))
+        let released = self.reap(shared, 0, u64::MAX, None);
+        tried.push(Tried { step: "give back free regions", gave: released });
+        let again = if released == 0 { Err(error) } else { grow(needed) };
+        again.or_else(|error| shared.reclaim_from_others(error, until, tried, || grow(needed)))
     }
 
-    /// Returns the bytes of a region for one request, with slack for its alignment if `roomy`.
-    fn own_size(layout: Layout, roomy: bool) -> Result<usize, RegionError> {
+    /// Returns the bytes of a region for one request, with slack for its alignment if `with_slack`.
+    fn region_size(layout: Layout, with_slack: bool) -> Result<usize, RegionError> {
         let too_large = || RegionError::too_large(layout.size());
         // A mapped region begins at a huge page. A larger alignment needs slack in any case.
-        let slack = if roomy || layout.align() > GRANULE { layout.align() } else { 0 };
+        let slack = if with_slack || layout.align() > GRANULE { layout.align() } else { 0 };
         let bytes = layout.size().checked_add(slack).ok_or_else(too_large)?;
         let huge = bytes.checked_next_multiple_of(GRANULE).ok_or_else(too_large)?;
         // Round up to whole huge pages where this adds little: only those can come from the huge
@@ -225,14 +226,14 @@ impl Home {
     /// would be refused.
     fn grow(
         &'static self,
-        shared: &Arc<Shared>,
+        shared: &Arc<PoolContext>,
         generation: u64,
         bytes: usize,
         registration: usize,
         layout: Option<Layout>,
-    ) -> Result<Option<Taken>, RegionError> {
+    ) -> Result<Option<AllocatedBlock>, RegionError> {
         // The region's metadata must not be allocated from a pool either.
-        let _at_work = AtWork::begin();
+        let _inside = InsidePool::enter();
         let config = &shared.config;
         let mut request = RegionRequest::bytes(bytes);
         request.node = config.node;
@@ -246,19 +247,19 @@ impl Home {
         let region = Region::new(&shared.host, &shared.budget, &request)?;
         let (start, len) = (region.span().start as u64, region.span().len as u64);
         let mut region = Some(region);
-        let put_in = self.with(|state| {
+        let added = self.with(|state| {
             state.open_as(generation).ok()?;
             region = region.take().and_then(|region| state.add(region));
             if region.is_some() {
                 return None;
             }
             let ticket = config.recorder.as_ref().map(|recorder| recorder.ticket());
-            Some((ticket, layout.and_then(|layout| self.take(state, None, layout))))
+            Some((ticket, layout.and_then(|layout| self.allocate_from_heap(state, None, layout))))
         });
-        let (ticket, taken) = put_in.unwrap_or_default();
-        self.tell(&Some(shared.clone()), ticket, Action::Grow, start, len);
+        let (ticket, block) = added.unwrap_or_default();
+        self.record(&Some(shared.clone()), ticket, Action::Grow, start, len);
         match region {
-            None => Ok(taken),
+            None => Ok(block),
             // The pool was closed in between, or its heap is full. The region is released.
             Some(region) => {
                 drop(region);
@@ -274,7 +275,7 @@ impl Home {
         generation: u64,
         layout: Layout,
         tried: &mut Vec<Tried>,
-    ) -> Result<Option<Taken>> {
+    ) -> Result<Option<AllocatedBlock>> {
         let end = clock::after(patience);
         if patience.is_zero() {
             return Ok(None);
@@ -286,8 +287,8 @@ impl Home {
                 break;
             }
             waited = true;
-            if let Some(taken) = self.try_take(generation, layout)? {
-                return Ok(Some(taken));
+            if let Some(block) = self.try_allocate_block(generation, layout)? {
+                return Ok(Some(block));
             }
         }
         if waited {
@@ -296,8 +297,13 @@ impl Home {
         Ok(None)
     }
 
-    fn fail(&'static self, shared: &Arc<Shared>, layout: Layout, in_vain: InVain) -> Result<Taken> {
-        let InVain { refused: error, tried } = in_vain;
+    fn fail(
+        &'static self,
+        shared: &Arc<PoolContext>,
+        layout: Layout,
+        failure: GrowFailure,
+    ) -> Result<AllocatedBlock> {
+        let GrowFailure { refused: error, tried } = failure;
         let place =
             shared.config.node.map_or_else(|| "the host".to_owned(), |node| node.to_string());
         let mut full = Box::new(OutOfMemory::new(place, layout.size() as u64));
@@ -312,11 +318,11 @@ impl Home {
             }
         }
         let (error, ticket) = self.with_tally(|state, tally| {
-            state.failed();
+            state.count_failure();
             let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
-            (other.unwrap_or_else(|| state.explain(full, tally)), ticket)
+            (other.unwrap_or_else(|| state.complete_error(full, tally)), ticket)
         });
-        self.tell(&Some(shared.clone()), ticket, Action::Fail, 0, layout.size() as u64);
+        self.record(&Some(shared.clone()), ticket, Action::Fail, 0, layout.size() as u64);
         Err(error)
     }
 
@@ -336,7 +342,7 @@ impl Home {
     fn grow_until(
         &'static self,
         generation: u64,
-        missing: impl FnOnce(&mut State, Tally) -> u64,
+        missing: impl FnOnce(&mut PoolState, Tally) -> u64,
     ) -> Result<u64> {
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         while *growing {
@@ -344,7 +350,7 @@ impl Home {
         }
         *growing = true;
         drop(growing);
-        let _turn = Growing { home: self };
+        let _guard = GrowGuard { core: self };
         let (shared, missing) = self.with_tally(|state, tally| {
             let shared = state.open_as(generation).cloned()?;
             Ok::<_, MemoryError>((shared, missing(state, tally)))
@@ -364,13 +370,13 @@ impl Home {
     /// into `failed`.
     pub(super) fn reap(
         &'static self,
-        shared: &Arc<Shared>,
+        shared: &Arc<PoolContext>,
         keep: u64,
         enough: u64,
         mut failed: Option<&mut Option<RegionError>>,
     ) -> u64 {
-        let mut given = 0;
-        while given < enough
+        let mut released = 0;
+        while released < enough
             && let Some(region) = self.with(|state| state.remove(keep))
         {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
@@ -380,38 +386,38 @@ impl Home {
                 }
                 continue;
             }
-            given += len;
+            released += len;
             let ticket = self.with(|state| {
                 // This may be the last region of a closed pool, and the core may already serve
                 // another.
                 if state.shared.as_ref().is_some_and(|now| Arc::ptr_eq(now, shared)) {
-                    state.reaped(len);
+                    state.count_reaped(len);
                 }
                 shared.config.recorder.as_ref().map(|recorder| recorder.ticket())
             });
-            self.tell(&Some(shared.clone()), ticket, Action::Reap, start, len);
+            self.record(&Some(shared.clone()), ticket, Action::Reap, start, len);
         }
-        given
+        released
     }
 
     /// Releases the wholly free regions of a closed pool when its last blocks are freed. This must
     /// not wait for devices, so pinned regions are left for the next quiet point.
-    pub(super) fn give_up(&'static self, shared: &Arc<Shared>) {
+    pub(super) fn release_after_close(&'static self, shared: &Arc<PoolContext>) {
         while let Some(region) = self.with(|state| state.remove(0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
             if region.is_pinned() {
                 region.retire();
             }
             let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
-            self.tell(&Some(shared.clone()), ticket, Action::Reap, start, len);
+            self.record(&Some(shared.clone()), ticket, Action::Reap, start, len);
         }
     }
 
     /// Releases about `bytes` for another pool. A region that cannot be released is stranded and
     /// stays charged.
-    pub(super) fn give_back(&'static self, generation: u64, bytes: u64) {
+    pub(super) fn release_for_reclaim(&'static self, generation: u64, bytes: u64) {
         let Ok(shared) = self.with(|state| state.open_as(generation).cloned()) else { return };
-        shared.ask_keepers();
+        shared.reclaim_idle();
         self.poll_all();
         self.drain(&shared, false);
         self.reap(&shared, shared.config.reserve as u64, bytes, None);
@@ -424,7 +430,7 @@ impl Home {
         self.drain(&shared, false);
         let keep = keep.max(shared.config.reserve as u64);
         let mut failed = None;
-        let given = self.reap(&shared, keep, u64::MAX, Some(&mut failed));
-        failed.map_or(Ok(given), |error| Err(MemoryError::from(error)))
+        let released = self.reap(&shared, keep, u64::MAX, Some(&mut failed));
+        failed.map_or(Ok(released), |error| Err(MemoryError::from(error)))
     }
 }

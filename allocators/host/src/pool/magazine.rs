@@ -1,7 +1,7 @@
 //! A thread's cache of free blocks of one pool.
 //!
 //! The owner thread accesses it by plain loads and stores, under an owner-biased lock
-//! ([`door`](super::door)).
+//! ([`lock`](super::door)).
 //!
 //! # How much it holds
 //! - Of each class up to 64 KiB, about 64 KiB but at least four blocks. A full bin doubles as long
@@ -17,10 +17,10 @@
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::{
+    cache_bin::{CacheBin, Entry},
     classes,
     depot::Depot,
-    door::Door,
-    rack::{Entry, Rack},
+    owner_biased_lock::OwnerBiasedLock,
     span::Span,
 };
 use std::{
@@ -31,18 +31,18 @@ use std::{
 /// Maximum number of blocks above the classes in a magazine, and their maximum size.
 const LARGE: usize = 4;
 pub(super) const LARGE_MAX: u64 = 64 << 20;
-/// One for each value of a byte, including [`NO_RACK`](super::span::NO_RACK).
-const RACKS: usize = 1 << u8::BITS;
+/// One for each value of a byte, including [`NO_BIN`](super::span::NO_RACK).
+const BINS: usize = 1 << u8::BITS;
 /// Maximum capacity of a bin in blocks.
-const MOST: u32 = 1 << 16;
+const BIN_MAX: u32 = 1 << 16;
 /// Maximum number of blocks of classes with a depot in a magazine.
-const LAST: usize = 8;
+const RECENT: usize = 8;
 /// Number of allocations between two polls of the gates while blocks are pending.
-const LOOK_EVERY: u64 = 64;
+const POLL_EVERY: u64 = 64;
 
 /// The most recently freed block of a class with a depot.
 #[derive(Debug)]
-struct Last {
+struct RecentBlock {
     /// Zero if there is no block.
     class: AtomicU32,
     entry: Entry,
@@ -50,7 +50,7 @@ struct Last {
 
 /// A free block above the classes.
 #[derive(Debug)]
-struct Large {
+struct LargeBlock {
     /// Zero if there is no block.
     bytes: AtomicU64,
     entry: Entry,
@@ -62,7 +62,7 @@ struct Large {
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Magazine {
-    pub(super) door: Door,
+    pub(super) lock: OwnerBiasedLock,
     /// The shard whose slabs its slots are taken from.
     shard: u32,
     /// Operations of the owner without the lock. The pool counts the others.
@@ -73,15 +73,15 @@ pub(super) struct Magazine {
     requested: AtomicU64,
     freed: AtomicU64,
     /// Allocations while blocks were pending.
-    asked: AtomicU64,
+    pending_allocations: AtomicU64,
     /// Bytes that its bins may hold beyond their initial capacity.
-    extra: AtomicU64,
+    extra_bytes: AtomicU64,
     /// By class. There is a bin for every value of a byte, so that no index needs a check. The
     /// extra bins never have room.
-    racks: [Rack; RACKS],
+    bins: [CacheBin; BINS],
     /// By class modulo the length.
-    last: [Last; LAST],
-    large: [Large; LARGE],
+    recent: [RecentBlock; RECENT],
+    large: [LargeBlock; LARGE],
 }
 
 /// The counts and the contents of a magazine.
@@ -109,7 +109,7 @@ impl Tally {
 }
 
 /// Returns the initial capacity of a bin in blocks: about 64 KiB, but between 4 and 32 blocks.
-const fn first(class: usize) -> u32 {
+const fn initial_capacity(class: usize) -> u32 {
     let fit = (64 << 10) / classes::bytes_of(class);
     if fit > 32 {
         32
@@ -123,17 +123,19 @@ const fn first(class: usize) -> u32 {
 impl Magazine {
     pub(super) fn new(shard: usize) -> Self {
         Self {
-            door: Door::new(),
+            lock: OwnerBiasedLock::new(),
             shard: shard as u32,
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
             requested: AtomicU64::new(0),
             freed: AtomicU64::new(0),
-            asked: AtomicU64::new(0),
-            extra: AtomicU64::new(0),
-            racks: std::array::from_fn(|_| Rack::empty()),
-            last: [const { Last { class: AtomicU32::new(0), entry: Entry::empty() } }; LAST],
-            large: [const { Large { bytes: AtomicU64::new(0), entry: Entry::empty() } }; LARGE],
+            pending_allocations: AtomicU64::new(0),
+            extra_bytes: AtomicU64::new(0),
+            bins: std::array::from_fn(|_| CacheBin::empty()),
+            recent: [const { RecentBlock { class: AtomicU32::new(0), entry: Entry::empty() } };
+                RECENT],
+            large: [const { LargeBlock { bytes: AtomicU64::new(0), entry: Entry::empty() } };
+                LARGE],
         }
     }
 
@@ -146,17 +148,17 @@ impl Magazine {
     #[inline(always)]
     pub(super) fn pop(
         &self,
-        life: u64,
+        generation: u64,
         class: usize,
         bytes: u64,
-        look: &AtomicBool,
+        must_poll: &AtomicBool,
     ) -> Option<NonNull<u8>> {
-        let _inside = self.door.enter(life)?;
-        if self.should_look(look) {
+        let _inside = self.lock.enter(generation)?;
+        if self.should_poll(must_poll) {
             return None;
         }
-        let address = self.racks.get(class)?.pop()?;
-        self.count_out(bytes);
+        let address = self.bins.get(class)?.pop()?;
+        self.count_allocation(bytes);
         Some(address)
     }
 
@@ -166,23 +168,23 @@ impl Magazine {
     /// Inlined, because a call in the middle of the fast path would save and restore seven
     /// registers.
     #[inline(always)]
-    fn should_look(&self, look: &AtomicBool) -> bool {
-        if !look.load(Relaxed) {
+    fn should_poll(&self, must_poll: &AtomicBool) -> bool {
+        if !must_poll.load(Relaxed) {
             return false;
         }
-        let asked = self.asked.load(Relaxed);
-        self.asked.store(asked.wrapping_add(1), Relaxed);
-        asked.is_multiple_of(LOOK_EVERY)
+        let pending_allocations = self.pending_allocations.load(Relaxed);
+        self.pending_allocations.store(pending_allocations.wrapping_add(1), Relaxed);
+        pending_allocations.is_multiple_of(POLL_EVERY)
     }
 
     #[inline(always)]
-    fn count_out(&self, bytes: u64) {
+    fn count_allocation(&self, bytes: u64) {
         self.allocations.store(self.allocations.load(Relaxed) + 1, Relaxed);
         self.requested.store(self.requested.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
 
     #[inline(always)]
-    fn count_in(&self, bytes: u64) {
+    fn count_free(&self, bytes: u64) {
         self.frees.store(self.frees.load(Relaxed) + 1, Relaxed);
         self.freed.store(self.freed.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
@@ -198,12 +200,12 @@ impl Magazine {
         address: u64,
         (span, slot): (&'static Span, usize),
         bytes: u64,
-        life: u64,
+        generation: u64,
     ) -> bool {
-        let Some(_inside) = self.door.enter(life) else { return false };
-        let put = self.racks[usize::from(span.rack())].push(address, span.state(slot));
+        let Some(_inside) = self.lock.enter(generation) else { return false };
+        let put = self.bins[usize::from(span.bin())].push(address, span.state(slot));
         if put {
-            self.count_in(bytes);
+            self.count_free(bytes);
         }
         put
     }
@@ -212,24 +214,24 @@ impl Magazine {
     #[inline]
     pub(super) fn pop_shared(
         &self,
-        life: u64,
+        generation: u64,
         class: usize,
         bytes: u64,
-        look: &AtomicBool,
+        must_poll: &AtomicBool,
         depot: &Depot,
     ) -> Option<NonNull<u8>> {
-        let _inside = self.door.enter(life)?;
-        if self.should_look(look) {
+        let _inside = self.lock.enter(generation)?;
+        if self.should_poll(must_poll) {
             return None;
         }
-        let last = &self.last[class % LAST];
-        let address = if last.class.load(Relaxed) == class as u32 {
-            last.class.store(0, Relaxed);
-            last.entry.take()?
+        let recent = &self.recent[class % RECENT];
+        let address = if recent.class.load(Relaxed) == class as u32 {
+            recent.class.store(0, Relaxed);
+            recent.entry.take()?
         } else {
-            depot.take(class)?
+            depot.pop(class)?
         };
-        self.count_out(bytes);
+        self.count_allocation(bytes);
         Some(address)
     }
 
@@ -241,26 +243,26 @@ impl Magazine {
         address: u64,
         span: &'static Span,
         bytes: u64,
-        life: u64,
+        generation: u64,
         depot: &Depot,
     ) -> bool {
         let (class, state) = (span.class(), span.state(0));
         if !classes::SHARED.contains(&(class as usize)) {
             return false;
         }
-        let Some(_inside) = self.door.enter(life) else { return false };
-        let last = &self.last[class as usize % LAST];
-        let before = last.class.load(Relaxed);
+        let Some(_inside) = self.lock.enter(generation) else { return false };
+        let recent = &self.recent[class as usize % RECENT];
+        let before = recent.class.load(Relaxed);
         // SAFETY: 1. a class other than zero is stored only together with a block.
         let room = before == 0
-            || depot.put(before as usize, last.entry.address(), unsafe { last.entry.state() });
+            || depot.push(before as usize, recent.entry.address(), unsafe { recent.entry.state() });
         if room {
-            last.class.store(class, Relaxed);
-            last.entry.put(address, state);
+            recent.class.store(class, Relaxed);
+            recent.entry.put(address, state);
         }
-        let put = room || depot.put(class as usize, address, state);
+        let put = room || depot.push(class as usize, address, state);
         if put {
-            self.count_in(bytes);
+            self.count_free(bytes);
         }
         put
     }
@@ -269,19 +271,19 @@ impl Magazine {
     #[inline]
     pub(super) fn pop_large(
         &self,
-        life: u64,
+        generation: u64,
         wanted: u64,
         bytes: u64,
-        look: &AtomicBool,
+        must_poll: &AtomicBool,
     ) -> Option<NonNull<u8>> {
-        let _inside = self.door.enter(life)?;
-        if self.should_look(look) {
+        let _inside = self.lock.enter(generation)?;
+        if self.should_poll(must_poll) {
             return None;
         }
         let large = self.large.iter().find(|large| large.bytes.load(Relaxed) == wanted)?;
         large.bytes.store(0, Relaxed);
         let address = large.entry.take()?;
-        self.count_out(bytes);
+        self.count_allocation(bytes);
         Some(address)
     }
 
@@ -292,9 +294,9 @@ impl Magazine {
         address: u64,
         span: &'static Span,
         bytes: u64,
-        life: u64,
+        generation: u64,
     ) -> bool {
-        let Some(_inside) = self.door.enter(life) else { return false };
+        let Some(_inside) = self.lock.enter(generation) else { return false };
         let len = span.slot_bytes();
         if len > LARGE_MAX {
             return false;
@@ -304,77 +306,78 @@ impl Magazine {
         };
         large.bytes.store(len, Relaxed);
         large.entry.put(address, span.state(0));
-        self.count_in(bytes);
+        self.count_free(bytes);
         true
     }
 
     /// Counts that the owner has resized a block in place. Returns whether the magazine serves this
     /// pool.
     #[inline]
-    pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
-        let Some(_inside) = self.door.enter(life) else { return false };
+    pub(super) fn count_resize(&self, old: u64, new: u64, generation: u64) -> bool {
+        let Some(_inside) = self.lock.enter(generation) else { return false };
         self.requested
             .store(self.requested.load(Relaxed).wrapping_sub(old).wrapping_add(new), Relaxed);
         true
     }
 
     /// Returns the free places for blocks of a class. The caller must be inside.
-    pub(super) fn room(&self, class: usize) -> usize {
-        let rack = &self.racks[class];
-        if rack.most() == 0 {
-            rack.set_most(first(class));
+    pub(super) fn free_entries(&self, class: usize) -> usize {
+        let bin = &self.bins[class];
+        if bin.capacity() == 0 {
+            bin.set_capacity(initial_capacity(class));
         }
-        rack.most().saturating_sub(rack.len()) as usize
+        bin.capacity().saturating_sub(bin.len()) as usize
     }
 
     /// Doubles the capacity for blocks of a class, if `free` bytes of the pool allow it. Returns
     /// whether they did. The caller must be inside.
-    pub(super) fn grow(&self, class: usize, free: u64) -> bool {
-        let rack = &self.racks[class];
-        let most = rack.most();
-        let extra = self.extra.load(Relaxed) + u64::from(most) * classes::bytes_of(class) as u64;
-        let may = extra <= free && most < MOST;
-        if may {
-            self.extra.store(extra, Relaxed);
-            rack.set_most(2 * most);
+    pub(super) fn grow_bin(&self, class: usize, free: u64) -> bool {
+        let bin = &self.bins[class];
+        let capacity = bin.capacity();
+        let extra_bytes =
+            self.extra_bytes.load(Relaxed) + u64::from(capacity) * classes::bytes_of(class) as u64;
+        let fits = extra_bytes <= free && capacity < BIN_MAX;
+        if fits {
+            self.extra_bytes.store(extra_bytes, Relaxed);
+            bin.set_capacity(2 * capacity);
         }
-        may
+        fits
     }
 
     /// Inserts a block of the pool. The caller must be inside, and must have checked that there is
     /// room.
-    pub(super) fn stock(&self, span: &'static Span, slot: usize) {
-        self.racks[usize::from(span.rack())].push(span.address(slot), span.state(slot));
+    pub(super) fn insert(&self, span: &'static Span, slot: usize) {
+        self.bins[usize::from(span.bin())].push(span.address(slot), span.state(slot));
     }
 
     /// Removes blocks of a full bin until it is half full. The caller must be inside.
-    pub(super) fn shed_half(&self, class: usize, give: impl FnMut(u64)) {
-        let rack = &self.racks[class];
-        rack.shed(rack.most() / 2, give);
+    pub(super) fn halve_bin(&self, class: usize, release: impl FnMut(u64)) {
+        let bin = &self.bins[class];
+        bin.truncate(bin.capacity() / 2, release);
     }
 
     /// Removes all blocks above the classes. The caller must be inside.
-    pub(super) fn shed_large(&self, mut give: impl FnMut(u64)) {
+    pub(super) fn release_large(&self, mut release: impl FnMut(u64)) {
         for large in &self.large {
             if large.bytes.swap(0, Relaxed) > 0 {
-                give(large.entry.address());
+                release(large.entry.address());
             }
         }
     }
 
     /// Removes all blocks, and restores the initial capacities. The caller must be inside.
-    pub(super) fn empty(&self, mut give: impl FnMut(u64)) {
-        for (class, rack) in self.racks.iter().enumerate().take(classes::SLOTTED) {
-            rack.shed(0, &mut give);
-            if rack.most() > first(class) {
-                rack.set_most(first(class));
+    pub(super) fn drain(&self, mut release: impl FnMut(u64)) {
+        for (class, bin) in self.bins.iter().enumerate().take(classes::SLOTTED) {
+            bin.truncate(0, &mut release);
+            if bin.capacity() > initial_capacity(class) {
+                bin.set_capacity(initial_capacity(class));
             }
         }
-        self.extra.store(0, Relaxed);
-        for last in self.last.iter().filter(|last| last.class.swap(0, Relaxed) > 0) {
-            give(last.entry.address());
+        self.extra_bytes.store(0, Relaxed);
+        for recent in self.recent.iter().filter(|recent| recent.class.swap(0, Relaxed) > 0) {
+            release(recent.entry.address());
         }
-        self.shed_large(give);
+        self.release_large(release);
     }
 
     /// Returns its counts and contents. They are exact while the owner is idle. The caller must
@@ -387,13 +390,13 @@ impl Magazine {
             cached: 0,
             blocks: 0,
         };
-        for (class, rack) in self.racks.iter().enumerate().take(classes::SLOTTED) {
-            let len = u64::from(rack.len());
+        for (class, bin) in self.bins.iter().enumerate().take(classes::SLOTTED) {
+            let len = u64::from(bin.len());
             tally.blocks += len;
             tally.cached += len * classes::bytes_of(class) as u64;
         }
         for class in
-            self.last.iter().map(|last| last.class.load(Relaxed)).filter(|&class| class > 0)
+            self.recent.iter().map(|recent| recent.class.load(Relaxed)).filter(|&class| class > 0)
         {
             tally.blocks += 1;
             tally.cached += classes::bytes_of(class as usize) as u64;
@@ -406,7 +409,7 @@ impl Magazine {
     }
 
     /// Resets the counts. The caller must be inside, and must have emptied the magazine.
-    pub(super) fn forget(&self) {
+    pub(super) fn reset_counts(&self) {
         for count in [&self.allocations, &self.frees, &self.requested, &self.freed] {
             count.store(0, Relaxed);
         }
@@ -416,7 +419,7 @@ impl Magazine {
 #[cfg(test)]
 mod tests {
     use super::{
-        super::{door::Key, span::Slot},
+        super::{owner_biased_lock::LockProof, span::SlotState},
         *,
     };
 
@@ -426,16 +429,16 @@ mod tests {
 
     fn slab(class: usize) -> &'static Span {
         let span = Box::leak(Box::new(Span::vacant(0)));
-        span.cut(1, 1 << 20, class, 64);
-        while span.take().is_some() {}
+        span.init_slab(1, 1 << 20, class, 64);
+        while span.take_slot().is_some() {}
         span
     }
 
     #[test]
     fn what_is_put_in_comes_out_last_first_and_the_counts_tell() {
-        let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.door.serve(&mut Key::new(), 1);
-        assert_eq!(magazine.room(3), 32);
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        magazine.lock.assign(&mut LockProof::new(), 1);
+        assert_eq!(magazine.free_entries(3), 32);
         assert!((0..32).all(|slot| magazine.push(span.address(slot), (span, slot), 60, 1)));
         assert!(!magazine.push(span.address(32), (span, 32), 60, 1), "it is full");
         assert!(!magazine.push(span.address(32), (span, 32), 60, 2), "another pool's");
@@ -449,70 +452,70 @@ mod tests {
                 blocks: 32
             }
         );
-        assert_eq!((span.get(31), magazine.pop(2, 3, 60, &look)), (Slot::Cached, None));
-        assert_eq!(magazine.pop(1, 3, 60, &look), pointer(span.address(31)));
-        assert_eq!(span.get(31), Slot::Live);
-        let mut given = Vec::new();
-        magazine.empty(|address| given.push(address));
-        assert_eq!((given.len(), magazine.tally().cached), (31, 0));
+        assert_eq!((span.get(31), magazine.pop(2, 3, 60, &must_poll)), (SlotState::Cached, None));
+        assert_eq!(magazine.pop(1, 3, 60, &must_poll), pointer(span.address(31)));
+        assert_eq!(span.get(31), SlotState::Live);
+        let mut released = Vec::new();
+        magazine.drain(|address| released.push(address));
+        assert_eq!((released.len(), magazine.tally().cached), (31, 0));
     }
 
     #[test]
     fn an_owner_stays_out_while_another_wants_in() {
-        let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.door.serve(&mut Key::new(), 1);
-        assert_eq!(magazine.room(3), 32);
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        magazine.lock.assign(&mut LockProof::new(), 1);
+        assert_eq!(magazine.free_entries(3), 32);
         assert!(magazine.push(span.address(0), (span, 0), 64, 1));
-        magazine.door.want(&mut Key::new());
-        magazine.door.wait();
+        magazine.lock.begin_revocation(&mut LockProof::new());
+        magazine.lock.wait_for_owner();
         assert_eq!(
-            (magazine.pop(1, 3, 64, &look), magazine.push(span.address(1), (span, 1), 64, 1)),
+            (magazine.pop(1, 3, 64, &must_poll), magazine.push(span.address(1), (span, 1), 64, 1)),
             (None, false)
         );
-        magazine.door.let_go(&mut Key::new(), 1);
-        assert_eq!(magazine.pop(1, 3, 64, &look), pointer(span.address(0)));
+        magazine.lock.end_revocation(&mut LockProof::new(), 1);
+        assert_eq!(magazine.pop(1, 3, 64, &must_poll), pointer(span.address(0)));
     }
 
     #[test]
     fn single_blocks_are_kept_by_their_length() {
-        let (magazine, look) = (Magazine::new(0), AtomicBool::new(false));
-        magazine.door.serve(&mut Key::new(), 1);
+        let (magazine, must_poll) = (Magazine::new(0), AtomicBool::new(false));
+        magazine.lock.assign(&mut LockProof::new(), 1);
         for n in 1..=5u64 {
             let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
-            span.exact(1, n << 20, (2 << 20) + n * 64);
+            span.init_single(1, n << 20, (2 << 20) + n * 64);
             assert_eq!(magazine.push_large(n << 20, span, 2 << 20, 1), n < 5, "four of them");
         }
         let single: &'static Span = Box::leak(Box::new(Span::vacant(0)));
-        single.exact(1, 9 << 20, classes::bytes_of(classes::SLOTTED) as u64);
+        single.init_single(1, 9 << 20, classes::bytes_of(classes::SLOTTED) as u64);
         assert!(!magazine.push(9 << 20, (single, 0), 1, 1), "it is no slot");
-        assert_eq!(magazine.pop_large(1, 2 << 20, 1, &look), None);
-        assert_eq!(magazine.pop_large(1, (2 << 20) + 128, 1, &look), pointer(2 << 20));
+        assert_eq!(magazine.pop_large(1, 2 << 20, 1, &must_poll), None);
+        assert_eq!(magazine.pop_large(1, (2 << 20) + 128, 1, &must_poll), pointer(2 << 20));
     }
 
     #[test]
     fn a_rack_holds_more_where_much_is_free_and_begins_anew_when_it_is_emptied() {
-        let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.door.serve(&mut Key::new(), 1);
-        assert_eq!(magazine.room(3), 32);
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        magazine.lock.assign(&mut LockProof::new(), 1);
+        assert_eq!(magazine.free_entries(3), 32);
         let put = |from: usize, to: usize| {
             (from..to)
                 .filter(|&slot| magazine.push(span.address(slot), (span, slot), 64, 1))
                 .count()
         };
         assert_eq!(put(0, 40), 32);
-        assert!(!magazine.grow(3, 32 * 64 - 1), "that would be more than is free");
-        assert!(magazine.grow(3, 32 * 64));
+        assert!(!magazine.grow_bin(3, 32 * 64 - 1), "that would be more than is free");
+        assert!(magazine.grow_bin(3, 32 * 64));
         assert_eq!(put(32, 64), 32);
         assert_eq!(
-            magazine.pop(1, 3, 64, &look),
+            magazine.pop(1, 3, 64, &must_poll),
             pointer(span.address(63)),
             "what was there stays"
         );
-        assert!(!magazine.grow(3, 64 * 64), "a half of it counts already");
-        magazine.shed_half(3, |_| ());
-        assert_eq!((magazine.room(3), magazine.tally().blocks), (32, 32));
-        magazine.empty(|_| ());
-        assert_eq!((magazine.room(3), put(0, 64)), (32, 32));
-        magazine.empty(|_| ());
+        assert!(!magazine.grow_bin(3, 64 * 64), "a half of it counts already");
+        magazine.halve_bin(3, |_| ());
+        assert_eq!((magazine.free_entries(3), magazine.tally().blocks), (32, 32));
+        magazine.drain(|_| ());
+        assert_eq!((magazine.free_entries(3), put(0, 64)), (32, 32));
+        magazine.drain(|_| ());
     }
 }

@@ -1,8 +1,8 @@
 //! Pending frees: blocks that were freed while a gate was shut, and closed pools with such blocks.
 
 use super::{
-    home::Home,
-    state::{Asked, Freed},
+    pool_core::PoolCore,
+    state::{FreedBlock, PolledBlock},
 };
 use crate::{
     clock,
@@ -18,12 +18,13 @@ use std::{
 };
 
 /// Cores of closed pools with pending blocks. No allocation polls their gates any more.
-static LINGERING: ForkSafe<Vec<&'static Home>> = ForkSafe::new(LockOrder::Lingering, Vec::new());
+static LINGERING: ForkSafe<Vec<&'static PoolCore>> =
+    ForkSafe::new(LockOrder::Lingering, Vec::new());
 
-pub(super) fn linger(home: &'static Home) {
+pub(super) fn linger(core: &'static PoolCore) {
     let mut lingering = LINGERING.lock();
-    if !lingering.iter().any(|other| std::ptr::eq(*other, home)) {
-        lingering.push(home);
+    if !lingering.iter().any(|other| std::ptr::eq(*other, core)) {
+        lingering.push(core);
     }
 }
 
@@ -34,12 +35,12 @@ pub(super) fn linger(home: &'static Home) {
 /// See [`PinnedPool`](super::PinnedPool) for an example that leaves such memory.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock());
-    for home in homes.into_iter().filter(|home| home.is_here()) {
-        home.poll_all();
-        if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {
-            home.drain(&shared, true);
-            home.reap(&shared, 0, u64::MAX, None);
-            home.retire_or_linger();
+    for core in homes.into_iter().filter(|core| core.is_current_process()) {
+        core.poll_all();
+        if let Some(shared) = core.with(|state| state.shared.clone().filter(|_| !state.open)) {
+            core.drain(&shared, true);
+            core.reap(&shared, 0, u64::MAX, None);
+            core.recycle_or_linger();
         }
     }
     region::end_retired();
@@ -52,59 +53,59 @@ pub(super) fn is_open(gate: &dyn Gate) -> bool {
 }
 
 /// An iterator over the blocks whose gates are all open.
-fn done(asked: &[Asked]) -> impl Iterator<Item = Freed> {
-    asked.iter().filter(|one| one.gates.is_empty()).map(|one| one.block)
+fn done(blocks: &[PolledBlock]) -> impl Iterator<Item = FreedBlock> {
+    blocks.iter().filter(|polled| polled.gates.is_empty()).map(|polled| polled.block)
 }
 
-impl Home {
+impl PoolCore {
     /// Polls the gates of all pending blocks.
     pub(super) fn poll_all(&'static self) {
-        let asked = self.with(|state| state.ask(usize::MAX));
-        self.settle(asked);
+        let blocks = self.with(|state| state.begin_poll(usize::MAX));
+        self.poll_blocks(blocks);
     }
 
     /// Polls the gates of pending blocks that were taken out for this, and stores the results.
-    pub(super) fn settle(&'static self, mut asked: Vec<Asked>) {
-        if asked.is_empty() {
+    pub(super) fn poll_blocks(&'static self, mut blocks: Vec<PolledBlock>) {
+        if blocks.is_empty() {
             return;
         }
-        for one in &mut asked {
+        for polled in &mut blocks {
             // Open gates are dropped here, outside the lock, because a drop may run any code. In
             // place, because a vector that goes back into the pool's metadata must not be allocated
             // here: allocations may be routed to this very pool.
-            one.gates.retain(|gate| !is_open(&**gate));
+            polled.gates.retain(|gate| !is_open(&**gate));
         }
         let shared = self.with(|state| state.shared.clone());
         if let Some(shared) = shared.as_ref().filter(|shared| shared.observed) {
-            done(&asked).for_each(|block| shared.observe(block, HostAccess::Free));
+            done(&blocks).for_each(|block| shared.observe(block, HostAccess::Free));
         }
-        let told: Vec<(Freed, Ticket)> = self.with(|state| {
+        let events: Vec<(FreedBlock, Ticket)> = self.with(|state| {
             let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
-            let told = recorder
-                .map(|recorder| done(&asked).map(|block| (block, recorder.ticket())).collect());
-            state.answer(asked);
-            told.unwrap_or_default()
+            let events = recorder
+                .map(|recorder| done(&blocks).map(|block| (block, recorder.ticket())).collect());
+            state.end_poll(blocks);
+            events.unwrap_or_default()
         });
-        self.note_waiting();
-        for (block, ticket) in told {
-            self.tell(&shared, Some(ticket), Action::Complete, block.address, block.requested);
+        self.update_poll_flag();
+        for (block, ticket) in events {
+            self.record(&shared, Some(ticket), Action::Complete, block.address, block.requested);
         }
     }
 
     /// Waits for the oldest pending block, at most `patience`. Returns `false` if there was none.
     pub(super) fn wait_oldest(&'static self, patience: Duration) -> bool {
-        let asked = self.with(|state| state.ask(1));
-        if asked.is_empty() {
+        let blocks = self.with(|state| state.begin_poll(1));
+        if blocks.is_empty() {
             return false;
         }
-        self.with(|state| state.waited());
+        self.with(|state| state.count_host_wait());
         let deadline = clock::after(patience);
-        for gate in asked.iter().flat_map(|one| &one.gates) {
+        for gate in blocks.iter().flat_map(|polled| &polled.gates) {
             // The result is not used: the gate is polled again below. A gate that panics counts as
             // shut.
             let _answer = catch_unwind(AssertUnwindSafe(|| gate.wait(Some(deadline))));
         }
-        self.settle(asked);
+        self.poll_blocks(blocks);
         true
     }
 }

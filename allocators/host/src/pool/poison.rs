@@ -23,37 +23,37 @@ fn at(address: usize) -> NonNull<u8> {
 /// Unpoisons the bytes of a block that was allocated or has grown. The rest of its slot stays
 /// poisoned.
 #[inline(always)]
-pub(super) fn given(block: NonNull<u8>, bytes: usize) {
+pub(super) fn on_allocate(block: NonNull<u8>, bytes: usize) {
     sanitizer::unpoison(block, bytes);
 }
 
 /// Poisons a live block before it is freed, and so before another thread can allocate it.
 #[inline(always)]
-pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
+pub(super) fn on_free(generation: u64, block: NonNull<u8>, layout: Layout) {
     if sanitizer::IS_BUILT_IN
         && layout.size() > 0
         && let address = block.addr().get() as u64
-        && let Some((span, slot)) = super::map::block_from(address)
-        && span.life() == generation
+        && let Some((span, slot)) = super::page_map::block_starting_at(address)
+        && span.generation() == generation
         && layout.size() as u64 <= span.slot_bytes()
-        && span.get(slot) == super::span::Slot::Live
+        && span.get(slot) == super::span::SlotState::Live
     {
-        free(span, address);
+        on_return_to_heap(span, address);
     }
 }
 
 /// Poisons a block that returns to the heap.
 #[inline(always)]
-pub(super) fn free(span: &Span, address: u64) {
+pub(super) fn on_return_to_heap(span: &Span, address: u64) {
     sanitizer::poison(at(address as usize), span.slot_bytes() as usize);
 }
 
 /// Poisons a new region.
-pub(super) fn come(region: kernel::Span) {
+pub(super) fn on_region_added(region: kernel::Span) {
     sanitizer::poison(at(region.start), region.len);
 }
 
 /// Unpoisons a region that leaves the pool, since its addresses may be reused.
-pub(super) fn gone(region: kernel::Span) {
+pub(super) fn on_region_removed(region: kernel::Span) {
     sanitizer::unpoison(at(region.start), region.len);
 }

@@ -5,10 +5,10 @@
 //! memory is therefore the most expensive offer, and only a caller that may wait can use it
 //! ([`Reclaim::waits`]).
 //!
-//! A [`Keeper`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes these
+//! A [`IdleHolder`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes these
 //! blocks back first when it runs out of memory or is reclaimed from.
 
-use super::{Grow, PinnedPool, Shared, home::Home, thread::AtWork};
+use super::{Grow, PinnedPool, PoolContext, pool_core::PoolCore, thread::InsidePool};
 use crate::region::{self, Cause, Pinning, RegionError};
 use aquifer_core::{
     budget::{Offer, Reclaim, Registration},
@@ -31,77 +31,79 @@ const STALL: Duration = Duration::from_micros(4400);
 const EACH_MIB: Duration = Duration::from_micros(50);
 
 /// A holder of idle blocks of a pool.
-pub(crate) trait Keeper: Send + Sync {
+pub(crate) trait IdleHolder: Send + Sync {
     /// Returns the bytes of idle blocks. Must not block.
-    fn idle(&self) -> u64;
+    fn idle_bytes(&self) -> u64;
 
     /// Frees idle blocks. Must not allocate from the pool. Returns their bytes.
-    fn give(&self) -> u64;
+    fn release_idle(&self) -> u64;
 }
 
 impl PinnedPool {
-    /// Registers `keeper`, whose idle blocks the pool may take back. The pool holds a weak
+    /// Registers `holder`, whose idle blocks the pool may take back. The pool holds a weak
     /// reference.
-    pub(crate) fn keep_asking<K: Keeper + 'static>(&self, keeper: &Arc<K>) {
-        let keeper: Weak<K> = Arc::downgrade(keeper);
-        let mut all = self.handle.shared.keepers.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|known| known.strong_count() > 0);
-        all.push(keeper);
+    pub(crate) fn register_idle_holder<K: IdleHolder + 'static>(&self, holder: &Arc<K>) {
+        let holder: Weak<K> = Arc::downgrade(holder);
+        let mut all =
+            self.handle.shared.idle_holders.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(holder);
     }
 }
 
 /// The reclaimer that a pool registers with its budget. It keeps no part of the pool alive.
-struct Giver {
-    home: &'static Home,
+struct PoolReclaimer {
+    core: &'static PoolCore,
     generation: u64,
     place: Place,
     waits: bool,
 }
 
 /// A pool's registration with its budget.
-pub(super) struct Known {
+pub(super) struct BudgetRegistration {
     registration: Registration,
-    _giver: Arc<Giver>,
+    _reclaimer: Arc<PoolReclaimer>,
 }
 
-impl fmt::Debug for Known {
+impl fmt::Debug for BudgetRegistration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.registration.fmt(f)
     }
 }
 
-impl Shared {
+impl PoolContext {
     /// Registers this pool's reclaimer with the budget. It offers memory as long as the pool is
     /// open.
-    pub(super) fn register(&self, home: &'static Home, generation: u64) {
+    pub(super) fn register(&self, core: &'static PoolCore, generation: u64) {
         let waits = self.host.reach.is_some() && self.config.pinning != Pinning::Off;
-        let giver = Arc::new(Giver { home, generation, place: self.place(), waits });
-        let registration = self.budget.on_need(&giver);
-        let _only_once = self.known.set(Known { registration, _giver: giver });
+        let reclaimer = Arc::new(PoolReclaimer { core, generation, place: self.place(), waits });
+        let registration = self.budget.on_need(&reclaimer);
+        let _only_once =
+            self.registration.set(BudgetRegistration { registration, _reclaimer: reclaimer });
     }
 
     /// Returns the keepers. Their methods must be called outside the lock.
-    fn keepers<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn Keeper>> {
+    fn idle_holders<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn IdleHolder>> {
         // The list's memory must not come from this pool.
-        let _at_work = AtWork::begin();
-        let all = self.keepers.lock().unwrap_or_else(PoisonError::into_inner);
+        let _inside = InsidePool::enter();
+        let all = self.idle_holders.lock().unwrap_or_else(PoisonError::into_inner);
         list(bump, all.iter().filter_map(Weak::upgrade))
     }
 
     /// Makes all keepers free their idle blocks. Returns the bytes freed.
-    pub(super) fn ask_keepers(&self) -> u64 {
-        self.keepers(&self.scratch.begin()).iter().map(|keeper| keeper.give()).sum()
+    pub(super) fn reclaim_idle(&self) -> u64 {
+        self.idle_holders(&self.scratch.begin()).iter().map(|holder| holder.release_idle()).sum()
     }
 
     /// Retries `grow` while a budget refuses it and other pools below that budget give memory back.
-    pub(super) fn ask_others<T>(
+    pub(super) fn reclaim_from_others<T>(
         &self,
         refused: RegionError,
         deadline: Instant,
         tried: &mut Vec<Tried>,
         mut grow: impl FnMut() -> Result<T, RegionError>,
     ) -> Result<T, RegionError> {
-        let mut asking = self.budget.asking(self.known.get().map(|known| &known.registration));
+        let mut asking = self.budget.asking(self.registration.get().map(|held| &held.registration));
         let mut error = refused;
         while let Cause::Budget(refused) = &error.cause {
             let Some(asked) = asking.for_charge(refused.requested, Some(deadline)) else { break };
@@ -118,26 +120,30 @@ impl Shared {
     }
 }
 
-impl Reclaim for Giver {
+impl Reclaim for PoolReclaimer {
     fn name(&self) -> &'static str {
         "regions of a pinned pool"
     }
 
     fn offer(&self) -> Offer {
-        if !self.home.is_here() {
+        if !self.core.is_current_process() {
             return Offer::default();
         }
-        let shared = self.home.with(|state| state.open_as(self.generation).cloned());
-        let kept: u64 = shared.map_or(0, |shared| {
-            shared.keepers(&shared.scratch.begin()).iter().map(|keeper| keeper.idle()).sum()
+        let shared = self.core.with(|state| state.open_as(self.generation).cloned());
+        let idle: u64 = shared.map_or(0, |shared| {
+            shared
+                .idle_holders(&shared.scratch.begin())
+                .iter()
+                .map(|holder| holder.idle_bytes())
+                .sum()
         });
-        let bytes = self.home.with_tally(|state, tally| {
+        let bytes = self.core.with_tally(|state, tally| {
             let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
                 Ok(config) if config.grow == Grow::Now => config.reserve as u64,
                 // Such a pool releases regions only when its owner calls for it.
                 _ => return 0,
             };
-            let free = (state.free_bytes() + tally.cached + kept).saturating_sub(reserve);
+            let free = (state.free_bytes() + tally.cached + idle).saturating_sub(reserve);
             // Only whole regions can be released.
             if state.shortest_region().is_some_and(|bytes| bytes <= free) { free } else { 0 }
         });
@@ -146,14 +152,14 @@ impl Reclaim for Giver {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        if !self.home.is_here()
+        if !self.core.is_current_process()
             || self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline)
         {
             return;
         }
         let ended = region::end_retired();
         if ended < bytes {
-            self.home.give_back(self.generation, bytes - ended);
+            self.core.release_for_reclaim(self.generation, bytes - ended);
         }
     }
 

@@ -13,20 +13,20 @@
 
 use super::{
     classes::{SLAB_ALIGN, SLOTTED, bytes_of},
-    map,
+    page_map,
     span::{MAX_SLOTS, Span},
 };
 use aquifer_heap::{Block, Heap, Key};
 
 /// Maximum bytes of a slab, unless a slot is longer.
-const LONGEST: usize = 256 << 10;
+const SLAB_MAX: usize = 256 << 10;
 /// Maximum number of shards.
 pub(super) const SHARDS: usize = 64;
 
 #[derive(Debug, Default)]
-struct Class {
+struct ClassSlabs {
     /// Slabs with a free slot.
-    room: Vec<&'static Span>,
+    partial: Vec<&'static Span>,
     /// Number of slots that are not free.
     used: usize,
 }
@@ -35,7 +35,7 @@ struct Class {
 #[derive(Debug)]
 pub(super) struct Spans {
     /// By shard, then by class. Grows with the shards in use.
-    classes: Vec<Class>,
+    classes: Vec<ClassSlabs>,
     /// Spans that are not in use.
     vacant: Vec<&'static Span>,
     /// All spans by number, with the heap's key of the block that they describe.
@@ -66,54 +66,57 @@ impl Spans {
 
     /// Takes a slot of the class: from the shard's slabs, else from a new slab, else from another
     /// shard's slabs.
-    pub(super) fn take(
+    pub(super) fn allocate(
         &mut self,
         heap: &mut Heap,
-        life: u64,
+        generation: u64,
         class: usize,
         shard: usize,
     ) -> Option<(&'static Span, usize)> {
-        self.take_ready(class, shard)
+        self.allocate_from_shard(class, shard)
             .or_else(|| {
-                self.cut(heap, life, class, shard)?;
-                self.take_ready(class, shard)
+                self.make_slab(heap, generation, class, shard)?;
+                self.allocate_from_shard(class, shard)
             })
-            .or_else(|| self.take_of_any(class))
+            .or_else(|| self.allocate_from_any_shard(class))
     }
 
     /// As [`Spans::take`], from existing slabs of the shard.
-    pub(super) fn take_ready(
+    pub(super) fn allocate_from_shard(
         &mut self,
         class: usize,
         shard: usize,
     ) -> Option<(&'static Span, usize)> {
         let class = self.classes.get_mut(shard * SLOTTED + class)?;
-        let span = *class.room.last()?;
-        let slot = span.take()?;
+        let span = *class.partial.last()?;
+        let slot = span.take_slot()?;
         class.used += 1;
         if span.is_full() {
-            class.room.pop();
+            class.partial.pop();
         }
         Some((span, slot))
     }
 
     /// As [`Spans::take`], from existing slabs of any shard.
-    pub(super) fn take_of_any(&mut self, class: usize) -> Option<(&'static Span, usize)> {
-        (0..self.classes.len() / SLOTTED).find_map(|shard| self.take_ready(class, shard))
+    pub(super) fn allocate_from_any_shard(
+        &mut self,
+        class: usize,
+    ) -> Option<(&'static Span, usize)> {
+        (0..self.classes.len() / SLOTTED).find_map(|shard| self.allocate_from_shard(class, shard))
     }
 
-    fn cut(
+    fn make_slab(
         &mut self,
         heap: &mut Heap,
-        life: u64,
+        generation: u64,
         class: usize,
         shard: usize,
     ) -> Option<&'static Span> {
         let bytes = bytes_of(class);
-        let longest = (LONGEST / bytes).clamp(1, MAX_SLOTS);
+        let longest = (SLAB_MAX / bytes).clamp(1, MAX_SLOTS);
         let place = shard * SLOTTED + class;
         if place >= self.classes.len() {
-            self.classes.resize_with((shard + 1) * SLOTTED, Class::default);
+            self.classes.resize_with((shard + 1) * SLOTTED, ClassSlabs::default);
         }
         let wanted = self.classes[place].used.clamp(1, longest);
         // Up to the end of the last page, whose rest only a block without a class could use.
@@ -127,52 +130,52 @@ impl Spans {
             .or_else(|| if shortest < wanted { try_slots(heap, shortest) } else { None })
             .or_else(|| if 1 < shortest.min(wanted) { try_slots(heap, 1) } else { None })?;
         let span = self.span_of(&block);
-        span.cut(life, block.address, class, slots);
-        map::set(block.address, span.bytes(), true, span);
-        let room = &mut self.classes[place].room;
+        span.init_slab(generation, block.address, class, slots);
+        page_map::set(block.address, span.bytes(), true, span);
+        let partial = &mut self.classes[place].partial;
         span.set_shard(shard);
-        span.set_place(room.len());
-        room.push(span);
+        span.set_list_index(partial.len());
+        partial.push(span);
         Some(span)
     }
 
     /// Frees a slot of a slab.
-    pub(super) fn give(&mut self, heap: &mut Heap, span: &'static Span, slot: usize) {
+    pub(super) fn free(&mut self, heap: &mut Heap, span: &'static Span, slot: usize) {
         let was_full = span.is_full();
-        span.give(slot);
-        let class = &mut self.classes[Self::place(span)];
+        span.free_slot(slot);
+        let class = &mut self.classes[Self::class_index(span)];
         class.used -= 1;
         if was_full {
-            span.set_place(class.room.len());
-            class.room.push(span);
+            span.set_list_index(class.partial.len());
+            class.partial.push(span);
         }
-        if span.used() == 0 && class.room.len() > 1 {
-            self.dissolve(heap, span);
+        if span.used() == 0 && class.partial.len() > 1 {
+            self.release_slab(heap, span);
         }
     }
 
     /// Returns the index of a slab's shard and class.
-    fn place(slab: &Span) -> usize {
+    fn class_index(slab: &Span) -> usize {
         slab.shard() * SLOTTED + slab.class() as usize
     }
 
     /// Returns a slab without used slots to the heap.
-    fn dissolve(&mut self, heap: &mut Heap, span: &'static Span) {
-        let room = &mut self.classes[Self::place(span)].room;
-        room.swap_remove(span.place());
-        if let Some(moved) = room.get(span.place()) {
-            moved.set_place(span.place());
+    fn release_slab(&mut self, heap: &mut Heap, span: &'static Span) {
+        let partial = &mut self.classes[Self::class_index(span)].partial;
+        partial.swap_remove(span.list_index());
+        if let Some(moved) = partial.get(span.list_index()) {
+            moved.set_list_index(span.list_index());
         }
-        self.end(heap, span, true);
+        self.retire_span(heap, span, true);
     }
 
     /// Returns all slabs without used slots to the heap. Returns whether there were any.
-    pub(super) fn dissolve_spares(&mut self, heap: &mut Heap) -> bool {
+    pub(super) fn release_empty_slabs(&mut self, heap: &mut Heap) -> bool {
         let mut any = false;
         for class in 0..self.classes.len() {
-            let spare = self.classes[class].room.iter().copied().find(|span| span.used() == 0);
+            let spare = self.classes[class].partial.iter().copied().find(|span| span.used() == 0);
             if let Some(spare) = spare {
-                self.dissolve(heap, spare);
+                self.release_slab(heap, spare);
                 any = true;
             }
         }
@@ -182,32 +185,32 @@ impl Spans {
     /// Returns the bytes of free slots.
     pub(super) fn free_bytes(&self) -> u64 {
         let free = |span: &Span| (span.slots() as u64 - u64::from(span.used())) * span.slot_bytes();
-        self.classes.iter().flat_map(|class| &class.room).map(|span| free(span)).sum()
+        self.classes.iter().flat_map(|class| &class.partial).map(|span| free(span)).sum()
     }
 
     /// Allocates a single block.
-    pub(super) fn take_exact(
+    pub(super) fn allocate_single(
         &mut self,
         heap: &mut Heap,
-        life: u64,
+        generation: u64,
         bytes: u64,
         align: u64,
     ) -> Option<(&'static Span, usize)> {
         let block = heap.alloc(bytes, align)?;
         let span = self.span_of(&block);
-        span.exact(life, block.address, block.bytes);
-        map::set(block.address, block.bytes, false, span);
+        span.init_single(generation, block.address, block.bytes);
+        page_map::set(block.address, block.bytes, false, span);
         Some((span, 0))
     }
 
     /// Frees a single block.
-    pub(super) fn give_exact(&mut self, heap: &mut Heap, span: &'static Span) {
-        span.set(0, super::span::Slot::Free);
-        self.end(heap, span, false);
+    pub(super) fn free_single(&mut self, heap: &mut Heap, span: &'static Span) {
+        span.set(0, super::span::SlotState::Free);
+        self.retire_span(heap, span, false);
     }
 
-    fn end(&mut self, heap: &mut Heap, span: &'static Span, slab: bool) {
-        map::clear(span.start(), span.bytes(), slab);
+    fn retire_span(&mut self, heap: &mut Heap, span: &'static Span, slab: bool) {
+        page_map::clear(span.start(), span.bytes(), slab);
         // It has been a live block of the heap, so the free cannot fail.
         if let Some(key) = self.all.get_mut(span.number()).and_then(|(_, key)| key.take()) {
             let _freed = heap.free_keyed(span.start(), key, 0);
@@ -218,11 +221,11 @@ impl Spans {
 
     /// An iterator over the spans in use.
     pub(super) fn iter(&self) -> impl Iterator<Item = &'static Span> {
-        self.all.iter().map(|&(span, _)| span).filter(|span| span.life() != 0)
+        self.all.iter().map(|&(span, _)| span).filter(|span| span.generation() != 0)
     }
 
     /// Resets the state for the next generation, and keeps the spans for reuse.
-    pub(super) fn renew(self) -> Self {
+    pub(super) fn reset(self) -> Self {
         let mut next = Self::new();
         (next.vacant, next.all) = (self.vacant, self.all);
         next
@@ -243,7 +246,8 @@ mod tests {
     fn slots_of_two_shards_lie_in_two_slabs_until_no_more_can_be_cut() {
         let mut heap = Heap::new(Config { small_max: 0, ..Config::host() });
         assert!(
-            map::cover(AT..AT + (1 << 20)) && heap.add_segment(Range::new(AT, 1 << 20), 0).is_ok()
+            page_map::create_tables(AT..AT + (1 << 20))
+                && heap.add_segment(Range::new(AT, 1 << 20), 0).is_ok()
         );
         let mut spans = Spans::new();
         let class = classes::slotted(Layout::from_size_align(1024, 16).unwrap()).unwrap();
@@ -251,7 +255,7 @@ mod tests {
         let mut out = Vec::new();
         // Alternately, as two threads would.
         for n in 0..256 {
-            let (span, slot) = spans.take(&mut heap, 1, class, n % 2).unwrap();
+            let (span, slot) = spans.allocate(&mut heap, 1, class, n % 2).unwrap();
             slabs[n % 2].push(std::ptr::from_ref(span));
             out.push((span, slot));
         }
@@ -259,14 +263,14 @@ mod tests {
             slabs[0].iter().all(|slab| !slabs[1].contains(slab)),
             "a line that two threads write"
         );
-        out.drain(..128).for_each(|(span, slot)| spans.give(&mut heap, span, slot));
+        out.drain(..128).for_each(|(span, slot)| spans.free(&mut heap, span, slot));
         // One shard takes all that is left, including the other's free slots.
-        while let Some(taken) = spans.take(&mut heap, 1, class, 0) {
-            out.push(taken);
+        while let Some(slot) = spans.allocate(&mut heap, 1, class, 0) {
+            out.push(slot);
         }
         assert_eq!((out.len(), spans.free_bytes()), (1024, 0));
-        out.into_iter().for_each(|(span, slot)| spans.give(&mut heap, span, slot));
-        spans.dissolve_spares(&mut heap);
+        out.into_iter().for_each(|(span, slot)| spans.free(&mut heap, span, slot));
+        spans.release_empty_slabs(&mut heap);
         assert!(heap.is_free(Range::new(AT, 1 << 20)));
     }
 }

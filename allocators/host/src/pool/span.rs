@@ -9,14 +9,14 @@ use std::sync::atomic::{
 /// Maximum number of slots of a span.
 pub(super) const MAX_SLOTS: usize = 256;
 /// The class of a single block whose size is no class's.
-pub(super) const EXACT: u32 = u32::MAX;
+pub(super) const NO_CLASS: u32 = u32::MAX;
 /// The bin index of a single block. This bin never has room.
-pub(super) const NO_RACK: u8 = u8::MAX;
+pub(super) const NO_BIN: u8 = u8::MAX;
 
 /// The state of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub(super) enum Slot {
+pub(super) enum SlotState {
     /// Free in the pool's heap.
     Free = 0,
     /// Live.
@@ -29,7 +29,7 @@ pub(super) enum Slot {
     Cached = 4,
 }
 
-impl Slot {
+impl SlotState {
     fn from(byte: u8) -> Self {
         [Self::Free, Self::Live, Self::Gated, Self::Pending, Self::Cached][usize::from(byte).min(4)]
     }
@@ -54,7 +54,7 @@ impl Slot {
 #[repr(C, align(128))]
 pub(super) struct Span {
     /// The generation of the pool, or zero while the span is vacant.
-    life: AtomicU64,
+    generation: AtomicU64,
     start: AtomicU64,
     /// Bytes of the whole span.
     bytes: AtomicU64,
@@ -66,12 +66,12 @@ pub(super) struct Span {
     class: AtomicU32,
     slots: AtomicU32,
     /// The bin of a magazine that its slots go to.
-    rack: AtomicU8,
+    bin: AtomicU8,
     states: [AtomicU8; MAX_SLOTS],
     /// Number of slots that are not free. Guarded by the pool's lock, as are the following fields.
     used: AtomicU32,
     /// Its index in its class's list of slabs with room.
-    place: AtomicU32,
+    list_index: AtomicU32,
     /// The shard that the slab belongs to.
     shard: AtomicU32,
     /// Bit n is set if slot n is free.
@@ -84,16 +84,16 @@ impl Span {
     /// Creates a span that is not in use.
     pub(super) fn vacant(number: u32) -> Self {
         Self {
-            life: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
             start: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             slot: AtomicU64::new(0),
             reciprocal: AtomicU64::new(0),
-            class: AtomicU32::new(EXACT),
+            class: AtomicU32::new(NO_CLASS),
             slots: AtomicU32::new(0),
-            rack: AtomicU8::new(NO_RACK),
+            bin: AtomicU8::new(NO_BIN),
             used: AtomicU32::new(0),
-            place: AtomicU32::new(0),
+            list_index: AtomicU32::new(0),
             shard: AtomicU32::new(0),
             states: [const { AtomicU8::new(0) }; MAX_SLOTS],
             free: [const { AtomicU64::new(0) }; MAX_SLOTS / 64],
@@ -102,33 +102,33 @@ impl Span {
     }
 
     /// Makes this the span of a slab whose slots are all free.
-    pub(super) fn cut(&self, life: u64, start: u64, class: usize, slots: usize) {
+    pub(super) fn init_slab(&self, generation: u64, start: u64, class: usize, slots: usize) {
         let bytes = classes::bytes_of(class) as u64;
         self.start.store(start, Relaxed);
         self.slot.store(bytes, Relaxed);
         self.bytes.store(bytes * slots as u64, Relaxed);
         self.reciprocal.store(u64::MAX / bytes + 1, Relaxed);
         self.class.store(class as u32, Relaxed);
-        self.rack.store(class as u8, Relaxed);
+        self.bin.store(class as u8, Relaxed);
         self.slots.store(slots as u32, Relaxed);
         for (n, word) in self.free.iter().enumerate() {
             let left = slots.saturating_sub(n * 64);
             word.store(if left >= 64 { u64::MAX } else { (1 << left) - 1 }, Relaxed);
         }
         self.used.store(0, Relaxed);
-        self.life.store(life, Release);
+        self.generation.store(generation, Release);
     }
 
     /// Makes this the span of a single live block.
-    pub(super) fn exact(&self, life: u64, start: u64, bytes: u64) {
+    pub(super) fn init_single(&self, generation: u64, start: u64, bytes: u64) {
         self.start.store(start, Relaxed);
         self.resize(bytes);
         self.reciprocal.store(1, Relaxed);
-        self.rack.store(NO_RACK, Relaxed);
+        self.bin.store(NO_BIN, Relaxed);
         self.slots.store(1, Relaxed);
         self.used.store(1, Relaxed);
-        self.set(0, Slot::Live);
-        self.life.store(life, Release);
+        self.set(0, SlotState::Live);
+        self.generation.store(generation, Release);
     }
 
     pub(super) fn number(&self) -> usize {
@@ -137,14 +137,14 @@ impl Span {
 
     /// Makes the span vacant, so that it contains no address.
     pub(super) fn clear(&self) {
-        self.life.store(0, Relaxed);
+        self.generation.store(0, Relaxed);
         self.slots.store(0, Relaxed);
         self.bytes.store(0, Relaxed);
     }
 
     #[inline(always)]
-    pub(super) fn life(&self) -> u64 {
-        self.life.load(Acquire)
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Acquire)
     }
 
     #[inline(always)]
@@ -160,7 +160,7 @@ impl Span {
 
     /// Changes the size of a single block.
     pub(super) fn resize(&self, bytes: u64) {
-        let class = classes::of_single(bytes).map_or(EXACT, |class| class as u32);
+        let class = classes::of_single(bytes).map_or(NO_CLASS, |class| class as u32);
         self.class.store(class, Relaxed);
         self.slot.store(bytes, Relaxed);
         self.bytes.store(bytes, Relaxed);
@@ -176,10 +176,10 @@ impl Span {
         self.class.load(Relaxed)
     }
 
-    /// Returns the bin that its slots go to: their class, or [`NO_RACK`].
+    /// Returns the bin that its slots go to: their class, or [`NO_BIN`].
     #[inline(always)]
-    pub(super) fn rack(&self) -> u8 {
-        self.rack.load(Relaxed)
+    pub(super) fn bin(&self) -> u8 {
+        self.bin.load(Relaxed)
     }
 
     #[inline(always)]
@@ -195,14 +195,14 @@ impl Span {
 
     /// Returns the slot that contains `address`.
     #[inline(always)]
-    pub(super) fn slot_at(&self, address: u64) -> Option<usize> {
+    pub(super) fn slot_containing(&self, address: u64) -> Option<usize> {
         let offset = address.wrapping_sub(self.start());
         (offset < self.bytes()).then(|| self.divide(offset).0)
     }
 
     /// Returns the slot that begins at `address`.
     #[inline(always)]
-    pub(super) fn slot_from(&self, address: u64) -> Option<usize> {
+    pub(super) fn slot_starting_at(&self, address: u64) -> Option<usize> {
         let (slot, begins) = self.divide(address.wrapping_sub(self.start()));
         (slot < self.slots() && begins).then_some(slot)
     }
@@ -233,8 +233,8 @@ impl Span {
         &self.states[slot % MAX_SLOTS]
     }
 
-    pub(super) fn get(&self, slot: usize) -> Slot {
-        Slot::from(self.get_raw(slot))
+    pub(super) fn get(&self, slot: usize) -> SlotState {
+        SlotState::from(self.get_raw(slot))
     }
 
     /// Returns the state of a slot as a byte.
@@ -243,19 +243,19 @@ impl Span {
         self.state(slot).load(Relaxed)
     }
 
-    pub(super) fn set(&self, slot: usize, to: Slot) {
+    pub(super) fn set(&self, slot: usize, to: SlotState) {
         self.state(slot).store(to as u8, Relaxed);
     }
 
     /// Takes the lowest free slot and makes it live. The caller must hold the pool's lock.
-    pub(super) fn take(&self) -> Option<usize> {
+    pub(super) fn take_slot(&self) -> Option<usize> {
         for (n, word) in self.free.iter().enumerate() {
             let bits = word.load(Relaxed);
             if bits != 0 {
                 word.store(bits & (bits - 1), Relaxed);
                 self.used.store(self.used() + 1, Relaxed);
                 let slot = n * 64 + bits.trailing_zeros() as usize;
-                self.set(slot, Slot::Live);
+                self.set(slot, SlotState::Live);
                 return Some(slot);
             }
         }
@@ -263,8 +263,8 @@ impl Span {
     }
 
     /// Frees a slot. The caller must hold the pool's lock.
-    pub(super) fn give(&self, slot: usize) {
-        self.set(slot, Slot::Free);
+    pub(super) fn free_slot(&self, slot: usize) {
+        self.set(slot, SlotState::Free);
         let word = &self.free[slot / 64 % self.free.len()];
         word.store(word.load(Relaxed) | 1 << (slot % 64), Relaxed);
         self.used.store(self.used() - 1, Relaxed);
@@ -279,12 +279,12 @@ impl Span {
         self.used() as usize == self.slots()
     }
 
-    pub(super) fn place(&self) -> usize {
-        self.place.load(Relaxed) as usize
+    pub(super) fn list_index(&self) -> usize {
+        self.list_index.load(Relaxed) as usize
     }
 
-    pub(super) fn set_place(&self, place: usize) {
-        self.place.store(place as u32, Relaxed);
+    pub(super) fn set_list_index(&self, list_index: usize) {
+        self.list_index.store(list_index as u32, Relaxed);
     }
 
     pub(super) fn shard(&self) -> usize {
@@ -307,42 +307,58 @@ mod tests {
         for class in (0..classes::SLOTTED).step_by(if cfg!(miri) { 13 } else { 1 }) {
             let bytes = classes::bytes_of(class) as u64;
             let slots = ((256 << 10) / bytes as usize).min(MAX_SLOTS);
-            span.cut(1, 1 << 30, class, slots);
+            span.init_slab(1, 1 << 30, class, slots);
             for slot in 0..slots {
                 let start = span.address(slot);
-                assert_eq!((span.slot_at(start), span.slot_from(start)), (Some(slot), Some(slot)));
                 assert_eq!(
-                    (span.slot_at(start + bytes - 1), span.slot_from(start + 1)),
+                    (span.slot_containing(start), span.slot_starting_at(start)),
+                    (Some(slot), Some(slot))
+                );
+                assert_eq!(
+                    (span.slot_containing(start + bytes - 1), span.slot_starting_at(start + 1)),
                     (Some(slot), None)
                 );
             }
-            assert_eq!(span.slot_at((1 << 30) + slots as u64 * bytes), None);
-            assert_eq!(span.slot_at((1 << 30) - 1), None);
+            assert_eq!(span.slot_containing((1 << 30) + slots as u64 * bytes), None);
+            assert_eq!(span.slot_containing((1 << 30) - 1), None);
             // Far below and above: offsets whose products with the reciprocal wrap.
             for far in (18..64).map(|power| 1 << power).filter(|&far| far >= span.bytes()) {
                 for address in [(1u64 << 30).wrapping_add(far), (1u64 << 30).wrapping_sub(far)] {
-                    assert_eq!((span.slot_at(address), span.slot_from(address)), (None, None));
+                    assert_eq!(
+                        (span.slot_containing(address), span.slot_starting_at(address)),
+                        (None, None)
+                    );
                 }
             }
         }
-        span.exact(1, 4096, 1 << 40);
+        span.init_single(1, 4096, 1 << 40);
         assert_eq!(
-            (span.slot_at(1 << 39), span.slot_from(4096), span.slot_from(8192)),
+            (
+                span.slot_containing(1 << 39),
+                span.slot_starting_at(4096),
+                span.slot_starting_at(8192)
+            ),
             (Some(0), Some(0), None)
         );
         span.clear();
-        assert_eq!((span.slot_at(4096), span.life()), (None, 0));
+        assert_eq!((span.slot_containing(4096), span.generation()), (None, 0));
     }
 
     #[test]
     fn slots_are_taken_lowest_first_and_come_back() {
         let span = Span::vacant(0);
-        span.cut(7, 4096, classes::of(Layout::new::<u64>()).unwrap(), 200);
-        let taken: Vec<_> = std::iter::from_fn(|| span.take()).collect();
+        span.init_slab(7, 4096, classes::of(Layout::new::<u64>()).unwrap(), 200);
+        let taken: Vec<_> = std::iter::from_fn(|| span.take_slot()).collect();
         assert!(taken.iter().copied().eq(0..200) && span.is_full());
-        span.give(130);
-        span.give(3);
-        assert_eq!((span.get(3), span.get(4), span.used()), (Slot::Free, Slot::Live, 198));
-        assert_eq!([span.take(), span.take(), span.take()], [Some(3), Some(130), None]);
+        span.free_slot(130);
+        span.free_slot(3);
+        assert_eq!(
+            (span.get(3), span.get(4), span.used()),
+            (SlotState::Free, SlotState::Live, 198)
+        );
+        assert_eq!(
+            [span.take_slot(), span.take_slot(), span.take_slot()],
+            [Some(3), Some(130), None]
+        );
     }
 }

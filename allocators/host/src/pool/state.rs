@@ -1,17 +1,17 @@
 //! A pool's state under its lock: its memory, live blocks and pending frees.
 
 use super::{
-    PinnedStats, Shared,
+    PinnedStats, PoolContext,
     classes::{self, LINE},
-    depot::{Depot, Room},
-    door::Key,
+    depot::{Depot, DepotCapacity},
     magazine::{Magazine, Tally},
-    map, poison,
+    owner_biased_lock::LockProof,
+    page_map, poison,
     slabs::Spans,
-    span::{Slot, Span},
+    span::{SlotState, Span},
 };
 use crate::{
-    kernel::Span as Addresses,
+    kernel::Span as AddressRange,
     region::{Region, RegionReport},
 };
 use aquifer_core::{Gate, MemoryError, PoolStats, Result};
@@ -26,39 +26,39 @@ use std::{
 };
 
 /// Minimum bytes that a single block shrinks to in place, so that a page begins inside it.
-const SHORTEST: u64 = 8192;
+const SHRINK_MIN: u64 = 8192;
 
 /// Everything that the lock of a core guards. No method makes a system call, or calls the driver or
 /// a gate.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct PoolState {
     /// The generation of the core, unique in the process. Allocators carry it.
     pub(super) generation: u64,
     /// The lock proof for the doors of its magazines.
-    pub(super) key: Key,
+    pub(super) proof: LockProof,
     /// The capacity of its depot.
-    pub(super) depot: Room,
+    pub(super) depot_capacity: DepotCapacity,
     /// Whether allocations are served.
     pub(super) open: bool,
     /// `None` while the core serves no pool.
-    pub(super) shared: Option<Arc<Shared>>,
+    pub(super) shared: Option<Arc<PoolContext>>,
     heap: Heap,
     spans: Spans,
     /// By start address. Each registration of a region is a segment of the heap.
     regions: BTreeMap<u64, Region>,
     /// Live and pending blocks with gates, by address.
-    held: BTreeMap<u64, Held>,
+    gated: BTreeMap<u64, GatedBlock>,
     /// Addresses of pending blocks, oldest first.
     pending: VecDeque<u64>,
     /// A reusable vector for polling, so that polling allocates nothing.
-    asked: Vec<Asked>,
+    poll_buffer: Vec<PolledBlock>,
     /// Bytes of blocks that are live, in magazines or in the depot.
-    out: u64,
+    out_of_heap: u64,
     /// Counts of what was done under the lock. Magazines count the rest. `live`, `cached` and
     /// `blocks` are computed on request.
     counts: PoolStats,
     /// The sum of the magazines' `requested` when statistics were last read.
-    looked: u64,
+    magazines_requested: u64,
     refused: u64,
     /// Acquisitions of the lock.
     pub(super) locked: u64,
@@ -66,15 +66,15 @@ pub(super) struct State {
 
 /// A block with gates.
 #[derive(Debug)]
-struct Held {
+struct GatedBlock {
     gates: Vec<Arc<dyn Gate>>,
     /// Set when the owner has freed it.
-    freed: Option<Freed>,
+    freed: Option<FreedBlock>,
 }
 
 /// A freed block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Freed {
+pub(super) struct FreedBlock {
     pub(super) address: u64,
     /// The size that was requested.
     pub(super) requested: u64,
@@ -83,14 +83,14 @@ pub(super) struct Freed {
 /// A pending block whose gates a thread polls. It stays in the pool's metadata, and no other thread
 /// polls it at the same time.
 #[derive(Debug)]
-pub(super) struct Asked {
-    pub(super) block: Freed,
+pub(super) struct PolledBlock {
+    pub(super) block: FreedBlock,
     pub(super) gates: Vec<Arc<dyn Gate>>,
 }
 
 /// The result of a free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Released {
+pub(super) enum FreeOutcome {
     /// The block can be reused.
     Free,
     /// The block is pending until its gates open.
@@ -110,23 +110,23 @@ fn fresh_generation() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-impl State {
+impl PoolState {
     pub(super) fn new() -> Self {
         Self {
             generation: fresh_generation(),
-            key: Key::new(),
-            depot: Room::default(),
+            proof: LockProof::new(),
+            depot_capacity: DepotCapacity::default(),
             open: false,
             shared: None,
             heap: heap(),
             spans: Spans::new(),
             regions: BTreeMap::new(),
-            held: BTreeMap::new(),
+            gated: BTreeMap::new(),
             pending: VecDeque::new(),
-            asked: Vec::new(),
-            out: 0,
+            poll_buffer: Vec::new(),
+            out_of_heap: 0,
             counts: PoolStats::default(),
-            looked: 0,
+            magazines_requested: 0,
             refused: 0,
             locked: 0,
         }
@@ -135,80 +135,86 @@ impl State {
     /// Allocates a block, preferably a slot of the shard's slabs. Returns `None` if nothing free
     /// fits.
     #[inline]
-    pub(super) fn take(&mut self, layout: Layout, shard: usize) -> Option<u64> {
-        let taken = self.find(layout, shard);
+    pub(super) fn allocate(&mut self, layout: Layout, shard: usize) -> Option<u64> {
+        let found = self.find_slot(layout, shard);
         // Spare slabs are returned to the heap before the request fails.
-        let taken = if taken.is_none() && self.spans.dissolve_spares(&mut self.heap) {
-            self.find(layout, shard)
+        let found = if found.is_none() && self.spans.release_empty_slabs(&mut self.heap) {
+            self.find_slot(layout, shard)
         } else {
-            taken
+            found
         };
-        taken.map(|(span, slot)| self.hand_out(span, slot, layout.size() as u64))
+        found.map(|(span, slot)| self.finish_allocation(span, slot, layout.size() as u64))
     }
 
     #[inline]
-    fn find(&mut self, layout: Layout, shard: usize) -> Option<(&'static Span, usize)> {
+    fn find_slot(&mut self, layout: Layout, shard: usize) -> Option<(&'static Span, usize)> {
         let Self { heap, spans, generation, .. } = self;
         match classes::slotted(layout) {
-            Some(class) => spans.take(heap, *generation, class, shard),
+            Some(class) => spans.allocate(heap, *generation, class, shard),
             None => {
                 let bytes = classes::single(layout.size() as u64)?;
                 // Always aligned to a cache line, since magazines reuse the block for requests of
                 // that alignment.
-                spans.take_exact(heap, *generation, bytes, (layout.align() as u64).max(LINE))
+                spans.allocate_single(heap, *generation, bytes, (layout.align() as u64).max(LINE))
             }
         }
     }
 
     /// Allocates a slot of a larger class, as a last resort.
-    pub(super) fn take_larger(&mut self, layout: Layout) -> Option<u64> {
+    pub(super) fn allocate_larger(&mut self, layout: Layout) -> Option<u64> {
         let class = classes::slotted(layout)?;
         let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
         let (span, slot) = (class..classes::SLOTTED)
             .filter(fits)
-            .find_map(|class| self.spans.take_of_any(class))?;
-        Some(self.hand_out(span, slot, layout.size() as u64))
+            .find_map(|class| self.spans.allocate_from_any_shard(class))?;
+        Some(self.finish_allocation(span, slot, layout.size() as u64))
     }
 
     #[inline]
-    fn hand_out(&mut self, span: &'static Span, slot: usize, requested: u64) -> u64 {
-        self.out += span.slot_bytes();
+    fn finish_allocation(&mut self, span: &'static Span, slot: usize, requested: u64) -> u64 {
+        self.out_of_heap += span.slot_bytes();
         let counts = &mut self.counts;
         counts.requested = counts.requested.wrapping_add(requested);
         counts.allocations += 1;
-        self.note_peaks();
+        self.update_peaks();
         span.address(slot)
     }
 
-    fn note_peaks(&mut self) {
+    fn update_peaks(&mut self) {
         let counts = &mut self.counts;
-        counts.peak_live = counts.peak_live.max(self.out);
+        counts.peak_live = counts.peak_live.max(self.out_of_heap);
         // Negative if more was freed here than in magazines since statistics were last read.
-        let requested =
-            counts.requested.wrapping_add(self.looked).cast_signed().max(0).cast_unsigned();
-        counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
+        let requested = counts
+            .requested
+            .wrapping_add(self.magazines_requested)
+            .cast_signed()
+            .max(0)
+            .cast_unsigned();
+        counts.peak_requested = counts.peak_requested.max(requested.min(self.out_of_heap));
     }
 
     /// Assigns a magazine to this pool, which is open. For the magazine's owner, and only while no
     /// other thread is entering.
-    pub(super) fn ready(&mut self, magazine: &Magazine) {
-        if magazine.door.life() != self.generation {
+    pub(super) fn assign(&mut self, magazine: &Magazine) {
+        if magazine.lock.generation() != self.generation {
             // It is new, or was emptied when its last pool was closed.
-            magazine.door.serve(&mut self.key, self.generation);
+            magazine.lock.assign(&mut self.proof, self.generation);
         }
     }
 
     /// Moves about 64 KiB of free slots of the class from the shard's existing slabs into the
     /// magazine. For the magazine's owner.
-    pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
+    pub(super) fn refill(&mut self, magazine: &Magazine, class: usize) {
         if class >= classes::SLOTTED {
             return;
         }
         let bytes = classes::bytes_of(class);
-        for _ in 0..((64 << 10) / bytes).clamp(2, 32).min(magazine.room(class)) {
-            let Some((span, slot)) = self.spans.take_ready(class, magazine.shard()) else { break };
-            self.out += bytes as u64;
-            magazine.stock(span, slot);
+        for _ in 0..((64 << 10) / bytes).clamp(2, 32).min(magazine.free_entries(class)) {
+            let Some((span, slot)) = self.spans.allocate_from_shard(class, magazine.shard()) else {
+                break;
+            };
+            self.out_of_heap += bytes as u64;
+            magazine.insert(span, slot);
         }
     }
 
@@ -217,80 +223,81 @@ impl State {
     /// the bin returns to the heap. For the magazine's owner.
     pub(super) fn make_room(&mut self, magazine: &Magazine, depot: &Depot, class: usize) {
         if class >= classes::SLOTTED {
-            let (mut room, free) = (self.depot, self.free_bytes());
-            depot.make_room(class, &mut room, free, |address| self.unstock(address));
-            self.depot = room;
-        } else if magazine.room(class) == 0 && !magazine.grow(class, self.free_bytes()) {
-            magazine.shed_half(class, |address| self.unstock(address));
+            let (mut capacity, free) = (self.depot_capacity, self.free_bytes());
+            depot.make_room(class, &mut capacity, free, |address| self.return_to_heap(address));
+            self.depot_capacity = capacity;
+        } else if magazine.free_entries(class) == 0 && !magazine.grow_bin(class, self.free_bytes())
+        {
+            magazine.halve_bin(class, |address| self.return_to_heap(address));
         }
     }
 
     /// Returns a free block from a magazine or the depot to the heap.
-    pub(super) fn unstock(&mut self, address: u64) {
-        let Some((span, slot)) = map::block_from(address) else { return };
-        self.out -= span.slot_bytes();
+    pub(super) fn return_to_heap(&mut self, address: u64) {
+        let Some((span, slot)) = page_map::block_starting_at(address) else { return };
+        self.out_of_heap -= span.slot_bytes();
         // A gate may have been noted while the owner freed the block. It still holds the block
         // back.
-        if !self.held.is_empty()
-            && let Some(held) = self.held.get_mut(&address)
+        if !self.gated.is_empty()
+            && let Some(entry) = self.gated.get_mut(&address)
         {
-            span.set(slot, Slot::Pending);
-            held.freed = Some(Freed { address, requested: 0 });
+            span.set(slot, SlotState::Pending);
+            entry.freed = Some(FreedBlock { address, requested: 0 });
             self.pending.push_back(address);
             self.counts.pending += span.slot_bytes();
             return;
         }
-        self.give(span, slot);
+        self.free_slot(span, slot);
     }
 
     #[inline]
-    fn give(&mut self, span: &'static Span, slot: usize) {
-        poison::free(span, span.address(slot));
+    fn free_slot(&mut self, span: &'static Span, slot: usize) {
+        poison::on_return_to_heap(span, span.address(slot));
         if span.is_single() {
-            self.spans.give_exact(&mut self.heap, span);
+            self.spans.free_single(&mut self.heap, span);
         } else {
-            self.spans.give(&mut self.heap, span, slot);
+            self.spans.free(&mut self.heap, span, slot);
         }
     }
 
     /// Returns the block that begins at `address`, if it is live and has at least `bytes` bytes.
     #[inline]
     fn owned(&self, address: u64, bytes: u64) -> Option<(&'static Span, usize)> {
-        let (span, slot) = map::block_from(address)?;
-        let fits = span.life() == self.generation && bytes <= span.slot_bytes();
+        let (span, slot) = page_map::block_starting_at(address)?;
+        let fits = span.generation() == self.generation && bytes <= span.slot_bytes();
         (fits && span.get(slot).is_owned()).then_some((span, slot))
     }
 
     /// Returns whether the block at `address` can be freed or resized as one of `bytes` bytes, and
     /// has no gate noted on it.
-    pub(super) fn is_free_to_go(&self, address: u64, bytes: u64) -> bool {
-        self.owned(address, bytes).is_some_and(|(span, slot)| span.get(slot) == Slot::Live)
+    pub(super) fn can_free(&self, address: u64, bytes: u64) -> bool {
+        self.owned(address, bytes).is_some_and(|(span, slot)| span.get(slot) == SlotState::Live)
     }
 
     /// Frees a block.
     #[inline]
-    pub(super) fn release(&mut self, block: Freed) -> Released {
-        let Freed { address, requested } = block;
+    pub(super) fn free(&mut self, block: FreedBlock) -> FreeOutcome {
+        let FreedBlock { address, requested } = block;
         let Some((span, slot)) = self.owned(address, requested) else {
             self.refused += 1;
-            return Released::Refused;
+            return FreeOutcome::Refused;
         };
         let bytes = span.slot_bytes();
-        self.out -= bytes;
+        self.out_of_heap -= bytes;
         let counts = &mut self.counts;
         counts.requested = counts.requested.wrapping_sub(requested);
         counts.frees += 1;
-        if span.get(slot) == Slot::Gated
-            && let Some(held) = self.held.get_mut(&address)
+        if span.get(slot) == SlotState::Gated
+            && let Some(entry) = self.gated.get_mut(&address)
         {
-            held.freed = Some(block);
-            span.set(slot, Slot::Pending);
+            entry.freed = Some(block);
+            span.set(slot, SlotState::Pending);
             self.pending.push_back(address);
             counts.pending += bytes;
-            return Released::Pending;
+            return FreeOutcome::Pending;
         }
-        self.give(span, slot);
-        Released::Free
+        self.free_slot(span, slot);
+        FreeOutcome::Free
     }
 
     /// Resizes a block in place. Returns whether it succeeded.
@@ -298,11 +305,11 @@ impl State {
         let Some((span, slot)) = self.owned(address, old) else { return false };
         let size = span.slot_bytes();
         // A tail that a device may still access must not be reused.
-        let stays = new <= size && (new >= old || span.get(slot) == Slot::Gated);
+        let stays = new <= size && (new >= old || span.get(slot) == SlotState::Gated);
         let now = if stays || !span.is_single() {
             size
         } else {
-            let wanted = if new < size { new.max(size.min(SHORTEST)) } else { new };
+            let wanted = if new < size { new.max(size.min(SHRINK_MIN)) } else { new };
             let resized = classes::single(wanted)
                 .and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
             resized.map_or(size, |block| block.bytes)
@@ -312,16 +319,16 @@ impl State {
         }
         if now != size {
             span.resize(now);
-            self.out = self.out - size + now;
+            self.out_of_heap = self.out_of_heap - size + now;
         }
         self.counts.requested = self.counts.requested.wrapping_sub(old).wrapping_add(new);
-        self.note_peaks();
+        self.update_peaks();
         true
     }
 
     /// Returns the start of the live block that contains `address`.
     pub(super) fn block_at(&self, address: u64) -> Option<u64> {
-        let start = match map::slab_at(address) {
+        let start = match page_map::slot_containing(address) {
             Some((span, slot)) if !span.is_single() => span.address(slot),
             _ => match self.heap.block_at(address) {
                 Ok(block) => block.address,
@@ -333,81 +340,87 @@ impl State {
     }
 
     /// Notes a gate on the live block that begins at `start`. Returns the number of its gates.
-    pub(super) fn note(&mut self, start: u64, gate: Arc<dyn Gate>) -> usize {
+    pub(super) fn add_gate(&mut self, start: u64, gate: Arc<dyn Gate>) -> usize {
         if let Some((span, slot)) = self.owned(start, 0) {
-            span.set(slot, Slot::Gated);
+            span.set(slot, SlotState::Gated);
         }
-        let held =
-            self.held.entry(start).or_insert_with(|| Held { gates: Vec::new(), freed: None });
-        held.gates.push(gate);
-        held.gates.len()
+        let entry = self
+            .gated
+            .entry(start)
+            .or_insert_with(|| GatedBlock { gates: Vec::new(), freed: None });
+        entry.gates.push(gate);
+        entry.gates.len()
     }
 
     /// Returns the gates of a live block, to be polled outside the lock.
     pub(super) fn gates(&self, start: u64) -> Vec<Arc<dyn Gate>> {
-        self.held.get(&start).map(|held| held.gates.clone()).unwrap_or_default()
+        self.gated.get(&start).map(|entry| entry.gates.clone()).unwrap_or_default()
     }
 
     /// Removes gates of a live block that were found open. Returns them, to be dropped outside the
     /// lock.
-    pub(super) fn forget(&mut self, start: u64, open: &[Arc<dyn Gate>]) -> Vec<Arc<dyn Gate>> {
-        let Some(held) = self.held.get_mut(&start).filter(|held| held.freed.is_none()) else {
+    pub(super) fn remove_gates(
+        &mut self,
+        start: u64,
+        open: &[Arc<dyn Gate>],
+    ) -> Vec<Arc<dyn Gate>> {
+        let Some(entry) = self.gated.get_mut(&start).filter(|entry| entry.freed.is_none()) else {
             return Vec::new();
         };
-        let (gone, stay) = std::mem::take(&mut held.gates)
+        let (gone, stay) = std::mem::take(&mut entry.gates)
             .into_iter()
             .partition(|gate| open.iter().any(|other| Arc::ptr_eq(gate, other)));
-        held.gates = stay;
-        if held.gates.is_empty() {
-            self.held.remove(&start);
+        entry.gates = stay;
+        if entry.gates.is_empty() {
+            self.gated.remove(&start);
             if let Some((span, slot)) = self.owned(start, 0) {
-                span.set(slot, Slot::Live);
+                span.set(slot, SlotState::Live);
             }
         }
         gone
     }
 
-    pub(super) fn has_pending(&self) -> bool {
+    pub(super) fn has_pollable(&self) -> bool {
         !self.pending.is_empty()
     }
 
     /// Returns whether blocks are pending, including those that are being polled.
-    pub(super) fn is_waiting(&self) -> bool {
+    pub(super) fn has_pending(&self) -> bool {
         self.counts.pending > 0
     }
 
     /// Takes up to `most` of the oldest pending blocks that are not being polled.
-    pub(super) fn ask(&mut self, most: usize) -> Vec<Asked> {
+    pub(super) fn begin_poll(&mut self, most: usize) -> Vec<PolledBlock> {
         if self.pending.is_empty() {
             return Vec::new();
         }
-        let mut asked = std::mem::take(&mut self.asked);
+        let mut polled = std::mem::take(&mut self.poll_buffer);
         for _ in 0..most.min(self.pending.len()) {
             let Some(address) = self.pending.pop_front() else { break };
-            let Some(held) = self.held.get_mut(&address) else { continue };
-            let Some(block) = held.freed else { continue };
-            asked.push(Asked { block, gates: std::mem::take(&mut held.gates) });
+            let Some(entry) = self.gated.get_mut(&address) else { continue };
+            let Some(block) = entry.freed else { continue };
+            polled.push(PolledBlock { block, gates: std::mem::take(&mut entry.gates) });
         }
-        asked
+        polled
     }
 
     /// Stores the results of polling: blocks without shut gates become free. The others stay
     /// pending, ahead of younger ones.
-    pub(super) fn answer(&mut self, mut asked: Vec<Asked>) {
-        for Asked { block, gates } in asked.drain(..).rev() {
+    pub(super) fn end_poll(&mut self, mut polled: Vec<PolledBlock>) {
+        for PolledBlock { block, gates } in polled.drain(..).rev() {
             if gates.is_empty() {
-                self.held.remove(&block.address);
-                if let Some((span, slot)) = map::block_from(block.address) {
+                self.gated.remove(&block.address);
+                if let Some((span, slot)) = page_map::block_starting_at(block.address) {
                     self.counts.pending -= span.slot_bytes();
-                    self.give(span, slot);
+                    self.free_slot(span, slot);
                 }
-            } else if let Some(held) = self.held.get_mut(&block.address) {
-                held.gates = gates;
+            } else if let Some(entry) = self.gated.get_mut(&block.address) {
+                entry.gates = gates;
                 self.pending.push_front(block.address);
             }
         }
-        if asked.capacity() > self.asked.capacity() {
-            self.asked = asked;
+        if polled.capacity() > self.poll_buffer.capacity() {
+            self.poll_buffer = polled;
         }
     }
 
@@ -415,13 +428,14 @@ impl State {
     /// possible.
     pub(super) fn add(&mut self, region: Region) -> Option<Region> {
         let span = region.span();
-        if !map::cover(span.start as u64..span.end() as u64) {
+        if !page_map::create_tables(span.start as u64..span.end() as u64) {
             return Some(region);
         }
         let whole = [span];
         let parts = if region.registrations().is_empty() { &whole } else { region.registrations() };
         let unit = self.heap.config().unit;
-        let range = |part: &Addresses| Range::new(part.start as u64, part.len as u64 / unit * unit);
+        let range =
+            |part: &AddressRange| Range::new(part.start as u64, part.len as u64 / unit * unit);
         for (added, part) in parts.iter().enumerate() {
             if self.heap.add_segment(range(part), 0).is_err() {
                 for part in &parts[..added] {
@@ -435,7 +449,7 @@ impl State {
         counts.physical += span.len as u64;
         counts.peak_physical = counts.peak_physical.max(counts.physical);
         counts.growths += 1;
-        poison::come(span);
+        poison::on_region_added(span);
         self.regions.insert(span.start as u64, region);
         None
     }
@@ -447,9 +461,9 @@ impl State {
 
     /// Removes the largest region that is wholly free, if at least `keep` free bytes stay.
     pub(super) fn remove(&mut self, keep: u64) -> Option<Region> {
-        self.spans.dissolve_spares(&mut self.heap);
+        self.spans.release_empty_slabs(&mut self.heap);
         // Blocks in magazines count as neither free nor releasable here.
-        let cached = self.counts.physical - self.out - self.counts.pending;
+        let cached = self.counts.physical - self.out_of_heap - self.counts.pending;
         let heap = &self.heap;
         let free = |region: &Region| {
             let span = region.span();
@@ -463,7 +477,7 @@ impl State {
             .max_by_key(|(_, r)| r.span().len)?
             .0;
         let region = self.regions.remove(&start)?;
-        poison::gone(region.span());
+        poison::on_region_removed(region.span());
         let len = region.span().len as u64;
         let _stamp = self.heap.remove(Range::new(start, len));
         self.counts.physical -= len;
@@ -471,26 +485,26 @@ impl State {
     }
 
     /// Counts a released region.
-    pub(super) fn reaped(&mut self, bytes: u64) {
+    pub(super) fn count_reaped(&mut self, bytes: u64) {
         self.counts.reaped += bytes;
     }
 
-    pub(super) fn failed(&mut self) {
+    pub(super) fn count_failure(&mut self) {
         self.counts.failures += 1;
     }
 
-    pub(super) fn waited(&mut self) {
+    pub(super) fn count_host_wait(&mut self) {
         self.counts.host_waits += 1;
     }
 
     /// Returns whether any block has gates noted on it, including blocks that are being polled.
-    pub(super) fn holds_back(&self) -> bool {
-        !self.held.is_empty()
+    pub(super) fn has_gated_blocks(&self) -> bool {
+        !self.gated.is_empty()
     }
 
     /// Returns whether nothing of a closed pool is left.
-    pub(super) fn is_over(&self) -> bool {
-        !self.open && self.regions.is_empty() && self.held.is_empty()
+    pub(super) fn is_finished(&self) -> bool {
+        !self.open && self.regions.is_empty() && self.gated.is_empty()
     }
 
     pub(super) fn is_pinned(&self, address: u64) -> Option<bool> {
@@ -507,14 +521,14 @@ impl State {
 
     /// Returns the bytes that are free in the heap, without those in magazines and in the depot.
     pub(super) fn free_bytes(&self) -> u64 {
-        self.counts.physical - self.out - self.counts.pending
+        self.counts.physical - self.out_of_heap - self.counts.pending
     }
 
     pub(super) fn stats(&mut self, magazines: Tally) -> PinnedStats {
-        self.looked = magazines.requested;
-        self.note_peaks();
+        self.magazines_requested = magazines.requested;
+        self.update_peaks();
         let mut memory = self.counts;
-        memory.live = self.out.saturating_sub(magazines.cached);
+        memory.live = self.out_of_heap.saturating_sub(magazines.cached);
         memory.requested = memory.requested.wrapping_add(magazines.requested);
         memory.cached = memory.physical - memory.pending - memory.live;
         memory.allocations += magazines.allocations;
@@ -537,7 +551,7 @@ impl State {
     }
 
     /// Completes the error of a request that could not be served.
-    pub(super) fn explain(
+    pub(super) fn complete_error(
         &mut self,
         mut error: Box<aquifer_core::OutOfMemory>,
         magazines: Tally,
@@ -552,7 +566,7 @@ impl State {
 
     /// Returns the shared part if the pool of this generation is open.
     #[inline]
-    pub(super) fn open_as(&self, generation: u64) -> Result<&Arc<Shared>> {
+    pub(super) fn open_as(&self, generation: u64) -> Result<&Arc<PoolContext>> {
         match &self.shared {
             Some(shared) if self.open && self.generation == generation => Ok(shared),
             _ => Err(MemoryError::Closed),
@@ -586,8 +600,8 @@ impl State {
             && (magazines.cached, magazines.blocks) == cached
             && stats.requested <= stats.live
             && self.pending.len() as u64 <= pending.1
-            && self.held.len() as u64 == gated.1 + pending.1
-            && self.held.keys().all(|&address| map::block_from(address).is_some())
+            && self.gated.len() as u64 == gated.1 + pending.1
+            && self.gated.keys().all(|&address| page_map::block_starting_at(address).is_some())
     }
 
     /// Adds the counts of a magazine to those of the pool.
@@ -599,9 +613,9 @@ impl State {
     }
 
     /// Resets the state for the next generation.
-    pub(super) fn renew(&mut self) -> Option<Arc<Shared>> {
+    pub(super) fn reset(&mut self) -> Option<Arc<PoolContext>> {
         let old = std::mem::replace(self, Self::new());
-        self.spans = old.spans.renew();
+        self.spans = old.spans.reset();
         old.shared
     }
 }

@@ -22,30 +22,30 @@ use std::{cell::Cell, ffi::c_void, ptr, sync::OnceLock};
 pub(super) const THREADS: usize = 1024;
 
 /// No number has been requested yet.
-const NEW: u32 = u32::MAX;
+const UNASSIGNED: u32 = u32::MAX;
 /// The thread gets no number: it is ending, or there are too many threads.
-const NONE: u32 = NEW - 1;
+const UNAVAILABLE: u32 = UNASSIGNED - 1;
 
 /// Number of cached magazines of a thread. Other magazines are looked up on the slow path.
-const NEAR: usize = 4;
+const CACHED: usize = 4;
 
-struct Here {
-    at_work: Cell<bool>,
+struct ThreadState {
+    inside: Cell<bool>,
     number: Cell<u32>,
     /// By generation modulo the length, the magazine that was looked up last. The magazine holds
     /// its generation itself. `None` while the thread is inside a pool, so that a lookup implies
     /// that it is not.
-    magazines: [Cell<Option<&'static Magazine>>; NEAR],
+    magazines: [Cell<Option<&'static Magazine>>; CACHED],
 }
 
 thread_local! {
     // Const and without a destructor, so that an allocator can read it at any time in the life of a
     // thread.
-    static HERE: Here = const {
-        Here {
-            at_work: Cell::new(false),
-            number: Cell::new(NEW),
-            magazines: [const { Cell::new(None) }; NEAR]
+    static STATE: ThreadState = const {
+        ThreadState {
+            inside: Cell::new(false),
+            number: Cell::new(UNASSIGNED),
+            magazines: [const { Cell::new(None) }; CACHED]
         }
     };
 }
@@ -55,49 +55,50 @@ thread_local! {
 /// be saved where access to thread-locals is a function call.
 #[inline(always)]
 pub(super) fn magazine(generation: &u64) -> Option<&'static Magazine> {
-    HERE.with(|here| here.magazines[*generation as usize % NEAR].get())
+    STATE.with(|state| state.magazines[*generation as usize % CACHED].get())
 }
 
 /// Caches this thread's magazine for the pool of this generation.
 pub(super) fn set_magazine(generation: u64, magazine: &'static Magazine) {
-    HERE.with(|here| here.magazines[generation as usize % NEAR].set(Some(magazine)));
+    STATE.with(|state| state.magazines[generation as usize % CACHED].set(Some(magazine)));
 }
 
 /// Returns whether this thread is inside a pool.
 #[inline]
-pub(super) fn is_at_work() -> bool {
-    HERE.with(|here| here.at_work.get())
+pub(super) fn is_inside_pool() -> bool {
+    STATE.with(|state| state.inside.get())
 }
 
 /// While this guard lives, the thread is inside a pool, and pools refuse its allocations (see the
 /// caveats of [`pool`](super)).
-pub(super) struct AtWork {
+pub(super) struct InsidePool {
     /// The thread's cached magazines.
-    aside: [Option<&'static Magazine>; NEAR],
+    cached: [Option<&'static Magazine>; CACHED],
 }
 
-impl AtWork {
+impl InsidePool {
     /// Marks the thread as inside a pool. Returns `None` if it is already.
     #[inline]
-    pub(super) fn begin() -> Option<Self> {
+    pub(super) fn enter() -> Option<Self> {
         // Only the outermost call returns a guard, because the drop of an inner one would end the
         // state.
-        HERE.with(|here| {
-            let was = here.at_work.replace(true);
-            (!was).then(|| Self { aside: here.magazines.each_ref().map(Cell::take) })
+        STATE.with(|state| {
+            let was = state.inside.replace(true);
+            (!was).then(|| Self { cached: state.magazines.each_ref().map(Cell::take) })
         })
     }
 }
 
-impl Drop for AtWork {
+impl Drop for InsidePool {
     #[inline]
     fn drop(&mut self) {
-        HERE.with(|here| {
+        STATE.with(|state| {
             // The flag is clear in a child that was forked in the meantime, which has no magazines.
-            if here.at_work.replace(false) {
-                here.magazines
+            if state.inside.replace(false) {
+                state
+                    .magazines
                     .iter()
-                    .zip(self.aside)
+                    .zip(self.cached)
                     .for_each(|(place, magazine)| place.set(magazine));
             }
         });
@@ -105,38 +106,38 @@ impl Drop for AtWork {
 }
 
 /// State of all threads.
-struct Register {
+struct ThreadNumbers {
     /// Numbers of threads that have ended.
     free: Vec<u32>,
     /// The lowest number that was never used.
     next: u32,
 }
 
-static REGISTER: ForkSafe<Register> =
-    ForkSafe::new(LockOrder::Threads, Register { free: Vec::new(), next: 0 });
+static NUMBERS: ForkSafe<ThreadNumbers> =
+    ForkSafe::new(LockOrder::Threads, ThreadNumbers { free: Vec::new(), next: 0 });
 
-fn register() -> ForkSafeGuard<'static, Register> {
-    REGISTER.lock()
+fn numbers() -> ForkSafeGuard<'static, ThreadNumbers> {
+    NUMBERS.lock()
 }
 
 /// Returns the number of this thread, and assigns one if possible.
 pub(super) fn number() -> Option<usize> {
-    let set = |number| HERE.with(|here| here.number.set(number));
-    let known = HERE.with(|here| here.number.get());
-    if known != NEW {
-        return (known < NONE).then_some(known as usize);
+    let set = |number| STATE.with(|state| state.number.set(number));
+    let known = STATE.with(|state| state.number.get());
+    if known != UNASSIGNED {
+        return (known < UNAVAILABLE).then_some(known as usize);
     }
     // Allocations from here on must not use the pool.
-    set(NONE);
-    let _at_work = AtWork::begin();
-    let number = take_number();
-    set(number.unwrap_or(NONE));
+    set(UNAVAILABLE);
+    let _inside = InsidePool::enter();
+    let number = assign_number();
+    set(number.unwrap_or(UNAVAILABLE));
     number.map(|number| number as usize)
 }
 
-fn take_number() -> Option<u32> {
+fn assign_number() -> Option<u32> {
     let key = (*key())?;
-    let mut all = register();
+    let mut all = numbers();
     let number = match all.free.pop() {
         Some(number) => number,
         None if (all.next as usize) < THREADS => {
@@ -153,7 +154,7 @@ fn take_number() -> Option<u32> {
     if noted == 0 {
         return Some(number);
     }
-    register().free.push(number);
+    numbers().free.push(number);
     None
 }
 
@@ -174,21 +175,21 @@ fn key() -> &'static Option<libc::pthread_key_t> {
 
 /// Called by the C library in the only thread of a forked child.
 unsafe extern "C" fn forked() {
-    HERE.with(|here| {
-        here.at_work.set(false);
-        here.magazines.iter().for_each(|magazine| magazine.set(None));
+    STATE.with(|state| {
+        state.inside.set(false);
+        state.magazines.iter().for_each(|magazine| magazine.set(None));
     });
 }
 
 /// Called by the C library in a thread that ends, with the value of its key.
 extern "C" fn ended(value: *mut c_void) {
     let Some(number) = value.addr().checked_sub(1) else { return };
-    HERE.with(|here| {
-        here.number.set(NONE);
-        here.magazines.iter().for_each(|magazine| magazine.set(None));
+    STATE.with(|state| {
+        state.number.set(UNAVAILABLE);
+        state.magazines.iter().for_each(|magazine| magazine.set(None));
     });
-    let _at_work = AtWork::begin();
-    register().free.push(number as u32);
+    let _inside = InsidePool::enter();
+    numbers().free.push(number as u32);
 }
 
 #[cfg(test)]
@@ -197,20 +198,20 @@ mod tests {
 
     #[test]
     fn a_thread_stays_at_work_until_the_first_to_say_so_is_done() {
-        let first = AtWork::begin();
-        assert!(first.is_some() && AtWork::begin().is_none());
-        assert!(is_at_work(), "whoever came second has ended it");
+        let first = InsidePool::enter();
+        assert!(first.is_some() && InsidePool::enter().is_none());
+        assert!(is_inside_pool(), "whoever came second has ended it");
         drop(first);
-        assert!(!is_at_work());
+        assert!(!is_inside_pool());
     }
 
     #[test]
     fn a_thread_at_work_finds_no_magazine_and_its_own_again_afterwards() {
         let own: &'static Magazine = Box::leak(Box::new(Magazine::new(0)));
         set_magazine(7, own);
-        let first = AtWork::begin();
+        let first = InsidePool::enter();
         assert!(magazine(&7).is_none());
-        drop(AtWork::begin());
+        drop(InsidePool::enter());
         assert!(magazine(&7).is_none(), "whoever came second has ended it");
         drop(first);
         assert!(magazine(&7).is_some_and(|found| ptr::eq(found, own)));

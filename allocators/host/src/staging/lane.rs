@@ -10,7 +10,7 @@ use super::{
     settle::settle,
     submit::{Receipt, Submission},
 };
-use crate::{PinnedBuf, PinnedPool, pool::Keeper};
+use crate::{PinnedBuf, PinnedPool, pool::IdleHolder};
 use aquifer_core::Result;
 use aquifer_driver::HostAccess;
 use aquifer_stream::{HostOwned, Point, Timeline};
@@ -366,14 +366,14 @@ impl Drop for Kept<'_> {
 }
 
 /// Idle slots return to the pool when it has no memory left.
-impl Keeper for Lanes {
-    fn idle(&self) -> u64 {
+impl IdleHolder for Lanes {
+    fn idle_bytes(&self) -> u64 {
         let state = self.lock();
         let lanes = if state.kept > 0 { 0 } else { state.idle.len() };
         lanes as u64 * (self.slots * self.slot_bytes) as u64
     }
 
-    fn give(&self) -> u64 {
+    fn release_idle(&self) -> u64 {
         if self.lock().kept > 0 { 0 } else { self.trim() }
     }
 }

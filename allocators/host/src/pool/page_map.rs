@@ -35,7 +35,7 @@ static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()
 fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
     // An address beyond the table reads the entry of another address, and does not lie in its span.
     let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
-    // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. it contains only
+    // SAFETY: 1. null, or a table that `create_tables` made, which is never freed. 2. it contains only
     // atomics, and all zeros are null pointers.
     let table = unsafe { table.as_ref()? };
     Some(&table[(address >> PAGE_SHIFT) as usize % ENTRIES])
@@ -50,39 +50,39 @@ fn load(address: u64) -> Option<&'static Span> {
 
 /// Returns the span of the block that begins at `address`, and the block's slot.
 #[inline]
-pub(super) fn block_from(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn block_starting_at(address: u64) -> Option<(&'static Span, usize)> {
     if let Some(span) = load(address)
-        && let Some(slot) = span.slot_from(address)
+        && let Some(slot) = span.slot_starting_at(address)
     {
         return Some((span, slot));
     }
-    exact_from(address)
+    single_starting_at(address)
 }
 
 /// Returns a single block that begins inside a page.
 #[inline]
-fn exact_from(address: u64) -> Option<(&'static Span, usize)> {
+fn single_starting_at(address: u64) -> Option<(&'static Span, usize)> {
     let next = address.checked_next_multiple_of(PAGE)?;
     let span = load(next)?;
-    (span.start() == address && span.slot_at(address) == Some(0)).then_some((span, 0))
+    (span.start() == address && span.slot_containing(address) == Some(0)).then_some((span, 0))
 }
 
 /// Returns the slot that begins at `address`, of a slab or of a single block that begins at a page.
 #[inline(always)]
-pub(super) fn slot_from(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn slot_starting_at(address: u64) -> Option<(&'static Span, usize)> {
     let span = load(address)?;
-    Some((span, span.slot_from(address)?))
+    Some((span, span.slot_starting_at(address)?))
 }
 
 /// Returns the span and the slot that contain `address`.
 #[inline(always)]
-pub(super) fn slab_at(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn slot_containing(address: u64) -> Option<(&'static Span, usize)> {
     let span = load(address)?;
-    Some((span, span.slot_at(address)?))
+    Some((span, span.slot_containing(address)?))
 }
 
 /// Creates the tables for these addresses. Returns whether that succeeded.
-pub(super) fn cover(range: Range<u64>) -> bool {
+pub(super) fn create_tables(range: Range<u64>) -> bool {
     let last = range.end.saturating_sub(1).max(range.start);
     for table in range.start >> TABLE_SHIFT..=last >> TABLE_SHIFT {
         let Some(place) = TOP.get(table as usize) else { return false };
@@ -114,7 +114,7 @@ fn pages(start: u64, bytes: u64, slab: bool) -> impl Iterator<Item = u64> {
     (0..if slab { pages } else { pages.min(1) }).map(move |page| first + page * PAGE)
 }
 
-/// Enters the span at its pages. [`cover`] must have succeeded for these addresses.
+/// Enters the span at its pages. [`create_tables`] must have succeeded for these addresses.
 pub(super) fn set(start: u64, bytes: u64, slab: bool, span: &'static Span) {
     for entry in pages(start, bytes, slab).filter_map(entry) {
         entry.store(ptr::from_ref(span).cast_mut(), Ordering::Release);
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn slabs_and_single_blocks_that_share_pages_are_told_apart() {
-        assert!(block_from(AT).is_none() && cover(AT - 4096..AT + (1 << 20)));
+        assert!(block_starting_at(AT).is_none() && create_tables(AT - 4096..AT + (1 << 20)));
         let [slab, block, next]: [&'static Span; 3] =
             [(); 3].map(|()| &*Box::leak(Box::new(Span::vacant(0))));
         // Three slots of 1,344 bytes end 64 bytes before the page does, and a single block begins
@@ -145,14 +145,14 @@ mod tests {
         let class = (0..super::super::classes::CLASSES)
             .find(|&c| super::super::classes::bytes_of(c) == 1344)
             .unwrap();
-        slab.cut(1, AT, class, 3);
+        slab.init_slab(1, AT, class, 3);
         set(AT, slab.bytes(), true, slab);
         let start = AT + slab.bytes();
-        block.exact(1, start, 100_000);
+        block.init_single(1, start, 100_000);
         set(start, 100_000, false, block);
-        next.exact(1, start + 100_000, 70_000);
+        next.init_single(1, start + 100_000, 70_000);
         set(start + 100_000, 70_000, false, next);
-        let found = |at| block_from(at).map(|(span, slot)| (ptr::from_ref(span), slot));
+        let found = |at| block_starting_at(at).map(|(span, slot)| (ptr::from_ref(span), slot));
         assert_eq!(found(AT + 1344), Some((ptr::from_ref(slab), 1)));
         assert_eq!(found(start), Some((ptr::from_ref(block), 0)));
         assert_eq!(found(start + 100_000), Some((ptr::from_ref(next), 0)));
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn addresses_beyond_the_table_are_refused() {
-        assert!(!cover(1 << 60..(1 << 60) + 4096));
-        assert!(cover(AT..AT));
+        assert!(!create_tables(1 << 60..(1 << 60) + 4096));
+        assert!(create_tables(AT..AT));
     }
 }

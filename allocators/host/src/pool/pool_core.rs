@@ -2,15 +2,15 @@
 //! generation.
 
 use super::{
-    Shared,
+    PoolContext,
     classes::{self, LINE},
     depot::Depot,
     magazine::{LARGE_MAX, Magazine, Tally},
-    map,
+    page_map,
     slabs::SHARDS,
-    span::{EXACT, Slot, Span},
-    state::{Freed, Released, State},
-    thread::{self, AtWork, THREADS},
+    span::{NO_CLASS, SlotState, Span},
+    state::{FreeOutcome, FreedBlock, PoolState},
+    thread::{self, InsidePool, THREADS},
 };
 use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
@@ -29,7 +29,7 @@ use std::{
 };
 
 /// The core of a pool.
-pub(super) struct Home {
+pub(super) struct PoolCore {
     /// By thread number.
     magazines: Box<[OnceLock<Box<Magazine>>]>,
     /// Free blocks that the magazines share.
@@ -38,14 +38,14 @@ pub(super) struct Home {
     /// free, without the lock.
     observed: AtomicBool,
     /// Whether blocks are pending, so that threads poll gates from time to time.
-    look: AtomicBool,
+    must_poll: AtomicBool,
     /// The process that has the memory. A child of it inherits the metadata in an arbitrary state,
     /// but not the memory.
     process: Process,
     /// Whether threads get magazines. A pool whose events are recorded has none.
-    stocked: AtomicBool,
+    has_magazines: AtomicBool,
     /// On other cache lines than the flags, which every call reads.
-    state: CachePadded<Spin<State>>,
+    state: CachePadded<Spin<PoolState>>,
     /// One thread at a time drains the magazines.
     draining: Mutex<()>,
     /// Whether a thread is making a region for this pool.
@@ -71,53 +71,54 @@ pub fn stale_frees() -> u64 {
 }
 
 /// Cores without a pool.
-static RETIRED: ForkSafe<Vec<&'static Home>> = ForkSafe::new(LockOrder::IdleCores, Vec::new());
+static IDLE_CORES: ForkSafe<Vec<&'static PoolCore>> =
+    ForkSafe::new(LockOrder::IdleCores, Vec::new());
 
-impl Home {
+impl PoolCore {
     /// Returns a core for a new pool, and the generation of its allocators.
-    pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u64) {
+    pub(super) fn open(shared: Arc<PoolContext>) -> (&'static Self, u64) {
         super::sweep();
         let process = Process::current();
-        let retired = || RETIRED.lock().pop();
-        let retired = std::iter::from_fn(retired).find(|home| home.process == process);
-        let home = retired.unwrap_or_else(|| {
+        let retired = || IDLE_CORES.lock().pop();
+        let retired = std::iter::from_fn(retired).find(|core| core.process == process);
+        let core = retired.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 depot: Depot::new(),
                 observed: AtomicBool::new(false),
-                look: AtomicBool::new(false),
+                must_poll: AtomicBool::new(false),
                 process,
-                stocked: AtomicBool::new(false),
-                state: CachePadded::new(Spin::new(State::new())),
+                has_magazines: AtomicBool::new(false),
+                state: CachePadded::new(Spin::new(PoolState::new())),
                 draining: Mutex::new(()),
                 growing: Mutex::new(false),
                 grown: Condvar::new(),
             }))
         });
-        home.observed.store(shared.observed, Ordering::Relaxed);
-        let stocked = shared.config.recorder.is_none()
+        core.observed.store(shared.observed, Ordering::Relaxed);
+        let has_magazines = shared.config.recorder.is_none()
             && shared.config.magazines
             && shared.host.kernel.offers_barrier();
-        home.stocked.store(stocked, Ordering::Relaxed);
-        let generation = home.with(|state| {
+        core.has_magazines.store(has_magazines, Ordering::Relaxed);
+        let generation = core.with(|state| {
             state.open = true;
             state.shared = Some(shared);
             state.generation
         });
-        (home, generation)
+        (core, generation)
     }
 
     /// Returns whether this process has the memory. A child must not touch the core, since a lock
     /// may be held forever.
     #[inline]
-    pub(super) fn is_here(&self) -> bool {
+    pub(super) fn is_current_process(&self) -> bool {
         self.process.is_current()
     }
 
     /// Runs `work` under the lock. `work` must not wait, call the driver, or run user code.
     #[inline]
-    pub(super) fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
-        let _at_work = AtWork::begin();
+    pub(super) fn with<R>(&self, work: impl FnOnce(&mut PoolState) -> R) -> R {
+        let _inside = InsidePool::enter();
         self.state.with(|state| {
             state.locked += 1;
             work(state)
@@ -125,7 +126,7 @@ impl Home {
     }
 
     /// Runs `work` under the lock, with the sums over all magazines and the depot.
-    pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut State, Tally) -> R) -> R {
+    pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut PoolState, Tally) -> R) -> R {
         self.with(|state| {
             let mut all = self.depot.tally();
             self.magazines
@@ -139,14 +140,14 @@ impl Home {
     /// Returns this thread's magazine, creates it if possible, and caches it for the next lookup.
     /// Returns `None` while the thread is inside a pool.
     fn magazine(&'static self, generation: u64) -> Option<&'static Magazine> {
-        if !self.stocked.load(Ordering::Relaxed) || thread::is_at_work() {
+        if !self.has_magazines.load(Ordering::Relaxed) || thread::is_inside_pool() {
             return None;
         }
         let number = thread::number()?;
         let place = self.magazines.get(number)?;
         let magazine = place.get_or_init(|| {
             // The magazine's memory must not come from a pool.
-            let _at_work = AtWork::begin();
+            let _inside = InsidePool::enter();
             Box::new(Magazine::new(number % SHARDS))
         });
         // An observer must see each free.
@@ -160,19 +161,19 @@ impl Home {
     /// was anything. With `close`, the magazines no longer serve this pool. Issues a barrier on
     /// every thread of the process, which takes some microseconds. If the barrier fails, the
     /// magazines keep their blocks.
-    pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
+    pub(super) fn drain(&self, shared: &PoolContext, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
-        let wanted = |magazine: &&Magazine| {
-            magazine.door.of() != 0 && (close || magazine.tally().blocks > 0)
+        let selected = |magazine: &&Magazine| {
+            magazine.lock.contents_generation() != 0 && (close || magazine.tally().blocks > 0)
         };
         let magazines =
             || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
         let all = self.with(|state| {
-            if !magazines().any(|magazine| wanted(&magazine)) {
+            if !magazines().any(|magazine| selected(&magazine)) {
                 return Some(self.empty_depot(state));
             }
             // All magazines that exist now, so that the same ones are reopened.
-            magazines().for_each(|magazine| magazine.door.want(&mut state.key));
+            magazines().for_each(|magazine| magazine.lock.begin_revocation(&mut state.proof));
             None
         });
         if let Some(any) = all {
@@ -181,19 +182,19 @@ impl Home {
         let mut any = false;
         if shared.host.kernel.barrier().is_ok() {
             for magazine in magazines() {
-                if !magazine.door.is_wanted() {
+                if !magazine.lock.is_revoked() {
                     continue;
                 }
-                magazine.door.wait();
+                magazine.lock.wait_for_owner();
                 self.with(|state| {
-                    magazine.empty(|address| {
-                        state.unstock(address);
+                    magazine.drain(|address| {
+                        state.return_to_heap(address);
                         any = true;
                     });
                     if close {
                         state.absorb(magazine.tally());
-                        magazine.forget();
-                        magazine.door.forget(&mut state.key);
+                        magazine.reset_counts();
+                        magazine.lock.mark_empty(&mut state.proof);
                     }
                 });
             }
@@ -201,27 +202,28 @@ impl Home {
         self.with(|state| {
             // After the magazines, because their owners put blocks into the depot.
             any |= self.empty_depot(state);
-            let life = if state.open { state.generation } else { 0 };
-            magazines().for_each(|magazine| magazine.door.let_go(&mut state.key, life));
+            let generation = if state.open { state.generation } else { 0 };
+            magazines()
+                .for_each(|magazine| magazine.lock.end_revocation(&mut state.proof, generation));
         });
-        self.note_waiting();
+        self.update_poll_flag();
         any
     }
 
     /// Moves the contents of the depot into the heap. Returns whether there was anything.
-    fn empty_depot(&self, state: &mut State) -> bool {
-        let mut room = std::mem::take(&mut state.depot);
-        self.depot.empty(&mut room, |address| state.unstock(address))
+    fn empty_depot(&self, state: &mut PoolState) -> bool {
+        let mut capacity = std::mem::take(&mut state.depot_capacity);
+        self.depot.drain(&mut capacity, |address| state.return_to_heap(address))
     }
 
     /// Updates whether threads should poll gates.
-    pub(super) fn note_waiting(&self) {
-        self.with(|state| self.look.store(state.is_waiting(), Ordering::Relaxed));
+    pub(super) fn update_poll_flag(&self) {
+        self.with(|state| self.must_poll.store(state.has_pending(), Ordering::Relaxed));
     }
 
     /// Stops serving allocations of this generation, and releases all free regions.
     pub(super) fn close(&'static self, generation: u64) {
-        if !self.is_here() {
+        if !self.is_current_process() {
             return;
         }
         let shared = self.with(|state| {
@@ -230,7 +232,7 @@ impl Home {
                 state.open = false;
                 // Also if the barrier fails, in which case the magazines cannot be emptied yet.
                 let magazines = self.magazines.iter().filter_map(OnceLock::get);
-                magazines.for_each(|magazine| magazine.door.void(&mut state.key));
+                magazines.for_each(|magazine| magazine.lock.disable(&mut state.proof));
             }
             shared
         });
@@ -238,70 +240,71 @@ impl Home {
             self.drain(&shared, true);
             self.poll_all();
             self.reap(&shared, 0, u64::MAX, None);
-            self.retire_or_linger();
+            self.recycle_or_linger();
         }
     }
 
     /// Recycles the core of a closed pool if nothing of the pool is left.
-    pub(super) fn retire_or_linger(&'static self) {
+    pub(super) fn recycle_or_linger(&'static self) {
         let (over, old) = self.with(|state| {
-            let over =
-                state.is_over() && state.shared.is_some() && !self.is_stocked(state.generation);
-            (over, if over { state.renew() } else { None })
+            let over = state.is_finished()
+                && state.shared.is_some()
+                && !self.magazines_hold(state.generation);
+            (over, if over { state.reset() } else { None })
         });
         drop(old);
         if over {
-            RETIRED.lock().push(self);
-        } else if self
-            .with(|state| !state.open && (state.holds_back() || self.is_stocked(state.generation)))
-        {
+            IDLE_CORES.lock().push(self);
+        } else if self.with(|state| {
+            !state.open && (state.has_gated_blocks() || self.magazines_hold(state.generation))
+        }) {
             super::pending::linger(self);
         }
     }
 
     /// Returns whether a magazine still holds blocks or counts of this generation, because the
     /// barrier failed when the pool was closed.
-    fn is_stocked(&self, generation: u64) -> bool {
+    fn magazines_hold(&self, generation: u64) -> bool {
         self.magazines
             .iter()
             .filter_map(OnceLock::get)
-            .any(|magazine| magazine.door.of() == generation)
+            .any(|magazine| magazine.lock.contents_generation() == generation)
     }
 
     /// Allocates a slot from this thread's magazine.
     #[inline(always)]
-    pub(super) fn quick(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
-        self.quick_of(thread::magazine(&generation)?, generation, layout)
+    pub(super) fn allocate_fast(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
+        self.allocate_fast_from(thread::magazine(&generation)?, generation, layout)
     }
 
-    /// As [`Home::quick`], from a cached magazine that may serve another pool.
+    /// As [`PoolCore::allocate_fast`], from a cached magazine that may serve another pool.
     #[inline(always)]
-    pub(super) fn quick_of(
+    pub(super) fn allocate_fast_from(
         &self,
         magazine: &Magazine,
         generation: u64,
         layout: Layout,
     ) -> Option<NonNull<u8>> {
         let class = classes::slotted(layout)?;
-        magazine.pop(generation, class, layout.size() as u64, &self.look)
+        magazine.pop(generation, class, layout.size() as u64, &self.must_poll)
     }
 
     /// Allocates a block of any size from this thread's magazine.
-    fn quick_from(
+    fn allocate_from_magazine(
         &self,
         magazine: &Magazine,
         generation: u64,
         layout: Layout,
     ) -> Option<NonNull<u8>> {
-        let asked = layout.size() as u64;
+        let requested = layout.size() as u64;
         if let Some(class) = classes::of(layout) {
             return if class < classes::SLOTTED {
-                magazine.pop(generation, class, asked, &self.look)
+                magazine.pop(generation, class, requested, &self.must_poll)
             } else {
-                magazine.pop_shared(generation, class, asked, &self.look, &self.depot)
+                magazine.pop_shared(generation, class, requested, &self.must_poll, &self.depot)
             };
         }
-        let bytes = classes::single(asked)?;
+        let bytes = classes::single(requested)?;
         // Requests of no bytes have no block. Blocks of a magazine do not suit alignments above a
         // line.
         if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes)
@@ -309,23 +312,23 @@ impl Home {
         {
             return None;
         }
-        magazine.pop_large(generation, bytes, asked, &self.look)
+        magazine.pop_large(generation, bytes, requested, &self.must_poll)
     }
 
     /// Frees a slot into a cached magazine that may serve another pool. Returns the span if the
     /// block is live but did not fit.
     #[inline(always)]
-    pub(super) fn quick_free(
+    pub(super) fn free_fast(
         magazine: &Magazine,
         generation: u64,
         address: NonNull<u8>,
         layout: Layout,
     ) -> std::result::Result<(), Option<&'static Span>> {
         let (address, bytes) = (address.addr().get() as u64, layout.size() as u64);
-        let Some((span, slot)) = map::slot_from(address) else { return Err(None) };
-        if span.life() != generation
+        let Some((span, slot)) = page_map::slot_starting_at(address) else { return Err(None) };
+        if span.generation() != generation
             || bytes.wrapping_sub(1) >= span.slot_bytes()
-            || span.get_raw(slot) != Slot::Live as u8
+            || span.get_raw(slot) != SlotState::Live as u8
         {
             return Err(None);
         }
@@ -336,10 +339,10 @@ impl Home {
         }
     }
 
-    /// Frees a block of a class with a depot, after [`Home::quick_free`] did not. Returns whether
+    /// Frees a block of a class with a depot, after [`PoolCore::free_fast`] did not. Returns whether
     /// it succeeded.
     #[inline]
-    pub(super) fn quick_free_shared(
+    pub(super) fn free_fast_shared(
         &self,
         magazine: &Magazine,
         generation: u64,
@@ -353,18 +356,21 @@ impl Home {
 
     /// Frees a block into this thread's magazine, and makes room for it if necessary. Returns
     /// whether it succeeded.
-    fn quick_free_to(
+    fn free_to_magazine(
         &self,
         magazine: &Magazine,
         generation: u64,
         address: u64,
         bytes: u64,
     ) -> bool {
-        let Some((span, slot)) = map::block_from(address) else { return false };
-        if span.life() != generation || bytes > span.slot_bytes() || span.get(slot) != Slot::Live {
+        let Some((span, slot)) = page_map::block_starting_at(address) else { return false };
+        if span.generation() != generation
+            || bytes > span.slot_bytes()
+            || span.get(slot) != SlotState::Live
+        {
             return false;
         }
-        let large = span.class() == EXACT;
+        let large = span.class() == NO_CLASS;
         if large && !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&span.slot_bytes()) {
             return false;
         }
@@ -379,12 +385,12 @@ impl Home {
         push() || {
             let room = self.with(|state| {
                 // Another thread is draining it, or the pool is closed.
-                if magazine.door.is_wanted() || state.open_as(generation).is_err() {
+                if magazine.lock.is_revoked() || state.open_as(generation).is_err() {
                     return false;
                 }
-                state.ready(magazine);
+                state.assign(magazine);
                 if large {
-                    magazine.shed_large(|address| state.unstock(address));
+                    magazine.release_large(|address| state.return_to_heap(address));
                 } else {
                     state.make_room(magazine, &self.depot, span.class() as usize);
                 }
@@ -401,15 +407,15 @@ impl Home {
         generation: u64,
         layout: Layout,
     ) -> Result<NonNull<[u8]>> {
-        match self.quick(generation, layout) {
+        match self.allocate_fast(generation, layout) {
             Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
-            None => self.allocate_slowly(generation, layout, &Effort::Configured),
+            None => self.allocate_slow(generation, layout, &Effort::Configured),
         }
     }
 
     /// Allocates a block after the fast path failed, with the given effort.
     #[inline(never)]
-    pub(super) fn allocate_slowly(
+    pub(super) fn allocate_slow(
         &'static self,
         generation: u64,
         layout: Layout,
@@ -420,163 +426,164 @@ impl Home {
             let address = NonZeroUsize::new(layout.align()).unwrap_or(NonZeroUsize::MIN);
             return Ok(NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0));
         }
-        if !self.is_here() {
+        if !self.is_current_process() {
             return Err(MemoryError::OtherProcess);
         }
-        if thread::is_at_work() {
+        if thread::is_inside_pool() {
             return Err(MemoryError::Busy { address: 0 });
         }
         // If the fast path refused a slot so that this thread polls gates, the magazine must not
         // serve the request before that.
-        let known =
-            thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
-        let asked = known.is_some() && classes::slotted(layout).is_some();
-        let magazine = if asked { None } else { known.or_else(|| self.magazine(generation)) };
+        let cached = thread::magazine(&generation)
+            .filter(|magazine| magazine.lock.generation() == generation);
+        let tried = cached.is_some() && classes::slotted(layout).is_some();
+        let magazine = if tried { None } else { cached.or_else(|| self.magazine(generation)) };
         if let Some(start) =
-            magazine.and_then(|magazine| self.quick_from(magazine, generation, layout))
+            magazine.and_then(|magazine| self.allocate_from_magazine(magazine, generation, layout))
         {
             return Ok(NonNull::slice_from_raw_parts(start, layout.size()));
         }
-        let taken = match self.try_take(generation, layout)? {
-            Some(taken) => taken,
-            None => self.take_by_chain(generation, layout, effort)?,
+        let block = match self.try_allocate_block(generation, layout)? {
+            Some(block) => block,
+            None => self.allocate_by_slow_path(generation, layout, effort)?,
         };
-        self.tell(
-            &taken.shared,
-            taken.ticket,
+        self.record(
+            &block.shared,
+            block.ticket,
             Action::Allocate,
-            taken.address,
+            block.address,
             layout.size() as u64,
         );
         // No block begins at address zero.
-        let start = pointer(taken.address as usize)
-            .ok_or(MemoryError::ForeignBlock { address: taken.address })?;
+        let start = pointer(block.address as usize)
+            .ok_or(MemoryError::ForeignBlock { address: block.address })?;
         Ok(NonNull::slice_from_raw_parts(start, layout.size()))
     }
 
     /// Allocates a block from existing memory, after polling the oldest pending blocks.
-    pub(super) fn try_take(
+    pub(super) fn try_allocate_block(
         &'static self,
         generation: u64,
         layout: Layout,
-    ) -> Result<Option<Taken>> {
+    ) -> Result<Option<AllocatedBlock>> {
         // A few at a time, since each gate may cost a driver query. All gates are polled before the
         // pool grows.
         const A_FEW: usize = 4;
         let magazine = self.magazine(generation);
-        let (first, asked) = self.with(|state| -> Result<_> {
+        let (first, polled) = self.with(|state| -> Result<_> {
             state.open_as(generation)?;
-            if state.has_pending() {
-                return Ok((None, Some(state.ask(A_FEW))));
+            if state.has_pollable() {
+                return Ok((None, Some(state.begin_poll(A_FEW))));
             }
-            Ok((self.take(state, magazine, layout), None))
+            Ok((self.allocate_from_heap(state, magazine, layout), None))
         })?;
-        let Some(asked) = asked else { return Ok(first) };
-        self.settle(asked);
+        let Some(polled) = polled else { return Ok(first) };
+        self.poll_blocks(polled);
         self.with(|state| {
             state.open_as(generation)?;
-            Ok(self.take(state, magazine, layout))
+            Ok(self.allocate_from_heap(state, magazine, layout))
         })
     }
 
     /// Allocates a block from the heap, and refills the magazine with blocks of its class.
     #[inline]
-    pub(super) fn take(
+    pub(super) fn allocate_from_heap(
         &self,
-        state: &mut State,
+        state: &mut PoolState,
         magazine: Option<&Magazine>,
         layout: Layout,
-    ) -> Option<Taken> {
-        let magazine = magazine.filter(|magazine| !magazine.door.is_wanted());
+    ) -> Option<AllocatedBlock> {
+        let magazine = magazine.filter(|magazine| !magazine.lock.is_revoked());
         let class = classes::of(layout);
         if let Some(magazine) = magazine
             && class.is_none()
         {
             // So that best fit considers all free memory, and free neighbours are merged.
-            magazine.shed_large(|address| state.unstock(address));
+            magazine.release_large(|address| state.return_to_heap(address));
         }
         let shard = magazine.map_or(0, Magazine::shard);
-        let mut address = state.take(layout, shard);
+        let mut address = state.allocate(layout, shard);
         if address.is_none() && self.empty_depot(state) {
-            address = state.take(layout, shard);
+            address = state.allocate(layout, shard);
         }
         let address = address?;
         if let Some(magazine) = magazine {
-            state.ready(magazine);
+            state.assign(magazine);
             if let Some(class) = class {
-                state.stock(magazine, class);
+                state.refill(magazine, class);
             }
         }
-        Some(Self::taken(state, address))
+        Some(Self::allocated(state, address))
     }
 
-    pub(super) fn taken(state: &State, address: u64) -> Taken {
+    pub(super) fn allocated(state: &PoolState, address: u64) -> AllocatedBlock {
         let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
         let ticket = recorder.map(|recorder| recorder.ticket());
         // The reference count is touched only if there is a recorder.
         let shared = ticket.is_some().then(|| state.shared.clone()).flatten();
-        Taken { address, ticket, shared }
+        AllocatedBlock { address, ticket, shared }
     }
 
     /// Frees a block that did not go into this thread's magazine by the fast path.
     #[inline(never)]
-    pub(super) fn deallocate_slowly(
+    pub(super) fn deallocate_slow(
         &'static self,
         generation: u64,
         address: NonNull<u8>,
         layout: Layout,
     ) {
-        let block = Freed { address: address.addr().get() as u64, requested: layout.size() as u64 };
-        if block.requested == 0 || !self.is_here() {
+        let block =
+            FreedBlock { address: address.addr().get() as u64, requested: layout.size() as u64 };
+        if block.requested == 0 || !self.is_current_process() {
             return;
         }
         if self.observed.load(Ordering::Relaxed) {
             self.observe_free(generation, block);
         }
-        let known =
-            thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
-        if let Some(magazine) = known.or_else(|| self.magazine(generation))
-            && self.quick_free_to(magazine, generation, block.address, block.requested)
+        let cached = thread::magazine(&generation)
+            .filter(|magazine| magazine.lock.generation() == generation);
+        if let Some(magazine) = cached.or_else(|| self.magazine(generation))
+            && self.free_to_magazine(magazine, generation, block.address, block.requested)
         {
             return;
         }
         let (released, open, ticket, shared) = self.with(|state| {
             if state.generation != generation {
                 STALE_FREES.fetch_add(1, Ordering::Relaxed);
-                return (Released::Refused, true, None, None);
+                return (FreeOutcome::Refused, true, None, None);
             }
-            let released = state.release(block);
-            if released == Released::Pending {
-                self.look.store(true, Ordering::Relaxed);
+            let released = state.free(block);
+            if released == FreeOutcome::Pending {
+                self.must_poll.store(true, Ordering::Relaxed);
             }
             let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
-            let told = recorder.filter(|_| released != Released::Refused);
-            let tickets =
-                told.map(|r| (r.ticket(), (released == Released::Free).then(|| r.ticket())));
+            let recorder_if_freed = recorder.filter(|_| released != FreeOutcome::Refused);
+            let tickets = recorder_if_freed
+                .map(|r| (r.ticket(), (released == FreeOutcome::Free).then(|| r.ticket())));
             let shared = (tickets.is_some() || !state.open).then(|| state.shared.clone()).flatten();
             (released, state.open, tickets, shared)
         });
         if let Some((freed, completed)) = ticket {
-            self.tell(&shared, Some(freed), Action::Free, block.address, block.requested);
-            self.tell(&shared, completed, Action::Complete, block.address, block.requested);
+            self.record(&shared, Some(freed), Action::Free, block.address, block.requested);
+            self.record(&shared, completed, Action::Complete, block.address, block.requested);
         }
         if !open
-            && released != Released::Refused
+            && released != FreeOutcome::Refused
             && let Some(shared) = shared
         {
             self.drain(&shared, true);
             self.poll_all();
-            self.give_up(&shared);
-            self.retire_or_linger();
+            self.release_after_close(&shared);
+            self.recycle_or_linger();
         }
     }
 
     /// Reports to the observer that the host frees a block without gates.
     #[cold]
-    fn observe_free(&self, generation: u64, block: Freed) {
+    fn observe_free(&self, generation: u64, block: FreedBlock) {
         let shared = self.with(|state| {
-            let free = state.generation == generation
-                && state.is_free_to_go(block.address, block.requested);
+            let free =
+                state.generation == generation && state.can_free(block.address, block.requested);
             free.then(|| state.shared.clone()).flatten()
         });
         if let Some(shared) = shared {
@@ -594,9 +601,9 @@ impl Home {
     ) -> bool {
         let (address, old, new) = (address.addr().get() as u64, old as u64, new as u64);
         if let Some(magazine) = thread::magazine(&generation)
-            && let Some((span, slot)) = map::block_from(address)
+            && let Some((span, slot)) = page_map::block_starting_at(address)
             && !span.is_single()
-            && span.life() == generation
+            && span.generation() == generation
             && old <= span.slot_bytes()
             && span.get(slot).is_owned()
         {
@@ -604,11 +611,11 @@ impl Home {
             if new > span.slot_bytes() {
                 return false;
             }
-            if magazine.resized(old, new, generation) {
+            if magazine.count_resize(old, new, generation) {
                 return true;
             }
         }
-        if !self.is_here() {
+        if !self.is_current_process() {
             return false;
         }
         let (resized, shared, tickets) = self.with(|state| {
@@ -621,9 +628,9 @@ impl Home {
         });
         if let Some([freed, completed, allocated]) = tickets {
             // The recorder sees a free and an allocation at the same address.
-            self.tell(&shared, Some(freed), Action::Free, address, old);
-            self.tell(&shared, Some(completed), Action::Complete, address, old);
-            self.tell(&shared, Some(allocated), Action::Allocate, address, new);
+            self.record(&shared, Some(freed), Action::Free, address, old);
+            self.record(&shared, Some(completed), Action::Complete, address, old);
+            self.record(&shared, Some(allocated), Action::Allocate, address, new);
         }
         resized
     }
@@ -639,27 +646,27 @@ impl Home {
         // Open gates are dropped at every 16th one, so that a block that is copied again and again
         // does not collect gates without limit.
         const MANY: usize = 16;
-        if !self.is_here() {
+        if !self.is_current_process() {
             return Err(MemoryError::OtherProcess);
         }
         let (start, gates) = self.with(|state| -> Result<_> {
             let start = if state.generation == generation { state.block_at(address) } else { None };
             let start = start.ok_or(MemoryError::ForeignBlock { address })?;
-            let count = state.note(start, gate);
+            let count = state.add_gate(start, gate);
             Ok((start, if count.is_multiple_of(MANY) { state.gates(start) } else { Vec::new() }))
         })?;
         let open: Vec<_> =
             gates.into_iter().filter(|gate| super::pending::is_open(&**gate)).collect();
         if !open.is_empty() {
-            drop(self.with(|state| state.forget(start, &open)));
+            drop(self.with(|state| state.remove_gates(start, &open)));
         }
         Ok(())
     }
 
     /// Passes an event to the recorder, outside the lock.
-    pub(super) fn tell(
+    pub(super) fn record(
         &self,
-        shared: &Option<Arc<Shared>>,
+        shared: &Option<Arc<PoolContext>>,
         ticket: Option<Ticket>,
         action: Action,
         address: u64,
@@ -676,9 +683,9 @@ impl Home {
     }
 }
 
-impl Shared {
+impl PoolContext {
     /// Reports the host's access to a block to the observer.
-    pub(super) fn observe(&self, block: Freed, access: HostAccess) {
+    pub(super) fn observe(&self, block: FreedBlock, access: HostAccess) {
         if let Some(observer) = self.host.reach.as_ref().and_then(|reach| reach.driver.observer()) {
             observer.host(block.address, block.requested, access);
         }
@@ -686,16 +693,18 @@ impl Shared {
 }
 
 /// An allocated block, and the ticket of its event.
-pub(super) struct Taken {
+pub(super) struct AllocatedBlock {
     pub(super) address: u64,
     ticket: Option<Ticket>,
-    shared: Option<Arc<Shared>>,
+    shared: Option<Arc<PoolContext>>,
 }
 
-impl fmt::Debug for Home {
+impl fmt::Debug for PoolCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.with(|state| {
-            f.debug_struct("Home").field("generation", &state.generation).finish_non_exhaustive()
+            f.debug_struct("PoolCore")
+                .field("generation", &state.generation)
+                .finish_non_exhaustive()
         })
     }
 }

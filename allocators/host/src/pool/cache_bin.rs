@@ -1,12 +1,12 @@
 //! A bin: the free blocks of one class, last in, first out.
 //!
-//! A bin is guarded by the owner-biased lock of a magazine ([`door`](super::door)), or by the lock
+//! A bin is guarded by the owner-biased lock of a magazine ([`lock`](super::door)), or by the lock
 //! of a shelf of a [depot](super::depot). The caller of a method must be inside. Only `len` and
-//! `most` may be called by all holders of the lock under which the capacity changes. All fields are
+//! `capacity` may be called by all holders of the lock under which the capacity changes. All fields are
 //! atomic, so no race tears memory. Exclusive access keeps two threads from taking one block.
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
-use super::span::Slot;
+use super::span::SlotState;
 use crate::kernel::pointer;
 use std::{
     ptr::{self, NonNull},
@@ -17,7 +17,7 @@ use std::{
 #[derive(Debug)]
 pub(super) struct Entry {
     address: AtomicU64,
-    /// The state of its slot, which is [`Slot::Cached`] while the block is here.
+    /// The state of its slot, which is [`SlotState::Cached`] while the block is here.
     state: AtomicPtr<AtomicU8>,
 }
 
@@ -32,13 +32,13 @@ impl Entry {
     pub(super) fn take(&self) -> Option<NonNull<u8>> {
         let block = pointer(self.address() as usize)?;
         // SAFETY: 1. an address is stored only together with a block's state.
-        unsafe { self.state() }.store(Slot::Live as u8, Relaxed);
+        unsafe { self.state() }.store(SlotState::Live as u8, Relaxed);
         Some(block)
     }
 
     #[inline(always)]
     pub(super) fn put(&self, address: u64, state: &'static AtomicU8) {
-        state.store(Slot::Cached as u8, Relaxed);
+        state.store(SlotState::Cached as u8, Relaxed);
         self.address.store(address, Relaxed);
         self.state.store(ptr::from_ref(state).cast_mut(), Relaxed);
     }
@@ -60,7 +60,7 @@ impl Entry {
 }
 
 /// The only entry of bins without capacity.
-static NOTHING: Entry = Entry::empty();
+static EMPTY_ENTRY: Entry = Entry::empty();
 
 /// The free blocks of one class.
 ///
@@ -73,20 +73,20 @@ static NOTHING: Entry = Entry::empty();
 /// Its size is a power of two, so that indexing is a shift.
 #[derive(Debug)]
 #[repr(align(32))]
-pub(super) struct Rack {
+pub(super) struct CacheBin {
     /// The entry of the last block, or `first` if there is none.
     top: AtomicPtr<Entry>,
     /// The last entry. The bin is full when `top` is equal to it.
     end: AtomicPtr<Entry>,
-    /// An entry without a block, and the start of the boxed slice of entries. [`NOTHING`] if there
+    /// An entry without a block, and the start of the boxed slice of entries. [`EMPTY_ENTRY`] if there
     /// is no capacity.
     first: AtomicPtr<Entry>,
 }
 
-impl Rack {
+impl CacheBin {
     pub(super) fn empty() -> Self {
-        let nothing = || AtomicPtr::new(ptr::from_ref(&NOTHING).cast_mut());
-        Self { top: nothing(), end: nothing(), first: nothing() }
+        let empty_entry = || AtomicPtr::new(ptr::from_ref(&EMPTY_ENTRY).cast_mut());
+        Self { top: empty_entry(), end: empty_entry(), first: empty_entry() }
     }
 
     /// Returns the number of entries from the first one to `to`.
@@ -95,13 +95,13 @@ impl Rack {
             as u32
     }
 
-    /// Returns the number of blocks, at most `most`.
+    /// Returns the number of blocks, at most `capacity`.
     pub(super) fn len(&self) -> u32 {
         self.count(&self.top)
     }
 
     /// Returns the capacity in blocks.
-    pub(super) fn most(&self) -> u32 {
+    pub(super) fn capacity(&self) -> u32 {
         self.count(&self.end)
     }
 
@@ -132,27 +132,28 @@ impl Rack {
     }
 
     /// Removes blocks, last in first out, until `keep` are left.
-    pub(super) fn shed(&self, keep: u32, mut give: impl FnMut(u64)) {
+    pub(super) fn truncate(&self, keep: u32, mut release: impl FnMut(u64)) {
         for _ in keep..self.len() {
             let top = self.top.load(Relaxed);
             // SAFETY: 1. one of the entries. Only a thread inside replaces entries, and that is the
             // caller.
-            give(unsafe { &*top }.address());
+            release(unsafe { &*top }.address());
             self.top.store(top.wrapping_sub(1), Relaxed);
         }
     }
 
     /// Sets the capacity. Keeps its blocks as far as they fit.
-    pub(super) fn set_most(&self, most: u32) {
-        let (old, len, count) = (self.first.load(Relaxed), self.len().min(most), self.most());
-        let next = if most == 0 {
-            ptr::from_ref(&NOTHING).cast_mut()
+    pub(super) fn set_capacity(&self, capacity: u32) {
+        let (old, len, count) =
+            (self.first.load(Relaxed), self.len().min(capacity), self.capacity());
+        let next = if capacity == 0 {
+            ptr::from_ref(&EMPTY_ENTRY).cast_mut()
         } else {
-            let next: Box<[Entry]> = (0..=most).map(|_| Entry::empty()).collect();
-            for (place, to) in next.iter().enumerate().take(len as usize + 1) {
-                // SAFETY: 1. there are `most` entries above the first. 2. only a thread inside
+            let next: Box<[Entry]> = (0..=capacity).map(|_| Entry::empty()).collect();
+            for (index, to) in next.iter().enumerate().take(len as usize + 1) {
+                // SAFETY: 1. there are `capacity` entries above the first. 2. only a thread inside
                 // replaces entries, and that is the caller.
-                let from = unsafe { &*old.add(place) };
+                let from = unsafe { &*old.add(index) };
                 to.address.store(from.address(), Relaxed);
                 to.state.store(from.state.load(Relaxed), Relaxed);
             }
@@ -160,7 +161,7 @@ impl Rack {
         };
         self.first.store(next, Relaxed);
         self.top.store(next.wrapping_add(len as usize), Relaxed);
-        self.end.store(next.wrapping_add(most as usize), Relaxed);
+        self.end.store(next.wrapping_add(capacity as usize), Relaxed);
         if count > 0 {
             // SAFETY: 1. allocated here with one entry more than the capacity. 2. there are no
             // references into it: only a thread inside has them, and that is the caller.
@@ -169,8 +170,8 @@ impl Rack {
     }
 }
 
-impl Drop for Rack {
+impl Drop for CacheBin {
     fn drop(&mut self) {
-        self.set_most(0);
+        self.set_capacity(0);
     }
 }

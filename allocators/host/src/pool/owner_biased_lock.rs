@@ -13,7 +13,7 @@
 //!   busy := false                              with the lock: life := the pool's again
 //! ```
 //!
-//! `life` is the generation of the pool that the magazine serves. One load of it shows the owner
+//! `generation` is the generation of the pool that the magazine serves. One load of it shows the owner
 //! that the magazine serves this pool, that the pool is open, and that no other thread is inside.
 //!
 //! The membarrier acts as a full fence on both sides, so at least one side sees the other's flag.
@@ -22,9 +22,9 @@
 //!
 //! # The key
 //! An owner may also use its magazine while it holds the pool's lock, to refill it, and may have to
-//! write `life` then because the magazine is new. If the door could be closed without that lock,
+//! write `generation` then because the magazine is new. If the door could be closed without that lock,
 //! the owner could read it as open and then reopen it just after another thread has closed it. Both
-//! threads would be inside. So every write except that of the owner's flag needs the [`Key`], which
+//! threads would be inside. So every write except that of the owner's flag needs the [`LockProof`], which
 //! the pool's lock guards.
 //!
 //! The loom models below try every interleaving. They find two threads inside if either half of the
@@ -39,9 +39,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, compiler_fence as light_fence};
 
 /// Proof that the caller holds the pool's lock, which guards this value.
 #[derive(Debug)]
-pub(super) struct Key(());
+pub(super) struct LockProof(());
 
-impl Key {
+impl LockProof {
     /// Creates the key of one lock. To be called only where the lock is made.
     pub(super) const fn new() -> Self {
         Self(())
@@ -50,73 +50,73 @@ impl Key {
 
 /// The owner-biased lock of one magazine.
 #[derive(Debug)]
-pub(super) struct Door {
+pub(super) struct OwnerBiasedLock {
     /// The owner is inside.
-    busy: AtomicBool,
+    owner_inside: AtomicBool,
     /// Another thread is inside or is entering.
-    wanted: AtomicBool,
+    revoked: AtomicBool,
     /// The generation of the pool that the magazine serves. Zero if there is none, and while
     /// another thread is inside or entering.
-    life: AtomicU64,
+    generation: AtomicU64,
     /// The generation of the pool whose blocks and counts the magazine holds. Zero if it holds
     /// none.
-    of: AtomicU64,
+    contents_generation: AtomicU64,
 }
 
 /// Guard of the owner inside. Its drop lets other threads in.
-pub(super) struct Inside<'a>(&'a Door);
+pub(super) struct OwnerGuard<'a>(&'a OwnerBiasedLock);
 
-impl Drop for Inside<'_> {
+impl Drop for OwnerGuard<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.0.busy.store(false, Release);
+        self.0.owner_inside.store(false, Release);
     }
 }
 
-impl Door {
+impl OwnerBiasedLock {
     pub(super) fn new() -> Self {
         Self {
-            busy: AtomicBool::new(false),
-            wanted: AtomicBool::new(false),
-            life: AtomicU64::new(0),
-            of: AtomicU64::new(0),
+            owner_inside: AtomicBool::new(false),
+            revoked: AtomicBool::new(false),
+            generation: AtomicU64::new(0),
+            contents_generation: AtomicU64::new(0),
         }
     }
 
     /// Enters as the owner. Returns `None` if the magazine does not serve the pool of this
     /// generation, or if another thread is entering. Never waits.
     #[inline(always)]
-    pub(super) fn enter(&self, life: u64) -> Option<Inside<'_>> {
-        self.busy.store(true, Relaxed);
+    pub(super) fn enter(&self, generation: u64) -> Option<OwnerGuard<'_>> {
+        self.owner_inside.store(true, Relaxed);
         light_fence(SeqCst);
-        let inside = Inside(self);
-        (self.life.load(Acquire) == life).then_some(inside)
+        let inside = OwnerGuard(self);
+        (self.generation.load(Acquire) == generation).then_some(inside)
     }
 
     /// Returns the generation that the magazine serves. For the owner.
     #[inline(always)]
-    pub(super) fn life(&self) -> u64 {
-        self.life.load(Relaxed)
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Relaxed)
     }
 
     /// Returns the generation of the pool whose blocks and counts the magazine holds, or zero.
-    pub(super) fn of(&self) -> u64 {
-        self.of.load(Relaxed)
+    pub(super) fn contents_generation(&self) -> u64 {
+        self.contents_generation.load(Relaxed)
     }
 
     /// Step 1 of another thread's entry: closes the door to the owner. One thread at a time may do
     /// this.
-    pub(super) fn want(&self, _: &mut Key) {
-        self.wanted.store(true, Relaxed);
-        self.life.store(0, Relaxed);
+    pub(super) fn begin_revocation(&self, _: &mut LockProof) {
+        self.revoked.store(true, Relaxed);
+        self.generation.store(0, Relaxed);
     }
 
     /// Step 3 of another thread's entry, after a barrier on every thread: waits the few nanoseconds
     /// until the owner is outside.
-    pub(super) fn wait(&self) {
+    pub(super) fn wait_for_owner(&self) {
         #[cfg(not(loom))]
         let backoff = crossbeam_utils::Backoff::new();
-        while self.busy.load(Acquire) {
+        while self.owner_inside.load(Acquire) {
             #[cfg(not(loom))]
             backoff.snooze();
             #[cfg(loom)]
@@ -126,34 +126,34 @@ impl Door {
 
     /// Returns whether another thread is inside or entering. For that thread, and for an owner that
     /// holds the lock. In that case the owner must not touch the magazine.
-    pub(super) fn is_wanted(&self) -> bool {
-        self.wanted.load(Relaxed)
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked.load(Relaxed)
     }
 
     /// Last step of another thread's entry: lets the owner in again if the contents belong to
-    /// `life`, the generation of the open pool.
-    pub(super) fn let_go(&self, _: &mut Key, life: u64) {
-        if self.of() == life {
-            self.life.store(life, Release);
+    /// `generation`, the generation of the open pool.
+    pub(super) fn end_revocation(&self, _: &mut LockProof, generation: u64) {
+        if self.contents_generation() == generation {
+            self.generation.store(generation, Release);
         }
-        self.wanted.store(false, Relaxed);
+        self.revoked.store(false, Relaxed);
     }
 
-    /// Assigns an unassigned magazine to the pool of generation `life`. For the owner, and only
-    /// while [`Door::is_wanted`] is `false`.
-    pub(super) fn serve(&self, _: &mut Key, life: u64) {
-        self.life.store(life, Relaxed);
-        self.of.store(life, Relaxed);
+    /// Assigns an unassigned magazine to the pool of generation `generation`. For the owner, and only
+    /// while [`OwnerBiasedLock::is_revoked`] is `false`.
+    pub(super) fn assign(&self, _: &mut LockProof, generation: u64) {
+        self.generation.store(generation, Relaxed);
+        self.contents_generation.store(generation, Relaxed);
     }
 
     /// Closes the door to the owner, whatever the contents are.
-    pub(super) fn void(&self, _: &mut Key) {
-        self.life.store(0, Relaxed);
+    pub(super) fn disable(&self, _: &mut LockProof) {
+        self.generation.store(0, Relaxed);
     }
 
     /// Marks the magazine as empty. For the thread that has emptied it.
-    pub(super) fn forget(&self, _: &mut Key) {
-        self.of.store(0, Relaxed);
+    pub(super) fn mark_empty(&self, _: &mut LockProof) {
+        self.contents_generation.store(0, Relaxed);
     }
 }
 
@@ -165,102 +165,102 @@ mod models {
 
     /// A part of the protocol that is omitted.
     #[derive(Clone, Copy, PartialEq)]
-    enum Without {
+    enum Omitted {
         Nothing,
-        TheBarrier,
-        TheWait,
-        TheLock,
+        Barrier,
+        Wait,
+        Lock,
     }
 
     /// A door and what it guards. Loom reports two threads inside at once.
-    struct Room {
-        lock: Spin<Key>,
-        door: Door,
+    struct Guarded {
+        spin: Spin<LockProof>,
+        lock: OwnerBiasedLock,
         inside: UnsafeCell<()>,
     }
 
-    impl Room {
-        fn visit(&self) {
+    impl Guarded {
+        fn access(&self) {
             self.inside.with_mut(|_| ());
         }
 
         /// The steps of an owner: the fast path, or else the path with the lock.
-        fn go_in(&self) {
-            if let Some(_inside) = self.door.enter(1) {
-                self.visit();
+        fn access_as_owner(&self) {
+            if let Some(_inside) = self.lock.enter(1) {
+                self.access();
                 return;
             }
-            self.lock.with(|key| {
-                if !self.door.is_wanted() {
-                    if self.door.life() != 1 {
-                        self.door.serve(key, 1);
+            self.spin.with(|proof| {
+                if !self.lock.is_revoked() {
+                    if self.lock.generation() != 1 {
+                        self.lock.assign(proof, 1);
                     }
-                    self.visit();
+                    self.access();
                 }
             });
         }
 
-        fn drain(&self, without: Without) {
-            if without == Without::TheLock {
-                self.door.want(&mut Key::new());
+        fn drain(&self, omitted: Omitted) {
+            if omitted == Omitted::Lock {
+                self.lock.begin_revocation(&mut LockProof::new());
             } else {
-                self.lock.with(|key| self.door.want(key));
+                self.spin.with(|proof| self.lock.begin_revocation(proof));
             }
-            if without != Without::TheBarrier {
+            if omitted != Omitted::Barrier {
                 fence(SeqCst);
             }
-            if without != Without::TheWait {
-                self.door.wait();
+            if omitted != Omitted::Wait {
+                self.lock.wait_for_owner();
             }
-            self.lock.with(|_| self.visit());
-            self.lock.with(|key| self.door.let_go(key, 1));
+            self.spin.with(|_| self.access());
+            self.spin.with(|proof| self.lock.end_revocation(proof, 1));
         }
     }
 
     /// Runs an owner against a thread that drains, with a new magazine and with one in use.
-    fn one_is_inside_at_a_time(without: Without) {
+    fn check_exclusion(omitted: Omitted) {
         for served in [false, true] {
             loom::model(move || {
-                let room = Arc::new(Room {
-                    lock: Spin::new(Key::new()),
-                    door: Door::new(),
+                let guarded = Arc::new(Guarded {
+                    spin: Spin::new(LockProof::new()),
+                    lock: OwnerBiasedLock::new(),
                     inside: UnsafeCell::new(()),
                 });
                 if served {
-                    room.lock.with(|key| room.door.serve(key, 1));
+                    guarded.spin.with(|proof| guarded.lock.assign(proof, 1));
                 }
                 let owner = {
-                    let room = room.clone();
-                    thread::spawn(move || (0..2).for_each(|_| room.go_in()))
+                    let guarded = guarded.clone();
+                    thread::spawn(move || (0..2).for_each(|_| guarded.access_as_owner()))
                 };
-                room.drain(without);
+                guarded.drain(omitted);
                 owner.join().unwrap();
-                room.go_in();
-                assert_eq!(room.door.life(), 1, "it is let go");
+                guarded.access_as_owner();
+                assert_eq!(guarded.lock.generation(), 1, "it is let go");
             });
         }
     }
 
     #[test]
     fn an_owner_and_one_who_empties_its_magazine_are_never_inside_together() {
-        one_is_inside_at_a_time(Without::Nothing);
+        check_exclusion(Omitted::Nothing);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
     fn they_are_where_the_barrier_is_left_out() {
-        one_is_inside_at_a_time(Without::TheBarrier);
+        check_exclusion(Omitted::Barrier);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
     fn they_are_where_nobody_waits() {
-        one_is_inside_at_a_time(Without::TheWait);
+        check_exclusion(Omitted::Wait);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
     fn they_are_where_the_door_is_shut_without_the_lock() {
-        one_is_inside_at_a_time(Without::TheLock);
+        check_exclusion(Omitted::Lock);
     }
 }
