@@ -30,8 +30,8 @@
 //! allocated once, by the submitter, in a few allocations. Workers read only some bytes of it for
 //! each chunk of megabytes.
 
-mod crew;
 mod job;
+mod worker_group;
 
 pub use job::{Deadline, Job, JobError};
 
@@ -40,8 +40,8 @@ use crate::{
     topology::{NodeId, Topology},
 };
 use aquifer_core::SystemError;
-use crew::{Crew, Home};
 use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc};
+use worker_group::{NodeBinding, WorkerGroup};
 
 /// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
 ///
@@ -109,11 +109,11 @@ impl error::Error for WorkerError {
 /// ```
 #[derive(Debug)]
 pub struct Workers {
-    nodes: BTreeMap<NodeId, Arc<Crew>>,
+    nodes: BTreeMap<NodeId, Arc<WorkerGroup>>,
     /// All nodes, including those without CPUs for the process.
     known: Vec<NodeId>,
     /// Unbound workers, for memory whose node is unknown.
-    anywhere: Arc<Crew>,
+    anywhere: Arc<WorkerGroup>,
     /// The process that the threads belong to.
     process: Process,
 }
@@ -138,13 +138,13 @@ impl Workers {
         let with_cpus = topology.nodes().iter().filter(|node| !node.allowed_cpus.is_empty());
         let nodes = with_cpus.map(|node| {
             let threads = per_node.get().min(node.allowed_cpus.len());
-            let home = Home { node: node.clone(), topology: topology.clone() };
-            (node.id, Arc::new(Crew::new(Some(home), threads, kernel.clone())))
+            let binding = NodeBinding { node: node.clone(), topology: topology.clone() };
+            (node.id, Arc::new(WorkerGroup::new(Some(binding), threads, kernel.clone())))
         });
         Self {
             nodes: nodes.collect(),
             known: topology.nodes().iter().map(|node| node.id).collect(),
-            anywhere: Arc::new(Crew::new(None, per_node.get().min(cpus), kernel)),
+            anywhere: Arc::new(WorkerGroup::new(None, per_node.get().min(cpus), kernel)),
             process: Process::current(),
         }
     }
@@ -167,20 +167,20 @@ impl Workers {
     ) -> Result<Job<R>, WorkerError> {
         // This check comes first: a lock may be held by a thread that does not exist in this
         // process.
-        if self.are_the_parents() {
+        if self.belong_to_parent() {
             return Err(WorkerError::Forked);
         }
-        let crew = match node {
+        let group = match node {
             None => &self.anywhere,
             Some(node) => match self.nodes.get(&node) {
-                Some(crew) => crew,
+                Some(group) => group,
                 None if self.known.contains(&node) => return Err(WorkerError::NoCpus { node }),
                 None => return Err(WorkerError::UnknownNode { node }),
             },
         };
-        crew.staff(pieces)?;
+        group.ensure_threads(pieces)?;
         let job = Job::new(pieces, deadline.into(), work);
-        crew.enqueue(job.work());
+        group.enqueue(job.work());
         Ok(job)
     }
 
@@ -203,23 +203,23 @@ impl Workers {
     /// touch by such a worker does not determine the node of memory.
     #[must_use]
     pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
-        if self.are_the_parents() {
+        if self.belong_to_parent() {
             return Some(WorkerError::Forked);
         }
         self.nodes.get(&node)?.shortfall()
     }
 
-    fn are_the_parents(&self) -> bool {
+    fn belong_to_parent(&self) -> bool {
         !self.process.is_current()
     }
 
     /// Returns the number of live threads, bound and unbound.
     #[must_use]
     pub fn threads(&self) -> usize {
-        if self.are_the_parents() {
+        if self.belong_to_parent() {
             return 0;
         }
-        self.nodes.values().map(|crew| crew.alive()).sum::<usize>() + self.anywhere.alive()
+        self.nodes.values().map(|group| group.alive()).sum::<usize>() + self.anywhere.alive()
     }
 }
 
@@ -227,10 +227,10 @@ impl Drop for Workers {
     /// Ends the threads after their current pieces. Unfinished jobs return [`JobError::Closed`].
     /// Does not wait.
     fn drop(&mut self) {
-        if self.are_the_parents() {
+        if self.belong_to_parent() {
             return;
         }
-        self.nodes.values().for_each(|crew| crew.close());
+        self.nodes.values().for_each(|group| group.close());
         self.anywhere.close();
     }
 }

@@ -90,7 +90,7 @@ impl error::Error for JobError {}
 #[derive(Debug)]
 #[must_use = "a job that is dropped is cancelled"]
 pub struct Job<R: Send + 'static> {
-    state: Arc<State<R>>,
+    state: Arc<JobCore<R>>,
 }
 
 /// The interface of a job to its crew.
@@ -104,30 +104,30 @@ pub(super) trait Work: Send + Sync {
     fn stop(&self, why: JobError);
 }
 
-struct State<R> {
+struct JobCore<R> {
     pieces: usize,
     deadline: Deadline,
     /// The process of the worker threads. In a child process, the lock may be held by a thread that
     /// does not exist there.
     process: u32,
     done: AtomicUsize,
-    inner: Mutex<Inner<R>>,
+    inner: Mutex<JobState<R>>,
     changed: Condvar,
 }
 
-type Piece<R> = Arc<dyn Fn(usize) -> R + Send + Sync>;
+type PieceFn<R> = Arc<dyn Fn(usize) -> R + Send + Sync>;
 
-struct Inner<R> {
+struct JobState<R> {
     /// Dropped after the last piece, so that what it owns is gone before the job is reported as
     /// finished.
-    work: Option<Piece<R>>,
+    work: Option<PieceFn<R>>,
     /// When the first piece started.
-    begun: Option<Instant>,
+    started: Option<Instant>,
     /// The next piece to start.
     next: usize,
     /// Number of running pieces.
     running: usize,
-    results: Vec<Slot<R>>,
+    results: Vec<PieceResult<R>>,
     /// Why no further piece starts.
     stopped: Option<JobError>,
     /// No piece runs or will run, and `work` has been dropped.
@@ -136,8 +136,8 @@ struct Inner<R> {
     abandoned: bool,
 }
 
-enum Slot<R> {
-    Open,
+enum PieceResult<R> {
+    Pending,
     Done(R),
     Taken,
 }
@@ -148,10 +148,10 @@ impl<R: Send + 'static> Job<R> {
         deadline: Deadline,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Self {
-        let results = (0..pieces).map(|_| Slot::Open).collect();
-        let inner = Inner {
-            work: (pieces > 0).then(|| Arc::new(work) as Piece<R>),
-            begun: None,
+        let results = (0..pieces).map(|_| PieceResult::Pending).collect();
+        let inner = JobState {
+            work: (pieces > 0).then(|| Arc::new(work) as PieceFn<R>),
+            started: None,
             next: 0,
             running: 0,
             results,
@@ -161,7 +161,7 @@ impl<R: Send + 'static> Job<R> {
         };
         let (process, done) = (process::id(), AtomicUsize::new(0));
         let (inner, changed) = (Mutex::new(inner), Condvar::new());
-        Self { state: Arc::new(State { pieces, deadline, process, done, inner, changed }) }
+        Self { state: Arc::new(JobCore { pieces, deadline, process, done, inner, changed }) }
     }
 
     pub(super) fn work(&self) -> Arc<dyn Work> {
@@ -191,8 +191,8 @@ impl<R: Send + 'static> Job<R> {
         Ok(results
             .into_iter()
             .filter_map(|slot| match slot {
-                Slot::Done(result) => Some(result),
-                Slot::Open | Slot::Taken => None,
+                PieceResult::Done(result) => Some(result),
+                PieceResult::Pending | PieceResult::Taken => None,
             })
             .collect())
     }
@@ -205,13 +205,14 @@ impl<R: Send + 'static> Job<R> {
     /// [`JobError`] if one of these pieces will not be completed.
     pub fn wait_for(&self, pieces: usize, deadline: Option<Instant>) -> Result<(), JobError> {
         let state = &*self.state;
-        if state.is_the_parents() {
+        if state.belongs_to_parent() {
             return Err(JobError::Closed);
         }
         let pieces = pieces.min(state.pieces);
         let mut inner = state.lock();
         loop {
-            let ready = inner.results.iter().take(pieces).all(|slot| !matches!(slot, Slot::Open));
+            let ready =
+                inner.results.iter().take(pieces).all(|slot| !matches!(slot, PieceResult::Pending));
             if ready && (pieces < state.pieces || inner.finished) {
                 return Ok(());
             }
@@ -221,7 +222,7 @@ impl<R: Send + 'static> Job<R> {
             {
                 return Err(why);
             }
-            let own = state.ends(&inner);
+            let own = state.deadline_time(&inner);
             let Some(until) = deadline.into_iter().chain(own).min() else {
                 inner = state.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
                 continue;
@@ -242,13 +243,13 @@ impl<R: Send + 'static> Job<R> {
     /// already.
     #[must_use]
     pub fn take(&self, piece: usize) -> Option<R> {
-        if self.state.is_the_parents() {
+        if self.state.belongs_to_parent() {
             return None;
         }
         let mut inner = self.state.lock();
         let slot = inner.results.get_mut(piece)?;
-        match mem::replace(slot, Slot::Taken) {
-            Slot::Done(result) => Some(result),
+        match mem::replace(slot, PieceResult::Taken) {
+            PieceResult::Done(result) => Some(result),
             other => {
                 *slot = other;
                 None
@@ -258,7 +259,7 @@ impl<R: Send + 'static> Job<R> {
 
     /// Starts no further piece. Running pieces continue to their end.
     pub fn cancel(&self) {
-        if !self.state.is_the_parents() {
+        if !self.state.belongs_to_parent() {
             self.state.stop(JobError::Cancelled);
         }
     }
@@ -266,7 +267,7 @@ impl<R: Send + 'static> Job<R> {
     /// Cancels the job, and waits until no piece runs and `work` has been dropped.
     pub fn settle(self) {
         self.cancel();
-        if self.state.is_the_parents() {
+        if self.state.belongs_to_parent() {
             return;
         }
         let mut inner = self.state.lock();
@@ -279,7 +280,7 @@ impl<R: Send + 'static> Job<R> {
 impl<R: Send + 'static> Drop for Job<R> {
     fn drop(&mut self) {
         // A child process leaks its copy of the parent's job.
-        if self.state.is_the_parents() {
+        if self.state.belongs_to_parent() {
             return;
         }
         self.state.stop(JobError::Cancelled);
@@ -292,21 +293,21 @@ impl<R: Send + 'static> Drop for Job<R> {
     }
 }
 
-impl<R> State<R> {
-    fn lock(&self) -> MutexGuard<'_, Inner<R>> {
+impl<R> JobCore<R> {
+    fn lock(&self) -> MutexGuard<'_, JobState<R>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_the_parents(&self) -> bool {
+    fn belongs_to_parent(&self) -> bool {
         process::id() != self.process
     }
 
     /// Returns the moment of the deadline, as far as it is known.
-    fn ends(&self, inner: &Inner<R>) -> Option<Instant> {
+    fn deadline_time(&self, inner: &JobState<R>) -> Option<Instant> {
         match self.deadline {
             Deadline::Never => None,
             Deadline::At(moment) => Some(moment),
-            Deadline::AfterBegin(limit) => inner.begun?.checked_add(limit),
+            Deadline::AfterBegin(limit) => inner.started?.checked_add(limit),
         }
     }
 
@@ -315,9 +316,9 @@ impl<R> State<R> {
     }
 
     /// Drops `work` when no piece needs it any more, then marks the job as finished.
-    fn finish_if_over(&self, mut inner: MutexGuard<'_, Inner<R>>) {
-        let begins_more = inner.stopped.is_none() && inner.next < self.pieces;
-        if begins_more || inner.running > 0 || inner.finished {
+    fn finish_if_done(&self, mut inner: MutexGuard<'_, JobState<R>>) {
+        let starts_more = inner.stopped.is_none() && inner.next < self.pieces;
+        if starts_more || inner.running > 0 || inner.finished {
             drop(inner);
             self.changed.notify_all();
             return;
@@ -330,13 +331,13 @@ impl<R> State<R> {
     }
 }
 
-impl<R: Send> Work for State<R> {
+impl<R: Send> Work for JobCore<R> {
     fn run_piece(&self, busy: &AtomicUsize) -> bool {
         let mut inner = self.lock();
         if inner.stopped.is_some() || inner.next >= self.pieces {
             return false;
         }
-        if self.ends(&inner).is_some_and(|deadline| Instant::now() >= deadline) {
+        if self.deadline_time(&inner).is_some_and(|deadline| Instant::now() >= deadline) {
             drop(inner);
             self.stop(self.timed_out());
             return false;
@@ -346,16 +347,16 @@ impl<R: Send> Work for State<R> {
         inner.next += 1;
         inner.running += 1;
         busy.fetch_add(1, Ordering::Relaxed);
-        let first = inner.begun.is_none() && matches!(self.deadline, Deadline::AfterBegin(_));
+        let first = inner.started.is_none() && matches!(self.deadline, Deadline::AfterBegin(_));
         if first {
-            inner.begun = Some(Instant::now());
+            inner.started = Some(Instant::now());
         }
         drop(inner);
         if first {
             // Waiting threads can now compute the deadline.
             self.changed.notify_all();
         }
-        run(Running { state: self, piece, result: None, busy }, work);
+        run(RunningPiece { state: self, piece, result: None, busy }, work);
         true
     }
 
@@ -369,34 +370,34 @@ impl<R: Send> Work for State<R> {
         if inner.stopped.is_none() && inner.next < self.pieces {
             inner.stopped = Some(why);
         }
-        self.finish_if_over(inner);
+        self.finish_if_done(inner);
     }
 }
 
 /// A running piece. Its drop does the accounting, however the piece ends.
-struct Running<'a, R> {
-    state: &'a State<R>,
+struct RunningPiece<'a, R> {
+    state: &'a JobCore<R>,
     piece: usize,
     result: Option<R>,
     busy: &'a AtomicUsize,
 }
 
-fn run<R>(mut running: Running<'_, R>, work: Piece<R>) {
+fn run<R>(mut running: RunningPiece<'_, R>, work: PieceFn<R>) {
     let piece = running.piece;
     match catch_unwind(AssertUnwindSafe(|| work(piece))) {
         Ok(result) => running.result = Some(result),
         Err(payload) => {
             // A payload may panic when it is dropped. The payload of that second panic is leaked.
             if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-                let _left_alone = ManuallyDrop::new(second);
+                let _leaked = ManuallyDrop::new(second);
             }
         }
     }
-    // Before the piece counts as completed (see `Inner::work`).
+    // Before the piece counts as completed (see `JobState::work`).
     drop(work);
 }
 
-impl<R> Drop for Running<'_, R> {
+impl<R> Drop for RunningPiece<'_, R> {
     fn drop(&mut self) {
         let mut inner = self.state.lock();
         // Before the piece is reported as completed, so that a caller which then submits another
@@ -409,19 +410,19 @@ impl<R> Drop for Running<'_, R> {
             Some(result) => {
                 self.state.done.fetch_add(1, Ordering::AcqRel);
                 if let Some(slot) = inner.results.get_mut(self.piece) {
-                    *slot = Slot::Done(result);
+                    *slot = PieceResult::Done(result);
                 }
             }
             None => {
                 inner.stopped.get_or_insert(JobError::Panicked { piece: self.piece });
             }
         }
-        self.state.finish_if_over(inner);
+        self.state.finish_if_done(inner);
         drop(unwanted);
     }
 }
 
-impl<R> fmt::Debug for State<R> {
+impl<R> fmt::Debug for JobCore<R> {
     /// Takes no lock.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Job")

@@ -17,14 +17,14 @@ use std::{
 };
 
 /// The workers of one node, or unbound ones.
-pub(super) struct Crew {
-    home: Option<Home>,
+pub(super) struct WorkerGroup {
+    binding: Option<NodeBinding>,
     /// Maximum number of threads.
     limit: usize,
     kernel: Kernel,
     state: Mutex<State>,
     /// Notified when a job arrives or the crew is closed.
-    called: Condvar,
+    wake: Condvar,
     /// Number of workers that run a piece.
     busy: AtomicUsize,
     /// Number of jobs in the queue, for workers that spin without the lock.
@@ -33,18 +33,18 @@ pub(super) struct Crew {
 
 /// Spin iterations of an idle worker before it sleeps. They take less time than a wake-up, which
 /// takes tens of microseconds. A caller with consecutive transfers finds the workers awake.
-const LOOKS: u32 = 2000;
+const SPINS: u32 = 2000;
 
 /// The CPUs that the workers of a crew are bound to.
 #[derive(Debug)]
-pub(super) struct Home {
+pub(super) struct NodeBinding {
     /// The node at the time when the workers were created.
     pub(super) node: Node,
     /// The topology, whose CPUs are read again when a worker starts.
     pub(super) topology: Arc<Topology>,
 }
 
-impl Home {
+impl NodeBinding {
     /// Binds the calling thread to the CPUs of the node that the process may use now.
     fn bind(&self, kernel: &Kernel) -> Result<(), SystemError> {
         let now = self.topology.allowed_cpus(self.node.id).ok().and_then(|found| found.value);
@@ -67,8 +67,8 @@ struct State {
     started: u64,
 }
 
-impl Crew {
-    pub(super) fn new(home: Option<Home>, limit: usize, kernel: Kernel) -> Self {
+impl WorkerGroup {
+    pub(super) fn new(binding: Option<NodeBinding>, limit: usize, kernel: Kernel) -> Self {
         let state = State {
             queue: VecDeque::new(),
             alive: 0,
@@ -78,9 +78,9 @@ impl Crew {
             closed: false,
             started: 0,
         };
-        let (state, called) = (Mutex::new(state), Condvar::new());
+        let (state, wake) = (Mutex::new(state), Condvar::new());
         let (busy, queued) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { home, limit, kernel, state, called, busy, queued }
+        Self { binding, limit, kernel, state, wake, busy, queued }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -93,7 +93,7 @@ impl Crew {
 
     /// Returns the error of a live worker that could not be bound.
     pub(super) fn shortfall(&self) -> Option<WorkerError> {
-        let node = self.home.as_ref()?.node.id;
+        let node = self.binding.as_ref()?.node.id;
         let state = self.lock();
         let error = state.refused.filter(|_| state.unbound > 0)?;
         Some(WorkerError::Bind { node, error })
@@ -101,7 +101,7 @@ impl Crew {
 
     /// Starts workers for a job of `pieces` pieces, in addition to busy ones. Succeeds if there is
     /// at least one worker, even a busy one.
-    pub(super) fn staff(self: &Arc<Self>, pieces: usize) -> Result<(), WorkerError> {
+    pub(super) fn ensure_threads(self: &Arc<Self>, pieces: usize) -> Result<(), WorkerError> {
         loop {
             let number = {
                 let mut state = self.lock();
@@ -118,7 +118,7 @@ impl Crew {
                 state.started += 1;
                 state.started
             };
-            match self.start(number) {
+            match self.start_thread(number) {
                 Ok(()) => {}
                 // The job also completes with fewer workers, but more slowly.
                 Err(_) if self.alive() > 0 => return Ok(()),
@@ -129,31 +129,33 @@ impl Crew {
 
     /// Starts a worker and waits until it is bound or has failed to bind. The caller has counted it
     /// as alive.
-    fn start(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
-        let (tell, told) = mpsc::sync_channel::<()>(1);
-        let mut present = Present { crew: self.clone(), unbound: false };
+    fn start_thread(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
+        let (bound, is_bound) = mpsc::sync_channel::<()>(1);
+        let mut guard = ThreadGuard { group: self.clone(), unbound: false };
         // The kernel truncates names to 15 bytes.
-        let name = match &self.home {
-            Some(home) => format!("touch-n{}.{number}", home.node.id.0),
+        let name = match &self.binding {
+            Some(binding) => format!("touch-n{}.{number}", binding.node.id.0),
             None => format!("touch-{number}"),
         };
         let spawned = self.kernel.spawn(name, move || {
-            let crew = present.crew.clone();
-            if let Some(Err(error)) = crew.home.as_ref().map(|home| home.bind(&crew.kernel)) {
+            let group = guard.group.clone();
+            if let Some(Err(error)) =
+                group.binding.as_ref().map(|binding| binding.bind(&group.kernel))
+            {
                 // An unbound worker is still useful: memory with a policy is placed by that policy.
-                present.unbound = true;
-                let mut state = crew.lock();
+                guard.unbound = true;
+                let mut state = group.lock();
                 state.unbound += 1;
                 state.refused = Some(error);
             }
-            let _ = tell.send(());
-            drop(tell);
-            crew.serve();
-            drop(present);
+            let _ = bound.send(());
+            drop(bound);
+            group.run();
+            drop(guard);
         });
         // If the thread did not start, its closure was dropped, which has corrected the count.
         spawned.map_err(|error| WorkerError::Spawn { error })?;
-        let _ = told.recv();
+        let _ = is_bound.recv();
         Ok(())
     }
 
@@ -166,27 +168,27 @@ impl Crew {
             return;
         }
         state.queue.push_back(work);
-        self.count(&state);
+        self.publish_queued(&state);
         let asleep = state.asleep;
         drop(state);
         // One worker per piece is enough, because a worker continues until no piece is left.
         // Workers that are awake check the queue again before they sleep.
         if pieces < asleep {
-            (0..pieces).for_each(|_| self.called.notify_one());
+            (0..pieces).for_each(|_| self.wake.notify_one());
         } else if asleep > 0 {
-            self.called.notify_all();
+            self.wake.notify_all();
         }
     }
 
     /// Updates the number of jobs for workers that spin without the lock.
-    fn count(&self, state: &State) {
+    fn publish_queued(&self, state: &State) {
         self.queued.store(state.queue.len() + usize::from(state.closed), Ordering::Relaxed);
     }
 
     /// The main loop of a worker.
-    fn serve(&self) {
+    fn run(&self) {
         loop {
-            for _ in 0..LOOKS {
+            for _ in 0..SPINS {
                 if self.queued.load(Ordering::Relaxed) > 0 {
                     break;
                 }
@@ -202,14 +204,14 @@ impl Crew {
                         return;
                     }
                     state.asleep += 1;
-                    state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
                     state.asleep -= 1;
                 }
             };
             if !work.run_piece(&self.busy) {
                 let mut state = self.lock();
                 state.queue.retain(|queued| !Arc::ptr_eq(queued, &work));
-                self.count(&state);
+                self.publish_queued(&state);
             }
         }
     }
@@ -220,18 +222,18 @@ impl Crew {
             let mut state = self.lock();
             state.closed = true;
             let waiting = std::mem::take(&mut state.queue);
-            self.count(&state);
+            self.publish_queued(&state);
             waiting
         };
-        self.called.notify_all();
+        self.wake.notify_all();
         waiting.iter().for_each(|work| work.stop(JobError::Closed));
     }
 }
 
-impl fmt::Debug for Crew {
+impl fmt::Debug for WorkerGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Crew")
-            .field("home", &self.home)
+            .field("home", &self.binding)
             .field("limit", &self.limit)
             .finish_non_exhaustive()
     }
@@ -239,25 +241,25 @@ impl fmt::Debug for Crew {
 
 /// Corrects the counts when a worker's thread ends, even by a panic, and starts a successor if work
 /// is left.
-struct Present {
-    crew: Arc<Crew>,
+struct ThreadGuard {
+    group: Arc<WorkerGroup>,
     unbound: bool,
 }
 
-impl Drop for Present {
+impl Drop for ThreadGuard {
     fn drop(&mut self) {
-        let orphaned = {
-            let mut state = self.crew.lock();
+        let is_orphaned = {
+            let mut state = self.group.lock();
             state.alive -= 1;
             state.unbound -= usize::from(self.unbound);
             !state.closed && state.alive == 0 && !state.queue.is_empty()
         };
-        if orphaned && std::thread::panicking() && self.crew.staff(1).is_err() {
+        if is_orphaned && std::thread::panicking() && self.group.ensure_threads(1).is_err() {
             // There is no worker left, and no new one could be started.
             let waiting = {
-                let mut state = self.crew.lock();
+                let mut state = self.group.lock();
                 let waiting = std::mem::take(&mut state.queue);
-                self.crew.count(&state);
+                self.group.publish_queued(&state);
                 waiting
             };
             waiting.iter().for_each(|work| work.stop(JobError::Closed));
