@@ -57,9 +57,9 @@
 //! - The stager keeps unused slots. They return to the pool when the pool has no memory left, or
 //!   when its budget reclaims memory for another pool.
 
-mod alone;
 mod error;
 mod file;
+mod inline_copy;
 mod installed;
 mod lane;
 mod parts;
@@ -67,7 +67,7 @@ mod permit;
 mod plan;
 mod pump;
 mod scope;
-mod settle;
+mod short_wait;
 mod source;
 mod stores;
 mod submit;
@@ -79,7 +79,7 @@ pub use file::{FileSource, ReadMode};
 pub use installed::{install, installed};
 pub use permit::{Permit, Ready};
 pub use scope::{StageScope, Staged};
-pub use settle::ShortWait;
+pub use short_wait::ShortWait;
 pub use source::{Sink, Source};
 pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
@@ -90,8 +90,8 @@ use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
 use permit::Permits;
-use plan::{Grain, Way};
-use settle::Waits;
+use plan::{ChunkSizing, Direction};
+use short_wait::ShortWaits;
 use std::{
     collections::VecDeque,
     fmt,
@@ -168,26 +168,26 @@ impl Default for StagerConfig {
 
 impl StagerConfig {
     fn check(&self) -> Result<()> {
-        let within = |name, value: usize, least: usize, most: usize, expected| {
+        let check = |name, value: usize, least: usize, most: usize, expected| {
             if (least..=most).contains(&value) {
                 Ok(())
             } else {
                 Err(MemoryError::BadSetting { name, value: value.to_string(), expected })
             }
         };
-        within("up_workers", self.up_workers, 1, 256, "1 to 256")?;
-        within("down_workers", self.down_workers, 1, 256, "1 to 256")?;
-        within("slots", self.slots, 1, 16, "1 to 16")?;
-        within("depth", self.depth, 1, 1 << 16, "1 to 65536")?;
-        within("slot", self.slot, 4096, 1 << 30, "4096 bytes to 1 GiB")?;
-        within("slot", self.slot % 4096, 0, 0, "a multiple of 4096 bytes")?;
-        within("least_chunk", self.least_chunk, 4096, self.slot, "4096 bytes up to a slot")
+        check("up_workers", self.up_workers, 1, 256, "1 to 256")?;
+        check("down_workers", self.down_workers, 1, 256, "1 to 256")?;
+        check("slots", self.slots, 1, 16, "1 to 16")?;
+        check("depth", self.depth, 1, 1 << 16, "1 to 65536")?;
+        check("slot", self.slot, 4096, 1 << 30, "4096 bytes to 1 GiB")?;
+        check("slot", self.slot % 4096, 0, 0, "a multiple of 4096 bytes")?;
+        check("least_chunk", self.least_chunk, 4096, self.slot, "4096 bytes up to a slot")
     }
 
-    fn workers(&self, way: Way) -> usize {
-        match way {
-            Way::Up => self.up_workers,
-            Way::Down => self.down_workers,
+    fn workers(&self, direction: Direction) -> usize {
+        match direction {
+            Direction::Upload => self.up_workers,
+            Direction::Download => self.down_workers,
         }
     }
 
@@ -206,27 +206,27 @@ impl StagerConfig {
     }
 
     /// Returns how a transfer of `total` bytes is cut into chunks.
-    fn grain(&self, way: Way, total: u64) -> Grain {
+    fn chunk_sizing(&self, direction: Direction, total: u64) -> ChunkSizing {
         let (least, slot) = (self.least_chunk as u64, self.slot as u64);
-        let (least, last, most, shares) = match way {
+        let (least, last, most, shares) = match direction {
             // The link cannot copy a chunk while it is being filled. With long chunks, all filled
             // in parallel, the link idles at first and is the bottleneck at the end. Long chunks
             // also touch more of the slots before any is reused. So chunks stay short.
-            Way::Up => (least, None, (total / 128).max(MIB).clamp(least, slot), 1),
+            Direction::Upload => (least, None, (total / 128).max(MIB).clamp(least, slot), 1),
             // In this direction the link starts immediately.
-            Way::Down => {
+            Direction::Download => {
                 let usual = (total / 32).min(2 * MIB).clamp(least, slot);
                 (usual, Some(2 * least).filter(|&last| last < usual), slot, 2)
             }
         };
-        Grain { least, last, most, workers: self.workers(way) as u64, shares }
+        ChunkSizing { least, last, most, workers: self.workers(direction) as u64, shares }
     }
 }
 
 const MIB: u64 = 1 << 20;
 
 /// The resources of one direction.
-struct Side {
+struct DirectionState {
     workers: Workers,
     workers_most: usize,
     lanes: Arc<Lanes>,
@@ -238,19 +238,19 @@ struct Side {
     cache: Option<u64>,
 }
 
-impl Side {
+impl DirectionState {
     fn new(
         host: &Host,
         pool: &PinnedPool,
-        way: Way,
+        direction: Direction,
         config: &StagerConfig,
         cache: Option<u64>,
     ) -> Self {
-        let workers = config.workers(way);
+        let workers = config.workers(direction);
         let threads = NonZeroUsize::new(workers).unwrap_or(NonZeroUsize::MIN);
-        let stores = match way {
-            Way::Up => config.stores,
-            Way::Down => config.down_stores,
+        let stores = match direction {
+            Direction::Upload => config.stores,
+            Direction::Download => config.down_stores,
         };
         // One more than the workers, for a waiting thread that takes part.
         let lanes = workers + 1;
@@ -270,24 +270,24 @@ impl Side {
 }
 
 /// The stream on which the operands have been ordered.
-enum Front {
+enum OrderingStream {
     /// The home stream of the operands.
-    Home(Arc<Timeline>),
+    Owner(Arc<Timeline>),
     /// A stream of the stager.
-    Own(Stream),
+    Leased(Stream),
 }
 
-impl Front {
+impl OrderingStream {
     fn timeline(&self) -> &Arc<Timeline> {
         match self {
-            Self::Home(timeline) => timeline,
-            Self::Own(stream) => stream.timeline(),
+            Self::Owner(timeline) => timeline,
+            Self::Leased(stream) => stream.timeline(),
         }
     }
 }
 
 /// State that is shared by the stager's handles and its transfers.
-struct Shared {
+struct StagerCore {
     /// The process that owns the threads and the memory. In a forked child, locks may be held
     /// forever.
     process: Process,
@@ -296,41 +296,44 @@ struct Shared {
     /// The NUMA node of the workers, `None` for any node.
     node: Option<NodeId>,
     config: StagerConfig,
-    up: Side,
-    down: Side,
+    up: DirectionState,
+    down: DirectionState,
     permits: Permits,
-    waits: Waits,
+    waits: ShortWaits,
     /// Idle transfer streams, reused in FIFO order. Operands without a common home stream record
     /// their uses on them until the next query.
-    roads: Mutex<VecDeque<Stream>>,
+    idle_streams: Mutex<VecDeque<Stream>>,
 }
 
-impl Shared {
-    fn is_here(&self) -> bool {
+impl StagerCore {
+    fn is_current_process(&self) -> bool {
         self.process.is_current()
     }
 
     /// Returns an error in a forked child of the process that owns the stager.
-    fn here(&self) -> Result<()> {
-        if self.is_here() { Ok(()) } else { Err(MemoryError::OtherProcess) }
+    fn check_process(&self) -> Result<()> {
+        if self.is_current_process() { Ok(()) } else { Err(MemoryError::OtherProcess) }
     }
 
-    fn side(&self, way: Way) -> &Side {
-        match way {
-            Way::Up => &self.up,
-            Way::Down => &self.down,
+    fn direction_state(&self, direction: Direction) -> &DirectionState {
+        match direction {
+            Direction::Upload => &self.up,
+            Direction::Download => &self.down,
         }
     }
 
     /// Returns a stream that no other transfer uses.
-    fn take_road(&self) -> Result<Stream> {
-        let idle = self.roads.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    fn acquire_stream(&self) -> Result<Stream> {
+        let idle = self.idle_streams.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
         idle.map_or_else(|| self.streams.lease(), Ok)
     }
 
     /// Puts a transfer stream back for reuse. It must be free of errors.
-    fn give_road(&self, road: &Stream) {
-        self.roads.lock().unwrap_or_else(PoisonError::into_inner).push_back(road.clone());
+    fn release_stream(&self, transfer_stream: &Stream) {
+        self.idle_streams
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push_back(transfer_stream.clone());
     }
 }
 
@@ -363,7 +366,7 @@ impl Shared {
 /// ```
 #[derive(Clone)]
 pub struct Stager {
-    shared: Arc<Shared>,
+    shared: Arc<StagerCore>,
 }
 
 impl Stager {
@@ -391,16 +394,17 @@ impl Stager {
         let config = config.bounded(cpus.map_or(1, |cpus| cpus.len()));
         // The cache size stays unknown if the kernel reports invalid values.
         let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
-        let side = |way| Side::new(host, pool, way, &config, cache);
-        let shared = Shared {
+        let direction_state =
+            |direction| DirectionState::new(host, pool, direction, &config, cache);
+        let shared = StagerCore {
             process: Process::current(),
             device: streams.device(),
             node,
-            up: side(Way::Up),
-            down: side(Way::Down),
+            up: direction_state(Direction::Upload),
+            down: direction_state(Direction::Download),
             permits: Permits::new(config.depth),
-            waits: Waits::new(config.short_wait),
-            roads: Mutex::default(),
+            waits: ShortWaits::new(config.short_wait),
+            idle_streams: Mutex::default(),
             streams: streams.clone(),
             config,
         };
@@ -412,17 +416,19 @@ impl Stager {
     /// # Errors
     /// Those of the pool or of the stream pool, if a direction cannot get a single lane.
     pub fn warm(&self) -> Result<()> {
-        self.shared.here()?;
-        let sides = [&self.shared.up, &self.shared.down];
+        self.shared.check_process()?;
+        let both = [&self.shared.up, &self.shared.down];
         // One direction must not reclaim the lanes of the other.
-        let _kept = sides.map(|side| side.lanes.keep());
-        sides.into_iter().try_for_each(|side| side.lanes.ensure(side.lanes.most()))
+        let _held = both.map(|direction_state| direction_state.lanes.hold_reclaim());
+        both.into_iter().try_for_each(|direction_state| {
+            direction_state.lanes.ensure(direction_state.lanes.limit())
+        })
     }
 
     /// Gives all unused slots back to their pool, and returns the number of their bytes.
     #[must_use = "the bytes that went back"]
     pub fn trim(&self) -> u64 {
-        if !self.shared.is_here() {
+        if !self.shared.is_current_process() {
             return 0;
         }
         self.shared.up.lanes.trim() + self.shared.down.lanes.trim()

@@ -7,7 +7,7 @@
 use super::{
     StageError,
     plan::Move,
-    settle::settle,
+    short_wait::synchronize,
     submit::{Receipt, Submission},
 };
 use crate::{PinnedBuf, PinnedPool, pool::IdleHolder};
@@ -49,12 +49,12 @@ pub(super) struct Slot {
     busy: Option<u64>,
     /// The copies have been submitted. The slot must not be touched before the receipt holds the
     /// result.
-    handed_in: bool,
+    submitted: bool,
     receipt: Arc<Receipt>,
 }
 
 impl Slot {
-    pub(super) fn room(&self) -> usize {
+    pub(super) fn capacity(&self) -> usize {
         self.pages.len() * Page::BYTES
     }
 
@@ -64,12 +64,12 @@ impl Slot {
     }
 
     pub(super) fn is_busy(&self) -> bool {
-        self.handed_in || self.busy.is_some()
+        self.submitted || self.busy.is_some()
     }
 
     /// Marks the slot busy and returns its copies for submission.
-    pub(super) fn hand_in(&mut self) -> Submission {
-        self.handed_in = true;
+    pub(super) fn start_submission(&mut self) -> Submission {
+        self.submitted = true;
         Submission::new(self.start(), std::mem::take(&mut self.moves), self.receipt.clone())
     }
 
@@ -78,19 +78,19 @@ impl Slot {
     ///
     /// # Errors
     /// The error of queueing the copies. The slot stays busy, since some may have been queued.
-    fn take_back(&mut self, on: &Timeline) -> std::result::Result<(), StageError> {
-        if !self.handed_in {
+    fn finish_submission(&mut self, on: &Timeline) -> std::result::Result<(), StageError> {
+        if !self.submitted {
             return Ok(());
         }
-        let answer = self.receipt.wait();
-        self.handed_in = false;
-        self.moves = answer.moves;
-        self.busy = Some(answer.epoch.unwrap_or_else(|| on.open()));
-        answer.queued
+        let result = self.receipt.wait();
+        self.submitted = false;
+        self.moves = result.moves;
+        self.busy = Some(result.epoch.unwrap_or_else(|| on.open()));
+        result.queued
     }
 
     /// Reports a CPU access to some bytes of the slot to the driver's observer, if there is one.
-    pub(super) fn touch(&mut self, on: &Timeline, bytes: Range<usize>, access: HostAccess) {
+    pub(super) fn report_access(&mut self, on: &Timeline, bytes: Range<usize>, access: HostAccess) {
         if let Some(observer) = on.driver().observer() {
             let start = self.start().as_ptr() as u64;
             observer.host(start + bytes.start as u64, bytes.len() as u64, access);
@@ -114,7 +114,7 @@ impl Lane {
         let slot = || {
             let pages = pool.buffer(bytes.div_ceil(Page::BYTES))?;
             let receipt = Arc::new(Receipt::default());
-            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, handed_in: false, receipt })
+            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, submitted: false, receipt })
         };
         Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
     }
@@ -133,7 +133,7 @@ impl Lane {
         slot: usize,
         on: &Timeline,
     ) -> std::result::Result<(), StageError> {
-        self.slots[slot].take_back(on)?;
+        self.slots[slot].finish_submission(on)?;
         if let Some(epoch) = self.slots[slot].busy {
             on.wait(epoch, None)?;
             self.slots[slot].busy = None;
@@ -143,22 +143,22 @@ impl Lane {
 
     /// Reports a CPU access to all bytes that the slot carries to the driver's observer, if there
     /// is one.
-    pub(super) fn touch(&mut self, slot: usize, on: &Timeline, access: HostAccess) {
+    pub(super) fn report_access(&mut self, slot: usize, on: &Timeline, access: HostAccess) {
         let slot = &mut self.slots[slot];
         let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
-        slot.touch(on, 0..used, access);
+        slot.report_access(on, 0..used, access);
     }
 
     /// Waits for everything in flight on this stream, after an error.
     ///
     /// # Errors
-    /// As [`settle`]. The slots stay busy, and the lane must be [discarded](Lanes::discard).
-    pub(super) fn settle(&mut self, on: &Timeline) -> Result<()> {
+    /// As [`synchronize`]. The slots stay busy, and the lane must be [discarded](Lanes::discard).
+    pub(super) fn synchronize(&mut self, on: &Timeline) -> Result<()> {
         // A later wait for the slot reports errors of the submission. Here it only matters that no
         // other thread queues the copies any more.
-        self.slots.iter_mut().for_each(|slot| drop(slot.take_back(on)));
+        self.slots.iter_mut().for_each(|slot| drop(slot.finish_submission(on)));
         if self.slots.iter().any(Slot::is_busy) {
-            settle(on)?;
+            synchronize(on)?;
             self.slots.iter_mut().for_each(|slot| slot.busy = None);
         }
         Ok(())
@@ -167,12 +167,12 @@ impl Lane {
     /// Gives the slots back to their pool. The pool keeps busy slots until the work queued on
     /// `behind` is known to be done. After the loss of the device it keeps them forever.
     fn retire(mut self, behind: &Arc<Timeline>) {
-        let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
+        let deferred = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
             let point = Point::ahead(behind);
             point.reached();
             slot.pages.defer(Arc::new(point)).is_ok()
         });
-        if !held {
+        if !deferred {
             // The slots are leaked, because the end of their use cannot be determined.
             let _leaked = ManuallyDrop::new(self);
         }
@@ -184,7 +184,7 @@ pub(super) struct Lanes {
     pool: PinnedPool,
     slots: usize,
     slot_bytes: usize,
-    most: usize,
+    limit: usize,
     state: Mutex<State>,
     /// Signalled when a lane is returned or removed.
     changed: Condvar,
@@ -193,24 +193,24 @@ pub(super) struct Lanes {
 struct State {
     idle: Vec<Lane>,
     /// Number of lanes, including those being created.
-    made: usize,
+    count: usize,
     /// Threads that wait for a lane. Checked first, because a notification is a system call even
     /// without waiters.
     waiting: usize,
     /// Threads that are creating a lane. While there are any, idle lanes are not returned to the
     /// pool. Otherwise, with memory for only one lane, two threads could alternate forever between
     /// trimming and creating.
-    kept: usize,
+    reclaim_holds: usize,
 }
 
 impl Lanes {
-    pub(super) fn new(pool: &PinnedPool, most: usize, slots: usize, slot_bytes: usize) -> Self {
+    pub(super) fn new(pool: &PinnedPool, limit: usize, slots: usize, slot_bytes: usize) -> Self {
         Self {
             pool: pool.clone(),
             slots,
             slot_bytes,
-            most,
-            state: Mutex::new(State { idle: Vec::new(), made: 0, waiting: 0, kept: 0 }),
+            limit,
+            state: Mutex::new(State { idle: Vec::new(), count: 0, waiting: 0, reclaim_holds: 0 }),
             changed: Condvar::new(),
         }
     }
@@ -219,8 +219,8 @@ impl Lanes {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn most(&self) -> usize {
-        self.most
+    pub(super) fn limit(&self) -> usize {
+        self.limit
     }
 
     /// Creates lanes until there are `wanted`. Blocks while the pool grows.
@@ -232,19 +232,19 @@ impl Lanes {
         loop {
             {
                 let mut state = self.lock();
-                if state.made >= wanted.min(self.most) {
+                if state.count >= wanted.min(self.limit) {
                     return Ok(());
                 }
-                state.made += 1;
+                state.count += 1;
             }
             let made = {
-                let _kept = self.keep();
+                let _hold = self.hold_reclaim();
                 Lane::new(&self.pool, self.slots, self.slot_bytes)
             };
             match made {
-                Ok(lane) => self.give(lane),
+                Ok(lane) => self.release(lane),
                 Err(error) => {
-                    let left = self.forget_one();
+                    let left = self.remove_one();
                     return if left > 0 { Ok(()) } else { Err(error) };
                 }
             }
@@ -252,42 +252,42 @@ impl Lanes {
     }
 
     /// Prevents the pool from reclaiming lanes while the returned guard is alive.
-    pub(super) fn keep(&self) -> Kept<'_> {
-        self.lock().kept += 1;
-        Kept(self)
+    pub(super) fn hold_reclaim(&self) -> ReclaimHold<'_> {
+        self.lock().reclaim_holds += 1;
+        ReclaimHold(self)
     }
 
     /// Returns an idle lane, if there is one.
-    pub(super) fn try_take(&self) -> Option<Lane> {
+    pub(super) fn try_acquire(&self) -> Option<Lane> {
         self.lock().idle.pop()
     }
 
     /// Returns an idle lane that is pinned, and creates it if it is the first. Blocks while the
     /// pool grows.
-    pub(super) fn one_pinned(&self) -> Option<Lane> {
-        let lane = match self.try_take() {
+    pub(super) fn acquire_pinned(&self) -> Option<Lane> {
+        let lane = match self.try_acquire() {
             Some(lane) => lane,
             None => {
                 // Without a lane the caller copies through the driver, which reports the error.
                 self.ensure(1).ok()?;
-                self.try_take()?
+                self.try_acquire()?
             }
         };
         if lane.is_pinned() {
             return Some(lane);
         }
-        self.give(lane);
+        self.release(lane);
         None
     }
 
     /// Returns a lane, and waits for one while other transfers use all of them.
     ///
-    /// Returns `None` if `given_up` returns true, or if no lane exists any more. `given_up` is
+    /// Returns `None` if `is_cancelled` returns true, or if no lane exists any more. `is_cancelled` is
     /// checked again after each [`Lanes::call`].
-    pub(super) fn take(&self, given_up: impl Fn() -> bool) -> Option<Lane> {
+    pub(super) fn acquire(&self, is_cancelled: impl Fn() -> bool) -> Option<Lane> {
         let mut state = self.lock();
         loop {
-            if given_up() || (state.idle.is_empty() && state.made == 0) {
+            if is_cancelled() || (state.idle.is_empty() && state.count == 0) {
                 return None;
             }
             if let Some(lane) = state.idle.pop() {
@@ -300,43 +300,43 @@ impl Lanes {
     }
 
     /// Wakes the threads in [`Lanes::take`], so that they check again whether they need a lane.
-    pub(super) fn call(&self) {
+    pub(super) fn wake_waiters(&self) {
         // Under the lock: otherwise a thread that has just checked would miss the notification.
-        self.wake(&self.lock());
+        self.notify_waiters(&self.lock());
     }
 
     /// Notifies all waiting threads: a single one may have given up in the meantime.
-    fn wake(&self, state: &State) {
+    fn notify_waiters(&self, state: &State) {
         if state.waiting > 0 {
             self.changed.notify_all();
         }
     }
 
     /// Puts a lane back into the idle list. None of its slots may be busy.
-    pub(super) fn give(&self, lane: Lane) {
+    pub(super) fn release(&self, lane: Lane) {
         let mut state = self.lock();
         state.idle.push(lane);
-        self.wake(&state);
+        self.notify_waiters(&state);
     }
 
     /// Removes a lane with busy slots, whose work was queued on a stream that cannot be waited for.
     pub(super) fn discard(&self, lane: Lane, behind: &Arc<Timeline>) {
         lane.retire(behind);
-        self.forget_one();
+        self.remove_one();
     }
 
     /// Leaks a lane that a graph may touch on every launch.
-    pub(super) fn lose(&self, lane: Lane) {
+    pub(super) fn leak(&self, lane: Lane) {
         let _leaked = ManuallyDrop::new(lane);
-        self.forget_one();
+        self.remove_one();
     }
 
     /// Decrements the number of lanes, and returns what is left.
-    fn forget_one(&self) -> usize {
+    fn remove_one(&self) -> usize {
         let mut state = self.lock();
-        state.made -= 1;
-        self.wake(&state);
-        state.made
+        state.count -= 1;
+        self.notify_waiters(&state);
+        state.count
     }
 
     /// Returns whether the slots of all idle lanes are pinned. Returns `true` if none is idle.
@@ -348,20 +348,20 @@ impl Lanes {
     pub(super) fn trim(&self) -> u64 {
         let idle = {
             let mut state = self.lock();
-            state.made -= state.idle.len();
-            self.wake(&state);
+            state.count -= state.idle.len();
+            self.notify_waiters(&state);
             std::mem::take(&mut state.idle)
         };
-        idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.room() as u64).sum()
+        idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.capacity() as u64).sum()
     }
 }
 
 /// The guard of [`Lanes::keep`].
-pub(super) struct Kept<'a>(&'a Lanes);
+pub(super) struct ReclaimHold<'a>(&'a Lanes);
 
-impl Drop for Kept<'_> {
+impl Drop for ReclaimHold<'_> {
     fn drop(&mut self) {
-        self.0.lock().kept -= 1;
+        self.0.lock().reclaim_holds -= 1;
     }
 }
 
@@ -369,11 +369,11 @@ impl Drop for Kept<'_> {
 impl IdleHolder for Lanes {
     fn idle_bytes(&self) -> u64 {
         let state = self.lock();
-        let lanes = if state.kept > 0 { 0 } else { state.idle.len() };
+        let lanes = if state.reclaim_holds > 0 { 0 } else { state.idle.len() };
         lanes as u64 * (self.slots * self.slot_bytes) as u64
     }
 
     fn release_idle(&self) -> u64 {
-        if self.lock().kept > 0 { 0 } else { self.trim() }
+        if self.lock().reclaim_holds > 0 { 0 } else { self.trim() }
     }
 }

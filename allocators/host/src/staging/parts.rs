@@ -1,6 +1,6 @@
 //! The operands of a call, collected for a plan.
 
-use super::plan::{HostSide, Part, Way};
+use super::plan::{Direction, HostEnd, Part};
 use aquifer_core::{MemoryError, Result as MemoryResult};
 use aquifer_driver::{DeviceRange, Operand};
 use smallvec::SmallVec;
@@ -8,7 +8,7 @@ use std::{ops::Range, ptr::NonNull};
 
 /// The parts of a transfer, before they become a plan.
 pub(super) struct Parts {
-    pub(super) way: Way,
+    pub(super) direction: Direction,
     /// Most transfers consist of one slice.
     pub(super) parts: SmallVec<[Part; 2]>,
     pub(super) total: u64,
@@ -18,47 +18,47 @@ pub(super) struct Parts {
 }
 
 /// A range of device memory, and its machine.
-pub(super) type Place = (DeviceRange, Option<u64>);
+pub(super) type DeviceLocation = (DeviceRange, Option<u64>);
 
 /// Returns the place of an operand.
-pub(super) fn place<D: Operand + ?Sized>(operand: &D) -> Place {
+pub(super) fn device_location<D: Operand + ?Sized>(operand: &D) -> DeviceLocation {
     (operand.range(), operand.machine())
 }
 
 impl Parts {
-    pub(super) fn new(way: Way) -> Self {
-        Self { way, parts: SmallVec::new(), total: 0, range: None, machine: None }
+    pub(super) fn new(direction: Direction) -> Self {
+        Self { direction, parts: SmallVec::new(), total: 0, range: None, machine: None }
     }
 
-    /// Adds slices that are contiguous in `place`.
+    /// Adds slices that are contiguous in `location`.
     pub(super) fn slices<T>(
         &mut self,
         slices: impl IntoIterator<Item = NonNull<[T]>>,
-        place: Place,
+        location: DeviceLocation,
     ) -> MemoryResult<()> {
         let sides = slices.into_iter().map(|slice| {
             let bytes = slice.len() as u64 * size_of::<T>() as u64;
-            (HostSide::Memory(slice.cast()), bytes)
+            (HostEnd::Memory(slice.cast()), bytes)
         });
-        self.add(sides, place)
+        self.add(sides, location)
     }
 
-    /// Adds ranges of the source or sink that are contiguous in `place`.
+    /// Adds ranges of the source or sink that are contiguous in `location`.
     pub(super) fn ranges(
         &mut self,
         ranges: impl IntoIterator<Item = Range<u64>>,
-        place: Place,
+        location: DeviceLocation,
     ) -> MemoryResult<()> {
         let sides = ranges
             .into_iter()
-            .map(|from| (HostSide::File(from.start), from.end.saturating_sub(from.start)));
-        self.add(sides, place)
+            .map(|from| (HostEnd::File(from.start), from.end.saturating_sub(from.start)));
+        self.add(sides, location)
     }
 
     fn add(
         &mut self,
-        sides: impl Iterator<Item = (HostSide, u64)>,
-        (range, machine): Place,
+        sides: impl Iterator<Item = (HostEnd, u64)>,
+        (range, machine): DeviceLocation,
     ) -> MemoryResult<()> {
         let mut device = range.address;
         let mut host_bytes = 0u64;
@@ -71,9 +71,9 @@ impl Parts {
             device += bytes;
         }
         if host_bytes != range.bytes {
-            let (from, to) = match self.way {
-                Way::Up => (host_bytes, range.bytes),
-                Way::Down => (range.bytes, host_bytes),
+            let (from, to) = match self.direction {
+                Direction::Upload => (host_bytes, range.bytes),
+                Direction::Download => (range.bytes, host_bytes),
             };
             return Err(MemoryError::LengthMismatch { from, to });
         }

@@ -1,6 +1,6 @@
 //! Permits, which bound the number of transfers in flight.
 
-use super::{Shared, StageError, Stager};
+use super::{StageError, Stager, StagerCore};
 use aquifer_core::{MemoryError, panics::contain};
 use std::{
     fmt,
@@ -61,12 +61,12 @@ impl Permits {
 /// ```
 #[must_use = "it goes back when it is dropped"]
 pub struct Permit {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<StagerCore>,
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if !self.shared.is_here() {
+        if !self.shared.is_current_process() {
             return;
         }
         let permits = &self.shared.permits;
@@ -96,7 +96,7 @@ impl Stager {
     /// In a forked child process a permit is always available, and transfers that use it are
     /// refused.
     pub fn permit(&self) -> Permit {
-        if !self.shared.is_here() {
+        if !self.shared.is_current_process() {
             return Permit { shared: self.shared.clone() };
         }
         let permits = &self.shared.permits;
@@ -111,7 +111,7 @@ impl Stager {
     /// Returns a permit if one is available. Never blocks.
     #[must_use]
     pub fn try_permit(&self) -> Option<Permit> {
-        if !self.shared.is_here() {
+        if !self.shared.is_current_process() {
             return Some(self.permit());
         }
         let mut state = self.shared.permits.lock();
@@ -124,7 +124,7 @@ impl Stager {
     /// # Errors
     /// [`MemoryError::TimedOut`].
     pub fn permit_until(&self, deadline: Instant) -> Result<Permit, StageError> {
-        if !self.shared.is_here() {
+        if !self.shared.is_current_process() {
             return Ok(self.permit());
         }
         let permits = &self.shared.permits;
@@ -159,7 +159,7 @@ impl Future for Ready<'_> {
     type Output = Permit;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
-        if !self.stager.shared.is_here() {
+        if !self.stager.shared.is_current_process() {
             return Poll::Ready(self.stager.permit());
         }
         let permits = &self.stager.shared.permits;

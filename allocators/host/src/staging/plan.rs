@@ -26,16 +26,16 @@ use std::ptr::NonNull;
 
 /// The direction of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(super) enum Way {
+pub(super) enum Direction {
     /// To the device.
-    Up,
+    Upload,
     /// To the host.
-    Down,
+    Download,
 }
 
 /// The host end of a part.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum HostSide {
+pub(super) enum HostEnd {
     /// Memory that starts at this address.
     Memory(NonNull<u8>),
     /// Bytes of the transfer's source or sink that start at this offset.
@@ -44,11 +44,11 @@ pub(super) enum HostSide {
 
 // SAFETY: 1. an address of plain elements, which any thread may read or write. The creator of a
 // transfer borrows or owns them until the transfer is finished.
-unsafe impl Send for HostSide {}
+unsafe impl Send for HostEnd {}
 // SAFETY: 1. as above, and it has no interior mutability.
-unsafe impl Sync for HostSide {}
+unsafe impl Sync for HostEnd {}
 
-impl HostSide {
+impl HostEnd {
     /// Returns the position `bytes` further on.
     pub(super) fn skip(self, bytes: u64) -> Self {
         match self {
@@ -65,7 +65,7 @@ impl HostSide {
 /// Bytes that are contiguous on both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    pub(super) host: HostSide,
+    pub(super) host: HostEnd,
     /// Address on the device.
     pub(super) device: u64,
     pub(super) bytes: u64,
@@ -74,7 +74,7 @@ pub(super) struct Part {
 /// A piece of a part that a slot carries, and its position in the slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Move {
-    pub(super) host: HostSide,
+    pub(super) host: HostEnd,
     pub(super) device: u64,
     /// Offset from the slot's start.
     pub(super) at: usize,
@@ -83,20 +83,20 @@ pub(super) struct Move {
 
 /// The source or the sink of a transfer. It outlives the transfer.
 #[derive(Clone, Copy)]
-pub(super) enum Far {
-    From(NonNull<dyn Source>),
-    To(NonNull<dyn Sink>),
+pub(super) enum Endpoint {
+    Source(NonNull<dyn Source>),
+    Sink(NonNull<dyn Sink>),
 }
 
 // SAFETY: 1. equivalent to a reference, without its lifetime, to a `Sync` value.
-unsafe impl Send for Far {}
+unsafe impl Send for Endpoint {}
 // SAFETY: 1. as above.
-unsafe impl Sync for Far {}
+unsafe impl Sync for Endpoint {}
 
 /// Everything that a transfer moves.
-pub(super) struct Plan {
-    pub(super) way: Way,
-    pub(super) far: Option<Far>,
+pub(super) struct TransferPlan {
+    pub(super) direction: Direction,
+    pub(super) endpoint: Option<Endpoint>,
     /// None of them is empty.
     parts: Vec<Part>,
     /// The offset of each part in the string of bytes.
@@ -107,7 +107,7 @@ pub(super) struct Plan {
 
 /// The granularity of a plan's chunks.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Grain {
+pub(super) struct ChunkSizing {
     /// Minimum bytes of a chunk.
     pub(super) least: u64,
     /// The minimum for the last chunks, if they may be shorter still. Each of them is at most a
@@ -124,13 +124,13 @@ pub(super) struct Grain {
 /// The alignment of chunk starts: the page size of files.
 const PAGE: u64 = 4096;
 
-impl Plan {
+impl TransferPlan {
     /// Joins parts that are contiguous on both sides, and cuts the result into chunks.
     pub(super) fn new(
-        way: Way,
-        far: Option<Far>,
+        direction: Direction,
+        endpoint: Option<Endpoint>,
         all: impl IntoIterator<Item = Part>,
-        grain: Grain,
+        sizing: ChunkSizing,
     ) -> Self {
         let (mut parts, mut starts, mut total) = (Vec::<Part>::new(), Vec::new(), 0);
         for part in all {
@@ -149,11 +149,11 @@ impl Plan {
             parts.push(part);
         }
         let phase = match parts.first() {
-            Some(Part { host: HostSide::File(offset), .. }) => offset % PAGE,
-            Some(Part { host: HostSide::Memory(start), .. }) => start.addr().get() as u64 % PAGE,
+            Some(Part { host: HostEnd::File(offset), .. }) => offset % PAGE,
+            Some(Part { host: HostEnd::Memory(start), .. }) => start.addr().get() as u64 % PAGE,
             None => 0,
         };
-        Self { way, far, parts, starts, cuts: cut(total, phase, grain) }
+        Self { direction, endpoint, parts, starts, cuts: cut(total, phase, sizing) }
     }
 
     pub(super) fn total(&self) -> u64 {
@@ -190,8 +190,8 @@ impl Plan {
             let skipped = cursor.at - self.starts[cursor.part];
             let host = part.host.skip(skipped);
             let at = match host {
-                HostSide::Memory(_) => filled,
-                HostSide::File(offset) => {
+                HostEnd::Memory(_) => filled,
+                HostEnd::File(offset) => {
                     let phase = (offset % align as u64) as usize;
                     let base = filled / align * align + phase;
                     if base < filled { base + align } else { base }
@@ -228,11 +228,11 @@ impl Cursor {
     }
 }
 
-fn follows(end: HostSide, next: HostSide) -> bool {
+fn follows(end: HostEnd, next: HostEnd) -> bool {
     match (end, next) {
         // Adjacent slices are still two borrows. A pointer into one must not reach into the other.
-        (HostSide::Memory(_), _) | (_, HostSide::Memory(_)) => false,
-        (HostSide::File(end), HostSide::File(next)) => end == next,
+        (HostEnd::Memory(_), _) | (_, HostEnd::Memory(_)) => false,
+        (HostEnd::File(end), HostEnd::File(next)) => end == next,
     }
 }
 
@@ -245,8 +245,8 @@ const LONG: u64 = 128;
 const LAST: u64 = 6;
 
 /// Cuts `total` bytes whose first byte lies `phase` bytes after the start of a page.
-fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
-    let Grain { least, last, most, workers, shares } = grain;
+fn cut(total: u64, phase: u64, sizing: ChunkSizing) -> Vec<u64> {
+    let ChunkSizing { least, last, most, workers, shares } = sizing;
     let workers = workers.max(1);
     let first = (total / LONG).clamp(least, most.min(2 * least).max(least));
     let (mut cuts, mut at) = (vec![0], 0);
@@ -276,8 +276,8 @@ fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
 mod tests {
     use super::*;
 
-    fn grain() -> Grain {
-        Grain { least: 256 << 10, last: None, most: 4 << 20, workers: 8, shares: 2 }
+    fn sizing() -> ChunkSizing {
+        ChunkSizing { least: 256 << 10, last: None, most: 4 << 20, workers: 8, shares: 2 }
     }
 
     fn lengths(cuts: &[u64]) -> Vec<u64> {
@@ -290,7 +290,7 @@ mod tests {
             [0, 1, 4095, 4096, 4097, 255 << 10, 256 << 10, (1 << 20) + 7, 33 << 20, (1 << 30) + 1];
         for total in ends {
             for phase in [0, 1, 2048, 4095] {
-                let cuts = cut(total, phase, grain());
+                let cuts = cut(total, phase, sizing());
                 assert_eq!((cuts[0], *cuts.last().unwrap()), (0, total));
                 assert!(cuts.is_sorted_by(|a, b| a < b), "{cuts:?}");
                 let lengths = lengths(&cuts);
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn the_first_and_the_last_chunks_are_short() {
         for shares in [1, 2] {
-            let lengths = lengths(&cut(1 << 30, 0, Grain { shares, ..grain() }));
+            let lengths = lengths(&cut(1 << 30, 0, ChunkSizing { shares, ..sizing() }));
             assert!(
                 lengths[..8].iter().all(|&len| (512 << 10..1 << 20).contains(&len)),
                 "{lengths:?}"
@@ -321,7 +321,8 @@ mod tests {
     #[test]
     fn the_very_last_chunks_may_be_shorter_than_any_other() {
         let (least, last) = (2 << 20, 512 << 10);
-        let lengths = lengths(&cut(64 << 20, 0, Grain { least, last: Some(last), ..grain() }));
+        let lengths =
+            lengths(&cut(64 << 20, 0, ChunkSizing { least, last: Some(last), ..sizing() }));
         let (long, short) = lengths.split_at(lengths.iter().position(|&len| len < least).unwrap());
         assert!(long.iter().all(|&len| len >= least) && long.len() > 20, "{lengths:?}");
         assert!(
@@ -338,17 +339,17 @@ mod tests {
     #[test]
     fn a_short_transfer_is_cut_into_least_chunks() {
         for total in [512 << 10, 1 << 20, 2 << 20, 4 << 20] {
-            let lengths = lengths(&cut(total, 0, grain()));
+            let lengths = lengths(&cut(total, 0, sizing()));
             assert_eq!(lengths.len() as u64, total / (256 << 10), "{lengths:?}");
         }
     }
 
     #[test]
     fn a_slot_is_loaded_with_many_small_parts_and_each_in_its_place_of_a_page() {
-        let part = |offset, device, bytes| Part { host: HostSide::File(offset), device, bytes };
+        let part = |offset, device, bytes| Part { host: HostEnd::File(offset), device, bytes };
         let parts =
             [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
-        let plan = Plan::new(Way::Up, None, parts, grain());
+        let plan = TransferPlan::new(Direction::Upload, None, parts, sizing());
         assert_eq!(
             (plan.parts.len(), plan.total(), plan.chunks()),
             (3, 9155, 1),

@@ -14,7 +14,7 @@
 use super::{
     StageError,
     lane::Lane,
-    plan::{Cursor, Far, HostSide, Move, Way},
+    plan::{Cursor, Direction, Endpoint, HostEnd, Move},
     stores::{self, Stores},
     transfer::Transfer,
 };
@@ -34,7 +34,7 @@ type Result<T> = std::result::Result<T, StageError>;
 ///    the stream.
 pub(super) unsafe fn queue_moves(
     on: &Timeline,
-    way: Way,
+    direction: Direction,
     start: NonNull<u8>,
     moves: &[Move],
 ) -> MemoryResult<()> {
@@ -48,9 +48,9 @@ pub(super) unsafe fn queue_moves(
         let at = unsafe { start.add(first.at) };
         // SAFETY: 1. and 2. guaranteed by the caller.
         let copied = unsafe {
-            match way {
-                Way::Up => driver.copy_to_device(raw, first.device, at, bytes),
-                Way::Down => driver.copy_to_host(raw, at, first.device, bytes),
+            match direction {
+                Direction::Upload => driver.copy_to_device(raw, first.device, at, bytes),
+                Direction::Download => driver.copy_to_host(raw, at, first.device, bytes),
             }
         };
         copied.map_err(|error| MemoryError::driver(raw.device(), error))
@@ -64,7 +64,7 @@ impl Transfer {
         while let Some(chunk) = self.claim() {
             let mut cursor = self.plan.chunk(chunk);
             while !cursor.is_at_end() && !self.is_stopped() {
-                self.land(lane, slot)?;
+                self.wait_uploaded(lane, slot)?;
                 self.fill(lane, slot, &mut cursor)?;
                 self.queue(lane, slot);
                 slot = (slot + 1) % lane.slots.len();
@@ -72,16 +72,16 @@ impl Transfer {
         }
         // In the order in which they were queued.
         for later in 0..lane.slots.len() {
-            self.land(lane, (slot + later) % lane.slots.len())?;
+            self.wait_uploaded(lane, (slot + later) % lane.slots.len())?;
         }
         Ok(())
     }
 
     /// Waits until the content of a slot is on the device.
-    fn land(&self, lane: &mut Lane, slot: usize) -> Result<()> {
+    fn wait_uploaded(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         if lane.slots[slot].is_busy() {
-            lane.wait(slot, self.road.timeline())?;
-            self.arrived(lane.slots[slot].bytes);
+            lane.wait(slot, self.transfer_stream.timeline())?;
+            self.add_done(lane.slots[slot].bytes);
         }
         Ok(())
     }
@@ -109,10 +109,10 @@ impl Transfer {
             if full == 0 {
                 return Ok(());
             }
-            lane.wait(first, self.road.timeline())?;
+            lane.wait(first, self.transfer_stream.timeline())?;
             if !self.is_stopped() {
                 self.empty(lane, first)?;
-                self.arrived(lane.slots[first].bytes);
+                self.add_done(lane.slots[first].bytes);
             }
             (first, full) = ((first + 1) % slots, full - 1);
         }
@@ -121,8 +121,8 @@ impl Transfer {
     /// Decides what a slot carries next. If the source panics in `alignment`, the alignment is 1. A
     /// panic in a read is reported.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
-        let align = match self.plan.far {
-            Some(Far::From(source)) => {
+        let align = match self.plan.endpoint {
+            Some(Endpoint::Source(source)) => {
                 // SAFETY: 1. the source outlives the transfer, which has not finished.
                 contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1)
             }
@@ -130,20 +130,20 @@ impl Transfer {
         };
         let align = if align.is_power_of_two() { align.min(4096) } else { 1 };
         let slot = &mut lane.slots[slot];
-        slot.bytes = self.plan.load(cursor, slot.room(), align, &mut slot.moves);
+        slot.bytes = self.plan.load(cursor, slot.capacity(), align, &mut slot.moves);
     }
 
     /// Fills a slot that no copy reads.
     fn fill(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) -> Result<()> {
         self.load(lane, slot, cursor);
-        lane.touch(slot, self.road.timeline(), HostAccess::Write);
+        lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Write);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
             // SAFETY: 1. `load` only creates moves inside the slot.
             let to = unsafe { start.add(one.at) };
             match one.host {
-                HostSide::Memory(from) => {
+                HostEnd::Memory(from) => {
                     // SAFETY: 1. the part is readable until the transfer is finished, and the slot
                     // contains the move. 2. slot memory is never borrowed elsewhere. 3. the part is
                     // borrowed for reading, so it is not written, and the slot belongs to this
@@ -152,7 +152,7 @@ impl Transfer {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
-                HostSide::File(offset) => {
+                HostEnd::File(offset) => {
                     // SAFETY: 1. initialised bytes inside the slot, to which this lane has
                     // exclusive access.
                     let into = unsafe { NonNull::slice_from_raw_parts(to, one.bytes).as_mut() };
@@ -165,12 +165,12 @@ impl Transfer {
 
     /// Fills `into` from the source.
     fn read(&self, mut offset: u64, mut into: &mut [u8]) -> Result<()> {
-        let Some(Far::From(source)) = self.plan.far else { return Ok(()) };
+        let Some(Endpoint::Source(source)) = self.plan.endpoint else { return Ok(()) };
         // SAFETY: 1. the source outlives the transfer, which has not finished.
         let source = unsafe { source.as_ref() };
         while !into.is_empty() {
-            let asked = contain(|| source.read_at(offset, into));
-            match asked {
+            let read = contain(|| source.read_at(offset, into));
+            match read {
                 Some(Ok(0)) => {
                     return Err(StageError::SourceEnded { offset, missing: into.len() as u64 });
                 }
@@ -196,38 +196,41 @@ impl Transfer {
     /// Submits the copies between a slot and the device, with an event behind them. This thread or
     /// the current combiner queues them. The result is known when the slot is waited for.
     fn queue(&self, lane: &mut Lane, slot: usize) {
-        let Some(turn) = self.submissions.hand_in(lane.slots[slot].hand_in()) else { return };
-        let on = self.road.timeline();
-        while let Some(submission) = turn.next() {
+        let Some(combiner) = self.submissions.submit(lane.slots[slot].start_submission()) else {
+            return;
+        };
+        let on = self.transfer_stream.timeline();
+        while let Some(submission) = combiner.next() {
             // SAFETY: 1. `load` only creates moves inside the slot. The slot stays alive and unused
             // until the event behind the copies has completed: only then does its worker get it
             // back, and the worker does not leave before. The operands stay alive until the
             // transfer is finished, which is later. 2. the stream waits for the operands' earlier
             // uses, and their owners have lent them to the transfer.
-            let queued =
-                unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
+            let queued = unsafe {
+                queue_moves(on, self.plan.direction, submission.start, &submission.moves)
+            };
             // Record an event after an error too, since some copies may have been queued.
             let epoch = on.open();
             let fenced = on.fence(epoch).map(drop);
-            submission.answer(epoch, queued.and(fenced));
+            submission.complete(epoch, queued.and(fenced));
         }
     }
 
     fn stores(&self) -> Stores {
-        let side = self.shared.side(self.plan.way);
-        side.stores.settled(self.plan.way, self.plan.total(), side.slots, side.cache)
+        let state = self.shared.direction_state(self.plan.direction);
+        state.stores.resolve(self.plan.direction, self.plan.total(), state.slots, state.cache)
     }
 
     /// Copies the content of a slot, written by the device, to its destination.
     fn empty(&self, lane: &mut Lane, slot: usize) -> Result<()> {
-        lane.touch(slot, self.road.timeline(), HostAccess::Read);
+        lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Read);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
             // SAFETY: 1. `load` only creates moves inside the slot.
             let from = unsafe { start.add(one.at) };
             match one.host {
-                HostSide::Memory(to) => {
+                HostEnd::Memory(to) => {
                     // SAFETY: 1. the part is writable until the transfer is finished, and the slot
                     // contains the move. 2. slot memory is never borrowed elsewhere. 3. the
                     // transfer has exclusive access to the part, and no copy touches the slot.
@@ -235,7 +238,7 @@ impl Transfer {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
-                HostSide::File(offset) => {
+                HostEnd::File(offset) => {
                     // SAFETY: 1. initialised bytes inside the slot, which is not written.
                     let bytes = unsafe { NonNull::slice_from_raw_parts(from, one.bytes).as_ref() };
                     self.write(offset, bytes)?;
@@ -247,7 +250,7 @@ impl Transfer {
 
     /// Writes `from` to the sink.
     fn write(&self, mut offset: u64, mut from: &[u8]) -> Result<()> {
-        let Some(Far::To(sink)) = self.plan.far else { return Ok(()) };
+        let Some(Endpoint::Sink(sink)) = self.plan.endpoint else { return Ok(()) };
         // SAFETY: 1. the sink outlives the transfer, which has not finished.
         let sink = unsafe { sink.as_ref() };
         while !from.is_empty() {

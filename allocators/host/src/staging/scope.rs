@@ -3,8 +3,8 @@
 
 use super::{
     Progress, Sink, Source, StageError, Stager,
-    parts::{Parts, place},
-    plan::{Far, Way},
+    parts::{Parts, device_location},
+    plan::{Direction, Endpoint},
     transfer::Transfer,
 };
 use aquifer_core::Result as MemoryResult;
@@ -156,29 +156,33 @@ impl Stager {
         &'env self,
         work: impl for<'scope> FnOnce(&'scope StageScope<'scope, 'env>) -> R,
     ) -> Result<R> {
-        struct Settle<'a>(&'a Mutex<Vec<Arc<Transfer>>>);
-        impl Settle<'_> {
-            fn take(&self) -> Vec<Arc<Transfer>> {
+        struct FinishGuard<'a>(&'a Mutex<Vec<Arc<Transfer>>>);
+        impl FinishGuard<'_> {
+            fn drain(&self) -> Vec<Arc<Transfer>> {
                 std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
             }
         }
-        impl Drop for Settle<'_> {
+        impl Drop for FinishGuard<'_> {
             fn drop(&mut self) {
                 // Runs on unwind only.
-                let begun = self.take();
-                begun.iter().for_each(|transfer| transfer.cancel());
+                let started = self.drain();
+                started.iter().for_each(|transfer| transfer.cancel());
                 // No caller is left to receive the outcomes.
-                begun.iter().for_each(|transfer| drop(transfer.wait()));
+                started.iter().for_each(|transfer| drop(transfer.wait()));
             }
         }
-        let begun = Mutex::new(Vec::new());
-        let unwound = Settle(&begun);
+        let started = Mutex::new(Vec::new());
+        let on_unwind = FinishGuard(&started);
         // The calls inside `work` record their own call sites.
-        let result =
-            work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
-        let returned = ManuallyDrop::new(unwound);
+        let result = work(&StageScope {
+            stager: self,
+            started: &started,
+            scope: PhantomData,
+            env: PhantomData,
+        });
+        let finishing = ManuallyDrop::new(on_unwind);
         let site = site::enter();
-        let outcomes: Vec<_> = returned.take().iter().map(|transfer| transfer.wait()).collect();
+        let outcomes: Vec<_> = finishing.drain().iter().map(|transfer| transfer.wait()).collect();
         outcomes.into_iter().collect::<Result<()>>()?;
         site.checkpoint(&**self.shared.streams.driver());
         Ok(result)
@@ -241,7 +245,7 @@ impl Stager {
 pub struct StageScope<'scope, 'env: 'scope> {
     stager: &'env Stager,
     /// The transfers that may be in flight.
-    begun: &'scope Mutex<Vec<Arc<Transfer>>>,
+    started: &'scope Mutex<Vec<Arc<Transfer>>>,
     // Invariant in both lifetimes, so that neither can be shortened and a borrow cannot escape.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
@@ -295,10 +299,10 @@ impl<'env> StageScope<'_, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Up);
-        parts.slices(from.into_iter().map(NonNull::from), place(to))?;
-        self.begin(parts, None, to.home_stream(), |front| {
-            to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
+        let mut parts = Parts::new(Direction::Upload);
+        parts.slices(from.into_iter().map(NonNull::from), device_location(to))?;
+        self.begin(parts, None, to.home_stream(), |on| {
+            to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
         })
     }
 
@@ -315,10 +319,10 @@ impl<'env> StageScope<'_, 'env> {
         to: impl IntoIterator<Item = &'env mut [T]>,
     ) -> Result<Staged> {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Down);
-        parts.slices(to.into_iter().map(NonNull::from), place(from))?;
-        self.begin(parts, None, from.home_stream(), |front| {
-            from.order(front.raw(), Some(front.keep_alive()), Access::Read)
+        let mut parts = Parts::new(Direction::Download);
+        parts.slices(to.into_iter().map(NonNull::from), device_location(from))?;
+        self.begin(parts, None, from.home_stream(), |on| {
+            from.order(on.raw(), Some(on.keep_alive()), Access::Read)
         })
     }
 
@@ -338,16 +342,16 @@ impl<'env> StageScope<'_, 'env> {
         D: Typed<Item = T> + OperandMut + 'env,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Up);
+        let mut parts = Parts::new(Direction::Upload);
         let mut operands = Vec::new();
         for (from, to) in pairs {
-            parts.slices([NonNull::from(from)], place(to))?;
+            parts.slices([NonNull::from(from)], device_location(to))?;
             operands.push(to);
         }
-        self.begin(parts, None, common(operands.iter().map(|to| to.home_stream())), |front| {
-            operands.iter_mut().try_for_each(|to| {
-                to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
-            })
+        self.begin(parts, None, common_stream(operands.iter().map(|to| to.home_stream())), |on| {
+            operands
+                .iter_mut()
+                .try_for_each(|to| to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write))
         })
     }
 
@@ -363,17 +367,22 @@ impl<'env> StageScope<'_, 'env> {
         pairs: impl IntoIterator<Item = (&'env D, &'env mut [T])>,
     ) -> Result<Staged> {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Down);
+        let mut parts = Parts::new(Direction::Download);
         let mut operands = Vec::new();
         for (from, to) in pairs {
-            parts.slices([NonNull::from(to)], place(from))?;
+            parts.slices([NonNull::from(to)], device_location(from))?;
             operands.push(from);
         }
-        self.begin(parts, None, common(operands.iter().map(|from| from.home_stream())), |front| {
-            operands.iter().try_for_each(|from| {
-                from.order(front.raw(), Some(front.keep_alive()), Access::Read)
-            })
-        })
+        self.begin(
+            parts,
+            None,
+            common_stream(operands.iter().map(|from| from.home_stream())),
+            |on| {
+                operands
+                    .iter()
+                    .try_for_each(|from| from.order(on.raw(), Some(on.keep_alive()), Access::Read))
+            },
+        )
     }
 
     /// Fills `to` from `source`, starting at `offset`.
@@ -410,10 +419,10 @@ impl<'env> StageScope<'_, 'env> {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Up);
-        parts.ranges(from, place(to))?;
-        self.begin(parts, Some(from_source(source)), to.home_stream(), |front| {
-            to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
+        let mut parts = Parts::new(Direction::Upload);
+        parts.ranges(from, device_location(to))?;
+        self.begin(parts, Some(from_source(source)), to.home_stream(), |on| {
+            to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
         })
     }
 
@@ -428,44 +437,48 @@ impl<'env> StageScope<'_, 'env> {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Down);
+        let mut parts = Parts::new(Direction::Download);
         let range = from.range();
-        parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), place(from))?;
-        self.begin(parts, Some(to_sink(sink)), from.home_stream(), |front| {
-            from.order(front.raw(), Some(front.keep_alive()), Access::Read)
+        parts.ranges(
+            iter::once(offset..offset.saturating_add(range.bytes)),
+            device_location(from),
+        )?;
+        self.begin(parts, Some(to_sink(sink)), from.home_stream(), |on| {
+            from.order(on.raw(), Some(on.keep_alive()), Access::Read)
         })
     }
 
     fn begin(
         &self,
         parts: Parts,
-        far: Option<Far>,
-        home: Option<RawStream>,
+        endpoint: Option<Endpoint>,
+        owner: Option<RawStream>,
         order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
         let bytes = parts.total;
         // Checked before any lock is taken.
-        shared.here()?;
+        shared.check_process()?;
         // Slots that are not pinned would add a copy, and the driver would still use its own
         // staging.
-        if far.is_none()
-            && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned())
+        if endpoint.is_none()
+            && (shared.is_short(parts.direction, bytes)
+                || !shared.direction_state(parts.direction).lanes.is_pinned())
         {
             // SAFETY: 1. everything that the parts name is borrowed while this runs.
-            unsafe { shared.move_alone(&parts, home, order) }?;
+            unsafe { shared.copy_inline(&parts, owner, order) }?;
             return Ok(Staged { state: State::Done(bytes) });
         }
         let permit = self.stager.permit();
         // SAFETY: 1. everything that the parts name, and the source or sink, is borrowed for longer
         // than the scope, and the scope waits for the transfer.
-        let transfer = unsafe { shared.transfer(parts, far, permit, home, order) }?;
+        let transfer = unsafe { shared.transfer(parts, endpoint, permit, owner, order) }?;
         {
-            let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
             // Transfers that succeeded need no wait.
-            begun.retain(|old: &Arc<Transfer>| !matches!(old.outcome(), Some(Ok(()))));
+            started.retain(|old: &Arc<Transfer>| !matches!(old.outcome(), Some(Ok(()))));
             // The scope must hold the transfer before any thread touches its memory.
-            begun.push(transfer.clone());
+            started.push(transfer.clone());
         }
         transfer.begin();
         Ok(Staged::begun(transfer))
@@ -473,9 +486,9 @@ impl<'env> StageScope<'_, 'env> {
 }
 
 /// Returns the common home stream of all operands, if they share one.
-fn common(mut homes: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
-    let first = homes.next()??;
-    homes.all(|home| home == Some(first)).then_some(first)
+fn common_stream(mut owners: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
+    let first = owners.next()??;
+    owners.all(|owner| owner == Some(first)).then_some(first)
 }
 
 impl fmt::Debug for StageScope<'_, '_> {
@@ -486,22 +499,22 @@ impl fmt::Debug for StageScope<'_, '_> {
 
 /// Erases the lifetime of a source. The caller must keep the source alive until its transfer is
 /// finished.
-pub(super) fn from_source(source: &dyn Source) -> Far {
+pub(super) fn from_source(source: &dyn Source) -> Endpoint {
     let source = NonNull::from(source);
     // SAFETY: 1. both types are the same pointer. The `'static` lifetime promises nothing: the
     // caller of `from_source` keeps the source alive.
-    Far::From(unsafe {
+    Endpoint::Source(unsafe {
         std::mem::transmute::<NonNull<dyn Source + '_>, NonNull<dyn Source + 'static>>(source)
     })
 }
 
 /// Erases the lifetime of a sink. The caller must keep the sink alive until its transfer is
 /// finished.
-pub(super) fn to_sink(sink: &dyn Sink) -> Far {
+pub(super) fn to_sink(sink: &dyn Sink) -> Endpoint {
     let sink = NonNull::from(sink);
     // SAFETY: 1. both types are the same pointer. The `'static` lifetime promises nothing: the
     // caller of `to_sink` keeps the sink alive.
-    Far::To(unsafe {
+    Endpoint::Sink(unsafe {
         std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink)
     })
 }

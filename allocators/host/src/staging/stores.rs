@@ -12,7 +12,7 @@
 //!   reader, including the device, sees the bytes.
 #![expect(unsafe_code, reason = "copies between raw addresses, by vector instructions")]
 
-use super::plan::Way;
+use super::plan::Direction;
 
 /// The kind of stores that the CPU uses for copies.
 ///
@@ -36,18 +36,24 @@ pub enum Stores {
 impl Stores {
     /// Resolves [`Stores::Auto`] for a transfer of `total` bytes, a direction with `slots` bytes of
     /// slots and a last-level cache of `cache` bytes.
-    pub(super) fn settled(self, way: Way, total: u64, slots: u64, cache: Option<u64>) -> Self {
-        let held = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
+    pub(super) fn resolve(
+        self,
+        direction: Direction,
+        total: u64,
+        slots: u64,
+        cache: Option<u64>,
+    ) -> Self {
+        let fits = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
         match self {
-            Self::Auto if way == Way::Up && held() => Self::Cached,
+            Self::Auto if direction == Direction::Upload && fits() => Self::Cached,
             Self::Auto => Self::NonTemporal,
-            said => said,
+            configured => configured,
         }
     }
 }
 
 /// Shorter copies always use cached stores.
-const SHORT: usize = 4096;
+const NON_TEMPORAL_MIN: usize = 4096;
 
 /// Copies `bytes` bytes from `from` to `to`.
 ///
@@ -55,19 +61,19 @@ const SHORT: usize = 4096;
 /// 1. `from` is readable and `to` writable for `bytes` bytes. 2. They do not overlap. 3. Until this
 ///    returns, `from` is not written, and `to` is not accessed, by others.
 pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stores: Stores) {
-    if stores == Stores::Cached || bytes < SHORT {
+    if stores == Stores::Cached || bytes < NON_TEMPORAL_MIN {
         // SAFETY: 1., 2. and 3. guaranteed by the caller.
         unsafe { to.copy_from_nonoverlapping(from, bytes) };
     } else {
         // SAFETY: 1., 2. and 3. guaranteed by the caller.
-        unsafe { copy_past_caches(to, from, bytes) };
+        unsafe { copy_non_temporal(to, from, bytes) };
     }
 }
 
 /// # Safety
 /// As [`copy`].
 #[cfg(any(not(target_arch = "x86_64"), miri))]
-unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
+unsafe fn copy_non_temporal(to: *mut u8, from: *const u8, bytes: usize) {
     // SAFETY: 1., 2. and 3. guaranteed by the caller.
     unsafe { to.copy_from_nonoverlapping(from, bytes) };
 }
@@ -75,7 +81,7 @@ unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
 /// # Safety
 /// As [`copy`].
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
+unsafe fn copy_non_temporal(to: *mut u8, from: *const u8, bytes: usize) {
     // The bytes before the alignment of the widest store.
     let head = to.align_offset(WIDEST).min(bytes);
     let body = (bytes - head) / BLOCK * BLOCK;
@@ -105,17 +111,17 @@ const WIDEST: usize = 64;
 const BLOCK: usize = 128;
 /// Prefetch distance of the loops, in bytes. The hardware prefetcher does not cross a page.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-const AHEAD: usize = 4096;
+const PREFETCH_DISTANCE: usize = 4096;
 
-/// Prefetches the two cache lines at distance [`AHEAD`] from `from`. They may be unmapped, since a
+/// Prefetches the two cache lines at distance [`PREFETCH_DISTANCE`] from `from`. They may be unmapped, since a
 /// prefetch is no access.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
-fn ask_ahead(from: *const u8) {
+fn prefetch(from: *const u8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     for line in [0, BLOCK / 2] {
         // SAFETY: 1. a prefetch accesses no memory, for any address. SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + line).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(PREFETCH_DISTANCE + line).cast()) };
     }
 }
 
@@ -129,7 +135,7 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. guaranteed by the caller: the iteration lies within both ranges.
         unsafe {
-            ask_ahead(from.add(at));
+            prefetch(from.add(at));
             let (source, target) = (from.add(at).cast::<__m512i>(), to.add(at).cast::<__m512i>());
             let a = _mm512_loadu_si512(source);
             let b = _mm512_loadu_si512(source.add(1));
@@ -149,7 +155,7 @@ unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. guaranteed by the caller: the iteration lies within both ranges.
         unsafe {
-            ask_ahead(from.add(at));
+            prefetch(from.add(at));
             let (source, target) = (from.add(at).cast::<__m256i>(), to.add(at).cast::<__m256i>());
             let a = _mm256_loadu_si256(source);
             let b = _mm256_loadu_si256(source.add(1));
@@ -183,12 +189,20 @@ mod tests {
 
     #[test]
     fn every_byte_of_a_copy_arrives_and_none_beside_it_whatever_its_ends() {
-        let from: Vec<u8> = (0..3 * SHORT + 700).map(|at| (at * 31 % 251) as u8).collect();
+        let from: Vec<u8> =
+            (0..3 * NON_TEMPORAL_MIN + 700).map(|at| (at * 31 % 251) as u8).collect();
         for stores in [Stores::NonTemporal, Stores::Cached] {
             for (skew, start) in [(0, 0), (1, 0), (0, 1), (7, 33), (31, 63), (64, 5)] {
-                for bytes in
-                    [0, 1, 63, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 129, 3 * SHORT + 500]
-                {
+                for bytes in [
+                    0,
+                    1,
+                    63,
+                    NON_TEMPORAL_MIN - 1,
+                    NON_TEMPORAL_MIN,
+                    NON_TEMPORAL_MIN + 1,
+                    2 * NON_TEMPORAL_MIN + 129,
+                    3 * NON_TEMPORAL_MIN + 500,
+                ] {
                     let mut to = vec![255; from.len() + 128];
                     // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 bytes of `from`
                     // are read. 2. and 3. two separate vectors, used by this thread only.
@@ -230,22 +244,22 @@ mod tests {
     fn slots_are_written_through_a_cache_that_holds_them_twice_by_a_transfer_that_fills_them_twice()
     {
         let (slots, long) = (72 << 20, 144 << 20);
-        for (way, total, cache, settled) in [
-            (Way::Up, long, Some(300 << 20), Stores::Cached),
-            (Way::Up, long - 1, Some(300 << 20), Stores::NonTemporal),
-            (Way::Up, long, Some(144 << 20), Stores::Cached),
-            (Way::Up, long, Some((144 << 20) - 1), Stores::NonTemporal),
-            (Way::Up, long, Some(32 << 20), Stores::NonTemporal),
-            (Way::Up, long, None, Stores::NonTemporal),
-            (Way::Down, long, Some(300 << 20), Stores::NonTemporal),
+        for (direction, total, cache, resolve) in [
+            (Direction::Upload, long, Some(300 << 20), Stores::Cached),
+            (Direction::Upload, long - 1, Some(300 << 20), Stores::NonTemporal),
+            (Direction::Upload, long, Some(144 << 20), Stores::Cached),
+            (Direction::Upload, long, Some((144 << 20) - 1), Stores::NonTemporal),
+            (Direction::Upload, long, Some(32 << 20), Stores::NonTemporal),
+            (Direction::Upload, long, None, Stores::NonTemporal),
+            (Direction::Download, long, Some(300 << 20), Stores::NonTemporal),
         ] {
             assert_eq!(
-                Stores::Auto.settled(way, total, slots, cache),
-                settled,
-                "{way:?} {total} {cache:?}"
+                Stores::Auto.resolve(direction, total, slots, cache),
+                resolve,
+                "{direction:?} {total} {cache:?}"
             );
-            for said in [Stores::Cached, Stores::NonTemporal] {
-                assert_eq!(said.settled(way, total, slots, cache), said);
+            for configured in [Stores::Cached, Stores::NonTemporal] {
+                assert_eq!(configured.resolve(direction, total, slots, cache), configured);
             }
         }
     }

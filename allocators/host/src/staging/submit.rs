@@ -28,7 +28,7 @@ use std::{
 
 /// Spin iterations of a waiting thread before it sleeps. They cover more than the time that the
 /// driver needs for the copies of all workers.
-const LOOKS: u32 = 2000;
+const SPINS: u32 = 2000;
 
 /// The copies of one transfer that are on their way to the driver.
 #[derive(Default)]
@@ -51,7 +51,7 @@ pub(super) struct Submission {
     pub(super) start: NonNull<u8>,
     pub(super) moves: Vec<Move>,
     /// Receives the answer. `None` after that.
-    to: Option<Arc<Receipt>>,
+    receipt: Option<Arc<Receipt>>,
 }
 
 // SAFETY: 1. the address of a slot. Its worker does not touch the slot until it is answered, and
@@ -59,7 +59,7 @@ pub(super) struct Submission {
 unsafe impl Send for Submission {}
 
 /// The result of a submission.
-pub(super) struct Answer {
+pub(super) struct SubmissionResult {
     pub(super) moves: Vec<Move>,
     /// The epoch of the transfer's stream that ends with the copies. `None` if it is unknown how
     /// many were queued.
@@ -70,34 +70,38 @@ pub(super) struct Answer {
 /// Receives the results of a slot's submissions. Created once for each slot.
 #[derive(Default)]
 pub(super) struct Receipt {
-    state: Mutex<Told>,
-    told: Condvar,
+    state: Mutex<ReceiptState>,
+    completed: Condvar,
     /// An answer is available.
     ready: AtomicBool,
 }
 
 #[derive(Default)]
-struct Told {
-    answer: Option<Answer>,
+struct ReceiptState {
+    result: Option<SubmissionResult>,
     /// The worker sleeps. Checked first, because a notification is a system call even without
     /// waiters.
     asleep: bool,
 }
 
 impl Submission {
-    pub(super) fn new(start: NonNull<u8>, moves: Vec<Move>, to: Arc<Receipt>) -> Self {
-        to.ready.store(false, Ordering::Relaxed);
-        Self { start, moves, to: Some(to) }
+    pub(super) fn new(start: NonNull<u8>, moves: Vec<Move>, receipt: Arc<Receipt>) -> Self {
+        receipt.ready.store(false, Ordering::Relaxed);
+        Self { start, moves, receipt: Some(receipt) }
     }
 
     /// Hands the slot back to its worker. Its copies end with `epoch`, or failed.
-    pub(super) fn answer(mut self, epoch: u64, queued: MemoryResult<()>) {
-        self.tell(Some(epoch), queued.map_err(StageError::Memory));
+    pub(super) fn complete(mut self, epoch: u64, queued: MemoryResult<()>) {
+        self.send(Some(epoch), queued.map_err(StageError::Memory));
     }
 
-    fn tell(&mut self, epoch: Option<u64>, queued: Result<(), StageError>) {
-        if let Some(receipt) = self.to.take() {
-            receipt.tell(Answer { moves: std::mem::take(&mut self.moves), epoch, queued });
+    fn send(&mut self, epoch: Option<u64>, queued: Result<(), StageError>) {
+        if let Some(receipt) = self.receipt.take() {
+            receipt.complete(SubmissionResult {
+                moves: std::mem::take(&mut self.moves),
+                epoch,
+                queued,
+            });
         }
     }
 }
@@ -105,31 +109,31 @@ impl Submission {
 impl Drop for Submission {
     /// Answers with an error if there was no answer. The worker would wait forever otherwise.
     fn drop(&mut self) {
-        self.tell(None, Err(StageError::WorkerLost));
+        self.send(None, Err(StageError::WorkerLost));
     }
 }
 
 impl Receipt {
-    fn lock(&self) -> MutexGuard<'_, Told> {
+    fn lock(&self) -> MutexGuard<'_, ReceiptState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(&self, answer: Answer) {
+    fn complete(&self, result: SubmissionResult) {
         let mut state = self.lock();
-        state.answer = Some(answer);
+        state.result = Some(result);
         let asleep = state.asleep;
         // Set after the answer is stored, and under the lock, so that the worker cannot take the
         // answer before.
         self.ready.store(true, Ordering::Release);
         drop(state);
         if asleep {
-            self.told.notify_one();
+            self.completed.notify_one();
         }
     }
 
     /// Returns the result of the submission. Blocks until a thread has handed it to the driver.
-    pub(super) fn wait(&self) -> Answer {
-        for _ in 0..LOOKS {
+    pub(super) fn wait(&self) -> SubmissionResult {
+        for _ in 0..SPINS {
             if self.ready.load(Ordering::Acquire) {
                 break;
             }
@@ -137,12 +141,12 @@ impl Receipt {
         }
         let mut state = self.lock();
         loop {
-            if let Some(answer) = state.answer.take() {
+            if let Some(result) = state.result.take() {
                 state.asleep = false;
-                return answer;
+                return result;
             }
             state.asleep = true;
-            state = self.told.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.completed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -154,31 +158,31 @@ impl Submissions {
 
     /// Enqueues a submission. Never blocks.
     ///
-    /// If a [`Turn`] is returned, the caller must queue this submission and all that arrive during
+    /// If a [`Combiner`] is returned, the caller must queue this submission and all that arrive during
     /// the turn. Otherwise another thread does.
-    pub(super) fn hand_in(&self, submission: Submission) -> Option<Turn<'_>> {
+    pub(super) fn submit(&self, submission: Submission) -> Option<Combiner<'_>> {
         let mut state = self.lock();
         state.waiting.push_back(submission);
         if std::mem::replace(&mut state.busy, true) {
             None
         } else {
-            Some(Turn { of: self, over: Cell::new(false) })
+            Some(Combiner { submissions: self, over: Cell::new(false) })
         }
     }
 }
 
 /// The turn of one thread as the combiner: it queues the submissions of all threads. It ends when
 /// none is left. If it is dropped early, the waiting workers are answered with an error.
-pub(super) struct Turn<'a> {
-    of: &'a Submissions,
+pub(super) struct Combiner<'a> {
+    submissions: &'a Submissions,
     /// No submission was left. Another thread may have the turn now.
     over: Cell<bool>,
 }
 
-impl Turn<'_> {
+impl Combiner<'_> {
     /// Returns the next submission. `None` ends the turn.
     pub(super) fn next(&self) -> Option<Submission> {
-        let mut state = self.of.lock();
+        let mut state = self.submissions.lock();
         let next = state.waiting.pop_front();
         if next.is_none() {
             // Under the same lock as the check: a thread that submits after it takes the next turn.
@@ -189,7 +193,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Combiner<'_> {
     fn drop(&mut self) {
         // `thread::panicking` would be wrong here: a thread that is unwinding may take part in a
         // transfer.
@@ -197,7 +201,7 @@ impl Drop for Turn<'_> {
             return;
         }
         let left = {
-            let mut state = self.of.lock();
+            let mut state = self.submissions.lock();
             state.busy = false;
             std::mem::take(&mut state.waiting)
         };
@@ -226,8 +230,8 @@ mod tests {
                 threads.spawn(|| {
                     let receipt = Arc::new(Receipt::default());
                     for _ in 0..500 {
-                        if let Some(turn) = submissions.hand_in(submission(&receipt)) {
-                            while let Some(next) = turn.next() {
+                        if let Some(combiner) = submissions.submit(submission(&receipt)) {
+                            while let Some(next) = combiner.next() {
                                 assert!(!busy.swap(true, Ordering::Relaxed), "two at once");
                                 let epoch = {
                                     let mut queued = queued.lock().unwrap();
@@ -235,11 +239,11 @@ mod tests {
                                     *queued
                                 };
                                 busy.store(false, Ordering::Relaxed);
-                                next.answer(epoch, Ok(()));
+                                next.complete(epoch, Ok(()));
                             }
                         }
-                        let answer = receipt.wait();
-                        assert!(answer.queued.is_ok() && answer.epoch.is_some());
+                        let result = receipt.wait();
+                        assert!(result.queued.is_ok() && result.epoch.is_some());
                     }
                 });
             }
@@ -252,16 +256,16 @@ mod tests {
         let submissions = Submissions::default();
         let [mine, others] = [0, 1].map(|_| Arc::new(Receipt::default()));
         let unwound = catch_unwind(AssertUnwindSafe(|| {
-            let turn = submissions.hand_in(submission(&mine)).unwrap();
-            assert!(submissions.hand_in(submission(&others)).is_none(), "one turn at a time");
-            let _first = turn.next();
+            let combiner = submissions.submit(submission(&mine)).unwrap();
+            assert!(submissions.submit(submission(&others)).is_none(), "one turn at a time");
+            let _first = combiner.next();
             panic!("on purpose");
         }));
         assert!(unwound.is_err());
         for receipt in [&mine, &others] {
-            let answer = receipt.wait();
-            assert!(matches!(answer.queued, Err(StageError::WorkerLost)) && answer.epoch.is_none());
+            let result = receipt.wait();
+            assert!(matches!(result.queued, Err(StageError::WorkerLost)) && result.epoch.is_none());
         }
-        assert!(submissions.hand_in(submission(&mine)).is_some(), "the turn is over");
+        assert!(submissions.submit(submission(&mine)).is_some(), "the turn is over");
     }
 }

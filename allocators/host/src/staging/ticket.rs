@@ -6,11 +6,11 @@
 
 use super::{
     Failed, Progress, Sink, Source, StageError, Staged, Stager,
-    parts::{Parts, place},
+    parts::{Parts, device_location},
     permit::Permit,
-    plan::Way,
+    plan::Direction,
     scope::{from_source, to_sink},
-    transfer::{Keep, Transfer},
+    transfer::{KeepAlive, Transfer},
 };
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
 use aquifer_driver::{Access, OperandMut, Typed, site};
@@ -80,9 +80,9 @@ unsafe impl<T: Pod + Send, A: Allocator + Send + 'static> HostBuffer for AllocBo
 }
 
 /// Storage for what a transfer owns. It is not accessed before the transfer is finished.
-struct Shelf<T>(Mutex<Option<T>>);
+struct OwnedOperands<T>(Mutex<Option<T>>);
 
-impl<T> Shelf<T> {
+impl<T> OwnedOperands<T> {
     fn take(&self) -> Option<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -115,7 +115,7 @@ impl<T> Shelf<T> {
 #[must_use = "a ticket that is dropped cancels its transfer"]
 pub struct Ticket<T> {
     staged: Staged,
-    shelf: Arc<Shelf<T>>,
+    operands: Arc<OwnedOperands<T>>,
     detached: bool,
 }
 
@@ -154,7 +154,7 @@ impl<T> Ticket<T> {
     /// The error that ended the transfer early, with both sides.
     pub fn wait(self) -> Result<T, Failed<T>> {
         let outcome = self.staged.wait();
-        self.give(outcome)
+        self.finish(outcome)
     }
 
     /// Returns both sides if the transfer has finished. Never blocks.
@@ -164,7 +164,7 @@ impl<T> Ticket<T> {
     /// transfer early, with both sides.
     pub fn try_wait(self) -> Result<Result<T, Failed<T>>, Self> {
         match self.staged.try_wait() {
-            Some(outcome) => Ok(self.give(outcome)),
+            Some(outcome) => Ok(self.finish(outcome)),
             None => Err(self),
         }
     }
@@ -176,16 +176,16 @@ impl<T> Ticket<T> {
     /// the transfer early, with both sides.
     pub fn wait_until(self, deadline: Instant) -> Result<Result<T, Failed<T>>, Self> {
         match self.staged.wait_until(deadline) {
-            Some(outcome) => Ok(self.give(outcome)),
+            Some(outcome) => Ok(self.finish(outcome)),
             None => Err(self),
         }
     }
 
     /// Returns the result of a finished transfer.
-    fn give(&self, outcome: Result<(), StageError>) -> Result<T, Failed<T>> {
-        match (self.shelf.take(), outcome) {
-            (Some(sides), Ok(())) => Ok(sides),
-            (Some(sides), Err(error)) => Err(Failed { back: Some(sides), error }),
+    fn finish(&self, outcome: Result<(), StageError>) -> Result<T, Failed<T>> {
+        match (self.operands.take(), outcome) {
+            (Some(operands), Ok(())) => Ok(operands),
+            (Some(operands), Err(error)) => Err(Failed { back: Some(operands), error }),
             (None, _) => Err(Failed { back: None, error: StageError::Taken }),
         }
     }
@@ -196,7 +196,7 @@ impl<T> Future for Ticket<T> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let outcome = ready!(Pin::new(&mut self.staged).poll(context));
-        Poll::Ready(self.give(outcome))
+        Poll::Ready(self.finish(outcome))
     }
 }
 
@@ -232,18 +232,21 @@ impl Permit {
         D: Typed<Item = H::Item> + OperandMut + Send + 'static,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Up);
-        let made = parts.slices([from.elements()], place(&to)).map_err(Into::into).and_then(|()| {
-            let shared = self.shared.clone();
-            // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
-            // until it is finished.
-            unsafe {
-                shared.transfer(parts, None, self, to.home_stream(), |front| {
-                    to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
-                })
-            }
-        });
-        ticket(made, (from, to), |shelf| shelf)
+        let mut parts = Parts::new(Direction::Upload);
+        let made = parts
+            .slices([from.elements()], device_location(&to))
+            .map_err(Into::into)
+            .and_then(|()| {
+                let shared = self.shared.clone();
+                // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
+                // until it is finished.
+                unsafe {
+                    shared.transfer(parts, None, self, to.home_stream(), |on| {
+                        to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
+                    })
+                }
+            });
+        start(made, (from, to), |operands| operands)
     }
 
     /// Copies `from` into `to`, and owns both sides until the copy is done.
@@ -260,18 +263,21 @@ impl Permit {
         D: Typed<Item = H::Item> + Send + 'static,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Down);
-        let made = parts.slices([to.elements()], place(&from)).map_err(Into::into).and_then(|()| {
-            let shared = self.shared.clone();
-            // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
-            // until it is finished.
-            unsafe {
-                shared.transfer(parts, None, self, from.home_stream(), |front| {
-                    from.order(front.raw(), Some(front.keep_alive()), Access::Read)
-                })
-            }
-        });
-        ticket(made, (from, to), |shelf| shelf)
+        let mut parts = Parts::new(Direction::Download);
+        let made = parts
+            .slices([to.elements()], device_location(&from))
+            .map_err(Into::into)
+            .and_then(|()| {
+                let shared = self.shared.clone();
+                // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
+                // until it is finished.
+                unsafe {
+                    shared.transfer(parts, None, self, from.home_stream(), |on| {
+                        from.order(on.raw(), Some(on.keep_alive()), Access::Read)
+                    })
+                }
+            });
+        start(made, (from, to), |operands| operands)
     }
 
     /// Fills `to` from `source`, starting at `offset`, and owns `to` until that is done.
@@ -309,18 +315,18 @@ impl Permit {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Way::Up);
-        let made = parts.ranges(from, place(&to)).map_err(Into::into).and_then(|()| {
+        let mut parts = Parts::new(Direction::Upload);
+        let made = parts.ranges(from, device_location(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
             // SAFETY: 1. the operand and the source are moved to the shelf, which the transfer
             // keeps untouched until it is finished.
             unsafe {
-                shared.transfer(parts, from, self, to.home_stream(), |front| {
-                    to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
+                shared.transfer(parts, from, self, to.home_stream(), |on| {
+                    to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
                 })
             }
         });
-        ticket(made, to, |shelf| Arc::new((shelf, source)))
+        start(made, to, |operands| Arc::new((operands, source)))
     }
 
     /// Writes `from` to `sink`, starting at `offset`, and owns `from` until that is done.
@@ -337,36 +343,36 @@ impl Permit {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let (mut parts, range) = (Parts::new(Way::Down), from.range());
+        let (mut parts, range) = (Parts::new(Direction::Download), from.range());
         let to = iter::once(offset..offset.saturating_add(range.bytes));
-        let made = parts.ranges(to, place(&from)).map_err(Into::into).and_then(|()| {
+        let made = parts.ranges(to, device_location(&from)).map_err(Into::into).and_then(|()| {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
             // SAFETY: 1. the operand and the sink are moved to the shelf, which the transfer keeps
             // untouched until it is finished.
             unsafe {
-                shared.transfer(parts, to, self, from.home_stream(), |front| {
-                    from.order(front.raw(), Some(front.keep_alive()), Access::Read)
+                shared.transfer(parts, to, self, from.home_stream(), |on| {
+                    from.order(on.raw(), Some(on.keep_alive()), Access::Read)
                 })
             }
         });
-        ticket(made, from, |shelf| Arc::new((shelf, sink)))
+        start(made, from, |operands| Arc::new((operands, sink)))
     }
 }
 
 /// Stores what a transfer owns, and starts the transfer.
-fn ticket<T: Send + 'static>(
+fn start<T: Send + 'static>(
     made: Result<Arc<Transfer>, StageError>,
-    sides: T,
-    keep: impl FnOnce(Arc<Shelf<T>>) -> Keep,
+    operands: T,
+    keep_alive: impl FnOnce(Arc<OwnedOperands<T>>) -> KeepAlive,
 ) -> Begun<T> {
     let transfer = match made {
         Ok(transfer) => transfer,
-        Err(error) => return Err(Failed { back: Some(sides), error }),
+        Err(error) => return Err(Failed { back: Some(operands), error }),
     };
-    let shelf = Arc::new(Shelf(Mutex::new(Some(sides))));
-    transfer.keep(keep(shelf.clone()));
+    let operands = Arc::new(OwnedOperands(Mutex::new(Some(operands))));
+    transfer.set_keep_alive(keep_alive(operands.clone()));
     transfer.begin();
-    Ok(Ticket { staged: Staged::begun(transfer), shelf, detached: false })
+    Ok(Ticket { staged: Staged::begun(transfer), operands, detached: false })
 }
 
 impl Stager {

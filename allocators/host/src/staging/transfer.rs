@@ -11,11 +11,11 @@
 //! - Everything that the host queues later comes after its copies.
 
 use super::{
-    Shared, StageError,
+    StageError, StagerCore,
     lane::Lane,
     permit::Permit,
-    plan::{Plan, Way},
-    settle::settle_or_abort,
+    plan::{Direction, TransferPlan},
+    short_wait::synchronize_or_abort,
     submit::Submissions,
 };
 use crate::workers::Job;
@@ -48,29 +48,29 @@ pub struct Progress {
 
 /// Bytes per woken worker. A worker takes tens of microseconds to start, and each wake-up delays
 /// the calling thread, so fewer bytes are not worth another worker.
-const WORTH_WAKING: u64 = 512 << 10;
+const BYTES_PER_WORKER: u64 = 512 << 10;
 
 /// Returns the number of workers worth waking for a transfer of `bytes` bytes.
-fn worth_waking(bytes: u64) -> usize {
-    usize::try_from(bytes / WORTH_WAKING).unwrap_or(usize::MAX).max(1)
+fn workers_to_wake(bytes: u64) -> usize {
+    usize::try_from(bytes / BYTES_PER_WORKER).unwrap_or(usize::MAX).max(1)
 }
 
 /// Spin iterations of a waiting thread before it sleeps. They cover about the time of the workers'
 /// last chunks, which is much longer than a wake-up.
-const LOOKS: u32 = 8000;
+const SPINS: u32 = 8000;
 
 /// The owner of a transfer's memory, kept until the transfer is finished.
-pub(super) type Keep = Arc<dyn Any + Send + Sync>;
+pub(super) type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 pub(super) struct Transfer {
-    pub(super) shared: Arc<Shared>,
-    pub(super) plan: Plan,
+    pub(super) shared: Arc<StagerCore>,
+    pub(super) plan: TransferPlan,
     /// The stream of the copies, ordered after the earlier uses of the operands.
-    pub(super) road: Stream,
+    pub(super) transfer_stream: Stream,
     /// Copies on their way to that stream.
     pub(super) submissions: Submissions,
     /// The common home stream of the operands, if they share one.
-    home: Option<Arc<Timeline>>,
+    owner: Option<Arc<Timeline>>,
     /// The next chunk to be claimed.
     next: AtomicUsize,
     /// No further chunk is claimed. It is never reset.
@@ -83,7 +83,7 @@ pub(super) struct Transfer {
     /// Signalled when the transfer is finished.
     changed: Condvar,
     /// The same state for threads that spin.
-    ended: AtomicBool,
+    finished: AtomicBool,
 }
 
 struct State {
@@ -96,47 +96,47 @@ struct State {
     /// The transfer is over, and its permit has been returned.
     finished: bool,
     wakers: Vec<Waker>,
-    held: Held,
+    resources: TransferResources,
 }
 
 /// Resources that a transfer holds until it is over.
 #[derive(Default)]
-struct Held {
+struct TransferResources {
     permit: Option<Permit>,
-    keep: Option<Keep>,
+    keep_alive: Option<KeepAlive>,
     job: Option<Job<()>>,
 }
 
 impl Transfer {
     pub(super) fn new(
-        shared: &Arc<Shared>,
-        plan: Plan,
-        road: Stream,
-        home: Option<Arc<Timeline>>,
+        shared: &Arc<StagerCore>,
+        plan: TransferPlan,
+        transfer_stream: Stream,
+        owner: Option<Arc<Timeline>>,
         permit: Permit,
     ) -> Arc<Self> {
-        let held = Held { permit: Some(permit), ..Held::default() };
+        let resources = TransferResources { permit: Some(permit), ..TransferResources::default() };
         let state = State {
             running: 0,
             error: None,
             over: false,
             finished: false,
             wakers: Vec::new(),
-            held,
+            resources,
         };
         Arc::new(Self {
             shared: shared.clone(),
             plan,
-            road,
+            transfer_stream,
             submissions: Submissions::default(),
-            home,
+            owner,
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
             site: site::entered(),
             state: Mutex::new(state),
             changed: Condvar::new(),
-            ended: AtomicBool::new(false),
+            finished: AtomicBool::new(false),
         })
     }
 
@@ -146,14 +146,14 @@ impl Transfer {
 
     /// Returns the outcome in a forked child of the process that owns the workers and the memory.
     /// No lock may be taken there.
-    fn elsewhere(&self) -> Option<Result<(), StageError>> {
-        self.shared.here().err().map(|error| Err(error.into()))
+    fn outcome_in_child(&self) -> Option<Result<(), StageError>> {
+        self.shared.check_process().err().map(|error| Err(error.into()))
     }
 
     /// Stores the owner of the transfer's memory until it is finished. Must be called before
     /// [`Transfer::begin`].
-    pub(super) fn keep(&self, keep: Keep) {
-        self.lock().held.keep = Some(keep);
+    pub(super) fn set_keep_alive(&self, keep_alive: KeepAlive) {
+        self.lock().resources.keep_alive = Some(keep_alive);
     }
 
     /// Submits the transfer to the workers of its direction. If that fails, the transfer is
@@ -161,20 +161,25 @@ impl Transfer {
     pub(super) fn begin(self: &Arc<Self>) {
         let chunks = self.plan.chunks();
         if chunks > 0 {
-            let side = self.shared.side(self.plan.way);
-            let wanted = chunks.min(side.workers_most).min(worth_waking(self.plan.total()));
-            let begun = side.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(|()| {
-                let transfer = self.clone();
-                let work = move |_| transfer.work();
-                side.workers
-                    .submit(self.shared.node, wanted, None, work)
-                    .map_err(StageError::Workers)
-            });
-            match begun {
+            let state_of_direction = self.shared.direction_state(self.plan.direction);
+            let wanted =
+                chunks.min(state_of_direction.workers_most).min(workers_to_wake(self.plan.total()));
+            let submitted =
+                state_of_direction.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(
+                    |()| {
+                        let transfer = self.clone();
+                        let work = move |_| transfer.run_as_worker();
+                        state_of_direction
+                            .workers
+                            .submit(self.shared.node, wanted, None, work)
+                            .map_err(StageError::Workers)
+                    },
+                );
+            match submitted {
                 Ok(job) => {
                     let mut state = self.lock();
                     if !state.over {
-                        state.held.job = Some(job);
+                        state.resources.job = Some(job);
                     }
                 }
                 Err(error) => self.fail(error),
@@ -184,13 +189,13 @@ impl Transfer {
     }
 
     /// Takes part as a worker, with any lane that is available.
-    fn work(&self) {
-        let Some(part) = self.enter() else { return };
-        let lanes = &self.shared.side(self.plan.way).lanes;
-        while part.is_wanted() {
-            if let Some(lane) = lanes.take(|| !part.is_wanted()) {
+    fn run_as_worker(&self) {
+        let Some(part) = self.join() else { return };
+        let lanes = &self.shared.direction_state(self.plan.direction).lanes;
+        while part.has_work() {
+            if let Some(lane) = lanes.acquire(|| !part.has_work()) {
                 part.run(lane);
-            } else if part.is_wanted()
+            } else if part.has_work()
                 && let Err(error) = lanes.ensure(1)
             {
                 self.fail(StageError::Memory(error));
@@ -200,18 +205,18 @@ impl Transfer {
 
     /// Takes part on the calling thread, if a lane is idle.
     pub(super) fn help(&self) {
-        if self.elsewhere().is_none()
-            && let Some(part) = self.enter()
-            && part.is_wanted()
-            && let Some(lane) = self.shared.side(self.plan.way).lanes.try_take()
+        if self.outcome_in_child().is_none()
+            && let Some(part) = self.join()
+            && part.has_work()
+            && let Some(lane) = self.shared.direction_state(self.plan.direction).lanes.try_acquire()
         {
             part.run(lane);
         }
     }
 
-    fn enter(&self) -> Option<Participant<'_>> {
+    fn join(&self) -> Option<Participant<'_>> {
         let mut state = self.lock();
-        if state.over || self.is_claimed() {
+        if state.over || self.is_exhausted() {
             return None;
         }
         state.running += 1;
@@ -219,7 +224,7 @@ impl Transfer {
     }
 
     /// Returns whether nothing is left to claim.
-    fn is_claimed(&self) -> bool {
+    fn is_exhausted(&self) -> bool {
         self.is_stopped() || self.next.load(Ordering::Relaxed) >= self.plan.chunks()
     }
 
@@ -236,7 +241,7 @@ impl Transfer {
     }
 
     /// Adds `bytes` to the bytes that have arrived.
-    pub(super) fn arrived(&self, bytes: u64) {
+    pub(super) fn add_done(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -246,7 +251,7 @@ impl Transfer {
 
     /// Ends the transfer early with `error`, unless it has completed or failed before.
     pub(super) fn fail(&self, error: StageError) {
-        if self.elsewhere().is_some() {
+        if self.outcome_in_child().is_some() {
             return;
         }
         {
@@ -257,7 +262,7 @@ impl Transfer {
             state.error.get_or_insert(error);
             self.stopped.store(true, Ordering::Relaxed);
         }
-        self.shared.side(self.plan.way).lanes.call();
+        self.shared.direction_state(self.plan.direction).lanes.wake_waiters();
         self.finish_if_over();
     }
 
@@ -268,24 +273,24 @@ impl Transfer {
     /// Finishes the transfer if it has no participant and nothing left to claim: releases its
     /// resources and wakes the waiting threads.
     fn finish_if_over(&self) {
-        let held = {
+        let resources = {
             let mut state = self.lock();
-            if state.over || state.running > 0 || !self.is_claimed() {
+            if state.over || state.running > 0 || !self.is_exhausted() {
                 return;
             }
             state.over = true;
             if state.error.is_none() {
-                self.shared.give_road(&self.road);
+                self.shared.release_stream(&self.transfer_stream);
             }
-            std::mem::take(&mut state.held)
+            std::mem::take(&mut state.resources)
         };
-        let Held { permit, keep, job } = held;
+        let TransferResources { permit, keep_alive, job } = resources;
         // Before the wake-ups, so that a woken thread finds a permit.
         drop(permit);
         let wakers = {
             let mut state = self.lock();
             state.finished = true;
-            self.ended.store(true, Ordering::Release);
+            self.finished.store(true, Ordering::Release);
             std::mem::take(&mut state.wakers)
         };
         self.changed.notify_all();
@@ -295,17 +300,17 @@ impl Transfer {
         }
         drop(job);
         // Last, and without locks: the drop may run arbitrary code.
-        contain(|| drop(keep));
+        contain(|| drop(keep_alive));
     }
 
     pub(super) fn is_finished(&self) -> bool {
-        self.elsewhere().is_some() || self.lock().finished
+        self.outcome_in_child().is_some() || self.lock().finished
     }
 
     /// Returns the outcome, once the transfer is finished.
     pub(super) fn outcome(&self) -> Option<Result<(), StageError>> {
-        if let Some(elsewhere) = self.elsewhere() {
-            return Some(elsewhere);
+        if let Some(outcome_in_child) = self.outcome_in_child() {
+            return Some(outcome_in_child);
         }
         let state = self.lock();
         state.finished.then(|| state.error.clone().map_or(Ok(()), Err))
@@ -313,14 +318,14 @@ impl Transfer {
 
     /// Takes part, and blocks until the transfer is finished.
     pub(super) fn wait(&self) -> Result<(), StageError> {
-        if let Some(elsewhere) = self.elsewhere() {
-            return elsewhere;
+        if let Some(outcome_in_child) = self.outcome_in_child() {
+            return outcome_in_child;
         }
         self.help();
         // Now nothing is left to claim, or no lane was idle. Usually the other participants are at
         // their last chunks, so spin for a while.
-        for _ in 0..LOOKS {
-            if self.ended.load(Ordering::Acquire) {
+        for _ in 0..SPINS {
+            if self.finished.load(Ordering::Acquire) {
                 break;
             }
             hint::spin_loop();
@@ -335,7 +340,7 @@ impl Transfer {
     /// Blocks until the transfer is finished or the deadline has passed. Returns whether it is
     /// finished.
     pub(super) fn wait_until(&self, deadline: Instant) -> bool {
-        if self.elsewhere().is_some() {
+        if self.outcome_in_child().is_some() {
             return true;
         }
         let mut state = self.lock();
@@ -352,8 +357,8 @@ impl Transfer {
 
     /// Returns the outcome, or registers `waker` to be woken when there is one.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<(), StageError>> {
-        if let Some(elsewhere) = self.elsewhere() {
-            return Poll::Ready(elsewhere);
+        if let Some(outcome_in_child) = self.outcome_in_child() {
+            return Poll::Ready(outcome_in_child);
         }
         let mut state = self.lock();
         if state.finished {
@@ -380,30 +385,30 @@ struct Participant<'a> {
 }
 
 impl Participant<'_> {
-    fn is_wanted(&self) -> bool {
-        !self.transfer.is_claimed()
+    fn has_work(&self) -> bool {
+        !self.transfer.is_exhausted()
     }
 
     /// Moves chunks until none is left, then returns the lane.
     fn run(&self, lane: Lane) {
         let transfer = self.transfer;
         let _site = site::enter_as(transfer.site);
-        let lanes = &transfer.shared.side(transfer.plan.way).lanes;
-        // On error or unwind, the drop of `held` waits for the lane's copies before it returns the
+        let lanes = &transfer.shared.direction_state(transfer.plan.direction).lanes;
+        // On error or unwind, the drop of `guard` waits for the lane's copies before it returns the
         // lane.
-        let mut held = Handed { lane: Some(lane), transfer };
-        let Some(lane) = held.lane.as_mut() else { return };
+        let mut guard = TransferLaneGuard { lane: Some(lane), transfer };
+        let Some(lane) = guard.lane.as_mut() else { return };
         self.moving.set(true);
-        let moved = match transfer.plan.way {
-            Way::Up => transfer.upload(lane),
-            Way::Down => transfer.download(lane),
+        let moved = match transfer.plan.direction {
+            Direction::Upload => transfer.upload(lane),
+            Direction::Download => transfer.download(lane),
         };
         self.moving.set(false);
         match moved {
-            Ok(()) => held.lane.take().into_iter().for_each(|lane| lanes.give(lane)),
+            Ok(()) => guard.lane.take().into_iter().for_each(|lane| lanes.release(lane)),
             Err(error) => {
                 transfer.fail(error);
-                drop(held);
+                drop(guard);
             }
         }
     }
@@ -422,29 +427,32 @@ impl Drop for Participant<'_> {
 }
 
 /// A lane in use. Its drop waits for the lane's copies before the lane is returned.
-struct Handed<'a> {
+struct TransferLaneGuard<'a> {
     lane: Option<Lane>,
     transfer: &'a Transfer,
 }
 
-impl Drop for Handed<'_> {
+impl Drop for TransferLaneGuard<'_> {
     fn drop(&mut self) {
         let Some(mut lane) = self.lane.take() else { return };
         let transfer = self.transfer;
-        let lanes = &transfer.shared.side(transfer.plan.way).lanes;
-        let road = transfer.road.timeline();
-        match lane.settle(road) {
-            Ok(()) => lanes.give(lane),
+        let lanes = &transfer.shared.direction_state(transfer.plan.direction).lanes;
+        let transfer_stream = transfer.transfer_stream.timeline();
+        match lane.synchronize(transfer_stream) {
+            Ok(()) => lanes.release(lane),
             Err(error) => {
                 // Uses of the operands on their home stream must come after the copies. If that
                 // dependency cannot be recorded either, the operands are returned only when no copy
                 // can run: the work is done, the device is lost or the driver is gone.
-                let joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
+                let joined = transfer
+                    .owner
+                    .as_ref()
+                    .map(|owner| owner.wait_for(transfer_stream, transfer_stream.open()));
                 if let Some(Err(_)) = joined {
-                    let _over = settle_or_abort(road);
+                    let _over = synchronize_or_abort(transfer_stream);
                 }
                 transfer.fail(StageError::Memory(error));
-                lanes.discard(lane, road);
+                lanes.discard(lane, transfer_stream);
             }
         }
     }
@@ -452,12 +460,12 @@ impl Drop for Handed<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::worth_waking;
+    use super::workers_to_wake;
 
     #[test]
     fn a_transfer_wakes_a_worker_for_each_half_mebibyte_and_one_at_least() {
         for (kib, workers) in [(0, 1), (300, 1), (512, 1), (1024, 2), (1536, 3), (4096, 8)] {
-            assert_eq!(worth_waking(kib << 10), workers, "{kib} KiB");
+            assert_eq!(workers_to_wake(kib << 10), workers, "{kib} KiB");
         }
     }
 }

@@ -32,35 +32,35 @@ pub enum ShortWait {
 }
 
 /// Number of waits that alternate for the measurement.
-const TRIES: u32 = 128;
+const TRIALS: u32 = 128;
 
 /// Interval of the checks whether a capture has ended.
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 /// How a stager waits for short transfers.
-pub(super) struct Waits {
-    said: ShortWait,
-    tried: AtomicU32,
+pub(super) struct ShortWaits {
+    configured: ShortWait,
+    trials: AtomicU32,
     /// The shortest wait so far, in nanoseconds.
     by_stream: AtomicU64,
     by_word: AtomicU64,
 }
 
-impl Waits {
-    pub(super) fn new(said: ShortWait) -> Self {
+impl ShortWaits {
+    pub(super) fn new(configured: ShortWait) -> Self {
         let [by_stream, by_word] = [const { AtomicU64::new(u64::MAX) }; 2];
-        Self { said, tried: AtomicU32::new(0), by_stream, by_word }
+        Self { configured, trials: AtomicU32::new(0), by_stream, by_word }
     }
 
     /// Returns whether the next wait is part of the measurement.
     fn is_trial(&self) -> bool {
-        self.said == ShortWait::Auto && self.tried.load(Ordering::Relaxed) < TRIES
+        self.configured == ShortWait::Auto && self.trials.load(Ordering::Relaxed) < TRIALS
     }
 
     /// Returns whether the next wait may be by a word. Outside the measurement, the next wait then
     /// is by a word.
-    pub(super) fn want_word(&self) -> bool {
-        match self.said {
+    pub(super) fn use_word(&self) -> bool {
+        match self.configured {
             ShortWait::Stream => false,
             ShortWait::Word => true,
             ShortWait::Auto => {
@@ -71,37 +71,37 @@ impl Waits {
         }
     }
 
-    /// Waits as `last` ([`settle`] or [`settle_or_abort`]) does, with the faster kind of wait. A
+    /// Waits as `fallback` ([`synchronize`] or [`synchronize_or_abort`]) does, with the faster kind of wait. A
     /// wait by a word needs a slot that carries nothing.
     ///
     /// # Errors
-    /// As `last`. The slot is busy as well. It stays busy forever if the stream was capturing,
+    /// As `fallback`. The slot is busy as well. It stays busy forever if the stream was capturing,
     /// because the graph may write it.
-    pub(super) fn settle(
+    pub(super) fn wait(
         &self,
         word: Option<&mut Slot>,
         on: &Timeline,
-        last: Settle,
+        fallback: SynchronizeFn,
     ) -> Result<()> {
-        let Some(word) = word else { return last(on) };
+        let Some(word) = word else { return fallback(on) };
         let trial = self.is_trial();
         let by_word = if trial {
-            self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
+            self.trials.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
         } else {
-            self.want_word()
+            self.use_word()
         };
-        let begun = trial.then(Instant::now);
-        if by_word { settle_by(word, on, last) } else { last(on) }?;
-        if let Some(begun) = begun {
+        let start = trial.then(Instant::now);
+        if by_word { synchronize_by_word(word, on, fallback) } else { fallback(on) }?;
+        if let Some(start) = start {
             let shortest = if by_word { &self.by_word } else { &self.by_stream };
-            shortest.fetch_min(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            shortest.fetch_min(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         }
         Ok(())
     }
 }
 
 /// A function that waits until no work that was queued on a stream runs any more.
-pub(super) type Settle = fn(&Timeline) -> Result<()>;
+pub(super) type SynchronizeFn = fn(&Timeline) -> Result<()>;
 
 /// Waits until no work that was queued on a stream runs any more, with every method of the driver.
 /// For callers that can keep the memory of that work. Blocks, also while a capture is open on the
@@ -110,23 +110,23 @@ pub(super) type Settle = fn(&Timeline) -> Result<()>;
 /// # Errors
 /// As [`Timeline::settle`]. [`MemoryError::Capturing`] if a capture was seen and has ended: the
 /// queued work may have become part of it, and may never have run.
-pub(super) fn settle(timeline: &Timeline) -> Result<()> {
-    behind_captures(timeline, Timeline::settle)
+pub(super) fn synchronize(timeline: &Timeline) -> Result<()> {
+    retry_after_captures(timeline, Timeline::settle)
 }
 
-/// Waits as [`settle`] does, for callers that cannot keep the memory: does not return while work
+/// Waits as [`synchronize`] does, for callers that cannot keep the memory: does not return while work
 /// may run. See [`Timeline::settle_or_abort`].
 ///
 /// # Errors
-/// As [`settle`]. No work runs any more.
-pub(super) fn settle_or_abort(timeline: &Timeline) -> Result<()> {
-    behind_captures(timeline, Timeline::settle_or_abort)
+/// As [`synchronize`]. No work runs any more.
+pub(super) fn synchronize_or_abort(timeline: &Timeline) -> Result<()> {
+    retry_after_captures(timeline, Timeline::settle_or_abort)
 }
 
-fn behind_captures(timeline: &Timeline, settle: Settle) -> Result<()> {
+fn retry_after_captures(timeline: &Timeline, synchronize: SynchronizeFn) -> Result<()> {
     let mut seen = Ok(());
     loop {
-        match settle(timeline) {
+        match synchronize(timeline) {
             Ok(()) => return seen,
             Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
             refused => return refused,
@@ -135,8 +135,8 @@ fn behind_captures(timeline: &Timeline, settle: Settle) -> Result<()> {
     }
 }
 
-/// Waits as `last` does, by a word in a slot.
-fn settle_by(slot: &mut Slot, on: &Timeline, last: Settle) -> Result<()> {
+/// Waits as `fallback` does, by a word in a slot.
+fn synchronize_by_word(slot: &mut Slot, on: &Timeline, fallback: SynchronizeFn) -> Result<()> {
     // SAFETY: 1. a slot consists of pages, and this thread has exclusive access to it.
     let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
     // SAFETY: 1. the pool guarantees that this is pinned memory of the driver, and the caller owns
@@ -144,7 +144,7 @@ fn settle_by(slot: &mut Slot, on: &Timeline, last: Settle) -> Result<()> {
     // never if a graph may use it.
     match unsafe { on.synchronize_by(word) } {
         Ok(()) => Ok(()),
-        Err(capturing @ MemoryError::Capturing { .. }) => last(on).and(Err(capturing)),
-        Err(_) => last(on),
+        Err(capturing @ MemoryError::Capturing { .. }) => fallback(on).and(Err(capturing)),
+        Err(_) => fallback(on),
     }
 }

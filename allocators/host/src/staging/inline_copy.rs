@@ -13,13 +13,13 @@
 #![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
 
 use super::{
-    Front, Shared, StageError,
+    OrderingStream, StageError, StagerCore,
     lane::{Lane, Lanes, Slot},
     parts::Parts,
     permit::Permit,
-    plan::{Far, HostSide, Move, Part, Plan, Way},
+    plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
     pump::queue_moves,
-    settle::{Waits, settle, settle_or_abort},
+    short_wait::{ShortWaits, synchronize, synchronize_or_abort},
     stores::{self, Stores},
     transfer::Transfer,
 };
@@ -30,7 +30,7 @@ use std::{ptr::NonNull, sync::Arc};
 
 /// A remainder of at most this many bytes is not split. An additional copy costs as much time as 50
 /// KiB on the link.
-const AT_ONCE: usize = 96 << 10;
+const UNSPLIT_MAX: usize = 96 << 10;
 
 /// Returns the ends of all pieces of a transfer of `total` bytes except the last.
 ///
@@ -43,15 +43,15 @@ const AT_ONCE: usize = 96 << 10;
 ///   to the device   copy ────────────┬──────┬───┬─┐          to the host   link ─┬───┬──────┐
 ///                   link             └──────────┴────┴──┴┘                 copy  └──┴─────┴────────────
 /// ```
-fn cuts(way: Way, total: usize) -> Vec<usize> {
+fn cuts(direction: Direction, total: usize) -> Vec<usize> {
     let (mut left, mut cuts) = (total, Vec::new());
-    while left > AT_ONCE {
+    while left > UNSPLIT_MAX {
         left -= left / 3 * 2 / PAGE * PAGE;
         cuts.push(left);
     }
-    match way {
-        Way::Up => cuts.iter_mut().for_each(|left| *left = total - *left),
-        Way::Down => cuts.reverse(),
+    match direction {
+        Direction::Upload => cuts.iter_mut().for_each(|left| *left = total - *left),
+        Direction::Download => cuts.reverse(),
     }
     cuts
 }
@@ -63,16 +63,16 @@ const PAGE: usize = 4096;
 ///
 /// These stores are slower for the thread. The link gains more, because it need not snoop the
 /// caches. For shorter transfers, cached stores are faster.
-const PAST_CACHES: u64 = 32 << 10;
+const NON_TEMPORAL_UPLOAD: u64 = 32 << 10;
 
 /// The same bound for downloads. Shorter downloads are faster with cached stores.
-const PAST_CACHES_DOWN: u64 = 512 << 10;
+const NON_TEMPORAL_DOWNLOAD: u64 = 512 << 10;
 
 type Result<T> = std::result::Result<T, StageError>;
 
-impl Shared {
+impl StagerCore {
     fn check(&self, parts: &Parts) -> MemoryResult<()> {
-        self.here()?;
+        self.check_process()?;
         match parts.range {
             Some(range) if range.device != self.device => {
                 Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
@@ -91,23 +91,23 @@ impl Shared {
 
     /// Orders operands for a stream: their home stream if they have one that is not capturing,
     /// otherwise a stream of the stager.
-    fn front(
+    fn order_operands(
         &self,
-        home: Option<RawStream>,
+        owner: Option<RawStream>,
         order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
-    ) -> MemoryResult<Front> {
-        let home = home.and_then(|raw| self.streams.timeline(raw, None).ok());
-        if let Some(home) = home.filter(|home| !home.fences_at_once())
-            && !home.is_capturing()?
+    ) -> MemoryResult<OrderingStream> {
+        let owner = owner.and_then(|raw| self.streams.timeline(raw, None).ok());
+        if let Some(owner) = owner.filter(|owner| !owner.fences_at_once())
+            && !owner.is_capturing()?
         {
-            order(&home)?;
-            return Ok(Front::Home(home));
+            order(&owner)?;
+            return Ok(OrderingStream::Owner(owner));
         }
-        let road = self.take_road()?;
-        match order(road.timeline()) {
-            Ok(()) => Ok(Front::Own(road)),
+        let transfer_stream = self.acquire_stream()?;
+        match order(transfer_stream.timeline()) {
+            Ok(()) => Ok(OrderingStream::Leased(transfer_stream)),
             Err(error) => {
-                self.give_road(&road);
+                self.release_stream(&transfer_stream);
                 Err(error)
             }
         }
@@ -122,68 +122,74 @@ impl Shared {
     pub(super) unsafe fn transfer(
         self: &Arc<Self>,
         parts: Parts,
-        far: Option<Far>,
+        endpoint: Option<Endpoint>,
         permit: Permit,
-        home: Option<RawStream>,
+        owner: Option<RawStream>,
         order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<Arc<Transfer>> {
         self.check(&parts)?;
-        let (road, home) = match self.front(home, order)? {
-            Front::Own(road) => (road, None),
-            Front::Home(home) => {
-                let road = self.take_road()?;
+        let (transfer_stream, owner) = match self.order_operands(owner, order)? {
+            OrderingStream::Leased(transfer_stream) => (transfer_stream, None),
+            OrderingStream::Owner(owner) => {
+                let transfer_stream = self.acquire_stream()?;
                 // Events of earlier transfers are recycled once they are known to have completed. A
                 // later call reports any error.
-                let _looked = home.poll();
+                let _polled = owner.poll();
                 // The dependency is recorded now, so that work queued later on the home stream is
                 // not waited for.
-                if let Err(error) = road.timeline().wait_for(&home, home.open()) {
-                    self.give_road(&road);
+                if let Err(error) = transfer_stream.timeline().wait_for(&owner, owner.open()) {
+                    self.release_stream(&transfer_stream);
                     return Err(error.into());
                 }
-                (road, Some(home))
+                (transfer_stream, Some(owner))
             }
         };
-        let plan =
-            Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way, parts.total));
-        Ok(Transfer::new(self, plan, road, home, permit))
+        let plan = TransferPlan::new(
+            parts.direction,
+            endpoint,
+            parts.parts,
+            self.config.chunk_sizing(parts.direction, parts.total),
+        );
+        Ok(Transfer::new(self, plan, transfer_stream, owner, permit))
     }
 
     /// Returns whether a transfer between memory and the device is short enough for the calling
     /// thread to make it itself.
-    pub(super) fn is_short(&self, way: Way, bytes: u64) -> bool {
-        bytes <= self.direct(way).max(self.alone(way))
+    pub(super) fn is_short(&self, direction: Direction, bytes: u64) -> bool {
+        bytes <= self.direct_limit(direction).max(self.inline_limit(direction))
     }
 
     /// Returns the number of bytes up to which the driver copies directly.
-    fn direct(&self, way: Way) -> u64 {
-        match way {
-            Way::Up => self.config.direct as u64,
-            Way::Down => self.config.down_direct as u64,
+    fn direct_limit(&self, direction: Direction) -> u64 {
+        match direction {
+            Direction::Upload => self.config.direct as u64,
+            Direction::Download => self.config.down_direct as u64,
         }
     }
 
     /// Returns the number of bytes up to which the calling thread copies through a slot.
-    fn alone(&self, way: Way) -> u64 {
-        let alone = match way {
-            Way::Up => self.config.alone,
-            Way::Down => self.config.down_alone,
+    fn inline_limit(&self, direction: Direction) -> u64 {
+        let alone = match direction {
+            Direction::Upload => self.config.alone,
+            Direction::Download => self.config.down_alone,
         };
         alone.min(self.config.slot) as u64
     }
 
     /// Returns the kind of stores that the calling thread uses. Downloaded data is rarely read from
     /// its caches soon.
-    fn stores_alone(&self, parts: &Parts) -> Stores {
-        let (said, auto) = match parts.way {
-            Way::Up if parts.total >= PAST_CACHES => (self.config.stores, Stores::NonTemporal),
-            Way::Up => (self.config.stores, Stores::Cached),
-            Way::Down if parts.total >= PAST_CACHES_DOWN => {
+    fn inline_stores(&self, parts: &Parts) -> Stores {
+        let (configured, auto) = match parts.direction {
+            Direction::Upload if parts.total >= NON_TEMPORAL_UPLOAD => {
+                (self.config.stores, Stores::NonTemporal)
+            }
+            Direction::Upload => (self.config.stores, Stores::Cached),
+            Direction::Download if parts.total >= NON_TEMPORAL_DOWNLOAD => {
                 (self.config.down_stores, Stores::NonTemporal)
             }
-            Way::Down => (self.config.down_stores, Stores::Cached),
+            Direction::Download => (self.config.down_stores, Stores::Cached),
         };
-        if said == Stores::Auto { auto } else { said }
+        if configured == Stores::Auto { auto } else { configured }
     }
 
     /// Copies on the calling thread. Blocks.
@@ -195,28 +201,29 @@ impl Shared {
     /// 1. While this runs: the memory that the parts name is readable or, where it is copied to,
     ///    writable and not accessed by others, and the operands keep their ranges and are lent to
     ///    no other user.
-    pub(super) unsafe fn move_alone(
+    pub(super) unsafe fn copy_inline(
         &self,
         parts: &Parts,
-        home: Option<RawStream>,
+        owner: Option<RawStream>,
         order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<()> {
         self.check(parts)?;
-        let lanes = &self.side(parts.way).lanes;
-        let direct = parts.total <= self.direct(parts.way);
-        let wanted = parts.total <= self.alone(parts.way) && (!direct || self.waits.want_word());
-        let lane = if wanted { lanes.one_pinned() } else { None };
-        let front = match self.front(home, order) {
-            Ok(front) => front,
+        let lanes = &self.direction_state(parts.direction).lanes;
+        let direct = parts.total <= self.direct_limit(parts.direction);
+        let use_lane =
+            parts.total <= self.inline_limit(parts.direction) && (!direct || self.waits.use_word());
+        let lane = if use_lane { lanes.acquire_pinned() } else { None };
+        let ordering = match self.order_operands(owner, order) {
+            Ok(ordering) => ordering,
             Err(error) => {
-                lane.into_iter().for_each(|lane| lanes.give(lane));
+                lane.into_iter().for_each(|lane| lanes.release(lane));
                 return Err(error.into());
             }
         };
-        let on = front.timeline();
-        let mut lent = Lent { lane, on, lanes };
-        let slots = lent.lane.as_mut().map(|lane| &mut lane.slots[..]);
-        let (moved, settled) = match slots {
+        let on = ordering.timeline();
+        let mut guard = InlineLaneGuard { lane, on, lanes };
+        let slots = guard.lane.as_mut().map(|lane| &mut lane.slots[..]);
+        let (moved, synchronized) = match slots {
             Some([slot, others @ ..]) if !direct => {
                 // SAFETY: 1. guaranteed by the caller, and no part is longer than a slot. 2. the
                 // operands have just been ordered.
@@ -227,7 +234,7 @@ impl Shared {
                         parts,
                         slot,
                         others.first_mut(),
-                        self.stores_alone(parts),
+                        self.inline_stores(parts),
                     )
                 }
             }
@@ -236,18 +243,18 @@ impl Shared {
                 through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut))
             },
         };
-        match &settled {
-            Ok(()) => lent.give(),
-            Err(MemoryError::Capturing { .. }) => lent.lose(),
-            // The drop of `lent` waits for the stream.
+        match &synchronized {
+            Ok(()) => guard.release(),
+            Err(MemoryError::Capturing { .. }) => guard.leak(),
+            // The drop of `guard` waits for the stream.
             Err(_) => {}
         }
-        if let Front::Own(road) = &front
-            && settled.is_ok()
+        if let OrderingStream::Leased(transfer_stream) = &ordering
+            && synchronized.is_ok()
         {
-            self.give_road(road);
+            self.release_stream(transfer_stream);
         }
-        Ok(moved.and(settled)?)
+        Ok(moved.and(synchronized)?)
     }
 }
 
@@ -255,10 +262,10 @@ impl Shared {
 /// the copies and of the wait.
 ///
 /// # Safety
-/// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
+/// 1. As [`StagerCore::copy_inline`]. 2. The operands have been ordered for the stream.
 unsafe fn through_driver(
     on: &Timeline,
-    waits: &Waits,
+    waits: &ShortWaits,
     parts: &Parts,
     word: Option<&mut Slot>,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
@@ -269,13 +276,17 @@ unsafe fn through_driver(
     let queue = || {
         let _calling = on.calling()?;
         for part in parts.parts.iter().filter(|part| part.bytes > 0) {
-            let HostSide::Memory(host) = part.host else { continue };
+            let HostEnd::Memory(host) = part.host else { continue };
             // SAFETY: 1. guaranteed by the caller, and this function does not return before the
             // copies are done. 2. guaranteed by the caller.
             let copied = unsafe {
-                match parts.way {
-                    Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
-                    Way::Down => driver.copy_to_host(raw, host, part.device, part.bytes as usize),
+                match parts.direction {
+                    Direction::Upload => {
+                        driver.copy_to_device(raw, part.device, host, part.bytes as usize)
+                    }
+                    Direction::Download => {
+                        driver.copy_to_host(raw, host, part.device, part.bytes as usize)
+                    }
                 }
             };
             copied.map_err(|error| MemoryError::driver(raw.device(), error))?;
@@ -285,52 +296,52 @@ unsafe fn through_driver(
     let queued = queue();
     // Wait after an error too, since some copies may have been queued. The memory is borrowed, and
     // the driver accesses it directly.
-    (queued, waits.settle(word, on, settle_or_abort))
+    (queued, waits.wait(word, on, synchronize_or_abort))
 }
 
 /// Copies through a slot and waits, by a word in another slot if one is given. Returns the results
 /// of the copies and of the wait.
 ///
 /// # Safety
-/// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for
+/// 1. As [`StagerCore::copy_inline`]; the parts fit into a slot. 2. The operands have been ordered for
 ///    the stream.
 unsafe fn through_slot(
     on: &Timeline,
-    waits: &Waits,
+    waits: &ShortWaits,
     parts: &Parts,
     slot: &mut Slot,
     word: Option<&mut Slot>,
     stores: Stores,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
-    let cuts = cuts(parts.way, parts.total as usize);
+    let cuts = cuts(parts.direction, parts.total as usize);
     let mut moves = std::mem::take(&mut slot.moves);
     let at = cut_into(&mut moves, &parts.parts, &cuts);
     let piece_of = |one: &Move| cuts.partition_point(|&cut| cut <= one.at);
     let mut pieces = moves.chunk_by(|a, b| piece_of(a) == piece_of(b));
     let start = slot.start();
-    let (moved, settled) = match parts.way {
-        Way::Up => {
-            slot.touch(on, 0..at, HostAccess::Write);
+    let (moved, synchronized) = match parts.direction {
+        Direction::Upload => {
+            slot.report_access(on, 0..at, HostAccess::Write);
             let queued = pieces.try_for_each(|piece| {
                 // SAFETY: 1. guaranteed by the caller: the parts are readable and fit into the
                 // slot. This thread has exclusive use of the slot, and no copy reads these bytes of
                 // it yet.
-                unsafe { move_host(Way::Up, start, piece, stores) };
+                unsafe { copy_host(Direction::Upload, start, piece, stores) };
                 // SAFETY: 1. the moves fit into the slot, which is not touched until they are known
                 // to be done. 2. guaranteed by the caller.
-                unsafe { queue_moves(on, Way::Up, start, piece) }
+                unsafe { queue_moves(on, Direction::Upload, start, piece) }
             });
             // Wait after an error too, since some copies may have been queued.
-            (queued, waits.settle(word, on, settle))
+            (queued, waits.wait(word, on, synchronize))
         }
-        Way::Down => {
+        Direction::Download => {
             // An event follows each piece except the last. For the last piece, the stream is waited
             // for.
             let (mut points, mut queued) = (Vec::with_capacity(cuts.len()), Ok(()));
             for piece in pieces.clone() {
                 // SAFETY: 1. the moves fit into the slot, which this thread uses exclusively until
                 // they are known to be done. 2. guaranteed by the caller.
-                queued = unsafe { queue_moves(on, Way::Down, start, piece) };
+                queued = unsafe { queue_moves(on, Direction::Download, start, piece) };
                 if queued.is_err() {
                     break;
                 }
@@ -342,10 +353,10 @@ unsafe fn through_slot(
             let mut empty = |piece: &[Move]| {
                 let bytes = piece.first().map_or(0, |one| one.at)
                     ..piece.last().map_or(0, |one| one.at + one.bytes);
-                slot.touch(on, bytes, HostAccess::Read);
+                slot.report_access(on, bytes, HostAccess::Read);
                 // SAFETY: 1. guaranteed by the caller: the parts are writable and not accessed by
                 // others. No copy touches these bytes of the slot any more.
-                unsafe { move_host(Way::Down, start, piece, stores) };
+                unsafe { copy_host(Direction::Download, start, piece, stores) };
             };
             // A piece that cannot be waited for by its event is copied after the wait for the whole
             // stream.
@@ -356,15 +367,15 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Wait after an error too, since some copies may have been queued.
-            let settled = waits.settle(word, on, settle);
-            if settled.is_ok() && queued.is_ok() {
+            let synchronized = waits.wait(word, on, synchronize);
+            if synchronized.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }
-            (queued, settled)
+            (queued, synchronized)
         }
     };
     slot.moves = moves;
-    (moved, settled)
+    (moved, synchronized)
 }
 
 /// Fills `moves` with the content of a slot that holds `parts` end to end, split at `cuts`. Returns
@@ -390,12 +401,12 @@ fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
 /// # Safety
 /// 1. The moves lie in the slot. The source, slot or host memory, is readable. The destination is
 ///    writable and not accessed by others.
-unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores) {
+unsafe fn copy_host(direction: Direction, start: NonNull<u8>, moves: &[Move], stores: Stores) {
     for one in moves {
-        let HostSide::Memory(host) = one.host else { continue };
+        let HostEnd::Memory(host) = one.host else { continue };
         // SAFETY: 1. guaranteed by the caller.
         let slot = unsafe { start.add(one.at) };
-        let (to, from) = if way == Way::Up { (slot, host) } else { (host, slot) };
+        let (to, from) = if direction == Direction::Upload { (slot, host) } else { (host, slot) };
         // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
         unsafe { stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, stores) };
     }
@@ -403,29 +414,29 @@ unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores
 
 /// An optional lane whose slots are used on a stream. Its drop waits for that stream before it
 /// returns the lane.
-struct Lent<'a> {
+struct InlineLaneGuard<'a> {
     lane: Option<Lane>,
     on: &'a Arc<Timeline>,
     lanes: &'a Lanes,
 }
 
-impl Lent<'_> {
+impl InlineLaneGuard<'_> {
     /// Gives the lane back. No copy may touch it any more.
-    fn give(&mut self) {
-        self.lane.take().into_iter().for_each(|lane| self.lanes.give(lane));
+    fn release(&mut self) {
+        self.lane.take().into_iter().for_each(|lane| self.lanes.release(lane));
     }
 
     /// Leaks the lane, since a graph may touch it on every launch.
-    fn lose(&mut self) {
-        self.lane.take().into_iter().for_each(|lane| self.lanes.lose(lane));
+    fn leak(&mut self) {
+        self.lane.take().into_iter().for_each(|lane| self.lanes.leak(lane));
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for InlineLaneGuard<'_> {
     fn drop(&mut self) {
         let Some(mut lane) = self.lane.take() else { return };
-        match settle(self.on) {
-            Ok(()) => self.lanes.give(lane),
+        match synchronize(self.on) {
+            Ok(()) => self.lanes.release(lane),
             Err(_) => {
                 lane.slots.iter_mut().for_each(|slot| slot.mark_busy(self.on));
                 self.lanes.discard(lane, self.on);
@@ -444,14 +455,14 @@ mod tests {
             [(1, 1), (96, 1), (97, 2), (128, 2), (256, 2), (512, 3), (1024, 4), (4096, 5)]
         {
             let total = kib << 10;
-            let up = cuts(Way::Up, total);
+            let up = cuts(Direction::Upload, total);
             assert_eq!(up.len() + 1, copies, "{kib} KiB: {up:?}");
             assert!(
                 up.is_sorted_by(|a, b| a < b) && up.iter().all(|cut| cut % PAGE == 0),
                 "{up:?}"
             );
-            assert!(total - up.last().unwrap_or(&0) <= AT_ONCE);
-            let down = cuts(Way::Down, total);
+            assert!(total - up.last().unwrap_or(&0) <= UNSPLIT_MAX);
+            let down = cuts(Direction::Download, total);
             let mirrored: Vec<_> = down.iter().rev().map(|cut| total - cut).collect();
             assert_eq!(mirrored, up, "the shortest first");
         }
@@ -460,7 +471,7 @@ mod tests {
     #[test]
     fn parts_are_cut_where_a_piece_ends_and_nowhere_else() {
         let host = |at| {
-            HostSide::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
+            HostEnd::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
         };
         let part = |at, device, bytes| Part { host: host(at), device, bytes };
         let (mut moves, parts) =
@@ -468,6 +479,6 @@ mod tests {
         assert_eq!(cut_into(&mut moves, &parts, &[4, 10, 25]), 30);
         let cut: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
         assert_eq!(cut, [(0, 4, 1), (4, 6, 5), (10, 15, 11), (25, 5, 26)]);
-        assert!(matches!(moves[3].host, HostSide::Memory(at) if at.addr().get() == 915));
+        assert!(matches!(moves[3].host, HostEnd::Memory(at) if at.addr().get() == 915));
     }
 }
