@@ -54,7 +54,7 @@ mod mapping;
 mod report;
 mod retired;
 mod shared;
-mod stall;
+mod stall_detector;
 pub mod window;
 
 pub use backing::{retry_stranded, stranded_bytes};
@@ -291,7 +291,7 @@ impl Region {
     /// [`RegionError`] with the failed step and all attempts. Nothing is left behind, except memory
     /// that the error reports as stranded.
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
-        make::region(host, budget, request, &make::Sharing::Own)
+        make::region(host, budget, request, &make::Sharing::Private)
     }
 
     /// Returns the address range.

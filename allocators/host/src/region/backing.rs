@@ -35,12 +35,12 @@ pub(super) struct Backing {
 pub(super) enum Memory {
     Mapped(Arc<Mapping>),
     Driver(DriverBlock),
-    Lent(Lent),
+    Foreign(ForeignMemory),
 }
 
 /// Registered memory with a foreign owner, in whole pages.
 #[derive(Debug)]
-pub(super) struct Lent {
+pub(super) struct ForeignMemory {
     /// Claimed pages, until the release.
     pages: Span,
     /// `None` after the release.
@@ -49,22 +49,22 @@ pub(super) struct Lent {
     owner: Option<Box<dyn Any + Send>>,
 }
 
-impl Lent {
+impl ForeignMemory {
     /// Takes responsibility for `pages`, which the caller has claimed.
     pub(super) fn new(pages: Span, charge: Charge) -> Self {
         Self { pages, charge: Some(charge), owner: None }
     }
 
-    fn end(&mut self) -> Option<Charge> {
+    fn release(&mut self) -> Option<Charge> {
         let charge = self.charge.take()?;
-        claims::give_back(self.pages);
+        claims::release(self.pages);
         Some(charge)
     }
 }
 
-impl Drop for Lent {
+impl Drop for ForeignMemory {
     fn drop(&mut self) {
-        drop(self.end());
+        drop(self.release());
     }
 }
 
@@ -84,14 +84,18 @@ impl DriverBlock {
     /// unless the block was stranded together with the charge.
     pub(super) fn new(span: Span, reach: Reach, charge: Charge) -> Result<Self, Option<Charge>> {
         let mut block = Self { span, reach, charge: Some(charge) };
-        if window::note_outside(span) { Ok(block) } else { Err(block.end().ok().flatten()) }
+        if window::record_driver_memory(span) {
+            Ok(block)
+        } else {
+            Err(block.release().ok().flatten())
+        }
     }
 
     pub(super) fn span(&self) -> Span {
         self.span
     }
 
-    fn end(&mut self) -> Result<Option<Charge>, DriverError> {
+    fn release(&mut self) -> Result<Option<Charge>, DriverError> {
         if self.charge.is_none() {
             return Ok(None);
         }
@@ -102,8 +106,8 @@ impl DriverBlock {
         let free = |driver: &dyn Driver, device| unsafe { driver.host_free(device, address) };
         // The record goes first: once the memory is freed, another thread can get the address from
         // another allocator, and `window::contains` must not be true of it.
-        window::forget_outside(self.span);
-        if let Err(error) = self.reach.call(free).or_else(forgive) {
+        window::forget_driver_memory(self.span);
+        if let Err(error) = self.reach.call(free).or_else(ignore_benign) {
             // The memory is still there. A full table only means that it is not recognised.
             let _ = window::note_outside(self.span);
             return Err(error);
@@ -114,9 +118,9 @@ impl DriverBlock {
 
 impl Drop for DriverBlock {
     fn drop(&mut self) {
-        if self.end().is_err() {
+        if self.release().is_err() {
             let charge = self.charge.take();
-            strand(Remains::DriverBlock(Self {
+            strand(Stranded::DriverBlock(Self {
                 span: self.span,
                 reach: self.reach.clone(),
                 charge,
@@ -127,7 +131,7 @@ impl Drop for DriverBlock {
 
 /// Ignores errors that need no action: a driver that is gone at process exit has released
 /// everything, and unregistered memory needs no unregistration.
-fn forgive(error: DriverError) -> Result<(), DriverError> {
+fn ignore_benign(error: DriverError) -> Result<(), DriverError> {
     const NOT_REGISTERED: u32 = 713;
     if error.is_driver_gone() || error.code == NOT_REGISTERED { Ok(()) } else { Err(error) }
 }
@@ -142,8 +146,8 @@ impl Backing {
         }
     }
 
-    pub(super) fn lent(lent: Lent, reach: Reach) -> Self {
-        let memory = Some(Memory::Lent(lent));
+    pub(super) fn foreign(foreign: ForeignMemory, reach: Reach) -> Self {
+        let memory = Some(Memory::Foreign(foreign));
         Self { registrations: Vec::new(), reach: Some(reach), memory, gates: Vec::new() }
     }
 
@@ -153,9 +157,9 @@ impl Backing {
     }
 
     /// Stores the owner of the memory until the release.
-    pub(super) fn keep(&mut self, owner: Box<dyn Any + Send>) {
-        if let Some(Memory::Lent(lent)) = &mut self.memory {
-            lent.owner = Some(owner);
+    pub(super) fn set_owner(&mut self, owner: Box<dyn Any + Send>) {
+        if let Some(Memory::Foreign(foreign)) = &mut self.memory {
+            foreign.owner = Some(owner);
         }
     }
 
@@ -183,7 +187,7 @@ impl Backing {
         let span = match &self.memory {
             Some(Memory::Mapped(mapping)) => mapping.span(),
             Some(Memory::Driver(block)) => block.span,
-            Some(Memory::Lent(lent)) => lent.pages,
+            Some(Memory::Foreign(foreign)) => foreign.pages,
             None => return 0,
         };
         span.len as u64
@@ -229,7 +233,7 @@ impl Backing {
                 // no longer in use.
                 let ended =
                     reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
-                ended.or_else(forgive)?;
+                ended.or_else(ignore_benign)?;
             }
             self.registrations.pop();
         }
@@ -241,7 +245,7 @@ impl Backing {
     ///
     /// # Errors
     /// The failed release. The memory is then stranded.
-    pub(super) fn end(&mut self) -> Result<Option<Charge>, RegionError> {
+    pub(super) fn release(&mut self) -> Result<Option<Charge>, RegionError> {
         // A gate that returns an error belongs to a lost device, which runs no work any more. The
         // driver calls below report any error.
         let shut = self.gates.iter().any(|gate| gate.wait(None) == Ok(false));
@@ -252,17 +256,17 @@ impl Backing {
         self.unregister().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))?;
         let (left, answer) = match self.memory.take() {
             None => return Ok(None),
-            Some(Memory::Lent(mut lent)) => return Ok(lent.end()),
+            Some(Memory::Foreign(mut foreign)) => return Ok(foreign.release()),
             Some(Memory::Mapped(mapping)) => {
                 // A worker still uses the mapping, and releases it.
                 let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
                 let answer =
-                    mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
+                    mapping.release().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
                 (answer.is_err().then(|| Memory::Mapped(Arc::new(mapping))), answer)
             }
             Some(Memory::Driver(mut block)) => {
                 let answer =
-                    block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
+                    block.release().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
                 (answer.is_err().then_some(Memory::Driver(block)), answer)
             }
         };
@@ -277,12 +281,12 @@ impl Backing {
         self.unregister().ok()?;
         match self.memory.take()? {
             Memory::Mapped(mapping) => Arc::into_inner(mapping),
-            Memory::Driver(_) | Memory::Lent(_) => None,
+            Memory::Driver(_) | Memory::Foreign(_) => None,
         }
     }
 
     pub(super) fn close(mut self) -> Result<(), RegionError> {
-        let ended = self.end().map(drop);
+        let ended = self.release().map(drop);
         // `Drop` would retry the release, and could succeed after an error has been reported.
         if self.memory.is_some() {
             self.strand();
@@ -291,7 +295,7 @@ impl Backing {
     }
 
     pub(super) fn strand(&mut self) {
-        strand(Remains::Backing(self.take()));
+        strand(Stranded::Backing(self.take()));
     }
 
     /// Moves everything out, for a later release.
@@ -313,7 +317,7 @@ impl Drop for Backing {
         if !self.is_idle() {
             // A drop must not block for copies in flight.
             retire(self.take());
-        } else if self.end().is_err() && self.memory.is_some() {
+        } else if self.release().is_err() && self.memory.is_some() {
             self.strand();
         }
     }
@@ -321,27 +325,27 @@ impl Drop for Backing {
 
 /// Something whose release failed. Dropping it tries again, and strands it again on failure.
 #[derive(Debug)]
-pub(super) enum Remains {
+pub(super) enum Stranded {
     Mapping(Mapping),
     DriverBlock(DriverBlock),
     Backing(Backing),
 }
 
-static STRANDED: ForkSafe<Vec<(u64, Remains)>> = ForkSafe::new(LockOrder::Stranded, Vec::new());
+static STRANDED: ForkSafe<Vec<(u64, Stranded)>> = ForkSafe::new(LockOrder::Stranded, Vec::new());
 static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn stranded() -> ForkSafeGuard<'static, Vec<(u64, Remains)>> {
+fn stranded() -> ForkSafeGuard<'static, Vec<(u64, Stranded)>> {
     STRANDED.lock()
 }
 
-pub(super) fn strand(remains: Remains) {
-    let bytes = match &remains {
-        Remains::Mapping(mapping) => mapping.span().len,
-        Remains::DriverBlock(block) => block.span.len,
-        Remains::Backing(backing) => backing.bytes() as usize,
+pub(super) fn strand(stranded_memory: Stranded) {
+    let bytes = match &stranded_memory {
+        Stranded::Mapping(mapping) => mapping.span().len,
+        Stranded::DriverBlock(block) => block.span.len,
+        Stranded::Backing(backing) => backing.bytes() as usize,
     } as u64;
     STRANDED_BYTES.fetch_add(bytes, Ordering::Relaxed);
-    stranded().push((bytes, remains));
+    stranded().push((bytes, stranded_memory));
 }
 
 /// Returns the bytes of this process's regions that the driver or the kernel refused to release.
@@ -364,10 +368,10 @@ pub fn retry_stranded() -> u64 {
         return 0;
     }
     let waiting = mem::take(&mut *stranded());
-    for (bytes, remains) in waiting {
+    for (bytes, stranded_memory) in waiting {
         STRANDED_BYTES.fetch_sub(bytes, Ordering::Relaxed);
         // Its `Drop` tries again, without the lock.
-        drop(remains);
+        drop(stranded_memory);
     }
     stranded_bytes()
 }

@@ -31,7 +31,7 @@ pub(super) fn claim(pages: Span) -> Result<(), Span> {
 }
 
 /// Releases a claim.
-pub(super) fn give_back(pages: Span) {
+pub(super) fn release(pages: Span) {
     lock().remove(&pages.start);
 }
 
@@ -50,8 +50,8 @@ mod tests {
         }
         claim(at(8, 1)).unwrap();
         claim(at(3, 1)).unwrap();
-        give_back(at(4, 4));
+        release(at(4, 4));
         claim(at(5, 1)).unwrap();
-        [at(8, 1), at(3, 1), at(5, 1)].into_iter().for_each(give_back);
+        [at(8, 1), at(3, 1), at(5, 1)].into_iter().for_each(release);
     }
 }

@@ -25,7 +25,7 @@
 
 use super::{
     Host, RegionError, Shortfall, Step,
-    backing::{Backing, Lent},
+    backing::{Backing, ForeignMemory},
     claims,
     make::{charge, registration_limit},
     report::{Cause, Unfit},
@@ -144,12 +144,12 @@ pub struct InPlace<T: Pinnable> {
     /// Released before the owner is dropped. Both are present until `close` or `drop` takes them.
     backing: ManuallyDrop<Backing>,
     owner: ManuallyDrop<Box<T>>,
-    found: Found,
+    info: PinInfo,
 }
 
 /// The kind of a range, as found.
 #[derive(Clone, Debug)]
-struct Found {
+struct PinInfo {
     ground: Ground,
     shortfalls: Vec<Shortfall>,
 }
@@ -206,9 +206,9 @@ impl<T: Pinnable> InPlace<T> {
     ) -> Result<Self, Refused<T>> {
         let owner = Box::new(memory);
         match pin(host, budget, range(NonNull::from(owner.items())), flags) {
-            Ok((backing, found)) => {
+            Ok((backing, info)) => {
                 let (backing, owner) = (ManuallyDrop::new(backing), ManuallyDrop::new(owner));
-                Ok(Self { backing, owner, found })
+                Ok(Self { backing, owner, info })
             }
             Err(error) => Err(Refused { memory: *owner, error }),
         }
@@ -237,13 +237,13 @@ impl<T: Pinnable> InPlace<T> {
     /// Returns the kind of the memory.
     #[must_use]
     pub fn ground(&self) -> Ground {
-        self.found.ground
+        self.info.ground
     }
 
     /// Returns the requested properties that were not available.
     #[must_use]
     pub fn shortfalls(&self) -> &[Shortfall] {
-        &self.found.shortfalls
+        &self.info.shortfalls
     }
 
     /// Returns the range of registered pages: the whole pages that contain the elements.
@@ -264,13 +264,13 @@ impl<T: Pinnable> InPlace<T> {
     /// stranded, together with the memory.
     pub fn close(self) -> Result<T, RegionError> {
         let (mut backing, owner) = self.into_parts();
-        match backing.end() {
+        match backing.release() {
             Ok(charge) => {
                 drop(charge);
                 Ok(*owner)
             }
             Err(error) => {
-                backing.keep(owner);
+                backing.set_owner(owner);
                 backing.strand();
                 Err(error)
             }
@@ -281,7 +281,7 @@ impl<T: Pinnable> InPlace<T> {
     /// ends it, and drops the owner too.
     pub fn retire(self) {
         let (mut backing, owner) = self.into_parts();
-        backing.keep(owner);
+        backing.set_owner(owner);
         super::retired::retire(backing);
     }
 }
@@ -308,7 +308,7 @@ mod parts {
                 (ManuallyDrop::take(&mut self.backing), ManuallyDrop::take(&mut self.owner))
             };
             // The owner is dropped with the backing: now, or when the backing can be released.
-            backing.keep(owner);
+            backing.set_owner(owner);
         }
     }
 }
@@ -317,7 +317,7 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InPlace")
             .field("registered", &self.registered())
-            .field("found", &self.found)
+            .field("found", &self.info)
             .finish_non_exhaustive()
     }
 }
@@ -390,7 +390,7 @@ fn pin(
     budget: &Budget,
     range: Span,
     mut flags: HostFlags,
-) -> Result<(Backing, Found), RegionError> {
+) -> Result<(Backing, PinInfo), RegionError> {
     let refused = |cause| RegionError::new(Step::Request, cause);
     let reach = host.reach.clone().ok_or(RegionError::new(Step::Register, Cause::NoDriver))?;
     let limit = registration_limit(&host.kernel);
@@ -405,33 +405,33 @@ fn pin(
         return Err(refused(Cause::NotInPlace(Unfit::TooLarge { limit })));
     }
     let entries = host.kernel.mappings(pages).map_err(|e| refused(Cause::System(e)))?;
-    let ground = fit(pages, &entries).map_err(|unfit| refused(Cause::NotInPlace(unfit)))?;
-    let written = entries.iter().all(|entry| entry.writable);
-    flags.read_only |= !written;
-    let mut found = Found { ground, shortfalls: Vec::new() };
+    let ground = classify(pages, &entries).map_err(|unfit| refused(Cause::NotInPlace(unfit)))?;
+    let writable = entries.iter().all(|entry| entry.writable);
+    flags.read_only |= !writable;
+    let mut info = PinInfo { ground, shortfalls: Vec::new() };
     if flags.write_combined {
         // The caching mode of memory is fixed when it is mapped.
         flags.write_combined = false;
-        found.shortfalls.push(Shortfall { step: Step::Request, cause: Cause::Cached });
+        info.shortfalls.push(Shortfall { step: Step::Request, cause: Cause::Cached });
     }
     let charge = charge(budget, pages.len)?;
-    let taken = |pages| RegionError::new(Step::Register, Cause::AlreadyPinned(pages));
-    claims::claim(pages).map_err(taken)?;
+    let already_pinned = |pages| RegionError::new(Step::Register, Cause::AlreadyPinned(pages));
+    claims::claim(pages).map_err(already_pinned)?;
     // From here on the drop of the backing releases everything.
-    let mut backing = Backing::lent(Lent::new(pages, charge), reach);
-    found.shortfalls.extend(populate(host, pages, written));
-    match register(&mut backing, pages, flags, written) {
-        Ok(None) => Ok((backing, found)),
+    let mut backing = Backing::foreign(ForeignMemory::new(pages, charge), reach);
+    info.shortfalls.extend(populate(host, pages, writable));
+    match register(&mut backing, pages, flags, writable) {
+        Ok(None) => Ok((backing, info)),
         Ok(Some(shortfall)) => {
-            found.shortfalls.push(shortfall);
-            Ok((backing, found))
+            info.shortfalls.push(shortfall);
+            Ok((backing, info))
         }
-        Err(cause) => Err(RegionError { step: Step::Register, cause, before: found.shortfalls }),
+        Err(cause) => Err(RegionError { step: Step::Register, cause, before: info.shortfalls }),
     }
 }
 
 /// Returns the kind of the whole range, or the reason why it cannot be registered.
-fn fit(pages: Span, entries: &[MapEntry]) -> Result<Ground, Unfit> {
+fn classify(pages: Span, entries: &[MapEntry]) -> Result<Ground, Unfit> {
     let mut end = pages.start;
     let Some(first) = entries.first() else { return Err(Unfit::Mixed) };
     for entry in entries {
@@ -456,9 +456,9 @@ fn register(
     backing: &mut Backing,
     pages: Span,
     flags: HostFlags,
-    written: bool,
+    writable: bool,
 ) -> Result<Option<Shortfall>, Cause> {
-    let told = |e: aquifer_core::DriverError| match e.code {
+    let cause_of = |e: aquifer_core::DriverError| match e.code {
         ALREADY_REGISTERED => Cause::AlreadyPinned(pages),
         _ => Cause::Driver(e),
     };
@@ -466,43 +466,47 @@ fn register(
         Ok(()) => Ok(None),
         // Some devices do not support read-only registration. Writable memory is registered without
         // it.
-        Err(e) if flags.read_only && written && e.code != ALREADY_REGISTERED => {
-            let mut lesser = flags;
-            lesser.read_only = false;
-            backing.register(pages, lesser).map_err(told)?;
+        Err(e) if flags.read_only && writable && e.code != ALREADY_REGISTERED => {
+            let mut without_read_only = flags;
+            without_read_only.read_only = false;
+            backing.register(pages, without_read_only).map_err(cause_of)?;
             Ok(Some(Shortfall { step: Step::Register, cause: Cause::Writable }))
         }
-        Err(e) => Err(told(e)),
+        Err(e) => Err(cause_of(e)),
     }
 }
 
 /// Populates missing pages with several workers. The driver would populate them one by one, and
 /// does so if this fails.
-fn populate(host: &Host, pages: Span, written: bool) -> Option<Shortfall> {
+fn populate(host: &Host, pages: Span, writable: bool) -> Option<Shortfall> {
     const PIECE: usize = super::RegionRequest::PIECE;
     let count = pages.len.div_ceil(PIECE);
     let kernel = host.kernel.clone();
-    let one = move |number: usize| {
+    let populate_piece = move |number: usize| {
         let offset = number * PIECE;
         let part = Span { start: pages.start + offset, len: PIECE.min(pages.len - offset) };
-        take_in(&kernel, part, written)
+        populate_part(&kernel, part, writable)
     };
-    let one = Arc::new(one);
-    let by_worker = one.clone();
-    let fell_short = |cause| Some(Shortfall { step: Step::Populate, cause });
+    let populate_piece = Arc::new(populate_piece);
+    let by_worker = populate_piece.clone();
+    let shortfall = |cause| Some(Shortfall { step: Step::Populate, cause });
     let answers = match host.workers.submit(None, count, None, move |number| by_worker(number)) {
         // Waits for every piece, so no worker uses the memory when this returns.
         Ok(job) => match job.wait(None) {
             Ok(answers) => answers,
-            Err(e) => return fell_short(Cause::Job(crate::workers::RunError::NotDone(e))),
+            Err(e) => return shortfall(Cause::Job(crate::workers::RunError::NotDone(e))),
         },
-        Err(_) => (0..count).map(|number| one(number)).collect(),
+        Err(_) => (0..count).map(|number| populate_piece(number)).collect(),
     };
-    answers.into_iter().find_map(Result::err).and_then(|e| fell_short(Cause::System(e)))
+    answers.into_iter().find_map(Result::err).and_then(|e| shortfall(Cause::System(e)))
 }
 
-fn take_in(kernel: &Kernel, part: Span, written: bool) -> Result<(), aquifer_core::SystemError> {
-    if written {
+fn populate_part(
+    kernel: &Kernel,
+    part: Span,
+    writable: bool,
+) -> Result<(), aquifer_core::SystemError> {
+    if writable {
         kernel.populate(part)?
     } else {
         kernel.populate_read(part)?

@@ -36,15 +36,15 @@ use std::{
 #[derive(Debug)]
 pub(super) enum Sharing {
     /// None.
-    Own,
+    Private,
     /// All that receive its file, which is created here.
     New,
     /// The region maps this existing file, which has these pages.
-    Given(OwnedFd, PageTier),
+    Existing(OwnedFd, PageTier),
 }
 
 /// A region that is being created.
-struct Making<'a> {
+struct RegionBuilder<'a> {
     host: &'a Host,
     request: &'a RegionRequest,
     sharing: &'a Sharing,
@@ -54,23 +54,23 @@ struct Making<'a> {
     page: usize,
     /// The node of the pages, and the node of the workers that touch them.
     node: Option<NodeId>,
-    crew: Option<NodeId>,
+    worker_node: Option<NodeId>,
     /// No worker could be bound to the node. This thread or an unbound worker touched the pages, on
     /// any node.
-    by_hand: bool,
+    unbound_touch: bool,
     shortfalls: Vec<Shortfall>,
 }
 
 /// A failed attempt. Without the charge there is no further attempt: a worker or the driver still
 /// holds the memory, and releases it together with the charge.
-struct Failed {
+struct AttemptFailure {
     charge: Option<Charge>,
     step: Step,
     cause: Cause,
 }
 
 /// A successful attempt.
-struct Made {
+struct BuiltRegion {
     backing: Backing,
     span: Span,
     pages: PageTier,
@@ -84,18 +84,18 @@ pub(super) fn region(
     sharing: &Sharing,
 ) -> Result<Region, RegionError> {
     retry_stranded();
-    let mut making = Making::prepare(host, request, sharing)?;
-    let charge = charge(budget, making.bytes)?;
-    let made = match making.ways(charge) {
+    let mut builder = RegionBuilder::prepare(host, request, sharing)?;
+    let charge = charge(budget, builder.bytes)?;
+    let made = match builder.try_all(charge) {
         Ok(made) => made,
-        Err(failed) => return Err(making.error(failed.step, failed.cause)),
+        Err(failed) => return Err(builder.error(failed.step, failed.cause)),
     };
-    let placement = making.verify(&made);
-    if making.is_strict() {
+    let placement = builder.verify(&made);
+    if builder.is_strict() {
         let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
         if elsewhere + unknown > 0 || placement.on_node() == 0 {
             // The drop of the backing releases everything.
-            return Err(making.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
+            return Err(builder.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
         }
     }
     let pinned_by = match (&made.pages, made.backing.registrations().len()) {
@@ -104,11 +104,11 @@ pub(super) fn region(
         (_, parts) => PinnedBy::Registration(parts),
     };
     let report = RegionReport {
-        bytes: making.bytes as u64,
+        bytes: builder.bytes as u64,
         pages: made.pages,
         pinned_by,
         placement,
-        shortfalls: making.shortfalls,
+        shortfalls: builder.shortfalls,
     };
     Ok(Region { backing: made.backing, span: made.span, report })
 }
@@ -122,7 +122,7 @@ pub(super) fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionErro
     first.map_err(|refused| RegionError::new(Step::Charge, Cause::Budget(refused)))
 }
 
-impl<'a> Making<'a> {
+impl<'a> RegionBuilder<'a> {
     fn prepare(
         host: &'a Host,
         request: &'a RegionRequest,
@@ -137,7 +137,7 @@ impl<'a> Making<'a> {
             ));
         }
         let bytes = request.bytes.next_multiple_of(page);
-        let mut making = Self {
+        let mut builder = Self {
             host,
             request,
             sharing,
@@ -145,16 +145,16 @@ impl<'a> Making<'a> {
             bytes,
             page,
             node: None,
-            crew: None,
-            by_hand: false,
+            worker_node: None,
+            unbound_touch: false,
             shortfalls: Vec::new(),
         };
-        making.settle_node()?;
-        Ok(making)
+        builder.choose_nodes()?;
+        Ok(builder)
     }
 
     /// Chooses the node of the pages and the node of the workers.
-    fn settle_node(&mut self) -> Result<(), RegionError> {
+    fn choose_nodes(&mut self) -> Result<(), RegionError> {
         let Some(node) = self.request.node else { return Ok(()) };
         let topology = &self.host.topology;
         if topology.numa_setting().value == Some(false) {
@@ -165,8 +165,8 @@ impl<'a> Making<'a> {
             return Err(RegionError::new(Step::Request, Cause::UnknownNode(node)));
         }
         self.node = Some(node);
-        self.crew = topology.nearest_with_cpus(node).map(|near| near.id);
-        if self.crew != Some(node) {
+        self.worker_node = topology.nearest_with_cpus(node).map(|near| near.id);
+        if self.worker_node != Some(node) {
             self.fell_short(Step::Populate, Cause::NoCpus(node));
         }
         Ok(())
@@ -189,18 +189,18 @@ impl<'a> Making<'a> {
     }
 
     /// Records why an attempt failed. Returns the charge if another attempt is possible.
-    fn next_way(&mut self, failed: Failed) -> Result<Charge, Failed> {
+    fn next_attempt(&mut self, failed: AttemptFailure) -> Result<Charge, AttemptFailure> {
         match failed.charge {
             Some(charge) if failed.cause != Cause::TimedOut => {
                 self.fell_short(failed.step, failed.cause);
                 Ok(charge)
             }
-            charge => Err(Failed { charge, ..failed }),
+            charge => Err(AttemptFailure { charge, ..failed }),
         }
     }
 
     /// Tries all kinds of memory that the policy allows, the best first.
-    fn ways(&mut self, charge: Charge) -> Result<Made, Failed> {
+    fn try_all(&mut self, charge: Charge) -> Result<BuiltRegion, AttemptFailure> {
         let reach = match (self.request.pinning, &self.host.reach) {
             (Pinning::Off, _) => return self.mapped(charge, None),
             (_, Some(reach)) => reach.clone(),
@@ -209,7 +209,7 @@ impl<'a> Making<'a> {
                 return self.mapped(charge, None);
             }
             (Pinning::Required, None) => {
-                return Err(Failed {
+                return Err(AttemptFailure {
                     charge: Some(charge),
                     step: Step::Register,
                     cause: Cause::NoDriver,
@@ -217,13 +217,13 @@ impl<'a> Making<'a> {
             }
         };
         // No other process can map memory that the driver allocated.
-        let own = matches!(self.sharing, Sharing::Own);
+        let private = matches!(self.sharing, Sharing::Private);
         let mut charge = charge;
         if self.flags.write_combined {
-            if own {
+            if private {
                 match self.driver_memory(charge, &reach) {
                     Ok(made) => return Ok(made),
-                    Err(failed) => charge = self.next_way(failed)?,
+                    Err(failed) => charge = self.next_attempt(failed)?,
                 }
             }
             self.flags.write_combined = false;
@@ -232,13 +232,13 @@ impl<'a> Making<'a> {
         let pageable = self.request.pinning == Pinning::Preferred;
         match self.mapped(charge, Some(reach.clone())) {
             Ok(made) => return Ok(made),
-            Err(failed) if own || pageable => charge = self.next_way(failed)?,
+            Err(failed) if private || pageable => charge = self.next_attempt(failed)?,
             Err(failed) => return Err(failed),
         }
-        if own {
+        if private {
             match self.driver_memory(charge, &reach) {
                 Ok(made) => return Ok(made),
-                Err(failed) if pageable => charge = self.next_way(failed)?,
+                Err(failed) if pageable => charge = self.next_attempt(failed)?,
                 Err(failed) => return Err(failed),
             }
         }
@@ -246,10 +246,14 @@ impl<'a> Making<'a> {
     }
 
     /// Maps memory, and registers it if a driver is given.
-    fn mapped(&mut self, charge: Charge, reach: Option<Reach>) -> Result<Made, Failed> {
+    fn mapped(
+        &mut self,
+        charge: Charge,
+        reach: Option<Reach>,
+    ) -> Result<BuiltRegion, AttemptFailure> {
         let mut tier = match self.sharing {
-            Sharing::Given(_, tier) => *tier,
-            Sharing::Own | Sharing::New => self.best_tier(self.request.pages),
+            Sharing::Existing(_, tier) => *tier,
+            Sharing::Private | Sharing::New => self.best_tier(self.request.pages),
         };
         let align = tier.page().unwrap_or(GRANULE).max(GRANULE);
         let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, align, charge) {
@@ -261,21 +265,21 @@ impl<'a> Making<'a> {
                 Ok(made) => return Ok(made),
                 // The pool of huge pages had fewer pages than reported, or another process has used
                 // them.
-                Err((Some(again), step, cause))
-                    if self.may_have_lesser_pages(tier, step, &cause) =>
-                {
+                Err((Some(again), step, cause)) if self.may_lower_tier(tier, step, &cause) => {
                     self.fell_short(step, cause);
                     tier = self.best_tier(tier.below());
                     mapping = again;
                 }
                 Err((Some(mut mapping), step, cause)) => {
-                    return match mapping.end() {
-                        Ok(charge) => Err(Failed { charge, step, cause }),
+                    return match mapping.release() {
+                        Ok(charge) => Err(AttemptFailure { charge, step, cause }),
                         // The mapping strands itself, with the charge.
                         Err(e) => Err(failed(None, Step::Map, e)),
                     };
                 }
-                Err((None, step, cause)) => return Err(Failed { charge: None, step, cause }),
+                Err((None, step, cause)) => {
+                    return Err(AttemptFailure { charge: None, step, cause });
+                }
             }
         }
     }
@@ -287,7 +291,7 @@ impl<'a> Making<'a> {
         mut mapping: Mapping,
         tier: PageTier,
         reach: Option<Reach>,
-    ) -> Result<Made, (Option<Mapping>, Step, Cause)> {
+    ) -> Result<BuiltRegion, (Option<Mapping>, Step, Cause)> {
         let mut tier = tier;
         if let Err(e) = self.map(&mut mapping, tier) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
@@ -312,10 +316,10 @@ impl<'a> Making<'a> {
         let mapping = Arc::new(mapping);
         let mut backing = Backing::mapped(mapping.clone(), reach.clone());
         match self.populate_and_register(&mapping, &mut backing, tier, reach.is_some()) {
-            Ok(()) if self.by_hand && placed_by == PlacedBy::FirstTouch => {
-                Ok(Made { backing, span, pages: tier, placed_by: PlacedBy::Nobody })
+            Ok(()) if self.unbound_touch && placed_by == PlacedBy::FirstTouch => {
+                Ok(BuiltRegion { backing, span, pages: tier, placed_by: PlacedBy::Nobody })
             }
-            Ok(()) => Ok(Made { backing, span, pages: tier, placed_by }),
+            Ok(()) => Ok(BuiltRegion { backing, span, pages: tier, placed_by }),
             Err((step, cause)) => {
                 // Registrations end first. If the driver refuses, mapping and charge are kept.
                 drop(mapping);
@@ -326,9 +330,9 @@ impl<'a> Making<'a> {
 
     fn map(&self, mapping: &mut Mapping, tier: PageTier) -> Result<(), SystemError> {
         match self.sharing {
-            Sharing::Own => mapping.map(tier),
+            Sharing::Private => mapping.map(tier),
             Sharing::New => mapping.map_shared(tier, None),
-            Sharing::Given(file, _) => {
+            Sharing::Existing(file, _) => {
                 let again = file.try_clone().map_err(|e| SystemError {
                     call: "fcntl",
                     errno: e.raw_os_error().unwrap_or(nix::libc::EMFILE),
@@ -341,7 +345,7 @@ impl<'a> Making<'a> {
     fn place(&mut self, mapping: &Mapping) -> PlacedBy {
         let Some(node) = self.node else { return PlacedBy::Nobody };
         // The creator of the file has placed its pages.
-        if matches!(self.sharing, Sharing::Given(..)) {
+        if matches!(self.sharing, Sharing::Existing(..)) {
             return PlacedBy::Nobody;
         }
         match self.host.kernel.prefer(mapping.span(), node) {
@@ -351,7 +355,7 @@ impl<'a> Making<'a> {
                 // First touch cannot place pages on a node without memory.
                 let can_hold =
                     self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
-                if self.crew == Some(node) && can_hold {
+                if self.worker_node == Some(node) && can_hold {
                     PlacedBy::FirstTouch
                 } else {
                     PlacedBy::Nobody
@@ -362,40 +366,48 @@ impl<'a> Making<'a> {
 
     /// Allocates memory from the driver on a worker of the node, since the driver places it on the
     /// node of the calling thread.
-    fn driver_memory(&mut self, charge: Charge, reach: &Reach) -> Result<Made, Failed> {
+    fn driver_memory(
+        &mut self,
+        charge: Charge,
+        reach: &Reach,
+    ) -> Result<BuiltRegion, AttemptFailure> {
         if self.flags.read_only {
             self.flags.read_only = false;
             self.fell_short(Step::DriverAlloc, Cause::Writable);
         }
         let (bytes, flags) = (self.bytes, self.flags);
         // The worker's result owns its memory, so it is freed even if the result is never fetched.
-        let kept = Arc::new(Mutex::new(Some(charge)));
-        let (for_worker, its_reach) = (kept.clone(), reach.clone());
+        let shared_charge = Arc::new(Mutex::new(Some(charge)));
+        let (for_worker, worker_reach) = (shared_charge.clone(), reach.clone());
         let allocate = move || {
             let charge = for_worker.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Some(charge) = charge else {
                 return Err((Step::DriverAlloc, Cause::TimedOut, None));
             };
-            let _relaxed = Relaxed::enter(&*its_reach.driver);
+            let _relaxed = Relaxed::enter(&*worker_reach.driver);
             let address =
-                match its_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
+                match worker_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
                     Ok(address) => address.as_ptr().expose_provenance(),
                     Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
                 };
-            DriverBlock::new(Span { start: address, len: bytes }, its_reach.clone(), charge)
+            DriverBlock::new(Span { start: address, len: bytes }, worker_reach.clone(), charge)
                 .map_err(|charge| (Step::DriverAlloc, Cause::Untellable, charge))
         };
         let allocate = Arc::new(allocate);
         let by_worker = allocate.clone();
         let answer =
-            match self.host.workers.run(self.crew, self.request.deadline, move || by_worker()) {
+            match self
+                .host
+                .workers
+                .run(self.worker_node, self.request.deadline, move || by_worker())
+            {
                 Ok(answer) => {
-                    self.mind_the_crew();
+                    self.check_worker_binding();
                     answer
                 }
                 Err(RunError::NotTaken(error)) => {
                     self.fell_short(Step::DriverAlloc, Cause::Workers(error));
-                    self.by_hand = true;
+                    self.unbound_touch = true;
                     allocate()
                 }
                 Err(RunError::NotDone(error)) => {
@@ -403,29 +415,32 @@ impl<'a> Making<'a> {
                         JobError::TimedOut { .. } => Cause::TimedOut,
                         error => Cause::Job(RunError::NotDone(error)),
                     };
-                    return Err(Failed { charge: None, step: Step::DriverAlloc, cause });
+                    return Err(AttemptFailure { charge: None, step: Step::DriverAlloc, cause });
                 }
             };
         match answer {
             Ok(block) => {
                 let span = block.span();
-                let placed_by = if self.node.is_some() && self.crew == self.node && !self.by_hand {
+                let placed_by = if self.node.is_some()
+                    && self.worker_node == self.node
+                    && !self.unbound_touch
+                {
                     PlacedBy::FirstTouch
                 } else {
                     PlacedBy::Nobody
                 };
-                Ok(Made {
+                Ok(BuiltRegion {
                     backing: Backing::driver(block),
                     span,
                     pages: PageTier::DriverChosen,
                     placed_by,
                 })
             }
-            Err((step, cause, charge)) => Err(Failed { charge, step, cause }),
+            Err((step, cause, charge)) => Err(AttemptFailure { charge, step, cause }),
         }
     }
 }
 
-fn failed(charge: Option<Charge>, step: Step, error: SystemError) -> Failed {
-    Failed { charge, step, cause: Cause::System(error) }
+fn failed(charge: Option<Charge>, step: Step, error: SystemError) -> AttemptFailure {
+    AttemptFailure { charge, step, cause: Cause::System(error) }
 }

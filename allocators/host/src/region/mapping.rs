@@ -3,8 +3,8 @@
 
 use super::{
     PageTier,
-    backing::{Remains, strand},
-    stall::{Pages, Stall},
+    backing::{Stranded, strand},
+    stall_detector::{Pages, StallDetector},
     window,
 };
 use crate::kernel::{Advice, Kernel, Span};
@@ -27,7 +27,7 @@ pub(super) struct Mapping {
     mapped: bool,
     /// Whether the memory contains only zeros yet. Data of other processes must not be overwritten.
     fresh: bool,
-    /// `None` after [`Mapping::end`].
+    /// `None` after [`Mapping::release`].
     charge: Option<Charge>,
 }
 
@@ -114,7 +114,7 @@ impl Mapping {
         len: usize,
         tier: PageTier,
         page: usize,
-        stall: &Stall,
+        stall: &StallDetector,
     ) -> Result<Populated, SystemError> {
         let len = len.min(self.span.len.saturating_sub(offset));
         let part = Span { start: self.span.start + offset, len };
@@ -125,7 +125,7 @@ impl Mapping {
         }
         match self.kernel.populate(part) {
             Ok(took) => {
-                stall.took(pages, len, took);
+                stall.record(pages, len, took);
                 Ok(Populated::ByKernel)
             }
             Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
@@ -142,7 +142,7 @@ impl Mapping {
     ///
     /// # Errors
     /// Those of the kernel. Everything is kept, and is stranded when this is dropped.
-    pub(super) fn end(&mut self) -> Result<Option<Charge>, SystemError> {
+    pub(super) fn release(&mut self) -> Result<Option<Charge>, SystemError> {
         if self.charge.is_none() {
             return Ok(None);
         }
@@ -153,16 +153,16 @@ impl Mapping {
             self.mapped = false;
         }
         self.file = None;
-        window::give_back(self.span);
+        window::release(self.span);
         Ok(self.charge.take())
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.end().is_err() {
+        if self.release().is_err() {
             let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            strand(Remains::Mapping(Self {
+            strand(Stranded::Mapping(Self {
                 span,
                 kernel,
                 file,

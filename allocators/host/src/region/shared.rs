@@ -53,7 +53,7 @@ impl SharedRegion {
     /// # Errors
     /// As [`Region::new`].
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
-        Self::made(host, budget, request, make::Sharing::New)
+        Self::create(host, budget, request, make::Sharing::New)
     }
 
     /// Maps and registers a region that another process created.
@@ -79,10 +79,10 @@ impl SharedRegion {
             MapPages::Huge1G => PageTier::HugeTlb1G,
         };
         let request = RegionRequest { bytes, ..request.clone() };
-        Self::made(host, budget, &request, make::Sharing::Given(file, tier))
+        Self::create(host, budget, &request, make::Sharing::Existing(file, tier))
     }
 
-    fn made(
+    fn create(
         host: &Host,
         budget: &Budget,
         request: &RegionRequest,

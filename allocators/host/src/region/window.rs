@@ -33,28 +33,28 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// The free parts of the window. `None` before the reservation.
-static FREE: ForkSafe<Option<Free>> = ForkSafe::new(LockOrder::Window, None);
+static FREE: ForkSafe<Option<FreeRanges>> = ForkSafe::new(LockOrder::Window, None);
 
 /// Free address ranges: start to length. No two are adjacent.
 #[derive(Default)]
-struct Free(BTreeMap<usize, usize>);
+struct FreeRanges(BTreeMap<usize, usize>);
 
-impl Free {
+impl FreeRanges {
     /// Removes `bytes` bytes that begin at a multiple of `align`. Skipped addresses stay free.
     fn take(&mut self, bytes: usize, align: usize) -> Option<usize> {
         // First fit: addresses are plentiful, and low ones keep page tables dense.
         let fits = |(&start, &len): (&usize, &usize)| {
-            let lost = start.checked_next_multiple_of(align)? - start;
-            (len >= bytes && len - bytes >= lost).then_some((start, lost, len))
+            let skipped = start.checked_next_multiple_of(align)? - start;
+            (len >= bytes && len - bytes >= skipped).then_some((start, skipped, len))
         };
-        let (first, lost, len) = self.0.iter().find_map(fits)?;
+        let (first, skipped, len) = self.0.iter().find_map(fits)?;
         self.0.remove(&first);
-        let start = first + lost;
-        if lost > 0 {
-            self.0.insert(first, lost);
+        let start = first + skipped;
+        if skipped > 0 {
+            self.0.insert(first, skipped);
         }
-        if len - lost > bytes {
-            self.0.insert(start + bytes, len - lost - bytes);
+        if len - skipped > bytes {
+            self.0.insert(start + bytes, len - skipped - bytes);
         }
         Some(start)
     }
@@ -77,9 +77,9 @@ impl Free {
 /// Memory that the driver allocated. Each entry holds the number of the first page in the upper 36
 /// bits and the number of pages in the lower 28, so that one load reads both. Zero is an empty
 /// entry.
-static OUTSIDE: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
+static DRIVER_MEMORY: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
 /// Number of used entries.
-static OUTSIDE_USED: AtomicUsize = AtomicUsize::new(0);
+static DRIVER_MEMORY_USED: AtomicUsize = AtomicUsize::new(0);
 
 const PAGE: u64 = 4096;
 
@@ -92,7 +92,7 @@ pub fn contains(address: usize) -> bool {
     let len = LEN.load(Ordering::Acquire);
     // Wraps around for lower addresses, which then exceed any length.
     address.wrapping_sub(START.load(Ordering::Relaxed)) < len
-        || (OUTSIDE_USED.load(Ordering::Acquire) > 0 && is_outside(address))
+        || (DRIVER_MEMORY_USED.load(Ordering::Acquire) > 0 && is_driver_memory(address))
 }
 
 /// Returns the bounds of the window, once a region has been created.
@@ -108,15 +108,15 @@ pub fn bounds() -> Option<Range<usize>> {
 }
 
 #[cold]
-fn is_outside(address: usize) -> bool {
+fn is_driver_memory(address: usize) -> bool {
     let page = address as u64 / PAGE;
-    OUTSIDE.iter().any(|entry| {
+    DRIVER_MEMORY.iter().any(|entry| {
         let entry = entry.load(Ordering::Acquire);
         page.wrapping_sub(entry >> 28) < entry & ((1 << 28) - 1)
     })
 }
 
-fn lock() -> ForkSafeGuard<'static, Option<Free>> {
+fn lock() -> ForkSafeGuard<'static, Option<FreeRanges>> {
     FREE.lock()
 }
 
@@ -135,7 +135,7 @@ pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span,
         let whole = reserve(kernel)?;
         START.store(whole.start, Ordering::Relaxed);
         LEN.store(whole.len, Ordering::Release);
-        let mut all = Free::default();
+        let mut all = FreeRanges::default();
         all.put(whole.start, whole.len);
         *free = Some(all);
     }
@@ -150,8 +150,8 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
         match kernel.reserve(wanted) {
             Ok(span) => {
                 let start = span.start.next_multiple_of(GRANULE);
-                let lost = start - span.start;
-                return Ok(Span { start, len: (span.len - lost) / GRANULE * GRANULE });
+                let skipped = start - span.start;
+                return Ok(Span { start, len: (span.len - skipped) / GRANULE * GRANULE });
             }
             Err(error) if len <= SMALLEST => return Err(error),
             Err(_) => len /= 2,
@@ -160,7 +160,7 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
 }
 
 /// Frees the addresses of a region. Only the reservation may be mapped there.
-pub(super) fn give_back(span: Span) {
+pub(super) fn release(span: Span) {
     let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
     if let Some(free) = lock().as_mut() {
         free.put(span.start, padded);
@@ -169,29 +169,29 @@ pub(super) fn give_back(span: Span) {
 
 /// Records memory that the driver allocated. Returns `false` if it does not begin at a page, or the
 /// table is full.
-pub(super) fn note_outside(span: Span) -> bool {
+pub(super) fn record_driver_memory(span: Span) -> bool {
     let (start, pages) = (span.start as u64, (span.len as u64).div_ceil(PAGE));
     if !start.is_multiple_of(PAGE) || start / PAGE >= 1 << 36 || pages >= 1 << 28 {
         return false;
     }
     let entry = ((start / PAGE) << 28) | pages;
-    let noted = OUTSIDE
+    let recorded = DRIVER_MEMORY
         .iter()
         .any(|slot| slot.compare_exchange(0, entry, Ordering::AcqRel, Ordering::Relaxed).is_ok());
-    if noted {
-        OUTSIDE_USED.fetch_add(1, Ordering::AcqRel);
+    if recorded {
+        DRIVER_MEMORY_USED.fetch_add(1, Ordering::AcqRel);
     }
-    noted
+    recorded
 }
 
 /// Removes the record of memory that the driver allocated.
-pub(super) fn forget_outside(span: Span) {
+pub(super) fn forget_driver_memory(span: Span) {
     let entry = ((span.start as u64 / PAGE) << 28) | (span.len as u64).div_ceil(PAGE);
-    if OUTSIDE
+    if DRIVER_MEMORY
         .iter()
         .any(|slot| slot.compare_exchange(entry, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok())
     {
-        OUTSIDE_USED.fetch_sub(1, Ordering::AcqRel);
+        DRIVER_MEMORY_USED.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -213,12 +213,12 @@ mod tests {
         }
         let stack = 0u8;
         assert!(!contains(&raw const stack as usize) && !contains(0) && !contains(usize::MAX));
-        spans.into_iter().for_each(give_back);
+        spans.into_iter().for_each(release);
     }
 
     #[test]
     fn a_wider_alignment_is_kept_and_what_it_skips_is_given_out_to_others() {
-        let mut free = Free::default();
+        let mut free = FreeRanges::default();
         let (start, wide) = (5 * GRANULE, 16 * GRANULE);
         free.put(start, 64 * GRANULE);
         assert_eq!(free.take(2 * GRANULE, wide), Some(wide));
@@ -242,11 +242,11 @@ mod tests {
         let page = Box::leak(vec![0u8; 8 * 4096].into_boxed_slice()).as_ptr() as usize;
         let span = Span { start: page.next_multiple_of(4096), len: 2 * 4096 };
         assert!(!contains(span.start));
-        assert!(note_outside(span));
+        assert!(record_driver_memory(span));
         assert!(contains(span.start) && contains(span.end() - 1) && !contains(span.end()));
         assert!(!contains(span.start - 1));
-        forget_outside(span);
+        forget_driver_memory(span);
         assert!(!contains(span.start));
-        assert!(!note_outside(Span { start: span.start + 1, len: 1 }), "not at a page");
+        assert!(!record_driver_memory(Span { start: span.start + 1, len: 1 }), "not at a page");
     }
 }

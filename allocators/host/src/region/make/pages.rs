@@ -1,6 +1,6 @@
 //! The choice of the kind of pages.
 
-use super::{Making, Sharing};
+use super::{RegionBuilder, Sharing};
 use crate::region::report::{Cause, PageTier, Step};
 
 impl PageTier {
@@ -14,7 +14,7 @@ impl PageTier {
     }
 }
 
-impl Making<'_> {
+impl RegionBuilder<'_> {
     /// Returns the best available tier, up to `wanted`.
     pub(super) fn best_tier(&mut self, wanted: PageTier) -> PageTier {
         let mut tier = wanted;
@@ -54,9 +54,9 @@ impl Making<'_> {
 
     /// Returns whether a lower tier may help after a failure: the pool of huge pages had fewer
     /// pages than reported, or another process has used them.
-    pub(super) fn may_have_lesser_pages(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
+    pub(super) fn may_lower_tier(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
         tier.page().is_some()
-            && !matches!(self.sharing, Sharing::Given(..))
+            && !matches!(self.sharing, Sharing::Existing(..))
             && !matches!(step, Step::Register | Step::Verify)
             && *cause != Cause::TimedOut
     }

@@ -5,14 +5,14 @@
 //!   we                     ▕ register 0 ▏ register 1 ▏ register 2     chunks, one at a time
 //! ```
 
-use super::Making;
+use super::RegionBuilder;
 use crate::{
     kernel::{Kernel, Span},
     region::{
         backing::Backing,
         mapping::{Mapping, Populated},
         report::{Cause, PageTier, Step},
-        stall::Stall,
+        stall_detector::StallDetector,
         window::GRANULE,
     },
     workers::{Job, JobError, RunError},
@@ -50,7 +50,7 @@ fn whole(bytes: usize, of: usize) -> usize {
     (bytes / of * of).max(of)
 }
 
-impl Making<'_> {
+impl RegionBuilder<'_> {
     /// Populates with workers, and registers each chunk as soon as it is populated.
     pub(super) fn populate_and_register(
         &mut self,
@@ -63,24 +63,24 @@ impl Making<'_> {
         let piece = whole(self.request.piece.min(self.request.registration), page);
         let chunk = self.chunk(piece, register);
         let pieces = self.bytes.div_ceil(piece);
-        let stall = Arc::new(Stall::default());
-        let mut populating = self.populating(mapping, tier, piece, pieces, &stall);
+        let stall = Arc::new(StallDetector::default());
+        let mut population = self.start_population(mapping, tier, piece, pieces, &stall);
         let mut offset = 0;
         while offset < self.bytes {
             let len = next_chunk(self.bytes - offset, chunk, piece, offset > 0);
             let (first, end) = (offset / piece, (offset + len).div_ceil(piece));
-            match populating.done(first, end, self.request.deadline) {
+            match population.wait_for(first, end, self.request.deadline) {
                 Ok(false) => {}
                 Ok(true) => self.fell_short(Step::Populate, Cause::Touched),
                 Err(cause) => {
-                    populating.stop(&cause);
+                    population.stop(&cause);
                     return Err((Step::Populate, cause));
                 }
             }
             if register {
                 let part = Span { start: mapping.span().start + offset, len };
                 if let Err((step, cause)) = self.register(backing, part, tier) {
-                    populating.stop(&cause);
+                    population.stop(&cause);
                     return Err((step, cause));
                 }
                 // Registering holds locks of the driver. Other threads may run between two chunks.
@@ -117,7 +117,7 @@ impl Making<'_> {
         tier: PageTier,
     ) -> Result<(), (Step, Cause)> {
         if self.is_strict() {
-            let placement = self.look(part, tier, 1);
+            let placement = self.query_placement(part, tier, 1);
             let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
             if elsewhere + unknown > 0 {
                 return Err((Step::Verify, Cause::Misplaced { elsewhere, unknown }));
@@ -134,61 +134,70 @@ impl Making<'_> {
     }
 
     /// Begins populating, with workers, or on this thread if none are available.
-    fn populating(
+    fn start_population(
         &mut self,
         mapping: &Arc<Mapping>,
         tier: PageTier,
         piece: usize,
         pieces: usize,
-        stall: &Arc<Stall>,
-    ) -> Populating {
+        stall: &Arc<StallDetector>,
+    ) -> Population {
         // The first failure stops all pieces, and all return it.
         let failed = OnceLock::new();
-        let (held, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
+        let (mapping, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
         let stall = stall.clone();
-        let one = move |number: usize| {
+        let populate_piece = move |number: usize| {
             if let Some(error) = failed.get() {
                 return Err(*error);
             }
-            held.populate(number * piece, piece, tier, page, &stall)
+            mapping
+                .populate(number * piece, piece, tier, page, &stall)
                 .map_err(|error| *failed.get_or_init(|| error))
         };
-        let one = Arc::new(one);
-        let by_worker = one.clone();
-        match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number))
+        let populate_piece = Arc::new(populate_piece);
+        let by_worker = populate_piece.clone();
+        match self
+            .host
+            .workers
+            .submit(self.worker_node, pieces, deadline, move |number| by_worker(number))
         {
             Ok(job) => {
-                self.mind_the_crew();
-                Populating::ByWorkers(job)
+                self.check_worker_binding();
+                Population::ByWorkers(job)
             }
             Err(error) => {
                 self.fell_short(Step::Populate, Cause::Workers(error));
-                self.by_hand = true;
-                Populating::Here(one)
+                self.unbound_touch = true;
+                Population::ByCaller(populate_piece)
             }
         }
     }
 
     /// Records if workers could not be bound to the node: then first touch does not place pages.
-    pub(super) fn mind_the_crew(&mut self) {
-        if let Some(error) = self.crew.and_then(|node| self.host.workers.shortfall(node)) {
+    pub(super) fn check_worker_binding(&mut self) {
+        if let Some(error) = self.worker_node.and_then(|node| self.host.workers.shortfall(node)) {
             self.fell_short(Step::Populate, Cause::Workers(error));
-            self.by_hand = true;
+            self.unbound_touch = true;
         }
     }
 }
 
-type Answer = Result<Populated, SystemError>;
+type PopulateResult = Result<Populated, SystemError>;
 
 /// Populating in progress.
-enum Populating {
-    ByWorkers(Job<Answer>),
-    Here(Arc<dyn Fn(usize) -> Answer>),
+enum Population {
+    ByWorkers(Job<PopulateResult>),
+    ByCaller(Arc<dyn Fn(usize) -> PopulateResult>),
 }
 
-impl Populating {
+impl Population {
     /// Waits for pieces, or populates them. Returns whether any page had to be touched.
-    fn done(&mut self, first: usize, end: usize, deadline: Option<Instant>) -> Result<bool, Cause> {
+    fn wait_for(
+        &mut self,
+        first: usize,
+        end: usize,
+        deadline: Option<Instant>,
+    ) -> Result<bool, Cause> {
         let mut touched = false;
         if let Self::ByWorkers(job) = self {
             job.wait_for(end, deadline).map_err(|error| match error {
@@ -199,10 +208,12 @@ impl Populating {
         for number in first..end {
             let answer = match self {
                 Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(Populated::ByKernel)),
-                Self::Here(_) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+                Self::ByCaller(_)
+                    if deadline.is_some_and(|deadline| Instant::now() >= deadline) =>
+                {
                     return Err(Cause::TimedOut);
                 }
-                Self::Here(one) => one(number),
+                Self::ByCaller(populate_piece) => populate_piece(number),
             };
             touched |= answer.map_err(Cause::System)? == Populated::ByTouch;
         }

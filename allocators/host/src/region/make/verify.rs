@@ -1,6 +1,6 @@
 //! Queries the kernel for the location of pages.
 
-use super::{Made, Making};
+use super::{BuiltRegion, RegionBuilder};
 use crate::{
     kernel::Span,
     region::{
@@ -11,9 +11,9 @@ use crate::{
 };
 use std::collections::BTreeMap;
 
-impl Making<'_> {
+impl RegionBuilder<'_> {
     /// Queries where the pages of a region are.
-    pub(super) fn verify(&mut self, made: &Made) -> Placement {
+    pub(super) fn verify(&mut self, made: &BuiltRegion) -> Placement {
         let pages = made.span.len.div_ceil(self.page);
         let step = match self.request.verify {
             _ if self.is_strict() => 1,
@@ -21,13 +21,13 @@ impl Making<'_> {
             Verify::Sample(wanted) => pages.div_ceil(wanted.get()),
             Verify::Skip => 0,
         };
-        let mut placement = self.look(made.span, made.pages, step);
+        let mut placement = self.query_placement(made.span, made.pages, step);
         placement.by = made.placed_by;
         placement
     }
 
     /// Queries every `step`th page of a part, or none if `step` is zero.
-    pub(super) fn look(&mut self, part: Span, tier: PageTier, step: usize) -> Placement {
+    pub(super) fn query_placement(&mut self, part: Span, tier: PageTier, step: usize) -> Placement {
         let mut placement =
             Placement { wanted: self.node, by: PlacedBy::Nobody, pages: Vec::new(), unknown: 0 };
         if step == 0 {

@@ -25,7 +25,7 @@ pub(super) enum Pages {
 
 /// The stall detector of one region. It costs one comparison for each piece of megabytes.
 #[derive(Default, Debug)]
-pub(super) struct Stall {
+pub(super) struct StallDetector {
     state: Mutex<State>,
 }
 
@@ -44,7 +44,7 @@ struct State {
 enum Phase {
     Watching,
     /// A piece was slow, with this many nanoseconds per byte. The next piece will use base pages.
-    Asked(f64),
+    Suspected(f64),
     /// That piece is in progress.
     Trying(f64),
     Stalled,
@@ -63,7 +63,7 @@ const SLOW: f64 = 4.0;
 /// A piece is slow if it takes this many times as long as the fastest piece.
 const TIMES: f64 = 8.0;
 
-impl Stall {
+impl StallDetector {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,7 +73,7 @@ impl Stall {
         let mut state = self.lock();
         match state.phase {
             Phase::Watching | Phase::Trying(_) => return Pages::Huge,
-            Phase::Asked(slow) => state.phase = Phase::Trying(slow),
+            Phase::Suspected(slow) => state.phase = Phase::Trying(slow),
             Phase::Stalled => {}
         }
         state.base += bytes as u64;
@@ -81,7 +81,7 @@ impl Stall {
     }
 
     /// Records that a piece has been populated.
-    pub(super) fn took(&self, pages: Pages, bytes: usize, took: Duration) {
+    pub(super) fn record(&self, pages: Pages, bytes: usize, took: Duration) {
         let rate = took.as_nanos() as f64 / bytes.max(1) as f64;
         let mut state = self.lock();
         match (pages, state.phase) {
@@ -89,7 +89,7 @@ impl Stall {
                 let slow = rate > SLOW || rate > TIMES * state.fastest;
                 state.fastest = state.fastest.min(rate);
                 if slow && rate > state.patience {
-                    state.phase = Phase::Asked(rate);
+                    state.phase = Phase::Suspected(rate);
                 }
             }
             (Pages::Base, Phase::Trying(slow)) => {
@@ -117,11 +117,11 @@ mod tests {
 
     const PIECE: usize = 32 << 20;
 
-    fn run(stall: &Stall, huge_ms: u64, base_ms: u64, pieces: usize) -> Vec<Pages> {
+    fn run(stall: &StallDetector, huge_ms: u64, base_ms: u64, pieces: usize) -> Vec<Pages> {
         let one = |_| {
             let pages = stall.next(PIECE);
             let ms = if pages == Pages::Huge { huge_ms } else { base_ms };
-            stall.took(pages, PIECE, Duration::from_millis(ms));
+            stall.record(pages, PIECE, Duration::from_millis(ms));
             pages
         };
         (0..pieces).map(one).collect()
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn pieces_that_come_along_are_left_alone() {
-        let stall = Stall::default();
+        let stall = StallDetector::default();
         assert!(run(&stall, 6, 10, 100).iter().all(|&pages| pages == Pages::Huge));
         assert!(
             run(&stall, 30, 10, 1).iter().all(|&pages| pages == Pages::Huge),
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn compaction_is_noticed_and_the_rest_has_base_pages() {
-        let stall = Stall::default();
+        let stall = StallDetector::default();
         run(&stall, 6, 10, 3);
         let late = run(&stall, 600, 10, 5);
         assert_eq!(late[0], Pages::Huge);
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_machine_that_is_slow_for_every_page_keeps_its_huge_ones() {
-        let stall = Stall::default();
+        let stall = StallDetector::default();
         let pages = run(&stall, 300, 280, 20);
         assert_eq!(pages.iter().filter(|&&pages| pages == Pages::Base).count(), 1, "one try");
         assert_eq!(stall.stalled(), None);
@@ -159,11 +159,11 @@ mod tests {
 
     #[test]
     fn pieces_on_their_way_meanwhile_stay_huge_and_do_not_count() {
-        let stall = Stall::default();
-        stall.took(Pages::Huge, PIECE, Duration::from_secs(1));
+        let stall = StallDetector::default();
+        stall.record(Pages::Huge, PIECE, Duration::from_secs(1));
         assert_eq!([stall.next(PIECE), stall.next(PIECE)], [Pages::Base, Pages::Huge]);
-        stall.took(Pages::Huge, PIECE, Duration::from_millis(1));
-        stall.took(Pages::Base, PIECE, Duration::from_millis(100));
+        stall.record(Pages::Huge, PIECE, Duration::from_millis(1));
+        stall.record(Pages::Base, PIECE, Duration::from_millis(100));
         assert_eq!(stall.next(PIECE), Pages::Base);
     }
 }
