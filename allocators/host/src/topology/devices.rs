@@ -43,9 +43,9 @@ impl Topology {
     #[must_use]
     pub fn with_devices<'a>(mut self, devices: impl IntoIterator<Item = &'a DeviceInfo>) -> Self {
         for device in devices {
-            let told = device.memory_node.map(NodeId);
+            let reported = device.memory_node.map(NodeId);
             // A device that shares the host's memory may name the host's node.
-            let named = |node: &&mut Node| Some(node.id) == told && node.cpus.is_empty();
+            let named = |node: &&mut Node| Some(node.id) == reported && node.cpus.is_empty();
             if let Some(node) = self.nodes.iter_mut().find(named) {
                 node.device_memory = Found::known(true, Source::Driver(MEMORY_NODE));
             }
@@ -97,8 +97,8 @@ impl Topology {
         if self.numa.value == Some(false) {
             return Ok(Found::unknown(self.numa.source.clone()));
         }
-        let told = device.host_node.map(NodeId).filter(|&id| self.node(id).is_some());
-        let found = match (told, device.pci_address.as_deref().map(str::parse)) {
+        let reported = device.host_node.map(NodeId).filter(|&id| self.node(id).is_some());
+        let found = match (reported, device.pci_address.as_deref().map(str::parse)) {
             (Some(node), _) => Found::known(node, Source::Driver(HOST_NODE)),
             (None, Some(Ok(address))) => self.node_of_pci(address)?,
             (None, _) => Found::unknown(Source::Driver(HOST_NODE)),

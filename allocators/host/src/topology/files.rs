@@ -101,15 +101,15 @@ impl Files {
     /// Returns the text of a file, or `None` if it does not exist. A file without read permission
     /// counts as missing, since containers hide files in both ways.
     pub(super) fn text(&self, path: &Path) -> Result<Option<String>, TopologyError> {
-        Self::what_there_is(path, fs::read_to_string(self.real(path)))
+        Self::if_present(path, fs::read_to_string(self.real(path)))
     }
 
     /// Returns the bytes of a file, or `None` if it does not exist.
     pub(super) fn bytes(&self, path: &Path) -> Result<Option<Vec<u8>>, TopologyError> {
-        Self::what_there_is(path, fs::read(self.real(path)))
+        Self::if_present(path, fs::read(self.real(path)))
     }
 
-    fn what_there_is<T>(path: &Path, answer: io::Result<T>) -> Result<Option<T>, TopologyError> {
+    fn if_present<T>(path: &Path, answer: io::Result<T>) -> Result<Option<T>, TopologyError> {
         match answer {
             Ok(content) => Ok(Some(content)),
             Err(e) => match e.kind() {

@@ -71,7 +71,7 @@ pub(super) fn read(
 ) -> Result<Vec<Node>, TopologyError> {
     let folder = Path::new(FOLDER);
     let Some(online) = files.list(&folder.join("online"))? else { return Ok(Vec::new()) };
-    let sets = Sets::read(files, folder)?;
+    let sets = NodeSets::read(files, folder)?;
     let mut nodes = Vec::new();
     for id in online.iter() {
         let folder = folder.join(format!("node{id}"));
@@ -96,12 +96,12 @@ pub(super) fn read(
 }
 
 /// Properties that the kernel reports as lists of nodes. Older kernels lack some of these files.
-struct Sets {
+struct NodeSets {
     initiators: Found<Bitmap>,
     normal_memory: Found<Bitmap>,
 }
 
-impl Sets {
+impl NodeSets {
     fn read(files: &Files, folder: &Path) -> Result<Self, TopologyError> {
         let list = |name: &str| {
             let path = folder.join(name);
