@@ -413,7 +413,7 @@ fn thread_cpu_time() -> Result<Duration> {
 /// Populates the pages of a range, and repeats the call when it is interrupted. Returns the CPU
 /// time that it took. Wall time would include the time of other threads.
 fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
-    let begun = thread_cpu_time()?;
+    let start = thread_cpu_time()?;
     loop {
         // SAFETY: 1. populating does not change the visible contents of memory, whichever owner it
         // has.
@@ -422,7 +422,7 @@ fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
             Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
             answer => {
                 answer?;
-                return Ok(thread_cpu_time()?.saturating_sub(begun));
+                return Ok(thread_cpu_time()?.saturating_sub(start));
             }
         }
     }
@@ -443,7 +443,7 @@ mod tests {
     const PAGE: usize = 4096;
 
     #[test]
-    fn a_reserved_range_is_mapped_written_and_given_back() {
+    fn reserved_range_is_mapped_populated_and_unmapped() {
         let kernel = Kernel::new();
         let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
         // SAFETY: 1. reserved above, and used only here.
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_on_its_way_is_asked_about_again_and_one_that_is_not_there_is_not() {
+    fn query_is_repeated_for_moving_pages_but_not_for_missing_ones() {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
         let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
@@ -484,13 +484,13 @@ mod tests {
         let nodes = kernel.nodes_of(&pages).unwrap();
         assert!(nodes[..8].iter().all(|&node| node >= 0), "{nodes:?}");
         assert!(nodes[8..].iter().all(|&node| node == -libc::ENOENT), "{nodes:?}");
-        assert_eq!(faults.made(SystemCall::Query), 1, "to whoever asks it is one question");
+        assert_eq!(faults.made(SystemCall::Query), 1, "repetitions count as one query");
         // SAFETY: as above.
         unsafe { kernel.unmap(span).unwrap() };
     }
 
     #[test]
-    fn a_planned_fault_hits_the_call_it_names_and_no_other() {
+    fn planned_fault_hits_only_the_named_call() {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
         faults.fail(SystemCall::Reserve, 2, libc::ENOMEM);

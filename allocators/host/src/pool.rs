@@ -9,18 +9,18 @@
 //! ```text
 //!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► magazine of the thread: no lock
 //!                                                       │  empty or full, or a gate is noted on the block
-//!                                                     shell ── slabs ── heap ── regions ── node's memory
+//!                                                      core ── slabs ── heap ── regions ── node's memory
 //!                                                       │
 //!                                                       └── blocks freed with a gate shut: given out again when it opens
 //! ```
 //!
 //! | module | contents |
 //! |---|---|
-//! | `core` | the pool core (*shell* in the figure): fast path, locked path, closing |
-//! | `magazine`, `rack`, `lock` | per-thread caches of free blocks, and draining by others |
+//! | `pool_core` | the pool core: fast path, locked path, closing |
+//! | `magazine`, `cache_bin`, `owner_biased_lock` | per-thread caches of free blocks, and draining by others |
 //! | `depot` | shared cache of free blocks above 64 KiB that exceed a thread's own cache |
 //! | `thread` | thread numbers, and the thread's current magazine |
-//! | `map`, `span` | lock-free lookup from an address to its slot and the slot's state |
+//! | `page_map`, `span` | lock-free lookup from an address to its slot and the slot's state |
 //! | `state` | the pool's state under its lock |
 //! | `classes`, `slabs` | size classes up to 1 MiB, and slabs for those up to 64 KiB |
 //! | `grow` | the slow path when no free block fits, and releasing regions |

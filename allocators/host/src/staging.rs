@@ -30,10 +30,10 @@
 //!
 //! # Order
 //! Before a transfer starts, its stream waits on the device for all earlier work on its operands.
-//! If the operands share a home stream, the transfer's stream waits for that stream. Otherwise each
-//! operand is ordered individually. A transfer is finished when the host has observed the end of
-//! all its copies, so work queued later needs no dependency on it. Until then the transfer borrows
-//! or owns its operands.
+//! If the operands share an owner stream, the transfer's stream waits for that stream. Otherwise
+//! each operand is ordered individually. A transfer is finished when the host has observed the end
+//! of all its copies, so work queued later needs no dependency on it. Until then the transfer
+//! borrows or owns its operands.
 //!
 //! # Soundness
 //! | host memory and operands are | kept until the transfer is finished by |
@@ -271,7 +271,7 @@ impl DirectionState {
 
 /// The stream on which the operands have been ordered.
 enum OrderingStream {
-    /// The home stream of the operands.
+    /// The owner stream of the operands.
     Owner(Arc<Timeline>),
     /// A stream of the stager.
     Leased(Stream),
@@ -300,7 +300,7 @@ struct StagerCore {
     down: DirectionState,
     permits: Permits,
     waits: ShortWaits,
-    /// Idle transfer streams, reused in FIFO order. Operands without a common home stream record
+    /// Idle transfer streams, reused in FIFO order. Operands without a common owner stream record
     /// their uses on them until the next query.
     idle_streams: Mutex<VecDeque<Stream>>,
 }
@@ -394,14 +394,13 @@ impl Stager {
         let config = config.bounded(cpus.map_or(1, |cpus| cpus.len()));
         // The cache size stays unknown if the kernel reports invalid values.
         let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
-        let direction_state =
-            |direction| DirectionState::new(host, pool, direction, &config, cache);
+        let state = |direction| DirectionState::new(host, pool, direction, &config, cache);
         let shared = StagerCore {
             process: Process::current(),
             device: streams.device(),
             node,
-            up: direction_state(Direction::Upload),
-            down: direction_state(Direction::Download),
+            up: state(Direction::Upload),
+            down: state(Direction::Download),
             permits: Permits::new(config.depth),
             waits: ShortWaits::new(config.short_wait),
             idle_streams: Mutex::default(),
@@ -419,10 +418,8 @@ impl Stager {
         self.shared.check_process()?;
         let both = [&self.shared.up, &self.shared.down];
         // One direction must not reclaim the lanes of the other.
-        let _held = both.map(|direction_state| direction_state.lanes.hold_reclaim());
-        both.into_iter().try_for_each(|direction_state| {
-            direction_state.lanes.ensure(direction_state.lanes.limit())
-        })
+        let _held = both.map(|state| state.lanes.hold_reclaim());
+        both.into_iter().try_for_each(|state| state.lanes.ensure(state.lanes.limit()))
     }
 
     /// Gives all unused slots back to their pool, and returns the number of their bytes.

@@ -50,7 +50,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn a_barrier_is_made_where_it_is_offered_and_fails_by_plan() {
+    fn barrier_succeeds_where_offered_and_fails_as_planned() {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
         assert_eq!(kernel.barrier().is_ok(), kernel.offers_barrier());

@@ -3,9 +3,9 @@
 //! A child of a fork has one thread. A lock that another thread of the parent held at that moment
 //! would stay locked in the child forever, and its data could be half changed. So a fork first
 //! takes all these locks, and parent and child release them afterwards (`pthread_atfork`), as the C
-//! library does with the locks of `malloc`. Locks of one pool, stager or crew need no such care,
-//! because a child must not touch these objects (see [`Process`](super::Process)).
-#![expect(unsafe_code, reason = "has the C library tell of forks")]
+//! library does with the locks of `malloc`. Locks of one pool, stager or worker group need no such
+//! care, because a child must not touch these objects (see [`Process`](super::Process)).
+#![expect(unsafe_code, reason = "installs fork handlers")]
 
 use nix::libc;
 use std::{
@@ -110,8 +110,8 @@ fn install_handlers() {
         // that holds one of these locks may charge a budget, so the handlers of the budgets must be
         // registered first.
         aquifer_driver::forks::hold_budgets();
-        // SAFETY: 1. both are valid for the whole life of the program. `after_fork` may run in a child
-        // of a process with threads: it only releases the locks of its own thread.
+        // SAFETY: 1. both are valid for the whole life of the program. `after_fork` may run in a
+        // child of a process with threads: it only releases the locks of its own thread.
         let _installed =
             unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     });

@@ -104,7 +104,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn what_lies_behind_an_address_is_told_as_the_kernel_writes_it() {
+    fn mapping_entries_are_parsed_as_the_kernel_writes_them() {
         let table = [
             ("7f00-7f10 rw-p 00000000 00:00 0", Ground::Anonymous, true, false),
             ("7f00-7f10 rw-p 00000000 00:00 0      [heap]", Ground::Anonymous, true, false),
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vector_is_anonymous_a_memory_file_is_memory_and_a_file_is_a_file() {
+    fn vectors_memory_files_and_files_are_distinguished() {
         let kernel = Kernel::new();
         let look = |start: usize, len| kernel.mappings(Span { start, len }).unwrap();
         let own = vec![1u8; 1 << 20];

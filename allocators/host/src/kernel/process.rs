@@ -1,5 +1,5 @@
 //! The identity of a process among its forks, checked without a system call.
-#![expect(unsafe_code, reason = "has the C library count forks")]
+#![expect(unsafe_code, reason = "installs a fork handler")]
 
 use nix::libc;
 use std::{
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_and_its_child_are_other_processes_by_count_and_by_number() {
+    fn children_and_grandchildren_are_other_processes() {
         let counted = Process::current();
         assert_eq!(counted.id, None, "the C library counts forks");
         let numbered = Process { forks: 0, id: Some(process::id()) };

@@ -89,7 +89,7 @@ impl Kernel {
     /// use std::{path::Path, time::Duration};
     /// let (stalled, within) = (Duration::from_millis(100), Duration::from_secs(2));
     /// match Kernel::new().stall_alarm(Path::new("/proc/pressure/memory"), stalled, within) {
-    ///     Ok(_alarm) => println!("the kernel tells"),
+    ///     Ok(_alarm) => println!("the kernel reports stalls"),
     ///     Err(refused) => println!("read its averages instead: {refused}"),
     /// }
     /// ```
@@ -158,12 +158,12 @@ mod tests {
     use std::{fs, sync::Arc, thread, time::Instant};
 
     #[test]
-    fn a_ring_ends_the_wait_under_way_and_is_heard_once() {
+    fn ring_ends_one_wait() {
         let (kernel, bell) = (Kernel::new(), Arc::new(Kernel::new().bell().unwrap()));
         let there = bell.clone();
         let waiter = thread::spawn(move || {
-            let begun = Instant::now();
-            (kernel.wait(&there, None, Duration::from_secs(60)).unwrap(), begun.elapsed())
+            let start = Instant::now();
+            (kernel.wait(&there, None, Duration::from_secs(60)).unwrap(), start.elapsed())
         });
         thread::sleep(Duration::from_millis(20));
         bell.ring();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pressure_file_is_an_error_or_an_alarm_that_is_over_and_never_a_hang() {
+    fn alarm_on_a_file_without_pressure_fails_or_ends_but_never_hangs() {
         let kernel = Kernel::new();
         let (stalled, within) = (Duration::from_millis(100), Duration::from_secs(2));
         let missing =

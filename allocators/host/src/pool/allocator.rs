@@ -73,7 +73,7 @@ impl_allocator! {
                     poison::on_allocate(start, layout.size());
                     Ok(NonNull::slice_from_raw_parts(start, layout.size()))
                 }
-                None => self.allocate_slow_path(layout, AllocError),
+                None => self.allocate_slow(layout, AllocError),
             }
         }
 
@@ -98,7 +98,7 @@ impl_allocator! {
             old: Layout,
             new: Layout,
         ) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            if self.stays(block, old, new) {
+            if self.resize_in_place(block, old, new) {
                 return Ok(NonNull::slice_from_raw_parts(block, new.size()));
             }
             let moved = self.allocate(new)?;
@@ -131,7 +131,7 @@ impl_allocator! {
             old: Layout,
             new: Layout,
         ) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            if self.stays(block, old, new) {
+            if self.resize_in_place(block, old, new) {
                 return Ok(NonNull::slice_from_raw_parts(block, new.size()));
             }
             let moved = self.allocate(new)?;
@@ -157,11 +157,7 @@ impl PinnedAllocator {
     /// call.
     #[cold]
     #[inline(never)]
-    fn allocate_slow_path<E>(
-        &self,
-        layout: Layout,
-        none: E,
-    ) -> std::result::Result<NonNull<[u8]>, E> {
+    fn allocate_slow<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
         let block = self.core.allocate_slow(self.generation, layout, &Effort::Configured);
         block.inspect(|block| poison::on_allocate(block.cast(), layout.size())).map_err(|_| none)
     }
@@ -189,15 +185,15 @@ impl PinnedAllocator {
 
     /// Resizes in place if the address satisfies the new layout and there is room. Returns whether
     /// it did.
-    fn stays(&self, block: NonNull<u8>, old: Layout, new: Layout) -> bool {
-        let stays = old.size() > 0
+    fn resize_in_place(&self, block: NonNull<u8>, old: Layout, new: Layout) -> bool {
+        let resized = old.size() > 0
             && new.size() > 0
             && block.addr().get().is_multiple_of(new.align())
             && self.core.resize(self.generation, block, old.size(), new.size());
-        if stays && new.size() > old.size() {
+        if resized && new.size() > old.size() {
             poison::on_allocate(block, new.size());
         }
-        stays
+        resized
     }
 }
 

@@ -1,9 +1,10 @@
 //! A bin: the free blocks of one class, last in, first out.
 //!
-//! A bin is guarded by the owner-biased lock of a magazine ([`lock`](super::door)), or by the lock
-//! of a shelf of a [depot](super::depot). The caller of a method must be inside. Only `len` and
-//! `capacity` may be called by all holders of the lock under which the capacity changes. All fields are
-//! atomic, so no race tears memory. Exclusive access keeps two threads from taking one block.
+//! A bin is guarded by the owner-biased lock of a magazine
+//! ([`OwnerBiasedLock`](super::owner_biased_lock::OwnerBiasedLock)), or by the lock of a bin of a
+//! [depot](super::depot). The caller of a method must be inside. Only `len` and `capacity` may be
+//! called by all holders of the lock under which the capacity changes. All fields are atomic, so no
+//! race tears memory. Exclusive access keeps two threads from taking one block.
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::span::SlotState;
@@ -78,8 +79,8 @@ pub(super) struct CacheBin {
     top: AtomicPtr<Entry>,
     /// The last entry. The bin is full when `top` is equal to it.
     end: AtomicPtr<Entry>,
-    /// An entry without a block, and the start of the boxed slice of entries. [`EMPTY_ENTRY`] if there
-    /// is no capacity.
+    /// An entry without a block, and the start of the boxed slice of entries. [`EMPTY_ENTRY`] if
+    /// there is no capacity.
     first: AtomicPtr<Entry>,
 }
 

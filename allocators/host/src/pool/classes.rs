@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn single_blocks_are_as_long_as_their_class_or_whole_lines() {
+    fn single_blocks_have_the_size_of_their_class_or_whole_cache_lines() {
         for (bytes, long, class) in [
             (100, 128, None),
             ((64 << 10) + 1, 66 << 10, Some(SLOTTED)),

@@ -3,15 +3,15 @@
 //! There are 128 classes of such blocks, too many for each magazine to keep several blocks of each.
 //! A magazine therefore keeps only the most recently freed blocks, which serves a thread that frees
 //! and allocates one size. The rest goes to the depot, whose demand per class varies far less than
-//! that of one thread. The depot has a *shelf* (a bin) for each class, with a lock that is held for
+//! that of one thread. The depot has a bin for each class, with a lock that is held for
 //! about ten nanoseconds.
 //!
 //! # How much it holds
-//! - A full shelf grows by a quarter, as long as the capacity of all shelves is at most four times
-//!   the free bytes in the pool's heap. Otherwise one block of the shelf returns to the heap for
+//! - A full bin grows by a quarter, as long as the capacity of all bins is at most four times
+//!   the free bytes in the pool's heap. Otherwise one block of the bin returns to the heap for
 //!   each block that arrives.
 //! - The depot is emptied into the heap before a request is refused, and before the pool grows, is
-//!   trimmed or closed. This needs only the locks of the shelves. All shelves then start again with
+//!   trimmed or closed. This needs only the locks of the bins. All bins then start again with
 //!   no capacity.
 //! - The depot is also emptied when more growths were refused than it has places, because the
 //!   capacity may belong to classes that are no longer used.
@@ -25,12 +25,12 @@ use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
 use std::{ptr::NonNull, sync::atomic::AtomicU8};
 
-/// Maximum capacity of all shelves in bytes, for each byte that is free in the pool's heap.
+/// Maximum capacity of all bins in bytes, for each byte that is free in the pool's heap.
 const BYTES_PER_FREE_BYTE: u64 = 4;
 
 /// The shared cache of one pool.
 ///
-/// Lock order: the pool's lock first, then a shelf's lock.
+/// Lock order: the pool's lock first, then a bin's lock.
 pub(super) struct Depot {
     /// By class, starting with the first class that has no slabs.
     bins: Box<[CachePadded<Spin<CacheBin>>]>,
@@ -39,9 +39,9 @@ pub(super) struct Depot {
 /// The capacity of a depot, guarded by the pool's lock.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct DepotCapacity {
-    /// Capacity of all shelves in bytes.
+    /// Capacity of all bins in bytes.
     bytes: u64,
-    /// Capacity of all shelves in blocks.
+    /// Capacity of all bins in blocks.
     blocks: u64,
     /// Refused growths since the depot was last emptied.
     refused: u64,
@@ -67,7 +67,7 @@ impl Depot {
     }
 
     /// Makes room for one more block of the class, where `free` bytes are free in the pool's heap.
-    /// Grows the shelf, or passes blocks to `release`.
+    /// Grows the bin, or passes blocks to `release`.
     pub(super) fn make_room(
         &self,
         class: usize,
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn shelves_grow_while_enough_is_free_and_then_one_block_goes_for_each_that_comes() {
+    fn bins_grow_with_free_bytes_and_then_release_a_block_for_each_new_one() {
         let (depot, mut capacity, class) =
             (Depot::new(), DepotCapacity::default(), SHARED.start + 7);
         let bytes = classes::bytes_of(class) as u64;
@@ -165,14 +165,14 @@ mod tests {
             (depot.pop(class), depot.pop(class + 1)),
             (crate::kernel::pointer(9 << 20), None)
         );
-        // Classes that have no shelf.
+        // Classes that have no bin.
         assert!(
             !depot.push(SHARED.start - 1, 0, block(class, 10).1) && depot.pop(SHARED.end).is_none()
         );
     }
 
     #[test]
-    fn room_for_what_nobody_asks_for_any_more_goes_to_who_is_refused_often() {
+    fn repeated_refusals_reset_the_capacities_of_unused_bins() {
         let (depot, mut capacity) = (Depot::new(), DepotCapacity::default());
         let [old, new] = [SHARED.start, SHARED.start + 1];
         let free = classes::bytes_of(new) as u64;

@@ -1,7 +1,7 @@
 //! A thread's cache of free blocks of one pool.
 //!
 //! The owner thread accesses it by plain loads and stores, under an owner-biased lock
-//! ([`lock`](super::door)).
+//! ([`OwnerBiasedLock`]).
 //!
 //! # How much it holds
 //! - Of each class up to 64 KiB, about 64 KiB but at least four blocks. A full bin doubles as long
@@ -31,7 +31,7 @@ use std::{
 /// Maximum number of blocks above the classes in a magazine, and their maximum size.
 const LARGE: usize = 4;
 pub(super) const LARGE_MAX: u64 = 64 << 20;
-/// One for each value of a byte, including [`NO_BIN`](super::span::NO_RACK).
+/// One for each value of a byte, including [`NO_BIN`](super::span::NO_BIN).
 const BINS: usize = 1 << u8::BITS;
 /// Maximum capacity of a bin in blocks.
 const BIN_MAX: u32 = 1 << 16;
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_in_comes_out_last_first_and_the_counts_tell() {
+    fn blocks_are_popped_last_in_first_out_and_counted() {
         let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
         assert_eq!(magazine.free_entries(3), 32);
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_stays_out_while_another_wants_in() {
+    fn owner_cannot_enter_a_revoked_magazine() {
         let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
         assert_eq!(magazine.free_entries(3), 32);
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn single_blocks_are_kept_by_their_length() {
+    fn single_blocks_are_cached_by_exact_size() {
         let (magazine, must_poll) = (Magazine::new(0), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
         for n in 1..=5u64 {
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rack_holds_more_where_much_is_free_and_begins_anew_when_it_is_emptied() {
+    fn bin_grows_with_free_bytes_and_shrinks_when_drained() {
         let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
         assert_eq!(magazine.free_entries(3), 32);

@@ -5,31 +5,32 @@
 //! no help from the owner, which may never call again:
 //!
 //! ```text
-//!   owner                                      another thread
-//!   busy := true                               with the lock: wanted, life := 0
-//!   (compiler fence)                           membarrier on every thread
-//!   life? ─ not its pool's ─► busy := false    wait while busy
-//!     └─ as it was ─► take or put              with the lock: take all of it
-//!   busy := false                              with the lock: life := the pool's again
+//!   owner                                             another thread
+//!   owner_inside := true                              with the lock: revoked, generation := 0
+//!   (compiler fence)                                  membarrier on every thread
+//!   generation? ─ another's ─► owner_inside := false  wait while owner_inside
+//!     └─ its pool's ─► pop or push                    with the lock: drain
+//!   owner_inside := false                             with the lock: restore generation
 //! ```
 //!
-//! `generation` is the generation of the pool that the magazine serves. One load of it shows the owner
-//! that the magazine serves this pool, that the pool is open, and that no other thread is inside.
+//! `generation` is the generation of the pool that the magazine serves. One load of it shows the
+//! owner that the magazine serves this pool, that the pool is open, and that no other thread is
+//! inside.
 //!
 //! The membarrier acts as a full fence on both sides, so at least one side sees the other's flag.
 //! Only the rare side pays for it. Without support of the kernel for this barrier there are no
 //! magazines.
 //!
-//! # The key
+//! # The lock proof
 //! An owner may also use its magazine while it holds the pool's lock, to refill it, and may have to
-//! write `generation` then because the magazine is new. If the door could be closed without that lock,
-//! the owner could read it as open and then reopen it just after another thread has closed it. Both
-//! threads would be inside. So every write except that of the owner's flag needs the [`LockProof`], which
-//! the pool's lock guards.
+//! write `generation` then because the magazine is new. If the bias could be revoked without that
+//! lock, the owner could read the old generation and restore it just after another thread has
+//! revoked it. Both threads would be inside. So every write except that of the owner's flag needs
+//! the [`LockProof`], which the pool's lock guards.
 //!
 //! The loom models below try every interleaving. They find two threads inside if either half of the
 //! barrier, the wait, or the lock is omitted: `RUSTFLAGS="--cfg loom" cargo test -p aquifer-host
-//! --lib --release -- pool::door`.
+//! --lib --release -- pool::owner_biased_lock`.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, AtomicU64, fence as light_fence};
@@ -42,7 +43,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, compiler_fence as light_fence};
 pub(super) struct LockProof(());
 
 impl LockProof {
-    /// Creates the key of one lock. To be called only where the lock is made.
+    /// Creates the proof of one lock. To be called only where the lock is made.
     pub(super) const fn new() -> Self {
         Self(())
     }
@@ -89,8 +90,8 @@ impl OwnerBiasedLock {
     pub(super) fn enter(&self, generation: u64) -> Option<OwnerGuard<'_>> {
         self.owner_inside.store(true, Relaxed);
         light_fence(SeqCst);
-        let inside = OwnerGuard(self);
-        (self.generation.load(Acquire) == generation).then_some(inside)
+        let guard = OwnerGuard(self);
+        (self.generation.load(Acquire) == generation).then_some(guard)
     }
 
     /// Returns the generation that the magazine serves. For the owner.
@@ -104,7 +105,7 @@ impl OwnerBiasedLock {
         self.contents_generation.load(Relaxed)
     }
 
-    /// Step 1 of another thread's entry: closes the door to the owner. One thread at a time may do
+    /// Step 1 of another thread's entry: keeps the owner from entering. One thread at a time may do
     /// this.
     pub(super) fn begin_revocation(&self, _: &mut LockProof) {
         self.revoked.store(true, Relaxed);
@@ -139,14 +140,14 @@ impl OwnerBiasedLock {
         self.revoked.store(false, Relaxed);
     }
 
-    /// Assigns an unassigned magazine to the pool of generation `generation`. For the owner, and only
+    /// Assigns an unassigned magazine to the pool of `generation`. For the owner, and only
     /// while [`OwnerBiasedLock::is_revoked`] is `false`.
     pub(super) fn assign(&self, _: &mut LockProof, generation: u64) {
         self.generation.store(generation, Relaxed);
         self.contents_generation.store(generation, Relaxed);
     }
 
-    /// Closes the door to the owner, whatever the contents are.
+    /// Keeps the owner from entering, whatever the contents are.
     pub(super) fn disable(&self, _: &mut LockProof) {
         self.generation.store(0, Relaxed);
     }
@@ -172,7 +173,7 @@ mod models {
         Lock,
     }
 
-    /// A door and what it guards. Loom reports two threads inside at once.
+    /// A lock and what it guards. Loom reports two threads inside at once.
     struct Guarded {
         spin: Spin<LockProof>,
         lock: OwnerBiasedLock,
@@ -236,31 +237,31 @@ mod models {
                 guarded.drain(omitted);
                 owner.join().unwrap();
                 guarded.access_as_owner();
-                assert_eq!(guarded.lock.generation(), 1, "it is let go");
+                assert_eq!(guarded.lock.generation(), 1, "the bias is restored");
             });
         }
     }
 
     #[test]
-    fn an_owner_and_one_who_empties_its_magazine_are_never_inside_together() {
+    fn owner_and_draining_thread_exclude_each_other() {
         check_exclusion(Omitted::Nothing);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
-    fn they_are_where_the_barrier_is_left_out() {
+    fn exclusion_needs_the_barrier() {
         check_exclusion(Omitted::Barrier);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
-    fn they_are_where_nobody_waits() {
+    fn exclusion_needs_the_wait_for_the_owner() {
         check_exclusion(Omitted::Wait);
     }
 
     #[test]
     #[should_panic = "Causality violation"]
-    fn they_are_where_the_door_is_shut_without_the_lock() {
+    fn exclusion_needs_revocation_under_the_lock() {
         check_exclusion(Omitted::Lock);
     }
 }

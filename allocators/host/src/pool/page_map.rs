@@ -35,8 +35,8 @@ static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()
 fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
     // An address beyond the table reads the entry of another address, and does not lie in its span.
     let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
-    // SAFETY: 1. null, or a table that `create_tables` made, which is never freed. 2. it contains only
-    // atomics, and all zeros are null pointers.
+    // SAFETY: 1. null, or a table that `create_tables` made, which is never freed. 2. it contains
+    // only atomics, and all zeros are null pointers.
     let table = unsafe { table.as_ref()? };
     Some(&table[(address >> PAGE_SHIFT) as usize % ENTRIES])
 }
@@ -136,7 +136,7 @@ mod tests {
     const AT: u64 = 5 << TABLE_SHIFT;
 
     #[test]
-    fn slabs_and_single_blocks_that_share_pages_are_told_apart() {
+    fn slabs_and_single_blocks_on_shared_pages_are_distinguished() {
         assert!(block_starting_at(AT).is_none() && create_tables(AT - 4096..AT + (1 << 20)));
         let [slab, block, next]: [&'static Span; 3] =
             [(); 3].map(|()| &*Box::leak(Box::new(Span::vacant(0))));

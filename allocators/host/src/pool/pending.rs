@@ -34,8 +34,8 @@ pub(super) fn linger(core: &'static PoolCore) {
 ///
 /// See [`PinnedPool`](super::PinnedPool) for an example that leaves such memory.
 pub fn sweep() {
-    let homes = mem::take(&mut *LINGERING.lock());
-    for core in homes.into_iter().filter(|core| core.is_current_process()) {
+    let lingering = mem::take(&mut *LINGERING.lock());
+    for core in lingering.into_iter().filter(|core| core.is_current_process()) {
         core.poll_all();
         if let Some(shared) = core.with(|state| state.shared.clone().filter(|_| !state.open)) {
             core.drain(&shared, true);

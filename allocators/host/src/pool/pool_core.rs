@@ -79,9 +79,9 @@ impl PoolCore {
     pub(super) fn open(shared: Arc<PoolContext>) -> (&'static Self, u64) {
         super::sweep();
         let process = Process::current();
-        let retired = || IDLE_CORES.lock().pop();
-        let retired = std::iter::from_fn(retired).find(|core| core.process == process);
-        let core = retired.unwrap_or_else(|| {
+        let idle = || IDLE_CORES.lock().pop();
+        let idle = std::iter::from_fn(idle).find(|core| core.process == process);
+        let core = idle.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 depot: Depot::new(),
@@ -339,8 +339,8 @@ impl PoolCore {
         }
     }
 
-    /// Frees a block of a class with a depot, after [`PoolCore::free_fast`] did not. Returns whether
-    /// it succeeded.
+    /// Frees a block of a class with a depot, after [`PoolCore::free_fast`] did not. Returns
+    /// whether it succeeded.
     #[inline]
     pub(super) fn free_fast_shared(
         &self,
@@ -557,8 +557,8 @@ impl PoolCore {
                 self.must_poll.store(true, Ordering::Relaxed);
             }
             let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
-            let recorder_if_freed = recorder.filter(|_| released != FreeOutcome::Refused);
-            let tickets = recorder_if_freed
+            let event_recorder = recorder.filter(|_| released != FreeOutcome::Refused);
+            let tickets = event_recorder
                 .map(|r| (r.ticket(), (released == FreeOutcome::Free).then(|| r.ticket())));
             let shared = (tickets.is_some() || !state.open).then(|| state.shared.clone()).flatten();
             (released, state.open, tickets, shared)

@@ -5,8 +5,8 @@
 //! memory is therefore the most expensive offer, and only a caller that may wait can use it
 //! ([`Reclaim::waits`]).
 //!
-//! A [`IdleHolder`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes these
-//! blocks back first when it runs out of memory or is reclaimed from.
+//! An [`IdleHolder`] keeps idle blocks of a pool, such as a stager with its slots. The pool takes
+//! these blocks back first when it runs out of memory or is reclaimed from.
 
 use super::{Grow, PinnedPool, PoolContext, pool_core::PoolCore, thread::InsidePool};
 use crate::region::{self, Cause, Pinning, RegionError};
@@ -82,7 +82,7 @@ impl PoolContext {
             self.registration.set(BudgetRegistration { registration, _reclaimer: reclaimer });
     }
 
-    /// Returns the keepers. Their methods must be called outside the lock.
+    /// Returns the idle holders. Their methods must be called outside the lock.
     fn idle_holders<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn IdleHolder>> {
         // The list's memory must not come from this pool.
         let _inside = InsidePool::enter();
@@ -90,7 +90,7 @@ impl PoolContext {
         list(bump, all.iter().filter_map(Weak::upgrade))
     }
 
-    /// Makes all keepers free their idle blocks. Returns the bytes freed.
+    /// Makes all idle holders free their idle blocks. Returns the bytes freed.
     pub(super) fn reclaim_idle(&self) -> u64 {
         self.idle_holders(&self.scratch.begin()).iter().map(|holder| holder.release_idle()).sum()
     }

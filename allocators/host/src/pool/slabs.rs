@@ -81,7 +81,7 @@ impl Spans {
             .or_else(|| self.allocate_from_any_shard(class))
     }
 
-    /// As [`Spans::take`], from existing slabs of the shard.
+    /// As [`Spans::allocate`], from existing slabs of the shard.
     pub(super) fn allocate_from_shard(
         &mut self,
         class: usize,
@@ -97,7 +97,7 @@ impl Spans {
         Some((span, slot))
     }
 
-    /// As [`Spans::take`], from existing slabs of any shard.
+    /// As [`Spans::allocate`], from existing slabs of any shard.
     pub(super) fn allocate_from_any_shard(
         &mut self,
         class: usize,
@@ -243,7 +243,7 @@ mod tests {
     const AT: u64 = 7 << 40;
 
     #[test]
-    fn slots_of_two_shards_lie_in_two_slabs_until_no_more_can_be_cut() {
+    fn shards_use_separate_slabs_until_no_slab_can_be_made() {
         let mut heap = Heap::new(Config { small_max: 0, ..Config::host() });
         assert!(
             page_map::create_tables(AT..AT + (1 << 20))

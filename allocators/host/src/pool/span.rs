@@ -70,7 +70,7 @@ pub(super) struct Span {
     states: [AtomicU8; MAX_SLOTS],
     /// Number of slots that are not free. Guarded by the pool's lock, as are the following fields.
     used: AtomicU32,
-    /// Its index in its class's list of slabs with room.
+    /// Its index in its class's list of partial slabs.
     list_index: AtomicU32,
     /// The shard that the slab belongs to.
     shard: AtomicU32,
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_taken_lowest_first_and_come_back() {
+    fn slots_are_taken_lowest_first_and_reused() {
         let span = Span::vacant(0);
         span.init_slab(7, 4096, classes::of(Layout::new::<u64>()).unwrap(), 200);
         let taken: Vec<_> = std::iter::from_fn(|| span.take_slot()).collect();

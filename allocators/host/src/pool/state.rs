@@ -34,7 +34,7 @@ const SHRINK_MIN: u64 = 8192;
 pub(super) struct PoolState {
     /// The generation of the core, unique in the process. Allocators carry it.
     pub(super) generation: u64,
-    /// The lock proof for the doors of its magazines.
+    /// The lock proof for the locks of its magazines.
     pub(super) proof: LockProof,
     /// The capacity of its depot.
     pub(super) depot_capacity: DepotCapacity,

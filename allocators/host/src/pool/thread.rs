@@ -149,9 +149,9 @@ fn assign_number() -> Option<u32> {
     drop(all);
     // SAFETY: 1. the key was created and is never deleted. 2. the value is a number that is never
     // dereferenced.
-    let noted =
+    let stored =
         unsafe { libc::pthread_setspecific(key, ptr::without_provenance(number as usize + 1)) };
-    if noted == 0 {
+    if stored == 0 {
         return Some(number);
     }
     numbers().free.push(number);
@@ -197,22 +197,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_stays_at_work_until_the_first_to_say_so_is_done() {
+    fn thread_stays_inside_the_pool_until_the_outermost_guard_is_dropped() {
         let first = InsidePool::enter();
         assert!(first.is_some() && InsidePool::enter().is_none());
-        assert!(is_inside_pool(), "whoever came second has ended it");
+        assert!(is_inside_pool(), "the inner guard must not end it");
         drop(first);
         assert!(!is_inside_pool());
     }
 
     #[test]
-    fn a_thread_at_work_finds_no_magazine_and_its_own_again_afterwards() {
+    fn cached_magazines_are_hidden_inside_the_pool() {
         let own: &'static Magazine = Box::leak(Box::new(Magazine::new(0)));
         set_magazine(7, own);
         let first = InsidePool::enter();
         assert!(magazine(&7).is_none());
         drop(InsidePool::enter());
-        assert!(magazine(&7).is_none(), "whoever came second has ended it");
+        assert!(magazine(&7).is_none(), "the inner guard must not end it");
         drop(first);
         assert!(magazine(&7).is_some_and(|found| ptr::eq(found, own)));
     }

@@ -106,10 +106,10 @@ impl DriverBlock {
         let free = |driver: &dyn Driver, device| unsafe { driver.host_free(device, address) };
         // The record goes first: once the memory is freed, another thread can get the address from
         // another allocator, and `window::contains` must not be true of it.
-        window::forget_driver_memory(self.span);
+        window::remove_driver_memory(self.span);
         if let Err(error) = self.reach.call(free).or_else(ignore_benign) {
             // The memory is still there. A full table only means that it is not recognised.
-            let _ = window::note_outside(self.span);
+            let _ = window::record_driver_memory(self.span);
             return Err(error);
         }
         Ok(self.charge.take())
@@ -392,9 +392,9 @@ mod tests {
         let mut block = DriverBlock::new(span, reach, charge).unwrap();
         assert!(window::contains(span.start));
         sim.fail(Call::HostFree, 1, 999);
-        assert!(block.end().is_err());
+        assert!(block.release().is_err());
         assert!(window::contains(span.start), "it is still allocated");
-        assert!(block.end().unwrap().is_some(), "the charge comes back with the memory");
+        assert!(block.release().unwrap().is_some(), "the charge comes back with the memory");
         assert!(!window::contains(span.start));
     }
 }

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_had_by_one_at_a_time() {
+    fn page_can_be_claimed_once_at_a_time() {
         // Unmapped addresses.
         let at =
             |page: usize, pages: usize| Span { start: (1 << 50) + page * 4096, len: pages * 4096 };

@@ -317,7 +317,7 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InPlace")
             .field("registered", &self.registered())
-            .field("found", &self.info)
+            .field("info", &self.info)
             .finish_non_exhaustive()
     }
 }

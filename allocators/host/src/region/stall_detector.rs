@@ -6,9 +6,9 @@
 //! base pages. Times are CPU times, since wall-clock time includes other threads on a busy machine.
 //!
 //! ```text
-//!   watching ── a piece is slow ──► asked ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end
-//!       ▲                                                                            │
-//!       └────────────────────── no: only what is slower still asks again ◄───────────┘
+//!   watching ── a piece is slow ──► suspected ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end
+//!       ▲                                                                                │
+//!       └────────────────── no: only a still slower piece is suspected again ◄───────────┘
 //! ```
 
 use std::{
@@ -118,17 +118,17 @@ mod tests {
     const PIECE: usize = 32 << 20;
 
     fn run(stall: &StallDetector, huge_ms: u64, base_ms: u64, pieces: usize) -> Vec<Pages> {
-        let one = |_| {
+        let populate = |_| {
             let pages = stall.next(PIECE);
             let ms = if pages == Pages::Huge { huge_ms } else { base_ms };
             stall.record(pages, PIECE, Duration::from_millis(ms));
             pages
         };
-        (0..pieces).map(one).collect()
+        (0..pieces).map(populate).collect()
     }
 
     #[test]
-    fn pieces_that_come_along_are_left_alone() {
+    fn pieces_at_the_usual_rate_stay_huge() {
         let stall = StallDetector::default();
         assert!(run(&stall, 6, 10, 100).iter().all(|&pages| pages == Pages::Huge));
         assert!(
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn compaction_is_noticed_and_the_rest_has_base_pages() {
+    fn compaction_is_detected_and_later_pieces_get_base_pages() {
         let stall = StallDetector::default();
         run(&stall, 6, 10, 3);
         let late = run(&stall, 600, 10, 5);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_is_slow_for_every_page_keeps_its_huge_ones() {
+    fn machine_that_is_slow_for_all_pages_keeps_huge_pages() {
         let stall = StallDetector::default();
         let pages = run(&stall, 300, 280, 20);
         assert_eq!(pages.iter().filter(|&&pages| pages == Pages::Base).count(), 1, "one try");
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_on_their_way_meanwhile_stay_huge_and_do_not_count() {
+    fn concurrent_pieces_stay_huge_during_a_test_and_do_not_count() {
         let stall = StallDetector::default();
         stall.record(Pages::Huge, PIECE, Duration::from_secs(1));
         assert_eq!([stall.next(PIECE), stall.next(PIECE)], [Pages::Base, Pages::Huge]);

@@ -41,7 +41,7 @@ struct FreeRanges(BTreeMap<usize, usize>);
 
 impl FreeRanges {
     /// Removes `bytes` bytes that begin at a multiple of `align`. Skipped addresses stay free.
-    fn take(&mut self, bytes: usize, align: usize) -> Option<usize> {
+    fn allocate(&mut self, bytes: usize, align: usize) -> Option<usize> {
         // First fit: addresses are plentiful, and low ones keep page tables dense.
         let fits = |(&start, &len): (&usize, &usize)| {
             let skipped = start.checked_next_multiple_of(align)? - start;
@@ -60,7 +60,7 @@ impl FreeRanges {
     }
 
     /// Inserts `len` free bytes at `start`, coalesced with free neighbours.
-    fn put(&mut self, mut start: usize, mut len: usize) {
+    fn insert(&mut self, mut start: usize, mut len: usize) {
         if let Some((&before, &bytes)) = self.0.range(..start).next_back()
             && before + bytes == start
         {
@@ -136,10 +136,11 @@ pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span,
         START.store(whole.start, Ordering::Relaxed);
         LEN.store(whole.len, Ordering::Release);
         let mut all = FreeRanges::default();
-        all.put(whole.start, whole.len);
+        all.insert(whole.start, whole.len);
         *free = Some(all);
     }
-    let start = free.as_mut().and_then(|free| free.take(padded, align)).ok_or(out_of_addresses())?;
+    let start =
+        free.as_mut().and_then(|free| free.allocate(padded, align)).ok_or(out_of_addresses())?;
     Ok(Span { start, len: bytes })
 }
 
@@ -163,7 +164,7 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
 pub(super) fn release(span: Span) {
     let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
     if let Some(free) = lock().as_mut() {
-        free.put(span.start, padded);
+        free.insert(span.start, padded);
     }
 }
 
@@ -185,7 +186,7 @@ pub(super) fn record_driver_memory(span: Span) -> bool {
 }
 
 /// Removes the record of memory that the driver allocated.
-pub(super) fn forget_driver_memory(span: Span) {
+pub(super) fn remove_driver_memory(span: Span) {
     let entry = ((span.start as u64 / PAGE) << 28) | (span.len as u64).div_ceil(PAGE);
     if DRIVER_MEMORY
         .iter()
@@ -200,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn regions_get_addresses_of_their_own_with_a_gap_and_give_them_back() {
+    fn regions_get_distinct_addresses_with_gaps_and_release_them() {
         let kernel = Kernel::new();
         let spans: Vec<Span> =
             [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n, GRANULE).unwrap()).into();
@@ -217,20 +218,24 @@ mod tests {
     }
 
     #[test]
-    fn a_wider_alignment_is_kept_and_what_it_skips_is_given_out_to_others() {
+    fn addresses_skipped_for_alignment_stay_available() {
         let mut free = FreeRanges::default();
         let (start, wide) = (5 * GRANULE, 16 * GRANULE);
-        free.put(start, 64 * GRANULE);
-        assert_eq!(free.take(2 * GRANULE, wide), Some(wide));
-        assert_eq!(free.take(GRANULE, GRANULE), Some(start), "the part that was skipped");
-        assert_eq!(free.take(40 * GRANULE, wide), None, "from 32 on there are 37, from 48 on 21");
-        free.put(start, GRANULE);
-        free.put(wide, 2 * GRANULE);
+        free.insert(start, 64 * GRANULE);
+        assert_eq!(free.allocate(2 * GRANULE, wide), Some(wide));
+        assert_eq!(free.allocate(GRANULE, GRANULE), Some(start), "the part that was skipped");
+        assert_eq!(
+            free.allocate(40 * GRANULE, wide),
+            None,
+            "from 32 on there are 37, from 48 on 21"
+        );
+        free.insert(start, GRANULE);
+        free.insert(wide, 2 * GRANULE);
         assert_eq!(free.0, BTreeMap::from([(start, 64 * GRANULE)]), "whole again");
     }
 
     #[test]
-    fn more_addresses_than_there_are_is_an_error() {
+    fn too_large_an_address_range_is_an_error() {
         let kernel = Kernel::new();
         for bytes in [usize::MAX, usize::MAX / 2, LARGEST + 1] {
             assert_eq!(carve(&kernel, bytes, GRANULE).unwrap_err().errno, libc::ENOMEM);
@@ -238,14 +243,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_the_driver_is_ours_while_it_is_noted() {
+    fn driver_memory_is_contained_while_it_is_recorded() {
         let page = Box::leak(vec![0u8; 8 * 4096].into_boxed_slice()).as_ptr() as usize;
         let span = Span { start: page.next_multiple_of(4096), len: 2 * 4096 };
         assert!(!contains(span.start));
         assert!(record_driver_memory(span));
         assert!(contains(span.start) && contains(span.end() - 1) && !contains(span.end()));
         assert!(!contains(span.start - 1));
-        forget_driver_memory(span);
+        remove_driver_memory(span);
         assert!(!contains(span.start));
         assert!(!record_driver_memory(Span { start: span.start + 1, len: 1 }), "not at a page");
     }

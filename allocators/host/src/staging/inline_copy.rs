@@ -3,12 +3,12 @@
 //!
 //! Waking a worker takes as long as copying some hundred KiB on one thread. A dependency between
 //! two streams costs the driver as much as queueing ten copies. So a short transfer is one copy on
-//! the operand's home stream, where program order is sufficient, and one wait:
+//! the operand's owner stream, where program order is sufficient, and one wait:
 //!
 //! ```text
-//!   to the device          memory ──► home stream           up to `direct`: the driver copies it into its own buffers
-//!                          memory ──► slot ──► home stream  up to `alone`
-//!   to the host            home stream ──► slot ──► memory
+//!   to the device          memory ──► owner stream           up to `direct`: the driver copies it into its own buffers
+//!                          memory ──► slot ──► owner stream  up to `alone`
+//!   to the host            owner stream ──► slot ──► memory
 //! ```
 #![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
 
@@ -89,7 +89,7 @@ impl StagerCore {
         }
     }
 
-    /// Orders operands for a stream: their home stream if they have one that is not capturing,
+    /// Orders operands for a stream: their owner stream if they have one that is not capturing,
     /// otherwise a stream of the stager.
     fn order_operands(
         &self,
@@ -135,7 +135,7 @@ impl StagerCore {
                 // Events of earlier transfers are recycled once they are known to have completed. A
                 // later call reports any error.
                 let _polled = owner.poll();
-                // The dependency is recorded now, so that work queued later on the home stream is
+                // The dependency is recorded now, so that work queued later on the owner stream is
                 // not waited for.
                 if let Err(error) = transfer_stream.timeline().wait_for(&owner, owner.open()) {
                     self.release_stream(&transfer_stream);
@@ -169,11 +169,11 @@ impl StagerCore {
 
     /// Returns the number of bytes up to which the calling thread copies through a slot.
     fn inline_limit(&self, direction: Direction) -> u64 {
-        let alone = match direction {
+        let limit = match direction {
             Direction::Upload => self.config.alone,
             Direction::Download => self.config.down_alone,
         };
-        alone.min(self.config.slot) as u64
+        limit.min(self.config.slot) as u64
     }
 
     /// Returns the kind of stores that the calling thread uses. Downloaded data is rarely read from
@@ -303,8 +303,8 @@ unsafe fn through_driver(
 /// of the copies and of the wait.
 ///
 /// # Safety
-/// 1. As [`StagerCore::copy_inline`]; the parts fit into a slot. 2. The operands have been ordered for
-///    the stream.
+/// 1. As [`StagerCore::copy_inline`]; the parts fit into a slot. 2. The operands have been ordered
+///    for the stream.
 unsafe fn through_slot(
     on: &Timeline,
     waits: &ShortWaits,
@@ -316,7 +316,7 @@ unsafe fn through_slot(
     let cuts = cuts(parts.direction, parts.total as usize);
     let mut moves = std::mem::take(&mut slot.moves);
     let at = cut_into(&mut moves, &parts.parts, &cuts);
-    let piece_of = |one: &Move| cuts.partition_point(|&cut| cut <= one.at);
+    let piece_of = |item: &Move| cuts.partition_point(|&cut| cut <= item.at);
     let mut pieces = moves.chunk_by(|a, b| piece_of(a) == piece_of(b));
     let start = slot.start();
     let (moved, synchronized) = match parts.direction {
@@ -351,8 +351,8 @@ unsafe fn through_slot(
                 }
             }
             let mut empty = |piece: &[Move]| {
-                let bytes = piece.first().map_or(0, |one| one.at)
-                    ..piece.last().map_or(0, |one| one.at + one.bytes);
+                let bytes = piece.first().map_or(0, |item| item.at)
+                    ..piece.last().map_or(0, |item| item.at + item.bytes);
                 slot.report_access(on, bytes, HostAccess::Read);
                 // SAFETY: 1. guaranteed by the caller: the parts are writable and not accessed by
                 // others. No copy touches these bytes of the slot any more.
@@ -402,13 +402,13 @@ fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
 /// 1. The moves lie in the slot. The source, slot or host memory, is readable. The destination is
 ///    writable and not accessed by others.
 unsafe fn copy_host(direction: Direction, start: NonNull<u8>, moves: &[Move], stores: Stores) {
-    for one in moves {
-        let HostEnd::Memory(host) = one.host else { continue };
+    for item in moves {
+        let HostEnd::Memory(host) = item.host else { continue };
         // SAFETY: 1. guaranteed by the caller.
-        let slot = unsafe { start.add(one.at) };
+        let slot = unsafe { start.add(item.at) };
         let (to, from) = if direction == Direction::Upload { (slot, host) } else { (host, slot) };
         // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
-        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, stores) };
+        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, stores) };
     }
 }
 
@@ -450,7 +450,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_few_and_only_a_short_one_is_waited_for_at_an_end() {
+    fn transfer_is_cut_into_few_pieces_with_the_shortest_at_the_waiting_end() {
         for (kib, copies) in
             [(1, 1), (96, 1), (97, 2), (128, 2), (256, 2), (512, 3), (1024, 4), (4096, 5)]
         {
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_cut_where_a_piece_ends_and_nowhere_else() {
+    fn parts_are_cut_only_at_the_ends_of_pieces() {
         let host = |at| {
             HostEnd::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
         };
@@ -477,7 +477,7 @@ mod tests {
         let (mut moves, parts) =
             (Vec::new(), [part(100, 1, 10), part(500, 11, 0), part(900, 11, 20)]);
         assert_eq!(cut_into(&mut moves, &parts, &[4, 10, 25]), 30);
-        let cut: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
+        let cut: Vec<_> = moves.iter().map(|item| (item.at, item.bytes, item.device)).collect();
         assert_eq!(cut, [(0, 4, 1), (4, 6, 5), (10, 15, 11), (25, 5, 26)]);
         assert!(matches!(moves[3].host, HostEnd::Memory(at) if at.addr().get() == 915));
     }

@@ -26,12 +26,12 @@ static INSTALLED: OnceLock<Installed> = OnceLock::new();
 #[track_caller]
 pub fn install(pool: PinnedPool) -> Result<()> {
     let by = Location::caller();
-    let mut ours = false;
+    let mut first = false;
     let installed = INSTALLED.get_or_init(|| {
-        ours = true;
+        first = true;
         Installed { pool, by }
     });
-    if ours { Ok(()) } else { Err(MemoryError::AlreadySet { what: WHAT, by: installed.by }) }
+    if first { Ok(()) } else { Err(MemoryError::AlreadySet { what: WHAT, by: installed.by }) }
 }
 
 /// Returns the staging allocator, if one has been installed. Never blocks.

@@ -1,7 +1,7 @@
 //! Lanes: small sets of slots, each used by one worker at a time.
 #![expect(
     unsafe_code,
-    reason = "tells the slots' elements plain, and gives pointers to their bytes out"
+    reason = "declares the elements of slots plain data, and returns pointers to their bytes"
 )]
 
 use super::{
@@ -282,8 +282,8 @@ impl Lanes {
 
     /// Returns a lane, and waits for one while other transfers use all of them.
     ///
-    /// Returns `None` if `is_cancelled` returns true, or if no lane exists any more. `is_cancelled` is
-    /// checked again after each [`Lanes::call`].
+    /// Returns `None` if `is_cancelled` returns true, or if no lane exists any more. `is_cancelled`
+    /// is checked again after each [`Lanes::wake_waiters`].
     pub(super) fn acquire(&self, is_cancelled: impl Fn() -> bool) -> Option<Lane> {
         let mut state = self.lock();
         loop {
@@ -299,7 +299,7 @@ impl Lanes {
         }
     }
 
-    /// Wakes the threads in [`Lanes::take`], so that they check again whether they need a lane.
+    /// Wakes the threads in [`Lanes::acquire`], so that they check again whether they need a lane.
     pub(super) fn wake_waiters(&self) {
         // Under the lock: otherwise a thread that has just checked would miss the notification.
         self.notify_waiters(&self.lock());
@@ -356,7 +356,7 @@ impl Lanes {
     }
 }
 
-/// The guard of [`Lanes::keep`].
+/// The guard of [`Lanes::hold_reclaim`].
 pub(super) struct ReclaimHold<'a>(&'a Lanes);
 
 impl Drop for ReclaimHold<'_> {

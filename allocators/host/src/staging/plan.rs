@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn the_very_last_chunks_may_be_shorter_than_any_other() {
+    fn last_chunks_may_be_shorter_than_the_minimum() {
         let (least, last) = (2 << 20, 512 << 10);
         let lengths =
             lengths(&cut(64 << 20, 0, ChunkSizing { least, last: Some(last), ..sizing() }));
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_transfer_is_cut_into_least_chunks() {
+    fn short_transfer_is_cut_into_minimum_chunks() {
         for total in [512 << 10, 1 << 20, 2 << 20, 4 << 20] {
             let lengths = lengths(&cut(total, 0, sizing()));
             assert_eq!(lengths.len() as u64, total / (256 << 10), "{lengths:?}");
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_loaded_with_many_small_parts_and_each_in_its_place_of_a_page() {
+    fn slot_holds_many_small_parts_each_at_its_offset_in_a_page() {
         let part = |offset, device, bytes| Part { host: HostEnd::File(offset), device, bytes };
         let parts =
             [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];

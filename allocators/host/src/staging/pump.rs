@@ -43,7 +43,7 @@ pub(super) unsafe fn queue_moves(
         |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
     let _calling = on.calling()?;
     moves.chunk_by(joined).try_for_each(|run| {
-        let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
+        let (first, bytes) = (run[0], run.iter().map(|item| item.bytes).sum());
         // SAFETY: 1. guaranteed by the caller.
         let at = unsafe { start.add(first.at) };
         // SAFETY: 1. and 2. guaranteed by the caller.
@@ -139,23 +139,23 @@ impl Transfer {
         lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Write);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
-        for one in &slot.moves {
+        for item in &slot.moves {
             // SAFETY: 1. `load` only creates moves inside the slot.
-            let to = unsafe { start.add(one.at) };
-            match one.host {
+            let to = unsafe { start.add(item.at) };
+            match item.host {
                 HostEnd::Memory(from) => {
                     // SAFETY: 1. the part is readable until the transfer is finished, and the slot
                     // contains the move. 2. slot memory is never borrowed elsewhere. 3. the part is
                     // borrowed for reading, so it is not written, and the slot belongs to this
                     // lane.
                     unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
+                        stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, self.stores());
                     }
                 }
                 HostEnd::File(offset) => {
                     // SAFETY: 1. initialised bytes inside the slot, to which this lane has
                     // exclusive access.
-                    let into = unsafe { NonNull::slice_from_raw_parts(to, one.bytes).as_mut() };
+                    let into = unsafe { NonNull::slice_from_raw_parts(to, item.bytes).as_mut() };
                     self.read(offset, into)?;
                 }
             }
@@ -226,21 +226,21 @@ impl Transfer {
         lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Read);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
-        for one in &slot.moves {
+        for item in &slot.moves {
             // SAFETY: 1. `load` only creates moves inside the slot.
-            let from = unsafe { start.add(one.at) };
-            match one.host {
+            let from = unsafe { start.add(item.at) };
+            match item.host {
                 HostEnd::Memory(to) => {
                     // SAFETY: 1. the part is writable until the transfer is finished, and the slot
                     // contains the move. 2. slot memory is never borrowed elsewhere. 3. the
                     // transfer has exclusive access to the part, and no copy touches the slot.
                     unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
+                        stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, self.stores());
                     }
                 }
                 HostEnd::File(offset) => {
                     // SAFETY: 1. initialised bytes inside the slot, which is not written.
-                    let bytes = unsafe { NonNull::slice_from_raw_parts(from, one.bytes).as_ref() };
+                    let bytes = unsafe { NonNull::slice_from_raw_parts(from, item.bytes).as_ref() };
                     self.write(offset, bytes)?;
                 }
             }

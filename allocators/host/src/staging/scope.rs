@@ -40,12 +40,12 @@ pub struct Staged {
 enum State {
     /// This many bytes were moved before the call returned.
     Done(u64),
-    Begun(Arc<Transfer>),
+    InFlight(Arc<Transfer>),
 }
 
 impl Staged {
-    pub(super) fn begun(transfer: Arc<Transfer>) -> Self {
-        Self { state: State::Begun(transfer) }
+    pub(super) fn from_transfer(transfer: Arc<Transfer>) -> Self {
+        Self { state: State::InFlight(transfer) }
     }
 
     /// Returns the progress of the transfer.
@@ -53,7 +53,7 @@ impl Staged {
     pub fn progress(&self) -> Progress {
         match &self.state {
             State::Done(bytes) => Progress { done: *bytes, total: *bytes },
-            State::Begun(transfer) => transfer.progress(),
+            State::InFlight(transfer) => transfer.progress(),
         }
     }
 
@@ -62,7 +62,7 @@ impl Staged {
     pub fn is_done(&self) -> bool {
         match &self.state {
             State::Done(_) => true,
-            State::Begun(transfer) => transfer.is_finished(),
+            State::InFlight(transfer) => transfer.is_finished(),
         }
     }
 
@@ -71,7 +71,7 @@ impl Staged {
     pub fn try_wait(&self) -> Option<Result<()>> {
         match &self.state {
             State::Done(_) => Some(Ok(())),
-            State::Begun(transfer) => transfer.outcome(),
+            State::InFlight(transfer) => transfer.outcome(),
         }
     }
 
@@ -82,7 +82,7 @@ impl Staged {
     pub fn wait(&self) -> Result<()> {
         match &self.state {
             State::Done(_) => Ok(()),
-            State::Begun(transfer) => transfer.wait(),
+            State::InFlight(transfer) => transfer.wait(),
         }
     }
 
@@ -95,7 +95,9 @@ impl Staged {
     pub fn wait_until(&self, deadline: Instant) -> Option<Result<()>> {
         match &self.state {
             State::Done(_) => Some(Ok(())),
-            State::Begun(transfer) => transfer.wait_until(deadline).then(|| transfer.outcome())?,
+            State::InFlight(transfer) => {
+                transfer.wait_until(deadline).then(|| transfer.outcome())?
+            }
         }
     }
 
@@ -104,7 +106,7 @@ impl Staged {
     /// The transfer ends with [`StageError::Cancelled`] when the workers have finished their
     /// current chunks, unless it completes first.
     pub fn cancel(&self) {
-        if let State::Begun(transfer) = &self.state {
+        if let State::InFlight(transfer) = &self.state {
             transfer.cancel();
         }
     }
@@ -116,7 +118,7 @@ impl Future for Staged {
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         match &self.state {
             State::Done(_) => Poll::Ready(Ok(())),
-            State::Begun(transfer) => transfer.poll(context.waker()),
+            State::InFlight(transfer) => transfer.poll(context.waker()),
         }
     }
 }
@@ -481,11 +483,11 @@ impl<'env> StageScope<'_, 'env> {
             started.push(transfer.clone());
         }
         transfer.begin();
-        Ok(Staged::begun(transfer))
+        Ok(Staged::from_transfer(transfer))
     }
 }
 
-/// Returns the common home stream of all operands, if they share one.
+/// Returns the common owner stream of all operands, if they share one.
 fn common_stream(mut owners: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
     let first = owners.next()??;
     owners.all(|owner| owner == Some(first)).then_some(first)

@@ -71,8 +71,8 @@ impl ShortWaits {
         }
     }
 
-    /// Waits as `fallback` ([`synchronize`] or [`synchronize_or_abort`]) does, with the faster kind of wait. A
-    /// wait by a word needs a slot that carries nothing.
+    /// Waits as `fallback` ([`synchronize`] or [`synchronize_or_abort`]) does, with the faster kind
+    /// of wait. A wait by a word needs a slot that carries nothing.
     ///
     /// # Errors
     /// As `fallback`. The slot is busy as well. It stays busy forever if the stream was capturing,
@@ -114,8 +114,8 @@ pub(super) fn synchronize(timeline: &Timeline) -> Result<()> {
     retry_after_captures(timeline, Timeline::settle)
 }
 
-/// Waits as [`synchronize`] does, for callers that cannot keep the memory: does not return while work
-/// may run. See [`Timeline::settle_or_abort`].
+/// Waits as [`synchronize`] does, for callers that cannot keep the memory: does not return while
+/// work may run. See [`Timeline::settle_or_abort`].
 ///
 /// # Errors
 /// As [`synchronize`]. No work runs any more.

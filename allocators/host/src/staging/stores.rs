@@ -113,8 +113,8 @@ const BLOCK: usize = 128;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const PREFETCH_DISTANCE: usize = 4096;
 
-/// Prefetches the two cache lines at distance [`PREFETCH_DISTANCE`] from `from`. They may be unmapped, since a
-/// prefetch is no access.
+/// Prefetches the two cache lines at distance [`PREFETCH_DISTANCE`] from `from`. They may be
+/// unmapped, since a prefetch is no access.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 fn prefetch(from: *const u8) {
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_of_a_copy_arrives_and_none_beside_it_whatever_its_ends() {
+    fn copy_writes_exactly_its_bytes_at_any_alignment() {
         let from: Vec<u8> =
             (0..3 * NON_TEMPORAL_MIN + 700).map(|at| (at * 31 % 251) as u8).collect();
         for stores in [Stores::NonTemporal, Stores::Cached] {
@@ -222,7 +222,7 @@ mod tests {
 
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[test]
-    fn the_narrower_stores_copy_the_same() {
+    fn narrower_stores_copy_the_same_bytes() {
         #[repr(align(64))]
         struct Aligned([u8; 4 * BLOCK]);
         type Copy = unsafe fn(*mut u8, *const u8, usize);
@@ -241,10 +241,9 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_written_through_a_cache_that_holds_them_twice_by_a_transfer_that_fills_them_twice()
-    {
+    fn cached_stores_need_a_cache_and_a_transfer_of_twice_the_slots() {
         let (slots, long) = (72 << 20, 144 << 20);
-        for (direction, total, cache, resolve) in [
+        for (direction, total, cache, expected) in [
             (Direction::Upload, long, Some(300 << 20), Stores::Cached),
             (Direction::Upload, long - 1, Some(300 << 20), Stores::NonTemporal),
             (Direction::Upload, long, Some(144 << 20), Stores::Cached),
@@ -255,7 +254,7 @@ mod tests {
         ] {
             assert_eq!(
                 Stores::Auto.resolve(direction, total, slots, cache),
-                resolve,
+                expected,
                 "{direction:?} {total} {cache:?}"
             );
             for configured in [Stores::Cached, Stores::NonTemporal] {

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   worker 1   fill a │ queue a, c, b │ fill d …
-//!   worker 2   fill b ▪ fill e                       ▪ hands in
+//!   worker 2   fill b ▪ fill e                       ▪ submits
 //!   worker 3   fill c ▪ fill f
 //! ```
 //!
@@ -45,7 +45,7 @@ struct State {
 }
 
 /// The copies of one slot. The slot must not be touched until they are
-/// [answered](Submission::answer).
+/// [completed](Submission::complete).
 pub(super) struct Submission {
     /// The slot's first byte.
     pub(super) start: NonNull<u8>,
@@ -158,8 +158,8 @@ impl Submissions {
 
     /// Enqueues a submission. Never blocks.
     ///
-    /// If a [`Combiner`] is returned, the caller must queue this submission and all that arrive during
-    /// the turn. Otherwise another thread does.
+    /// If a [`Combiner`] is returned, the caller must queue this submission and all that arrive
+    /// during the turn. Otherwise another thread does.
     pub(super) fn submit(&self, submission: Submission) -> Option<Combiner<'_>> {
         let mut state = self.lock();
         state.waiting.push_back(submission);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn one_thread_at_a_time_queues_what_all_hand_in_and_each_is_answered_once() {
+    fn one_combiner_at_a_time_queues_all_submissions_and_completes_each_once() {
         let submissions = Submissions::default();
         let (busy, queued) = (AtomicBool::new(false), Mutex::new(0u64));
         thread::scope(|threads| {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_a_thread_that_panics_is_told() {
+    fn panic_of_the_combiner_completes_all_submissions_with_an_error() {
         let submissions = Submissions::default();
         let [mine, others] = [0, 1].map(|_| Arc::new(Receipt::default()));
         let unwound = catch_unwind(AssertUnwindSafe(|| {

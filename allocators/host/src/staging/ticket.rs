@@ -238,8 +238,8 @@ impl Permit {
             .map_err(Into::into)
             .and_then(|()| {
                 let shared = self.shared.clone();
-                // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
-                // until it is finished.
+                // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
+                // untouched until it is finished.
                 unsafe {
                     shared.transfer(parts, None, self, to.home_stream(), |on| {
                         to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
@@ -269,8 +269,8 @@ impl Permit {
             .map_err(Into::into)
             .and_then(|()| {
                 let shared = self.shared.clone();
-                // SAFETY: 1. both sides are moved to the shelf, which the transfer keeps untouched
-                // until it is finished.
+                // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
+                // untouched until it is finished.
                 unsafe {
                     shared.transfer(parts, None, self, from.home_stream(), |on| {
                         from.order(on.raw(), Some(on.keep_alive()), Access::Read)
@@ -318,8 +318,8 @@ impl Permit {
         let mut parts = Parts::new(Direction::Upload);
         let made = parts.ranges(from, device_location(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
-            // SAFETY: 1. the operand and the source are moved to the shelf, which the transfer
-            // keeps untouched until it is finished.
+            // SAFETY: 1. the operand and the source are moved to the stored operands, which the
+            // transfer keeps untouched until it is finished.
             unsafe {
                 shared.transfer(parts, from, self, to.home_stream(), |on| {
                     to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
@@ -347,8 +347,8 @@ impl Permit {
         let to = iter::once(offset..offset.saturating_add(range.bytes));
         let made = parts.ranges(to, device_location(&from)).map_err(Into::into).and_then(|()| {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
-            // SAFETY: 1. the operand and the sink are moved to the shelf, which the transfer keeps
-            // untouched until it is finished.
+            // SAFETY: 1. the operand and the sink are moved to the stored operands, which the
+            // transfer keeps untouched until it is finished.
             unsafe {
                 shared.transfer(parts, to, self, from.home_stream(), |on| {
                     from.order(on.raw(), Some(on.keep_alive()), Access::Read)
@@ -372,7 +372,7 @@ fn start<T: Send + 'static>(
     let operands = Arc::new(OwnedOperands(Mutex::new(Some(operands))));
     transfer.set_keep_alive(keep_alive(operands.clone()));
     transfer.begin();
-    Ok(Ticket { staged: Staged::begun(transfer), operands, detached: false })
+    Ok(Ticket { staged: Staged::from_transfer(transfer), operands, detached: false })
 }
 
 impl Stager {

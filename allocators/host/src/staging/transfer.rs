@@ -69,7 +69,7 @@ pub(super) struct Transfer {
     pub(super) transfer_stream: Stream,
     /// Copies on their way to that stream.
     pub(super) submissions: Submissions,
-    /// The common home stream of the operands, if they share one.
+    /// The common owner stream of the operands, if they share one.
     owner: Option<Arc<Timeline>>,
     /// The next chunk to be claimed.
     next: AtomicUsize,
@@ -161,20 +161,17 @@ impl Transfer {
     pub(super) fn begin(self: &Arc<Self>) {
         let chunks = self.plan.chunks();
         if chunks > 0 {
-            let state_of_direction = self.shared.direction_state(self.plan.direction);
-            let wanted =
-                chunks.min(state_of_direction.workers_most).min(workers_to_wake(self.plan.total()));
+            let direction = self.shared.direction_state(self.plan.direction);
+            let wanted = chunks.min(direction.workers_most).min(workers_to_wake(self.plan.total()));
             let submitted =
-                state_of_direction.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(
-                    |()| {
-                        let transfer = self.clone();
-                        let work = move |_| transfer.run_as_worker();
-                        state_of_direction
-                            .workers
-                            .submit(self.shared.node, wanted, None, work)
-                            .map_err(StageError::Workers)
-                    },
-                );
+                direction.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(|()| {
+                    let transfer = self.clone();
+                    let work = move |_| transfer.run_as_worker();
+                    direction
+                        .workers
+                        .submit(self.shared.node, wanted, None, work)
+                        .map_err(StageError::Workers)
+                });
             match submitted {
                 Ok(job) => {
                     let mut state = self.lock();
@@ -441,7 +438,7 @@ impl Drop for TransferLaneGuard<'_> {
         match lane.synchronize(transfer_stream) {
             Ok(()) => lanes.release(lane),
             Err(error) => {
-                // Uses of the operands on their home stream must come after the copies. If that
+                // Uses of the operands on their owner stream must come after the copies. If that
                 // dependency cannot be recorded either, the operands are returned only when no copy
                 // can run: the work is done, the device is lost or the driver is gone.
                 let joined = transfer
@@ -463,7 +460,7 @@ mod tests {
     use super::workers_to_wake;
 
     #[test]
-    fn a_transfer_wakes_a_worker_for_each_half_mebibyte_and_one_at_least() {
+    fn transfer_wakes_one_worker_per_half_mebibyte_and_at_least_one() {
         for (kib, workers) in [(0, 1), (300, 1), (512, 1), (1024, 2), (1536, 3), (4096, 8)] {
             assert_eq!(workers_to_wake(kib << 10), workers, "{kib} KiB");
         }

@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_list_the_kernel_writes_is_read_and_written_back() {
+    fn kernel_lists_round_trip() {
         for (text, members, canonical) in [
             ("", vec![], ""),
             ("\n", vec![], ""),
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_an_error_with_the_part_at_fault() {
+    fn malformed_list_is_an_error_with_the_wrong_part() {
         for text in ["a", "1-", "-1", "1,,2", "0x1", "+1", "1-2-3", ",", "99999999999"] {
             assert!(
                 matches!(Bitmap::parse_list(text), Err(ListError::NotANumber { .. })),
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_of_other_lengths_are_compared_and_intersected_by_members() {
+    fn sets_of_different_lengths_are_compared_and_intersected_by_members() {
         let wide: Bitmap = (0..2000).collect();
         let narrow: Bitmap = [3, 70].into_iter().collect();
         assert_eq!(wide.intersection(&narrow), narrow);

@@ -65,8 +65,8 @@ impl Topology {
             else {
                 continue;
             };
-            let kept = group.used(files)?.saturating_sub(group.reclaimable(files)?);
-            let left = limit.saturating_sub(kept);
+            let unreclaimable = group.used(files)?.saturating_sub(group.reclaimable(files)?);
+            let left = limit.saturating_sub(unreclaimable);
             if least.value.is_none_or(|least| left < least) {
                 least = Found::known(left, source);
             }
@@ -113,8 +113,9 @@ impl Topology {
         if self.nodes().is_empty() {
             return bytes(Path::new("/sys/kernel/mm/hugepages"));
         }
-        let ours = self.host_nodes().filter(|node| node.memory_allowed);
-        ours.map(|node| bytes(&Path::new(FOLDER).join(format!("node{}/hugepages", node.id.0))))
+        let usable = self.host_nodes().filter(|node| node.memory_allowed);
+        usable
+            .map(|node| bytes(&Path::new(FOLDER).join(format!("node{}/hugepages", node.id.0))))
             .sum()
     }
 

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn domains_of_four_and_eight_digits_in_either_case_are_one_address() {
+    fn domains_of_four_and_eight_digits_in_either_case_are_equal() {
         let gpu = PciAddress { domain: 0, bus: 0xdb, device: 0x1f, function: 7 };
         for text in ["0000:db:1f.7", "0000:DB:1F.7", "00000000:dB:1f.7", " 0000:db:1f.7\n"] {
             assert_eq!(text.parse(), Ok(gpu), "{text:?}");
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_an_error_with_the_part_at_fault() {
+    fn malformed_address_is_an_error_with_the_wrong_part() {
         for text in ["", "3b:00.0", "0000:3b:00", "0000-3b-00.0", "0000:3b.00.0"] {
             assert!(
                 matches!(text.parse::<PciAddress>(), Err(PciAddressError::Shape { .. })),

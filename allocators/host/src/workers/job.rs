@@ -93,7 +93,7 @@ pub struct Job<R: Send + 'static> {
     state: Arc<JobCore<R>>,
 }
 
-/// The interface of a job to its crew.
+/// The interface of a job to its worker group.
 pub(super) trait Work: Send + Sync {
     /// Runs the next piece, and counts it in `busy` for that time. Returns `false` if there is none
     /// left.

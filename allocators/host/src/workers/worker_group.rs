@@ -23,7 +23,7 @@ pub(super) struct WorkerGroup {
     limit: usize,
     kernel: Kernel,
     state: Mutex<State>,
-    /// Notified when a job arrives or the crew is closed.
+    /// Notified when a job arrives or the group is closed.
     wake: Condvar,
     /// Number of workers that run a piece.
     busy: AtomicUsize,
@@ -35,7 +35,7 @@ pub(super) struct WorkerGroup {
 /// takes tens of microseconds. A caller with consecutive transfers finds the workers awake.
 const SPINS: u32 = 2000;
 
-/// The CPUs that the workers of a crew are bound to.
+/// The CPUs that the workers of a group are bound to.
 #[derive(Debug)]
 pub(super) struct NodeBinding {
     /// The node at the time when the workers were created.
@@ -130,7 +130,7 @@ impl WorkerGroup {
     /// Starts a worker and waits until it is bound or has failed to bind. The caller has counted it
     /// as alive.
     fn start_thread(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
-        let (bound, is_bound) = mpsc::sync_channel::<()>(1);
+        let (bound, wait_bound) = mpsc::sync_channel::<()>(1);
         let mut guard = ThreadGuard { group: self.clone(), unbound: false };
         // The kernel truncates names to 15 bytes.
         let name = match &self.binding {
@@ -155,7 +155,7 @@ impl WorkerGroup {
         });
         // If the thread did not start, its closure was dropped, which has corrected the count.
         spawned.map_err(|error| WorkerError::Spawn { error })?;
-        let _ = is_bound.recv();
+        let _ = wait_bound.recv();
         Ok(())
     }
 
@@ -232,8 +232,8 @@ impl WorkerGroup {
 
 impl fmt::Debug for WorkerGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Crew")
-            .field("home", &self.binding)
+        f.debug_struct("WorkerGroup")
+            .field("binding", &self.binding)
             .field("limit", &self.limit)
             .finish_non_exhaustive()
     }
@@ -248,13 +248,13 @@ struct ThreadGuard {
 
 impl Drop for ThreadGuard {
     fn drop(&mut self) {
-        let is_orphaned = {
+        let orphaned = {
             let mut state = self.group.lock();
             state.alive -= 1;
             state.unbound -= usize::from(self.unbound);
             !state.closed && state.alive == 0 && !state.queue.is_empty()
         };
-        if is_orphaned && std::thread::panicking() && self.group.ensure_threads(1).is_err() {
+        if orphaned && std::thread::panicking() && self.group.ensure_threads(1).is_err() {
             // There is no worker left, and no new one could be started.
             let waiting = {
                 let mut state = self.group.lock();

@@ -46,8 +46,8 @@ fn next_chunk(left: usize, chunk: usize, piece: usize, others: bool) -> usize {
     }
 }
 
-fn whole(bytes: usize, of: usize) -> usize {
-    (bytes / of * of).max(of)
+fn round_down(bytes: usize, multiple: usize) -> usize {
+    (bytes / multiple * multiple).max(multiple)
 }
 
 impl RegionBuilder<'_> {
@@ -60,7 +60,7 @@ impl RegionBuilder<'_> {
         register: bool,
     ) -> Result<(), (Step, Cause)> {
         let page = tier.page().unwrap_or(GRANULE);
-        let piece = whole(self.request.piece.min(self.request.registration), page);
+        let piece = round_down(self.request.piece.min(self.request.registration), page);
         let chunk = self.chunk(piece, register);
         let pieces = self.bytes.div_ceil(piece);
         let stall = Arc::new(StallDetector::default());
@@ -97,12 +97,12 @@ impl RegionBuilder<'_> {
     /// Returns the bytes of one registration: the requested size, within the limits of driver and
     /// kernel.
     fn chunk(&mut self, piece: usize, register: bool) -> usize {
-        let asked = self.request.registration;
+        let requested = self.request.registration;
         let limit = registration_limit(&self.host.kernel);
-        let fit = asked.min(limit);
-        let taken = whole(fit, if fit < piece { GRANULE } else { piece });
-        if register && asked > limit && self.bytes > taken {
-            self.fell_short(Step::Register, Cause::Chunks { asked, taken });
+        let fit = requested.min(limit);
+        let taken = round_down(fit, if fit < piece { GRANULE } else { piece });
+        if register && requested > limit && self.bytes > taken {
+            self.fell_short(Step::Register, Cause::Chunks { asked: requested, taken });
         }
         taken
     }
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_one_registration_is_one_and_the_last_of_several_is_short() {
+    fn small_regions_get_one_registration_and_the_last_of_several_is_short() {
         for bytes in [1, 4096, 100 * MIB, GIB] {
             assert_eq!(chunks(bytes), [bytes]);
         }

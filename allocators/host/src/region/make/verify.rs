@@ -34,8 +34,8 @@ impl RegionBuilder<'_> {
             return placement;
         }
         // A huge page from the pool lies on one node, and counts as the base pages it contains.
-        let one = tier.page().map_or(1, |huge| huge / self.page);
-        let step = step.next_multiple_of(one);
+        let weight = tier.page().map_or(1, |huge| huge / self.page);
+        let step = step.next_multiple_of(weight);
         let pages = part.len.div_ceil(self.page);
         let mut counts = BTreeMap::<NodeId, u64>::new();
         let (start, page) = (part.start, self.page);
@@ -51,8 +51,8 @@ impl RegionBuilder<'_> {
             });
             for node in nodes {
                 match u32::try_from(node) {
-                    Ok(node) => *counts.entry(NodeId(node)).or_default() += one as u64,
-                    Err(_) => placement.unknown += one as u64,
+                    Ok(node) => *counts.entry(NodeId(node)).or_default() += weight as u64,
+                    Err(_) => placement.unknown += weight as u64,
                 }
             }
         }
