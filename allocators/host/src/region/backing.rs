@@ -120,7 +120,7 @@ impl Drop for DriverBlock {
     fn drop(&mut self) {
         if self.release().is_err() {
             let charge = self.charge.take();
-            strand(Stranded::DriverBlock(Self {
+            strand(StrandedMemory::DriverBlock(Self {
                 span: self.span,
                 reach: self.reach.clone(),
                 charge,
@@ -295,7 +295,7 @@ impl Backing {
     }
 
     pub(super) fn strand(&mut self) {
-        strand(Stranded::Backing(self.take()));
+        strand(StrandedMemory::Backing(self.take()));
     }
 
     /// Moves everything out, for a later release.
@@ -325,27 +325,28 @@ impl Drop for Backing {
 
 /// Something whose release failed. Dropping it tries again, and strands it again on failure.
 #[derive(Debug)]
-pub(super) enum Stranded {
+pub(super) enum StrandedMemory {
     Mapping(Mapping),
     DriverBlock(DriverBlock),
     Backing(Backing),
 }
 
-static STRANDED: ForkSafe<Vec<(u64, Stranded)>> = ForkSafe::new(LockOrder::Stranded, Vec::new());
+static STRANDED: ForkSafe<Vec<(u64, StrandedMemory)>> =
+    ForkSafe::new(LockOrder::Stranded, Vec::new());
 static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn stranded() -> ForkSafeGuard<'static, Vec<(u64, Stranded)>> {
+fn stranded() -> ForkSafeGuard<'static, Vec<(u64, StrandedMemory)>> {
     STRANDED.lock()
 }
 
-pub(super) fn strand(stranded_memory: Stranded) {
-    let bytes = match &stranded_memory {
-        Stranded::Mapping(mapping) => mapping.span().len,
-        Stranded::DriverBlock(block) => block.span.len,
-        Stranded::Backing(backing) => backing.bytes() as usize,
+pub(super) fn strand(memory: StrandedMemory) {
+    let bytes = match &memory {
+        StrandedMemory::Mapping(mapping) => mapping.span().len,
+        StrandedMemory::DriverBlock(block) => block.span.len,
+        StrandedMemory::Backing(backing) => backing.bytes() as usize,
     } as u64;
     STRANDED_BYTES.fetch_add(bytes, Ordering::Relaxed);
-    stranded().push((bytes, stranded_memory));
+    stranded().push((bytes, memory));
 }
 
 /// Returns the bytes of this process's regions that the driver or the kernel refused to release.
@@ -368,10 +369,10 @@ pub fn retry_stranded() -> u64 {
         return 0;
     }
     let waiting = mem::take(&mut *stranded());
-    for (bytes, stranded_memory) in waiting {
+    for (bytes, memory) in waiting {
         STRANDED_BYTES.fetch_sub(bytes, Ordering::Relaxed);
         // Its `Drop` tries again, without the lock.
-        drop(stranded_memory);
+        drop(memory);
     }
     stranded_bytes()
 }

@@ -3,7 +3,7 @@
 
 use super::{
     PageTier,
-    backing::{Stranded, strand},
+    backing::{StrandedMemory, strand},
     stall_detector::{Pages, StallDetector},
     window,
 };
@@ -33,7 +33,7 @@ pub(super) struct Mapping {
 
 /// How a piece was populated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Populated {
+pub(super) enum PopulateMethod {
     ByKernel,
     /// The kernel is too old, so each page was written.
     ByTouch,
@@ -115,7 +115,7 @@ impl Mapping {
         tier: PageTier,
         page: usize,
         stall: &StallDetector,
-    ) -> Result<Populated, SystemError> {
+    ) -> Result<PopulateMethod, SystemError> {
         let len = len.min(self.span.len.saturating_sub(offset));
         let part = Span { start: self.span.start + offset, len };
         let pages = if tier == PageTier::Transparent { stall.next(len) } else { Pages::Base };
@@ -126,13 +126,13 @@ impl Mapping {
         match self.kernel.populate(part) {
             Ok(took) => {
                 stall.record(pages, len, took);
-                Ok(Populated::ByKernel)
+                Ok(PopulateMethod::ByKernel)
             }
             Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
                 // SAFETY: 1. inside this mapping, which has not been written yet: zeros are written
                 // over zeros, each page by one worker. 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
-                Ok(Populated::ByTouch)
+                Ok(PopulateMethod::ByTouch)
             }
             Err(e) => Err(e),
         }
@@ -162,7 +162,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         if self.release().is_err() {
             let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            strand(Stranded::Mapping(Self {
+            strand(StrandedMemory::Mapping(Self {
                 span,
                 kernel,
                 file,

@@ -49,11 +49,11 @@ const USUAL_ALIGNMENT: usize = 4096;
 #[derive(Debug)]
 pub struct FileSource {
     cached: File,
-    direct: Option<Direct>,
+    direct: Option<DirectFile>,
 }
 
 #[derive(Debug)]
-struct Direct {
+struct DirectFile {
     file: File,
     /// Required alignment of addresses, offsets and lengths.
     align: usize,
@@ -127,7 +127,7 @@ impl FileSource {
             .map_err(io::Error::from)
     }
 
-    fn usable(&self) -> Option<&Direct> {
+    fn usable(&self) -> Option<&DirectFile> {
         self.direct.as_ref().filter(|direct| !direct.refused.load(Ordering::Relaxed))
     }
 }
@@ -160,10 +160,10 @@ impl Source for FileSource {
 }
 
 /// Opens the file again for direct I/O. Returns `None` if that is refused.
-fn direct(path: &Path, cached: &File) -> Option<Direct> {
+fn direct(path: &Path, cached: &File) -> Option<DirectFile> {
     let align = direct_alignment(cached)?;
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-    Some(Direct { file, align, refused: AtomicBool::new(false) })
+    Some(DirectFile { file, align, refused: AtomicBool::new(false) })
 }
 
 /// Returns the required alignment of direct reads of a file, in bytes, or `None` if the file system

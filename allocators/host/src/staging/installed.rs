@@ -8,12 +8,12 @@ use std::{panic::Location, sync::OnceLock};
 /// Its name in errors.
 const WHAT: &str = "the staging allocator";
 
-struct Installed {
+struct InstalledPool {
     pool: PinnedPool,
     by: &'static Location<'static>,
 }
 
-static INSTALLED: OnceLock<Installed> = OnceLock::new();
+static INSTALLED: OnceLock<InstalledPool> = OnceLock::new();
 
 /// Makes `pool` the staging allocator of this process. This can be done only once.
 ///
@@ -29,7 +29,7 @@ pub fn install(pool: PinnedPool) -> Result<()> {
     let mut first = false;
     let installed = INSTALLED.get_or_init(|| {
         first = true;
-        Installed { pool, by }
+        InstalledPool { pool, by }
     });
     if first { Ok(()) } else { Err(MemoryError::AlreadySet { what: WHAT, by: installed.by }) }
 }

@@ -10,7 +10,7 @@ use crate::{
     kernel::{Kernel, Span},
     region::{
         backing::Backing,
-        mapping::{Mapping, Populated},
+        mapping::{Mapping, PopulateMethod},
         report::{Cause, PageTier, Step},
         stall_detector::StallDetector,
         window::GRANULE,
@@ -182,7 +182,7 @@ impl RegionBuilder<'_> {
     }
 }
 
-type PopulateResult = Result<Populated, SystemError>;
+type PopulateResult = Result<PopulateMethod, SystemError>;
 
 /// Populating in progress.
 enum Population {
@@ -207,7 +207,7 @@ impl Population {
         }
         for number in first..end {
             let answer = match self {
-                Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(Populated::ByKernel)),
+                Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(PopulateMethod::ByKernel)),
                 Self::ByCaller(_)
                     if deadline.is_some_and(|deadline| Instant::now() >= deadline) =>
                 {
@@ -215,7 +215,7 @@ impl Population {
                 }
                 Self::ByCaller(populate_piece) => populate_piece(number),
             };
-            touched |= answer.map_err(Cause::System)? == Populated::ByTouch;
+            touched |= answer.map_err(Cause::System)? == PopulateMethod::ByTouch;
         }
         Ok(touched)
     }
