@@ -264,7 +264,7 @@ impl Budget {
             }
             node.update_bounds();
         }
-        if self.used() > limit {
+        if node.over_limit.load(Relaxed) {
             node.recall();
         }
         node.tree.wait_queue.request_scan();

@@ -36,4 +36,7 @@ regressions! {
         (17264232662068481788, 3099),
         (2475505609494469592, 5010),
     ];
+    a_lease_grants_no_more_than_its_budget_where_guarantees_fill_a_lowered_limit: "budget" [
+        (14342794408075834852, 7644),
+    ];
 }

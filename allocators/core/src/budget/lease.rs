@@ -12,7 +12,8 @@
 //! - Spare bytes are available to every charge of the tree. Before a charge is refused, when a
 //!   waiter enters the queue and when a limit is lowered, the spare bytes are recalled by the
 //!   thread that needs them, without the lease's owner.
-//! - While there is a waiter, or use exceeds a lowered limit, a lease keeps no spare bytes.
+//! - While there is a waiter, or use and unused guarantees exceed a lowered limit, a lease keeps no
+//!   spare bytes.
 //! - So a limit on live bytes is exact: a charge is refused only if the live bytes leave no room
 //!   for it. A refusal has to visit every lease.
 //!
@@ -241,7 +242,8 @@ impl LeaseBody {
         }
     }
 
-    /// Returns whether spare bytes must go back: there is a waiter, or use exceeds a lowered limit.
+    /// Returns whether spare bytes must go back: there is a waiter, or a lowered limit is
+    /// exceeded.
     #[inline]
     fn must_return_spare(&self) -> bool {
         self.node.tree.wait_queue.has_waiters() || self.node.is_over_limit()

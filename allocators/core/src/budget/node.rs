@@ -50,7 +50,7 @@ pub(super) struct Tree {
     pub(super) lock: SpinLock,
     /// The wait queue of all nodes.
     pub(super) wait_queue: WaitQueue,
-    /// The number of nodes that use more than their limit, which was lowered. Written under the
+    /// The number of nodes that hold more than their limit, which was lowered. Written under the
     /// lock.
     pub(super) nodes_over_limit: AtomicUsize,
     /// The number of open leases. If it is zero, a refused charge skips the search for spare
@@ -70,7 +70,7 @@ pub(super) struct Node {
     pub(super) fast_floor: AtomicU64,
     /// The most that `used` could reach as far as this node is concerned, or [`SLOW_PATH`].
     pub(super) headroom_limit: AtomicU64,
-    /// Whether `used` is above the limit, because the limit was lowered.
+    /// Whether `held` is above the limit, because the limit was lowered.
     pub(super) over_limit: AtomicBool,
     pub(super) tree: &'static Tree,
     /// The ancestors, from the parent to the root.

@@ -321,16 +321,17 @@ impl Node {
             .store(if fast { ceiling.min(SLOW_PATH - 1) } else { SLOW_PATH }, Relaxed);
         let fast_limit = if fast { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
         self.fast_limit.store(fast_limit, Relaxed);
-        let limit = self.limit.load(Relaxed);
-        let over_limit = self.used.load(Relaxed) > limit;
+        // What children are guaranteed counts: `held` can exceed a lowered limit where `used` does
+        // not, and then nothing more can be charged here either.
+        let over_limit = self.used.load(Relaxed) > ceiling;
         let fast_floor = if guarantee_used {
             guarantee.saturating_sub(unused_guarantee).max(fall)
         } else {
             u64::MAX
         };
-        // The release that brings `used` down to a lowered limit has to take the slow path.
+        // The release that brings `held` down to a lowered limit has to take the slow path.
         self.fast_floor
-            .store(if over_limit { fast_floor.max(limit + 1) } else { fast_floor }, Relaxed);
+            .store(if over_limit { fast_floor.max(ceiling + 1) } else { fast_floor }, Relaxed);
         if over_limit != self.over_limit.load(Relaxed) {
             self.over_limit.store(over_limit, Relaxed);
             let (now, count) = (self.tree.nodes_over_limit.load(Relaxed), usize::from(over_limit));
@@ -338,7 +339,7 @@ impl Node {
         }
     }
 
-    /// Returns whether this node or an ancestor uses more than its limit. Leases then keep no spare
+    /// Returns whether this node or an ancestor holds more than its limit. Leases then keep no spare
     /// bytes. Does not need the lock.
     #[inline]
     pub(super) fn is_over_limit(&'static self) -> bool {

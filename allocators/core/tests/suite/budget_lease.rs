@@ -189,3 +189,20 @@ fn a_lease_keeps_nothing_below_a_limit_that_was_lowered_and_does_again_when_it_i
     drop(lease);
     assert_eq!(root.used(), 0);
 }
+
+#[test]
+fn a_lease_has_no_spare_bytes_where_guarantees_fill_a_lowered_limit() {
+    let root = Budget::new("root", 100);
+    let child = root.child("child", 100);
+    child.set_guarantee(30).unwrap();
+    let lease = root.lease(10);
+    let live = lease.charge(8).unwrap();
+    assert_eq!((root.used(), lease.spare()), (18, 10));
+    // 18 bytes are used and 30 set aside. Nothing is left under a limit of 28.
+    root.set_limit(28);
+    assert_eq!((root.used(), lease.spare()), (8, 0));
+    assert!(root.charge(1).is_err(), "held is above the limit");
+    assert!(lease.charge(1).is_err(), "a lease grants no more than its budget");
+    drop(live);
+    assert_eq!((root.used(), lease.spare()), (0, 0), "what is returned is not kept either");
+}
