@@ -56,15 +56,15 @@ use std::{
 /// ```
 pub struct DeviceArena {
     block: Block,
-    home: Stream,
+    owner_stream: Stream,
     bump: Mutex<Bump>,
     /// The end of the step's work, after the step has ended.
-    ended: Option<Ended>,
+    ended: Option<StepEnd>,
 }
 
-struct Ended {
+struct StepEnd {
     /// The epoch of the arena's own stream.
-    home: u64,
+    owner_stream: u64,
     /// Uses by other streams.
     others: Vec<Noted>,
 }
@@ -78,7 +78,7 @@ impl DeviceArena {
     pub fn new(resource: &(impl Resource + ?Sized), stream: &Stream, bytes: u64) -> Result<Self> {
         let block = resource.allocate(stream, Request::bytes(bytes))?;
         let bump = Mutex::new(Bump::new(Range::new(block.address(), block.bytes())));
-        Ok(Self { block, home: stream.clone(), bump, ended: None })
+        Ok(Self { block, owner_stream: stream.clone(), bump, ended: None })
     }
 
     /// Allocates the next `len` elements, aligned as every block is. They are not initialised.
@@ -129,7 +129,9 @@ impl DeviceArena {
                     return Ok(false);
                 }
             }
-            if !self.home.timeline().wait(ended.home, deadline)? && deadline.is_some() {
+            if !self.owner_stream.timeline().wait(ended.owner_stream, deadline)?
+                && deadline.is_some()
+            {
                 return Ok(false);
             }
         }
@@ -175,15 +177,15 @@ impl StepMemory for DeviceArena {
             return Ok(());
         }
         let _site = site::enter();
-        let home = self.home.timeline();
-        let others = self.block.uses.current(home);
+        let owner_stream = self.owner_stream.timeline();
+        let others = self.block.uses.current(owner_stream);
         // Recorded now: an event recorded at the wait would also cover the following steps.
         for noted in &others {
             noted.epoch().map_or(Ok(()), |epoch| noted.on().fence(epoch).map(drop))?;
         }
-        let epoch = home.open();
-        home.fence(epoch)?;
-        self.ended = Some(Ended { home: epoch, others });
+        let epoch = owner_stream.open();
+        owner_stream.fence(epoch)?;
+        self.ended = Some(StepEnd { owner_stream: epoch, others });
         Ok(())
     }
 

@@ -1,6 +1,8 @@
 //! A block of device memory, as its owner holds it.
 
-use crate::{Request, backend::Backed, checked::Listed, home::Home};
+use crate::{
+    Request, checked::LiveBlockEntry, driver_alloc::DriverBlock, stream_cache::StreamCache,
+};
 use aquifer_core::{
     DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
 };
@@ -40,21 +42,21 @@ use std::{any::Any, fmt, sync::Arc};
 /// the drop of the last block and of blocks that other streams use may do both. Forgetting a block
 /// leaks its memory. The contents are not initialised.
 pub struct Block {
-    pub(crate) owner: Owner,
-    pub(crate) place: Place,
+    pub(crate) owner: BlockOwner,
+    pub(crate) extent: BlockExtent,
     pub(crate) uses: UseList,
     /// Created when a block first needs it. Most blocks never do.
-    pub(crate) extras: Rare<Extras>,
+    pub(crate) meta: LazyBox<BlockMeta>,
 }
 
 /// An optional value that is boxed on demand. If it is absent, the drop costs one comparison.
-pub(crate) struct Rare<T>(Option<Box<T>>);
+pub(crate) struct LazyBox<T>(Option<Box<T>>);
 
-impl<T> Rare<T> {
+impl<T> LazyBox<T> {
     pub(crate) const NONE: Self = Self(None);
 
-    pub(crate) fn new(there: T) -> Self {
-        Self(Some(Box::new(there)))
+    pub(crate) fn new(value: T) -> Self {
+        Self(Some(Box::new(value)))
     }
 
     #[inline]
@@ -82,15 +84,15 @@ impl<T> Rare<T> {
     where
         T: Default,
     {
-        self.0.take().map_or_else(T::default, |there| *there)
+        self.0.take().map_or_else(T::default, |value| *value)
     }
 }
 
-impl<T> Drop for Rare<T> {
+impl<T> Drop for LazyBox<T> {
     #[inline]
     fn drop(&mut self) {
-        if let Some(there) = self.0.take() {
-            discard(there);
+        if let Some(value) = self.0.take() {
+            discard(value);
         }
     }
 }
@@ -98,30 +100,30 @@ impl<T> Drop for Rare<T> {
 /// Kept out of line, so that the inlined drop stays small.
 #[cold]
 #[inline(never)]
-fn discard<T>(there: Box<T>) {
-    drop(there);
+fn discard<T>(value: Box<T>) {
+    drop(value);
 }
 
 /// Address and request of a block.
 ///
-/// A cache stores this and [`Way`] for a block, two halves of sixteen bytes. Each half is always
-/// copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
+/// A cache stores this and [`CacheRef`] for a block, two halves of sixteen bytes. Each half is
+/// always copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
 /// buffer, which would stall every free.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct BlockExtent {
     pub(crate) address: u64,
-    pub(crate) asked: Asked,
+    pub(crate) request: PackedRequest,
 }
 
 /// The size and the tag of a request, packed into eight bytes: no request reaches 2⁴⁸.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Asked {
+pub(crate) struct PackedRequest {
     low: u32,
     high: u16,
     tag: Tag,
 }
 
-impl Asked {
+impl PackedRequest {
     #[inline]
     pub(crate) fn new(bytes: u64, tag: Tag) -> Self {
         debug_assert!(bytes < 1 << 48, "a request was not checked");
@@ -141,7 +143,7 @@ impl Asked {
 
 /// Metadata that few blocks have.
 #[derive(Default)]
-pub(crate) struct Extras {
+pub(crate) struct BlockMeta {
     /// Distinguishes the block from all others at its address, if the driver has an observer; 0 if
     /// not.
     pub(crate) generation: u64,
@@ -149,19 +151,19 @@ pub(crate) struct Extras {
     pub(crate) until_free: UntilFree,
     /// Live bytes of a tenant and of a tag. They end with the block, even if other streams still
     /// use its memory.
-    pub(crate) live: LiveBytes,
+    pub(crate) live: LiveCharges,
 }
 
 /// The accounts that a block's live bytes are charged to.
 #[derive(Default)]
-pub(crate) struct LiveBytes {
+pub(crate) struct LiveCharges {
     pub(crate) of_tenant: Option<Leased>,
     pub(crate) of_tag: Option<Leased>,
     /// The block's entry in the list of live blocks, if leaks are reported and it is in no cache.
-    pub(crate) listed: Option<Listed>,
+    pub(crate) listed: Option<LiveBlockEntry>,
 }
 
-impl LiveBytes {
+impl LiveCharges {
     /// Returns whether neither account is charged.
     pub(crate) fn is_none(&self) -> bool {
         self.of_tenant.is_none() && self.of_tag.is_none()
@@ -178,9 +180,9 @@ impl LiveBytes {
     }
 }
 
-impl Extras {
+impl BlockMeta {
     /// Returns whether the cache need not process the extras.
-    fn is_account_only(&self) -> bool {
+    fn has_only_charges(&self) -> bool {
         self.generation == 0 && self.until_free.is_none()
     }
 }
@@ -192,51 +194,61 @@ pub(crate) type UntilFree = Option<Box<Vec<Contained<Box<dyn Any + Send + Sync>>
 
 /// A reference to a stream's cache, and the key of the block in its heap.
 #[derive(Clone, Copy)]
-pub(crate) struct Way {
-    pub(crate) home: &'static Home,
+pub(crate) struct CacheRef {
+    pub(crate) cache: &'static StreamCache,
     pub(crate) key: Key,
 }
 
 /// Where a block returns to.
-pub(crate) enum Owner {
+pub(crate) enum BlockOwner {
     /// A stream's cache in a caching pool.
-    Pool(Way),
+    Cache(CacheRef),
     /// One of the driver's own allocators.
-    Backend(Box<Backed>),
+    Driver(Box<DriverBlock>),
 }
 
 impl Block {
     /// Makes a block without extras from its token.
     #[inline]
-    pub(crate) fn at_home(freed: &Freed) -> Self {
+    pub(crate) fn from_token(token: &BlockToken) -> Self {
         Self {
-            owner: Owner::Pool(freed.way),
-            place: freed.place,
+            owner: BlockOwner::Cache(token.cache_ref),
+            extent: token.extent,
             uses: UseList::new(),
-            extras: Rare::NONE,
+            meta: LazyBox::NONE,
         }
     }
 
     /// Makes a block that returns to one of the driver's allocators.
-    pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
-        let extras = if generation == 0 {
-            Rare::NONE
+    pub(crate) fn from_driver_block(
+        address: u64,
+        request: PackedRequest,
+        driver_block: DriverBlock,
+        generation: u64,
+    ) -> Self {
+        let meta = if generation == 0 {
+            LazyBox::NONE
         } else {
-            Rare::new(Extras { generation, ..Extras::default() })
+            LazyBox::new(BlockMeta { generation, ..BlockMeta::default() })
         };
-        let place = Place { address, asked };
-        Self { owner: Owner::Backend(Box::new(backed)), place, uses: UseList::new(), extras }
+        let extent = BlockExtent { address, request };
+        Self {
+            owner: BlockOwner::Driver(Box::new(driver_block)),
+            extent,
+            uses: UseList::new(),
+            meta,
+        }
     }
 
     /// Returns the block's extras, created on demand.
-    pub(crate) fn extras_mut(&mut self) -> &mut Extras {
-        self.extras.get_or_default()
+    pub(crate) fn meta_mut(&mut self) -> &mut BlockMeta {
+        self.meta.get_or_default()
     }
 
     /// Ties these live bytes of its tag to the block.
     pub(crate) fn count_for_tag(&mut self, bytes: Option<Leased>) {
         if let Some(bytes) = bytes {
-            self.extras_mut().live.of_tag = Some(bytes);
+            self.meta_mut().live.of_tag = Some(bytes);
         }
     }
 
@@ -244,14 +256,14 @@ impl Block {
     #[inline]
     #[must_use]
     pub fn address(&self) -> u64 {
-        self.place.address
+        self.extent.address
     }
 
     /// Returns the number of bytes requested.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.place.asked.bytes()
+        self.extent.request.bytes()
     }
 
     /// Returns the number of bytes that the block occupies, at least those requested. Takes the
@@ -259,15 +271,15 @@ impl Block {
     #[must_use]
     pub fn capacity(&self) -> u64 {
         match &self.owner {
-            Owner::Pool(Way { home, key }) => home.size_of(self.place.address, *key),
-            Owner::Backend(backed) => backed.bytes,
+            BlockOwner::Cache(CacheRef { cache, key }) => cache.size_of(self.extent.address, *key),
+            BlockOwner::Driver(driver_block) => driver_block.bytes,
         }
     }
 
     /// Returns the tag that the block was requested with.
     #[must_use]
     pub fn tag(&self) -> Tag {
-        self.place.asked.tag()
+        self.extent.request.tag()
     }
 
     /// Returns the device of the block.
@@ -280,8 +292,8 @@ impl Block {
     #[must_use]
     pub fn home(&self) -> Arc<Timeline> {
         match &self.owner {
-            Owner::Pool(Way { home, .. }) => home.timeline(),
-            Owner::Backend(backed) => backed.timeline.clone(),
+            BlockOwner::Cache(CacheRef { cache, .. }) => cache.timeline(),
+            BlockOwner::Driver(driver_block) => driver_block.timeline.clone(),
         }
     }
 
@@ -289,7 +301,7 @@ impl Block {
     /// with an observer; 0 on other drivers.
     #[must_use]
     pub fn generation(&self) -> u64 {
-        self.extras.get().map_or(0, |extras| extras.generation)
+        self.meta.get().map_or(0, |meta| meta.generation)
     }
 
     /// Makes `stream` wait for the work that must precede `access`. The block's memory is not
@@ -302,9 +314,9 @@ impl Block {
     #[track_caller]
     pub fn prepare(&self, stream: &Stream, access: Access) -> Result<Use> {
         let _site = site::enter();
-        let home = self.home();
-        self.check_stream(&home, stream)?;
-        self.uses.prepare(self.address(), &home, stream.timeline(), access)
+        let owner = self.home();
+        self.check_stream(&owner, stream)?;
+        self.uses.prepare(self.address(), &owner, stream.timeline(), access)
     }
 
     /// Records that work queued on `stream` uses the block. The caller must have ordered that work
@@ -316,18 +328,18 @@ impl Block {
     #[track_caller]
     pub fn record_use(&self, stream: &Stream, access: Access) -> Result<()> {
         let _site = site::enter();
-        let home = self.home();
-        self.check_stream(&home, stream)?;
-        self.uses.record(&home, stream.timeline(), access)
+        let owner = self.home();
+        self.check_stream(&owner, stream)?;
+        self.uses.record(&owner, stream.timeline(), access)
     }
 
-    fn check_stream(&self, home: &Timeline, stream: &Stream) -> Result<()> {
-        self.check_device(home, stream.device())?;
-        same_machine(&**home.driver(), &**stream.driver())
+    fn check_stream(&self, owner: &Timeline, stream: &Stream) -> Result<()> {
+        self.check_device(owner, stream.device())?;
+        same_machine(&**owner.driver(), &**stream.driver())
     }
 
-    fn check_device(&self, home: &Timeline, device: DeviceId) -> Result<()> {
-        let expected = home.raw().device();
+    fn check_device(&self, owner: &Timeline, device: DeviceId) -> Result<()> {
+        let expected = owner.raw().device();
         if device == expected {
             Ok(())
         } else {
@@ -335,30 +347,30 @@ impl Block {
         }
     }
 
-    /// Orders a use that ends with a borrow. `alone` states that every conflicting borrow has
+    /// Orders a use that ends with a borrow. `exclusive` states that every conflicting borrow has
     /// ended.
     pub(crate) fn order_as(
         &self,
         stream: RawStream,
         alive: Option<KeepAlive>,
         access: Access,
-        alone: bool,
+        exclusive: bool,
     ) -> Result<()> {
-        let home = self.home();
-        self.check_device(&home, stream.device())?;
-        let on = if stream == home.raw() {
-            home.clone()
+        let owner = self.home();
+        self.check_device(&owner, stream.device())?;
+        let on = if stream == owner.raw() {
+            owner.clone()
         } else {
             self.owner.streams()?.timeline(stream, alive)?
         };
-        let lend = if alone { UseList::lend } else { UseList::lend_beside };
-        lend(&self.uses, self.address(), &home, &on, access)
+        let lend = if exclusive { UseList::lend } else { UseList::lend_beside };
+        lend(&self.uses, self.address(), &owner, &on, access)
     }
 }
 
 impl OpaqueBlock for Block {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
-        self.extras_mut().until_free.get_or_insert_default().push(Contained::new(thing));
+        self.meta_mut().until_free.get_or_insert_default().push(Contained::new(thing));
     }
 }
 
@@ -378,9 +390,9 @@ unsafe impl Operand for Block {
     }
 
     fn home_stream(&self) -> Option<RawStream> {
-        let home = self.home();
+        let owner = self.home();
         // A stream that is fenced at once belongs to its own thread, or may have been destroyed.
-        (!home.fences_at_once() && !home.is_retired()).then(|| home.raw())
+        (!owner.fences_at_once() && !owner.is_retired()).then(|| owner.raw())
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
@@ -409,12 +421,12 @@ impl Tracked for Block {
         Account { address: self.address(), home: self.home(), uses: &self.uses, alone: true }
     }
 }
-impl Owner {
+impl BlockOwner {
     /// Returns the streams of the block's pool.
     fn streams(&self) -> Result<StreamPool> {
         match self {
-            Self::Pool(Way { home, .. }) => home.streams().ok_or(MemoryError::Closed),
-            Self::Backend(backed) => Ok(backed.streams.clone()),
+            Self::Cache(CacheRef { cache, .. }) => cache.streams().ok_or(MemoryError::Closed),
+            Self::Driver(driver_block) => Ok(driver_block.streams.clone()),
         }
     }
 }
@@ -422,11 +434,11 @@ impl Owner {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if let Owner::Pool(way) = &self.owner
+        if let BlockOwner::Cache(cache_ref) = &self.owner
             && self.uses.is_empty()
-            && self.extras.is_none()
+            && self.meta.is_none()
         {
-            return way.home.put_back(way, &self.place);
+            return cache_ref.cache.deallocate(cache_ref, &self.extent);
         }
         self.end();
     }
@@ -437,25 +449,25 @@ impl Block {
     #[inline(never)]
     fn end(&mut self) {
         match &self.owner {
-            Owner::Pool(way)
+            BlockOwner::Cache(cache_ref)
                 if self.uses.is_empty()
-                    && self.extras.get().is_some_and(Extras::is_account_only) =>
+                    && self.meta.get().is_some_and(BlockMeta::has_only_charges) =>
             {
-                let live = self.extras.take();
-                way.home.put_back(way, &self.place);
+                let live = self.meta.take();
+                cache_ref.cache.deallocate(cache_ref, &self.extent);
                 // Released after the memory, so that a request granted these bytes finds the
                 // memory.
                 drop(live);
             }
-            Owner::Pool(way) => {
-                let freed = Freed { way: *way, place: self.place };
-                way.home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
+            BlockOwner::Cache(cache_ref) => {
+                let token = BlockToken { cache_ref: *cache_ref, extent: self.extent };
+                cache_ref.cache.deallocate_with_meta(token, &mut self.uses, self.meta.take());
             }
-            Owner::Backend(backed) => {
-                backed.ledger.ending(self.place.address);
-                let uses = self.uses.take(&backed.timeline);
-                let extras = self.extras.take().or_default();
-                backed.release(self.place.address, extras.generation, uses, extras.until_free);
+            BlockOwner::Driver(driver_block) => {
+                driver_block.releaser.before_release(self.extent.address);
+                let uses = self.uses.take(&driver_block.timeline);
+                let meta = self.meta.take().or_default();
+                driver_block.release(self.extent.address, meta.generation, uses, meta.until_free);
             }
         }
     }
@@ -463,22 +475,22 @@ impl Block {
 
 /// The part of a block that a cache stores and allocates.
 #[derive(Clone, Copy)]
-pub(crate) struct Freed {
-    pub(crate) way: Way,
-    pub(crate) place: Place,
+pub(crate) struct BlockToken {
+    pub(crate) cache_ref: CacheRef,
+    pub(crate) extent: BlockExtent,
 }
 
-impl Freed {
-    /// Makes the token of the block that the heap of `home` allocated for `request`.
+impl BlockToken {
+    /// Makes the token of the block that the heap of `cache` allocated for `request`.
     #[inline]
-    pub(crate) fn found(
-        home: &'static Home,
+    pub(crate) fn new(
+        cache: &'static StreamCache,
         found: &aquifer_heap::Block,
         request: &Request,
     ) -> Self {
-        let asked = Asked::new(request.size(), request.owner());
-        let place = Place { address: found.address, asked };
-        Self { way: Way { home, key: found.key }, place }
+        let request = PackedRequest::new(request.size(), request.owner());
+        let extent = BlockExtent { address: found.address, request };
+        Self { cache_ref: CacheRef { cache, key: found.key }, extent }
     }
 }
 
@@ -497,16 +509,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_six_words() {
+    fn block_is_six_words() {
         assert_eq!(size_of::<Block>(), 48);
     }
 
     #[test]
-    fn what_was_asked_for_comes_back_from_eight_bytes() {
-        assert_eq!(size_of::<Asked>(), 8);
+    fn packed_request_round_trips() {
+        assert_eq!(size_of::<PackedRequest>(), 8);
         for bytes in [0, 1, 511, u64::from(u32::MAX), 1 << 32, crate::request::MAX_BYTES] {
-            let asked = Asked::new(bytes, Tag::OTHER);
-            assert_eq!((asked.bytes(), asked.tag()), (bytes, Tag::OTHER));
+            let request = PackedRequest::new(bytes, Tag::OTHER);
+            assert_eq!((request.bytes(), request.tag()), (bytes, Tag::OTHER));
         }
     }
 }

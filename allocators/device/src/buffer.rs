@@ -11,7 +11,7 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::{Account, Stream, Tracked};
 use bytemuck::Pod;
-use slice::Part;
+use slice::BlockPart;
 use std::{fmt, marker::PhantomData, ops::Range};
 
 /// A block of `len` elements of `T`. They are freed with it.
@@ -183,13 +183,13 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Returns all elements as a shared slice.
     #[must_use]
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {
-        DeviceSlice { part: Part::whole(&self.block, self.len), elements: PhantomData }
+        DeviceSlice { part: BlockPart::whole(&self.block, self.len), elements: PhantomData }
     }
 
     /// Returns all elements as a mutable slice.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
-        DeviceSliceMut { part: Part::whole(&self.block, self.len), elements: PhantomData }
+        DeviceSliceMut { part: BlockPart::whole(&self.block, self.len), elements: PhantomData }
     }
 
     /// Returns the elements in `range` as a shared slice.

@@ -5,10 +5,10 @@
 //! freed block returns here first, and to the pool after it has been read:
 //!
 //! ```text
-//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ looked at ──▶ home
+//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ inspected ──▶ pool
 //!                  │ no                                              ▲ (oldest out first)
 //!                  ▼                                                 │
-//!               waiting ──── at the next look, when they are ────────┘
+//!               waiting ─ at the next collection, if they are ───────┘
 //! ```
 //!
 //! - **A drop never blocks**: it queues a fill at most. Reading bytes back blocks until the work
@@ -29,26 +29,26 @@
 mod finding;
 mod guards;
 mod leaks;
-mod look;
-mod ranges;
-mod settings;
 #[cfg(test)]
-mod twice;
+mod overlap_tests;
+mod quarantine;
+mod range_set;
+mod settings;
 
 pub use finding::{BlockRecord, Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use leaks::{LeakGroup, LeakReport};
-pub(crate) use leaks::{Listed, Listing};
+pub(crate) use leaks::{LiveBlockEntry, LiveBlockList};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
     Block, DeviceBuffer, Request, Resource,
-    backend::{Backed, Deferred, Release},
-    block::{Asked, UntilFree},
-    home::note,
-    pool::Inner,
+    block::{PackedRequest, UntilFree},
+    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
+    pool::PoolCore,
     raw::FreedAddresses,
     reclaim::is_shortage,
+    stream_cache::notify_observer,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
@@ -56,8 +56,8 @@ use aquifer_core::{
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
-use guards::Layout;
-use ranges::Ranges;
+use guards::GuardLayout;
+use range_set::RangeSet;
 use std::{
     backtrace::Backtrace,
     collections::{BTreeMap, VecDeque},
@@ -70,20 +70,20 @@ use std::{
 
 /// Number of findings kept for [`DevicePool::findings`](crate::DevicePool::findings). The first are
 /// the most informative.
-const KEPT_FINDINGS: usize = 1024;
+const MAX_FINDINGS: usize = 1024;
 
 /// The source of the memory.
 #[derive(Debug)]
-pub(crate) enum Under {
+pub(crate) enum BlockSource {
     /// The streams' caches of the caching pool.
-    Pool(Arc<Inner>),
+    Pool(Arc<PoolCore>),
     /// An allocation of the driver for each block.
     Direct(Arc<dyn Resource>),
 }
 
 /// The allocation path of a pool whose blocks are checked.
 pub(crate) struct Checked {
-    under: Under,
+    source: BlockSource,
     settings: Debugging,
     driver: Arc<dyn Driver>,
     device: DeviceId,
@@ -92,8 +92,8 @@ pub(crate) struct Checked {
     /// Whether a stream may be made to wait for another on the device when memory is short.
     waits: bool,
     /// How long the host waits for other streams' uses if not.
-    patience: Duration,
-    listing: Arc<Listing>,
+    wait: Duration,
+    listing: Arc<LiveBlockList>,
     /// The stream that blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
@@ -111,19 +111,19 @@ struct Reader {
 
 struct State {
     /// Live blocks by their user address.
-    live: BTreeMap<u64, Live>,
+    live: BTreeMap<u64, CheckedBlock>,
     /// All held ranges, with [`Debugging::overlap`].
-    ranges: Ranges<BlockRecord>,
+    ranges: RangeSet<BlockRecord>,
     /// Freed blocks with uses that are not known to be done.
-    waiting: Vec<Freed>,
+    waiting: Vec<QuarantinedBlock>,
     /// Freed blocks, oldest first.
-    quarantine: VecDeque<Freed>,
+    quarantine: VecDeque<QuarantinedBlock>,
     /// Bytes in the quarantine, with guards.
     quarantined: u64,
     /// Number of threads that have removed freed blocks from the lists to read them.
-    looking: u32,
+    inspecting: u32,
     /// Bytes returned to the pool so far.
-    gone: u64,
+    returned: u64,
     /// Addresses of freed blocks that no later block has had.
     freed: FreedAddresses,
     closed: bool,
@@ -132,36 +132,36 @@ struct State {
 }
 
 /// A live block.
-struct Live {
+struct CheckedBlock {
     record: BlockRecord,
     capacity: u64,
     /// `None` while a thread reads its guards.
-    held: Option<Held>,
+    held: Option<GuardedBlock>,
     /// Set if it was freed during that time.
-    freed: Option<Deferred>,
+    freed: Option<DeferredFree>,
 }
 
 /// The memory of a block with its guards.
-struct Held {
+struct GuardedBlock {
     memory: DeviceBuffer<u8>,
-    layout: Layout,
-    home: Arc<Timeline>,
-    told: Told,
+    layout: GuardLayout,
+    owner_stream: Arc<Timeline>,
+    reported: ReportedFaults,
 }
 
 /// Faults of a block that have been reported, and are not reported again.
 #[derive(Clone, Copy, Default)]
-struct Told {
+struct ReportedFaults {
     before: bool,
     body: bool,
     behind: bool,
 }
 
 /// A block that its user has freed.
-struct Freed {
+struct QuarantinedBlock {
     record: BlockRecord,
     capacity: u64,
-    held: Held,
+    held: GuardedBlock,
     uses: Uses,
     until_free: UntilFree,
     generation: u64,
@@ -171,7 +171,7 @@ struct Freed {
     refused: bool,
 }
 
-impl Under {
+impl BlockSource {
     fn allocate(
         &self,
         stream: &Stream,
@@ -180,8 +180,8 @@ impl Under {
         bytes: u64,
     ) -> Result<Block> {
         match (self, drawn) {
-            (Self::Pool(inner), None) => inner.allocate(stream, held),
-            (Self::Pool(inner), Some(drawn)) => inner.allocate_drawing(stream, held, drawn, bytes),
+            (Self::Pool(core), None) => core.allocate(stream, held),
+            (Self::Pool(core), Some(drawn)) => core.allocate_drawing(stream, held, drawn, bytes),
             (Self::Direct(direct), drawn) => {
                 Self::draw_and_allocate(direct, stream, held, drawn, bytes)
             }
@@ -204,10 +204,10 @@ impl Under {
         direct.allocate(stream, request)
     }
 
-    fn stats(&self, pool: &Inner) -> PoolStats {
+    fn stats(&self, pool: &PoolCore) -> PoolStats {
         match self {
             Self::Pool(_) => pool.stats(),
-            Self::Direct(direct) => pool.stats_over(direct.stats()),
+            Self::Direct(direct) => pool.stats_with(direct.stats()),
         }
     }
 
@@ -220,17 +220,17 @@ impl Under {
     }
 
     /// Returns the unchecked live bytes that the error of a refused request counts.
-    fn live_apart(&self) -> u64 {
+    fn dedicated_live(&self) -> u64 {
         match self {
-            Self::Pool(inner) => inner.apart.live(),
+            Self::Pool(core) => core.dedicated.live(),
             Self::Direct(_) => 0,
         }
     }
 
-    fn trim(&self, pool: &Inner, keep: u64) -> Result<u64> {
+    fn trim(&self, pool: &PoolCore, keep: u64) -> Result<u64> {
         match self {
             Self::Pool(_) => pool.trim(keep),
-            Self::Direct(direct) => pool.trim_over(&**direct, keep),
+            Self::Direct(direct) => pool.trim_with(&**direct, keep),
         }
     }
 }
@@ -241,17 +241,17 @@ impl Checked {
     /// # Errors
     /// The driver's, for that stream.
     pub(crate) fn new(
-        under: Under,
+        source: BlockSource,
         settings: Debugging,
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         recorder: Option<Arc<Recorder>>,
         waits: bool,
-        patience: Duration,
+        wait: Duration,
     ) -> Result<Arc<Self>> {
         let device = streams.device();
-        let listing = Arc::new(Listing::new(settings.backtraces));
-        let reader = if settings.looks_at_freed() {
+        let listing = Arc::new(LiveBlockList::new(settings.backtraces));
+        let reader = if settings.inspects_freed() {
             let stream = StreamPool::new(driver.clone(), device, 1).lease()?;
             let alive: KeepAlive = Arc::new(stream.clone());
             let known = streams.timeline(stream.raw(), Some(alive))?;
@@ -260,25 +260,25 @@ impl Checked {
             None
         };
         Ok(Arc::new(Self {
-            under,
+            source,
             settings,
             driver,
             device,
             streams,
             recorder,
             waits,
-            patience,
+            wait,
             listing,
             reader: Mutex::new(reader),
             findings: Mutex::default(),
             state: Mutex::new(State {
                 live: BTreeMap::new(),
-                ranges: Ranges::new(),
+                ranges: RangeSet::new(),
                 waiting: Vec::new(),
                 quarantine: VecDeque::new(),
                 quarantined: 0,
-                looking: 0,
-                gone: 0,
+                inspecting: 0,
+                returned: 0,
                 freed: FreedAddresses::default(),
                 closed: false,
                 own: PoolStats::default(),
@@ -289,13 +289,13 @@ impl Checked {
 
     /// Registers the quarantine as a reclaimer of `budget`.
     pub(crate) fn register(self: &Arc<Self>, budget: &Budget) {
-        if self.settings.looks_at_freed() {
+        if self.settings.inspects_freed() {
             let _only_once = self.registration.set(budget.on_need(self));
         }
     }
 
-    pub(crate) fn under(&self) -> &Under {
-        &self.under
+    pub(crate) fn source(&self) -> &BlockSource {
+        &self.source
     }
 
     pub(crate) fn device(&self) -> DeviceId {
@@ -321,18 +321,19 @@ impl Checked {
         drawn: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
         let allocated_at = site::current();
-        let layout = Layout::new(&request, self.settings.canaries);
+        let layout = GuardLayout::new(&request, self.settings.canaries);
         let around = layout.around(&request)?;
-        self.settle();
-        self.keep_bound();
+        self.collect_waiting();
+        self.enforce_bound();
         let held = loop {
-            match self.under.allocate(stream, around, drawn, request.size()) {
+            match self.source.allocate(stream, around, drawn, request.size()) {
                 Ok(held) => break held,
-                Err(error) if is_shortage(&error) && self.give_way(around.size()) > 0 => {}
+                Err(error) if is_shortage(&error) && self.reclaim_quarantine(around.size()) > 0 => {
+                }
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let users = self.state().own.live + self.under.live_apart();
+                    let users = self.state().own.live + self.source.dedicated_live();
                     let held_back = error.live.saturating_sub(users);
                     error.live -= held_back;
                     error.pending += held_back;
@@ -341,29 +342,29 @@ impl Checked {
                 Err(error) => return Err(error),
             }
         };
-        let (start, capacity, generation, home) =
+        let (start, capacity, generation, owner_stream) =
             (held.address(), held.capacity(), held.generation(), held.home());
         let mut record = BlockRecord {
             address: start + layout.front,
             bytes: request.size(),
             tag: request.owner(),
             number: 0,
-            stream: stream_of(&home),
-            of_pool: home.number(),
+            stream: stream_of(&owner_stream),
+            of_pool: owner_stream.number(),
             born: Instant::now(),
             allocated_at,
             freed_at: None,
             allocated_by: self.backtrace(),
             freed_by: None,
         };
-        if let Err(other) = self.number(start, start + capacity, &mut record) {
+        if let Err(other) = self.assign_number(start, start + capacity, &mut record) {
             // The block must not return to the pool, since it overlaps a live block.
-            let _kept = ManuallyDrop::new(held);
+            let _leaked = ManuallyDrop::new(held);
             let (address, held) = (record.address, other.address);
             self.report(Fault::Overlap { held: Box::new(other) }, record);
             return Err(MemoryError::BlockOverlap { address, held });
         }
-        let filled = self.fill_new(&held, &home, &layout, generation);
+        let filled = self.fill_new(&held, &owner_stream, &layout, generation);
         let held =
             filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));
         let memory = match held {
@@ -375,7 +376,12 @@ impl Checked {
         };
         let address = record.address;
         let bytes = if self.settings.canaries { request.size() } else { capacity };
-        let held = Some(Held { memory, layout, home: home.clone(), told: Told::default() });
+        let held = Some(GuardedBlock {
+            memory,
+            layout,
+            owner_stream: owner_stream.clone(),
+            reported: ReportedFaults::default(),
+        });
         {
             let mut state = self.state();
             let own = &mut state.own;
@@ -385,21 +391,35 @@ impl Checked {
             own.allocations += 1;
             own.peak_live = own.peak_live.max(own.live);
             own.peak_requested = own.peak_requested.max(own.requested);
-            state.freed.forget(address);
-            state.live.insert(address, Live { record, capacity, held, freed: None });
+            state.freed.remove(address);
+            state.live.insert(address, CheckedBlock { record, capacity, held, freed: None });
         }
-        let backed =
-            Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
-        Ok(Block::backed(address, Asked::new(request.size(), request.owner()), backed, generation))
+        let driver_block = DriverBlock {
+            releaser: self.clone(),
+            timeline: owner_stream,
+            streams: self.streams.clone(),
+            bytes,
+        };
+        Ok(Block::from_driver_block(
+            address,
+            PackedRequest::new(request.size(), request.owner()),
+            driver_block,
+            generation,
+        ))
     }
 
     /// Gives a block its number, and enters its range. Returns the record of the held block that it
     /// overlaps, if any.
-    fn number(&self, start: u64, end: u64, record: &mut BlockRecord) -> Result<(), BlockRecord> {
+    fn assign_number(
+        &self,
+        start: u64,
+        end: u64,
+        record: &mut BlockRecord,
+    ) -> Result<(), BlockRecord> {
         record.number = self.listing.number();
         let mut state = self.state();
         if self.settings.overlap {
-            state.ranges.enter(start, end, record.clone()).map_err(|held| held.clone())
+            state.ranges.insert(start, end, record.clone()).map_err(|held| held.clone())
         } else {
             Ok(())
         }
@@ -407,27 +427,32 @@ impl Checked {
 
     fn forget_range(&self, start: u64) {
         if self.settings.overlap {
-            self.state().ranges.leave(start);
+            self.state().ranges.remove(start);
         }
     }
 
     fn fill_new(
         &self,
         held: &Block,
-        home: &Timeline,
-        layout: &Layout,
+        owner_stream: &Timeline,
+        layout: &GuardLayout,
         generation: u64,
     ) -> Result<()> {
         for guard in [layout.before(), layout.behind()].into_iter().flatten() {
-            guards::fill(held, home, guard.clone(), CANARY)?;
+            guards::fill(held, owner_stream, guard.clone(), CANARY)?;
             let address = held.address() + guard.start;
             let range =
                 DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
             let readers = self.reader().map(|reader| reader.stream.raw());
-            note(&self.driver, generation, range, Ownership::Guard { users: readers.as_slice() });
+            notify_observer(
+                &self.driver,
+                generation,
+                range,
+                Ownership::Guard { users: readers.as_slice() },
+            );
         }
         if self.settings.poison {
-            guards::fill(held, home, layout.body(), POISON_ALLOCATED)?;
+            guards::fill(held, owner_stream, layout.body(), POISON_ALLOCATED)?;
         }
         Ok(())
     }
@@ -437,10 +462,10 @@ impl Checked {
     }
 
     /// Processes a block that its user has freed. Never blocks.
-    fn freed(&self, live: Live, deferred: Deferred) {
-        let Live { record, capacity, held: Some(held), .. } = live else { return };
-        let Deferred { uses, until_free, generation, .. } = deferred;
-        let mut freed = Freed {
+    fn quarantine_freed(&self, live: CheckedBlock, deferred: DeferredFree) {
+        let CheckedBlock { record, capacity, held: Some(held), .. } = live else { return };
+        let DeferredFree { uses, until_free, generation, .. } = deferred;
+        let mut freed = QuarantinedBlock {
             record,
             capacity,
             held,
@@ -451,40 +476,40 @@ impl Checked {
             refused: false,
         };
         let waits = !freed.uses.is_empty();
-        let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
-        let kept = kept && can_be_used(&freed.held.home);
+        let retained = self.settings.inspects_freed() || (waits && self.settings.fills_freed());
+        let retained = retained && is_usable(&freed.held.owner_stream);
         // Filled before the observer learns of the free: afterwards the owner stream may not use
         // the block.
         if !waits {
             self.fill_freed(&mut freed);
         }
-        if kept && !self.state().closed {
-            self.note_kept(&freed, None);
+        if retained && !self.state().closed {
+            self.notify_quarantined(&freed, None);
         }
         // Without debugging the memory would be free now, and charges of wrappers must end at the
         // same time.
-        let over = if kept && !waits { freed.until_free.take() } else { None };
+        let over = if retained && !waits { freed.until_free.take() } else { None };
         drop(over);
-        let goes = {
+        let leaves = {
             let mut state = self.state();
-            if !kept || state.closed {
+            if !retained || state.closed {
                 Some(freed)
             } else if waits {
                 state.waiting.push(freed);
                 None
             } else {
-                state.keep(freed);
+                state.enqueue(freed);
                 None
             }
         };
-        if let Some(freed) = goes {
-            self.go_home(freed);
+        if let Some(freed) = leaves {
+            self.return_block(freed);
         }
     }
 
     /// Reports to the driver's observer which streams may still use a freed block: other streams
     /// with open uses, the reader, and `filler`. The owner stream may not.
-    fn note_kept(&self, freed: &Freed, filler: Option<&Timeline>) {
+    fn notify_quarantined(&self, freed: &QuarantinedBlock, filler: Option<&Timeline>) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
         users.extend(filler.map(Timeline::raw));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
@@ -493,42 +518,48 @@ impl Checked {
         // Calls are attributed to the line of the free. A plain drop has no line, so the line of
         // the allocation is used.
         let _named = site::enter_as(freed.record.freed_at);
-        note(&self.driver, freed.generation, range, Ownership::Pending { users: &users });
+        notify_observer(
+            &self.driver,
+            freed.generation,
+            range,
+            Ownership::Pending { users: &users },
+        );
     }
 
     /// Fills a freed block whose uses are done. If the driver refuses, late writes to it are not
     /// detected.
-    fn fill_freed(&self, freed: &mut Freed) {
-        let Held { memory, layout, home, .. } = &freed.held;
-        if self.settings.fills_freed() && can_be_used(home) {
+    fn fill_freed(&self, freed: &mut QuarantinedBlock) {
+        let GuardedBlock { memory, layout, owner_stream, .. } = &freed.held;
+        if self.settings.fills_freed() && is_usable(owner_stream) {
             let _named = freed.name_site();
-            freed.filled = guards::fill(memory.block(), home, layout.body(), POISON_FREED).is_ok();
+            freed.filled =
+                guards::fill(memory.block(), owner_stream, layout.body(), POISON_FREED).is_ok();
         }
     }
 
     /// As [`Checked::fill_freed`], for a block that was kept until its uses were done.
-    fn fill_kept(&self, freed: &mut Freed) {
-        if self.settings.fills_freed() && can_be_used(&freed.held.home) {
-            let home = freed.held.home.clone();
-            self.note_kept(freed, Some(&home));
+    fn fill_quarantined(&self, freed: &mut QuarantinedBlock) {
+        if self.settings.fills_freed() && is_usable(&freed.held.owner_stream) {
+            let owner_stream = freed.held.owner_stream.clone();
+            self.notify_quarantined(freed, Some(&owner_stream));
             self.fill_freed(freed);
-            self.note_kept(freed, None);
+            self.notify_quarantined(freed, None);
         }
     }
 
     /// Returns the memory to the pool, with the uses that are not over and the values to be dropped
     /// when they are.
-    fn go_home(&self, freed: Freed) {
-        let Freed { record, held, uses, until_free, capacity, .. } = freed;
+    fn return_block(&self, freed: QuarantinedBlock) {
+        let QuarantinedBlock { record, held, uses, until_free, capacity, .. } = freed;
         let _named = site::enter_as(record.freed_at);
         let mut block = held.memory.into_block();
         self.forget_range(block.address());
-        block.uses.take_over(&held.home, uses);
+        block.uses.take_over(&held.owner_stream, uses);
         if let Some(mut things) = until_free {
-            block.extras_mut().until_free.get_or_insert_default().append(&mut things);
+            block.meta_mut().until_free.get_or_insert_default().append(&mut things);
         }
         drop(block);
-        self.state().gone += capacity;
+        self.state().returned += capacity;
     }
 
     /// Sets the peaks to what the users hold now.
@@ -540,30 +571,30 @@ impl Checked {
 
     /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
     /// blocks with the counters here.
-    pub(crate) fn stats(&self, pool: &Inner) -> PoolStats {
+    pub(crate) fn stats(&self, pool: &PoolCore) -> PoolStats {
         let own = self.state().own;
-        let mut apart = PoolStats::default();
-        pool.apart.add_to(&mut apart);
-        let mut stats = self.under.stats(pool);
+        let mut dedicated = PoolStats::default();
+        pool.dedicated.add_to(&mut dedicated);
+        let mut stats = self.source.stats(pool);
         // Memory that is held through the checks and has no user is pending.
-        stats.pending += (stats.live - apart.live).saturating_sub(own.live);
-        stats.live = own.live + apart.live;
-        stats.requested = own.requested + apart.requested;
-        stats.peak_requested = own.peak_requested + apart.peak_requested;
-        stats.peak_live = own.peak_live + apart.peak_live;
-        stats.blocks = own.blocks + apart.blocks;
-        stats.allocations = own.allocations + apart.allocations;
-        stats.frees = own.frees + apart.frees;
+        stats.pending += (stats.live - dedicated.live).saturating_sub(own.live);
+        stats.live = own.live + dedicated.live;
+        stats.requested = own.requested + dedicated.requested;
+        stats.peak_requested = own.peak_requested + dedicated.peak_requested;
+        stats.peak_live = own.peak_live + dedicated.peak_live;
+        stats.blocks = own.blocks + dedicated.blocks;
+        stats.allocations = own.allocations + dedicated.allocations;
+        stats.frees = own.frees + dedicated.frees;
         stats
     }
 
     /// Returns whether a block at this address has been freed, and no block has been there since.
     pub(crate) fn was_freed(&self, address: u64) -> bool {
-        self.state().freed.has(address)
+        self.state().freed.contains(address)
     }
 
     /// Returns the listing of blocks that bypass the checks, if leaks are reported.
-    pub(crate) fn listing(&self) -> Option<&Arc<Listing>> {
+    pub(crate) fn listing(&self) -> Option<&Arc<LiveBlockList>> {
         self.settings.leaks.then_some(&self.listing)
     }
 
@@ -574,7 +605,7 @@ impl Checked {
 
     /// Returns the live blocks, if leaks are reported.
     pub(crate) fn leaks(&self) -> Option<LeakReport> {
-        let live = |live: &Live| live.freed.is_none().then(|| live.record.clone());
+        let live = |live: &CheckedBlock| live.freed.is_none().then(|| live.record.clone());
         self.settings.leaks.then(|| {
             let mut records: Vec<_> = self.state().live.values().filter_map(live).collect();
             records.append(&mut self.listing.records());
@@ -586,7 +617,7 @@ impl Checked {
         let finding = Finding { fault, block };
         {
             let mut findings = self.findings.lock().unwrap_or_else(PoisonError::into_inner);
-            if findings.len() < KEPT_FINDINGS {
+            if findings.len() < MAX_FINDINGS {
                 findings.push(finding.clone());
             }
         }
@@ -618,11 +649,11 @@ pub(crate) fn stream_of(stream: &Timeline) -> u64 {
 
 /// Returns whether work may be queued on the stream outside of its owner's calls. A retired stream
 /// refuses work by itself.
-fn can_be_used(home: &Timeline) -> bool {
-    !home.fences_at_once()
+fn is_usable(owner_stream: &Timeline) -> bool {
+    !owner_stream.fences_at_once()
 }
 
-impl Freed {
+impl QuarantinedBlock {
     /// Attributes calls for this block to the line that freed it, or else to the line that
     /// allocated it.
     fn name_site(&self) -> site::Entered {
@@ -631,30 +662,30 @@ impl Freed {
 }
 
 impl State {
-    fn keep(&mut self, freed: Freed) {
+    fn enqueue(&mut self, freed: QuarantinedBlock) {
         self.quarantined += freed.capacity;
         self.quarantine.push_back(freed);
     }
 }
 
-impl Release for Checked {
-    fn release(&self, deferred: Deferred) {
+impl ReleaseBlock for Checked {
+    fn release(&self, deferred: DeferredFree) {
         let (freed_at, freed_by) = (site::entered(), self.backtrace());
-        let goes = {
+        let leaves = {
             let mut state = self.state();
             let address = deferred.address;
             let Some(live) = state.live.get_mut(&address) else { return };
             live.record.freed_at = freed_at;
             live.record.freed_by = freed_by;
-            let (capacity, bytes, looked_at) =
+            let (capacity, bytes, inspected) =
                 (live.capacity, live.record.bytes, live.held.is_none());
             let own = &mut state.own;
             own.live -= capacity;
             own.requested -= bytes;
             own.blocks -= 1;
             own.frees += 1;
-            state.freed.note(address);
-            if looked_at {
+            state.freed.insert(address);
+            if inspected {
                 // The thread that reads the guards continues with the free.
                 if let Some(live) = state.live.get_mut(&address) {
                     live.freed = Some(deferred);
@@ -664,8 +695,8 @@ impl Release for Checked {
                 state.live.remove(&address).map(|live| (live, deferred))
             }
         };
-        if let Some((live, deferred)) = goes {
-            self.freed(live, deferred);
+        if let Some((live, deferred)) = leaves {
+            self.quarantine_freed(live, deferred);
         }
     }
 }
@@ -674,7 +705,7 @@ impl fmt::Debug for Checked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Checked")
             .field("settings", &self.settings)
-            .field("under", &self.under)
+            .field("under", &self.source)
             .finish_non_exhaustive()
     }
 }

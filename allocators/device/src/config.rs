@@ -34,8 +34,8 @@ pub enum Adoption {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PoolConfig {
-    /// The budget that physical memory is charged to. `None` means 80 % of the device's free memory
-    /// when the pool is opened.
+    /// The budget that physical memory is charged to. `None` means 80 % of the device's free
+    /// memory when the pool is opened.
     ///
     /// Code that can release memory when the pool is short of it registers there
     /// ([`Budget::on_need`]). Pools register themselves.
@@ -47,8 +47,8 @@ pub struct PoolConfig {
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take.
     pub handle_bytes: u64,
-    /// Moves free memory to where it is missing before more is taken from the driver. This uses the
-    /// least memory, at a cost of about 40 µs for each handle moved.
+    /// Moves free memory to where it is missing before more is taken from the driver. This uses
+    /// the least memory, at a cost of about 40 µs for each handle moved.
     pub compact: bool,
     /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
     /// stream has served its request, whole handles above this bound go back to the driver as far
@@ -65,9 +65,9 @@ pub struct PoolConfig {
     ///
     /// Default: `u64::MAX`, which keeps all.
     pub release_threshold: u64,
-    /// Bytes taken from the driver and mapped when the pool is opened, which takes about 1 ms a GiB
-    /// or more. [`DevicePool::warm`](crate::DevicePool::warm) does the same later, and lists what
-    /// may take these bytes.
+    /// Bytes taken from the driver and mapped when the pool is opened, which takes about 1 ms a
+    /// GiB or more. [`DevicePool::warm`](crate::DevicePool::warm) does the same later, and lists
+    /// what may take these bytes.
     ///
     /// At most the budget's limit and the release threshold. Only on devices with virtual memory,
     /// and not beside bypass. Default: 0.
@@ -77,19 +77,19 @@ pub struct PoolConfig {
     /// first. The next blocks there come from a slow path, which makes no memory call. Makes no
     /// driver call and never waits. A request served by a stream's cache does not check the bound.
     ///
-    /// Only on devices with virtual memory: elsewhere other streams take whole segments or nothing.
-    /// Default: `u64::MAX`, which is no cap.
+    /// Only on devices with virtual memory: elsewhere other streams take whole segments or
+    /// nothing. Default: `u64::MAX`, which is no cap.
     pub stream_cache: u64,
     /// Other devices whose kernels may access the pool's memory: each mapping grants them access.
     /// Copies between devices do not need it ([`Stream::copy`](aquifer_stream::Stream::copy)).
     ///
     /// It is expensive: `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size.
     /// Growth and moves cost that much more. So use a large [`handle_bytes`](Self::handle_bytes)
-    /// with it, or put what peers access into [stable](crate::DevicePool::alloc_stable) memory of a
-    /// pool of its own.
+    /// with it, or put what peers access into [stable](crate::DevicePool::alloc_stable) memory of
+    /// a pool of its own.
     ///
-    /// Only on devices with virtual memory, and not beside bypass. Each device must list the pool's
-    /// device among its [peers](aquifer_driver::DeviceInfo::peers). Default: none.
+    /// Only on devices with virtual memory, and not beside bypass. Each device must list the
+    /// pool's device among its [peers](aquifer_driver::DeviceInfo::peers). Default: none.
     pub peers: Vec<DeviceId>,
     /// The handle types that stable blocks can be exported as. No memory can be made exportable
     /// later, so it is set here. All other memory of the pool cannot be exported.
@@ -139,13 +139,13 @@ impl PoolConfig {
     /// # Errors
     /// A peer that does not exist or cannot access the pool's device, or peers on a device without
     /// virtual memory.
-    pub(crate) fn reach(
+    pub(crate) fn accessors(
         &self,
         driver: &dyn Driver,
         device: DeviceId,
         maps: bool,
     ) -> Result<Arc<[DeviceId]>> {
-        let mut reach = vec![device];
+        let mut accessors = vec![device];
         for &peer in &self.peers {
             if !maps {
                 return Err(MemoryError::Unsupported {
@@ -163,11 +163,11 @@ impl PoolConfig {
             if peer != device && !info.peers.contains(&device) {
                 return bad("devices whose kernels can reach the pool's");
             }
-            if !reach.contains(&peer) {
-                reach.push(peer);
+            if !accessors.contains(&peer) {
+                accessors.push(peer);
             }
         }
-        Ok(reach.into())
+        Ok(accessors.into())
     }
 
     /// Checks the retention settings against each other, the budget's limit and the device.

@@ -119,13 +119,13 @@ impl fmt::Display for BrokenPromise {
 impl error::Error for BrokenPromise {}
 
 /// A live block, its fill byte, and the stream that wrote it.
-struct Filled<'s> {
+struct FilledBlock<'s> {
     buffer: DeviceBuffer<u8>,
     byte: u8,
     stream: &'s Stream,
 }
 
-impl Filled<'_> {
+impl FilledBlock<'_> {
     fn range(&self) -> Range<u64> {
         let start = self.buffer.block().address();
         start..start + self.buffer.len() as u64
@@ -189,7 +189,7 @@ pub fn conformance(
     let before = resource.stats().blocks;
     // The seed must not be 0, the generator's only fixed point.
     let mut random = Xorshift(seed | 1);
-    let mut live: Vec<Filled<'_>> = Vec::new();
+    let mut live: Vec<FilledBlock<'_>> = Vec::new();
     for round in 0..rounds {
         if live.len() == LIVE || (!live.is_empty() && random.below(3) == 0) {
             let at = random.below(live.len() as u64) as usize;
@@ -199,7 +199,7 @@ pub fn conformance(
             // Small requests are the most frequent, as in real programs.
             let most = LARGEST >> random.below(10);
             let bytes = 1 + random.below(most);
-            live.push(take(resource, stream, bytes, round as u8, &live)?);
+            live.push(allocate_filled(resource, stream, bytes, round as u8, &live)?);
         }
         let PoolStats { blocks: told, .. } = resource.stats();
         let expected = before + live.len() as u64;
@@ -207,25 +207,25 @@ pub fn conformance(
             return Err(BrokenPromise::Miscounted { expected, told });
         }
     }
-    live.iter().try_for_each(Filled::check)
+    live.iter().try_for_each(FilledBlock::check)
 }
 
 /// Allocates a block, checks its address, and fills it.
-fn take<'s>(
+fn allocate_filled<'s>(
     resource: &(impl Resource + ?Sized),
     stream: &'s Stream,
     requested: u64,
     byte: u8,
-    live: &[Filled<'_>],
-) -> Result<Filled<'s>, BrokenPromise> {
+    live: &[FilledBlock<'_>],
+) -> Result<FilledBlock<'s>, BrokenPromise> {
     let block = resource
         .allocate(stream, Request::bytes(requested))
         .map_err(|error| BrokenPromise::Refused { bytes: requested, error })?;
-    check_place(resource.device(), &block, requested)?;
+    check_extent(resource.device(), &block, requested)?;
     let address = block.address();
     let buffer = DeviceBuffer::from_block(block)
         .map_err(|declined| BrokenPromise::Unusable { address, error: declined.error })?;
-    let mut filled = Filled { buffer, byte, stream };
+    let mut filled = FilledBlock { buffer, byte, stream };
     let new = filled.range();
     if let Some(other) =
         live.iter().find(|other| other.range().start < new.end && new.start < other.range().end)
@@ -238,7 +238,7 @@ fn take<'s>(
     Ok(filled)
 }
 
-fn check_place(expected: DeviceId, block: &Block, requested: u64) -> Result<(), BrokenPromise> {
+fn check_extent(expected: DeviceId, block: &Block, requested: u64) -> Result<(), BrokenPromise> {
     let (address, bytes, actual) = (block.address(), block.bytes(), block.device());
     if bytes < requested {
         return Err(BrokenPromise::TooShort { requested, bytes });

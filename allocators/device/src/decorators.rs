@@ -47,7 +47,7 @@ impl<R: Resource> Log<R> {
 }
 
 /// Records the end of a block when it is dropped with the block.
-struct Ends {
+struct RecordFreeOnDrop {
     recorder: Arc<Recorder>,
     place: Place,
     stream: u32,
@@ -55,7 +55,7 @@ struct Ends {
     request: Request,
 }
 
-impl Drop for Ends {
+impl Drop for RecordFreeOnDrop {
     fn drop(&mut self) {
         let Self { recorder, place, stream, address, request } = self;
         for action in [Action::Free, Action::Complete] {
@@ -80,7 +80,7 @@ impl<R: Resource> Opaque for Log<R> {
                 let (stream, address) = (stream.number(), block.address());
                 self.report(Action::Allocate, stream, address, &request);
                 let place = Place::Device(self.inner.device());
-                let ends: Box<dyn Any + Send + Sync> = Box::new(Ends {
+                let ends: Box<dyn Any + Send + Sync> = Box::new(RecordFreeOnDrop {
                     recorder: self.recorder.clone(),
                     place,
                     stream,

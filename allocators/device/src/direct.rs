@@ -3,7 +3,7 @@
 
 use crate::{
     Block, Request,
-    backend::{Deferred, Ledger, Source},
+    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
@@ -19,11 +19,11 @@ use std::sync::Arc;
 /// The drop of a block blocks until all of its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
-    ledger: Arc<Ledger<Calls>>,
+    allocator: Arc<DriverAllocator<DirectSource>>,
 }
 
 #[derive(Debug)]
-struct Calls {
+struct DirectSource {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     budget: Option<Budget>,
@@ -33,8 +33,8 @@ impl Direct {
     /// Creates a resource for `streams`, charged to `budget` if there is one.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Option<Budget>) -> Self {
-        let calls = Calls { driver: driver.clone(), device: streams.device(), budget };
-        Self { ledger: Ledger::new(calls, driver, streams) }
+        let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
+        Self { allocator: DriverAllocator::new(source, driver, streams) }
     }
 }
 
@@ -45,27 +45,27 @@ impl Direct {
     /// [`MemoryError::DoubleFree`] if the block has been freed and the address is still remembered;
     /// [`MemoryError::ForeignBlock`] if there is no such block.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
-        self.ledger.take_raw(address)
+        self.allocator.take_raw(address)
     }
 
     /// As [`DevicePool::share_raw`](crate::DevicePool::share_raw).
     pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        self.ledger.share_raw(address)
+        self.allocator.share_raw(address)
     }
 
     /// As [`DevicePool::free_raw`](crate::DevicePool::free_raw).
     pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
-        self.ledger.free_raw(address)
+        self.allocator.free_raw(address)
     }
 
     /// As [`DevicePool::reset_peaks`](crate::DevicePool::reset_peaks).
     pub(crate) fn reset_peaks(&self) {
-        self.ledger.reset_peaks();
+        self.allocator.reset_peaks();
     }
 }
 
-impl Source for Calls {
-    fn take(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+impl DriverSource for DirectSource {
+    fn allocate(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let charge = self.budget.as_ref().map(|b| b.charge(bytes)).transpose()?;
         let _relaxed = Relaxed::enter(&*self.driver);
         let address = self
@@ -79,14 +79,14 @@ impl Source for Calls {
         self.budget.as_ref().map(|budget| (budget, None))
     }
 
-    fn give(&self, block: &Deferred) -> Result<()> {
-        let (home, address, uses) = (&block.timeline, block.address, &block.uses);
+    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
+        let (owner_stream, address, uses) = (&block.timeline, block.address, &block.uses);
         // `cuMemFree` waits for the device in practice, but does not guarantee it. These waits do.
         let waited = (|| {
             for noted in uses.iter() {
                 noted.on().wait(noted.epoch().unwrap_or(0), None)?;
             }
-            home.wait(home.open(), None)
+            owner_stream.wait(owner_stream.open(), None)
         })();
         match waited {
             Ok(_) => {}
@@ -107,16 +107,16 @@ impl Opaque for Direct {
     type Block = Block;
 
     fn device(&self) -> DeviceId {
-        self.ledger.device()
+        self.allocator.device()
     }
     #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.ledger.allocate(stream, request)
+        self.allocator.allocate(stream, request)
     }
     fn stats(&self) -> PoolStats {
-        self.ledger.stats()
+        self.allocator.stats()
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        self.ledger.trim(keep)
+        self.allocator.trim(keep)
     }
 }

@@ -57,7 +57,7 @@ fn debug() -> Result<Debugging> {
     match env::var(NAME).as_deref() {
         Err(env::VarError::NotPresent) | Ok("" | "0" | "off") => Ok(Debugging::default()),
         Ok(list) => match Debugging::parse(list) {
-            Some(debug) => Ok(debug.on_finding(tell)),
+            Some(debug) => Ok(debug.on_finding(write_finding)),
             None => refuse(list.to_owned()),
         },
         Err(env::VarError::NotUnicode(other)) => refuse(other.to_string_lossy().into_owned()),
@@ -66,7 +66,7 @@ fn debug() -> Result<Debugging> {
 
 /// Writes findings to the standard error stream, since debugging was enabled from outside the
 /// program.
-fn tell(finding: &Finding) {
+fn write_finding(finding: &Finding) {
     // A failed write cannot be reported anywhere.
     let _ = writeln!(io::stderr().lock(), "aquifer: {finding}");
 }

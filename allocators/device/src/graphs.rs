@@ -67,21 +67,21 @@
 //! hundreds. Guards and poison of the debug mode do not apply to blocks of graphs: every launch
 //! would write them.
 
-mod announce;
+mod announcement;
 mod graph;
 mod memory;
 
-pub use announce::Announced;
-pub(crate) use announce::Announcements;
-pub(crate) use graph::sweep;
+pub use announcement::Announced;
+pub(crate) use announcement::Announcements;
+pub(crate) use graph::sweep_released;
 pub use graph::{Captured, Graph};
 
 use crate::DevicePool;
-use announce::Whose;
+use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result};
 use aquifer_driver::{RawStream, site};
 use aquifer_stream::Stream;
-use memory::Memory;
+use memory::GraphMemory;
 use std::{fmt, sync::Arc};
 
 /// Memory of one graph, or of several that share it. A clone is another handle, and each keeps the
@@ -129,7 +129,7 @@ use std::{fmt, sync::Arc};
 #[derive(Clone)]
 pub struct GraphPool {
     pool: DevicePool,
-    memory: Arc<Memory>,
+    memory: Arc<GraphMemory>,
 }
 
 impl DevicePool {
@@ -143,9 +143,9 @@ impl DevicePool {
     #[track_caller]
     pub fn graph_pool(&self) -> Result<GraphPool> {
         let _site = site::enter();
-        sweep();
-        self.inner().apart.reap_quietly();
-        Ok(GraphPool { pool: self.clone(), memory: Memory::new(self.inner())? })
+        sweep_released();
+        self.core().dedicated.reap_nonblocking();
+        Ok(GraphPool { pool: self.clone(), memory: GraphMemory::new(self.core())? })
     }
 }
 
@@ -163,7 +163,11 @@ impl GraphPool {
     #[track_caller]
     pub fn announce(&self, stream: &Stream) -> Result<Announced> {
         let _site = site::enter();
-        Announced::new(&self.pool, &self.memory, Whose::Stream(stream.timeline().clone()))
+        Announced::new(
+            &self.pool,
+            &self.memory,
+            AnnouncedStreams::Stream(stream.timeline().clone()),
+        )
     }
 
     /// Like [`GraphPool::announce`], for every stream for whose handle `whose` returns `true`.
@@ -182,7 +186,7 @@ impl GraphPool {
         whose: impl Fn(RawStream) -> bool + Send + Sync + 'static,
     ) -> Result<Announced> {
         let _site = site::enter();
-        Announced::new(&self.pool, &self.memory, Whose::Those(Box::new(whose)))
+        Announced::new(&self.pool, &self.memory, AnnouncedStreams::Matching(Box::new(whose)))
     }
 
     /// Returns the pool's statistics. `physical` is all of its memory, `cached` what later captures

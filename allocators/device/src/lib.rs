@@ -169,21 +169,18 @@
 // deeper than 128.
 #![recursion_limit = "256"]
 
-mod apart;
 mod arena;
-mod backend;
 mod block;
 mod buffer;
-mod chain;
 mod checked;
 mod config;
 mod conformance;
 mod decorators;
+mod dedicated;
 mod direct;
+mod driver_alloc;
 mod environment;
 mod graphs;
-mod home;
-mod leasing;
 mod pages;
 mod park;
 mod physical;
@@ -194,9 +191,12 @@ mod request;
 mod reserved;
 mod resource;
 mod retention;
+mod sharing_policy;
+mod slow_path;
 mod snapshot;
 mod source;
 mod stable;
+mod stream_cache;
 mod stream_ordered;
 mod tenants;
 mod waiting;

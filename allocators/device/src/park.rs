@@ -44,13 +44,13 @@
 //! fails, because the budget or the driver refuses, leaves everything parked and can be retried. If
 //! the pool is closed, blocks that are parked stay so for good.
 
-pub(crate) mod lodging;
-mod passage;
+pub(crate) mod parkable;
 mod saved;
+mod suspend;
 
-pub(crate) use lodging::Lodging;
+pub(crate) use parkable::ParkablePool;
 
-use crate::{Block, DeviceBuffer, DevicePool, Request, pool::Inner, request::Sensible};
+use crate::{Block, DeviceBuffer, DevicePool, Request, pool::PoolCore, request::ValidateRequest};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::site;
@@ -66,14 +66,14 @@ use std::{
 /// mapped in under a millisecond.
 const SLOT: u64 = 32 << 20;
 /// A slot is at most this fraction of the budget.
-const OF_BUDGET: u64 = 64;
+const SLOTS_PER_BUDGET: u64 = 64;
 
 /// How to park: what happens with the contents of the blocks, and how long to wait for their last
 /// use.
 #[derive(Clone)]
 pub struct Park {
     /// `None`: the contents are dropped.
-    host: Option<saved::Host>,
+    host: Option<saved::HostAllocator>,
     deadline: Option<Instant>,
 }
 
@@ -134,7 +134,8 @@ pub struct Elsewhere {
     /// Bytes in blocks that are not parkable: those in the streams' caches, where other tags share
     /// the handles, and stable and reserved memory, whose addresses may be stored elsewhere.
     pub shared: u64,
-    /// Bytes of handles that the driver did not unmap. They stay charged, and unmapping is retried.
+    /// Bytes of handles that the driver did not unmap. They stay charged, and unmapping is
+    /// retried.
     pub refused: u64,
     /// The driver's error.
     pub refusal: Option<MemoryError>,
@@ -212,35 +213,35 @@ impl ResumeReport {
 #[derive(Clone)]
 pub struct Parkable {
     pool: DevicePool,
-    lodging: Arc<Lodging>,
+    slots: Arc<ParkablePool>,
 }
 
 /// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
 #[derive(Default)]
-pub(crate) struct Lodgings(Mutex<Vec<Weak<Lodging>>>);
+pub(crate) struct ParkablePools(Mutex<Vec<Weak<ParkablePool>>>);
 
-impl Lodgings {
-    fn list(&self) -> MutexGuard<'_, Vec<Weak<Lodging>>> {
+impl ParkablePools {
+    fn list(&self) -> MutexGuard<'_, Vec<Weak<ParkablePool>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns all that are in use, with no lock held.
-    pub(crate) fn all(&self) -> Vec<Arc<Lodging>> {
+    pub(crate) fn all(&self) -> Vec<Arc<ParkablePool>> {
         self.list().iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn of(&self, tag: Tag) -> Option<Arc<Lodging>> {
+    fn of(&self, tag: Tag) -> Option<Arc<ParkablePool>> {
         // Entries whose last reference is dropped here are dropped after the lock is released.
-        self.all().into_iter().find(|lodging| lodging.tag == tag)
+        self.all().into_iter().find(|parkable| parkable.tag == tag)
     }
 
     /// Registers `new` and returns it. If another thread was faster, returns that thread's instead.
-    fn add(&self, new: Arc<Lodging>) -> Arc<Lodging> {
+    fn add(&self, new: Arc<ParkablePool>) -> Arc<ParkablePool> {
         let mut all = self.list();
         let known: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
-        let found = known.iter().find(|lodging| lodging.tag == new.tag).cloned();
+        let found = known.iter().find(|parkable| parkable.tag == new.tag).cloned();
         if found.is_none() {
-            all.retain(|lodging| lodging.strong_count() > 0);
+            all.retain(|parkable| parkable.strong_count() > 0);
             all.push(Arc::downgrade(&new));
         }
         drop(all);
@@ -253,27 +254,28 @@ impl Lodgings {
     /// The driver's first error. All others have been tried.
     pub(crate) fn trim(&self) -> Result<u64> {
         let all = self.all();
-        let (mut gone, mut outcome) = (0, Ok(()));
-        for lodging in all {
-            match lodging.trim() {
-                Ok(bytes) => gone += bytes,
+        let (mut released, mut outcome) = (0, Ok(()));
+        for parkable in all {
+            match parkable.trim() {
+                Ok(bytes) => released += bytes,
                 Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        outcome.map(|()| gone)
+        outcome.map(|()| released)
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Returns the bytes of a tag in live blocks on the device.
     fn held_by(&self, tag: Tag) -> u64 {
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        let cached = homes.iter().map(|home| {
-            home.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>())
+        let caches = self.caches(&pass);
+        let cached = caches.iter().map(|cache| {
+            cache.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>())
         });
-        let apart = self.apart.holdings().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
-        cached.chain(apart).sum()
+        let dedicated =
+            self.dedicated.holdings().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
+        cached.chain(dedicated).sum()
     }
 }
 
@@ -290,18 +292,18 @@ impl DevicePool {
     #[track_caller]
     pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
         let _site = site::enter();
-        let inner = self.inner();
-        let lodging = match inner.lodgings.of(tag) {
-            Some(lodging) => lodging,
+        let core = self.core();
+        let parkable = match core.parkables.of(tag) {
+            Some(parkable) => parkable,
             None => {
-                if inner.apart.step() == 0 {
+                if core.dedicated.step() == 0 {
                     return Err(UNSUPPORTED);
                 }
-                inner.apart.reap_quietly();
-                inner.lodgings.add(Lodging::new(inner, tag, inner.slot())?)
+                core.dedicated.reap_nonblocking();
+                core.parkables.add(ParkablePool::new(core, tag, core.slot())?)
             }
         };
-        Ok(Parkable { pool: self.clone(), lodging })
+        Ok(Parkable { pool: self.clone(), slots: parkable })
     }
 
     /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves or
@@ -333,15 +335,15 @@ impl DevicePool {
     #[expect(unsafe_code, reason = "the caller promises what cannot be seen from here")]
     pub unsafe fn park(&self, tag: Tag, how: Park) -> Result<ParkReport> {
         let _site = site::enter();
-        let inner = self.inner();
-        if inner.apart.step() == 0 {
+        let core = self.core();
+        if core.dedicated.step() == 0 {
             return Err(UNSUPPORTED);
         }
-        match inner.lodgings.of(tag) {
-            Some(lodging) => lodging.park(&how),
+        match core.parkables.of(tag) {
+            Some(parkable) => parkable.park(&how),
             None => {
                 let mut report = ParkReport::of(tag);
-                report.kept.shared = inner.held_by(tag);
+                report.kept.shared = core.held_by(tag);
                 Ok(report)
             }
         }
@@ -362,8 +364,8 @@ impl DevicePool {
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();
-        match self.inner().lodgings.of(tag) {
-            Some(lodging) => lodging.resume(deadline),
+        match self.core().parkables.of(tag) {
+            Some(parkable) => parkable.resume(deadline),
             None => Ok(ResumeReport::of(tag)),
         }
     }
@@ -372,14 +374,14 @@ impl DevicePool {
 const UNSUPPORTED: MemoryError =
     MemoryError::Unsupported { feature: "parking: virtual memory management (cuMemMap)" };
 
-impl Inner {
+impl PoolCore {
     /// Returns the size of a slot of parkable memory in bytes.
     fn slot(&self) -> u64 {
         if self.config.handle_bytes > 0 {
-            return self.apart.step();
+            return self.dedicated.step();
         }
-        let part = (self.budget.limit() / OF_BUDGET).max(1);
-        (1 << part.ilog2()).clamp(self.apart.step(), SLOT.max(self.apart.step()))
+        let part = (self.budget.limit() / SLOTS_PER_BUDGET).max(1);
+        (1 << part.ilog2()).clamp(self.dedicated.step(), SLOT.max(self.dedicated.step()))
     }
 }
 
@@ -396,11 +398,11 @@ impl Parkable {
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let _site = site::enter();
-        let request = request.checked()?.tag(self.lodging.tag);
-        let of_tag = self.pool.inner().charge_tag(stream, &request)?;
-        let mut block = self.lodging.allocate(stream, request)?;
+        let request = request.checked()?.tag(self.slots.tag);
+        let of_tag = self.pool.core().charge_tag(stream, &request)?;
+        let mut block = self.slots.allocate(stream, request)?;
         block.count_for_tag(of_tag);
-        self.pool.inner().list(&mut block, None);
+        self.pool.core().list_for_leaks(&mut block, None);
         Ok(block)
     }
 
@@ -416,7 +418,7 @@ impl Parkable {
     /// Returns the tag of its blocks.
     #[must_use]
     pub fn tag(&self) -> Tag {
-        self.lodging.tag
+        self.slots.tag
     }
 
     /// Returns the pool.
@@ -428,13 +430,13 @@ impl Parkable {
     /// Returns whether its blocks are parked, being parked or being resumed.
     #[must_use]
     pub fn is_parked(&self) -> bool {
-        self.lodging.is_parked()
+        self.slots.is_parked()
     }
 
     /// Returns its statistics. Parked blocks are counted, but have no bytes.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        self.lodging.stats()
+        self.slots.stats()
     }
 }
 
@@ -453,7 +455,7 @@ impl Opaque for Parkable {
         self.stats()
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        if self.stats().physical > keep { self.lodging.trim() } else { Ok(0) }
+        if self.stats().physical > keep { self.slots.trim() } else { Ok(0) }
     }
 }
 

@@ -7,19 +7,19 @@
 //! - Without it ([`plain`]), a pool has whole allocations of the driver. Each is a segment, and no
 //!   block crosses segments.
 
-pub(crate) mod commons;
 pub(crate) mod handle;
 pub(crate) mod mapped;
-pub(crate) mod plain;
+pub(crate) mod segments;
+pub(crate) mod shared_free;
 pub(crate) mod slots;
 pub(crate) mod window;
 
 use mapped::Mapped;
-use plain::Plain;
+use segments::Segments;
 
 /// The physical memory of a pool, of one of the two kinds.
 #[derive(Debug)]
 pub(crate) enum Physical {
     Mapped(Mapped),
-    Plain(Plain),
+    Segments(Segments),
 }

@@ -1,24 +1,24 @@
 //! The caching pool of one device.
 
-mod figures;
+mod stats;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    apart::{Apart, Span},
-    block::{Freed, Place},
-    chain::Counters,
-    checked::{Checked, Listing, Under},
+    block::{BlockExtent, BlockToken},
+    checked::{BlockSource, Checked, LiveBlockList},
+    dedicated::{DedicatedPool, Span},
     direct::Direct,
     environment::Environment,
     graphs::{self, Announcements},
-    home::{Home, check_home, note, vacancy::Vacant},
-    leasing::Leasing,
-    park::Lodgings,
-    physical::{Physical, mapped::Mapped, plain::Plain},
-    raw::Directory,
-    request::Sensible,
+    park::ParkablePools,
+    physical::{Physical, mapped::Mapped, segments::Segments},
+    raw::AddressDirectory,
+    request::ValidateRequest,
     retention::Retention,
-    tenants::Tenants,
+    sharing_policy::SharingPolicy,
+    slow_path::Counters,
+    stream_cache::{StreamCache, check_stream_device, notify_observer, recycle::IdleCache},
+    tenants::LiveLimits,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
@@ -42,7 +42,7 @@ use std::{
 };
 
 /// Keys under which pools attach their caches to streams. A key is never reused.
-static KEYS: AtomicU64 = AtomicU64::new(1);
+static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
 
 /// Device memory in per-stream caches, over physical memory that moves between the caches.
 ///
@@ -72,21 +72,21 @@ static KEYS: AtomicU64 = AtomicU64::new(1);
 /// ```
 #[derive(Clone)]
 pub struct DevicePool {
-    handle: Arc<Closer>,
+    handle: Arc<PoolHandle>,
 }
 
 /// Closes the pool when the last [`DevicePool`] is dropped.
-struct Closer {
-    inner: Arc<Inner>,
+struct PoolHandle {
+    core: Arc<PoolCore>,
     /// The source line that opened the pool, reported as the site of what its end does.
     opened_at: &'static Location<'static>,
-    /// The allocation path instead of the caches, if any. It may own a reference to `Inner`, so
-    /// `Inner` must not own it.
-    detour: Option<Detour>,
+    /// The allocation path instead of the caches, if any. It may own a reference to `PoolCore`, so
+    /// `PoolCore` must not own it.
+    alloc_path: Option<AllocPath>,
 }
 
 /// An allocation path other than the streams' caches alone.
-enum Detour {
+enum AllocPath {
     /// Each block is an allocation of its own.
     Direct(Arc<dyn Resource>),
     /// Blocks are checked.
@@ -94,7 +94,7 @@ enum Detour {
 }
 
 /// The shared core of a pool.
-pub(crate) struct Inner {
+pub(crate) struct PoolCore {
     key: u64,
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) info: DeviceInfo,
@@ -102,36 +102,36 @@ pub(crate) struct Inner {
     pub(crate) physical: Physical,
     pub(crate) budget: Budget,
     /// Dedicated memory: stable blocks and reserved elements.
-    pub(crate) apart: Arc<Apart>,
+    pub(crate) dedicated: Arc<DedicatedPool>,
     /// Pools of memory that can be parked.
-    pub(crate) lodgings: Lodgings,
+    pub(crate) parkables: ParkablePools,
     pub(crate) config: PoolConfig,
     /// All caches of the pool, also idle ones.
-    homes: RwLock<Vec<&'static Home>>,
+    caches: RwLock<Vec<&'static StreamCache>>,
     /// Scratch memory for lists of caches.
     pub(crate) scratch: Scratch,
-    vacant: Mutex<Vec<Vacant>>,
+    idle_caches: Mutex<Vec<IdleCache>>,
     /// Finds the cache of a raw address.
-    pub(crate) directory: Directory,
+    pub(crate) directory: AddressDirectory,
     /// Whether the driver has an observer, which needs the owner of each block.
     observed: bool,
-    /// Number of reasons to take the slow allocation path: another source of blocks, an observer or
-    /// recorder, the limit of a tag, announced captures.
-    detours: AtomicU32,
+    /// Number of reasons to take the slow allocation path: another source of blocks, an observer
+    /// or recorder, the limit of a tag, announced captures.
+    slow_reasons: AtomicU32,
     /// Announced captures, which allocate from memory of graphs.
     pub(crate) announcements: Announcements,
-    pub(crate) tenants: Tenants,
+    pub(crate) tenants: LiveLimits,
     generations: AtomicU64,
     pub(crate) counters: Counters,
-    pub(crate) leasing: Leasing,
+    pub(crate) sharing_policy: SharingPolicy,
     pub(crate) retention: Retention,
     /// The source of blocks in bypass mode, without its wrapper.
     bypass: Option<Direct>,
-    /// The quarantine, which releases its blocks before reclaim from others. It owns a reference to
-    /// the pool.
+    /// The quarantine, which releases its blocks before reclaim from others. It owns a reference
+    /// to the pool.
     pub(crate) quarantine: OnceLock<Weak<Checked>>,
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
-    listing: OnceLock<Arc<Listing>>,
+    listing: OnceLock<Arc<LiveBlockList>>,
     /// The pool's registration as a reclaimer.
     pub(crate) registration: OnceLock<Registration>,
 }
@@ -149,7 +149,7 @@ impl DevicePool {
     /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
-        graphs::sweep();
+        graphs::sweep_released();
         let _site = site::enter();
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
@@ -159,16 +159,17 @@ impl DevicePool {
             config.debug.beside_bypass()?;
         }
         let debug = config.debug.clone();
-        let lost = |e| MemoryError::driver(device, e);
-        let info = driver.device_info(device).map_err(lost)?;
+        let driver_error = |e| MemoryError::driver(device, e);
+        let info = driver.device_info(device).map_err(driver_error)?;
         if let Some(feature) = info.export_types.missing(config.export) {
             return Err(MemoryError::Unsupported { feature });
         }
         let budget = match &config.budget {
             Some(budget) => budget.clone(),
-            None => {
-                Budget::new(device.name(), driver.memory_info(device).map_err(lost)?.free / 5 * 4)
-            }
+            None => Budget::new(
+                device.name(),
+                driver.memory_info(device).map_err(driver_error)?.free / 5 * 4,
+            ),
         };
         if budget.limit() == 0 {
             let (name, value) = ("budget", "0".to_owned());
@@ -180,7 +181,7 @@ impl DevicePool {
         }
         let maps = info.virtual_memory && info.granularity > 0;
         config.check_retention(budget.limit(), maps)?;
-        let reach = config.reach(&*driver, device, maps)?;
+        let accessors = config.accessors(&*driver, device, maps)?;
         let physical = if maps {
             let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
             if !slot.is_power_of_two() {
@@ -194,7 +195,7 @@ impl DevicePool {
             let fixed = config.handle_bytes > 0;
             Physical::Mapped(Mapped::open(
                 &driver,
-                reach.clone(),
+                accessors.clone(),
                 info.memory,
                 slot,
                 fixed,
@@ -202,7 +203,7 @@ impl DevicePool {
                 budget.clone(),
             )?)
         } else {
-            Physical::Plain(Plain::new(&driver, device, budget.clone()))
+            Physical::Segments(Segments::new(&driver, device, budget.clone()))
         };
         let streams = StreamPool::new(driver.clone(), device, config.streams);
         let bypass = config
@@ -212,69 +213,70 @@ impl DevicePool {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
             None => Arc::new(direct),
         });
-        let apart = Apart::new(&driver, &info, &config, reach);
+        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors);
         let observed = driver.observer().is_some();
         let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
         let sharing = matches!(physical, Physical::Mapped(_)) && config.adoption != Adoption::Never;
-        let leasing = Leasing::new(sharing);
+        let sharing_policy = SharingPolicy::new(sharing);
         let retention = Retention::new(config.release_threshold, config.stream_cache);
         let warm = config.warm_reserve;
-        let inner = Arc::new(Inner {
-            key: KEYS.fetch_add(1, Ordering::Relaxed),
+        let core = Arc::new(PoolCore {
+            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             driver,
             info,
             streams,
             physical,
-            apart,
-            lodgings: Lodgings::default(),
+            dedicated,
+            parkables: ParkablePools::default(),
             budget,
             config,
-            homes: RwLock::default(),
+            caches: RwLock::default(),
             scratch: Scratch::new(),
-            vacant: Mutex::default(),
-            directory: Directory::new(),
+            idle_caches: Mutex::default(),
+            directory: AddressDirectory::new(),
             observed,
-            detours: AtomicU32::new(u32::from(!quick)),
+            slow_reasons: AtomicU32::new(u32::from(!quick)),
             announcements: Announcements::default(),
-            tenants: Tenants::default(),
+            tenants: LiveLimits::default(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
-            leasing,
+            sharing_policy,
             retention,
             bypass,
             quarantine: OnceLock::new(),
             listing: OnceLock::new(),
             registration: OnceLock::new(),
         });
-        inner.register();
-        inner.warm(warm)?;
-        let detour = if debug.is_on() {
-            let Inner { driver, streams, config, .. } = &*inner;
+        core.register();
+        core.warm(warm)?;
+        let alloc_path = if debug.is_on() {
+            let PoolCore { driver, streams, config, .. } = &*core;
             let (driver, streams, recorder) =
                 (driver.clone(), streams.clone(), config.recorder.clone());
             let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
-            let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
-            let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
-            let _only_once = inner.quarantine.set(Arc::downgrade(&checked));
+            let source =
+                direct.map_or_else(|| BlockSource::Pool(core.clone()), BlockSource::Direct);
+            let checked = Checked::new(source, debug, driver, streams, recorder, waits, wait)?;
+            let _only_once = core.quarantine.set(Arc::downgrade(&checked));
             if let Some(listing) = checked.listing() {
-                let _only_once = inner.listing.set(listing.clone());
+                let _only_once = core.listing.set(listing.clone());
             }
-            checked.register(&inner.budget);
-            Some(Detour::Checked(checked))
+            checked.register(&core.budget);
+            Some(AllocPath::Checked(checked))
         } else {
-            direct.map(Detour::Direct)
+            direct.map(AllocPath::Direct)
         };
-        Ok(Self { handle: Arc::new(Closer { inner, opened_at: site::current(), detour }) })
+        Ok(Self { handle: Arc::new(PoolHandle { core, opened_at: site::current(), alloc_path }) })
     }
 
     #[inline]
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
-        &self.handle.inner
+    pub(crate) fn core(&self) -> &Arc<PoolCore> {
+        &self.handle.core
     }
 
     pub(crate) fn checked(&self) -> Option<&Arc<Checked>> {
-        match &self.handle.detour {
-            Some(Detour::Checked(checked)) => Some(checked),
+        match &self.handle.alloc_path {
+            Some(AllocPath::Checked(checked)) => Some(checked),
             _ => None,
         }
     }
@@ -284,13 +286,13 @@ impl DevicePool {
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn stream(&self) -> Result<Stream> {
-        self.inner().streams.lease()
+        self.core().streams.lease()
     }
 
     /// Returns the streams of this device.
     #[must_use]
     pub fn streams(&self) -> &StreamPool {
-        &self.inner().streams
+        &self.core().streams
     }
 
     /// Allocates a block for work queued on `stream` from now on.
@@ -306,41 +308,45 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        if let Some(home) = self.quick_home(stream, &request)
-            && let Some(block) = home.quick_alloc(&request)
+        if let Some(cache) = self.fast_cache(stream, &request)
+            && let Some(block) = cache.fast_alloc(&request)
         {
             return Ok(block);
         }
-        self.alloc_fully(stream, request)
+        self.alloc_slow(stream, request)
     }
 
     /// Returns the stream's cache if the fast path may serve the request from it.
     #[inline]
-    pub(crate) fn quick_home(&self, stream: &Stream, request: &Request) -> Option<&'static Home> {
-        let inner = self.inner();
+    pub(crate) fn fast_cache(
+        &self,
+        stream: &Stream,
+        request: &Request,
+    ) -> Option<&'static StreamCache> {
+        let core = self.core();
         let quick = request.is_plain()
-            && inner.detours.load(Ordering::Relaxed) == 0
-            && !inner.leasing.takes_over(request.size());
-        if quick { inner.known_home(stream) } else { None }
+            && core.slow_reasons.load(Ordering::Relaxed) == 0
+            && !core.sharing_policy.prefers_shared(request.size());
+        if quick { core.known_cache(stream) } else { None }
     }
 
     /// Allocates on the full path: tags, graphs, debugging, bypass and the slow path.
     #[track_caller]
     #[inline(never)]
-    fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
+    fn alloc_slow(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        let of_tag = self.inner().charge_tag(stream, &request)?;
-        let of_graph = self.inner().allocate_for_graph(stream, request)?;
-        let mut block = match (of_graph, &self.handle.detour) {
+        let of_tag = self.core().charge_tag(stream, &request)?;
+        let of_graph = self.core().allocate_for_graph(stream, request)?;
+        let mut block = match (of_graph, &self.handle.alloc_path) {
             (Some(mut block), _) => {
-                self.inner().list(&mut block, None);
+                self.core().list_for_leaks(&mut block, None);
                 block
             }
-            (None, Some(detour)) => {
+            (None, Some(alloc_path)) => {
                 let _site = site::enter();
-                detour.allocate(stream, request, None)?
+                alloc_path.allocate(stream, request, None)?
             }
-            (None, None) => self.inner().allocate(stream, request)?,
+            (None, None) => self.core().allocate(stream, request)?,
         };
         block.count_for_tag(of_tag);
         Ok(block)
@@ -360,21 +366,21 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
         let request = request.checked()?;
-        let of_tag = self.inner().charge_tag(stream, &request)?;
-        let of_graph = self.inner().allocate_for_graph(stream, request)?;
-        let mut block = match (of_graph, &self.handle.detour) {
+        let of_tag = self.core().charge_tag(stream, &request)?;
+        let of_graph = self.core().allocate_for_graph(stream, request)?;
+        let mut block = match (of_graph, &self.handle.alloc_path) {
             (Some(mut block), _) => {
-                self.inner().list(&mut block, None);
+                self.core().list_for_leaks(&mut block, None);
                 // A graph's memory is charged as it grows, so this releases the reservation to make
                 // room for it.
                 drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
                 block
             }
-            (None, Some(detour)) => {
+            (None, Some(alloc_path)) => {
                 let _site = site::enter();
-                detour.allocate(stream, request, Some(held))?
+                alloc_path.allocate(stream, request, Some(held))?
             }
-            (None, None) => self.inner().allocate_drawing(stream, request, held, request.size())?,
+            (None, None) => self.core().allocate_drawing(stream, request, held, request.size())?,
         };
         block.count_for_tag(of_tag);
         Ok(block)
@@ -452,13 +458,13 @@ impl DevicePool {
     #[track_caller]
     pub fn poll(&self) -> Result<()> {
         let _site = site::enter();
-        match &self.handle.detour {
-            None => self.inner().poll(),
-            Some(Detour::Direct(direct)) => {
-                self.inner().poll()?;
+        match &self.handle.alloc_path {
+            None => self.core().poll(),
+            Some(AllocPath::Direct(direct)) => {
+                self.core().poll()?;
                 direct.trim(u64::MAX).map(drop)
             }
-            Some(Detour::Checked(checked)) => checked.trim(self.inner(), u64::MAX).map(drop),
+            Some(AllocPath::Checked(checked)) => checked.trim(self.core(), u64::MAX).map(drop),
         }
     }
 
@@ -476,35 +482,35 @@ impl DevicePool {
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
-        match &self.handle.detour {
-            None => self.inner().trim(keep),
-            Some(Detour::Direct(direct)) => self.inner().trim_over(&**direct, keep),
-            Some(Detour::Checked(checked)) => checked.trim(self.inner(), keep),
+        match &self.handle.alloc_path {
+            None => self.core().trim(keep),
+            Some(AllocPath::Direct(direct)) => self.core().trim_with(&**direct, keep),
+            Some(AllocPath::Checked(checked)) => checked.trim(self.core(), keep),
         }
     }
 
     /// Returns the budget that physical memory is charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
-        &self.inner().budget
+        &self.core().budget
     }
 
     /// Returns the device of this pool.
     #[must_use]
     pub fn device(&self) -> DeviceId {
-        self.inner().info.device
+        self.core().info.device
     }
 
     /// Returns the properties of the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
-        &self.inner().info
+        &self.core().info
     }
 
     /// Returns the driver.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
-        &self.inner().driver
+        &self.core().driver
     }
 }
 
@@ -527,7 +533,7 @@ impl Opaque for DevicePool {
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Returns the streams of the device.
     pub(crate) fn streams(&self) -> &StreamPool {
         &self.streams
@@ -539,13 +545,13 @@ impl Inner {
     }
 
     /// Registers a reason to take the slow allocation path.
-    pub(crate) fn add_detour(&self) {
-        self.detours.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn add_slow_reason(&self) {
+        self.slow_reasons.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Removes a reason that was registered by [`Inner::add_detour`].
-    pub(crate) fn end_detour(&self) {
-        self.detours.fetch_sub(1, Ordering::Relaxed);
+    /// Removes a reason that was registered by [`PoolCore::add_slow_reason`].
+    pub(crate) fn remove_slow_reason(&self) {
+        self.slow_reasons.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Allocates a block from the stream's cache, or on the slow path. The request has been
@@ -553,18 +559,18 @@ impl Inner {
     #[track_caller]
     #[inline]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
-        let home = self.home(stream)?;
-        match home.try_alloc(self, &request) {
+        let cache = self.cache_for(stream)?;
+        match cache.try_alloc(self, &request) {
             Some(block) => Ok(block),
             None => {
                 let _site = site::enter();
-                self.allocate_slowly(home, &request, None)
+                self.allocate_slow(cache, &request, None)
             }
         }
     }
 
-    /// As [`Inner::allocate`], and draws new memory from `held` first, which goes down by `bytes`
-    /// or more.
+    /// As [`PoolCore::allocate`], and draws new memory from `held` first, which goes down by
+    /// `bytes` or more.
     #[track_caller]
     pub(crate) fn allocate_drawing(
         self: &Arc<Self>,
@@ -575,12 +581,12 @@ impl Inner {
     ) -> Result<Block> {
         let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
         let before = remaining();
-        let home = self.home(stream)?;
-        let block = match home.try_alloc(self, &request) {
+        let cache = self.cache_for(stream)?;
+        let block = match cache.try_alloc(self, &request) {
             Some(block) => block,
             None => {
                 let _site = site::enter();
-                self.allocate_slowly(home, &request, Some(held))?
+                self.allocate_slow(cache, &request, Some(held))?
             }
         };
         let drawn = before.saturating_sub(remaining());
@@ -590,41 +596,42 @@ impl Inner {
     }
 
     /// Returns the cache of a stream, and creates it at its first use.
-    fn home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
-        match self.known_home(stream) {
-            Some(home) => Ok(home),
-            None => self.new_home(stream),
+    fn cache_for(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
+        match self.known_cache(stream) {
+            Some(cache) => Ok(cache),
+            None => self.open_cache(stream),
         }
     }
 
     /// Returns the cache of a stream that has one already.
     #[inline]
-    fn known_home(&self, stream: &Stream) -> Option<&'static Home> {
+    fn known_cache(&self, stream: &Stream) -> Option<&'static StreamCache> {
         let number = stream.timeline().attachment(self.key)? as usize;
-        self.directory.home(number).or_else(|| self.further_home(number))
+        self.directory.cache(number).or_else(|| self.cache_beyond_table(number))
     }
 
     /// Returns a cache whose number exceeds the directory. The list is ordered by number.
     #[cold]
-    fn further_home(&self, number: usize) -> Option<&'static Home> {
-        self.homes.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
+    fn cache_beyond_table(&self, number: usize) -> Option<&'static StreamCache> {
+        self.caches.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
     }
 
     /// Gives free memory back in bypass mode: the pool's own, and then that of `direct`.
-    pub(crate) fn trim_over(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
+    pub(crate) fn trim_with(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
         // Dedicated memory comes from the pool itself in any case.
         let gone = self.trim(keep)?;
-        let keep = keep.saturating_sub(self.apart.held().now());
+        let keep = keep.saturating_sub(self.dedicated.held().now());
         Ok(gone + direct.trim(keep)?)
     }
 
     /// Lists a block that does not come from a stream's cache until it is freed, if leaks are
     /// reported. Reserved memory counts with its committed bytes.
     #[track_caller]
-    pub(crate) fn list(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
+    pub(crate) fn list_for_leaks(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
         if let Some(listing) = self.listing.get() {
-            let (place, tag, home) = ((block.address(), block.bytes()), block.tag(), block.home());
-            block.extras_mut().live.listed = Some(listing.list(place, tag, &home, committed));
+            let (extent, tag, owner) =
+                ((block.address(), block.bytes()), block.tag(), block.home());
+            block.meta_mut().live.listed = Some(listing.list(extent, tag, &owner, committed));
         }
     }
 
@@ -639,71 +646,72 @@ impl Inner {
     }
 
     #[cold]
-    fn new_home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
-        check_home(&*self.driver, self.info.device, stream.timeline())?;
-        self.vacate();
+    fn open_cache(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
+        check_stream_device(&*self.driver, self.info.device, stream.timeline())?;
+        self.recycle_caches();
         // The lock prevents two threads from creating a cache for one stream. No driver call is
         // made under it.
-        let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
+        let mut caches = self.caches.write().unwrap_or_else(PoisonError::into_inner);
         let known = stream.timeline().attachment(self.key);
-        if let Some(&home) = known.and_then(|number| homes.get(number as usize)) {
-            return Ok(home);
+        if let Some(&cache) = known.and_then(|number| caches.get(number as usize)) {
+            return Ok(cache);
         }
-        let (home, number) = match self.vacant().pop() {
-            Some(vacant) => {
-                let number = vacant.number;
-                (vacant.serve(self, stream.timeline()), number)
+        let (cache, number) = match self.idle_caches().pop() {
+            Some(idle) => {
+                let number = idle.number;
+                (idle.bind(self, stream.timeline()), number)
             }
             None => {
                 // Caches leave the list only when the pool closes, and none is created then, so a
                 // number is never reused.
-                let number = homes.len();
-                let home = Home::open(self.clone(), stream.timeline().clone(), number);
-                self.directory.name(number, home);
-                homes.push(home);
-                (home, number)
+                let number = caches.len();
+                let cache = StreamCache::open(self.clone(), stream.timeline().clone(), number);
+                self.directory.insert_cache(number, cache);
+                caches.push(cache);
+                (cache, number)
             }
         };
         stream.timeline().attach(self.key, number as u32);
-        Ok(home)
+        Ok(cache)
     }
 
-    pub(crate) fn vacant(&self) -> MutexGuard<'_, Vec<Vacant>> {
-        self.vacant.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn idle_caches(&self) -> MutexGuard<'_, Vec<IdleCache>> {
+        self.idle_caches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lists all caches of the pool.
-    pub(crate) fn homes<'s>(&self, bump: &'s Bump) -> List<'s, &'static Home> {
-        list(bump, self.homes.read().unwrap_or_else(PoisonError::into_inner).iter().copied())
+    pub(crate) fn caches<'s>(&self, bump: &'s Bump) -> List<'s, &'static StreamCache> {
+        list(bump, self.caches.read().unwrap_or_else(PoisonError::into_inner).iter().copied())
     }
 
     /// Makes a block from the token, and reports it to the observer and the recorder.
-    pub(crate) fn hand_out(
+    pub(crate) fn make_block(
         &self,
-        home: &'static Home,
-        freed: &Freed,
+        cache: &'static StreamCache,
+        token: &BlockToken,
         ticket: Option<Ticket>,
     ) -> Block {
-        let mut block = Block::at_home(freed);
+        let mut block = Block::from_token(token);
         if self.observed {
-            let generation = self.note_live(home, freed);
-            block.extras_mut().generation = generation;
+            let generation = self.notify_live(cache, token);
+            block.meta_mut().generation = generation;
         }
         if ticket.is_some() {
-            let (stream, Place { address, asked }) = (home.timeline().number(), freed.place);
-            self.report(ticket, Action::Allocate, stream, address, asked.bytes(), asked.tag());
+            let (stream, BlockExtent { address, request }) =
+                (cache.timeline().number(), token.extent);
+            self.report(ticket, Action::Allocate, stream, address, request.bytes(), request.tag());
         }
         block
     }
 
     #[cold]
-    fn note_live(&self, home: &'static Home, freed: &Freed) -> u64 {
+    fn notify_live(&self, cache: &'static StreamCache, token: &BlockToken) -> u64 {
         let generation = self.generations.fetch_add(1, Ordering::Relaxed);
-        let stream = home.timeline().raw();
-        let address = freed.place.address;
-        let bytes = home.size_of(address, freed.way.key);
+        let stream = cache.timeline().raw();
+        let address = token.extent.address;
+        let bytes = cache.size_of(address, token.cache_ref.key);
         let range = DeviceRange { device: self.info.device, address, bytes };
-        note(&self.driver, generation, range, Ownership::Live { stream, generation });
+        notify_observer(&self.driver, generation, range, Ownership::Live { stream, generation });
         generation
     }
 
@@ -743,48 +751,48 @@ impl Inner {
     pub(crate) fn held(&self) -> u64 {
         let cached = match &self.physical {
             Physical::Mapped(mapped) => mapped.held().now(),
-            Physical::Plain(plain) => plain.held().now(),
+            Physical::Segments(segments) => segments.held().now(),
         };
-        cached + self.apart.held().now()
+        cached + self.dedicated.held().now()
     }
 
     /// Removes a retired cache whose stream could not be waited for. Its memory is kept, since work
     /// may still use it.
-    pub(crate) fn keep_home(&self, home: &'static Home, timeline: &Timeline) {
+    pub(crate) fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.keep();
+            mapped.leak();
         }
-        self.forget_home(home, timeline);
+        self.remove_cache(cache, timeline);
     }
 
-    fn forget_home(&self, home: &'static Home, timeline: &Timeline) {
+    fn remove_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
         timeline.detach(self.key);
-        self.unlist(home);
+        self.unregister_cache(cache);
     }
 
-    fn unlist(&self, home: &'static Home) {
-        self.homes
+    fn unregister_cache(&self, cache: &'static StreamCache) {
+        self.caches
             .write()
             .unwrap_or_else(PoisonError::into_inner)
-            .retain(|other| !std::ptr::eq(*other, home));
+            .retain(|other| !std::ptr::eq(*other, cache));
     }
 
     /// Removes a retired cache, and returns its ranges to the pool.
-    pub(crate) fn take_home_back(
+    pub(crate) fn reclaim_cache(
         &self,
-        home: &'static Home,
+        cache: &'static StreamCache,
         timeline: &Arc<Timeline>,
         heap: &Heap,
     ) {
         timeline.detach(self.key);
-        self.unlist(home);
+        self.unregister_cache(cache);
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.take_back(heap.free_extents().map(|e| e.range));
         }
     }
 }
 
-impl Detour {
+impl AllocPath {
     #[track_caller]
     fn allocate(
         &self,
@@ -794,31 +802,31 @@ impl Detour {
     ) -> Result<Block> {
         match self {
             Self::Direct(direct) => {
-                Under::draw_and_allocate(direct, stream, request, drawn, request.size())
+                BlockSource::draw_and_allocate(direct, stream, request, drawn, request.size())
             }
             Self::Checked(checked) => checked.allocate(stream, request, drawn),
         }
     }
 }
 
-impl Drop for Closer {
+impl Drop for PoolHandle {
     fn drop(&mut self) {
         let _site = site::enter_or(self.opened_at);
-        if let Some(Detour::Checked(checked)) = &self.detour {
+        if let Some(AllocPath::Checked(checked)) = &self.alloc_path {
             checked.close();
         }
-        let pass = self.inner.scratch.begin();
-        for home in self.inner.homes(&pass) {
-            home.close(&self.inner);
+        let pass = self.core.scratch.begin();
+        for cache in self.core.caches(&pass) {
+            cache.close(&self.core);
         }
-        let vacant = std::mem::take(&mut *self.inner.vacant());
-        for vacant in vacant {
-            self.inner.unlist(vacant.home);
-            vacant.retire();
+        let idle = std::mem::take(&mut *self.core.idle_caches());
+        for idle in idle {
+            self.core.unregister_cache(idle.cache);
+            idle.retire();
         }
-        graphs::sweep();
-        self.inner.apart.reap_quietly();
-        if let Some(recorder) = &self.inner.config.recorder {
+        graphs::sweep_released();
+        self.core.dedicated.reap_nonblocking();
+        if let Some(recorder) = &self.core.config.recorder {
             recorder.flush();
         }
     }
@@ -826,7 +834,7 @@ impl Drop for Closer {
 
 thread_local! {
     /// Whether this thread is in a call that must not wait.
-    static WAITS_FOR_NOTHING: Cell<bool> = const { Cell::new(false) };
+    static NO_WAIT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs `work`. Allocations of this thread within it never wait, whatever the pool's settings.
@@ -834,17 +842,17 @@ pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {
-            WAITS_FOR_NOTHING.set(self.0);
+            NO_WAIT.set(self.0);
         }
     }
-    let _restore = Restore(WAITS_FOR_NOTHING.replace(true));
+    let _restore = Restore(NO_WAIT.replace(true));
     work()
 }
 
 /// Returns when an allocation stops waiting, or `None` for never.
 pub(crate) fn deadline(wait: Duration) -> Option<std::time::Instant> {
     let now = std::time::Instant::now();
-    if WAITS_FOR_NOTHING.get() { Some(now) } else { now.checked_add(wait) }
+    if NO_WAIT.get() { Some(now) } else { now.checked_add(wait) }
 }
 
 impl fmt::Debug for DevicePool {
@@ -852,13 +860,13 @@ impl fmt::Debug for DevicePool {
         f.debug_struct("DevicePool")
             .field("device", &self.device())
             .field("budget", self.budget())
-            .field("physical", &self.inner().physical)
+            .field("physical", &self.core().physical)
             .finish_non_exhaustive()
     }
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for PoolCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner").field("device", &self.info.device).finish_non_exhaustive()
+        f.debug_struct("PoolCore").field("device", &self.info.device).finish_non_exhaustive()
     }
 }

@@ -4,17 +4,17 @@
 //!   under that cache's lock. So streams share no state here either. A table that has reached its
 //!   size allocates nothing.
 //! - Caches share the pool's address range, so the cache of an address has to be found. A
-//!   [`Directory`] stores, for each 2 MiB, up to four caches that have released raw addresses
-//!   there. In a steady state it is only read.
+//!   [`AddressDirectory`] stores, for each 2 MiB, up to four caches that have released raw
+//!   addresses there. In a steady state it is only read.
 //! - The directory is a hint. A cache that it has dropped is found by searching all caches, and a
 //!   cache that it names wrongly does not have the address.
 
 use crate::{
     Block, DevicePool, Request,
-    block::{Extras, Freed, Owner, Rare},
+    block::{BlockMeta, BlockOwner, BlockToken, LazyBox},
     direct::Direct,
-    home::{AfterFree, Home},
     physical::Physical,
+    stream_cache::{FreeFollowUp, StreamCache},
 };
 use aquifer_core::{MemoryError, Result, event::HeldBlock};
 use aquifer_heap::HeapError;
@@ -30,35 +30,35 @@ use std::{
 };
 
 /// A block that was released as its raw address.
-pub(crate) enum Raw {
+pub(crate) enum RawBlock {
     /// The contents of its token.
-    Alone(Token),
+    Unique(RawToken),
     /// The token itself: it is or was shared.
     Shared(Arc<Block>),
 }
 
 /// The contents of a block's token.
-pub(crate) struct Token {
-    freed: Freed,
+pub(crate) struct RawToken {
+    token: BlockToken,
     uses: UseList,
-    extras: Rare<Extras>,
+    meta: LazyBox<BlockMeta>,
 }
 
-impl Token {
+impl RawToken {
     fn into_block(self) -> Block {
-        let Self { freed: Freed { way, place }, uses, extras } = self;
-        Block { owner: Owner::Pool(way), place, uses, extras }
+        let Self { token: BlockToken { cache_ref, extent }, uses, meta } = self;
+        Block { owner: BlockOwner::Cache(cache_ref), extent, uses, meta }
     }
 }
 
 /// The blocks of one cache that were released as raw addresses.
-pub(crate) type Table = HashMap<u64, Raw, BuildHasherDefault<Spread>>;
+pub(crate) type CacheRawTable = HashMap<u64, RawBlock, BuildHasherDefault<AddressHasher>>;
 
 /// A hash for addresses, whose low bits are all alike. It is deterministic, like all of the pool.
 #[derive(Default)]
-pub(crate) struct Spread(u64);
+pub(crate) struct AddressHasher(u64);
 
-impl Hasher for Spread {
+impl Hasher for AddressHasher {
     fn write(&mut self, bytes: &[u8]) {
         for &byte in bytes {
             self.write_u64(u64::from(byte));
@@ -78,38 +78,39 @@ const GRAIN_BITS: u32 = 21;
 /// The number of entries: 128 GiB of consecutive addresses have one each.
 const ENTRIES: usize = 1 << 16;
 /// Caches per entry, in two bytes each: the number of the cache plus one, the latest in the lowest.
-const LANES: u32 = 4;
+const CACHES_PER_ENTRY: u32 = 4;
 /// The maximum number of caches that can be recorded.
-const NAMED: usize = 1024;
+const DIRECT_CACHES: usize = 1024;
 
 /// Maps addresses to the caches that may have released them as raw addresses.
-pub(crate) struct Directory {
-    /// Allocated at the first raw address: half a MiB, of which the kernel backs only what is used.
+pub(crate) struct AddressDirectory {
+    /// Allocated at the first raw address: half a MiB, of which the kernel backs only what is
+    /// used.
     entries: OnceLock<Box<[AtomicU64]>>,
-    /// The caches of the pool in the order of their creation. They exist until the pool closes, and
-    /// the directory is not used afterwards.
-    homes: Box<[OnceLock<&'static Home>]>,
+    /// The caches of the pool in the order of their creation. They exist until the pool closes,
+    /// and the directory is not used afterwards.
+    caches: Box<[OnceLock<&'static StreamCache>]>,
 }
 
-impl Directory {
+impl AddressDirectory {
     pub(crate) fn new() -> Self {
         Self {
             entries: OnceLock::new(),
-            homes: std::iter::repeat_with(OnceLock::new).take(NAMED).collect(),
+            caches: std::iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
         }
     }
 
     /// Registers a cache. A cache beyond the limit is found by searching all.
-    pub(crate) fn name(&self, number: usize, home: &'static Home) {
-        if let Some(place) = self.homes.get(number) {
-            let _ = place.set(home);
+    pub(crate) fn insert_cache(&self, number: usize, cache: &'static StreamCache) {
+        if let Some(slot) = self.caches.get(number) {
+            let _ = slot.set(cache);
         }
     }
 
     /// Returns the cache of this number, if it is registered.
     #[inline]
-    pub(crate) fn home(&self, number: usize) -> Option<&'static Home> {
-        self.homes.get(number)?.get().copied()
+    pub(crate) fn cache(&self, number: usize) -> Option<&'static StreamCache> {
+        self.caches.get(number)?.get().copied()
     }
 
     fn entry(address: u64) -> usize {
@@ -117,8 +118,8 @@ impl Directory {
     }
 
     /// Records that the cache of this number has released an address here.
-    pub(crate) fn note(&self, address: u64, number: usize) {
-        if number >= NAMED {
+    pub(crate) fn record(&self, address: u64, number: usize) {
+        if number >= DIRECT_CACHES {
             return;
         }
         let entries = self
@@ -127,19 +128,19 @@ impl Directory {
         let lane = number as u64 + 1;
         let entry = &entries[Self::entry(address)];
         let noted = entry.load(Ordering::Relaxed);
-        if !(0..LANES).any(|n| noted >> (16 * n) & 0xffff == lane) {
+        if !(0..CACHES_PER_ENTRY).any(|n| noted >> (16 * n) & 0xffff == lane) {
             // A race between two stores may lose one of the records. The only cost is a search.
             entry.store(noted << 16 | lane, Ordering::Relaxed);
         }
     }
 
     /// Returns the caches that may have released `address`, the most likely first.
-    fn likely(&self, address: u64) -> impl Iterator<Item = &'static Home> {
+    fn candidates(&self, address: u64) -> impl Iterator<Item = &'static StreamCache> {
         let entry = self.entries.get().map(|entries| &entries[Self::entry(address)]);
         let noted = entry.map_or(0, |entry| entry.load(Ordering::Relaxed));
-        (0..LANES).filter_map(move |n| {
+        (0..CACHES_PER_ENTRY).filter_map(move |n| {
             let number = (noted >> (16 * n) & 0xffff).checked_sub(1)?;
-            self.home(number as usize)
+            self.cache(number as usize)
         })
     }
 }
@@ -153,17 +154,17 @@ impl Block {
     #[must_use = "the address is the only way back to the block"]
     pub fn into_raw(self) -> u64 {
         let address = self.address();
-        if let Owner::Backend(backed) = &self.owner {
-            let keeper = backed.keeper();
-            keeper.keep_raw(self);
+        if let BlockOwner::Driver(driver_block) = &self.owner {
+            let releaser = driver_block.releaser();
+            releaser.insert_raw(self);
             return address;
         }
         // Dropping it would free the block.
         let mut block = ManuallyDrop::new(self);
-        let (uses, extras) = (mem::take(&mut block.uses), block.extras.take());
-        if let Owner::Pool(way) = block.owner {
-            let freed = Freed { way, place: block.place };
-            way.home.keep_raw(address, Token { freed, uses, extras });
+        let (uses, meta) = (mem::take(&mut block.uses), block.meta.take());
+        if let BlockOwner::Cache(cache_ref) = block.owner {
+            let token = BlockToken { cache_ref, extent: block.extent };
+            cache_ref.cache.insert_raw(address, RawToken { token, uses, meta });
         }
         address
     }
@@ -171,14 +172,14 @@ impl Block {
 
 /// Raw blocks that belong to no cache, by address. No two live blocks of a process share an
 /// address.
-static BACKED: Mutex<Backlog> = Mutex::new(Backlog(BTreeMap::new()));
+static RAW_TABLE: Mutex<RawTable> = Mutex::new(RawTable(BTreeMap::new()));
 
 /// Blocks by their raw addresses. Any of them may be shared.
 #[derive(Default)]
-pub(crate) struct Backlog(BTreeMap<u64, Arc<Block>>);
+pub(crate) struct RawTable(BTreeMap<u64, Arc<Block>>);
 
-impl Backlog {
-    pub(crate) fn keep(&mut self, block: Block) {
+impl RawTable {
+    pub(crate) fn insert(&mut self, block: Block) {
         let before = self.0.insert(block.address(), Arc::new(block));
         debug_assert!(before.is_none(), "two live blocks at one address");
     }
@@ -188,7 +189,7 @@ impl Backlog {
     }
 
     /// Removes and returns the block, unless it is shared.
-    pub(crate) fn take(&mut self, address: u64) -> Option<Result<Block>> {
+    pub(crate) fn take_unique(&mut self, address: u64) -> Option<Result<Block>> {
         let block = self.0.remove(&address)?;
         Some(Arc::try_unwrap(block).map_err(|shared| {
             self.0.insert(address, shared);
@@ -197,13 +198,13 @@ impl Backlog {
     }
 
     /// Removes the block. The caller must drop it without this table's lock.
-    pub(crate) fn let_go(&mut self, address: u64) -> Option<Arc<Block>> {
+    pub(crate) fn remove(&mut self, address: u64) -> Option<Arc<Block>> {
         self.0.remove(&address)
     }
 }
 
 /// The maximum number of freed addresses that are remembered.
-const REMEMBERED: usize = 1 << 16;
+const MAX_REMEMBERED: usize = 1 << 16;
 
 /// The newest addresses whose blocks were freed and that have not been allocated since. They
 /// distinguish a double free from an address that was never allocated.
@@ -218,11 +219,11 @@ pub(crate) struct FreedAddresses {
 
 impl FreedAddresses {
     /// Records that the block at this address was freed.
-    pub(crate) fn note(&mut self, address: u64) {
+    pub(crate) fn insert(&mut self, address: u64) {
         self.frees += 1;
         self.at.insert(address, self.frees);
         self.order.push_back((address, self.frees));
-        if self.order.len() > REMEMBERED
+        if self.order.len() > MAX_REMEMBERED
             && let Some((oldest, free)) = self.order.pop_front()
             && self.at.get(&oldest) == Some(&free)
         {
@@ -231,17 +232,17 @@ impl FreedAddresses {
     }
 
     /// Records that a block was allocated at this address.
-    pub(crate) fn forget(&mut self, address: u64) {
+    pub(crate) fn remove(&mut self, address: u64) {
         self.at.remove(&address);
     }
 
-    pub(crate) fn has(&self, address: u64) -> bool {
+    pub(crate) fn contains(&self, address: u64) -> bool {
         self.at.contains_key(&address)
     }
 
     /// Returns the error for an address without a raw block.
     pub(crate) fn refuse(&self, address: u64) -> MemoryError {
-        if self.has(address) {
+        if self.contains(address) {
             MemoryError::DoubleFree { address }
         } else {
             MemoryError::ForeignBlock { address }
@@ -249,13 +250,13 @@ impl FreedAddresses {
     }
 }
 
-fn backed() -> MutexGuard<'static, Backlog> {
-    BACKED.lock().unwrap_or_else(PoisonError::into_inner)
+fn raw_table() -> MutexGuard<'static, RawTable> {
+    RAW_TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Stores a block that belongs to no cache while its address is released.
-pub(crate) fn keep_backed(block: Block) {
-    backed().keep(block);
+pub(crate) fn insert_raw_block(block: Block) {
+    raw_table().insert(block);
 }
 
 impl DevicePool {
@@ -279,8 +280,8 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc_raw(&self, stream: &Stream, request: Request) -> Result<u64> {
-        if let Some(home) = self.quick_home(stream, &request)
-            && let Some(address) = home.quick_alloc_raw(&request)
+        if let Some(cache) = self.fast_cache(stream, &request)
+            && let Some(address) = cache.fast_alloc_raw(&request)
         {
             return Ok(address);
         }
@@ -310,9 +311,10 @@ impl DevicePool {
         if let Some(direct) = self.bypass(address) {
             return direct.from_raw(address);
         }
-        let block = self.find(address, |home| home.take_raw(address));
-        let block =
-            block.or_else(|| self.is_backed(address).then(|| backed().take(address)).flatten());
+        let block = self.find(address, |cache| cache.take_raw(address));
+        let block = block.or_else(|| {
+            self.is_in_raw_table(address).then(|| raw_table().take_unique(address)).flatten()
+        });
         block.unwrap_or_else(|| Err(self.refuse(address)))
     }
 
@@ -341,22 +343,23 @@ impl DevicePool {
         if let Some(direct) = self.bypass(address) {
             return direct.share_raw(address);
         }
-        let block = self.find(address, |home| home.share_raw(address));
-        let block =
-            block.or_else(|| self.is_backed(address).then(|| backed().share(address)).flatten());
+        let block = self.find(address, |cache| cache.share_raw(address));
+        let block = block.or_else(|| {
+            self.is_in_raw_table(address).then(|| raw_table().share(address)).flatten()
+        });
         block.ok_or_else(|| self.refuse(address))
     }
 
     /// Returns the bypass allocator, in which each block is its own allocation, unless the address
     /// is one of a graph's or a stable block.
     fn bypass(&self, address: u64) -> Option<&Direct> {
-        self.inner().bypass().filter(|_| !self.is_backed(address))
+        self.core().bypass().filter(|_| !self.is_in_raw_table(address))
     }
 
     /// Returns whether a raw block of this pool that belongs to no cache has this address.
-    fn is_backed(&self, address: u64) -> bool {
-        backed().0.get(&address).is_some_and(
-            |block| matches!(&block.owner, Owner::Backend(home) if home.streams.is(self.streams())),
+    fn is_in_raw_table(&self, address: u64) -> bool {
+        raw_table().0.get(&address).is_some_and(
+            |block| matches!(&block.owner, BlockOwner::Driver(driver_block) if driver_block.streams.is(self.streams())),
         )
     }
 
@@ -368,43 +371,47 @@ impl DevicePool {
         if let Some(direct) = self.bypass(address) {
             return direct.free_raw(address);
         }
-        if self.find(address, |home| home.free_raw(address)).is_some() {
+        if self.find(address, |cache| cache.free_raw(address)).is_some() {
             return Ok(());
         }
-        let backed = self.is_backed(address).then(|| backed().let_go(address)).flatten();
+        let backed = self.is_in_raw_table(address).then(|| raw_table().remove(address)).flatten();
         backed.map(drop).ok_or_else(|| self.refuse(address))
     }
 
     /// Searches the likely caches, then all.
-    fn find<T>(&self, address: u64, mut ask: impl FnMut(&'static Home) -> Option<T>) -> Option<T> {
-        let inner = self.inner();
-        let likely = inner.directory.likely(address).find_map(&mut ask);
-        likely.or_else(|| inner.homes(&inner.scratch.begin()).into_iter().find_map(ask))
+    fn find<T>(
+        &self,
+        address: u64,
+        mut query: impl FnMut(&'static StreamCache) -> Option<T>,
+    ) -> Option<T> {
+        let core = self.core();
+        let likely = core.directory.candidates(address).find_map(&mut query);
+        likely.or_else(|| core.caches(&core.scratch.begin()).into_iter().find_map(query))
     }
 
     /// Returns the raw blocks of the streams' caches.
     pub(crate) fn raw_blocks(&self) -> Vec<HeldBlock> {
-        let inner = self.inner();
-        inner.homes(&inner.scratch.begin()).into_iter().flat_map(Home::raw_blocks).collect()
+        let core = self.core();
+        core.caches(&core.scratch.begin()).into_iter().flat_map(StreamCache::raw_blocks).collect()
     }
 
     /// Returns the error for an address without a raw block.
     #[cold]
     fn refuse(&self, address: u64) -> MemoryError {
-        let inner = self.inner();
-        let freed = inner.homes(&inner.scratch.begin()).into_iter().any(|home| {
-            home.with(|s| {
+        let core = self.core();
+        let freed = core.caches(&core.scratch.begin()).into_iter().any(|cache| {
+            cache.with(|s| {
                 let pending =
-                    || s.pending.iter().any(|pending| pending.freed.place.address == address);
+                    || s.pending.iter().any(|pending| pending.token.extent.address == address);
                 match s.heap.block_at(address) {
                     Ok(_) => pending(),
                     Err(why) => matches!(why, HeapError::DoubleFree { .. }),
                 }
             })
         });
-        let shared = || match &self.inner().physical {
-            Physical::Mapped(mapped) => mapped.is_in_commons(address),
-            Physical::Plain(_) => false,
+        let shared = || match &self.core().physical {
+            Physical::Mapped(mapped) => mapped.is_shared_free(address),
+            Physical::Segments(_) => false,
         };
         let checked = || self.checked().is_some_and(|checked| checked.was_freed(address));
         if freed || shared() || checked() {
@@ -415,19 +422,19 @@ impl DevicePool {
     }
 }
 
-impl Home {
+impl StreamCache {
     /// Allocates a block from the cache, if it has room, and returns its address. The fast path
     /// without listeners.
     #[inline]
-    fn quick_alloc_raw(&'static self, request: &Request) -> Option<u64> {
-        self.with_last(|s| {
-            let freed = *s.take(self, request)?;
-            let address = freed.place.address;
+    fn fast_alloc_raw(&'static self, request: &Request) -> Option<u64> {
+        self.with_unflushed(|s| {
+            let token = *s.allocate_token(self, request)?;
+            let address = token.extent.address;
             s.raw.insert(
                 address,
-                Raw::Alone(Token { freed, uses: UseList::new(), extras: Rare::NONE }),
+                RawBlock::Unique(RawToken { token, uses: UseList::new(), meta: LazyBox::NONE }),
             );
-            s.note_raw(address);
+            s.record_raw(address);
             Some(address)
         })
     }
@@ -435,38 +442,38 @@ impl Home {
     /// Returns the raw blocks of this cache.
     fn raw_blocks(&'static self) -> Vec<HeldBlock> {
         let stream = self.timeline().number();
-        let told = |(&address, raw): (&u64, &Raw)| {
-            let asked = match raw {
-                Raw::Alone(token) => token.freed.place.asked,
-                Raw::Shared(block) => block.place.asked,
+        let to_held = |(&address, raw): (&u64, &RawBlock)| {
+            let request = match raw {
+                RawBlock::Unique(token) => token.token.extent.request,
+                RawBlock::Shared(block) => block.extent.request,
             };
-            HeldBlock { address, bytes: asked.bytes(), stream, tag: asked.tag(), at: None }
+            HeldBlock { address, bytes: request.bytes(), stream, tag: request.tag(), at: None }
         };
         // The list is allocated before the lock is taken. It may grow under the lock if blocks were
         // added since.
         let mut blocks = Vec::with_capacity(self.with(|s| s.raw.len()));
-        self.with(|s| blocks.extend(s.raw.iter().map(told)));
+        self.with(|s| blocks.extend(s.raw.iter().map(to_held)));
         blocks
     }
 
     /// Stores the contents of a token while its address is released.
-    fn keep_raw(&self, address: u64, token: Token) {
-        self.with_last(|s| {
-            s.raw.insert(address, Raw::Alone(token));
-            s.note_raw(address);
+    fn insert_raw(&self, address: u64, token: RawToken) {
+        self.with_unflushed(|s| {
+            s.raw.insert(address, RawBlock::Unique(token));
+            s.record_raw(address);
         });
     }
 
     /// Removes and returns the raw block at `address`; `None` if this cache has none.
     fn take_raw(&self, address: u64) -> Option<Result<Block>> {
-        self.with_last(|s| {
+        self.with_unflushed(|s| {
             let block = match s.raw.remove(&address)? {
-                Raw::Alone(token) => Ok(token.into_block()),
+                RawBlock::Unique(token) => Ok(token.into_block()),
                 // References are cloned only under this lock, so a unique one stays unique.
-                Raw::Shared(block) => Arc::try_unwrap(block),
+                RawBlock::Shared(block) => Arc::try_unwrap(block),
             };
             Some(block.map_err(|shared| {
-                s.raw.insert(address, Raw::Shared(shared));
+                s.raw.insert(address, RawBlock::Shared(shared));
                 MemoryError::Busy { address }
             }))
         })
@@ -474,12 +481,12 @@ impl Home {
 
     /// Returns the raw block at `address`, which stays raw; `None` if this cache has none.
     fn share_raw(&self, address: u64) -> Option<Arc<Block>> {
-        self.with_last(|s| {
+        self.with_unflushed(|s| {
             let block = match s.raw.remove(&address)? {
-                Raw::Alone(token) => Arc::new(token.into_block()),
-                Raw::Shared(block) => block,
+                RawBlock::Unique(token) => Arc::new(token.into_block()),
+                RawBlock::Shared(block) => block,
             };
-            s.raw.insert(address, Raw::Shared(block.clone()));
+            s.raw.insert(address, RawBlock::Shared(block.clone()));
             Some(block)
         })
     }
@@ -487,29 +494,29 @@ impl Home {
     /// Frees the raw block at `address`; `None` if this cache has none.
     fn free_raw(&'static self, address: u64) -> Option<()> {
         /// What remains to be done after the lock is released.
-        enum Rest {
-            After(Option<Box<AfterFree>>),
-            Token(Token),
+        enum FreeStep {
+            After(Option<Box<FreeFollowUp>>),
+            Token(RawToken),
             Shared(Arc<Block>),
         }
-        let rest = self.with_last(|s| {
+        let rest = self.with_unflushed(|s| {
             Some(match s.raw.remove(&address)? {
-                Raw::Alone(mut token) => {
-                    if token.uses.is_empty() && token.extras.is_none() {
-                        Rest::After(s.put_back(&token.freed.way, &token.freed.place))
+                RawBlock::Unique(mut raw) => {
+                    if raw.uses.is_empty() && raw.meta.is_none() {
+                        FreeStep::After(s.deallocate(&raw.token.cache_ref, &raw.token.extent))
                     } else {
-                        Rest::Token(token)
+                        FreeStep::Token(raw)
                     }
                 }
-                Raw::Shared(block) => Rest::Shared(block),
+                RawBlock::Shared(block) => FreeStep::Shared(block),
             })
         })?;
         match rest {
-            Rest::After(after) => self.attend(after),
-            Rest::Token(Token { freed, mut uses, extras }) => {
-                self.put_back_with_extras(freed, &mut uses, extras);
+            FreeStep::After(after) => self.follow_up(after),
+            FreeStep::Token(RawToken { token, mut uses, meta }) => {
+                self.deallocate_with_meta(token, &mut uses, meta);
             }
-            Rest::Shared(block) => drop(block),
+            FreeStep::Shared(block) => drop(block),
         }
         Some(())
     }

@@ -9,9 +9,9 @@
 
 use crate::{
     DevicePool,
-    checked::{Checked, Under},
+    checked::{BlockSource, Checked},
     physical::Physical,
-    pool::Inner,
+    pool::PoolCore,
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError,
@@ -28,10 +28,15 @@ use std::{
 const MIB: u64 = 1 << 20;
 
 /// The bytes of a segment of a pool without virtual memory mapping.
-const SEGMENT: u64 = 64 * MIB;
+const COST_UNIT: u64 = 64 * MIB;
 
 /// Returns the cost of releasing so many bytes in so many pieces and allocating them again.
-pub(crate) fn price(pieces: u64, each: Duration, bytes: u64, each_mib: Duration) -> Duration {
+pub(crate) fn reclaim_cost(
+    pieces: u64,
+    each: Duration,
+    bytes: u64,
+    each_mib: Duration,
+) -> Duration {
     let of =
         |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
     of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
@@ -61,13 +66,13 @@ fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: Place) -> bool {
 }
 
 /// The reclaimers that a holder of device memory can call, the cheapest first.
-pub(crate) struct Others<'a> {
+pub(crate) struct Reclaimers<'a> {
     asking: Asking<'a>,
     driver: &'a dyn Driver,
     device: DeviceId,
 }
 
-impl<'a> Others<'a> {
+impl<'a> Reclaimers<'a> {
     pub(crate) fn new(
         budget: &'a Budget,
         own: Option<&'a Registration>,
@@ -90,32 +95,33 @@ impl<'a> Others<'a> {
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Registers this pool as a reclaimer of its budgets.
     pub(crate) fn register(self: &Arc<Self>) {
         let _only_once = self.registration.set(self.budget.on_need(self));
     }
 
-    pub(crate) fn others(&self) -> Others<'_> {
-        Others::new(&self.budget, self.registration.get(), &*self.driver, self.info.device)
+    pub(crate) fn reclaimers(&self) -> Reclaimers<'_> {
+        Reclaimers::new(&self.budget, self.registration.get(), &*self.driver, self.info.device)
     }
 
     /// Returns the bytes that are in no live block, including those of pending frees.
     fn idle(&self) -> u64 {
         let pass = self.scratch.begin();
-        let live: u64 = self.homes(&pass).iter().map(|home| home.with(|s| s.holds().live)).sum();
-        let (held, grain) = match &self.physical {
-            Physical::Mapped(mapped) => (mapped.held().now(), mapped.whole(1)),
-            Physical::Plain(plain) => (plain.held().now(), 1),
+        let live: u64 =
+            self.caches(&pass).iter().map(|cache| cache.with(|s| s.footprint().live)).sum();
+        let (held, unit) = match &self.physical {
+            Physical::Mapped(mapped) => (mapped.held().now(), mapped.backing_bytes(1)),
+            Physical::Segments(segments) => (segments.held().now(), 1),
         };
         let idle = held.saturating_sub(live);
         // Memory that shares a handle with a live block is kept. The number is not rounded: a
         // reclaimer that failed is called again when it changes.
-        (if idle >= grain { idle } else { 0 }) + self.apart.leaving()
+        (if idle >= unit { idle } else { 0 }) + self.dedicated.retiring()
     }
 }
 
-impl Reclaim for Inner {
+impl Reclaim for PoolCore {
     fn name(&self) -> &'static str {
         "caches of a pool"
     }
@@ -127,11 +133,14 @@ impl Reclaim for Inner {
             Physical::Mapped(mapped) => {
                 let handles = bytes.div_ceil(mapped.mean_handle());
                 let each = micros(44) + micros(1000) * self.config.peers.len() as u32;
-                price(handles, each, bytes, Duration::from_nanos(1300))
+                reclaim_cost(handles, each, bytes, Duration::from_nanos(1300))
             }
-            Physical::Plain(_) => {
-                price(bytes.div_ceil(SEGMENT), micros(52), bytes, Duration::from_nanos(400))
-            }
+            Physical::Segments(_) => reclaim_cost(
+                bytes.div_ceil(COST_UNIT),
+                micros(52),
+                bytes,
+                Duration::from_nanos(400),
+            ),
         };
         Offer { bytes, cost }
     }
@@ -142,7 +151,7 @@ impl Reclaim for Inner {
         }
         let keep = self.held().saturating_sub(bytes);
         // Bytes whose release the driver refuses stay charged, and the next trim retries.
-        while self.press(keep).is_ok()
+        while self.trim_under_pressure(keep).is_ok()
             && self.held() > keep
             && !has_passed(deadline)
             && self.wait_for_oldest(None, deadline).unwrap_or(false)
@@ -150,7 +159,7 @@ impl Reclaim for Inner {
     }
 
     fn waits(&self) -> bool {
-        matches!(self.physical, Physical::Plain(_))
+        matches!(self.physical, Physical::Segments(_))
     }
 
     fn place(&self) -> Option<Place> {
@@ -165,16 +174,16 @@ impl Reclaim for Checked {
 
     fn offer(&self) -> Offer {
         let bytes = self.held_back();
-        Offer { bytes, cost: price(0, Duration::ZERO, bytes, Duration::from_micros(54)) }
+        Offer { bytes, cost: reclaim_cost(0, Duration::ZERO, bytes, Duration::from_micros(54)) }
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
         if has_passed(deadline) {
             return;
         }
-        self.give_way(bytes);
-        if let Under::Pool(inner) = self.under() {
-            inner.reclaim(bytes, deadline);
+        self.reclaim_quarantine(bytes);
+        if let BlockSource::Pool(core) = self.source() {
+            core.reclaim(bytes, deadline);
         }
     }
 
@@ -222,15 +231,15 @@ impl DevicePool {
     #[track_caller]
     pub fn give_back(&self, bytes: u64, deadline: Option<Instant>) -> Room {
         let _site = site::enter();
-        let Inner { driver, info, budget, .. } = &**self.inner();
+        let PoolCore { driver, info, budget, .. } = &**self.core();
         let root = budget.root();
         let before = root.used();
-        let mut others = Others::new(budget, None, &**driver, info.device);
+        let mut reclaimers = Reclaimers::new(budget, None, &**driver, info.device);
         let mut room = Room { missing: bytes, tried: Vec::new() };
         // First what is available without waiting, then the rest.
         for deadline in [Some(Instant::now()), deadline] {
             while room.missing > 0
-                && let Some(tried) = others.for_memory(room.missing, deadline)
+                && let Some(tried) = reclaimers.for_memory(room.missing, deadline)
             {
                 room.missing = bytes.saturating_sub(before.saturating_sub(root.used()));
                 room.tried.push(tried);

@@ -8,7 +8,7 @@ pub const MAX_ALIGN: u64 = 2 << 20;
 pub(crate) const MAX_BYTES: u64 = 1 << 46;
 
 /// Validation of requests.
-pub(crate) trait Sensible: Sized {
+pub(crate) trait ValidateRequest: Sized {
     /// Returns whether it is valid without change and needs no more than the default alignment,
     /// which is true for nearly all requests.
     fn is_plain(&self) -> bool;
@@ -18,7 +18,7 @@ pub(crate) trait Sensible: Sized {
     fn checked(self) -> Result<Self>;
 }
 
-impl Sensible for Request {
+impl ValidateRequest for Request {
     #[inline]
     fn is_plain(&self) -> bool {
         self.size().wrapping_sub(1) < MAX_BYTES && self.alignment() == BLOCK_ALIGN

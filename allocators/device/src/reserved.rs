@@ -2,12 +2,12 @@
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    apart::{Apart, Owned, Span},
-    block::LiveBytes,
-    pool::Inner,
+    block::LiveCharges,
+    dedicated::{DedicatedPool, Span, SpanRelease},
+    pool::PoolCore,
     request::MAX_BYTES,
     stable::bounds,
-    tenants::Share,
+    tenants::LiveLimit,
 };
 use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, Ownership, RawStream, site};
@@ -72,35 +72,35 @@ pub struct Reserved<T> {
     /// Covers all addresses. Never lent as a whole, since not all of it can be accessed.
     block: Block,
     span: Arc<Span>,
-    apart: Arc<Apart>,
-    pool: Weak<Inner>,
+    dedicated: Arc<DedicatedPool>,
+    pool: Weak<PoolCore>,
     stream: Stream,
     max_len: usize,
     /// What is charged besides the pool's budget.
-    account: StepAccount,
+    account: StepCharges,
     /// The charges of the tenant and the tag for committed steps, by step number. Steps that are
     /// charged to neither are not listed.
-    live: BTreeMap<u64, LiveBytes>,
+    live: BTreeMap<u64, LiveCharges>,
     elements: PhantomData<T>,
 }
 
 /// What is charged for committed steps besides the pool's budget.
 #[derive(Default)]
-pub(crate) struct StepAccount {
+pub(crate) struct StepCharges {
     /// The tenant of these live bytes.
-    pub(crate) tenant: Option<Arc<Share>>,
-    /// The reservation that new memory is drawn from before the pool's budget is charged. Its owner
-    /// may drop it at any time.
+    pub(crate) tenant: Option<Arc<LiveLimit>>,
+    /// The reservation that new memory is drawn from before the pool's budget is charged. Its
+    /// owner may drop it at any time.
     pub(crate) held: Weak<Mutex<Reservation>>,
 }
 
-impl StepAccount {
+impl StepCharges {
     /// Charges `request`'s bytes to the limits of the tenant and of the tag. If the second refuses,
     /// the first charge is returned.
-    fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
+    fn charge(&self, pool: &PoolCore, stream: &Stream, request: &Request) -> Result<LiveCharges> {
         let of_tenant =
-            self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
-        Ok(LiveBytes { of_tenant, of_tag: pool.charge_tag(stream, request)?, listed: None })
+            self.tenant.as_ref().map(|limit| limit.charge(pool, stream, request)).transpose()?;
+        Ok(LiveCharges { of_tenant, of_tag: pool.charge_tag(stream, request)?, listed: None })
     }
 }
 
@@ -114,7 +114,7 @@ impl DevicePool {
     #[track_caller]
     pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
         let _site = site::enter();
-        self.reserve_in_steps(stream, max_len, self.inner().apart.step())
+        self.reserve_in_steps(stream, max_len, self.core().dedicated.step())
     }
 
     /// Like [`DevicePool::reserve`], with steps of `step` bytes, rounded up to the device's
@@ -131,7 +131,7 @@ impl DevicePool {
         step: u64,
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
-        self.reserve_for(stream, max_len, step, StepAccount::default())
+        self.reserve_for(stream, max_len, step, StepCharges::default())
     }
 
     /// Like [`DevicePool::reserve_in_steps`], but each commit draws from `held` before it charges
@@ -149,12 +149,12 @@ impl DevicePool {
         held: &Arc<Mutex<Reservation>>,
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
-        let step = step.unwrap_or(self.inner().apart.step());
+        let step = step.unwrap_or(self.core().dedicated.step());
         self.reserve_for(
             stream,
             max_len,
             step,
-            StepAccount { tenant: None, held: Arc::downgrade(held) },
+            StepCharges { tenant: None, held: Arc::downgrade(held) },
         )
     }
 
@@ -163,12 +163,12 @@ impl DevicePool {
         stream: &Stream,
         max_len: usize,
         step: u64,
-        account: StepAccount,
+        account: StepCharges,
     ) -> Result<Reserved<T>> {
         self.check_stream(stream)?;
-        let inner = self.inner();
-        let apart = &inner.apart;
-        if apart.step() == 0 {
+        let core = self.core();
+        let dedicated = &core.dedicated;
+        if dedicated.step() == 0 {
             return Err(MemoryError::Unsupported {
                 feature: "virtual memory management (cuMemAddressReserve)",
             });
@@ -180,17 +180,22 @@ impl DevicePool {
         if requested > MAX_BYTES || step > MAX_BYTES {
             return Err(MemoryError::TooLarge { requested: requested.max(step), limit: MAX_BYTES });
         }
-        apart.reap_quietly();
+        dedicated.reap_nonblocking();
         let step = step.max(1).next_multiple_of(self.info().granularity);
-        let span = apart.reserve(BlockKind::Reserved, requested.next_multiple_of(step), step, 0)?;
-        let mut block = self.apart_block(stream, &span, requested, Tag::current(), None);
-        inner.list(&mut block, Some(&span));
-        let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
+        let span = dedicated.reserve_span(
+            BlockKind::Reserved,
+            requested.next_multiple_of(step),
+            step,
+            0,
+        )?;
+        let mut block = self.dedicated_block(stream, &span, requested, Tag::current(), None);
+        core.list_for_leaks(&mut block, Some(&span));
+        let (dedicated, pool, stream) = (dedicated.clone(), Arc::downgrade(core), stream.clone());
         let live = BTreeMap::new();
         Ok(Reserved {
             block,
             span,
-            apart,
+            dedicated,
             pool,
             stream,
             max_len,
@@ -218,31 +223,41 @@ impl<T: Pod> Reserved<T> {
         if len == 0 {
             return Ok(());
         }
-        let slots = self.around(offset, offset + len as u64 * size_of::<T>() as u64);
+        let slots = self.slots_around(offset, offset + len as u64 * size_of::<T>() as u64);
         let missing = self.span.missing(slots);
         if missing.is_empty() {
             return Ok(());
         }
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
-        let apart = &pool.apart;
+        let dedicated = &pool.dedicated;
         let step = self.span.slot;
         let total = missing.len() as u64 * step;
         let request = Request::bytes(total).tag(self.block.tag());
         let mut charged = self.account.charge(&pool, &self.stream, &request)?;
         let held = self.account.held.upgrade();
-        let new =
-            pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, held.as_deref())?;
+        let new = pool.back_slots(
+            &self.span,
+            &self.block.home(),
+            self.block.tag(),
+            &missing,
+            held.as_deref(),
+        )?;
         if !charged.is_none() {
             self.live.extend(missing.iter().map(|&slot| (slot, charged.split(step))));
         }
-        apart.committed(new, total - new, self.block.tag());
+        dedicated.record_commit(new, total - new, self.block.tag());
         let (stream, generation) = (self.block.home().raw(), self.block.generation());
         for &slot in &missing {
             let address = self.span.address + slot * step;
-            apart.note(generation, address, step, Ownership::Live { stream, generation });
+            dedicated.notify_observer(
+                generation,
+                address,
+                step,
+                Ownership::Live { stream, generation },
+            );
         }
         let steps = missing.iter().map(|slot| self.span.address + slot * step);
-        apart.report_committed(steps, step, self.stream.number(), self.block.tag());
+        dedicated.report_committed(steps, step, self.stream.number(), self.block.tag());
         Ok(())
     }
 
@@ -275,29 +290,35 @@ impl<T: Pod> Reserved<T> {
         };
         let slots = offset.div_ceil(step)..end / step;
         let runs: Vec<Range<u64>> =
-            self.span.runs().into_iter().filter_map(|run| both(&run, &slots)).collect();
+            self.span.runs().into_iter().filter_map(|run| intersection(&run, &slots)).collect();
         let bytes = runs.iter().map(|run| (run.end - run.start) * step).sum();
         if bytes == 0 {
             return Ok(0);
         }
-        let home = self.block.home();
-        let uses = self.block.uses.current(&home);
+        let owner_stream = self.block.home();
+        let uses = self.block.uses.current(&owner_stream);
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
         let owner =
             if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
-        let apart = &self.apart;
-        apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
+        let dedicated = &self.dedicated;
+        dedicated.update_usage(|a| a.record_free(bytes, bytes, self.block.tag()));
         self.live.retain(|slot, _| !slots.contains(slot));
         let ranges: Vec<(u64, u64)> = runs
             .into_iter()
             .map(|run| (self.span.address + run.start * step, (run.end - run.start) * step))
             .collect();
         for &(address, bytes) in &ranges {
-            apart.note(self.block.generation(), address, bytes, owner);
+            dedicated.notify_observer(self.block.generation(), address, bytes, owner);
         }
-        apart.decommitted(ranges, step, self.stream.number(), users.is_empty(), self.block.tag());
-        self.span.leave(slots, smallvec![Owned::ends(&home)], uses);
-        apart.leave(&self.span);
+        dedicated.report_decommit(
+            ranges,
+            step,
+            self.stream.number(),
+            users.is_empty(),
+            self.block.tag(),
+        );
+        self.span.retire(slots, smallvec![SpanRelease::free_epoch(&owner_stream)], uses);
+        dedicated.enqueue_retiring(&self.span);
         Ok(bytes)
     }
 
@@ -319,7 +340,7 @@ impl<T: Pod> Reserved<T> {
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part without
     /// memory.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
-        let (offset, len) = self.backed(&range)?;
+        let (offset, len) = self.check_committed(&range)?;
         Ok(DeviceSlice::of(&self.block, offset, len))
     }
 
@@ -328,14 +349,14 @@ impl<T: Pod> Reserved<T> {
     /// # Errors
     /// As [`Reserved::slice`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
-        let (offset, len) = self.backed(&range)?;
+        let (offset, len) = self.check_committed(&range)?;
         Ok(DeviceSliceMut::of(&self.block, offset, len))
     }
 
-    fn backed(&self, range: &Range<usize>) -> Result<(u64, usize)> {
+    fn check_committed(&self, range: &Range<usize>) -> Result<(u64, usize)> {
         let (offset, len) = bounds::<T>(range, self.block.bytes())?;
         let end = offset + len as u64 * size_of::<T>() as u64;
-        let missing = self.span.missing(self.around(offset, end));
+        let missing = self.span.missing(self.slots_around(offset, end));
         let Some(&first) = missing.first() else { return Ok((offset, len)) };
         let run =
             missing.iter().zip(first..).take_while(|&(&slot, expected)| slot == expected).count()
@@ -346,7 +367,7 @@ impl<T: Pod> Reserved<T> {
     }
 
     /// Returns the slots of the bytes from `offset` to `end`.
-    fn around(&self, offset: u64, end: u64) -> Range<u64> {
+    fn slots_around(&self, offset: u64, end: u64) -> Range<u64> {
         if offset == end { 0..0 } else { offset / self.span.slot..end.div_ceil(self.span.slot) }
     }
 }
@@ -415,7 +436,7 @@ impl<T> Reserved<T> {
 }
 
 /// Returns the intersection of two ranges.
-fn both(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
+fn intersection(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
     let range = a.start.max(b.start)..a.end.min(b.end);
     (!range.is_empty()).then_some(range)
 }

@@ -10,7 +10,9 @@
 //!   then on. A loop pays once for the memory that it needs, and later rounds make no memory call.
 //!   Memory that is not needed again stays released. An explicit trim resets this.
 
-use crate::{DevicePool, chain::Unfenced, home::Home, physical::Physical, pool::Inner};
+use crate::{
+    DevicePool, physical::Physical, pool::PoolCore, slow_path::WaitScope, stream_cache::StreamCache,
+};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::{leftovers, site};
 use std::sync::{
@@ -27,29 +29,29 @@ pub(crate) struct Retention {
     pub(crate) stream_cache: u64,
     /// Bytes, in use or idle, below which nothing is released unless memory is short.
     reserve: AtomicU64,
-    given: Mutex<Given>,
+    history: Mutex<ReleaseHistory>,
 }
 
 /// The memory that the threshold has released.
 #[derive(Default, Debug)]
-struct Given {
+struct ReleaseHistory {
     /// Bytes that were not needed again.
-    back: u64,
+    released: u64,
     /// Bytes that were taken again.
-    again: u64,
+    regrown: u64,
 }
 
 impl Retention {
     pub(crate) fn new(threshold: u64, stream_cache: u64) -> Self {
-        Self { threshold, stream_cache, reserve: AtomicU64::new(0), given: Mutex::default() }
+        Self { threshold, stream_cache, reserve: AtomicU64::new(0), history: Mutex::default() }
     }
 
-    fn given(&self) -> MutexGuard<'_, Given> {
-        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    fn history(&self) -> MutexGuard<'_, ReleaseHistory> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether there is no threshold.
-    pub(crate) fn keeps_all(&self) -> bool {
+    pub(crate) fn retains_all(&self) -> bool {
         self.threshold == u64::MAX
     }
 
@@ -63,30 +65,30 @@ impl Retention {
     }
 
     /// Returns the maximum bytes to hold at a quiet point, while `live` of them are in use.
-    pub(crate) fn keep(&self, live: u64) -> u64 {
-        let idle = self.threshold.saturating_add(self.given().again);
+    pub(crate) fn bytes_to_retain(&self, live: u64) -> u64 {
+        let idle = self.threshold.saturating_add(self.history().regrown);
         live.saturating_add(idle).max(self.reserve())
     }
 
     /// Records that the threshold has released bytes.
-    pub(crate) fn gave_back(&self, bytes: u64) {
-        self.given().back += bytes;
+    pub(crate) fn record_release(&self, bytes: u64) {
+        self.history().released += bytes;
     }
 
     /// Records that the pool takes bytes from the driver.
-    pub(crate) fn grew(&self, bytes: u64) {
-        if self.keeps_all() {
+    pub(crate) fn record_growth(&self, bytes: u64) {
+        if self.retains_all() {
             return;
         }
-        let mut given = self.given();
-        let missed = bytes.min(given.back);
-        given.back -= missed;
-        given.again += missed;
+        let mut history = self.history();
+        let missed = bytes.min(history.released);
+        history.released -= missed;
+        history.regrown += missed;
     }
 
     /// Resets the record of what was needed again.
-    pub(crate) fn forget(&self) {
-        *self.given() = Given::default();
+    pub(crate) fn reset(&self) {
+        *self.history() = ReleaseHistory::default();
     }
 }
 
@@ -123,38 +125,39 @@ impl DevicePool {
     #[track_caller]
     pub fn warm(&self, bytes: u64) -> Result<u64> {
         let _site = site::enter();
-        self.inner().warm(bytes)
+        self.core().warm(bytes)
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Releases free memory until at most `keep` bytes are held, but not the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        let mut gone = self.sweep();
+        let mut gone = self.retry_releases();
         self.tenants.trim();
-        let mut asked = false;
-        gone += self.apart.in_rounds(|| {
-            self.apart.outlast()?;
+        let mut excess = false;
+        gone += self.dedicated.repeat_until_stable(|| {
+            self.dedicated.synchronize_untracked()?;
             let pass = self.scratch.begin();
-            let homes = self.homes(&pass);
-            self.outlast(&pass, &homes, Unfenced::Abandoned)?;
-            let gone = self.apart.reap()?;
-            self.look(&pass, &homes)?;
-            asked |= keep < self.held();
-            Ok(gone + if asked { self.lodgings.trim()? } else { 0 })
+            let caches = self.caches(&pass);
+            self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
+            let gone = self.dedicated.reap()?;
+            self.poll_fences(&pass, &caches)?;
+            excess |= keep < self.held();
+            Ok(gone + if excess { self.parkables.trim()? } else { 0 })
         })?;
-        if asked {
-            self.retention.forget();
+        if excess {
+            self.retention.reset();
         }
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        let keep = keep.saturating_sub(self.apart.held().now()).max(self.retention.reserve());
-        let given = self.give_back(&homes, keep.min(self.retention.keep(live(&homes))))?;
-        if !asked {
-            self.retention.gave_back(given);
+        let caches = self.caches(&pass);
+        let keep = keep.saturating_sub(self.dedicated.held().now()).max(self.retention.reserve());
+        let given =
+            self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))))?;
+        if !excess {
+            self.retention.record_release(given);
         }
         // Retry what was refused just now. What is refused again stays charged and is reported.
-        let (given_later, swept) = self.sweep_leftovers();
+        let (given_later, swept) = self.retry_leftovers();
         gone += given_later;
         swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
         Ok(gone + given)
@@ -163,14 +166,14 @@ impl Inner {
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
     /// driver has refused. Returns the released bytes. What is refused again is left to the next
     /// sweep.
-    pub(crate) fn sweep(&self) -> u64 {
-        crate::graphs::sweep();
-        self.sweep_leftovers().0
+    pub(crate) fn retry_releases(&self) -> u64 {
+        crate::graphs::sweep_released();
+        self.retry_leftovers().0
     }
 
     /// Retries releases that the driver has refused. Returns the bytes, and the driver's first
     /// refusal.
-    fn sweep_leftovers(&self) -> (u64, Result<(), DriverError>) {
+    fn retry_leftovers(&self) -> (u64, Result<(), DriverError>) {
         let before = self.stuck();
         let outcome = leftovers::sweep(&self.driver);
         let given = before.saturating_sub(self.stuck());
@@ -185,61 +188,61 @@ impl Inner {
     fn stuck(&self) -> u64 {
         let cached = match &self.physical {
             Physical::Mapped(mapped) => mapped.held().stuck(),
-            Physical::Plain(plain) => plain.held().stuck(),
+            Physical::Segments(segments) => segments.held().stuck(),
         };
-        cached + self.apart.held().stuck()
+        cached + self.dedicated.held().stuck()
     }
 
     /// As [`DevicePool::poll`].
     pub(crate) fn poll(&self) -> Result<()> {
-        let rounds = self.apart.in_rounds(|| {
+        let rounds = self.dedicated.repeat_until_stable(|| {
             let pass = self.scratch.begin();
-            let homes = self.homes(&pass);
-            self.look(&pass, &homes)?;
-            self.apart.reap_quietly();
-            self.lodgings.all().iter().try_for_each(|lodging| lodging.look())?;
+            let caches = self.caches(&pass);
+            self.poll_fences(&pass, &caches)?;
+            self.dedicated.reap_nonblocking();
+            self.parkables.all().iter().try_for_each(|parkable| parkable.poll_fences())?;
             Ok(0)
         });
         rounds.map(drop)
     }
 
     /// Trims under memory pressure: the warm reserve is released too.
-    pub(crate) fn press(&self, keep: u64) -> Result<u64> {
-        let mut gone = self.sweep();
-        gone += self.apart.in_rounds(|| {
-            let gone = self.apart.reap()? + self.lodgings.trim()?;
+    pub(crate) fn trim_under_pressure(&self, keep: u64) -> Result<u64> {
+        let mut gone = self.retry_releases();
+        gone += self.dedicated.repeat_until_stable(|| {
+            let gone = self.dedicated.reap()? + self.parkables.trim()?;
             let pass = self.scratch.begin();
-            let homes = self.homes(&pass);
-            self.look(&pass, &homes)?;
+            let caches = self.caches(&pass);
+            self.poll_fences(&pass, &caches)?;
             Ok(gone)
         })?;
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        let given = self.give_back(&homes, keep.saturating_sub(self.apart.held().now()))?;
-        Ok(gone + given + self.sweep())
+        let caches = self.caches(&pass);
+        let given = self.release_idle(&caches, keep.saturating_sub(self.dedicated.held().now()))?;
+        Ok(gone + given + self.retry_releases())
     }
 
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
     /// the next trim.
-    pub(crate) fn shed(&self) {
+    pub(crate) fn enforce_threshold(&self) {
         let Physical::Mapped(mapped) = &self.physical else { return };
-        if self.retention.keeps_all() {
+        if self.retention.retains_all() {
             return;
         }
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        let keep = self.retention.keep(live(&homes));
+        let caches = self.caches(&pass);
+        let keep = self.retention.bytes_to_retain(live(&caches));
         if mapped.held().now() > keep {
-            self.retention.gave_back(self.give_back(&homes, keep).unwrap_or(0));
+            self.retention.record_release(self.release_idle(&caches, keep).unwrap_or(0));
         }
     }
 
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
-    fn give_back(&self, homes: &[&'static Home], keep: u64) -> Result<u64> {
+    fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
         let given = match &self.physical {
-            Physical::Mapped(mapped) => mapped.trim(homes, keep)?,
-            Physical::Plain(plain) => plain.trim(homes, keep)?,
+            Physical::Mapped(mapped) => mapped.trim(caches, keep)?,
+            Physical::Segments(segments) => segments.trim(caches, keep)?,
         };
         if given > 0 {
             self.counters.reaped.fetch_add(given, Ordering::Relaxed);
@@ -253,7 +256,7 @@ impl Inner {
         let taken = match &self.physical {
             _ if bytes == 0 => 0,
             Physical::Mapped(mapped) if self.bypass().is_none() => {
-                mapped.warm(bytes).map_err(|error| self.explained(bytes, error))?
+                mapped.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
             }
             _ => {
                 return Err(MemoryError::Unsupported {
@@ -270,8 +273,8 @@ impl Inner {
 }
 
 /// Returns the bytes in live blocks of these caches.
-fn live(homes: &[&'static Home]) -> u64 {
-    homes.iter().map(|home| home.with(|s| s.holds().live)).sum()
+fn live(caches: &[&'static StreamCache]) -> u64 {
+    caches.iter().map(|cache| cache.with(|s| s.footprint().live)).sum()
 }
 
 #[cfg(test)]
@@ -279,21 +282,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_back_and_taken_again_is_kept_and_no_more_than_that() {
+    fn memory_released_and_needed_again_is_retained() {
         let retention = Retention::new(100, u64::MAX);
-        retention.grew(500);
-        assert_eq!(retention.keep(10), 110, "what is new was never given back");
-        retention.gave_back(300);
-        retention.grew(120);
-        assert_eq!(retention.keep(10), 230);
-        retention.grew(500);
-        assert_eq!(retention.keep(10), 410, "180 of it had been given back");
-        retention.grew(500);
-        assert_eq!(retention.keep(10), 410);
+        retention.record_growth(500);
+        assert_eq!(retention.bytes_to_retain(10), 110, "what is new was never given back");
+        retention.record_release(300);
+        retention.record_growth(120);
+        assert_eq!(retention.bytes_to_retain(10), 230);
+        retention.record_growth(500);
+        assert_eq!(retention.bytes_to_retain(10), 410, "180 of it had been given back");
+        retention.record_growth(500);
+        assert_eq!(retention.bytes_to_retain(10), 410);
         retention.set_reserve(1000);
-        assert_eq!((retention.keep(10), retention.keep(900)), (1000, 1300));
-        retention.forget();
+        assert_eq!((retention.bytes_to_retain(10), retention.bytes_to_retain(900)), (1000, 1300));
+        retention.reset();
         retention.set_reserve(0);
-        assert_eq!(retention.keep(10), 110);
+        assert_eq!(retention.bytes_to_retain(10), 110);
     }
 }

@@ -55,7 +55,7 @@ impl DevicePool {
             };
             snapshot.hold(self.device(), held);
         }
-        let (stats, config) = (self.stats(), &self.inner().config);
+        let (stats, config) = (self.stats(), &self.core().config);
         snapshot.set("budget", self.budget().limit());
         snapshot.set("physical", stats.physical);
         snapshot.set("peak physical", stats.peak_physical);

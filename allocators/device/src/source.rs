@@ -14,7 +14,7 @@
 
 use crate::{
     Block, Request,
-    backend::{Deferred, Ledger, Source},
+    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
 };
 use aquifer_core::{
     BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
@@ -129,7 +129,7 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
 ///
 /// [`RangeSource`] has an example.
 pub struct Dependencies<'a> {
-    freed: &'a Deferred,
+    freed: &'a DeferredFree,
 }
 
 impl Dependencies<'_> {
@@ -139,7 +139,7 @@ impl Dependencies<'_> {
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
     pub fn wait(&self) -> Result<()> {
-        self.look(None).map(drop)
+        self.wait_until(None).map(drop)
     }
 
     /// Returns whether the work is over. Never blocks, but may call the driver.
@@ -147,21 +147,21 @@ impl Dependencies<'_> {
     /// # Errors
     /// As [`Dependencies::wait`].
     pub fn is_done(&self) -> Result<bool> {
-        self.look(Some(Instant::now()))
+        self.wait_until(Some(Instant::now()))
     }
 
-    fn look(&self, deadline: Option<Instant>) -> Result<bool> {
-        let Deferred { timeline, epoch, uses, .. } = self.freed;
-        let looked = (|| {
+    fn wait_until(&self, deadline: Option<Instant>) -> Result<bool> {
+        let DeferredFree { timeline, epoch, uses, .. } = self.freed;
+        let outcome = (|| {
             let mut done = timeline.wait(*epoch, deadline)?;
             for noted in uses.iter() {
                 done &= noted.on().wait(noted.epoch().unwrap_or(0), deadline)?;
             }
             Ok(done)
         })();
-        match looked {
+        match outcome {
             Err(MemoryError::DeviceLost { .. }) => Ok(true),
-            looked => looked,
+            outcome => outcome,
         }
     }
 
@@ -170,7 +170,7 @@ impl Dependencies<'_> {
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
     pub fn order(&self, stream: &Stream) -> Result<()> {
-        let Deferred { timeline, epoch, uses, .. } = self.freed;
+        let DeferredFree { timeline, epoch, uses, .. } = self.freed;
         stream.timeline().wait_for(timeline, *epoch)?;
         for noted in uses.iter() {
             stream.timeline().wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
@@ -197,18 +197,18 @@ impl fmt::Debug for Dependencies<'_> {
 /// [`RangeSource`] has an example.
 #[derive(Debug)]
 pub struct SourcePool<S: RangeSource> {
-    ledger: Arc<Ledger<Ranges<S>>>,
+    allocator: Arc<DriverAllocator<UserSource<S>>>,
 }
 
 #[derive(Debug)]
-struct Ranges<S> {
+struct UserSource<S> {
     source: S,
     budget: Option<Budget>,
 }
 
 impl<S: RangeSource> Clone for SourcePool<S> {
     fn clone(&self) -> Self {
-        Self { ledger: self.ledger.clone() }
+        Self { allocator: self.allocator.clone() }
     }
 }
 
@@ -228,23 +228,23 @@ impl<S: RangeSource> SourcePool<S> {
             return Err(MemoryError::BadAlignment { align });
         }
         let driver = streams.driver().clone();
-        Ok(Self { ledger: Ledger::new(Ranges { source, budget }, driver, streams) })
+        Ok(Self { allocator: DriverAllocator::new(UserSource { source, budget }, driver, streams) })
     }
 
     /// Returns the source.
     #[must_use]
     pub fn source(&self) -> &S {
-        &self.ledger.source.source
+        &self.allocator.source.source
     }
 }
 
-impl<S: RangeSource> Source for Ranges<S> {
-    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+impl<S: RangeSource> DriverSource for UserSource<S> {
+    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let charge = self.budget.as_ref().map(|budget| budget.charge(bytes)).transpose()?;
         Ok((self.source.allocate(stream, bytes)?, charge))
     }
 
-    fn give(&self, block: &Deferred) -> Result<()> {
+    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
         let range = DeviceRange {
             device: self.source.device(),
             address: block.address,
@@ -275,16 +275,16 @@ impl<S: RangeSource> Opaque for SourcePool<S> {
     type Block = Block;
 
     fn device(&self) -> DeviceId {
-        self.ledger.device()
+        self.allocator.device()
     }
     #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.ledger.allocate(stream, request)
+        self.allocator.allocate(stream, request)
     }
     fn stats(&self) -> PoolStats {
-        self.ledger.stats()
+        self.allocator.stats()
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        self.ledger.trim(keep)
+        self.allocator.trim(keep)
     }
 }

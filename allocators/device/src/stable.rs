@@ -19,11 +19,11 @@ pub use export::Exported;
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    apart::{Apart, Owned, Span},
-    backend::Backed,
-    block::Asked,
-    home::check_home,
-    request::Sensible,
+    block::PackedRequest,
+    dedicated::{DedicatedPool, Span, SpanRelease},
+    driver_alloc::DriverBlock,
+    request::ValidateRequest,
+    stream_cache::check_stream_device,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
@@ -62,7 +62,7 @@ use std::{
 pub struct StableBlock {
     block: Block,
     span: Arc<Span>,
-    apart: Arc<Apart>,
+    dedicated: Arc<DedicatedPool>,
     /// Whether its memory was imported.
     imported: bool,
 }
@@ -75,7 +75,7 @@ pub struct StableBlock {
 /// close.
 pub struct Registration {
     span: Arc<Span>,
-    apart: Arc<Apart>,
+    dedicated: Arc<DedicatedPool>,
     range: DeviceRange,
 }
 
@@ -114,8 +114,9 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<StableBlock> {
         let _site = site::enter();
-        let bytes = self.inner().apart.rounded(request.checked()?.size());
-        self.inner().drawing(held, bytes, |funds| self.stable_block(stream, request, Some(funds)))
+        let bytes = self.core().dedicated.round_up(request.checked()?.size());
+        self.core()
+            .with_reservation(held, bytes, |funds| self.stable_block(stream, request, Some(funds)))
     }
 
     #[track_caller]
@@ -127,16 +128,16 @@ impl DevicePool {
     ) -> Result<StableBlock> {
         let request = request.checked()?;
         self.check_stream(stream)?;
-        let inner = self.inner();
-        let apart = &inner.apart;
-        if apart.is_plain() && request.alignment() > crate::BLOCK_ALIGN {
+        let core = self.core();
+        let dedicated = &core.dedicated;
+        if dedicated.is_plain() && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
-        let of_tag = inner.charge_tag(stream, &request)?;
-        apart.reap_quietly();
-        let bytes = apart.rounded(request.size());
-        let span = inner.with_room(BlockKind::Stable, bytes, request.owner(), held, |funds| {
-            apart.whole(BlockKind::Stable, bytes, request.alignment(), funds)
+        let of_tag = core.charge_tag(stream, &request)?;
+        dedicated.reap_nonblocking();
+        let bytes = dedicated.round_up(request.size());
+        let span = core.with_room(BlockKind::Stable, bytes, request.owner(), held, |funds| {
+            dedicated.allocate_span(BlockKind::Stable, bytes, request.alignment(), funds)
         })?;
         let mut stable = self.stable(stream, span, request, false);
         stable.block.count_for_tag(of_tag);
@@ -145,7 +146,7 @@ impl DevicePool {
 
     /// Returns an error for a stream of another device or machine.
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<()> {
-        check_home(&**self.driver(), self.device(), stream.timeline())
+        check_stream_device(&**self.driver(), self.device(), stream.timeline())
     }
 
     /// Returns the block of a span that is mapped whole.
@@ -157,11 +158,11 @@ impl DevicePool {
         request: Request,
         imported: bool,
     ) -> StableBlock {
-        let apart = self.inner().apart.clone();
+        let dedicated = self.core().dedicated.clone();
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
-        apart.took_block(live, requested, request.owner());
+        dedicated.record_block_alloc(live, requested, request.owner());
         let number = stream.number();
-        apart.report(
+        dedicated.report(
             BlockKind::Stable,
             Action::Allocate,
             number,
@@ -170,37 +171,42 @@ impl DevicePool {
             request.owner(),
         );
         let mut block =
-            self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
+            self.dedicated_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
             // Another owner allocates the memory and orders its uses. A validating driver must not
             // count it as allocated here.
-            block.extras_mut().generation = 0;
+            block.meta_mut().generation = 0;
         }
-        self.inner().list(&mut block, None);
+        self.core().list_for_leaks(&mut block, None);
         let live = Ownership::Live { stream: stream.raw(), generation: block.generation() };
-        apart.note(block.generation(), span.address, span.bytes, live);
-        StableBlock { block, span, apart, imported }
+        dedicated.notify_observer(block.generation(), span.address, span.bytes, live);
+        StableBlock { block, span, dedicated, imported }
     }
 
     /// Returns a block over a whole span, whatever is mapped there.
-    pub(crate) fn apart_block(
+    pub(crate) fn dedicated_block(
         &self,
         stream: &Stream,
         span: &Arc<Span>,
         requested: u64,
         tag: Tag,
-        asked: Option<u64>,
+        block_bytes: Option<u64>,
     ) -> Block {
-        let apart = self.inner().apart.clone();
-        apart.made(tag);
-        let generation = apart.generation();
-        let backed = Backed {
-            ledger: Arc::new(Owned { apart, span: span.clone(), asked, tag }),
+        let dedicated = self.core().dedicated.clone();
+        dedicated.record_block(tag);
+        let generation = dedicated.generation();
+        let driver_block = DriverBlock {
+            releaser: Arc::new(SpanRelease { dedicated, span: span.clone(), block_bytes, tag }),
             timeline: stream.timeline().clone(),
             streams: self.streams().clone(),
             bytes: span.bytes,
         };
-        Block::backed(span.address, Asked::new(requested, tag), backed, generation)
+        Block::from_driver_block(
+            span.address,
+            PackedRequest::new(requested, tag),
+            driver_block,
+            generation,
+        )
     }
 }
 
@@ -251,16 +257,16 @@ impl StableBlock {
     #[track_caller]
     pub fn register(&self) -> Registration {
         let _site = site::enter();
-        let (apart, span) = (self.apart.clone(), self.span.clone());
+        let (dedicated, span) = (self.dedicated.clone(), self.span.clone());
         let range =
-            DeviceRange { device: apart.device, address: span.address, bytes: self.bytes() };
-        Registration::new(apart, span, range)
+            DeviceRange { device: dedicated.device, address: span.address, bytes: self.bytes() };
+        Registration::new(dedicated, span, range)
     }
 
     /// Returns the number of its live registrations.
     #[must_use]
     pub fn registrations(&self) -> u64 {
-        self.span.kept_by()
+        self.span.registrations()
     }
 
     /// Returns a view of the elements in `range`, counted from its start, for reading.
@@ -333,12 +339,12 @@ impl Tracked for StableBlock {
 
 impl Registration {
     /// Records one more user that keeps the address.
-    fn new(apart: Arc<Apart>, span: Arc<Span>, range: DeviceRange) -> Self {
-        span.keep();
-        if let Some(observer) = apart.driver.observer() {
+    fn new(dedicated: Arc<DedicatedPool>, span: Arc<Span>, range: DeviceRange) -> Self {
+        span.add_registration();
+        if let Some(observer) = dedicated.driver.observer() {
             observer.registered(range);
         }
-        Self { span, apart, range }
+        Self { span, dedicated, range }
     }
 
     /// Returns the range that is kept.
@@ -352,17 +358,17 @@ impl Clone for Registration {
     #[track_caller]
     fn clone(&self) -> Self {
         let _site = site::enter();
-        Self::new(self.apart.clone(), self.span.clone(), self.range)
+        Self::new(self.dedicated.clone(), self.span.clone(), self.range)
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
         // Before the count is decremented: from then on another thread may unmap.
-        if let Some(observer) = self.apart.driver.observer() {
+        if let Some(observer) = self.dedicated.driver.observer() {
             observer.unregistered(self.range);
         }
-        self.span.forget();
+        self.span.remove_registration();
     }
 }
 

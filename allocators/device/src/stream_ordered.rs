@@ -3,8 +3,8 @@
 
 use crate::{
     Block, Request,
-    backend::{Deferred, Ledger, Source},
-    reclaim::price,
+    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
+    reclaim::reclaim_cost,
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
@@ -40,11 +40,11 @@ use std::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct StreamOrdered {
-    ledger: Arc<Ledger<Calls>>,
+    allocator: Arc<DriverAllocator<StreamOrderedSource>>,
 }
 
 #[derive(Debug)]
-struct Calls {
+struct StreamOrderedSource {
     driver: Arc<dyn Driver>,
     pool: PoolHandle,
     budget: Budget,
@@ -60,26 +60,34 @@ impl StreamOrdered {
     /// [`MemoryError::Unsupported`] if the driver has no such pools; the driver's.
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Budget) -> Result<Self> {
         let device = streams.device();
-        let lost = |e| MemoryError::driver(device, e);
-        if !driver.device_info(device).map_err(lost)?.async_pools {
+        let driver_error = |e| MemoryError::driver(device, e);
+        if !driver.device_info(device).map_err(driver_error)?.async_pools {
             return Err(MemoryError::Unsupported {
                 feature: "stream-ordered pools (cuMemPoolCreate)",
             });
         }
         let most = budget.remaining();
-        let total = driver.memory_info(device).map_err(lost)?.total;
-        let pool = driver.pool_create(device, if most < total { most } else { 0 }).map_err(lost)?;
+        let total = driver.memory_info(device).map_err(driver_error)?.total;
+        let pool = driver
+            .pool_create(device, if most < total { most } else { 0 })
+            .map_err(driver_error)?;
         let charged = Mutex::new(None);
-        let calls =
-            Calls { driver: driver.clone(), pool, budget, charged, registration: OnceLock::new() };
-        let ledger = Ledger::new(calls, driver, streams);
-        let _only_once = ledger.source.registration.set(ledger.source.budget.on_need(&ledger));
-        Ok(Self { ledger })
+        let source = StreamOrderedSource {
+            driver: driver.clone(),
+            pool,
+            budget,
+            charged,
+            registration: OnceLock::new(),
+        };
+        let allocator = DriverAllocator::new(source, driver, streams);
+        let _only_once =
+            allocator.source.registration.set(allocator.source.budget.on_need(&allocator));
+        Ok(Self { allocator })
     }
 }
 
-impl Calls {
-    fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+impl StreamOrderedSource {
+    fn driver_error(&self, error: aquifer_core::DriverError) -> MemoryError {
         MemoryError::driver(self.pool.device(), error)
     }
 
@@ -89,7 +97,8 @@ impl Calls {
 
     /// Charges what the pool has reserved by now. If that is refused, the charge is unchanged.
     fn charge_reserved(&self) -> Result<()> {
-        let reserved = self.driver.pool_usage(self.pool).map_err(|e| self.lost(e))?.reserved;
+        let reserved =
+            self.driver.pool_usage(self.pool).map_err(|e| self.driver_error(e))?.reserved;
         let mut charged = self.charged();
         let now = charged.as_ref().map_or(0, Charge::bytes);
         if reserved > now {
@@ -114,14 +123,16 @@ impl StreamOrdered {
     /// # Errors
     /// [`MemoryError::ForeignBlock`] if there is none.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
-        self.ledger.take_raw(address)
+        self.allocator.take_raw(address)
     }
 }
 
-impl Source for Calls {
-    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let address =
-            self.driver.pool_alloc(self.pool, stream.raw(), bytes).map_err(|e| self.lost(e))?;
+impl DriverSource for StreamOrderedSource {
+    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+        let address = self
+            .driver
+            .pool_alloc(self.pool, stream.raw(), bytes)
+            .map_err(|e| self.driver_error(e))?;
         if let Err(error) = self.charge_reserved() {
             // SAFETY: 1. `pool_alloc` has just returned it. 2. it has not been used.
             let _ = unsafe { self.driver.pool_free(stream.raw(), address) };
@@ -132,15 +143,16 @@ impl Source for Calls {
         Ok((address, None))
     }
 
-    fn give(&self, block: &Deferred) -> Result<()> {
-        let (home, address, uses) = (&block.timeline, block.address, &block.uses);
+    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
+        let (owner_stream, address, uses) = (&block.timeline, block.address, &block.uses);
         for noted in uses.iter() {
-            home.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
+            owner_stream.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
         // SAFETY: 1. it came from `pool_alloc`; each block is freed once, and kept whole if this
         // fails. 2. its home stream, which the free is queued on, has been made to wait for all
         // other uses.
-        unsafe { self.driver.pool_free(home.raw(), address) }.map_err(|e| self.lost(e))
+        unsafe { self.driver.pool_free(owner_stream.raw(), address) }
+            .map_err(|e| self.driver_error(e))
     }
 
     fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
@@ -153,13 +165,13 @@ impl Source for Calls {
 
     fn trim(&self, keep: u64) -> Result<u64> {
         let before = self.reserved().unwrap_or(0);
-        self.driver.pool_trim(self.pool, keep).map_err(|e| self.lost(e))?;
+        self.driver.pool_trim(self.pool, keep).map_err(|e| self.driver_error(e))?;
         self.charge_reserved()?;
         Ok(before.saturating_sub(self.reserved().unwrap_or(0)))
     }
 }
 
-impl Drop for Calls {
+impl Drop for StreamOrderedSource {
     fn drop(&mut self) {
         // SAFETY: 1. only this value has the handle, and it is being dropped. Blocks keep this
         // value alive, so none is left.
@@ -167,7 +179,7 @@ impl Drop for Calls {
     }
 }
 
-impl Reclaim for Ledger<Calls> {
+impl Reclaim for DriverAllocator<StreamOrderedSource> {
     fn name(&self) -> &'static str {
         "a pool of the driver's"
     }
@@ -179,8 +191,11 @@ impl Reclaim for Ledger<Calls> {
             .charged()
             .as_ref()
             .map_or(0, Charge::bytes)
-            .saturating_sub(self.in_blocks());
-        Offer { bytes, cost: price(1, Duration::from_micros(50), bytes, Duration::from_nanos(400)) }
+            .saturating_sub(self.bytes_in_blocks());
+        Offer {
+            bytes,
+            cost: reclaim_cost(1, Duration::from_micros(50), bytes, Duration::from_nanos(400)),
+        }
     }
 
     fn reclaim(&self, bytes: u64, _: Option<Instant>) {
@@ -199,20 +214,20 @@ impl Opaque for StreamOrdered {
     type Block = Block;
 
     fn device(&self) -> DeviceId {
-        self.ledger.device()
+        self.allocator.device()
     }
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.ledger.allocate(stream, request)
+        self.allocator.allocate(stream, request)
     }
     fn stats(&self) -> PoolStats {
-        let mut stats = self.ledger.stats();
-        let calls = &self.ledger.source;
-        if let Ok(usage) = calls.driver.pool_usage(calls.pool) {
+        let mut stats = self.allocator.stats();
+        let source = &self.allocator.source;
+        if let Ok(usage) = source.driver.pool_usage(source.pool) {
             stats.peak_physical = usage.reserved_high;
         }
         stats
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        self.ledger.trim(keep)
+        self.allocator.trim(keep)
     }
 }

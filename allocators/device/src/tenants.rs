@@ -28,8 +28,8 @@
 //! takes the slow path for all its blocks.
 
 use crate::{
-    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, pool::Inner, pool::deadline,
-    request::Sensible, reserved::StepAccount,
+    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, pool::PoolCore,
+    pool::deadline, request::ValidateRequest, reserved::StepCharges,
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag,
@@ -54,29 +54,29 @@ const GRAIN: (u64, u64) = (64 << 10, 16 << 20);
 
 /// The tenants and limited tags of a pool.
 #[derive(Debug, Default)]
-pub(crate) struct Tenants {
+pub(crate) struct LiveLimits {
     /// Whether any of the shares limits a tag.
     limits_tags: AtomicBool,
-    shares: RwLock<Vec<Arc<Share>>>,
+    limits: RwLock<Vec<Arc<LiveLimit>>>,
 }
 
 /// The live bytes of one tenant or tag in one pool.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct LiveLimit {
     budget: Budget,
     leases: [Lease; LANES],
     /// The tag that it limits, if any.
     tag: Option<Tag>,
 }
 
-impl Share {
+impl LiveLimit {
     fn new(budget: Budget, tag: Option<Tag>) -> Self {
         let grain = (budget.limit() / GRAIN_PART).clamp(GRAIN.0, GRAIN.1);
         Self { leases: std::array::from_fn(|_| budget.lease(grain)), budget, tag }
     }
 
     /// Returns whether only the pool references it, and no bytes of the tenant are live.
-    fn is_forgotten(self: &Arc<Self>) -> bool {
+    fn is_unused(self: &Arc<Self>) -> bool {
         self.tag.is_none() && Arc::strong_count(self) == 1 && self.live() == 0
     }
 
@@ -88,74 +88,78 @@ impl Share {
     #[inline]
     pub(crate) fn charge(
         &self,
-        pool: &Inner,
+        pool: &PoolCore,
         stream: &Stream,
         request: &Request,
     ) -> Result<Leased> {
         let lease = &self.leases[stream.number() as usize % LANES];
         match lease.charge(request.size()) {
             Ok(leased) => Ok(leased),
-            Err(_) => self.charge_slowly(pool, lease, request),
+            Err(_) => self.charge_slow(pool, lease, request),
         }
     }
 
     /// Calls the reclaimers that are registered for the tenant's budget, then retries.
     #[cold]
-    fn charge_slowly(&self, pool: &Inner, lease: &Lease, request: &Request) -> Result<Leased> {
+    fn charge_slow(&self, pool: &PoolCore, lease: &Lease, request: &Request) -> Result<Leased> {
         let room = self.budget.make_room(request.size(), deadline(pool.config.wait), None);
         lease
             .charge(request.size())
-            .map_err(|refused| pool.refuse(request, &self.budget, refused, &room))
+            .map_err(|refused| pool.refuse_live_limit(request, &self.budget, refused, &room))
     }
 }
 
-impl Tenants {
-    fn find(&self, is: impl Fn(&Share) -> bool) -> Option<Arc<Share>> {
-        let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner);
-        shares.iter().find(|share| is(share)).cloned()
+impl LiveLimits {
+    fn find(&self, is: impl Fn(&LiveLimit) -> bool) -> Option<Arc<LiveLimit>> {
+        let limits = self.limits.read().unwrap_or_else(PoisonError::into_inner);
+        limits.iter().find(|limit| is(limit)).cloned()
     }
 
     /// Returns the share that `is` finds, or a new one.
-    fn share(&self, is: impl Fn(&Share) -> bool, make: impl FnOnce() -> Share) -> Arc<Share> {
-        if let Some(share) = self.find(&is) {
-            return share;
+    fn limit_for(
+        &self,
+        is: impl Fn(&LiveLimit) -> bool,
+        make: impl FnOnce() -> LiveLimit,
+    ) -> Arc<LiveLimit> {
+        if let Some(limit) = self.find(&is) {
+            return limit;
         }
         let new = Arc::new(make());
-        let mut shares = self.shares.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(share) = shares.iter().find(|share| is(share)) {
-            return share.clone();
+        let mut limits = self.limits.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(limit) = limits.iter().find(|limit| is(limit)) {
+            return limit.clone();
         }
-        shares.push(new.clone());
+        limits.push(new.clone());
         // Remove shares that are unused and have no live bytes. Their leases are dropped after the
         // lock is released.
-        let gone: Vec<_> = shares.extract_if(.., |share| share.is_forgotten()).collect();
-        drop(shares);
-        drop(gone);
+        let unused: Vec<_> = limits.extract_if(.., |limit| limit.is_unused()).collect();
+        drop(limits);
+        drop(unused);
         new
     }
 
     /// Returns unused bytes of leases to the budgets, and drops tenants without handles and live
     /// bytes. A budget without live bytes then has no charge left.
     pub(crate) fn trim(&self) {
-        let gone: Vec<_> = {
-            let mut shares = self.shares.write().unwrap_or_else(PoisonError::into_inner);
-            shares.extract_if(.., |share| share.is_forgotten()).collect()
+        let unused: Vec<_> = {
+            let mut limits = self.limits.write().unwrap_or_else(PoisonError::into_inner);
+            limits.extract_if(.., |limit| limit.is_unused()).collect()
         };
         // Their leases are dropped after the lock is released.
-        drop(gone);
-        let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner).clone();
-        shares.iter().flat_map(|share| &share.leases).for_each(Lease::trim);
+        drop(unused);
+        let limits = self.limits.read().unwrap_or_else(PoisonError::into_inner).clone();
+        limits.iter().flat_map(|limit| &limit.leases).for_each(Lease::trim);
     }
 
     /// Returns the live bytes of each, most first.
     pub(crate) fn holdings(&self) -> Vec<TenantHolding> {
-        let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut holdings: Vec<_> = shares
+        let limits = self.limits.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut holdings: Vec<_> = limits
             .iter()
-            .map(|share| TenantHolding {
-                name: share.budget.name(),
-                live: share.live(),
-                limit: share.budget.limit(),
+            .map(|limit| TenantHolding {
+                name: limit.budget.name(),
+                live: limit.live(),
+                limit: limit.budget.limit(),
             })
             .collect();
         holdings.sort_by_key(|tenant| std::cmp::Reverse(tenant.live));
@@ -163,14 +167,14 @@ impl Tenants {
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Charges the request's bytes to the limit of its tag, if the tag has one.
     pub(crate) fn charge_tag(&self, stream: &Stream, request: &Request) -> Result<Option<Leased>> {
         if !self.tenants.limits_tags.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let share = self.tenants.find(|share| share.tag == Some(request.owner()));
-        share.map(|share| share.charge(self, stream, request)).transpose()
+        let limit = self.tenants.find(|limit| limit.tag == Some(request.owner()));
+        limit.map(|limit| limit.charge(self, stream, request)).transpose()
     }
 }
 
@@ -209,9 +213,9 @@ impl DevicePool {
                 expected: "of live bytes: `Budget::new`, or below one, and not below what the pool itself is charged to",
             });
         }
-        let is = |share: &Share| share.tag.is_none() && share.budget.is(tenant);
-        let share = self.inner().tenants.share(is, || Share::new(tenant.clone(), None));
-        Ok(Tenant { pool: self.clone(), share })
+        let is = |limit: &LiveLimit| limit.tag.is_none() && limit.budget.is(tenant);
+        let limit = self.core().tenants.limit_for(is, || LiveLimit::new(tenant.clone(), None));
+        Ok(Tenant { pool: self.clone(), limit })
     }
 
     /// Sets the limit of the live bytes of `tag` in this pool, and returns the budget that counts
@@ -221,17 +225,17 @@ impl DevicePool {
     ///
     /// From then on every allocation of this pool looks up its tag, which takes some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {
-        let inner = self.inner();
-        let share = inner.tenants.share(
-            |share| share.tag == Some(tag),
-            || Share::new(Budget::new(tag.name(), bytes), Some(tag)),
+        let core = self.core();
+        let limit = core.tenants.limit_for(
+            |limit| limit.tag == Some(tag),
+            || LiveLimit::new(Budget::new(tag.name(), bytes), Some(tag)),
         );
-        share.budget.set_limit(bytes);
+        limit.budget.set_limit(bytes);
         // A thread that has seen the limit set takes the slow path, which checks it.
-        if !inner.tenants.limits_tags.swap(true, Ordering::Relaxed) {
-            inner.add_detour();
+        if !core.tenants.limits_tags.swap(true, Ordering::Relaxed) {
+            core.add_slow_reason();
         }
-        share.budget.clone()
+        limit.budget.clone()
     }
 }
 
@@ -255,7 +259,7 @@ impl DevicePool {
 #[derive(Clone, Debug)]
 pub struct Tenant {
     pool: DevicePool,
-    share: Arc<Share>,
+    limit: Arc<LiveLimit>,
 }
 
 impl Tenant {
@@ -272,7 +276,7 @@ impl Tenant {
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let leased = self.charge(stream, request)?;
         let mut block = self.pool.alloc(stream, request)?;
-        block.extras_mut().live.of_tenant = Some(leased);
+        block.meta_mut().live.of_tenant = Some(leased);
         Ok(block)
     }
 
@@ -284,7 +288,7 @@ impl Tenant {
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let leased = self.charge(stream, request)?;
         let mut stable = self.pool.alloc_stable(stream, request)?;
-        stable.block_mut().extras_mut().live.of_tenant = Some(leased);
+        stable.block_mut().meta_mut().live.of_tenant = Some(leased);
         Ok(stable)
     }
 
@@ -323,7 +327,7 @@ impl Tenant {
     #[track_caller]
     pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
         let _site = site::enter();
-        self.reserve_in_steps(stream, max_len, self.pool.inner().apart.step())
+        self.reserve_in_steps(stream, max_len, self.pool.core().dedicated.step())
     }
 
     /// Reserves like [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's
@@ -339,27 +343,27 @@ impl Tenant {
         step: u64,
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
-        let account = StepAccount { tenant: Some(self.share.clone()), ..StepAccount::default() };
+        let account = StepCharges { tenant: Some(self.limit.clone()), ..StepCharges::default() };
         self.pool.reserve_for(stream, max_len, step, account)
     }
 
     fn charge(&self, stream: &Stream, request: Request) -> Result<Leased> {
         // An invalid request is reported as such, not as a refusal by the limit.
         let request = request.checked()?;
-        self.share.charge(self.pool.inner(), stream, &request)
+        self.limit.charge(self.pool.core(), stream, &request)
     }
 
     /// Returns the budget that its live bytes are charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
-        &self.share.budget
+        &self.limit.budget
     }
 
     /// Returns the tenant's live bytes, in this pool and in all others that charge the same budget,
     /// including those of tenants below it.
     #[must_use]
     pub fn live(&self) -> u64 {
-        self.share.live()
+        self.limit.live()
     }
 
     /// Returns the pool.

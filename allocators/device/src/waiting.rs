@@ -76,7 +76,7 @@ impl<R> Allocating<R> {
 
 /// Returns whether waiting may help: whether the refusing budget could grant the request if less
 /// were in use.
-fn may_come(refused: &OutOfMemory) -> bool {
+fn may_become_free(refused: &OutOfMemory) -> bool {
     refused.refused.as_ref().is_none_or(|by| by.requested <= by.limit)
 }
 
@@ -93,7 +93,8 @@ impl<R: Resource> Future for Allocating<R> {
         }
         let Deadline::At(deadline) = this.deadline else { return Poll::Pending };
         let tried = without_waiting(|| this.resource.allocate(&this.stream, this.request));
-        let waits = matches!(&tried, Err(MemoryError::OutOfMemory(refused)) if may_come(refused));
+        let waits =
+            matches!(&tried, Err(MemoryError::OutOfMemory(refused)) if may_become_free(refused));
         if !waits || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             this.alarm.clear();
             return Poll::Ready(tried);
@@ -120,7 +121,7 @@ impl DevicePool {
     ///
     /// [`DeviceBuffer::from_block`](crate::DeviceBuffer::from_block) gives the block a type.
     pub fn alloc_async(&self, stream: &Stream, request: Request) -> Allocating<DevicePool> {
-        Allocating::new(self.clone(), stream, request, self.inner().config.wait)
+        Allocating::new(self.clone(), stream, request, self.core().config.wait)
     }
 }
 
@@ -128,6 +129,6 @@ impl Tenant {
     /// Returns a future that allocates like [`Tenant::alloc`], waits until the tenant's budget and
     /// the pool have room, and blocks no thread.
     pub fn alloc_async(&self, stream: &Stream, request: Request) -> Allocating<Tenant> {
-        Allocating::new(self.clone(), stream, request, self.pool().inner().config.wait)
+        Allocating::new(self.clone(), stream, request, self.pool().core().config.wait)
     }
 }

@@ -8,8 +8,8 @@
 
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
-    backend::{Backed, Deferred, Release},
-    block::Asked,
+    block::PackedRequest,
+    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{
@@ -63,7 +63,7 @@ use std::{
 /// ```
 pub struct Adopted<F: Foreign> {
     buffer: DeviceBuffer<F::Item>,
-    theirs: Arc<Theirs<F>>,
+    owner: Arc<ForeignOwner<F>>,
 }
 
 /// A value that could not be adopted or returned, with the error.
@@ -77,7 +77,7 @@ pub struct Declined<V> {
 }
 
 /// The foreign value, which is returned to its library once.
-struct Theirs<F: Foreign> {
+struct ForeignOwner<F: Foreign> {
     /// The library's stream.
     timeline: Arc<Timeline>,
     ends_at_once: bool,
@@ -85,7 +85,7 @@ struct Theirs<F: Foreign> {
 }
 
 /// Dropped memory that still had open uses, or for which a wait was refused.
-struct Kept {
+struct PendingForeign {
     address: u64,
     timeline: Arc<Timeline>,
     ends_at_once: bool,
@@ -94,16 +94,16 @@ struct Kept {
 }
 
 /// All kept memory of the process.
-static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+static PENDING: Mutex<Vec<PendingForeign>> = Mutex::new(Vec::new());
 
-fn kept() -> MutexGuard<'static, Vec<Kept>> {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+fn pending() -> MutexGuard<'static, Vec<PendingForeign>> {
+    PENDING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Kept {
+impl PendingForeign {
     /// Makes the library's stream wait for every use, and returns the memory to the library.
-    fn go(mut self) -> Result<(), Self> {
-        match behind(self.address, &self.timeline, &mut self.uses, self.ends_at_once) {
+    fn try_release(mut self) -> Result<(), Self> {
+        match order_behind(self.address, &self.timeline, &mut self.uses, self.ends_at_once) {
             // After the loss of the device no work runs, and its memory ends with its context.
             Ok(()) | Err(MemoryError::DeviceLost { .. }) => {
                 drop(self.foreign);
@@ -114,48 +114,54 @@ impl Kept {
     }
 
     /// Retries all kept memory.
-    fn retry() {
-        let waiting = std::mem::take(&mut *kept());
+    fn retry_all() {
+        let waiting = std::mem::take(&mut *pending());
         for one in waiting {
-            if let Err(still) = one.go() {
-                kept().push(still);
+            if let Err(still) = one.try_release() {
+                pending().push(still);
             }
         }
     }
 }
 
 /// Makes the owner stream wait for every use, and the host for the owner stream if required.
-fn behind(address: u64, home: &Timeline, uses: &mut Uses, ends_at_once: bool) -> Result<()> {
+fn order_behind(
+    address: u64,
+    owner_stream: &Timeline,
+    uses: &mut Uses,
+    ends_at_once: bool,
+) -> Result<()> {
     uses.forget_done();
     // No new use of dropped memory is opened, so the stamped uses are all there are.
     if uses.is_open() {
         return Err(MemoryError::Busy { address });
     }
     for (on, epoch) in uses.stamped() {
-        home.wait_for(&on, epoch)?;
+        owner_stream.wait_for(&on, epoch)?;
     }
     if ends_at_once {
-        home.wait(home.open(), None)?;
+        owner_stream.wait(owner_stream.open(), None)?;
     }
     Ok(())
 }
 
-impl<F: Foreign> Theirs<F> {
+impl<F: Foreign> ForeignOwner<F> {
     fn take(&self) -> Option<F> {
         self.foreign.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-impl<F: Foreign> Release for Theirs<F> {
-    fn release(&self, block: Deferred) {
-        Kept::retry();
+impl<F: Foreign> ReleaseBlock for ForeignOwner<F> {
+    fn release(&self, block: DeferredFree) {
+        PendingForeign::retry_all();
         // `into_inner` has taken the value.
         let Some(foreign) = self.take() else { return };
-        let Deferred { address, uses, .. } = block;
+        let DeferredFree { address, uses, .. } = block;
         let (timeline, ends_at_once) = (self.timeline.clone(), self.ends_at_once);
-        let going = Kept { address, timeline, ends_at_once, uses, foreign: Box::new(foreign) };
-        if let Err(still) = going.go() {
-            kept().push(still);
+        let foreign =
+            PendingForeign { address, timeline, ends_at_once, uses, foreign: Box::new(foreign) };
+        if let Err(still) = foreign.try_release() {
+            pending().push(still);
         }
     }
 }
@@ -170,7 +176,7 @@ impl<F: Foreign> Adopted<F> {
     #[track_caller]
     pub fn new(streams: &StreamPool, mut foreign: F) -> Result<Self, Declined<F>> {
         let _site = site::enter();
-        Kept::retry();
+        PendingForeign::retry_all();
         let range = foreign.range();
         let taken = (|| {
             if range.device != streams.device() {
@@ -193,20 +199,25 @@ impl<F: Foreign> Adopted<F> {
         };
         let len = (range.bytes / size_of::<F::Item>() as u64) as usize;
         let ends_at_once = foreign.ends_at_once();
-        let theirs = Arc::new(Theirs {
+        let owner = Arc::new(ForeignOwner {
             timeline: timeline.clone(),
             ends_at_once,
             foreign: Mutex::new(Some(foreign)),
         });
-        let backed = Backed {
-            ledger: theirs.clone(),
+        let driver_block = DriverBlock {
+            releaser: owner.clone(),
             timeline,
             streams: streams.clone(),
             bytes: range.bytes,
         };
-        let block = Block::backed(range.address, Asked::new(range.bytes, Tag::NONE), backed, 0);
+        let block = Block::from_driver_block(
+            range.address,
+            PackedRequest::new(range.bytes, Tag::NONE),
+            driver_block,
+            0,
+        );
         let buffer = DeviceBuffer { block, len, elements: std::marker::PhantomData };
-        Ok(Self { buffer, theirs })
+        Ok(Self { buffer, owner })
     }
 
     /// Returns the memory, with its library's stream ordered behind all of its uses. The host does
@@ -218,20 +229,20 @@ impl<F: Foreign> Adopted<F> {
     #[track_caller]
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();
-        let home = self.theirs.timeline.clone();
-        let mut ordered = self.buffer.order_mut(home.raw(), None, Access::ReadWrite);
-        if self.theirs.ends_at_once {
-            ordered = ordered.and_then(|()| home.wait(home.open(), None).map(drop));
+        let owner_stream = self.owner.timeline.clone();
+        let mut ordered = self.buffer.order_mut(owner_stream.raw(), None, Access::ReadWrite);
+        if self.owner.ends_at_once {
+            ordered = ordered.and_then(|()| owner_stream.wait(owner_stream.open(), None).map(drop));
         }
         if let Err(error) = ordered {
             return Err(Declined { value: self, error });
         }
         // The value is present from construction until here.
-        let Some(mut foreign) = self.theirs.take() else {
+        let Some(mut foreign) = self.owner.take() else {
             return Err(Declined { value: self, error: MemoryError::Closed });
         };
         if let Err(error) = foreign.leave() {
-            *self.theirs.foreign.lock().unwrap_or_else(PoisonError::into_inner) = Some(foreign);
+            *self.owner.foreign.lock().unwrap_or_else(PoisonError::into_inner) = Some(foreign);
             return Err(Declined { value: self, error });
         }
         Ok(foreign)
@@ -311,7 +322,7 @@ impl<F: Foreign> fmt::Debug for Adopted<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Adopted")
             .field("buffer", &self.buffer)
-            .field("home", &self.theirs.timeline.raw())
+            .field("home", &self.owner.timeline.raw())
             .finish_non_exhaustive()
     }
 }

@@ -9,7 +9,7 @@ use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
 
 /// The position of a slice in its block.
 #[derive(Clone, Copy)]
-pub(super) struct Part<'a> {
+pub(super) struct BlockPart<'a> {
     block: &'a Block,
     /// Offset in bytes from the start of the block.
     offset: u64,
@@ -17,7 +17,7 @@ pub(super) struct Part<'a> {
     len: usize,
     /// Whether no other part of the block can be written, nor this part be written while another
     /// one is used. If so, all borrows that conflict with a use of this part have ended.
-    alone: bool,
+    exclusive: bool,
 }
 
 /// A shared slice of a [`DeviceBuffer`](crate::DeviceBuffer). Copies of it denote the same
@@ -26,7 +26,7 @@ pub(super) struct Part<'a> {
 /// A use of a slice counts as a use of its whole block: another stream that writes any part of the
 /// block waits for it.
 pub struct DeviceSlice<'a, T> {
-    pub(super) part: Part<'a>,
+    pub(super) part: BlockPart<'a>,
     pub(super) elements: PhantomData<&'a [T]>,
 }
 
@@ -37,7 +37,7 @@ pub struct DeviceSlice<'a, T> {
 /// queued on the other. For concurrent writes, use two buffers.
 pub struct DeviceSliceMut<'a, T> {
     // The marker below makes the access exclusive.
-    pub(super) part: Part<'a>,
+    pub(super) part: BlockPart<'a>,
     pub(super) elements: PhantomData<&'a mut [T]>,
 }
 
@@ -57,11 +57,11 @@ pub(super) fn counted<T>(address: u64, bytes: u64) -> Result<usize> {
     Ok((bytes / size) as usize)
 }
 
-impl<'a> Part<'a> {
+impl<'a> BlockPart<'a> {
     /// Makes a slice of the first `len` elements. The caller has exclusive or shared read access to
     /// the whole block.
     pub(super) fn whole(block: &'a Block, len: usize) -> Self {
-        Self { block, offset: 0, len, alone: true }
+        Self { block, offset: 0, len, exclusive: true }
     }
 
     fn address(&self) -> u64 {
@@ -102,8 +102,8 @@ impl<'a> Part<'a> {
     }
 
     /// Marks the part as one of several that are written.
-    fn beside(self) -> Self {
-        Self { alone: false, ..self }
+    fn non_exclusive(self) -> Self {
+        Self { exclusive: false, ..self }
     }
 
     fn range<T>(&self) -> DeviceRange {
@@ -116,9 +116,9 @@ impl<'a> Part<'a> {
         stream: RawStream,
         alive: Option<KeepAlive>,
         access: Access,
-        alone: bool,
+        exclusive: bool,
     ) -> Result<()> {
-        self.block.order_as(stream, alive, access, self.alone && alone)
+        self.block.order_as(stream, alive, access, self.exclusive && exclusive)
     }
 }
 
@@ -126,12 +126,12 @@ impl<'a, T> DeviceSlice<'a, T> {
     /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
     /// bounds.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
+        Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
     }
 
     /// As [`DeviceSlice::of`], while other parts of the block may be written.
     pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { part: Self::of(block, offset, len).part.beside(), elements: PhantomData }
+        Self { part: Self::of(block, offset, len).part.non_exclusive(), elements: PhantomData }
     }
 }
 
@@ -139,15 +139,15 @@ impl<'a, T> DeviceSliceMut<'a, T> {
     /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
     /// bounds, and has exclusive access to the elements.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
+        Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
     }
 }
 
 impl<'a, T> DeviceSliceMut<'a, T> {
     /// As [`DeviceSliceMut::of`], while other parts of the block may be written.
     pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
-        let part = Part { block, offset, len, alone: true };
-        Self { part: part.beside(), elements: PhantomData }
+        let part = BlockPart { block, offset, len, exclusive: true };
+        Self { part: part.non_exclusive(), elements: PhantomData }
     }
 }
 
@@ -243,7 +243,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
     pub fn into_split(self, mid: usize) -> Result<(DeviceSliceMut<'a, T>, DeviceSliceMut<'a, T>)> {
-        let (left, right) = self.part.beside().split::<T>(mid)?;
+        let (left, right) = self.part.non_exclusive().split::<T>(mid)?;
         Ok((
             Self { part: left, elements: PhantomData },
             Self { part: right, elements: PhantomData },
@@ -271,7 +271,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// # Errors
     /// [`MemoryError::ZeroSize`] for a `len` of 0.
     pub fn into_chunks(self, len: usize) -> Result<ChunksMut<'a, T>> {
-        let rest = Self { part: self.part.beside(), elements: PhantomData };
+        let rest = Self { part: self.part.non_exclusive(), elements: PhantomData };
         Ok(ChunksMut { rest, len: at_least_one(len)? })
     }
 
@@ -361,7 +361,7 @@ macro_rules! part {
         }
         impl<T> Tracked for $slice<'_, T> {
             fn account(&self) -> Account<'_> {
-                Account { alone: self.part.alone, ..self.part.block.account() }
+                Account { alone: self.part.exclusive, ..self.part.block.account() }
             }
         }
         impl<T> Typed for $slice<'_, T> {

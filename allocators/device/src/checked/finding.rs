@@ -17,7 +17,8 @@ pub struct BlockRecord {
     pub tag: Tag,
     /// The number of blocks that the pool had allocated with this one, itself included.
     pub number: u64,
-    /// The driver's number of the owner stream (`cuStreamGetId`), which the simulated GPU uses too.
+    /// The driver's number of the owner stream (`cuStreamGetId`), which the simulated GPU uses
+    /// too.
     pub stream: u64,
     /// The number of that stream in its pool, which recorders and snapshots use.
     pub(crate) of_pool: u32,
@@ -100,7 +101,7 @@ impl fmt::Display for BlockRecord {
 }
 
 impl BlockRecord {
-    fn told(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_details(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "\n  block       {self}\n  allocated   {}", self.allocated_at)?;
         if let Some(stack) = &self.allocated_by {
             write!(f, "\n{stack}")?;
@@ -132,10 +133,10 @@ impl fmt::Display for Finding {
             Fault::Leak => write!(f, "never freed, {:.1?} old", self.block.born.elapsed())?,
             Fault::Unchecked { error } => write!(f, "not looked at: {error}")?,
         }
-        self.block.told(f)?;
+        self.block.write_details(f)?;
         if let Fault::Overlap { held } = &self.fault {
             f.write_str("\nand")?;
-            held.told(f)?;
+            held.write_details(f)?;
         }
         Ok(())
     }

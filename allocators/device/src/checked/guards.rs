@@ -1,7 +1,7 @@
 //! Guards and poison: their layout, the fills, and the checks.
 #![expect(unsafe_code, reason = "fills device memory")]
 
-use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, request::Sensible};
+use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, request::ValidateRequest};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline};
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub const CANARY: u8 = 0xc3;
 pub const GUARD_BYTES: u64 = BLOCK_ALIGN;
 
 /// Bytes that are read in one step.
-const PIECE: u64 = 16 << 20;
+const READ_BYTES: u64 = 16 << 20;
 
 /// The position of a block in the memory held for it.
 ///
@@ -26,7 +26,7 @@ const PIECE: u64 = 16 << 20;
 ///           0              `front`        `front + bytes`
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(super) struct GuardLayout {
     /// Bytes before the block, a multiple of its alignment. The guard is the last of them.
     pub(super) front: u64,
     /// The block's bytes.
@@ -35,7 +35,7 @@ pub(super) struct Layout {
     guarded: bool,
 }
 
-impl Layout {
+impl GuardLayout {
     pub(super) fn new(request: &Request, guarded: bool) -> Self {
         let front = if guarded { request.alignment().max(GUARD_BYTES) } else { 0 };
         Self { front, bytes: request.size(), guarded }
@@ -67,7 +67,12 @@ impl Layout {
 /// Fills a part of `held` in order on its owner stream. Never blocks.
 ///
 /// `held` must have no other stream's use that has not been waited for.
-pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) -> Result<()> {
+pub(super) fn fill(
+    held: &Block,
+    owner_stream: &Timeline,
+    part: Range<u64>,
+    byte: u8,
+) -> Result<()> {
     let device = held.device();
     if part.start > part.end || part.end > held.bytes() {
         let (offset, bytes) = (part.start, held.bytes());
@@ -77,12 +82,17 @@ pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) ->
             bytes,
         });
     }
-    let _calling = home.calling()?;
+    let _calling = owner_stream.calling()?;
     // SAFETY: 1. The range is a part of a block, which returns to its pool in stream order: the
     // memory stays mapped until the stream's work is done. 2. The block is ordered on its own
     // stream, and other streams' uses are over.
     let filled = unsafe {
-        home.driver().fill(home.raw(), held.address() + part.start, byte, part.end - part.start)
+        owner_stream.driver().fill(
+            owner_stream.raw(),
+            held.address() + part.start,
+            byte,
+            part.end - part.start,
+        )
     };
     filled.map_err(|e| MemoryError::driver(device, e))
 }
@@ -98,7 +108,7 @@ pub(super) fn first_wrong(
     let mut bytes = Vec::new();
     let mut at = part.start;
     while at < part.end {
-        let piece = PIECE.min(part.end - at);
+        let piece = READ_BYTES.min(part.end - at);
         let (from, to) = (at as usize, (at + piece) as usize);
         bytes.clear();
         // Preset to the expected value, so that a symbolic device, which has no contents, shows no
@@ -128,7 +138,7 @@ mod tests {
     use super::first_other;
 
     #[test]
-    fn the_first_other_byte_is_found_wherever_it_is() {
+    fn first_other_byte_is_found_at_every_position() {
         for len in [0, 1, 4095, 4096, 4097, 9000] {
             let mut bytes = vec![7; len];
             assert_eq!(first_other(&bytes, 7), None);

@@ -1,7 +1,7 @@
 //! Reports of live blocks, by the lines that allocated them.
 
 use super::BlockRecord;
-use crate::apart::Span;
+use crate::dedicated::Span;
 use aquifer_core::{Bytes, Tag};
 use aquifer_driver::site;
 use aquifer_stream::Timeline;
@@ -57,37 +57,37 @@ pub struct LeakGroup {
 /// The live blocks of a pool that bypass its checks: stable and reserved memory, memory of graphs
 /// and parkable memory. Numbers all blocks of the pool.
 #[derive(Default)]
-pub(crate) struct Listing {
+pub(crate) struct LiveBlockList {
     numbers: AtomicU64,
     backtraces: bool,
-    live: Mutex<BTreeMap<u64, Unchecked>>,
+    live: Mutex<BTreeMap<u64, UncheckedBlock>>,
 }
 
 /// A block that bypasses the checks.
-struct Unchecked {
+struct UncheckedBlock {
     record: BlockRecord,
     /// For reserved memory, the span that it is committed in.
     committed: Option<Weak<Span>>,
 }
 
 /// Removes its block from the listing when it is dropped.
-pub(crate) struct Listed {
-    listing: Arc<Listing>,
+pub(crate) struct LiveBlockEntry {
+    listing: Arc<LiveBlockList>,
     number: u64,
 }
 
-impl Drop for Listed {
+impl Drop for LiveBlockEntry {
     fn drop(&mut self) {
         self.listing.live().remove(&self.number);
     }
 }
 
-impl Listing {
+impl LiveBlockList {
     pub(super) fn new(backtraces: bool) -> Self {
         Self { backtraces, ..Self::default() }
     }
 
-    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, Unchecked>> {
+    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, UncheckedBlock>> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -102,17 +102,17 @@ impl Listing {
         self: &Arc<Self>,
         (address, bytes): (u64, u64),
         tag: Tag,
-        home: &Timeline,
+        owner_stream: &Timeline,
         committed: Option<&Arc<Span>>,
-    ) -> Listed {
+    ) -> LiveBlockEntry {
         let number = self.number();
         let record = BlockRecord {
             address,
             bytes,
             tag,
             number,
-            stream: super::stream_of(home),
-            of_pool: home.number(),
+            stream: super::stream_of(owner_stream),
+            of_pool: owner_stream.number(),
             born: Instant::now(),
             allocated_at: site::current(),
             freed_at: None,
@@ -120,8 +120,8 @@ impl Listing {
             freed_by: None,
         };
         let committed = committed.map(Arc::downgrade);
-        self.live().insert(number, Unchecked { record, committed });
-        Listed { listing: self.clone(), number }
+        self.live().insert(number, UncheckedBlock { record, committed });
+        LiveBlockEntry { listing: self.clone(), number }
     }
 
     /// Returns the live blocks. Reserved memory counts with its committed bytes, and is left out if
@@ -185,7 +185,7 @@ impl LeakReport {
 }
 
 /// Number of blocks of a group that are printed.
-const TOLD: usize = 3;
+const BLOCKS_SHOWN: usize = 3;
 
 impl fmt::Display for LeakReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -198,11 +198,11 @@ impl fmt::Display for LeakReport {
                 group.blocks.len(),
                 group.at
             )?;
-            for block in group.blocks.iter().take(TOLD) {
+            for block in group.blocks.iter().take(BLOCKS_SHOWN) {
                 write!(f, "\n    {block}, {:.1?} old", block.born.elapsed())?;
             }
-            if group.blocks.len() > TOLD {
-                write!(f, "\n    and {} more", group.blocks.len() - TOLD)?;
+            if group.blocks.len() > BLOCKS_SHOWN {
+                write!(f, "\n    and {} more", group.blocks.len() - BLOCKS_SHOWN)?;
             }
         }
         Ok(())

@@ -122,7 +122,7 @@ impl Debugging {
     }
 
     /// Returns whether freed blocks are read before they are released.
-    pub(super) fn looks_at_freed(&self) -> bool {
+    pub(super) fn inspects_freed(&self) -> bool {
         self.canaries || self.quarantine > 0
     }
 
@@ -173,26 +173,26 @@ impl fmt::Debug for Debugging {
 mod tests {
     use super::*;
 
-    fn told(list: &str) -> String {
+    fn parsed(list: &str) -> String {
         format!("{:?}", Debugging::parse(list))
     }
 
     #[test]
-    fn a_list_sets_what_it_names_and_nothing_else() {
+    fn list_sets_only_the_named_checks() {
         let one = Debugging::parse("canaries,quarantine=3MiB").unwrap();
         assert_eq!((one.poison, one.canaries, one.quarantine), (false, true, 3 << 20));
-        assert_eq!(told("all"), format!("{:?}", Some(Debugging::all())));
+        assert_eq!(parsed("all"), format!("{:?}", Some(Debugging::all())));
         assert_eq!(
-            told("poison,canaries,quarantine=64MiB,overlap,leaks"),
+            parsed("poison,canaries,quarantine=64MiB,overlap,leaks"),
             format!("{:?}", Some(Debugging::all()))
         );
-        assert_eq!(told("quarantine"), told("quarantine=64MiB"));
+        assert_eq!(parsed("quarantine"), parsed("quarantine=64MiB"));
         assert!(Debugging::parse("all,backtraces").unwrap().backtraces);
         assert!(!Debugging::parse("quarantine=0").unwrap().is_on());
     }
 
     #[test]
-    fn an_item_that_says_nothing_is_refused() {
+    fn invalid_items_are_refused() {
         for wrong in [
             "",
             "1",

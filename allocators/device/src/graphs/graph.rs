@@ -1,8 +1,8 @@
 //! Graphs over the memory of a pool, captured by this library or by others.
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
-use super::{Announced, GraphPool, memory::Memory};
-use crate::home::check_home;
+use super::{Announced, GraphPool, memory::GraphMemory};
+use crate::stream_cache::check_stream_device;
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{
     CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site,
@@ -29,17 +29,17 @@ pub struct Graph {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     exec: RawGraphExec,
-    memory: Arc<Memory>,
+    memory: Arc<GraphMemory>,
 }
 
 /// An open capture of this library. Dropping it ends the capture and destroys the resulting graph.
-struct Open<'a> {
+struct OpenCapture<'a> {
     driver: &'a Arc<dyn Driver>,
     stream: RawStream,
     ended: bool,
 }
 
-impl Open<'_> {
+impl OpenCapture<'_> {
     /// Ends the capture. It stays open if the driver refused and the stream still captures.
     fn end(&mut self) -> Result<RawGraph> {
         let ended = self.driver.capture_end(self.stream);
@@ -54,7 +54,7 @@ impl Open<'_> {
     }
 }
 
-impl Drop for Open<'_> {
+impl Drop for OpenCapture<'_> {
     fn drop(&mut self) {
         if !self.ended
             && let Ok(graph) = self.end()
@@ -107,21 +107,21 @@ impl GraphPool {
         let _site = site::enter();
         let announced = self.announce(stream)?;
         let (driver, device) = (stream.driver(), stream.device());
-        let lost = |refused| MemoryError::driver(device, refused);
+        let driver_error = |refused| MemoryError::driver(device, refused);
         let mut open = {
             let _calling = stream.timeline().calling()?;
-            driver.capture_begin(stream.raw(), CaptureMode::ThreadLocal).map_err(lost)?;
-            Open { driver, stream: stream.raw(), ended: false }
+            driver.capture_begin(stream.raw(), CaptureMode::ThreadLocal).map_err(driver_error)?;
+            OpenCapture { driver, stream: stream.raw(), ended: false }
         };
-        let made = work(stream)?;
+        let output = work(stream)?;
         let graph = open.end()?;
-        let memory = announced.end_noted();
+        let memory = announced.end_tracked();
         // Other threads may be capturing, and either call would invalidate their captures.
         let _relaxed = Relaxed::enter(&**driver);
         let exec = driver.graph_instantiate(graph);
         destroy(driver, graph);
-        let exec = exec.map_err(lost)?;
-        Ok((Graph { driver: driver.clone(), device, exec, memory }, made))
+        let exec = exec.map_err(driver_error)?;
+        Ok((Graph { driver: driver.clone(), device, exec, memory }, output))
     }
 }
 
@@ -141,7 +141,7 @@ impl Graph {
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
-        check_home(&*self.driver, self.device, stream.timeline())?;
+        check_stream_device(&*self.driver, self.device, stream.timeline())?;
         self.memory.launch(stream.timeline(), || {
             let _calling = stream.timeline().calling()?;
             // SAFETY: 1. the pool's memory stays mapped until the last recorded launch is done, and
@@ -189,7 +189,7 @@ impl fmt::Debug for Graph {
 /// recorded by then are done.
 #[derive(Clone)]
 pub struct Captured {
-    memory: Arc<Memory>,
+    memory: Arc<GraphMemory>,
 }
 
 impl Announced {
@@ -202,7 +202,7 @@ impl Announced {
     /// Does not wait. Call it after the end of the capture: a stream that still captures no longer
     /// allocates from the graph's memory.
     pub fn end(self) -> Captured {
-        Captured { memory: self.end_noted() }
+        Captured { memory: self.end_tracked() }
     }
 }
 
@@ -232,12 +232,12 @@ impl Captured {
         let word = released.clone();
         let driver = self.memory.driver().clone();
         // Registered before the driver can report the release.
-        kept().push(Held { released: released.clone(), memory: self.memory });
+        retained().push(RetainedMemory { released: released.clone(), memory: self.memory });
         let call = Box::new(move || word.store(true, Ordering::Release));
         let _relaxed = Relaxed::enter(&*driver);
         driver.graph_on_release(graph, call).map_err(|refused| {
             released.store(true, Ordering::Release);
-            sweep();
+            sweep_released();
             MemoryError::driver(graph.device(), refused)
         })
     }
@@ -250,24 +250,24 @@ impl fmt::Debug for Captured {
 }
 
 /// Memory that the driver keeps for a graph.
-struct Held {
+struct RetainedMemory {
     /// Set by the driver's callback.
     released: Arc<AtomicBool>,
-    memory: Arc<Memory>,
+    memory: Arc<GraphMemory>,
 }
 
 /// For all pools, since graphs can outlive them.
-static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
+static RETAINED: Mutex<Vec<RetainedMemory>> = Mutex::new(Vec::new());
 
-fn kept() -> MutexGuard<'static, Vec<Held>> {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+fn retained() -> MutexGuard<'static, Vec<RetainedMemory>> {
+    RETAINED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Drops memory whose graphs the driver has released, and retries the release of caches that the
 /// driver has refused.
-pub(crate) fn sweep() {
-    crate::home::sweep();
+pub(crate) fn sweep_released() {
+    crate::stream_cache::retry_teardowns();
     let gone: Vec<_> =
-        kept().extract_if(.., |held| held.released.load(Ordering::Acquire)).collect();
-    gone.into_iter().for_each(|held| drop(held.memory));
+        retained().extract_if(.., |entry| entry.released.load(Ordering::Acquire)).collect();
+    gone.into_iter().for_each(|entry| drop(entry.memory));
 }

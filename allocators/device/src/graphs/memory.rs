@@ -3,17 +3,17 @@
 
 use crate::{
     Block,
-    apart::{Apart, Owned, Span},
-    backend::{Backed, Deferred, Release},
-    block::Asked,
-    home::check_home,
-    leasing::Fit,
-    park::lodging::{gap, latest},
+    block::PackedRequest,
+    dedicated::{DedicatedPool, Span, SpanRelease},
+    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
+    park::parkable::{find_gap, latest},
     physical::{
-        commons::{self, Commons, Past},
+        shared_free::{self, SharedFreeList, StreamDeps},
         window::Grid,
     },
-    pool::Inner,
+    pool::PoolCore,
+    sharing_policy::Fit,
+    stream_cache::check_stream_device,
 };
 use aquifer_core::{
     Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
@@ -33,10 +33,10 @@ use std::{
 };
 
 /// The granularity of allocations in bytes on devices without virtual memory mapping.
-const PIECE: u64 = 2 << 20;
+const SEGMENT: u64 = 2 << 20;
 
 /// Numbers of memories, for drivers that validate accesses. Never reused.
-static NUMBERS: AtomicU64 = AtomicU64::new(1);
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// A capture of an announcement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,10 +51,10 @@ pub(super) struct Capture {
 /// last reference is dropped and all launches are done.
 ///
 /// The pool's handles, its graphs, its announcements and its blocks hold references.
-pub(crate) struct Memory {
+pub(crate) struct GraphMemory {
     number: u64,
-    pool: Weak<Inner>,
-    apart: Arc<Apart>,
+    pool: Weak<PoolCore>,
+    dedicated: Arc<DedicatedPool>,
     streams: StreamPool,
     /// Addresses for as much memory as the device has, in slots with a handle each. `None` if the
     /// device has no virtual memory mapping.
@@ -67,17 +67,17 @@ pub(crate) struct Memory {
 #[derive(Default)]
 struct State {
     /// Live blocks, by address.
-    blocks: BTreeMap<u64, Live>,
+    blocks: BTreeMap<u64, GraphBlock>,
     /// Free ranges that any capture may use once the host has seen their dependencies done.
-    free: Commons,
+    free: SharedFreeList,
     /// Freed blocks that other streams still use.
-    held_back: Vec<HeldBack>,
+    pending: Vec<GraphPendingFree>,
     /// Ranges freed within captures that are still open.
-    shelves: Vec<Shelf>,
+    capture_lists: Vec<CaptureFreeList>,
     /// Slots that have memory or are getting it.
     claimed: BTreeSet<u64>,
     /// Allocations of the driver, on devices without virtual memory mapping.
-    pieces: Vec<Arc<Span>>,
+    segments: Vec<Arc<Span>>,
     /// For streams with announced captures: the announcement, the stream, and the epoch that was
     /// closed and fenced at the announcement.
     fenced: Vec<(u64, Arc<Timeline>, u64)>,
@@ -86,64 +86,64 @@ struct State {
     /// Bytes of memory.
     physical: u64,
     /// Whether there are graphs whose launches are not recorded.
-    unseen: bool,
+    has_untracked_launches: bool,
 }
 
-struct Live {
+struct GraphBlock {
     bytes: u64,
     requested: u64,
     tag: Tag,
-    home: Arc<Timeline>,
+    owner_stream: Arc<Timeline>,
     /// The capture it was allocated in.
     capture: Capture,
     /// `None` as soon as its owner drops the block.
     watch: Option<Watch>,
 }
 
-impl Live {
+impl GraphBlock {
     /// Records a launch as a use of this block, so that later uses wait for it. The block's own
     /// stream is ordered anyway.
-    fn touched(&self, on: &Arc<Timeline>, epoch: u64) {
-        if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.home, on)) {
+    fn record_launch(&self, on: &Arc<Timeline>, epoch: u64) {
+        if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.owner_stream, on)) {
             // Recording fails only for parked memory, which this is not.
             let _ = watch.record(on, epoch);
         }
     }
 }
 
-struct HeldBack {
-    block: Deferred,
+struct GraphPendingFree {
+    block: DeferredFree,
     /// The epoch of the home stream that covers the block's own work.
     own: (Arc<Timeline>, u64),
 }
 
 /// The ranges that one stream has freed within one capture. The stream can reuse them at once,
 /// since its captured work is in order.
-struct Shelf {
+struct CaptureFreeList {
     capture: Capture,
-    of: Arc<Timeline>,
-    free: Commons,
+    timeline: Arc<Timeline>,
+    free: SharedFreeList,
 }
 
 /// The exclusive right to queue a launch.
-struct Turn<'a>(&'a AtomicBool);
+struct LaunchGuard<'a>(&'a AtomicBool);
 
-impl Drop for Turn<'_> {
+impl Drop for LaunchGuard<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
     }
 }
 
 /// Reports to a validating driver, when dropped, that a range is no longer kept for graphs.
-struct Kept {
-    apart: Weak<Apart>,
+struct GraphRangeRelease {
+    dedicated: Weak<DedicatedPool>,
     range: DeviceRange,
 }
 
-impl Drop for Kept {
+impl Drop for GraphRangeRelease {
     fn drop(&mut self) {
         if let Some(observer) =
-            self.apart.upgrade().as_ref().and_then(|apart| apart.driver.observer())
+            self.dedicated.upgrade().as_ref().and_then(|dedicated| dedicated.driver.observer())
         {
             observer.let_go_by_graphs(self.range);
         }
@@ -153,49 +153,56 @@ impl Drop for Kept {
 impl State {
     /// Ends the earlier captures of this announcement: what they had freed becomes usable by any
     /// later capture.
-    fn enter(&mut self, capture: Capture) {
-        self.leave(|other| other.announced == capture.announced && other != capture);
+    fn enter_capture(&mut self, capture: Capture) {
+        self.close_captures(|other| other.announced == capture.announced && other != capture);
     }
 
-    fn leave(&mut self, over: impl Fn(Capture) -> bool) {
-        let closed: Vec<_> = self.shelves.extract_if(.., |shelf| over(shelf.capture)).collect();
+    fn close_captures(&mut self, over: impl Fn(Capture) -> bool) {
+        let closed: Vec<_> =
+            self.capture_lists.extract_if(.., |capture_list| over(capture_list.capture)).collect();
         // Launches during the capture have not been recorded with these blocks, which only captured
         // work could use.
         let blocks =
             self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
         for live in blocks {
             for (on, epoch) in &self.launches {
-                live.touched(on, *epoch);
+                live.record_launch(on, *epoch);
             }
         }
-        for shelf in closed {
+        for capture_list in closed {
             let ranges: Vec<_> =
-                shelf.free.iter().map(|(range, past)| (range, past.clone())).collect();
-            ranges.into_iter().for_each(|(range, past)| self.free.add(range, past));
+                capture_list.free.iter().map(|(range, deps)| (range, deps.clone())).collect();
+            ranges.into_iter().for_each(|(range, deps)| self.free.add(range, deps));
         }
     }
 
-    fn shelf(&mut self, capture: Capture, of: &Arc<Timeline>) -> Option<&mut Commons> {
-        let is = |shelf: &&mut Shelf| shelf.capture == capture && Arc::ptr_eq(&shelf.of, of);
-        self.shelves.iter_mut().find(is).map(|shelf| &mut shelf.free)
+    fn capture_list(
+        &mut self,
+        capture: Capture,
+        timeline: &Arc<Timeline>,
+    ) -> Option<&mut SharedFreeList> {
+        let is = |capture_list: &&mut CaptureFreeList| {
+            capture_list.capture == capture && Arc::ptr_eq(&capture_list.timeline, timeline)
+        };
+        self.capture_lists.iter_mut().find(is).map(|capture_list| &mut capture_list.free)
     }
 
     /// Takes a free range for the capture: one that its stream has freed in it, or one whose
     /// dependencies are done.
-    fn take(
+    fn take_free(
         &mut self,
         capture: Capture,
-        of: &Arc<Timeline>,
+        timeline: &Arc<Timeline>,
         bytes: u64,
         align: u64,
         grid: Grid,
     ) -> Option<Range> {
-        if let Some(own) = self.shelf(capture, of)
-            && let Some(range) = own.place(bytes, align, Fit::Lowest, grid, |_| true)
+        if let Some(own) = self.capture_list(capture, timeline)
+            && let Some(range) = own.find(bytes, align, Fit::Lowest, grid, |_| true)
         {
             return own.take(range).map(|_| range);
         }
-        let range = self.free.place(bytes, align, Fit::Lowest, grid, commons::is_done)?;
+        let range = self.free.find(bytes, align, Fit::Lowest, grid, shared_free::is_done)?;
         self.free.take(range).map(|_| range)
     }
 
@@ -204,39 +211,44 @@ impl State {
     fn take_tail(
         &mut self,
         capture: Capture,
-        of: &Arc<Timeline>,
+        timeline: &Arc<Timeline>,
         end: u64,
         align: u64,
         most: u64,
     ) -> Option<Range> {
-        let tail = |free: &Commons, ready: fn(&Past) -> bool| {
-            let (range, past) = free.iter().last()?;
+        let tail = |free: &SharedFreeList, ready: fn(&StreamDeps) -> bool| {
+            let (range, deps) = free.iter().last()?;
             let start = range.start.next_multiple_of(align);
             // A range that is long enough for the whole block lies too low to be extended.
-            let fits = range.end() == end && start < end && end - start < most && ready(past);
+            let fits = range.end() == end && start < end && end - start < most && ready(deps);
             fits.then_some(Range { start, len: end - start })
         };
-        if let Some(own) = self.shelf(capture, of)
+        if let Some(own) = self.capture_list(capture, timeline)
             && let Some(range) = tail(own, |_| true)
         {
             return own.take(range).map(|_| range);
         }
-        let range = tail(&self.free, commons::is_done)?;
+        let range = tail(&self.free, shared_free::is_done)?;
         self.free.take(range).map(|_| range)
     }
 
     /// Frees a range whose last work is `own`.
-    fn put(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
-        let open =
-            capture.filter(|capture| self.shelves.iter().any(|shelf| shelf.capture == *capture));
+    fn add_free(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
+        let open = capture.filter(|capture| {
+            self.capture_lists.iter().any(|capture_list| capture_list.capture == *capture)
+        });
         match open {
             Some(capture) => {
-                let of = own.0.clone();
-                if self.shelf(capture, &of).is_none() {
-                    self.shelves.push(Shelf { capture, of: of.clone(), free: Commons::default() });
+                let timeline = own.0.clone();
+                if self.capture_list(capture, &timeline).is_none() {
+                    self.capture_lists.push(CaptureFreeList {
+                        capture,
+                        timeline: timeline.clone(),
+                        free: SharedFreeList::default(),
+                    });
                 }
-                if let Some(own_shelf) = self.shelf(capture, &of) {
-                    own_shelf.add(range, smallvec![own]);
+                if let Some(own_list) = self.capture_list(capture, &timeline) {
+                    own_list.add(range, smallvec![own]);
                 }
             }
             None => self.free.add(range, smallvec![own]),
@@ -245,17 +257,17 @@ impl State {
 
     /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
     /// outside the lock.
-    fn settle(&mut self, apart: &Apart) -> Vec<Deferred> {
+    fn collect_pending(&mut self, dedicated: &DedicatedPool) -> Vec<DeferredFree> {
         let mut over = Vec::new();
-        for mut held in std::mem::take(&mut self.held_back) {
-            held.block.uses.forget_done();
-            if held.block.uses.is_empty() {
-                settled(apart, held.block.bytes);
-                let range = Range { start: held.block.address, len: held.block.bytes };
-                self.put(range, held.own, None);
-                over.push(held.block);
+        for mut pending in std::mem::take(&mut self.pending) {
+            pending.block.uses.forget_done();
+            if pending.block.uses.is_empty() {
+                record_collected(dedicated, pending.block.bytes);
+                let range = Range { start: pending.block.address, len: pending.block.bytes };
+                self.add_free(range, pending.own, None);
+                over.push(pending.block);
             } else {
-                self.held_back.push(held);
+                self.pending.push(pending);
             }
         }
         over
@@ -263,24 +275,24 @@ impl State {
 
     /// Returns the work that freed memory depends on, except for open uses.
     fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        let shelves = self.shelves.iter().map(|shelf| &shelf.free);
-        let pasts = std::iter::once(&self.free).chain(shelves).flat_map(Commons::iter);
-        let mut work: Vec<_> = pasts.flat_map(|(_, past)| past.iter().cloned()).collect();
-        for held in &self.held_back {
-            work.push(held.own.clone());
-            work.extend(held.block.uses.stamped());
+        let capture_lists = self.capture_lists.iter().map(|capture_list| &capture_list.free);
+        let deps = std::iter::once(&self.free).chain(capture_lists).flat_map(SharedFreeList::iter);
+        let mut work: Vec<_> = deps.flat_map(|(_, deps)| deps.iter().cloned()).collect();
+        for pending in &self.pending {
+            work.push(pending.own.clone());
+            work.extend(pending.block.uses.stamped());
         }
         work
     }
 
     /// Returns all work that a launch must follow: everything that touches any of the memory.
     fn all_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        if let Some(open) = self.held_back.iter().find(|held| held.block.uses.is_open()) {
+        if let Some(open) = self.pending.iter().find(|pending| pending.block.uses.is_open()) {
             return Err(MemoryError::Busy { address: open.block.address });
         }
         let mut work = self.freed_work();
         for (&address, live) in &self.blocks {
-            work.push((live.home.clone(), live.home.open()));
+            work.push((live.owner_stream.clone(), live.owner_stream.open()));
             if let Some(watch) = &live.watch {
                 work.extend(watch.work(address)?);
             }
@@ -291,17 +303,17 @@ impl State {
 }
 
 /// Accounts a freed block as free memory of graphs.
-fn settled(apart: &Apart, bytes: u64) {
-    apart.lodged_settled(bytes);
-    apart.count(|account| account.free_of_graphs += bytes);
+fn record_collected(dedicated: &DedicatedPool, bytes: u64) {
+    dedicated.slot_pool_collected(bytes);
+    dedicated.update_usage(|usage| usage.free_of_graphs += bytes);
 }
 
-impl Memory {
-    pub(super) fn new(pool: &Arc<Inner>) -> Result<Arc<Self>> {
-        let apart = pool.apart.clone();
-        let span = match (apart.is_plain(), apart.step()) {
+impl GraphMemory {
+    pub(super) fn new(pool: &Arc<PoolCore>) -> Result<Arc<Self>> {
+        let dedicated = pool.dedicated.clone();
+        let span = match (dedicated.is_plain(), dedicated.step()) {
             (true, _) | (_, 0) => None,
-            (false, slot) => Some(apart.reserve(
+            (false, slot) => Some(dedicated.reserve_span(
                 BlockKind::Graph,
                 pool.info.memory.next_multiple_of(slot),
                 slot,
@@ -310,9 +322,9 @@ impl Memory {
         };
         let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
         Ok(Arc::new(Self {
-            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             pool,
-            apart,
+            dedicated,
             streams,
             span,
             state: Mutex::default(),
@@ -321,7 +333,7 @@ impl Memory {
     }
 
     pub(super) fn driver(&self) -> &Arc<dyn Driver> {
-        &self.apart.driver
+        &self.dedicated.driver
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -330,7 +342,7 @@ impl Memory {
 
     fn grid(&self) -> Grid {
         let span = self.span.as_ref();
-        span.map_or(Grid { base: 0, slot: PIECE }, |span| Grid {
+        span.map_or(Grid { base: 0, slot: SEGMENT }, |span| Grid {
             base: span.address,
             slot: span.slot,
         })
@@ -343,22 +355,24 @@ impl Memory {
         request: Request,
         capture: Capture,
     ) -> Result<Block> {
-        check_home(&*self.apart.driver, self.apart.device, stream.timeline())?;
+        check_stream_device(&*self.dedicated.driver, self.dedicated.device, stream.timeline())?;
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
-        let (of, align, grid) = (stream.timeline(), request.alignment(), self.grid());
+        let (timeline, align, grid) = (stream.timeline(), request.alignment(), self.grid());
         let found = {
             let mut state = self.state();
-            state.enter(capture);
-            state.take(capture, of, bytes, align, grid)
+            state.enter_capture(capture);
+            state.take_free(capture, timeline, bytes, align, grid)
         };
         let again = || {
-            (self.look() > 0).then(|| self.state().take(capture, of, bytes, align, grid)).flatten()
+            (self.poll_fences() > 0)
+                .then(|| self.state().take_free(capture, timeline, bytes, align, grid))
+                .flatten()
         };
         let range = match found.or_else(again) {
             Some(range) => range,
             None => self.grow(stream, bytes, &request, capture)?,
         };
-        Ok(self.lend(stream, range, &request, capture))
+        Ok(self.make_block(stream, range, &request, capture))
     }
 
     /// Takes a range with new memory, using the free range at the end of the memory first.
@@ -370,7 +384,7 @@ impl Memory {
         capture: Capture,
     ) -> Result<Range> {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
-        if let Some(error) = pool.refuse_beyond(bytes, request.owner()) {
+        if let Some(error) = pool.refuse_oversized(bytes, request.owner()) {
             return Err(error);
         }
         match &self.span {
@@ -381,28 +395,29 @@ impl Memory {
 
     fn grow_mapped(
         &self,
-        pool: &Arc<Inner>,
+        pool: &Arc<PoolCore>,
         span: &Arc<Span>,
         stream: &Stream,
         bytes: u64,
         request: &Request,
         capture: Capture,
     ) -> Result<Range> {
-        let (Grid { base, slot }, of) = (self.grid(), stream.timeline());
+        let (Grid { base, slot }, timeline) = (self.grid(), stream.timeline());
         let (first, count, tail) = {
             let mut state = self.state();
             let next = state.claimed.last().map_or(0, |last| last + 1);
-            let tail = state.take_tail(capture, of, base + next * slot, request.alignment(), bytes);
+            let tail =
+                state.take_tail(capture, timeline, base + next * slot, request.alignment(), bytes);
             let (first, count) = match tail {
                 Some(tail) => (next, (bytes - tail.len).div_ceil(slot)),
                 None => {
                     let count = bytes.div_ceil(slot);
-                    (gap(&state.claimed, count), count)
+                    (find_gap(&state.claimed, count), count)
                 }
             };
             if (first + count) * slot > span.bytes {
                 if let Some(tail) = tail {
-                    state.put(tail, (of.clone(), of.open()), Some(capture));
+                    state.add_free(tail, (timeline.clone(), timeline.open()), Some(capture));
                 }
                 return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
             }
@@ -410,14 +425,14 @@ impl Memory {
             (first, count, tail)
         };
         let slots: Vec<u64> = (first..first + count).collect();
-        match pool.back(span, of, request.owner(), &slots, None) {
+        match pool.back_slots(span, timeline, request.owner(), &slots, None) {
             Ok(new) => {
                 let (start, end) = (base + first * slot, base + (first + count) * slot);
-                self.keep(Range { start, len: end - start }, new);
+                self.record_growth(Range { start, len: end - start }, new);
                 let range = Range { start: tail.map_or(start, |tail| tail.start), len: bytes };
                 if range.end() < end {
                     let rest = Range { start: range.end(), len: end - range.end() };
-                    self.state().free.add(rest, Past::new());
+                    self.state().free.add(rest, StreamDeps::new());
                 }
                 Ok(range)
             }
@@ -427,7 +442,7 @@ impl Memory {
                     state.claimed.remove(slot);
                 });
                 if let Some(tail) = tail {
-                    state.put(tail, (of.clone(), of.open()), Some(capture));
+                    state.add_free(tail, (timeline.clone(), timeline.open()), Some(capture));
                 }
                 Err(error)
             }
@@ -436,81 +451,86 @@ impl Memory {
 
     /// Takes an allocation of the driver. Its last bytes are never lent, so that it cannot merge
     /// with a neighbouring allocation.
-    fn grow_plain(&self, pool: &Arc<Inner>, bytes: u64, request: &Request) -> Result<Range> {
+    fn grow_plain(&self, pool: &Arc<PoolCore>, bytes: u64, request: &Request) -> Result<Range> {
         let align = request.alignment();
-        let piece = (bytes + align + BLOCK_ALIGN).next_multiple_of(PIECE);
-        let span = pool.with_room(BlockKind::Graph, piece, request.owner(), None, |funds| {
-            self.apart.whole(BlockKind::Graph, piece, BLOCK_ALIGN, funds)
+        let segment = (bytes + align + BLOCK_ALIGN).next_multiple_of(SEGMENT);
+        let span = pool.with_room(BlockKind::Graph, segment, request.owner(), None, |funds| {
+            self.dedicated.allocate_span(BlockKind::Graph, segment, BLOCK_ALIGN, funds)
         })?;
         let start = span.address.next_multiple_of(align);
-        let end = (span.address + piece - 1) / BLOCK_ALIGN * BLOCK_ALIGN;
-        self.keep(Range { start: span.address, len: piece }, piece);
+        let end = (span.address + segment - 1) / BLOCK_ALIGN * BLOCK_ALIGN;
+        self.record_growth(Range { start: span.address, len: segment }, segment);
         let mut state = self.state();
-        state.pieces.push(span);
+        state.segments.push(span);
         let range = Range { start, len: bytes };
         if range.end() < end {
-            state.free.add(Range { start: range.end(), len: end - range.end() }, Past::new());
+            state.free.add(Range { start: range.end(), len: end - range.end() }, StreamDeps::new());
         }
         Ok(range)
     }
 
     /// Accounts new memory.
-    fn keep(&self, range: Range, new: u64) {
-        self.apart.lodged_backed(BlockKind::Graph, new, range.len - new);
-        self.apart.count(|account| {
-            account.graphs += range.len;
-            account.free_of_graphs += range.len;
+    fn record_growth(&self, range: Range, new: u64) {
+        self.dedicated.slot_pool_backed(BlockKind::Graph, new, range.len - new);
+        self.dedicated.update_usage(|usage| {
+            usage.graphs += range.len;
+            usage.free_of_graphs += range.len;
         });
-        if let Some(observer) = self.apart.driver.observer() {
+        if let Some(observer) = self.dedicated.driver.observer() {
             observer.kept_for_graphs(self.device_range(range), self.number);
         }
         self.state().physical += range.len;
     }
 
     fn device_range(&self, range: Range) -> DeviceRange {
-        DeviceRange { device: self.apart.device, address: range.start, bytes: range.len }
+        DeviceRange { device: self.dedicated.device, address: range.start, bytes: range.len }
     }
 
     /// Wraps a range, which the caller owns, in a block.
-    fn lend(
+    fn make_block(
         self: &Arc<Self>,
         stream: &Stream,
         range: Range,
         request: &Request,
         capture: Capture,
     ) -> Block {
-        let (apart, timeline) = (&self.apart, stream.timeline());
+        let (dedicated, timeline) = (&self.dedicated, stream.timeline());
         let (requested, tag) = (request.size(), request.owner());
-        let generation = apart.generation();
-        let backed = Backed {
-            ledger: self.clone(),
+        let generation = dedicated.generation();
+        let driver_block = DriverBlock {
+            releaser: self.clone(),
             timeline: timeline.clone(),
             streams: self.streams.clone(),
             bytes: range.len,
         };
-        let block = Block::backed(range.start, Asked::new(requested, tag), backed, generation);
+        let block = Block::from_driver_block(
+            range.start,
+            PackedRequest::new(requested, tag),
+            driver_block,
+            generation,
+        );
         let watch = Some(block.uses.watch(timeline));
         {
             let mut state = self.state();
-            apart.lodged_took(range.len, requested, tag);
-            apart.count(|account| account.free_of_graphs -= range.len);
+            dedicated.slot_pool_allocated(range.len, requested, tag);
+            dedicated.update_usage(|usage| usage.free_of_graphs -= range.len);
             let live = Ownership::Live { stream: stream.raw(), generation };
-            apart.note(generation, range.start, range.len, live);
-            let home = timeline.clone();
+            dedicated.notify_observer(generation, range.start, range.len, live);
+            let owner_stream = timeline.clone();
             state.blocks.insert(
                 range.start,
-                Live { bytes: range.len, requested, tag, home, capture, watch },
+                GraphBlock { bytes: range.len, requested, tag, owner_stream, capture, watch },
             );
             // From here on, what the stream frees in this capture can be reused by the stream.
-            if state.shelf(capture, timeline).is_none() {
-                state.shelves.push(Shelf {
+            if state.capture_list(capture, timeline).is_none() {
+                state.capture_lists.push(CaptureFreeList {
                     capture,
-                    of: timeline.clone(),
-                    free: Commons::default(),
+                    timeline: timeline.clone(),
+                    free: SharedFreeList::default(),
                 });
             }
         }
-        apart.report(
+        dedicated.report(
             BlockKind::Graph,
             Action::Allocate,
             stream.number(),
@@ -523,38 +543,38 @@ impl Memory {
 
     /// Polls the work that freed memory depends on. Returns the number of streams polled. Never
     /// blocks.
-    fn look(&self) -> usize {
+    fn poll_fences(&self) -> usize {
         let work = latest(self.state().freed_work());
         for (timeline, epoch) in &work {
             // What cannot be fenced or polled now counts as not done. Other memory can be used.
             let _ = timeline.fence(*epoch).and_then(|_| timeline.poll());
         }
-        let over = self.state().settle(&self.apart);
+        let over = self.state().collect_pending(&self.dedicated);
         self.complete(over);
         work.len()
     }
 
     /// Called when an announcement begins or ends. What was freed within it becomes usable by every
     /// later one, as soon as it is known to be done. Never blocks.
-    pub(super) fn passes(&self, announced: u64) {
+    pub(super) fn end_announcement(&self, announced: u64) {
         let over: Vec<_> = {
             let mut state = self.state();
-            state.leave(|capture| capture.announced == announced);
+            state.close_captures(|capture| capture.announced == announced);
             state.fenced.extract_if(.., |(other, ..)| *other == announced).collect()
         };
         drop(over);
-        self.look();
+        self.poll_fences();
     }
 
     /// Records that `epoch` of a stream has been fenced. All work that the stream is about to
     /// capture is in later epochs.
-    pub(super) fn was_fenced(&self, announced: u64, timeline: &Arc<Timeline>, epoch: u64) {
+    pub(super) fn record_fence(&self, announced: u64, timeline: &Arc<Timeline>, epoch: u64) {
         self.state().fenced.push((announced, timeline.clone(), epoch));
     }
 
     /// Returns the fenced epoch that covers all uncaptured work of a stream, if its open epoch
     /// contains only captured work.
-    fn ran(&self, timeline: &Arc<Timeline>) -> Option<u64> {
+    fn fenced_epoch(&self, timeline: &Arc<Timeline>) -> Option<u64> {
         let state = self.state();
         let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
         let last = fenced.map(|(_, _, epoch)| *epoch).max();
@@ -562,10 +582,10 @@ impl Memory {
     }
 
     /// Reports freed blocks as free, and drops what was kept until then.
-    fn complete(&self, over: Vec<Deferred>) {
+    fn complete(&self, over: Vec<DeferredFree>) {
         for block in over {
-            let Deferred { address, bytes, timeline, until_free, .. } = block;
-            self.apart.report(
+            let DeferredFree { address, bytes, timeline, until_free, .. } = block;
+            self.dedicated.report(
                 BlockKind::Graph,
                 Action::Complete,
                 timeline.number(),
@@ -577,12 +597,12 @@ impl Memory {
         }
     }
 
-    fn turn(&self) -> Turn<'_> {
+    fn lock_launches(&self) -> LaunchGuard<'_> {
         while self.launching.swap(true, Ordering::Acquire) {
             // The wait is only as long as a few driver calls.
             std::thread::yield_now();
         }
-        Turn(&self.launching)
+        LaunchGuard(&self.launching)
     }
 
     /// Orders a launch on `on` after all work that touches the memory, queues it, and records it.
@@ -596,14 +616,14 @@ impl Memory {
         on: &Arc<Timeline>,
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let _turn = self.turn();
+        let _launch = self.lock_launches();
         if on.is_capturing()? {
             return Err(MemoryError::Capturing { stream: on.raw().handle() });
         }
         // Copied first: no lock is held during a driver call.
         let work = self.state().all_work()?;
         for (other, epoch) in latest(work) {
-            match (on.wait_for(&other, epoch), self.ran(&other)) {
+            match (on.wait_for(&other, epoch), self.fenced_epoch(&other)) {
                 (Err(MemoryError::Capturing { .. }), Some(ran)) => drop(on.wait_for(&other, ran)?),
                 (waited, _) => drop(waited?),
             }
@@ -625,22 +645,23 @@ impl Memory {
                 None => state.launches.push((on.clone(), epoch)),
             }
             let state = &mut *state;
-            let captured =
-                |live: &Live| state.shelves.iter().any(|shelf| shelf.capture == live.capture);
+            let captured = |live: &GraphBlock| {
+                state.capture_lists.iter().any(|capture_list| capture_list.capture == live.capture)
+            };
             // Captured work does not wait for a launch. The launch of its own graph will.
             state
                 .blocks
                 .values()
                 .filter(|live| !captured(live))
-                .for_each(|live| live.touched(on, epoch));
+                .for_each(|live| live.record_launch(on, epoch));
             state.launches.extract_if(.., |(other, epoch)| other.is_done(*epoch)).collect()
         };
         on.fence_at_once(epoch)
     }
 
     /// Records that a graph exists whose launches are not reported.
-    pub(super) fn lose_sight(&self) {
-        self.state().unseen = true;
+    pub(super) fn mark_untracked(&self) {
+        self.state().has_untracked_launches = true;
     }
 
     pub(super) fn stats(&self) -> PoolStats {
@@ -650,82 +671,83 @@ impl Memory {
         stats.blocks = state.blocks.len() as u64;
         stats.live = state.blocks.values().map(|live| live.bytes).sum();
         stats.requested = state.blocks.values().map(|live| live.requested).sum();
-        stats.pending = state.held_back.iter().map(|held| held.block.bytes).sum();
+        stats.pending = state.pending.iter().map(|pending| pending.block.bytes).sum();
         stats.cached = stats.physical - stats.live - stats.pending;
         stats
     }
 }
 
-impl Release for Memory {
-    fn ending(&self, address: u64) {
+impl ReleaseBlock for GraphMemory {
+    fn before_release(&self, address: u64) {
         // Cleared before the block's uses are taken, which invalidates the watch.
         if let Some(live) = self.state().blocks.get_mut(&address) {
             live.watch = None;
         }
     }
 
-    fn release(&self, block: Deferred) {
+    fn release(&self, block: DeferredFree) {
         let range = Range { start: block.address, len: block.bytes };
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let stream = block.timeline.number();
-        let own = Owned::ends(&block.timeline);
+        let own = SpanRelease::free_epoch(&block.timeline);
         let owner =
             if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let (requested, tag, over) = {
             let mut state = self.state();
             let Some(live) = state.blocks.remove(&block.address) else { return };
-            self.apart.lodged_freed(range.len, live.requested, live.tag);
-            self.apart.note(block.generation, range.start, range.len, owner);
+            self.dedicated.slot_pool_freed(range.len, live.requested, live.tag);
+            self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
             let over = if users.is_empty() {
-                settled(&self.apart, range.len);
-                state.put(range, own, Some(live.capture));
+                record_collected(&self.dedicated, range.len);
+                state.add_free(range, own, Some(live.capture));
                 Some(block)
             } else {
-                state.held_back.push(HeldBack { block, own });
+                state.pending.push(GraphPendingFree { block, own });
                 None
             };
             (live.requested, live.tag, over)
         };
-        self.apart.report(BlockKind::Graph, Action::Free, stream, range.start, requested, tag);
+        self.dedicated.report(BlockKind::Graph, Action::Free, stream, range.start, requested, tag);
         self.complete(over.into_iter().collect());
     }
 }
 
-impl Drop for Memory {
+impl Drop for GraphMemory {
     fn drop(&mut self) {
         let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
         // No block is live, but launches and work on freed blocks may still run.
         let mut work = state.freed_work();
         work.extend(state.launches);
-        let until: Past = latest(work).into();
+        let until: StreamDeps = latest(work).into();
         let (mut uses, mut until_free) = (Vec::new(), Vec::new());
-        for HeldBack { block, .. } in state.held_back {
+        for GraphPendingFree { block, .. } in state.pending {
             uses.extend(block.uses.follow());
             until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
-            settled(&self.apart, block.bytes);
+            record_collected(&self.dedicated, block.bytes);
         }
-        self.apart.lodged_left(state.physical);
-        self.apart.count(|account| {
-            account.graphs -= state.physical;
-            account.free_of_graphs -= state.physical;
+        self.dedicated.slot_pool_retired(state.physical);
+        self.dedicated.update_usage(|usage| {
+            usage.graphs -= state.physical;
+            usage.free_of_graphs -= state.physical;
         });
-        for span in self.span.iter().chain(&state.pieces) {
-            if self.apart.driver.observer().is_some() {
-                let apart = Arc::downgrade(&self.apart);
+        for span in self.span.iter().chain(&state.segments) {
+            if self.dedicated.driver.observer().is_some() {
+                let dedicated = Arc::downgrade(&self.dedicated);
                 let range = self.device_range(Range { start: span.address, len: span.bytes });
-                until_free.push(Contained::new(Box::new(Kept { apart, range })));
+                until_free.push(Contained::new(Box::new(GraphRangeRelease { dedicated, range })));
             }
-            if state.unseen {
-                span.outlast_everything();
+            if state.has_untracked_launches {
+                span.require_synchronize();
             }
-            let ends = (!until_free.is_empty()).then(|| Box::new(std::mem::take(&mut until_free)));
-            span.leave_whole(until.clone(), uses.clone(), ends);
-            self.apart.leave(span);
+            let attachments =
+                (!until_free.is_empty()).then(|| Box::new(std::mem::take(&mut until_free)));
+            span.retire_whole(until.clone(), uses.clone(), attachments);
+            self.dedicated.enqueue_retiring(span);
         }
     }
 }
 
-impl fmt::Debug for Memory {
+impl fmt::Debug for GraphMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stats = self.stats();
         f.debug_struct("Memory")

@@ -18,16 +18,16 @@ const ALIGN: usize = 64;
 const REFUSED: SystemError = SystemError { call: "Allocator::allocate", errno: 12 };
 
 /// An allocator of host memory that any thread may use.
-pub(super) type Host = Arc<dyn Allocator + Send + Sync>;
+pub(super) type HostAllocator = Arc<dyn Allocator + Send + Sync>;
 
 /// Host memory that holds parts of parked blocks.
-pub(super) struct Piece {
+pub(super) struct SavedPiece {
     host: HostBytes,
-    parts: Vec<Part>,
+    parts: Vec<SavedPart>,
 }
 
 /// A range of device addresses, and the offset of its contents in the piece.
-struct Part {
+struct SavedPart {
     range: Range,
     at: u64,
 }
@@ -35,14 +35,14 @@ struct Part {
 struct HostBytes {
     start: NonNull<u8>,
     layout: Layout,
-    from: Host,
+    from: HostAllocator,
 }
 
 // SAFETY: 1. only this value has the memory, and the allocator may be called from any thread.
 unsafe impl Send for HostBytes {}
 
 impl HostBytes {
-    fn new(from: &Host, bytes: u64) -> Option<Self> {
+    fn new(from: &HostAllocator, bytes: u64) -> Option<Self> {
         let layout = Layout::from_size_align(usize::try_from(bytes).ok()?, ALIGN).ok()?;
         // A panic of the caller's allocator counts as a refusal.
         let start = contain(|| from.allocate(layout))?.ok()?.cast();
@@ -58,7 +58,7 @@ impl Drop for HostBytes {
     }
 }
 
-impl Piece {
+impl SavedPiece {
     /// Returns the device addresses whose contents it holds.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
         self.parts.iter().map(|part| part.range)
@@ -82,7 +82,11 @@ impl Piece {
 ///
 /// # Errors
 /// [`MemoryError::System`] if the allocator refuses; the driver's.
-pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec<Piece>> {
+pub(super) fn save(
+    stream: &Stream,
+    host: &HostAllocator,
+    ranges: &[Range],
+) -> Result<Vec<SavedPiece>> {
     let mut left: u64 = ranges.iter().map(|range| range.len).sum();
     let mut ranges = ranges.iter().copied();
     let (mut rest, mut most) = (Range { start: 0, len: 0 }, PIECE);
@@ -104,15 +108,15 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
                     rest = next;
                 }
                 let range = Range { start: rest.start, len: rest.len.min(bytes - at) };
-                parts.push(Part { range, at });
+                parts.push(SavedPart { range, at });
                 at += range.len;
                 rest = Range { start: range.end(), len: rest.len - range.len };
             }
             left -= bytes;
             // Stored before a copy is queued: all pieces outlive the scope, which waits.
-            pieces.push(Piece { host, parts });
+            pieces.push(SavedPiece { host, parts });
             let parts = pieces.last().map_or(&[][..], |piece| &piece.parts);
-            for Part { range, at } in parts {
+            for SavedPart { range, at } in parts {
                 let _calling = stream.timeline().calling()?;
                 // SAFETY: 1. the bytes at `at` lie in the piece, which lives until the scope has
                 // waited; the range's memory lives until the caller releases it. 2. the caller
@@ -137,7 +141,7 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
 ///
 /// # Errors
 /// The driver's. The pieces are unchanged.
-pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Result<u64> {
+pub(super) fn restore(stream: &Stream, pieces: &[SavedPiece], ranges: &[Range]) -> Result<u64> {
     let copied = stream.scope(|_| {
         let mut bytes = 0;
         for (piece, part) in
@@ -171,7 +175,7 @@ pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Re
     copied?
 }
 
-impl fmt::Debug for Piece {
+impl fmt::Debug for SavedPiece {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Piece").field("bytes", &self.bytes()).finish_non_exhaustive()
     }

@@ -45,11 +45,11 @@ impl Funds<'_> {
 
     /// Returns the refusal that charging `bytes` would meet now, if any, from this budget or one
     /// above it.
-    pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
+    pub(crate) fn refusal(&self, bytes: u64) -> Option<HandleError> {
         let reserved = self.reserved_bytes();
         let refused = self.budget.refusal(bytes.saturating_sub(reserved))?;
         let remaining = refused.remaining.saturating_add(reserved);
-        Some(NoHandle::Budget(OutOfBudget { requested: bytes, remaining, ..refused }))
+        Some(HandleError::Budget(OutOfBudget { requested: bytes, remaining, ..refused }))
     }
 
     fn reserved_bytes(&self) -> u64 {
@@ -60,14 +60,14 @@ impl Funds<'_> {
 
 /// Bytes held from the driver: current and peak.
 #[derive(Default, Debug)]
-pub(crate) struct Held {
+pub(crate) struct HeldBytes {
     now: AtomicU64,
     peak: AtomicU64,
     /// The part of the held bytes whose release the driver has refused.
     stuck: AtomicU64,
 }
 
-impl Held {
+impl HeldBytes {
     pub(crate) fn now(&self) -> u64 {
         self.now.load(Ordering::Relaxed)
     }
@@ -118,7 +118,7 @@ pub(crate) struct Handle {
     driver: Arc<dyn Driver>,
     raw: PhysicalHandle,
     bytes: u64,
-    held: Arc<Held>,
+    held: Arc<HeldBytes>,
     /// `None` for imported memory, which is charged elsewhere, and after the release.
     charge: Option<Charge>,
     /// Whether it has not been released yet.
@@ -127,12 +127,12 @@ pub(crate) struct Handle {
 
 /// Why no handle could be created.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum NoHandle {
+pub(crate) enum HandleError {
     Budget(OutOfBudget),
     Driver(DriverError),
 }
 
-impl NoHandle {
+impl HandleError {
     pub(crate) fn is_out_of_memory(&self) -> bool {
         match self {
             Self::Budget(_) => true,
@@ -155,7 +155,7 @@ impl Handle {
         driver: &Arc<dyn Driver>,
         device: DeviceId,
         charge: Charge,
-        held: &Arc<Held>,
+        held: &Arc<HeldBytes>,
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
         Self::create_exportable(driver, device, ExportTypes::NONE, charge, held)
     }
@@ -166,15 +166,15 @@ impl Handle {
         device: DeviceId,
         types: ExportTypes,
         charge: Charge,
-        held: &Arc<Held>,
+        held: &Arc<HeldBytes>,
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
         let bytes = charge.bytes();
-        let made = if types == ExportTypes::NONE {
+        let created = if types == ExportTypes::NONE {
             driver.handle_create(device, bytes)
         } else {
             driver.handle_create_exportable(device, bytes, types)
         };
-        match made {
+        match created {
             Ok(raw) => {
                 held.add(bytes);
                 let (driver, held) = (driver.clone(), held.clone());
@@ -186,7 +186,7 @@ impl Handle {
 
     /// Releases the memory and returns its charge. Returns `None` if there are other references to
     /// the handle, or if the driver refuses the release; then nothing changes.
-    pub(crate) fn melt(handle: Arc<Handle>) -> Option<Charge> {
+    pub(crate) fn release_keeping_charge(handle: Arc<Handle>) -> Option<Charge> {
         Arc::into_inner(handle)?.release()
     }
 
@@ -220,7 +220,7 @@ impl Handle {
         // SAFETY: 1. only this value has the handle, and it has not released it before.
         match unsafe { self.driver.handle_release(self.raw) } {
             Err(e) if !e.is_device_lost() => {
-                self.leave(charge);
+                self.retry_release_later(charge);
                 None
             }
             _ => {
@@ -232,7 +232,7 @@ impl Handle {
 
     /// Keeps a handle whose release the driver has refused. It stays charged, as stranded, until a
     /// later sweep releases it.
-    fn leave(&self, charge: Option<Charge>) {
+    fn retry_release_later(&self, charge: Option<Charge>) {
         let (driver, raw) = (self.driver.clone(), self.raw);
         let (held, bytes) = (self.held.clone(), self.bytes);
         held.strand(bytes);

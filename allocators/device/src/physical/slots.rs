@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_in_the_middle_leaves_both_ends() {
+    fn claim_in_the_middle_leaves_both_ends_free() {
         let mut slots = Slots::new(10);
         slots.claim(3, 4);
         assert_eq!(slots.free_runs().collect::<Vec<_>>(), [(0, 3), (7, 3)]);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_of_another_length_at_the_same_slot_is_not_taken() {
+    fn unmap_exactly_ignores_mappings_of_another_length() {
         let driver: Arc<dyn Driver> = Sim::h200(1).driver();
         let budget = Budget::new("a test", 8 << 20);
         let charge = budget.charge(4 << 20).expect("as much as there is");

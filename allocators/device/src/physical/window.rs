@@ -14,7 +14,7 @@
 //! The number of missing slots changes only where the window's start or end crosses a border. So it
 //! is enough to try the windows that start or end at one.
 
-use crate::leasing::Fit;
+use crate::sharing_policy::Fit;
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 
@@ -36,7 +36,7 @@ impl Window<'_> {
 
 /// A stretch of one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Piece {
+struct WindowPiece {
     start: u64,
     end: u64,
     backed: bool,
@@ -74,10 +74,10 @@ pub(crate) fn best<'s>(
     fit: Fit,
 ) -> Option<Window<'s>> {
     let Grid { base, slot } = grid;
-    let backed = backed.map(|r| Piece { start: r.start, end: r.start + r.len, backed: true });
+    let backed = backed.map(|r| WindowPiece { start: r.start, end: r.start + r.len, backed: true });
     let bare = bare.map(|(first, count)| {
         let start = base + first * slot;
-        Piece { start, end: start + count * slot, backed: false }
+        WindowPiece { start, end: start + count * slot, backed: false }
     });
     let mut pieces = list(bump, backed.chain(bare));
     pieces.sort_unstable_by_key(|p| p.start);
@@ -102,7 +102,7 @@ type Rank = (u64, u64, u64);
 /// Compares the windows of one run of adjacent pieces with the best so far. `bare_before` is a
 /// buffer for its prefix sums.
 fn best_in_run(
-    run: &[Piece],
+    run: &[WindowPiece],
     grid: Grid,
     bytes: u64,
     align: u64,
@@ -164,7 +164,7 @@ fn best_in_run(
 
 /// Returns the bare slots of a window.
 fn missing(
-    pieces: &[Piece],
+    pieces: &[WindowPiece],
     base: u64,
     slot: u64,
     start: u64,
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_uses_what_is_backed_on_either_side() {
+    fn window_uses_backed_memory_on_both_sides() {
         // Backed 50–100 and 300–360, bare between them.
         assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 150), Some((50, vec![(1, 1)])));
         assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 310), Some((50, vec![(1, 2)])));
@@ -212,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn the_fewest_missing_slots_win_over_the_lowest_address() {
+    fn fewest_missing_slots_win_over_lowest_address() {
         // At 0 everything is bare; at 1000 half is backed.
         assert_eq!(find(&[(1000, 100)], &[(0, 4), (11, 4)], 200), Some((1000, vec![(11, 1)])));
     }
 
     #[test]
-    fn a_bare_slot_that_is_only_touched_counts_whole() {
+    fn partly_used_bare_slot_counts_as_missing() {
         assert_eq!(find(&[(0, 100)], &[(1, 3)], 101), Some((0, vec![(1, 1)])));
         assert_eq!(
             find(&[(400, 50)], &[(1, 3)], 60),
@@ -228,8 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn of_windows_that_need_as_much_the_one_that_pins_the_fewest_handles_wins_where_memory_is_tight()
-     {
+    fn tight_fit_breaks_ties_by_pinned_handles() {
         // At 0 two whole slots, free and backed; at 550 and 650 parts of slots that are in use.
         let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
         let at = |fit| {
@@ -242,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_pins_the_slots_that_are_free_without_it() {
+    fn block_pins_the_slots_it_keeps_from_being_free() {
         let grid = Grid { base: 1000, slot: SLOT };
         let free = Range { start: 1050, len: 400 };
         for (start, len, pins) in [
@@ -258,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn every_window_is_no_better_than_the_one_found() {
+    fn best_window_matches_exhaustive_search() {
         // All layouts of six slots, each live, backed or bare, compared with trying every start.
         for layout in 0..3u32.pow(6) {
             let kind = |slot: u32| layout / 3u32.pow(slot) % 3;

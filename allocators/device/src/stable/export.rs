@@ -1,7 +1,7 @@
 //! Export of stable blocks to other processes, and import of theirs.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
-use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::Sensible};
+use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::ValidateRequest};
 use aquifer_core::{DeviceId, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{ExportTypes, FabricHandle, site};
 use aquifer_stream::Stream;
@@ -37,17 +37,17 @@ use std::{
 /// ```
 #[derive(Debug)]
 pub struct Exported {
-    by: By,
+    kind: ExportKind,
     /// Bytes of the whole handle.
     bytes: u64,
     /// The device of the memory, if this process has exported it.
     device: Option<DeviceId>,
     #[expect(dead_code, reason = "keeps the memory charged while it can be imported")]
-    keeps: Option<Arc<Handle>>,
+    handle: Option<Arc<Handle>>,
 }
 
 #[derive(Debug)]
-enum By {
+enum ExportKind {
     Fd(OwnedFd),
     Fabric(FabricHandle),
 }
@@ -57,13 +57,13 @@ impl Exported {
     /// [`Exported::bytes`].
     #[must_use]
     pub fn from_fd(fd: OwnedFd, bytes: u64) -> Self {
-        Self { by: By::Fd(fd), bytes, device: None, keeps: None }
+        Self { kind: ExportKind::Fd(fd), bytes, device: None, handle: None }
     }
 
     /// Wraps a fabric handle that another machine has sent, of memory of `bytes`.
     #[must_use]
     pub fn from_fabric(name: FabricHandle, bytes: u64) -> Self {
-        Self { by: By::Fabric(name), bytes, device: None, keeps: None }
+        Self { kind: ExportKind::Fabric(name), bytes, device: None, handle: None }
     }
 
     /// Returns the bytes of the whole handle. The importer needs this number.
@@ -75,18 +75,18 @@ impl Exported {
     /// Returns the file descriptor, if it has one.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.by {
-            By::Fd(fd) => Some(fd.as_fd()),
-            By::Fabric(_) => None,
+        match &self.kind {
+            ExportKind::Fd(fd) => Some(fd.as_fd()),
+            ExportKind::Fabric(_) => None,
         }
     }
 
     /// Returns the fabric handle, if it has one.
     #[must_use]
     pub fn fabric(&self) -> Option<&FabricHandle> {
-        match &self.by {
-            By::Fd(_) => None,
-            By::Fabric(name) => Some(name),
+        match &self.kind {
+            ExportKind::Fd(_) => None,
+            ExportKind::Fabric(name) => Some(name),
         }
     }
 
@@ -94,9 +94,9 @@ impl Exported {
     /// block is freed.
     #[must_use]
     pub fn into_fd(self) -> Option<OwnedFd> {
-        match self.by {
-            By::Fd(fd) => Some(fd),
-            By::Fabric(_) => None,
+        match self.kind {
+            ExportKind::Fd(fd) => Some(fd),
+            ExportKind::Fabric(_) => None,
         }
     }
 }
@@ -112,8 +112,12 @@ impl StableBlock {
     pub fn export(&self) -> Result<Exported> {
         let _site = site::enter();
         let handle = self.exportable(ExportTypes::POSIX_FD)?;
-        let fd = self.apart.driver.handle_export(handle.raw()).map_err(|e| self.apart.lost(e))?;
-        Ok(self.exported(By::Fd(fd), handle))
+        let fd = self
+            .dedicated
+            .driver
+            .handle_export(handle.raw())
+            .map_err(|e| self.dedicated.driver_error(e))?;
+        Ok(self.exported(ExportKind::Fd(fd), handle))
     }
 
     /// Exports its memory as a fabric handle (`cuMemExportToShareableHandle`). Does not block.
@@ -124,23 +128,26 @@ impl StableBlock {
     pub fn export_fabric(&self) -> Result<Exported> {
         let _site = site::enter();
         let handle = self.exportable(ExportTypes::FABRIC)?;
-        let name =
-            self.apart.driver.handle_export_fabric(handle.raw()).map_err(|e| self.apart.lost(e))?;
-        Ok(self.exported(By::Fabric(name), handle))
+        let name = self
+            .dedicated
+            .driver
+            .handle_export_fabric(handle.raw())
+            .map_err(|e| self.dedicated.driver_error(e))?;
+        Ok(self.exported(ExportKind::Fabric(name), handle))
     }
 
-    fn exportable(&self, way: ExportTypes) -> Result<Arc<Handle>> {
+    fn exportable(&self, types: ExportTypes) -> Result<Arc<Handle>> {
         if self.imported {
             return Err(MemoryError::Unsupported { feature: "export of imported memory" });
         }
-        if let Some(feature) = self.apart.export.missing(way) {
+        if let Some(feature) = self.dedicated.export.missing(types) {
             return Err(MemoryError::Unsupported { feature });
         }
         self.span.handle().ok_or(MemoryError::Unsupported { feature: "virtual memory management" })
     }
 
-    fn exported(&self, by: By, handle: Arc<Handle>) -> Exported {
-        Exported { by, bytes: self.span.bytes, device: Some(self.device()), keeps: Some(handle) }
+    fn exported(&self, kind: ExportKind, handle: Arc<Handle>) -> Exported {
+        Exported { kind, bytes: self.span.bytes, device: Some(self.device()), handle: Some(handle) }
     }
 }
 
@@ -167,21 +174,26 @@ impl DevicePool {
             return Err(MemoryError::WrongDevice { expected, actual });
         }
         let request = Request::bytes(exported.bytes).checked()?;
-        let apart = &self.inner().apart;
-        if apart.step() == 0 {
+        let dedicated = &self.core().dedicated;
+        if dedicated.step() == 0 {
             return Err(MemoryError::Unsupported { feature: "virtual memory management" });
         }
-        apart.reap_quietly();
-        let raw = match &exported.by {
+        dedicated.reap_nonblocking();
+        let raw = match &exported.kind {
             // SAFETY: 1. promised by the caller.
-            By::Fd(fd) => unsafe { apart.driver.handle_import(apart.device, fd.as_fd()) },
+            ExportKind::Fd(fd) => unsafe {
+                dedicated.driver.handle_import(dedicated.device, fd.as_fd())
+            },
             // SAFETY: 1. promised by the caller.
-            By::Fabric(name) => unsafe { apart.driver.handle_import_fabric(apart.device, name) },
+            ExportKind::Fabric(name) => unsafe {
+                dedicated.driver.handle_import_fabric(dedicated.device, name)
+            },
         };
-        let handle = Handle::imported(&apart.driver, raw.map_err(|e| apart.lost(e))?);
-        let span = apart
-            .around(BlockKind::Stable, handle, exported.bytes, request.alignment())
-            .map_err(|e| apart.lost(e))?;
+        let handle =
+            Handle::imported(&dedicated.driver, raw.map_err(|e| dedicated.driver_error(e))?);
+        let span = dedicated
+            .map_span(BlockKind::Stable, handle, exported.bytes, request.alignment())
+            .map_err(|e| dedicated.driver_error(e))?;
         Ok(self.stable(stream, span, request, true))
     }
 }

@@ -1,7 +1,7 @@
 //! Mapping and unmapping of handles.
 #![expect(unsafe_code, reason = "maps and unmaps")]
 
-use super::{Mapped, Stock, offers::Stolen};
+use super::{Mapped, MappingPlan, free_ranges::ReclaimedMapping};
 use crate::physical::{
     handle::Handle,
     slots::{Mapping, Zombie, runs},
@@ -15,48 +15,47 @@ use std::sync::Arc;
 
 impl Mapped {
     /// Maps the planned handles and grants access to the device and its peers. If that fails, no
-    /// new mapping remains and the stock is complete, except for mappings that the driver refused
+    /// new mapping remains and the plan is complete, except for mappings that the driver refused
     /// to remove, which are in `stuck`.
-    pub(super) fn map_all(&self, stock: &mut Stock<'_>) -> Result<()> {
+    pub(super) fn map_all(&self, plan: &mut MappingPlan<'_>) -> Result<()> {
         let mut mapped = 0;
-        let outcome = self.map_planned(stock, &mut mapped);
+        let outcome = self.map_planned(plan, &mut mapped);
         if outcome.is_err() {
-            for planned in &stock.planned[..mapped] {
+            for planned in &plan.planned[..mapped] {
                 let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
                 // SAFETY: 1. mapped above, and not handed out.
                 if unsafe { self.driver.unmap(self.device, address, bytes) }.is_err() {
-                    stock.stuck.push(planned.mapping());
+                    plan.stuck.push(planned.mapping());
                 }
             }
-            let stuck = &stock.stuck;
-            stock
-                .planned
+            let stuck = &plan.stuck;
+            plan.planned
                 .retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
             return outcome;
         }
         let mut slots = self.slots();
-        for planned in stock.planned.drain(..) {
+        for planned in plan.planned.drain(..) {
             slots.map(planned.mapping());
         }
         Ok(())
     }
 
-    fn map_planned(&self, stock: &Stock<'_>, mapped: &mut usize) -> Result<()> {
-        for planned in &stock.planned {
+    fn map_planned(&self, plan: &MappingPlan<'_>, mapped: &mut usize) -> Result<()> {
+        for planned in &plan.planned {
             let mapping = planned.mapping();
             let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
             // SAFETY: 1. this attempt has claimed the slots: nothing is mapped there, and no other
             // code uses them.
             let done = unsafe { self.driver.map(address, bytes, mapping.handle.raw()) };
-            done.map_err(|e| self.lost(e))?;
+            done.map_err(|e| self.driver_error(e))?;
             *mapped += 1;
         }
         for (first, count) in
-            runs(stock.planned.iter().map(|planned| (planned.first, planned.count)))
+            runs(plan.planned.iter().map(|planned| (planned.first, planned.count)))
         {
             self.driver
-                .set_access(self.address(first), count * self.slot, &self.reach)
-                .map_err(|e| self.lost(e))?;
+                .set_access(self.address(first), count * self.slot, &self.accessors)
+                .map_err(|e| self.driver_error(e))?;
         }
         Ok(())
     }
@@ -66,23 +65,24 @@ impl Mapped {
     /// their caches.
     pub(super) fn unmap_done<'s>(
         &self,
-        mut stolen: List<'s, Stolen<'s>>,
+        mut reclaimed: List<'s, ReclaimedMapping<'s>>,
     ) -> (List<'s, Arc<Handle>>, Result<()>) {
-        stolen.sort_unstable_by_key(|s| s.mapping.first);
-        let bump = *stolen.allocator();
-        let together = list(bump, runs(stolen.iter().map(|s| (s.mapping.first, s.mapping.count))));
-        let mut loose = List::with_capacity_in(stolen.len(), bump);
-        let mut stolen = stolen.into_iter().peekable();
+        reclaimed.sort_unstable_by_key(|s| s.mapping.first);
+        let bump = *reclaimed.allocator();
+        let together =
+            list(bump, runs(reclaimed.iter().map(|s| (s.mapping.first, s.mapping.count))));
+        let mut unmapped = List::with_capacity_in(reclaimed.len(), bump);
+        let mut reclaimed = reclaimed.into_iter().peekable();
         for (first, count) in together {
             if let Err(error) = self.unmap_run(first, count) {
-                self.give_back(stolen);
-                return (loose, Err(error));
+                self.restore_mappings(reclaimed);
+                return (unmapped, Err(error));
             }
-            while let Some(s) = stolen.next_if(|s| s.mapping.first < first + count) {
-                loose.push(s.mapping.handle);
+            while let Some(s) = reclaimed.next_if(|s| s.mapping.first < first + count) {
+                unmapped.push(s.mapping.handle);
             }
         }
-        (loose, Ok(()))
+        (unmapped, Ok(()))
     }
 
     /// Unmaps a run of slots that no queued work uses, and releases the slots.
@@ -91,16 +91,16 @@ impl Mapped {
         // and the host has seen the epochs done that cover their last use.
         let unmapped =
             unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
-        unmapped.map_err(|e| self.lost(e))?;
+        unmapped.map_err(|e| self.driver_error(e))?;
         self.slots().release(first, count);
         Ok(())
     }
 
     /// Keeps the old mappings of handles that have been mapped a second time until their work is
     /// done.
-    pub(super) fn zombify(&self, busy: List<'_, Stolen<'_>>) {
-        let zombies = busy.into_iter().map(|Stolen { mapping, pieces }| {
-            let until = pieces.into_iter().flat_map(|piece| piece.past).collect();
+    pub(super) fn zombify(&self, busy: List<'_, ReclaimedMapping<'_>>) {
+        let zombies = busy.into_iter().map(|ReclaimedMapping { mapping, pieces }| {
+            let until = pieces.into_iter().flat_map(|piece| piece.deps).collect();
             Zombie { mapping, until }
         });
         self.slots().zombies.extend(zombies);

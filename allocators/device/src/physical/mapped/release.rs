@@ -1,13 +1,13 @@
 //! Releasing handles to the driver, by a trim and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
-use super::{Mapped, Reach, offers::Candidate};
+use super::{Mapped, Readiness, free_ranges::MappingCandidate};
 use crate::{
-    home::Home,
     physical::{
-        commons::{Past, is_done},
+        shared_free::{StreamDeps, is_done},
         slots::{Mapping, runs},
     },
+    stream_cache::StreamCache,
 };
 use aquifer_core::{
     DriverError, Result,
@@ -25,8 +25,8 @@ use std::{
 impl Mapped {
     /// Marks that queued work which cannot be waited for may still use a cache's memory. All
     /// mappings are then kept for good.
-    pub(crate) fn keep(&self) {
-        self.kept.store(true, Ordering::Relaxed);
+    pub(crate) fn leak(&self) {
+        self.leaked.store(true, Ordering::Relaxed);
     }
 
     /// Releases the handles that are not mapped to the driver.
@@ -35,7 +35,7 @@ impl Mapped {
         if slots.spare.is_empty() {
             return;
         }
-        let _transit = self.transit();
+        let _move = self.begin_move();
         let pass = self.scratch.begin();
         let spare = list(&pass, slots.spare.drain(..));
         drop(slots);
@@ -46,7 +46,7 @@ impl Mapped {
     /// whose work is known to be done allows. Long stretches come first. Within a stretch, large
     /// handles are released first, since each costs the driver as much as a small one, and from the
     /// high end. Returns the bytes.
-    pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
+    pub(crate) fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
         let pass = self.scratch.begin();
         self.reap_zombies(&pass)?;
         let before = self.held.now();
@@ -54,9 +54,9 @@ impl Mapped {
         if over() == 0 {
             return Ok(before.saturating_sub(self.held.now()));
         }
-        // The memory is in transit until it is released. A concurrent caller that finds nothing
+        // The memory is being moved until it is released. A concurrent caller that finds nothing
         // retries, since it can then use the budget.
-        let _transit = self.transit();
+        let _move = self.begin_move();
         while over() > 0 {
             let spare = self.slots().spare.pop();
             if spare.is_none() {
@@ -64,17 +64,21 @@ impl Mapped {
             }
         }
         if over() > 0 {
-            let offers = self.offers(&pass, givers, None, Reach::Done);
-            let mut candidates = self.candidates(&offers);
+            let free_ranges = self.free_ranges(&pass, donors, None, Readiness::Completed);
+            let mut candidates = self.candidates(&free_ranges);
             let (mut left, mut taken) = (over(), List::new_in(&*pass));
-            let mut give = |candidates: &[Candidate], beyond: bool| {
+            let mut give = |candidates: &[MappingCandidate], beyond: bool| {
                 for candidate in candidates {
                     if left == 0 || (candidate.count * self.slot > left && !beyond) {
                         continue;
                     }
-                    let Some(stolen) = self.take(candidate, &offers, Reach::Done) else { continue };
-                    left = left.saturating_sub(stolen.mapping.handle.bytes());
-                    taken.push(stolen);
+                    let Some(reclaimed) =
+                        self.reclaim_mapping(candidate, &free_ranges, Readiness::Completed)
+                    else {
+                        continue;
+                    };
+                    left = left.saturating_sub(reclaimed.mapping.handle.bytes());
+                    taken.push(reclaimed);
                 }
             };
             candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.count, c.first)));
@@ -82,18 +86,19 @@ impl Mapped {
             // Every remaining handle is larger than what is left.
             candidates.sort_unstable_by_key(|c| (c.count, Reverse((c.stretch, c.first))));
             give(&candidates, true);
-            let (loose, outcome) = self.unmap_done(taken);
-            drop(loose);
+            let (unmapped, outcome) = self.unmap_done(taken);
+            drop(unmapped);
             outcome?;
         }
         Ok(before.saturating_sub(self.held.now()))
     }
 
     /// Returns the bytes of handles that a trim could release now.
-    pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
+    pub(crate) fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         let pass = self.scratch.begin();
-        let candidates = self.candidates(&self.offers(&pass, givers, None, Reach::Done));
+        let candidates =
+            self.candidates(&self.free_ranges(&pass, donors, None, Readiness::Completed));
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
     }
 
@@ -104,7 +109,7 @@ impl Mapped {
     }
 
     /// Returns the bytes of handles for any block of `bytes` where nothing is mapped.
-    pub(crate) fn whole(&self, bytes: u64) -> u64 {
+    pub(crate) fn backing_bytes(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.slot)
     }
 
@@ -112,9 +117,12 @@ impl Mapped {
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
         let pass = self.scratch.begin();
         let whole = {
-            let mut commons = self.commons();
-            ranges.for_each(|range| commons.add(range, Past::new()));
-            list(&pass, commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range))
+            let mut shared_free = self.shared_free();
+            ranges.for_each(|range| shared_free.add(range, StreamDeps::new()));
+            list(
+                &pass,
+                shared_free.iter().filter(|(_, deps)| is_done(deps)).map(|(range, _)| range),
+            )
         };
         // A handle is released when the last of the caches that shared it has returned its part.
         for range in whole {
@@ -126,7 +134,7 @@ impl Mapped {
             };
             for mapping in mappings {
                 // No other code can take it: the pool is closed.
-                let _over = self.commons().take(self.range(mapping.first, mapping.count));
+                let _over = self.shared_free().take(self.range(mapping.first, mapping.count));
                 if self.unmap_run(mapping.first, mapping.count).is_err() {
                     self.zombify_mappings([mapping]);
                 }
@@ -143,7 +151,7 @@ fn is_gone(unmapped: Result<(), DriverError>) -> bool {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let kept = self.kept.load(Ordering::Relaxed);
+        let leaked = self.leaked.load(Ordering::Relaxed);
         // Work that cannot be waited for may use some of it. That part stays mapped and charged for
         // good.
         let mut for_good = false;
@@ -161,7 +169,7 @@ impl Drop for Mapped {
         }
         let firsts: Vec<u64> = slots.mapped().map(|mapping| mapping.first).collect();
         let rest = firsts.into_iter().filter_map(|first| slots.unmap(first));
-        if kept {
+        if leaked {
             let _kept = ManuallyDrop::new(rest.collect::<Vec<_>>());
             for_good = true;
         } else {

@@ -1,15 +1,20 @@
 //! Mapping memory ahead of need.
 
-use super::{Attempt, Claim, Effort, Grain, Mapped, Reach, Stock};
+use super::{Claim, Granularity, Mapped, MappingPlan, PlaceOptions, PlaceOutcome, Readiness};
 use crate::{
-    leasing::Fit,
-    physical::{commons::Past, window},
+    physical::{shared_free::StreamDeps, window},
+    sharing_policy::Fit,
 };
 use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
 
 /// Only new memory.
-const NEW: Attempt = Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false };
+const NEW: PlaceOptions = PlaceOptions {
+    readiness: Readiness::Completed,
+    granularity: Granularity::Slots,
+    grow: true,
+    move_handles: false,
+};
 
 impl Mapped {
     /// Takes memory from the driver until `bytes` are held, rounded up to slots, and adds it to the
@@ -38,43 +43,43 @@ impl Mapped {
             }
             Claim {
                 window,
-                taken: List::new_in(&pass),
+                pieces: List::new_in(&pass),
                 largest: self.largest_handle(0),
-                _transit: self.transit(),
+                _move: self.begin_move(),
             }
         };
-        let (mut stock, mut effort) = (Stock::new(&pass), Effort::default());
-        let backed = self.gather(&[], &claim, NEW, &mut stock, &mut effort);
+        let (mut plan, mut outcome) = (MappingPlan::new(&pass), PlaceOutcome::default());
+        let backed = self.gather_handles(&[], &claim, NEW, &mut plan, &mut outcome);
         let backed = backed.and_then(|enough| {
             if enough {
-                self.map_all(&mut stock)?;
+                self.map_all(&mut plan)?;
             }
             Ok(enough)
         });
         match backed {
             Ok(true) => {
-                self.put_aside(&mut stock);
-                let mut commons = self.commons();
+                self.stash_spare(&mut plan);
+                let mut shared_free = self.shared_free();
                 for &(first, count) in &claim.window.missing {
-                    commons.add(self.range(first, count), Past::new());
+                    shared_free.add(self.range(first, count), StreamDeps::new());
                 }
-                Ok(effort.grown)
+                Ok(outcome.grown)
             }
             Ok(false) => {
-                stock.forget_fresh();
-                self.put_aside(&mut stock);
+                plan.forget_new();
+                self.stash_spare(&mut plan);
                 let Range { len, .. } = claim.window.block;
                 self.unclaim(claim);
-                Err(match effort.refused {
+                Err(match outcome.refused {
                     Some(refused) => refused.into_error(self.device),
                     None => MemoryError::TooLarge { requested: len, limit: self.bytes },
                 })
             }
             Err(error) => {
-                stock.forget_fresh();
-                self.put_aside(&mut stock);
-                self.unclaim_but(claim, &stock.stuck);
-                self.zombify_mappings(stock.stuck);
+                plan.forget_new();
+                self.stash_spare(&mut plan);
+                self.unclaim_except(claim, &plan.stuck);
+                self.zombify_mappings(plan.stuck);
                 Err(error)
             }
         }

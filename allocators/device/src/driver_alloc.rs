@@ -1,16 +1,16 @@
 //! Blocks that come directly from the driver's own allocators.
 //!
 //! Such an allocation costs half a microsecond or more, so its block carries an `Arc` of its
-//! allocator. A [`Source`] covers what differs between the driver's allocators. Statistics, open
-//! uses and failed frees are handled here for all of them.
+//! allocator. A [`DriverSource`] covers what differs between the driver's allocators. Statistics,
+//! open uses and failed frees are handled here for all of them.
 
 use crate::{
     Block, Request,
-    block::{Asked, UntilFree},
-    home::{check_home, note},
-    raw::{Backlog, FreedAddresses},
-    reclaim::{Others, is_shortage},
-    request::Sensible,
+    block::{PackedRequest, UntilFree},
+    raw::{FreedAddresses, RawTable},
+    reclaim::{Reclaimers, is_shortage},
+    request::ValidateRequest,
+    stream_cache::{check_stream_device, notify_observer},
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
@@ -28,14 +28,14 @@ use std::{
 };
 
 /// One of the driver's allocators.
-pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
+pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     /// Allocates memory that work on `stream` may use. Returns its address, and a charge that is
     /// its own.
-    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
+    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
 
     /// Frees a block behind its uses, all of which are stamped, with a wait of the host or of the
     /// device.
-    fn give(&self, block: &Deferred) -> Result<()>;
+    fn deallocate(&self, block: &DeferredFree) -> Result<()>;
 
     /// Returns the alignment that every block has.
     fn alignment(&self) -> u64 {
@@ -57,7 +57,7 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
 }
 
 /// A driver-backed allocator: a source with its statistics.
-pub(crate) struct Ledger<S: Source> {
+pub(crate) struct DriverAllocator<S: DriverSource> {
     pub(crate) source: S,
     driver: Arc<dyn Driver>,
     streams: StreamPool,
@@ -65,14 +65,14 @@ pub(crate) struct Ledger<S: Source> {
     generations: AtomicU64,
     state: Mutex<State>,
     /// A reference to itself, for the notification that a use has ended.
-    me: Weak<Self>,
+    weak_self: Weak<Self>,
 }
 
 /// Notified when the last open use of a freed block has ended. Keeps the allocator alive until
 /// then.
-struct Awaiting<S: Source>(Arc<Ledger<S>>);
+struct RetryOnLastUse<S: DriverSource>(Arc<DriverAllocator<S>>);
 
-impl<S: Source> LastUse for Awaiting<S> {
+impl<S: DriverSource> LastUse for RetryOnLastUse<S> {
     fn ended(&self) {
         self.0.retry_deferred();
     }
@@ -82,14 +82,14 @@ impl<S: Source> LastUse for Awaiting<S> {
 struct State {
     stats: PoolStats,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
-    deferred: Vec<Deferred>,
+    deferred: Vec<DeferredFree>,
     /// Blocks that were converted into raw addresses.
-    raw: Backlog,
+    raw: RawTable,
     freed: FreedAddresses,
 }
 
 /// A block that its owner has freed.
-pub(crate) struct Deferred {
+pub(crate) struct DeferredFree {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) generation: u64,
@@ -102,37 +102,37 @@ pub(crate) struct Deferred {
 }
 
 /// The part of a block that returns it to its allocator.
-pub(crate) struct Backed {
-    pub(crate) ledger: Arc<dyn Release>,
+pub(crate) struct DriverBlock {
+    pub(crate) releaser: Arc<dyn ReleaseBlock>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) streams: StreamPool,
     pub(crate) bytes: u64,
 }
 
 /// Releases freed blocks.
-pub(crate) trait Release: Send + Sync {
+pub(crate) trait ReleaseBlock: Send + Sync {
     /// Called before the block at this address is released. References to its uses that others hold
     /// must be dropped here.
-    fn ending(&self, _address: u64) {}
+    fn before_release(&self, _address: u64) {}
 
-    fn release(&self, block: Deferred);
+    fn release(&self, block: DeferredFree);
 
     /// Keeps a block while its address is raw.
-    fn keep_raw(&self, block: Block) {
-        crate::raw::keep_backed(block);
+    fn insert_raw(&self, block: Block) {
+        crate::raw::insert_raw_block(block);
     }
 }
 
-impl Backed {
+impl DriverBlock {
     /// Returns the allocator, which can also keep the block.
-    pub(crate) fn keeper(&self) -> Arc<dyn Release> {
-        self.ledger.clone()
+    pub(crate) fn releaser(&self) -> Arc<dyn ReleaseBlock> {
+        self.releaser.clone()
     }
 
     /// Releases a freed block. `uses` are those not known to be done.
     pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
         let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
-        self.ledger.release(Deferred {
+        self.releaser.release(DeferredFree {
             address,
             bytes,
             generation,
@@ -144,19 +144,19 @@ impl Backed {
     }
 }
 
-impl<S: Source> Ledger<S> {
+impl<S: DriverSource> DriverAllocator<S> {
     pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
         let observed = driver.observer().is_some();
         let state = Mutex::default();
         let generations = AtomicU64::new(1);
-        Arc::new_cyclic(|me| Self {
+        Arc::new_cyclic(|weak_self| Self {
             source,
             driver,
             streams,
             observed,
             generations,
             state,
-            me: me.clone(),
+            weak_self: weak_self.clone(),
         })
     }
 
@@ -170,25 +170,25 @@ impl<S: Source> Ledger<S> {
 
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        check_home(&*self.driver, self.device(), stream.timeline())?;
+        check_stream_device(&*self.driver, self.device(), stream.timeline())?;
         // The driver aligns to at least 256 bytes, and guarantees no more.
         if request.alignment() > self.source.alignment() {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         self.retry_deferred();
-        let taken = self.take(stream, request.size());
-        let (address, charge) = match taken {
-            Ok(taken) => taken,
+        let allocated = self.allocate_with_reclaim(stream, request.size());
+        let (address, charge) = match allocated {
+            Ok(allocated) => allocated,
             Err(error) => {
                 self.state().stats.failures += 1;
-                return Err(self.explained(request.size(), error));
+                return Err(self.explain_refusal(request.size(), error));
             }
         };
         let timeline = stream.timeline().clone();
         let generation = if self.observed {
             let generation = self.generations.fetch_add(1, Ordering::Relaxed);
             let range = DeviceRange { device: self.device(), address, bytes: request.size() };
-            note(
+            notify_observer(
                 &self.driver,
                 generation,
                 range,
@@ -200,7 +200,7 @@ impl<S: Source> Ledger<S> {
         };
         {
             let mut state = self.state();
-            state.freed.forget(address);
+            state.freed.remove(address);
             let stats = &mut state.stats;
             stats.live += request.size();
             stats.requested += request.size();
@@ -213,14 +213,14 @@ impl<S: Source> Ledger<S> {
                 stats.peak_physical = stats.peak_physical.max(stats.physical);
             }
         }
-        let backed = Backed {
-            ledger: self.clone(),
+        let driver_block = DriverBlock {
+            releaser: self.clone(),
             timeline,
             streams: self.streams.clone(),
             bytes: request.size(),
         };
-        let asked = Asked::new(request.size(), request.owner());
-        let mut block = Block::backed(address, asked, backed, generation);
+        let packed = PackedRequest::new(request.size(), request.owner());
+        let mut block = Block::from_driver_block(address, packed, driver_block, generation);
         if let Some(charge) = charge {
             block.keep_until_free(Box::new(charge));
         }
@@ -229,7 +229,7 @@ impl<S: Source> Ledger<S> {
 
     /// Turns a refusal of `bytes` by the budget or the driver into the error that every pool
     /// returns. Returns other errors unchanged.
-    fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
+    fn explain_refusal(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let device = self.device();
         let mut full = OutOfMemory::new(device.to_string(), bytes);
         match error {
@@ -250,28 +250,30 @@ impl<S: Source> Ledger<S> {
     }
 
     /// Allocates from the source, and reclaims from others without waiting while it has no memory.
-    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let mut taken = self.source.take(stream, bytes);
-        let Some((budget, own)) = self.source.budget().filter(|_| taken.is_err()) else {
-            return taken;
+    fn allocate_with_reclaim(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+        let mut allocated = self.source.allocate(stream, bytes);
+        let Some((budget, own)) = self.source.budget().filter(|_| allocated.is_err()) else {
+            return allocated;
         };
-        let mut others = Others::new(budget, own, &*self.driver, self.device());
+        let mut reclaimers = Reclaimers::new(budget, own, &*self.driver, self.device());
         loop {
             let now = Some(Instant::now());
-            let asked = match &taken {
-                Err(MemoryError::OutOfBudget(refused)) => others.for_charge(refused.requested, now),
-                Err(error) if is_shortage(error) => others.for_memory(bytes, now),
-                _ => return taken,
+            let reclaimed = match &allocated {
+                Err(MemoryError::OutOfBudget(refused)) => {
+                    reclaimers.for_charge(refused.requested, now)
+                }
+                Err(error) if is_shortage(error) => reclaimers.for_memory(bytes, now),
+                _ => return allocated,
             };
-            if asked.is_none() {
-                return taken;
+            if reclaimed.is_none() {
+                return allocated;
             }
-            taken = self.source.take(stream, bytes);
+            allocated = self.source.allocate(stream, bytes);
         }
     }
 
     /// Returns the bytes in blocks, live or pending.
-    pub(crate) fn in_blocks(&self) -> u64 {
+    pub(crate) fn bytes_in_blocks(&self) -> u64 {
         let stats = &self.state().stats;
         stats.live + stats.pending
     }
@@ -279,7 +281,7 @@ impl<S: Source> Ledger<S> {
     /// Takes the block back that was converted into this address.
     pub(crate) fn take_raw(&self, address: u64) -> Result<Block> {
         let mut state = self.state();
-        let block = state.raw.take(address);
+        let block = state.raw.take_unique(address);
         block.unwrap_or_else(|| Err(state.freed.refuse(address)))
     }
 
@@ -292,7 +294,7 @@ impl<S: Source> Ledger<S> {
         // The drop of the block takes the lock again.
         let block = {
             let mut state = self.state();
-            state.raw.let_go(address).ok_or_else(|| state.freed.refuse(address))
+            state.raw.remove(address).ok_or_else(|| state.freed.refuse(address))
         };
         block.map(drop)
     }
@@ -301,20 +303,20 @@ impl<S: Source> Ledger<S> {
     fn retry_deferred(&self) {
         let deferred = std::mem::take(&mut self.state().deferred);
         for block in deferred {
-            self.give(block);
+            self.deallocate_or_defer(block);
         }
     }
 
     /// Frees a block, or defers it.
-    fn give(&self, mut block: Deferred) {
+    fn deallocate_or_defer(&self, mut block: DeferredFree) {
         block.uses.forget_done();
         if block.uses.is_open() {
-            match self.keep_open(block) {
+            match self.defer_while_open(block) {
                 Some(over) => block = over,
                 None => return,
             }
         }
-        if self.source.give(&block).is_err() {
+        if self.source.deallocate(&block).is_err() {
             self.state().deferred.push(block);
             return;
         }
@@ -327,12 +329,12 @@ impl<S: Source> Ledger<S> {
     }
 
     /// Defers a block until its uses have ended. Returns it if they have ended by now.
-    fn keep_open(&self, block: Deferred) -> Option<Deferred> {
-        let whom: Option<Arc<dyn LastUse>> =
-            self.me.upgrade().map(|me| Arc::new(Awaiting(me)) as _);
+    fn defer_while_open(&self, block: DeferredFree) -> Option<DeferredFree> {
+        let listener: Option<Arc<dyn LastUse>> =
+            self.weak_self.upgrade().map(|allocator| Arc::new(RetryOnLastUse(allocator)) as _);
         // The end of a use looks up the block under this lock.
         let mut state = self.state();
-        if whom.is_some_and(|whom| !block.uses.tell(&whom)) {
+        if listener.is_some_and(|listener| !block.uses.tell(&listener)) {
             return Some(block);
         }
         state.deferred.push(block);
@@ -363,15 +365,15 @@ impl<S: Source> Ledger<S> {
     }
 }
 
-impl<S: Source> Release for Ledger<S> {
-    fn keep_raw(&self, block: Block) {
-        self.state().raw.keep(block);
+impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
+    fn insert_raw(&self, block: Block) {
+        self.state().raw.insert(block);
     }
 
-    fn release(&self, block: Deferred) {
+    fn release(&self, block: DeferredFree) {
         {
             let mut state = self.state();
-            state.freed.note(block.address);
+            state.freed.insert(block.address);
             let stats = &mut state.stats;
             stats.live -= block.bytes;
             stats.requested -= block.bytes;
@@ -384,12 +386,12 @@ impl<S: Source> Release for Ledger<S> {
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let owner =
             if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
-        note(&self.driver, block.generation, range, owner);
-        self.give(block);
+        notify_observer(&self.driver, block.generation, range, owner);
+        self.deallocate_or_defer(block);
     }
 }
 
-impl<S: Source> Drop for Ledger<S> {
+impl<S: DriverSource> Drop for DriverAllocator<S> {
     fn drop(&mut self) {
         self.retry_deferred();
         // Blocks left here have open uses that cannot end any more, or the driver refused them.
@@ -401,8 +403,8 @@ impl<S: Source> Drop for Ledger<S> {
     }
 }
 
-impl<S: Source> fmt::Debug for Ledger<S> {
+impl<S: DriverSource> fmt::Debug for DriverAllocator<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ledger").field("source", &self.source).finish_non_exhaustive()
+        f.debug_struct("DriverAllocator").field("source", &self.source).finish_non_exhaustive()
     }
 }

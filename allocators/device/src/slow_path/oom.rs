@@ -4,9 +4,9 @@ use super::Progress;
 use super::count;
 use crate::{
     Adoption, Request,
-    home::{Home, State},
-    physical::{Physical, handle::NoHandle},
-    pool::Inner,
+    physical::{Physical, handle::HandleError},
+    pool::PoolCore,
+    stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::{
     Action, Budget, MemoryError, OutOfBudget, OutOfMemory, Tag,
@@ -15,7 +15,7 @@ use aquifer_core::{
 };
 
 /// Adds a holding to the sum of its tag.
-fn add(holders: &mut Vec<Holding>, holding: Holding) {
+fn add_holding(holders: &mut Vec<Holding>, holding: Holding) {
     match holders.iter_mut().find(|h| h.tag == holding.tag) {
         Some(sum) => {
             sum.bytes += holding.bytes;
@@ -26,37 +26,37 @@ fn add(holders: &mut Vec<Holding>, holding: Holding) {
 }
 
 /// Adds bytes of a freed block to what the stream uses of other freed blocks.
-fn use_more(users: &mut Vec<InUse>, stream: u32, bytes: u64) {
+fn add_in_use(users: &mut Vec<InUse>, stream: u32, bytes: u64) {
     match users.iter_mut().find(|user| user.stream == stream) {
         Some(sum) => sum.bytes += bytes,
         None => users.push(InUse { stream, bytes }),
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Returns the error for a request refused by a tenant's or a tag's limit of live bytes,
     /// whatever the pool has free.
-    pub(crate) fn refuse(
+    pub(crate) fn refuse_live_limit(
         &self,
         request: &Request,
-        share: &Budget,
+        limit: &Budget,
         refused: OutOfBudget,
         room: &Room,
     ) -> MemoryError {
         count(&self.counters.failures, 1);
         self.report_pool(Action::Fail, request.size(), request.owner());
         let mut progress =
-            Progress { refused: Some(NoHandle::Budget(refused)), ..Progress::default() };
-        room.tried.iter().for_each(|tried| progress.note(tried.step, tried.gave));
+            Progress { refused: Some(HandleError::Budget(refused)), ..Progress::default() };
+        room.tried.iter().for_each(|tried| progress.record(tried.step, tried.gave));
         let mut error = self.explain(request.size(), None, progress);
         error.of_live_bytes = true;
-        error.raise = share.raises(request.size(), 0);
+        error.raise = limit.raises(request.size(), 0);
         MemoryError::OutOfMemory(Box::new(error))
     }
 
     /// Returns an error for a request of `bytes` that exceeds the device's whole memory, or `None`
     /// for a smaller one. No memory is reclaimed for such a request.
-    pub(crate) fn refuse_beyond(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {
+    pub(crate) fn refuse_oversized(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {
         if bytes <= self.info.memory {
             return None;
         }
@@ -66,10 +66,10 @@ impl Inner {
     }
 
     /// Returns whether other streams can now take parts of the free memory of a cache.
-    fn gives_parts(&self, state: &State) -> bool {
+    fn can_give_parts(&self, state: &CacheState) -> bool {
         let done = || state.timeline().is_none_or(|timeline| timeline.is_done(state.last_free));
         match (&self.physical, self.config.adoption) {
-            (Physical::Plain(_), _) | (_, Adoption::Never) => false,
+            (Physical::Segments(_), _) | (_, Adoption::Never) => false,
             (Physical::Mapped(_), Adoption::DoneOnly) => done(),
             (Physical::Mapped(_), Adoption::Wait) => true,
         }
@@ -77,10 +77,12 @@ impl Inner {
 
     /// Turns the refusal of `bytes` into the error of a request that found no room, where no other
     /// step was tried. Returns other errors unchanged.
-    pub(crate) fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
+    pub(crate) fn explain_refusal(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let refused = match error {
-            MemoryError::OutOfBudget(refused) => NoHandle::Budget(refused),
-            MemoryError::Driver(refused) if refused.is_out_of_memory() => NoHandle::Driver(refused),
+            MemoryError::OutOfBudget(refused) => HandleError::Budget(refused),
+            MemoryError::Driver(refused) if refused.is_out_of_memory() => {
+                HandleError::Driver(refused)
+            }
             other => return other,
         };
         let progress = Progress { refused: Some(refused), ..Progress::default() };
@@ -92,22 +94,22 @@ impl Inner {
     pub(crate) fn explain(
         &self,
         bytes: u64,
-        own: Option<&'static Home>,
+        own: Option<&'static StreamCache>,
         progress: Progress<'_>,
     ) -> OutOfMemory {
         let stats = self.stats();
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
+        let caches = self.caches(&pass);
         let mut error = OutOfMemory::new(self.info.device.to_string(), bytes);
         error.capacity = self.info.memory;
         match progress.refused {
-            Some(NoHandle::Budget(refused)) => {
+            Some(HandleError::Budget(refused)) => {
                 error.refused = Some(refused);
                 // Idle memory is given back for a request that fits with it.
-                let whole = self.whole(&Request::bytes(bytes));
-                error.raise = self.budget.raises(whole, self.idle_handles(&homes));
+                let whole = self.backing_bytes(&Request::bytes(bytes));
+                error.raise = self.budget.raises(whole, self.idle_handles(&caches));
             }
-            Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
+            Some(HandleError::Driver(refused)) => error.driver = Some(refused),
             None => {}
         }
         (error.live, error.graphs) = (stats.live, stats.graphs);
@@ -116,21 +118,23 @@ impl Inner {
         error.tried = progress.tried.into_vec();
         let mut holders: Vec<Holding> = Vec::new();
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.shared_in_use(|stream, bytes| use_more(&mut error.in_use, stream, bytes));
+            mapped.shared_in_use(|stream, bytes| add_in_use(&mut error.in_use, stream, bytes));
         }
-        for &other in &homes {
+        for &other in &caches {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());
-                s.holdings().filter(|h| h.bytes > 0).for_each(|holding| add(&mut holders, holding));
-                s.users().for_each(|(stream, bytes)| use_more(&mut error.in_use, stream, bytes));
+                s.holdings()
+                    .filter(|h| h.bytes > 0)
+                    .for_each(|holding| add_holding(&mut holders, holding));
+                s.users().for_each(|(stream, bytes)| add_in_use(&mut error.in_use, stream, bytes));
                 if let Some((stream, bytes)) = s.in_use() {
-                    use_more(&mut error.in_use, stream, bytes);
+                    add_in_use(&mut error.in_use, stream, bytes);
                 }
                 let cached = s.heap.stats().free_bytes;
-                let pending = s.account.pending;
+                let pending = s.usage.pending;
                 let is_own = own.is_some_and(|own| std::ptr::eq(other, own));
                 // Dedicated memory can only use whole handles that caches give back.
-                if own.is_some() && (is_own || self.gives_parts(s)) {
+                if own.is_some() && (is_own || self.can_give_parts(s)) {
                     error.available = error.available.max(s.heap.largest_free());
                 }
                 if !is_own && cached + pending > 0 {
@@ -140,8 +144,11 @@ impl Inner {
             });
         }
         let left = error.refused.map_or(0, |refused| refused.remaining);
-        error.available = error.available.max(self.idle_handles(&homes).saturating_add(left));
-        self.apart.holdings().into_iter().for_each(|holding| add(&mut holders, holding));
+        error.available = error.available.max(self.idle_handles(&caches).saturating_add(left));
+        self.dedicated
+            .holdings()
+            .into_iter()
+            .for_each(|holding| add_holding(&mut holders, holding));
         holders.sort_by_key(|h| std::cmp::Reverse(h.bytes));
         error.stranded.sort_by_key(|s| std::cmp::Reverse(s.cached + s.pending));
         error.in_use.sort_by_key(|user| std::cmp::Reverse(user.bytes));

@@ -1,10 +1,10 @@
 //! Tests of a resource that allocates the same memory twice.
 
-use super::{Checked, Debugging, Fault, POISON_ALLOCATED, Under};
+use super::{BlockSource, Checked, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
-    backend::{Backed, Deferred, Release},
-    block::Asked,
+    block::PackedRequest,
+    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};
@@ -19,23 +19,23 @@ use std::{
 
 /// Allocates a valid block first, and then blocks that begin in the middle of it.
 #[derive(Debug)]
-struct Twice {
+struct OverlappingSource {
     pool: DevicePool,
     first: std::sync::Mutex<Option<u64>>,
-    home: Arc<Freed>,
+    releases: Arc<CountedReleases>,
 }
 
 /// Counts the releases of the invalid blocks.
 #[derive(Default, Debug)]
-struct Freed(AtomicUsize);
+struct CountedReleases(AtomicUsize);
 
-impl Release for Freed {
-    fn release(&self, _block: Deferred) {
+impl ReleaseBlock for CountedReleases {
+    fn release(&self, _block: DeferredFree) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-impl Opaque for Twice {
+impl Opaque for OverlappingSource {
     type Stream = Stream;
     type Block = Block;
 
@@ -50,8 +50,18 @@ impl Opaque for Twice {
             return Ok(block);
         };
         let (timeline, streams) = (stream.timeline().clone(), self.pool.streams().clone());
-        let backed = Backed { ledger: self.home.clone(), timeline, streams, bytes: request.size() };
-        Ok(Block::backed(address + 512, Asked::new(request.size(), request.owner()), backed, 0))
+        let driver_block = DriverBlock {
+            releaser: self.releases.clone(),
+            timeline,
+            streams,
+            bytes: request.size(),
+        };
+        Ok(Block::from_driver_block(
+            address + 512,
+            PackedRequest::new(request.size(), request.owner()),
+            driver_block,
+            0,
+        ))
     }
     fn stats(&self) -> PoolStats {
         self.pool.stats()
@@ -62,17 +72,20 @@ impl Opaque for Twice {
 }
 
 #[test]
-fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kept_from_use() {
+fn overlapping_block_is_refused_untouched_and_leaked() {
     let sim = Sim::h200(1);
     let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
-    let home = Arc::new(Freed::default());
-    let twice =
-        Arc::new(Twice { pool: pool.clone(), first: Default::default(), home: home.clone() });
+    let releases = Arc::new(CountedReleases::default());
+    let overlapping = Arc::new(OverlappingSource {
+        pool: pool.clone(),
+        first: Default::default(),
+        releases: releases.clone(),
+    });
     let (streams, s) = (pool.streams().clone(), pool.stream().unwrap());
     let settings = Debugging { overlap: true, poison: true, ..Debugging::default() };
-    let under = Under::Direct(twice);
+    let source = BlockSource::Direct(overlapping);
     let checked =
-        Checked::new(under, settings, sim.driver(), streams, None, true, Duration::from_secs(1))
+        Checked::new(source, settings, sim.driver(), streams, None, true, Duration::from_secs(1))
             .unwrap();
     let first = checked.allocate(&s, Request::bytes(4096), None).unwrap();
     s.synchronize().unwrap();
@@ -92,7 +105,7 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     let text = findings[0].to_string();
     assert_eq!(text.matches(file!()).count(), 2, "both lines are told: {text}");
     assert_eq!(
-        home.0.load(Ordering::Relaxed),
+        releases.0.load(Ordering::Relaxed),
         0,
         "it has gone home, where somebody else could have it"
     );
@@ -101,7 +114,7 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     // Once the first block has been freed, its range is free.
     drop(first);
     drop(checked.allocate(&s, Request::bytes(64), None).unwrap());
-    assert_eq!(home.0.load(Ordering::Relaxed), 1);
+    assert_eq!(releases.0.load(Ordering::Relaxed), 1);
     // The driver's observer detects the double allocation too.
     assert!(!sim.take_violations().is_empty());
 }

@@ -2,9 +2,9 @@
 
 use super::Span;
 use crate::{
-    chain::Progress,
-    physical::handle::{Funds, NoHandle},
-    pool::Inner,
+    physical::handle::{Funds, HandleError},
+    pool::PoolCore,
+    slow_path::Progress,
 };
 use aquifer_core::{MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::ExportTypes;
@@ -14,10 +14,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-impl Inner {
+impl PoolCore {
     /// Calls `take` for `wanted` bytes until it succeeds. `take` draws from `reserved` first.
-    /// Between the calls it makes room: it gives leaving and cached memory back to the driver, then
-    /// reclaims from others, then waits for queued work. The last two steps block.
+    /// Between the calls it makes room: it gives retiring and cached memory back to the driver,
+    /// then reclaims from others, then waits for queued work. The last two steps block.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`] if all steps made no room; the driver's.
@@ -27,9 +27,9 @@ impl Inner {
         wanted: u64,
         tag: Tag,
         reserved: Option<&Mutex<Reservation>>,
-        mut take: impl FnMut(Funds<'_>) -> Result<T, NoHandle>,
+        mut take: impl FnMut(Funds<'_>) -> Result<T, HandleError>,
     ) -> Result<T> {
-        if let Some(error) = self.refuse_beyond(wanted, tag) {
+        if let Some(error) = self.refuse_oversized(wanted, tag) {
             return Err(error);
         }
         let mut attempt =
@@ -42,21 +42,21 @@ impl Inner {
                 Err(no) => Err(no.into_error(self.info.device)),
             };
         let mut progress = Progress::default();
-        let taken = self.insist(wanted, None, &mut progress, |progress| {
+        let taken = self.retry_with_reclaim(wanted, None, &mut progress, |progress| {
             if let Some(taken) = attempt(progress)? {
                 return Ok(Some(taken));
             }
             // If a limit was lowered below what is used, that excess has to be released as well.
             let short = match progress.refused {
-                Some(NoHandle::Budget(_)) => self.budget().shortfall(wanted),
+                Some(HandleError::Budget(_)) => self.budget().shortfall(wanted),
                 _ => wanted,
             };
-            let gave = self.press(self.held().saturating_sub(short))?;
-            progress.note("give back what is free", gave);
+            let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
+            progress.record("give back what is free", gave);
             if gave > 0 { attempt(progress) } else { Ok(None) }
         });
         if !matches!(taken, Ok(Some(_))) {
-            self.apart.failed(kind, wanted, tag);
+            self.dedicated.record_failure(kind, wanted, tag);
         }
         match taken? {
             Some(taken) => Ok(taken),
@@ -69,7 +69,7 @@ impl Inner {
     ///
     /// If `work` fails, `held` is as before, unless other threads have taken what a failing driver
     /// call gave back.
-    pub(crate) fn drawing<T>(
+    pub(crate) fn with_reservation<T>(
         &self,
         held: &Mutex<Reservation>,
         bytes: u64,
@@ -89,7 +89,7 @@ impl Inner {
             let lacks = || self.budget().charge(bytes - had);
             let more = lacks().or_else(|refused| {
                 let short = self.budget().shortfall(bytes - had);
-                self.press(self.held().saturating_sub(short)).map_err(|_| refused)?;
+                self.trim_under_pressure(self.held().saturating_sub(short)).map_err(|_| refused)?;
                 lacks()
             });
             if let Ok(more) = more {
@@ -112,27 +112,28 @@ impl Inner {
         done
     }
 
-    /// Puts memory behind all slots in `missing`, which is ascending: leaving memory of the span,
-    /// for whose other users `home` waits, and new handles. Makes room as [`Inner::with_room`]
-    /// does. Returns the bytes that are new.
+    /// Puts memory behind all slots in `missing`, which is ascending: retiring memory of the span,
+    /// for whose other users `owner_stream` waits, and new handles. Makes room as
+    /// [`PoolCore::with_room`] does. Returns the bytes that are new.
     ///
     /// # Errors
-    /// As [`Inner::with_room`]; [`MemoryError::Busy`] if leaving memory still has an open use.
+    /// As [`PoolCore::with_room`]; [`MemoryError::Busy`] if retiring memory still has an open use.
     /// Nothing has changed then.
-    pub(crate) fn back(
+    pub(crate) fn back_slots(
         &self,
         span: &Arc<Span>,
-        home: &Timeline,
+        owner_stream: &Timeline,
         tag: Tag,
         missing: &[u64],
         reserved: Option<&Mutex<Reservation>>,
     ) -> Result<u64> {
-        let again = span.take_again(missing);
+        let again = span.take_back_retiring(missing);
         let known: BTreeSet<u64> =
-            again.iter().flat_map(|leaving| &leaving.slots).map(|(slot, _)| *slot).collect();
+            again.iter().flat_map(|retiring| &retiring.slots).map(|(slot, _)| *slot).collect();
         let new: Vec<u64> = missing.iter().copied().filter(|slot| !known.contains(slot)).collect();
-        let outcome =
-            span.ready(&again, home).and_then(|()| self.back_anew(span, tag, &new, reserved));
+        let outcome = span
+            .prepare_reuse(&again, owner_stream)
+            .and_then(|()| self.back_new_slots(span, tag, &new, reserved));
         match outcome {
             Ok(()) => {
                 span.restore(again);
@@ -140,16 +141,17 @@ impl Inner {
             }
             Err(error) => {
                 if !again.is_empty() {
-                    span.put_back(again);
-                    // The span may have been removed from the list while nothing in it was leaving.
-                    self.apart.leave(span);
+                    span.return_retiring(again);
+                    // The span may have been removed from the list while nothing in it was
+                    // retiring.
+                    self.dedicated.enqueue_retiring(span);
                 }
                 Err(error)
             }
         }
     }
 
-    fn back_anew(
+    fn back_new_slots(
         &self,
         span: &Arc<Span>,
         tag: Tag,
@@ -162,15 +164,15 @@ impl Inner {
         let (step, wanted) = (span.slot, slots.len() as u64 * span.slot);
         let take = |funds: Funds<'_>| {
             // Charged as a whole, so that a refusal states the whole need.
-            let mut paid = funds.charge(wanted).map_err(NoHandle::Budget)?;
+            let mut paid = funds.charge(wanted).map_err(HandleError::Budget)?;
             let mut parts = Vec::with_capacity(slots.len());
             for (&slot, charge) in slots.iter().zip(std::iter::from_fn(|| paid.split(step))) {
-                parts.push((slot, self.apart.handle(charge, ExportTypes::NONE)?));
+                parts.push((slot, self.dedicated.handle(charge, ExportTypes::NONE)?));
             }
-            self.apart.map(span, parts).map_err(NoHandle::Driver)
+            self.dedicated.map(span, parts).map_err(HandleError::Driver)
         };
         match reserved {
-            Some(held) => self.drawing(held, wanted, |funds| {
+            Some(held) => self.with_reservation(held, wanted, |funds| {
                 self.with_room(span.kind(), wanted, tag, Some(funds), take)
             }),
             None => self.with_room(span.kind(), wanted, tag, None, take),

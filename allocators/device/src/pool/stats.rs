@@ -1,6 +1,6 @@
 //! Statistics of a pool.
 
-use super::{Detour, Inner};
+use super::{AllocPath, PoolCore};
 use crate::{DevicePool, physical::Physical};
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
@@ -10,10 +10,10 @@ impl DevicePool {
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
-        match &self.handle.detour {
-            None => self.inner().held(),
-            Some(Detour::Direct(direct)) => self.inner().held() + direct.stats().physical,
-            Some(Detour::Checked(checked)) => self.inner().held() + checked.under().physical(),
+        match &self.handle.alloc_path {
+            None => self.core().held(),
+            Some(AllocPath::Direct(direct)) => self.core().held() + direct.stats().physical,
+            Some(AllocPath::Checked(checked)) => self.core().held() + checked.source().physical(),
         }
     }
 
@@ -21,24 +21,24 @@ impl DevicePool {
     /// waits for the driver.
     #[must_use]
     pub fn held_by(&self, tag: Tag) -> u64 {
-        let inner = self.inner();
+        let core = self.core();
         let of = |holding: &Holding| if holding.tag == tag { holding.bytes } else { 0 };
-        let pass = inner.scratch.begin();
-        let cached: u64 = inner
-            .homes(&pass)
+        let pass = core.scratch.begin();
+        let cached: u64 = core
+            .caches(&pass)
             .iter()
-            .map(|home| home.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
+            .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
-        cached + inner.apart.holdings().iter().map(of).sum::<u64>()
+        cached + core.dedicated.holdings().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        match &self.handle.detour {
-            None => self.inner().stats(),
-            Some(Detour::Direct(direct)) => self.inner().stats_over(direct.stats()),
-            Some(Detour::Checked(checked)) => checked.stats(self.inner()),
+        match &self.handle.alloc_path {
+            None => self.core().stats(),
+            Some(AllocPath::Direct(direct)) => self.core().stats_with(direct.stats()),
+            Some(AllocPath::Checked(checked)) => checked.stats(self.core()),
         }
     }
 
@@ -55,14 +55,14 @@ impl DevicePool {
     /// # Ok::<(), aquifer_core::MemoryError>(())
     /// ```
     pub fn reset_peaks(&self) {
-        let inner = self.inner();
-        inner.homes(&inner.scratch.begin()).iter().for_each(|home| home.with(|s| s.reset_peaks()));
-        match &inner.physical {
+        let core = self.core();
+        core.caches(&core.scratch.begin()).iter().for_each(|cache| cache.with(|s| s.reset_peaks()));
+        match &core.physical {
             Physical::Mapped(mapped) => mapped.held().reset_peak(),
-            Physical::Plain(plain) => plain.held().reset_peak(),
+            Physical::Segments(segments) => segments.held().reset_peak(),
         }
-        inner.apart.reset_peaks();
-        if let Some(direct) = inner.bypass() {
+        core.dedicated.reset_peaks();
+        if let Some(direct) = core.bypass() {
             direct.reset_peaks();
         }
         if let Some(checked) = self.checked() {
@@ -71,27 +71,27 @@ impl DevicePool {
     }
 }
 
-impl Inner {
+impl PoolCore {
     pub(crate) fn stats(&self) -> PoolStats {
-        self.stats_over(PoolStats::default())
+        self.stats_with(PoolStats::default())
     }
 
     /// Adds what the pool holds to `stats`.
-    pub(crate) fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
-        for home in self.homes(&self.scratch.begin()) {
-            home.with(|s| s.add_to(&mut stats));
+    pub(crate) fn stats_with(&self, mut stats: PoolStats) -> PoolStats {
+        for cache in self.caches(&self.scratch.begin()) {
+            cache.with(|s| s.add_to(&mut stats));
         }
         let held = match &self.physical {
             Physical::Mapped(mapped) => {
                 stats.cached += mapped.spare_bytes();
                 mapped.held()
             }
-            Physical::Plain(plain) => plain.held(),
+            Physical::Segments(segments) => segments.held(),
         };
         stats.pending += held.stuck();
         stats.physical += held.now();
         stats.peak_physical += held.peak();
-        self.apart.add_to(&mut stats);
+        self.dedicated.add_to(&mut stats);
         self.counters.add_to(&mut stats);
         stats
     }

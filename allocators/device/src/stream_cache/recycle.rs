@@ -11,19 +11,19 @@
 //! from the pool's list finds it empty, or bound to another stream of the same pool. Both are
 //! correct.
 
-use super::{Account, Home, RETIRED, Serving};
-use crate::{physical::Physical, pool::Inner};
+use super::{Binding, CacheUsage, StreamCache, UNBOUND};
+use crate::{physical::Physical, pool::PoolCore};
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 
 /// An idle cache, and its index in its pool.
-pub(crate) struct Vacant {
-    pub(crate) home: &'static Home,
+pub(crate) struct IdleCache {
+    pub(crate) cache: &'static StreamCache,
     pub(crate) number: usize,
 }
 
-impl Home {
+impl StreamCache {
     /// Returns whether the stream has no lease while the cache has free memory.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.with(|s| s.timeline().is_some_and(|t| !t.is_leased()) && s.heap.free_bytes() > 0)
@@ -32,60 +32,65 @@ impl Home {
     /// Unbinds the cache from its stream if nothing refers to the stream any more. Returns the
     /// timeline, to be dropped where driver calls are allowed: the drop destroys its events, and
     /// the stream if the pool owns it.
-    pub(crate) fn vacate(&'static self) -> Option<(Vacant, Timeline)> {
+    pub(crate) fn unbind_if_idle(&'static self) -> Option<(IdleCache, Timeline)> {
         let (number, timeline, pool) = self.with(|s| {
-            let leaves = s.serving.as_ref().is_some_and(|v| v.open && !v.timeline.is_leased());
-            if !leaves || s.heap.managed_bytes() > 0 || !s.pending.is_empty() || s.settling > 0 {
+            let unleased = s.binding.as_ref().is_some_and(|v| v.open && !v.timeline.is_leased());
+            if !unleased || s.heap.managed_bytes() > 0 || !s.pending.is_empty() || s.collecting > 0
+            {
                 return None;
             }
-            let Serving { pool, number, timeline, open } = s.serving.take()?;
+            let Binding { pool, number, timeline, open } = s.binding.take()?;
             match Arc::try_unwrap(timeline) {
                 Ok(timeline) => {
-                    (s.last_free, s.attention) = (0, false);
+                    (s.last_free, s.needs_follow_up) = (0, false);
                     Some((number, timeline, pool))
                 }
                 Err(timeline) => {
-                    s.serving = Some(Serving { pool, number, timeline, open });
+                    s.binding = Some(Binding { pool, number, timeline, open });
                     None
                 }
             }
         })?;
         drop(pool);
-        Some((Vacant { home: self, number }, timeline))
+        Some((IdleCache { cache: self, number }, timeline))
     }
 }
 
-impl Vacant {
+impl IdleCache {
     /// Binds the cache to another stream of the same pool. Its counters are kept.
-    pub(crate) fn serve(self, pool: &Arc<Inner>, timeline: &Arc<Timeline>) -> &'static Home {
-        self.home.serve(pool.clone(), timeline.clone(), self.number);
-        self.home
+    pub(crate) fn bind(
+        self,
+        pool: &Arc<PoolCore>,
+        timeline: &Arc<Timeline>,
+    ) -> &'static StreamCache {
+        self.cache.bind(pool.clone(), timeline.clone(), self.number);
+        self.cache
     }
 
     /// Makes the cache available to all pools, after its own pool was closed.
     pub(crate) fn retire(self) {
-        self.home.with(|s| s.account = Account::default());
-        RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(self.home);
+        self.cache.with(|s| s.usage = CacheUsage::default());
+        UNBOUND.lock().unwrap_or_else(PoisonError::into_inner).push(self.cache);
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Unbinds caches from streams that have no lease and whose work is known to be done, so that
     /// there are never more caches than streams at one time. Destroys their events, and the streams
     /// that the pool owns.
-    pub(crate) fn vacate(&self) {
+    pub(crate) fn recycle_caches(&self) {
         let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        if homes.is_empty() {
+        let caches = self.caches(&pass);
+        if caches.is_empty() {
             return;
         }
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.pool_together(&abandoned(&pass, &homes), 0);
+            mapped.share_free(&abandoned(&pass, &caches), 0);
             mapped.forget_done();
         }
-        for home in homes {
-            if let Some((vacant, timeline)) = home.vacate() {
-                self.vacant().push(vacant);
+        for cache in caches {
+            if let Some((idle, timeline)) = cache.unbind_if_idle() {
+                self.idle_caches().push(idle);
                 drop(timeline);
             }
         }
@@ -97,25 +102,28 @@ impl Inner {
     pub(crate) fn share_abandoned(
         &self,
         bump: &Bump,
-        homes: &[&'static Home],
-        heir: &'static Home,
+        caches: &[&'static StreamCache],
+        heir: &'static StreamCache,
     ) -> (u64, u64) {
-        let abandoned = abandoned(bump, homes);
+        let abandoned = abandoned(bump, caches);
         if abandoned.is_empty() {
             return (0, 0);
         }
         match &self.physical {
             Physical::Mapped(mapped) => {
-                mapped.pool_together(&abandoned, 0);
+                mapped.share_free(&abandoned, 0);
                 (0, 1)
             }
-            Physical::Plain(plain) => (plain.inherit(heir, &abandoned), 0),
+            Physical::Segments(segments) => (segments.inherit(heir, &abandoned), 0),
         }
     }
 }
 
-fn abandoned<'s>(bump: &'s Bump, homes: &[&'static Home]) -> List<'s, &'static Home> {
-    list(bump, homes.iter().copied().filter(|home| home.is_abandoned()))
+fn abandoned<'s>(
+    bump: &'s Bump,
+    caches: &[&'static StreamCache],
+) -> List<'s, &'static StreamCache> {
+    list(bump, caches.iter().copied().filter(|cache| cache.is_abandoned()))
 }
 
 #[cfg(test)]
@@ -129,7 +137,7 @@ mod tests {
     use aquifer_stream::{Life, Stream};
 
     #[expect(unsafe_code, reason = "takes in a stream, and ends it")]
-    fn on_a_stream_of_its_own(
+    fn with_retired_stream(
         pool: &DevicePool,
         work: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<()> {
@@ -144,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_has_no_more_caches_than_streams_at_once_however_many_have_lived() -> Result<()> {
+    fn caches_are_recycled_when_streams_retire() -> Result<()> {
         for device in [DeviceConfig::h200(), DeviceConfig::without_virtual_memory()] {
             let mut config = SimConfig::h200(1);
             config.devices = vec![device];
@@ -153,21 +161,21 @@ mod tests {
                 DeviceId(0),
                 PoolConfig::default(),
             )?;
-            let mut kept = Vec::new();
+            let mut retained = Vec::new();
             for nth in 0..10_000 {
-                on_a_stream_of_its_own(&pool, |stream| {
+                with_retired_stream(&pool, |stream| {
                     let block = pool.alloc(stream, Request::bytes(1 + nth * 997 % 100_000))?;
                     if nth < 5 {
-                        kept.push((block.into_raw(), stream.number()));
+                        retained.push((block.into_raw(), stream.number()));
                     }
                     Ok(())
                 })?;
             }
             // The caches with a block that is still out, the last cache, and the one before it.
-            let caches = pool.inner().homes(&pool.inner().scratch.begin()).len();
-            assert!(caches <= kept.len() + 2, "{caches} caches");
+            let caches = pool.core().caches(&pool.core().scratch.begin()).len();
+            assert!(caches <= retained.len() + 2, "{caches} caches");
             // A block's cache is still found by its address.
-            for (address, stream) in kept {
+            for (address, stream) in retained {
                 assert_eq!(pool.from_raw(address)?.home().number(), stream);
             }
         }

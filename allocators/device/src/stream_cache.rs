@@ -4,7 +4,7 @@
 //!   stream uses.
 //! - Caches are allocated once, never freed, and recycled. When the last block of a closed pool's
 //!   cache is returned, the cache can serve another stream. A block can therefore store a plain
-//!   `&'static Home` instead of a reference count.
+//!   `&'static StreamCache` instead of a reference count.
 //! - **Memory in a cache's heap is ordered on its stream.** If only the owner stream used a block,
 //!   its free returns the block to the heap at once, and the stream can reuse it at once. If other
 //!   streams used it too, the block stays pending outside the heap until their uses are done, or
@@ -24,18 +24,19 @@
 //! The last freed block stays in front of the heap as a token. The next allocation with the same
 //! size, tag and default alignment takes it without a heap operation, so a loop over one block does
 //! not split and merge extents each time. The heap and the account count this block as live.
-//! [`Home::with`] first returns it to the heap, so every other use of the cache sees it as free.
+//! [`StreamCache::with`] first returns it to the heap, so every other use of the cache sees it as
+//! free.
 //!
 //! Only one block is kept: keeping more of them is faster, but fragments memory.
 
-mod figures;
-pub(crate) mod vacancy;
+pub(crate) mod recycle;
+mod stats;
 
 use crate::{
     BLOCK_ALIGN, Block, Request,
-    block::{Asked, Extras, Freed, Place, Rare, UntilFree, Way},
-    physical::commons::Past,
-    pool::Inner,
+    block::{BlockExtent, BlockMeta, BlockToken, CacheRef, LazyBox, PackedRequest, UntilFree},
+    physical::shared_free::StreamDeps,
+    pool::PoolCore,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Tag, budget::Holding, event::Ticket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
@@ -48,40 +49,40 @@ use std::{
 };
 
 /// A stream's cache. Its address is valid for the life of the process.
-pub(crate) struct Home {
-    state: CachePadded<Spin<State>>,
+pub(crate) struct StreamCache {
+    state: CachePadded<Spin<CacheState>>,
 }
 
 /// The contents of a cache. All of it is protected by the cache's lock.
-pub(crate) struct State {
+pub(crate) struct CacheState {
     pub(crate) heap: Heap,
     /// Freed blocks that other streams still use.
-    pub(crate) pending: Vec<Pending>,
-    /// Number of threads that have removed the pending blocks from the list to settle them.
-    settling: u32,
-    /// Calls of [`Home::settle_now_and_then`] still to be skipped.
-    skip: usize,
-    pub(crate) account: Account,
+    pub(crate) pending: Vec<PendingFree>,
+    /// Number of threads that have removed the pending blocks from the list to collect them.
+    collecting: u32,
+    /// Calls of [`StreamCache::collect_throttled`] still to be skipped.
+    skip_collects: usize,
+    pub(crate) usage: CacheUsage,
     /// The epoch of the last free, including frees of pending blocks. It must be fenced before
     /// other streams can take free memory from this cache.
     pub(crate) last_free: u64,
     /// The current binding; `None` while the cache is idle.
-    serving: Option<Serving>,
+    binding: Option<Binding>,
     /// The block that was freed last.
-    last: Option<Freed>,
+    last: Option<BlockToken>,
     /// Whether `last` is free and ready for the next allocation. The heap and the account still
     /// count it as live.
-    last_waits: bool,
-    /// Whether a free has more to do than to return its bytes: report an event, retire the cache of
-    /// a closed pool, or fence the stream at once.
-    attention: bool,
+    last_is_free: bool,
+    /// Whether a free has more to do than to return its bytes: report an event, retire the cache
+    /// of a closed pool, or fence the stream at once.
+    needs_follow_up: bool,
     /// Blocks that were converted into raw addresses.
-    pub(crate) raw: crate::raw::Table,
+    pub(crate) raw: crate::raw::CacheRawTable,
 }
 
 /// What a cache is bound to.
-struct Serving {
-    pool: Arc<Inner>,
+struct Binding {
+    pool: Arc<PoolCore>,
     /// The index of the cache in its pool.
     number: usize,
     timeline: Arc<Timeline>,
@@ -95,7 +96,7 @@ struct Serving {
 /// To keep the cost for a block at one or two additions, derived numbers are not stored, and peaks
 /// are updated only where a number grows.
 #[derive(Default)]
-pub(crate) struct Account {
+pub(crate) struct CacheUsage {
     /// Bytes that the live blocks were requested with.
     pub(crate) requested: u64,
     peak_live: u64,
@@ -111,11 +112,11 @@ pub(crate) struct Account {
 }
 
 /// A freed block that other streams still use.
-pub(crate) struct Pending {
-    pub(crate) freed: Freed,
+pub(crate) struct PendingFree {
+    pub(crate) token: BlockToken,
     /// Bytes of the heap that it occupies.
     bytes: u64,
-    /// As [`Extras::generation`].
+    /// As [`BlockMeta::generation`].
     generation: u64,
     /// The epoch of the owner stream that covers the block's own work.
     epoch: u64,
@@ -126,168 +127,174 @@ pub(crate) struct Pending {
 
 /// Number of pending blocks that one call may examine without releasing any, averaged over many
 /// calls.
-const STEPS_A_CALL: usize = 256;
+const PENDING_PER_SKIPPED_CALL: usize = 256;
 
 /// How pending blocks are released.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Settle {
+pub(crate) enum CollectMode {
     /// Release blocks whose uses are known to be done.
-    Done,
+    Completed,
     /// Also make the owner stream wait on the device for stamped uses.
-    Wait,
+    WaitOnDevice,
 }
 
 /// Idle caches that any pool can take.
-static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
+static UNBOUND: Mutex<Vec<&'static StreamCache>> = Mutex::new(Vec::new());
 
 /// The remaining steps of closing a cache, kept because the driver refused to wait. Within a host
 /// callback the driver refuses every call.
-enum Unended {
-    Close(&'static Home, Arc<Inner>),
-    Finish(&'static Home, Box<Retired>),
+enum DeferredTeardown {
+    Close(&'static StreamCache, Arc<PoolCore>),
+    Finish(&'static StreamCache, Box<RetiredCache>),
 }
 
-static UNENDED: Mutex<Vec<Unended>> = Mutex::new(Vec::new());
+static DEFERRED: Mutex<Vec<DeferredTeardown>> = Mutex::new(Vec::new());
 
-fn end_later(unended: Unended) {
-    UNENDED.lock().unwrap_or_else(PoisonError::into_inner).push(unended);
+fn defer_teardown(deferred: DeferredTeardown) {
+    DEFERRED.lock().unwrap_or_else(PoisonError::into_inner).push(deferred);
 }
 
 /// Retries the closing of caches that the driver refused. What it refuses again is kept for the
 /// next call.
-pub(crate) fn sweep() {
-    let unended = mem::take(&mut *UNENDED.lock().unwrap_or_else(PoisonError::into_inner));
-    for one in unended {
+pub(crate) fn retry_teardowns() {
+    let deferred = mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
+    for one in deferred {
         match one {
-            Unended::Close(home, pool) => home.close(&pool),
-            Unended::Finish(home, retired) => home.finish(*retired),
+            DeferredTeardown::Close(cache, pool) => cache.close(&pool),
+            DeferredTeardown::Finish(cache, retired) => cache.finish(*retired),
         }
     }
 }
 
 /// Work to be done after the lock is released.
-pub(crate) struct AfterFree {
+pub(crate) struct FreeFollowUp {
     /// An epoch that has to be fenced now, since no event can be recorded for it later.
     fence: Option<(Arc<Timeline>, u64)>,
-    freed: Freed,
-    reports: Option<Reports>,
-    retired: Option<Retired>,
+    token: BlockToken,
+    events: Option<FreeEvents>,
+    retired: Option<RetiredCache>,
 }
 
 /// Recorder events with their tickets. The pool is stored, since the cache may serve another stream
 /// by the time they are reported.
-struct Reports {
-    pool: Arc<Inner>,
+struct FreeEvents {
+    pool: Arc<PoolCore>,
     /// The stream's number.
     stream: u32,
-    freed: Option<Ticket>,
-    completed: Option<Ticket>,
+    free_ticket: Option<Ticket>,
+    complete_ticket: Option<Ticket>,
 }
 
-impl Reports {
-    fn tell(self, freed: &Freed) {
+impl FreeEvents {
+    fn record(self, token: &BlockToken) {
         let Self { pool, stream, .. } = self;
-        let Place { address, asked } = freed.place;
-        for (ticket, action) in [(self.freed, Action::Free), (self.completed, Action::Complete)] {
-            pool.report(ticket, action, stream, address, asked.bytes(), asked.tag());
+        let BlockExtent { address, request } = token.extent;
+        for (ticket, action) in
+            [(self.free_ticket, Action::Free), (self.complete_ticket, Action::Complete)]
+        {
+            pool.report(ticket, action, stream, address, request.bytes(), request.tag());
         }
     }
 }
 
 /// A cache of a closed pool, registered to be notified when a use of a pending block ends.
-struct Closed(&'static Home, Arc<Inner>);
+struct CloseOnLastUse(&'static StreamCache, Arc<PoolCore>);
 
-impl LastUse for Closed {
+impl LastUse for CloseOnLastUse {
     fn ended(&self) {
         self.0.close(&self.1);
     }
 }
 
 /// What a retired cache held. It must be dropped after the lock is released.
-pub(crate) struct Retired {
+pub(crate) struct RetiredCache {
     heap: Heap,
-    serving: Option<Serving>,
+    binding: Option<Binding>,
 }
 
-impl Home {
+impl StreamCache {
     /// Returns a cache bound to `timeline` for `pool`, recycled or new.
-    pub(crate) fn open(pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) -> &'static Home {
-        let old = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let home = old.unwrap_or_else(|| {
-            Box::leak(Box::new(Home {
-                state: CachePadded::new(Spin::new(State {
+    pub(crate) fn open(
+        pool: Arc<PoolCore>,
+        timeline: Arc<Timeline>,
+        number: usize,
+    ) -> &'static StreamCache {
+        let old = UNBOUND.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let cache = old.unwrap_or_else(|| {
+            Box::leak(Box::new(StreamCache {
+                state: CachePadded::new(Spin::new(CacheState {
                     heap: Heap::new(Config::device()),
                     pending: Vec::new(),
-                    settling: 0,
-                    skip: 0,
-                    account: Account::default(),
+                    collecting: 0,
+                    skip_collects: 0,
+                    usage: CacheUsage::default(),
                     last_free: 0,
-                    serving: None,
+                    binding: None,
                     last: None,
-                    last_waits: false,
-                    attention: false,
-                    raw: crate::raw::Table::default(),
+                    last_is_free: false,
+                    needs_follow_up: false,
+                    raw: crate::raw::CacheRawTable::default(),
                 })),
             }))
         });
-        home.serve(pool, timeline, number);
-        home
+        cache.bind(pool, timeline, number);
+        cache
     }
 
     /// Binds the cache to `timeline`. No other thread may have a reference to it yet.
-    fn serve(&'static self, pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) {
+    fn bind(&'static self, pool: Arc<PoolCore>, timeline: Arc<Timeline>, number: usize) {
         self.state.with(|s| {
-            s.attention = pool.is_recorded() || timeline.fences_at_once();
-            s.serving = Some(Serving { pool, number, timeline, open: true });
+            s.needs_follow_up = pool.is_recorded() || timeline.fences_at_once();
+            s.binding = Some(Binding { pool, number, timeline, open: true });
         });
     }
 
     /// Runs `work` under the lock, after the last freed block has been returned to the heap. `work`
     /// must not call the driver.
-    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
+    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut CacheState) -> R) -> R {
         self.state.with(|s| {
-            s.give_up_last();
+            s.flush_last();
             work(s)
         })
     }
 
-    /// As [`Home::with`], but leaves the last freed block where it is. `work` must use neither the
-    /// heap nor the account.
+    /// As [`StreamCache::with`], but leaves the last freed block where it is. `work` must use
+    /// neither the heap nor the account.
     #[inline]
-    pub(crate) fn with_last<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
+    pub(crate) fn with_unflushed<R>(&self, work: impl FnOnce(&mut CacheState) -> R) -> R {
         self.state.with(work)
     }
 
     /// Returns the stream of this cache.
     pub(crate) fn timeline(&self) -> Arc<Timeline> {
         // A cache stays bound while a block or an open pool refers to it, and only those call this.
-        self.with_last(|s| s.serving.as_ref().map(|serving| serving.timeline.clone()))
+        self.with_unflushed(|s| s.binding.as_ref().map(|binding| binding.timeline.clone()))
             .unwrap_or_else(|| unreachable!("a block outlived its shell's service"))
     }
 
     /// Returns the stream pool of this cache's pool.
     pub(crate) fn streams(&self) -> Option<StreamPool> {
-        self.with_last(|s| s.serving.as_ref().map(|serving| serving.pool.streams().clone()))
+        self.with_unflushed(|s| s.binding.as_ref().map(|binding| binding.pool.streams().clone()))
     }
 
     /// Allocates a block from the cache, or returns `None` if it has no room. The hot path, for
     /// pools without recorder and observer.
     #[inline]
-    pub(crate) fn quick_alloc(&'static self, request: &Request) -> Option<Block> {
-        self.state.with(|s| s.take(self, request).map(Block::at_home))
+    pub(crate) fn fast_alloc(&'static self, request: &Request) -> Option<Block> {
+        self.state.with(|s| s.allocate_token(self, request).map(Block::from_token))
     }
 
-    /// As [`Home::quick_alloc`], and reports the block to the recorder and the observer. Returns
-    /// `None` if the request is to be served from the ranges that streams share.
-    pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<Block> {
-        if pool.leasing.takes_over(request.size()) {
+    /// As [`StreamCache::fast_alloc`], and reports the block to the recorder and the observer.
+    /// Returns `None` if the request is to be served from the ranges that streams share.
+    pub(crate) fn try_alloc(&'static self, pool: &PoolCore, request: &Request) -> Option<Block> {
+        if pool.sharing_policy.prefers_shared(request.size()) {
             return None;
         }
-        let (freed, ticket) = self.state.with(|s| {
-            let freed = *s.take(self, request)?;
-            Some((freed, pool.ticket()))
+        let (token, ticket) = self.state.with(|s| {
+            let token = *s.allocate_token(self, request)?;
+            Some((token, pool.ticket()))
         })?;
-        Some(pool.hand_out(self, &freed, ticket))
+        Some(pool.make_block(self, &token, ticket))
     }
 
     /// Returns the bytes that a block of this cache occupies.
@@ -297,28 +304,28 @@ impl Home {
 
     /// Returns a block to the cache. No other stream may use it. The hot path.
     #[inline]
-    pub(crate) fn put_back(&'static self, way: &Way, place: &Place) {
-        let after = self.state.with(|s| s.put_back(way, place));
-        self.attend(after);
+    pub(crate) fn deallocate(&'static self, cache_ref: &CacheRef, extent: &BlockExtent) {
+        let after = self.state.with(|s| s.deallocate(cache_ref, extent));
+        self.follow_up(after);
     }
 
     /// Does what remains to be done after a free.
     #[inline]
-    pub(crate) fn attend(&'static self, after: Option<Box<AfterFree>>) {
+    pub(crate) fn follow_up(&'static self, after: Option<Box<FreeFollowUp>>) {
         if let Some(after) = after {
-            self.attend_to(after);
+            self.run_follow_up(after);
         }
     }
 
     #[cold]
-    fn attend_to(&'static self, after: Box<AfterFree>) {
+    fn run_follow_up(&'static self, after: Box<FreeFollowUp>) {
         if let Some((timeline, epoch)) = after.fence {
             // After a refusal the range has no proof of completion, so no other stream can take it
             // until a later event covers it.
             let _ = timeline.fence_at_once(epoch);
         }
-        if let Some(reports) = after.reports {
-            reports.tell(&after.freed);
+        if let Some(events) = after.events {
+            events.record(&after.token);
         }
         if let Some(retired) = after.retired {
             self.finish(retired);
@@ -327,52 +334,58 @@ impl Home {
 
     /// Returns a block that other streams may use, or that has extra metadata.
     #[cold]
-    pub(crate) fn put_back_with_extras(
+    pub(crate) fn deallocate_with_meta(
         &'static self,
-        freed: Freed,
+        token: BlockToken,
         uses: &mut UseList,
-        extras: Rare<Extras>,
+        meta: LazyBox<BlockMeta>,
     ) {
         let timeline = self.timeline();
         let uses = uses.take(&timeline);
         // The counts of live bytes end when this is dropped, at the end of the function.
-        let Extras { generation, until_free, live: _live } = extras.or_default();
+        let BlockMeta { generation, until_free, live: _live } = meta.or_default();
         let range = DeviceRange {
             device: timeline.raw().device(),
-            address: freed.place.address,
+            address: token.extent.address,
             bytes: if generation == 0 {
                 0
             } else {
-                self.size_of(freed.place.address, freed.way.key)
+                self.size_of(token.extent.address, token.cache_ref.key)
             },
         };
         if uses.is_empty() {
-            note(timeline.driver(), generation, range, Ownership::Free);
+            notify_observer(timeline.driver(), generation, range, Ownership::Free);
             drop(until_free);
-            return self.put_back(&freed.way, &freed.place);
+            return self.deallocate(&token.cache_ref, &token.extent);
         }
         if generation != 0 {
             let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
-            note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
+            notify_observer(
+                timeline.driver(),
+                generation,
+                range,
+                Ownership::Pending { users: &users },
+            );
         }
         let epoch = timeline.open();
         // After a refusal the range has no proof of completion, so no other stream can take it
         // until a later event covers it.
         let _ = timeline.fence_at_once(epoch);
-        let (reports, closed) = self.with(|s| {
-            let bytes = s.heap.size_of_keyed(freed.place.address, freed.way.key).unwrap_or(0);
-            s.account.freed(freed.place.asked);
-            s.account.pending += bytes;
-            s.account.pending_blocks += 1;
+        let (events, closed) = self.with(|s| {
+            let bytes =
+                s.heap.size_of_keyed(token.extent.address, token.cache_ref.key).unwrap_or(0);
+            s.usage.record_free(token.extent.request);
+            s.usage.pending += bytes;
+            s.usage.pending_blocks += 1;
             // The block's own work ends in this epoch, so the next fence of this stream has to
             // cover it.
             s.last_free = s.last_free.max(epoch);
-            s.pending.push(Pending { freed, bytes, generation, epoch, uses, until_free });
-            let closed = s.serving.as_ref().filter(|serving| !serving.open);
-            (s.reports(true, false), closed.map(|serving| serving.pool.clone()))
+            s.pending.push(PendingFree { token, bytes, generation, epoch, uses, until_free });
+            let closed = s.binding.as_ref().filter(|binding| !binding.open);
+            (s.free_events(true, false), closed.map(|binding| binding.pool.clone()))
         });
-        if let Some(reports) = reports {
-            reports.tell(&freed);
+        if let Some(events) = events {
+            events.record(&token);
         }
         if let Some(pool) = closed {
             // The pool no longer polls this cache.
@@ -380,34 +393,38 @@ impl Home {
         }
     }
 
-    /// Calls [`Home::settle`] with [`Settle::Done`], at a cost a call that does not grow with the
-    /// number of pending blocks: after a walk that released nothing, one call is skipped for each
-    /// [`STEPS_A_CALL`] blocks that the walk examined. Returns the bytes released.
-    pub(crate) fn settle_now_and_then(&'static self) -> aquifer_core::Result<u64> {
+    /// Calls [`StreamCache::collect_pending`] with [`CollectMode::Completed`], at a cost a call
+    /// that does not grow with the number of pending blocks: after a walk that released nothing,
+    /// one call is skipped for each [`PENDING_PER_SKIPPED_CALL`] blocks that the walk examined.
+    /// Returns the bytes released.
+    pub(crate) fn collect_throttled(&'static self) -> aquifer_core::Result<u64> {
         let due = self.with(|s| {
-            let due = s.skip == 0;
-            s.skip = s.skip.saturating_sub(1);
+            let due = s.skip_collects == 0;
+            s.skip_collects = s.skip_collects.saturating_sub(1);
             due.then_some(s.pending.len())
         });
         let Some(pending) = due else { return Ok(0) };
-        let (bytes, _) = self.settle(Settle::Done)?;
+        let (bytes, _) = self.collect_pending(CollectMode::Completed)?;
         if bytes == 0 {
-            self.with(|s| s.skip = pending / STEPS_A_CALL);
+            self.with(|s| s.skip_collects = pending / PENDING_PER_SKIPPED_CALL);
         }
         Ok(bytes)
     }
 
     /// Moves pending blocks to the heap whose other uses are over. Returns the bytes released, and
     /// the number of stream waits queued. Calls the driver, but never under the lock.
-    pub(crate) fn settle(&'static self, how: Settle) -> aquifer_core::Result<(u64, u64)> {
+    pub(crate) fn collect_pending(
+        &'static self,
+        mode: CollectMode,
+    ) -> aquifer_core::Result<(u64, u64)> {
         let (mut pending, timeline) = {
             let taken = self.with(|s| {
-                let serving = s.serving.as_ref()?;
+                let binding = s.binding.as_ref()?;
                 if s.pending.is_empty() {
                     return None;
                 }
-                let timeline = serving.timeline.clone();
-                s.settling += 1;
+                let timeline = binding.timeline.clone();
+                s.collecting += 1;
                 Some((mem::take(&mut s.pending), timeline))
             });
             let Some(taken) = taken else { return Ok((0, 0)) };
@@ -415,9 +432,10 @@ impl Home {
         };
         // A stream that is fenced at once may have been destroyed already, so no wait is queued on
         // it.
-        let may_wait =
-            how == Settle::Wait && !timeline.fences_at_once() && timeline.waits_unasked();
-        // The blocks are in no list now, so no other thread can settle them a second time.
+        let may_wait = mode == CollectMode::WaitOnDevice
+            && !timeline.fences_at_once()
+            && timeline.waits_unasked();
+        // The blocks are in no list now, so no other thread can collect them a second time.
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
         let over = pending.extract_if(.., |entry| {
@@ -456,7 +474,7 @@ impl Home {
             } else {
                 s.pending.append(&mut pending);
             }
-            s.settling -= 1;
+            s.collecting -= 1;
             s.retire_if_done()
         });
         if let Some(retired) = retired {
@@ -473,39 +491,39 @@ impl Home {
     }
 
     /// Moves a pending block whose last use is over to the heap.
-    fn complete(&'static self, timeline: &Arc<Timeline>, entry: Pending) {
-        let Pending { freed, bytes, generation, epoch, until_free, .. } = entry;
+    fn complete(&'static self, timeline: &Arc<Timeline>, entry: PendingFree) {
+        let PendingFree { token, bytes, generation, epoch, until_free, .. } = entry;
         let range =
-            DeviceRange { device: timeline.raw().device(), address: freed.place.address, bytes };
-        note(timeline.driver(), generation, range, Ownership::Free);
+            DeviceRange { device: timeline.raw().device(), address: token.extent.address, bytes };
+        notify_observer(timeline.driver(), generation, range, Ownership::Free);
         let kept = until_free.is_some();
         drop(until_free);
-        let reports = self.with(|s| {
-            if let Some(serving) = s.serving.as_ref().filter(|_| kept) {
-                serving.pool.apart.note_end();
+        let events = self.with(|s| {
+            if let Some(binding) = s.binding.as_ref().filter(|_| kept) {
+                binding.pool.dedicated.count_completion();
             }
-            s.account.pending -= bytes;
-            s.account.pending_blocks -= 1;
-            let reports = s.reports(false, true);
-            s.give_to_heap(&freed, epoch);
-            reports
+            s.usage.pending -= bytes;
+            s.usage.pending_blocks -= 1;
+            let events = s.free_events(false, true);
+            s.free_to_heap(&token, epoch);
+            events
         });
-        if let Some(reports) = reports {
-            reports.tell(&freed);
+        if let Some(events) = events {
+            events.record(&token);
         }
     }
 
     /// Closes the cache if it is still bound to `pool`: it retires when its last block has been
     /// returned, perhaps now.
-    pub(crate) fn close(&'static self, pool: &Arc<Inner>) {
+    pub(crate) fn close(&'static self, pool: &Arc<PoolCore>) {
         // Open uses cannot be waited for. Their blocks and this cache stay until the last open use
         // ends and notifies this object. By then another use's end may have recycled the cache for
         // another pool, hence the check.
-        let whom: Arc<dyn LastUse> = Arc::new(Closed(self, pool.clone()));
+        let listener: Arc<dyn LastUse> = Arc::new(CloseOnLastUse(self, pool.clone()));
         let serves = self.with(|s| {
-            let serves = s.serves(pool);
+            let serves = s.is_bound_to(pool);
             for pending in s.pending.iter().filter(|_| serves) {
-                let _open = pending.uses.tell(&whom);
+                let _open = pending.uses.tell(&listener);
             }
             serves
         });
@@ -528,24 +546,24 @@ impl Home {
                             .collect()
                     });
                     users.iter().for_each(|user| user.abandon());
-                    let _ = self.settle(Settle::Done);
+                    let _ = self.collect_pending(CollectMode::Completed);
                     break;
                 }
                 Err(MemoryError::Driver(_)) => {
-                    end_later(Unended::Close(self, pool.clone()));
+                    defer_teardown(DeferredTeardown::Close(self, pool.clone()));
                     break;
                 }
                 Err(_) => break,
             }
         }
         let retired = self.with(|s| {
-            if !s.serves(pool) {
+            if !s.is_bound_to(pool) {
                 return None;
             }
-            if let Some(serving) = &mut s.serving {
-                serving.open = false;
+            if let Some(binding) = &mut s.binding {
+                binding.open = false;
             }
-            s.attention = true;
+            s.needs_follow_up = true;
             s.retire_if_done()
         });
         if let Some(retired) = retired {
@@ -553,13 +571,13 @@ impl Home {
         }
     }
 
-    /// Waits for the stamped uses of the first pending block that has no open use, then settles.
-    /// Returns whether there was such a use. Blocks until `deadline`.
+    /// Waits for the stamped uses of the first pending block that has no open use, then collects
+    /// pending frees. Returns whether there was such a use. Blocks until `deadline`.
     pub(crate) fn wait_for_pending(
         &'static self,
         deadline: Option<std::time::Instant>,
     ) -> aquifer_core::Result<bool> {
-        let oldest: Past = self.with(|s| {
+        let oldest: StreamDeps = self.with(|s| {
             let first = s.pending.iter().find(|p| !p.uses.is_open());
             first.into_iter().flat_map(|p| p.uses.stamped()).collect()
         });
@@ -567,7 +585,7 @@ impl Home {
             timeline.wait(*epoch, deadline)?;
         }
         if !oldest.is_empty() {
-            self.settle(Settle::Done)?;
+            self.collect_pending(CollectMode::Completed)?;
         }
         Ok(!oldest.is_empty())
     }
@@ -575,109 +593,113 @@ impl Home {
     /// Ends the service of a retired cache: waits for all work queued on its stream, returns its
     /// ranges to the pool, and adds the cache to the idle ones.
     #[cold]
-    pub(crate) fn finish(&'static self, mut retired: Retired) {
-        if let Some(serving) = retired.serving.take() {
-            let Serving { pool, timeline, .. } = &serving;
+    pub(crate) fn finish(&'static self, mut retired: RetiredCache) {
+        if let Some(binding) = retired.binding.take() {
+            let Binding { pool, timeline, .. } = &binding;
             match timeline.quiesce() {
-                Ok(()) => pool.take_home_back(self, timeline, &retired.heap),
+                Ok(()) => pool.reclaim_cache(self, timeline, &retired.heap),
                 Err(MemoryError::DeviceLost { .. }) => {
                     // After the loss of the device no work runs on it.
                     timeline.abandon();
-                    pool.take_home_back(self, timeline, &retired.heap);
+                    pool.reclaim_cache(self, timeline, &retired.heap);
                 }
                 // Work may still run on this memory, so it stays mapped and charged until the
                 // driver call succeeds.
                 Err(MemoryError::Driver(_)) => {
-                    retired.serving = Some(serving);
-                    return end_later(Unended::Finish(self, Box::new(retired)));
+                    retired.binding = Some(binding);
+                    return defer_teardown(DeferredTeardown::Finish(self, Box::new(retired)));
                 }
                 // The completion of that work can never be proved, so the pool keeps the memory.
-                Err(_) => pool.keep_home(self, timeline),
+                Err(_) => pool.leak_cache(self, timeline),
             }
-            let Serving { pool, timeline, .. } = serving;
+            let Binding { pool, timeline, .. } = binding;
             drop(timeline);
             drop(pool);
         }
         drop(retired.heap);
-        RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+        UNBOUND.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 }
 
-impl State {
+impl CacheState {
     /// Takes the last freed block if it fits `request`, or allocates from the heap. For a loop that
     /// allocates and frees one block this avoids a split and a merge each time.
     #[inline]
-    pub(crate) fn take(&mut self, home: &'static Home, request: &Request) -> Option<&Freed> {
-        let fits = |last: &Freed| {
-            last.place.asked == Asked::new(request.size(), request.owner())
+    pub(crate) fn allocate_token(
+        &mut self,
+        cache: &'static StreamCache,
+        request: &Request,
+    ) -> Option<&BlockToken> {
+        let fits = |last: &BlockToken| {
+            last.extent.request == PackedRequest::new(request.size(), request.owner())
                 && request.alignment() == BLOCK_ALIGN
         };
-        if self.last_waits && self.last.as_ref().is_some_and(fits) {
+        if self.last_is_free && self.last.as_ref().is_some_and(fits) {
             // The block was never counted as freed, so only the number of allocations changes.
-            self.account.allocations += 1;
+            self.usage.allocations += 1;
         } else {
-            self.find(home, request)?;
+            self.find_token(cache, request)?;
         }
-        self.last_waits = false;
+        self.last_is_free = false;
         self.last.as_ref()
     }
 
     /// Allocates from the heap for `request`, and stores the block's token in `last`.
     #[inline(never)]
-    fn find(&mut self, home: &'static Home, request: &Request) -> Option<()> {
-        self.give_up_last();
+    fn find_token(&mut self, cache: &'static StreamCache, request: &Request) -> Option<()> {
+        self.flush_last();
         let found = self.allocate(request)?;
-        self.last = Some(Freed::found(home, &found, request));
+        self.last = Some(BlockToken::new(cache, &found, request));
         Some(())
     }
 
     /// Returns the last freed block to the heap and the account, if it is free.
     #[inline]
-    fn give_up_last(&mut self) {
-        if mem::take(&mut self.last_waits) {
-            self.give_up();
+    fn flush_last(&mut self) {
+        if mem::take(&mut self.last_is_free) {
+            self.flush_to_heap();
         }
     }
 
     #[inline(never)]
-    fn give_up(&mut self) {
+    fn flush_to_heap(&mut self) {
         if let Some(last) = self.last {
-            self.account.freed(last.place.asked);
+            self.usage.record_free(last.extent.request);
             // No free has come since, so this is the block's own epoch, or a later one.
-            self.give_to_heap(&last, self.last_free);
+            self.free_to_heap(&last, self.last_free);
         }
     }
 
     /// Allocates a range for `request` from the heap, and counts it.
     #[inline]
     pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::Block> {
-        let place = self.heap.alloc(request.size(), request.alignment())?;
+        let block = self.heap.alloc(request.size(), request.alignment())?;
         self.count(request);
-        Some(place)
+        Some(block)
     }
 
-    /// As [`State::allocate`], in exactly this free range.
+    /// As [`CacheState::allocate`], in exactly this free range.
     pub(crate) fn allocate_at(
         &mut self,
         range: Range,
         request: &Request,
     ) -> Option<aquifer_heap::Block> {
-        let place = self.heap.alloc_at(range).ok()?;
+        let block = self.heap.alloc_at(range).ok()?;
         self.count(request);
-        Some(place)
+        Some(block)
     }
 
     /// Counts a block that the heap has just allocated.
     #[inline]
     fn count(&mut self, request: &Request) {
         let live = self.live();
-        let account = &mut self.account;
-        account.peak_live = account.peak_live.max(live);
-        account.allocations += 1;
-        account.requested += request.size();
-        account.peak_requested = account.peak_requested.max(account.requested);
+        let usage = &mut self.usage;
+        usage.peak_live = usage.peak_live.max(live);
+        usage.allocations += 1;
+        usage.requested += request.size();
+        usage.peak_requested = usage.peak_requested.max(usage.requested);
         if request.owner() != Tag::NONE {
-            let holding = account.holding(request.owner());
+            let holding = usage.holding(request.owner());
             holding.bytes += request.size();
             holding.blocks += 1;
         }
@@ -686,65 +708,74 @@ impl State {
     /// Returns the open epoch of the stream.
     #[inline]
     fn open_epoch(&self) -> u64 {
-        self.serving.as_ref().map_or(0, |serving| serving.timeline.open())
+        self.binding.as_ref().map_or(0, |binding| binding.timeline.open())
     }
 
-    /// Takes a block back. The caller must pass the result to [`Home::attend`] after it has
-    /// released the lock.
+    /// Takes a block back. The caller must pass the result to [`StreamCache::follow_up`] after it
+    /// has released the lock.
     #[inline]
-    pub(crate) fn put_back(&mut self, way: &Way, place: &Place) -> Option<Box<AfterFree>> {
-        self.give_up_last();
-        self.last = Some(Freed { way: *way, place: *place });
+    pub(crate) fn deallocate(
+        &mut self,
+        cache_ref: &CacheRef,
+        extent: &BlockExtent,
+    ) -> Option<Box<FreeFollowUp>> {
+        self.flush_last();
+        self.last = Some(BlockToken { cache_ref: *cache_ref, extent: *extent });
         self.last_free = self.last_free.max(self.open_epoch());
-        self.last_waits = true;
-        if self.attention { self.after_free() } else { None }
+        self.last_is_free = true;
+        if self.needs_follow_up { self.follow_up_of_free() } else { None }
     }
 
     /// Registers in the pool's directory that a block of this cache has become a raw address.
-    pub(crate) fn note_raw(&self, address: u64) {
-        if let Some(serving) = &self.serving {
-            serving.pool.directory.note(address, serving.number);
+    pub(crate) fn record_raw(&self, address: u64) {
+        if let Some(binding) = &self.binding {
+            binding.pool.directory.record(address, binding.number);
         }
     }
 
     #[inline]
-    fn give_to_heap(&mut self, freed: &Freed, epoch: u64) {
+    fn free_to_heap(&mut self, token: &BlockToken, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
         // A block is freed once, by the only token that owns it. If the heap refuses nevertheless,
         // the bytes stay unused, so nothing is corrupted.
-        let freed = self.heap.free_keyed(freed.place.address, freed.way.key, epoch);
-        debug_assert!(freed.is_ok(), "the heap refused a block's only token: {freed:?}");
+        let outcome = self.heap.free_keyed(token.extent.address, token.cache_ref.key, epoch);
+        debug_assert!(outcome.is_ok(), "the heap refused a block's only token: {outcome:?}");
     }
 
     /// Collects what a free has to do beyond returning the block. Boxed, since few frees need it.
     #[cold]
-    fn after_free(&mut self) -> Option<Box<AfterFree>> {
-        self.give_up_last();
-        let freed = self.last?;
-        let reports = self.reports(true, true);
+    fn follow_up_of_free(&mut self) -> Option<Box<FreeFollowUp>> {
+        self.flush_last();
+        let token = self.last?;
+        let events = self.free_events(true, true);
         let fence =
             self.timeline().filter(|t| t.fences_at_once()).map(|t| (t.clone(), self.last_free));
-        Some(Box::new(AfterFree { fence, freed, reports, retired: self.retire_if_done() }))
+        Some(Box::new(FreeFollowUp { fence, token, events, retired: self.retire_if_done() }))
     }
 
     /// Takes tickets for a free, for its completion, or for both, if the pool has a recorder.
-    fn reports(&self, freed: bool, completed: bool) -> Option<Reports> {
-        let Serving { pool, timeline, .. } = self.serving.as_ref()?;
+    fn free_events(&self, free: bool, complete: bool) -> Option<FreeEvents> {
+        let Binding { pool, timeline, .. } = self.binding.as_ref()?;
         if !pool.is_recorded() {
             return None;
         }
         let ticket = |wanted: bool| if wanted { pool.ticket() } else { None };
-        let (freed, completed) = (ticket(freed), ticket(completed));
-        Some(Reports { pool: pool.clone(), stream: timeline.number(), freed, completed })
+        let (free_ticket, complete_ticket) = (ticket(free), ticket(complete));
+        Some(FreeEvents {
+            pool: pool.clone(),
+            stream: timeline.number(),
+            free_ticket,
+            complete_ticket,
+        })
     }
 
-    fn serves(&self, pool: &Arc<Inner>) -> bool {
-        self.serving.as_ref().is_some_and(|serving| Arc::ptr_eq(&serving.pool, pool))
+    fn is_bound_to(&self, pool: &Arc<PoolCore>) -> bool {
+        self.binding.as_ref().is_some_and(|binding| Arc::ptr_eq(&binding.pool, pool))
     }
 
     /// Returns the stream that the cache is bound to, if any.
     pub(crate) fn timeline(&self) -> Option<&Arc<Timeline>> {
-        self.serving.as_ref().map(|serving| &serving.timeline)
+        self.binding.as_ref().map(|binding| &binding.timeline)
     }
 
     /// Adds memory that is ordered on the stream from `stamp` on. The caller makes sure that the
@@ -754,32 +785,32 @@ impl State {
         debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
     }
 
-    /// As [`State::add`], for memory whose ends no block may cross.
+    /// As [`CacheState::add`], for memory whose ends no block may cross.
     pub(crate) fn add_segment(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add_segment(range, stamp);
         debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
     }
 
-    fn retire_if_done(&mut self) -> Option<Retired> {
-        let over = self.serving.as_ref().is_some_and(|v| !v.open);
-        if !over || self.blocks() > 0 || !self.pending.is_empty() || self.settling > 0 {
+    fn retire_if_done(&mut self) -> Option<RetiredCache> {
+        let over = self.binding.as_ref().is_some_and(|v| !v.open);
+        if !over || self.blocks() > 0 || !self.pending.is_empty() || self.collecting > 0 {
             return None;
         }
-        self.account = Account::default();
+        self.usage = CacheUsage::default();
         self.last_free = 0;
-        self.attention = false;
+        self.needs_follow_up = false;
         let heap = mem::replace(&mut self.heap, Heap::new(Config::device()));
-        Some(Retired { heap, serving: self.serving.take() })
+        Some(RetiredCache { heap, binding: self.binding.take() })
     }
 }
 
-impl Account {
+impl CacheUsage {
     #[inline]
-    fn freed(&mut self, asked: Asked) {
-        self.requested -= asked.bytes();
-        if asked.tag() != Tag::NONE {
-            let holding = self.holding(asked.tag());
-            holding.bytes -= asked.bytes();
+    fn record_free(&mut self, request: PackedRequest) {
+        self.requested -= request.bytes();
+        if request.tag() != Tag::NONE {
+            let holding = self.holding(request.tag());
+            holding.bytes -= request.bytes();
             holding.blocks -= 1;
         }
     }
@@ -806,7 +837,7 @@ impl Account {
 ///
 /// # Errors
 /// [`MemoryError::WrongDevice`] for another device; that of [`same_machine`] for another machine.
-pub(crate) fn check_home(
+pub(crate) fn check_stream_device(
     driver: &dyn Driver,
     expected: DeviceId,
     stream: &Timeline,
@@ -819,7 +850,7 @@ pub(crate) fn check_home(
 }
 
 /// Reports the owner of a range to the driver's observer, if the block has a generation.
-pub(crate) fn note(
+pub(crate) fn notify_observer(
     driver: &Arc<dyn Driver>,
     generation: u64,
     range: DeviceRange,
@@ -832,12 +863,12 @@ pub(crate) fn note(
     }
 }
 
-impl fmt::Debug for Home {
+impl fmt::Debug for StreamCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.with(|s| {
-            f.debug_struct("Home")
+            f.debug_struct("StreamCache")
                 .field("live", &s.live())
-                .field("pending", &s.account.pending)
+                .field("pending", &s.usage.pending)
                 .field("stream", &s.timeline().map(|t| t.number()))
                 .finish_non_exhaustive()
         })

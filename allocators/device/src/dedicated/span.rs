@@ -1,12 +1,12 @@
 //! A dedicated range of addresses, and the memory mapped there.
 #![expect(unsafe_code, reason = "maps, unmaps and frees")]
 
-use super::Apart;
+use super::DedicatedPool;
 use crate::{
     block::UntilFree,
     physical::{
-        commons::{self, Past},
-        handle::{Handle, Held},
+        handle::{Handle, HeldBytes},
+        shared_free::{self, StreamDeps},
     },
 };
 use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result, event::BlockKind};
@@ -25,18 +25,18 @@ use std::{
 };
 
 /// The memory behind a slot.
-pub(crate) enum Memory {
+pub(crate) enum SpanMemory {
     /// A physical handle, mapped whole.
     Handle(Arc<Handle>),
     /// An allocation of the driver, with its addresses.
-    Allocation { charge: Charge, held: Arc<Held> },
+    Allocation { charge: Charge, held: Arc<HeldBytes> },
 }
 
 /// Slots that their owner has freed.
-pub(crate) struct Leaving {
-    pub(crate) slots: Vec<(u64, Memory)>,
+pub(crate) struct RetiringSlots {
+    pub(crate) slots: Vec<(u64, SpanMemory)>,
     /// The epochs that cover the work of the owner streams. Empty if there was none.
-    pub(crate) until: Past,
+    pub(crate) until: StreamDeps,
     /// Uses by other streams.
     pub(crate) uses: Vec<Noted>,
     until_free: UntilFree,
@@ -48,7 +48,7 @@ pub(crate) struct Leaving {
 pub(crate) struct Span {
     driver: Arc<dyn Driver>,
     device: DeviceId,
-    reach: Arc<[DeviceId]>,
+    accessors: Arc<[DeviceId]>,
     /// The kind of block that the span is for.
     kind: BlockKind,
     pub(crate) address: u64,
@@ -60,19 +60,19 @@ pub(crate) struct Span {
     reserved: bool,
     /// Whether untracked work may use the range, so that it must outlive all work queued on the
     /// device.
-    outlasts: AtomicBool,
-    /// Number of registrations of the address. It does not rise again after the owner has freed the
-    /// span and it has been 0.
-    tokens: AtomicU64,
+    synchronize: AtomicBool,
+    /// Number of registrations of the address. It does not rise again after the owner has freed
+    /// the span and it has been 0.
+    registrations: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     /// Memory by slot.
-    mapped: BTreeMap<u64, Memory>,
-    leaving: Vec<Leaving>,
-    /// Number of threads that have removed leaving slots from the list to unmap them.
+    mapped: BTreeMap<u64, SpanMemory>,
+    retiring: Vec<RetiringSlots>,
+    /// Number of threads that have removed retiring slots from the list to unmap them.
     reaping: u32,
     /// Whether the owner is gone. The addresses are freed when nothing is mapped any more.
     closed: bool,
@@ -80,10 +80,10 @@ struct State {
     freed: bool,
 }
 
-impl Leaving {
+impl RetiringSlots {
     /// Returns whether the host has seen all of its work done. Makes no driver call.
     fn is_over(&self) -> bool {
-        commons::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
+        shared_free::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
     }
 
     /// Returns the streams and epochs of its work, except for open uses.
@@ -110,51 +110,51 @@ impl Leaving {
 impl Span {
     /// Makes a span of reserved addresses with nothing mapped.
     pub(super) fn mapped(
-        apart: &Apart,
+        dedicated: &DedicatedPool,
         kind: BlockKind,
         address: u64,
         bytes: u64,
         slot: u64,
     ) -> Self {
-        Self::new(apart, kind, address, bytes, slot, None)
+        Self::new(dedicated, kind, address, bytes, slot, None)
     }
 
     fn new(
-        apart: &Apart,
+        dedicated: &DedicatedPool,
         kind: BlockKind,
         address: u64,
         bytes: u64,
         slot: u64,
-        whole: Option<Memory>,
+        whole: Option<SpanMemory>,
     ) -> Self {
         let reserved = whole.is_none();
         let mapped = whole.into_iter().map(|memory| (0, memory)).collect();
         Self {
-            driver: apart.driver.clone(),
-            device: apart.device,
-            reach: apart.reach.clone(),
+            driver: dedicated.driver.clone(),
+            device: dedicated.device,
+            accessors: dedicated.accessors.clone(),
             kind,
             address,
             bytes,
             slot,
             reserved,
-            outlasts: AtomicBool::new(false),
-            tokens: AtomicU64::new(0),
+            synchronize: AtomicBool::new(false),
+            registrations: AtomicU64::new(0),
             state: Mutex::new(State { mapped, ..State::default() }),
         }
     }
 
     /// Makes a span of an allocation of the driver.
     pub(super) fn whole(
-        apart: &Apart,
+        dedicated: &DedicatedPool,
         kind: BlockKind,
         address: u64,
         bytes: u64,
         charge: Charge,
-        held: &Arc<Held>,
+        held: &Arc<HeldBytes>,
     ) -> Self {
-        let allocation = Memory::Allocation { charge, held: held.clone() };
-        Self::new(apart, kind, address, bytes, bytes, Some(allocation))
+        let allocation = SpanMemory::Allocation { charge, held: held.clone() };
+        Self::new(dedicated, kind, address, bytes, bytes, Some(allocation))
     }
 
     /// Returns the kind of block that the span is for.
@@ -167,41 +167,41 @@ impl Span {
     }
 
     /// Registers a holder of the address.
-    pub(crate) fn keep(&self) {
-        self.tokens.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn add_registration(&self) {
+        self.registrations.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Removes a holder that was registered by [`Span::keep`].
-    pub(crate) fn forget(&self) {
-        self.tokens.fetch_sub(1, Ordering::Release);
+    pub(crate) fn remove_registration(&self) {
+        self.registrations.fetch_sub(1, Ordering::Release);
     }
 
-    pub(crate) fn kept_by(&self) -> u64 {
-        self.tokens.load(Ordering::Acquire)
+    pub(crate) fn registrations(&self) -> u64 {
+        self.registrations.load(Ordering::Acquire)
     }
 
     /// Returns whether the span can be released without a wait.
-    pub(crate) fn goes_quietly(&self) -> bool {
+    pub(crate) fn reaps_without_blocking(&self) -> bool {
         self.reserved
     }
 
     /// Returns whether the device must be synchronised before the span is released.
-    pub(super) fn outlasts(&self) -> bool {
-        self.outlasts.load(Ordering::Relaxed)
+    pub(super) fn needs_synchronize(&self) -> bool {
+        self.synchronize.load(Ordering::Relaxed)
     }
 
     /// Untracked work may use this range: the device is synchronised before it is unmapped.
-    pub(crate) fn outlast_everything(&self) {
-        self.outlasts.store(true, Ordering::Relaxed);
+    pub(crate) fn require_synchronize(&self) {
+        self.synchronize.store(true, Ordering::Relaxed);
     }
 
     /// Waits for the device if untracked work may use the range (`cuCtxSynchronize`). Blocks.
-    pub(super) fn outlast(&self) -> Result<()> {
-        if self.outlasts() {
+    pub(super) fn synchronize_if_required(&self) -> Result<()> {
+        if self.needs_synchronize() {
             let _relaxed = Relaxed::enter(&*self.driver);
             let waited = self.driver.device_synchronize(self.device);
             waited.map_err(|e| MemoryError::driver(self.device, e))?;
-            self.outlasts.store(false, Ordering::Relaxed);
+            self.synchronize.store(false, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -209,7 +209,7 @@ impl Span {
     /// Returns the handle behind the first slot.
     pub(crate) fn handle(&self) -> Option<Arc<Handle>> {
         match self.state().mapped.get(&0) {
-            Some(Memory::Handle(handle)) => Some(handle.clone()),
+            Some(SpanMemory::Handle(handle)) => Some(handle.clone()),
             _ => None,
         }
     }
@@ -220,12 +220,12 @@ impl Span {
     }
 
     /// Returns the bytes that the owner has freed and that are still charged.
-    pub(crate) fn leaving_bytes(&self) -> u64 {
+    pub(crate) fn retiring_bytes(&self) -> u64 {
         let state = self.state();
         state
-            .leaving
+            .retiring
             .iter()
-            .flat_map(|leaving| &leaving.slots)
+            .flat_map(|retiring| &retiring.slots)
             .map(|(_, memory)| memory.charged(self.slot))
             .sum()
     }
@@ -257,17 +257,17 @@ impl Span {
         match self.map_each(parts, &mut mapped) {
             Ok(()) => {
                 let memory =
-                    mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
+                    mapped.into_iter().map(|(slot, handle)| (slot, SpanMemory::Handle(handle)));
                 self.state().mapped.extend(memory);
                 Ok(())
             }
             Err(error) => {
                 let memory =
-                    mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
-                let (_, stuck, _) = self.take_down(memory.collect());
+                    mapped.into_iter().map(|(slot, handle)| (slot, SpanMemory::Handle(handle)));
+                let (_, stuck, _) = self.unmap_slots(memory.collect());
                 let bytes = stuck.iter().map(|(_, memory)| memory.charged(self.slot)).sum();
                 if !stuck.is_empty() {
-                    self.add_leaving(stuck, Past::new(), Vec::new());
+                    self.add_retiring(stuck, StreamDeps::new(), Vec::new());
                 }
                 Err((error, bytes))
             }
@@ -285,57 +285,66 @@ impl Span {
             unsafe { self.driver.map(self.address + slot * self.slot, self.slot, handle.raw()) }?;
             mapped.push((slot, handle));
         }
-        self.open(mapped.iter().map(|(slot, _)| *slot))
+        self.enable_access(mapped.iter().map(|(slot, _)| *slot))
     }
 
     /// Grants the device and its peers access to mapped slots, which are ascending.
-    fn open(&self, slots: impl Iterator<Item = u64>) -> Result<(), DriverError> {
+    fn enable_access(&self, slots: impl Iterator<Item = u64>) -> Result<(), DriverError> {
         for run in runs(slots) {
             let (address, bytes) =
                 (self.address + run.start * self.slot, (run.end - run.start) * self.slot);
-            self.driver.set_access(address, bytes, &self.reach)?;
+            self.driver.set_access(address, bytes, &self.accessors)?;
         }
         Ok(())
     }
 
-    /// Makes slots that were taken again ready for the stream `home`, which waits on the device for
-    /// uses by other streams that are not done.
-    pub(crate) fn ready(&self, again: &[Leaving], home: &Timeline) -> Result<()> {
-        for leaving in again {
-            if leaving.until.is_empty() {
+    /// Makes slots that were taken again ready for the stream `owner_stream`, which waits on the
+    /// device for uses by other streams that are not done.
+    pub(crate) fn prepare_reuse(
+        &self,
+        again: &[RetiringSlots],
+        owner_stream: &Timeline,
+    ) -> Result<()> {
+        for retiring in again {
+            if retiring.until.is_empty() {
                 // The slots may leave because a step after their mapping failed, perhaps this one.
-                let opened = self.open(leaving.slots.iter().map(|(slot, _)| *slot));
+                let opened = self.enable_access(retiring.slots.iter().map(|(slot, _)| *slot));
                 opened.map_err(|e| MemoryError::driver(self.device, e))?;
             }
-            for noted in &leaving.uses {
+            for noted in &retiring.uses {
                 let epoch = noted.epoch().ok_or(MemoryError::Busy { address: self.address })?;
-                home.wait_for(noted.on(), epoch)?;
+                owner_stream.wait_for(noted.on(), epoch)?;
             }
         }
         Ok(())
     }
 
     /// Adds slots to those that leave.
-    pub(crate) fn add_leaving(&self, slots: Vec<(u64, Memory)>, until: Past, uses: Vec<Noted>) {
-        self.state().leaving.push(Leaving { slots, until, uses, until_free: None });
+    pub(crate) fn add_retiring(
+        &self,
+        slots: Vec<(u64, SpanMemory)>,
+        until: StreamDeps,
+        uses: Vec<Noted>,
+    ) {
+        self.state().retiring.push(RetiringSlots { slots, until, uses, until_free: None });
     }
 
     /// Makes the mapped slots of a range leave.
-    pub(crate) fn leave(&self, slots: Range<u64>, until: Past, uses: Vec<Noted>) {
+    pub(crate) fn retire(&self, slots: Range<u64>, until: StreamDeps, uses: Vec<Noted>) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
         let these = state.mapped.split_off(&slots.start);
         state.mapped.extend(rest);
         let slots = these.into_iter().collect();
-        state.leaving.push(Leaving { slots, until, uses, until_free: None });
+        state.retiring.push(RetiringSlots { slots, until, uses, until_free: None });
     }
 
     /// Makes all mapped slots leave, and closes the span.
-    pub(crate) fn leave_whole(&self, until: Past, uses: Vec<Noted>, until_free: UntilFree) {
+    pub(crate) fn retire_whole(&self, until: StreamDeps, uses: Vec<Noted>, until_free: UntilFree) {
         let mut state = self.state();
         state.closed = true;
         let slots = std::mem::take(&mut state.mapped).into_iter().collect();
-        state.leaving.push(Leaving { slots, until, uses, until_free });
+        state.retiring.push(RetiringSlots { slots, until, uses, until_free });
     }
 
     /// Closes the span: the addresses are freed when nothing is mapped there any more.
@@ -343,9 +352,9 @@ impl Span {
         self.state().closed = true;
     }
 
-    /// Takes those of `slots` that are leaving off the list, for the owner to use again. Waits for
+    /// Takes those of `slots` that are retiring off the list, for the owner to use again. Waits for
     /// threads that are unmapping slots at this moment, a few driver calls at most.
-    pub(crate) fn take_again(&self, slots: &[u64]) -> Vec<Leaving> {
+    pub(crate) fn take_back_retiring(&self, slots: &[u64]) -> Vec<RetiringSlots> {
         loop {
             let mut state = self.state();
             if state.reaping > 0 {
@@ -354,82 +363,82 @@ impl Span {
                 continue;
             }
             let mut again = Vec::new();
-            for leaving in &mut state.leaving {
-                let wanted = |&(slot, _): &(u64, Memory)| slots.binary_search(&slot).is_ok();
+            for retiring in &mut state.retiring {
+                let wanted = |&(slot, _): &(u64, SpanMemory)| slots.binary_search(&slot).is_ok();
                 let (taken, rest) =
-                    std::mem::take(&mut leaving.slots).into_iter().partition(wanted);
-                leaving.slots = rest;
+                    std::mem::take(&mut retiring.slots).into_iter().partition(wanted);
+                retiring.slots = rest;
                 let taken: Vec<_> = taken;
                 if !taken.is_empty() {
-                    let (until, uses) = (leaving.until.clone(), leaving.uses.clone());
-                    again.push(Leaving { slots: taken, until, uses, until_free: None });
+                    let (until, uses) = (retiring.until.clone(), retiring.uses.clone());
+                    again.push(RetiringSlots { slots: taken, until, uses, until_free: None });
                 }
             }
             state
-                .leaving
-                .retain(|leaving| !leaving.slots.is_empty() || leaving.until_free.is_some());
+                .retiring
+                .retain(|retiring| !retiring.slots.is_empty() || retiring.until_free.is_some());
             return again;
         }
     }
 
-    /// Returns slots from [`Span::take_again`] to the list of leaving slots.
-    pub(crate) fn put_back(&self, again: Vec<Leaving>) {
-        self.state().leaving.extend(again);
+    /// Returns slots from [`Span::take_back_retiring`] to the list of retiring slots.
+    pub(crate) fn return_retiring(&self, again: Vec<RetiringSlots>) {
+        self.state().retiring.extend(again);
     }
 
-    /// Makes slots from [`Span::take_again`] the owner's again.
-    pub(crate) fn restore(&self, again: Vec<Leaving>) {
-        self.state().mapped.extend(again.into_iter().flat_map(|leaving| leaving.slots));
+    /// Makes slots from [`Span::take_back_retiring`] the owner's again.
+    pub(crate) fn restore(&self, again: Vec<RetiringSlots>) {
+        self.state().mapped.extend(again.into_iter().flat_map(|retiring| retiring.slots));
     }
 
     /// Returns whether nothing of the span is left to be released.
     pub(super) fn is_over(&self) -> bool {
         let state = self.state();
-        state.leaving.is_empty() && (!state.closed || state.freed)
+        state.retiring.is_empty() && (!state.closed || state.freed)
     }
 
-    /// Returns the work that leaving slots wait for, except for open uses.
-    pub(super) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        self.state().leaving.iter().flat_map(Leaving::work).collect()
+    /// Returns the work that retiring slots wait for, except for open uses.
+    pub(super) fn retiring_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.state().retiring.iter().flat_map(RetiringSlots::work).collect()
     }
 
-    /// Waits until `until` for the work of leaving slots. Returns whether there was any.
+    /// Waits until `until` for the work of retiring slots. Returns whether there was any.
     pub(super) fn wait(&self, until: Option<Instant>) -> Result<bool> {
-        if self.kept_by() > 0 {
+        if self.registrations() > 0 {
             return Ok(false);
         }
-        let work = self.leaving_work();
+        let work = self.retiring_work();
         for (timeline, epoch) in &work {
             timeline.wait(*epoch, until)?;
         }
         Ok(!work.is_empty())
     }
 
-    /// Releases leaving slots whose work is done, unless the address is registered. Returns the
+    /// Releases retiring slots whose work is done, unless the address is registered. Returns the
     /// bytes no longer charged, and the driver's first refusal.
     pub(super) fn reap(&self) -> (u64, Result<()>) {
-        if self.kept_by() > 0 {
+        if self.registrations() > 0 {
             return (0, Ok(()));
         }
-        let leaving = {
+        let retiring = {
             let mut state = self.state();
             state.reaping += 1;
-            std::mem::take(&mut state.leaving)
+            std::mem::take(&mut state.retiring)
         };
-        let (mut gone, mut outcome, mut rest, mut over) = (0, Ok(()), Vec::new(), Vec::new());
-        for mut entry in leaving {
+        let (mut released, mut outcome, mut rest, mut over) = (0, Ok(()), Vec::new(), Vec::new());
+        for mut entry in retiring {
             match entry.poll() {
                 // After the loss of the device no work runs on it.
                 Err(MemoryError::DeviceLost { .. }) => {}
-                Ok(()) if entry.is_over() && !self.outlasts() => {}
-                looked => {
-                    outcome = outcome.and(looked);
+                Ok(()) if entry.is_over() && !self.needs_synchronize() => {}
+                polled => {
+                    outcome = outcome.and(polled);
                     rest.push(entry);
                     continue;
                 }
             }
-            let (bytes, stuck, refused) = self.take_down(std::mem::take(&mut entry.slots));
-            gone += bytes;
+            let (bytes, stuck, refused) = self.unmap_slots(std::mem::take(&mut entry.slots));
+            released += bytes;
             outcome =
                 outcome.and(refused.map_or(Ok(()), |e| Err(MemoryError::driver(self.device, e))));
             if stuck.is_empty() {
@@ -441,12 +450,12 @@ impl Span {
         }
         let last = {
             let mut state = self.state();
-            state.leaving.append(&mut rest);
+            state.retiring.append(&mut rest);
             state.reaping -= 1;
             let last = state.closed
                 && !state.freed
                 && state.reaping == 0
-                && state.leaving.is_empty()
+                && state.retiring.is_empty()
                 && state.mapped.is_empty();
             state.freed |= last;
             last
@@ -463,19 +472,19 @@ impl Span {
                 _ => {}
             }
         }
-        (gone, outcome)
+        (released, outcome)
     }
 
     /// Unmaps slots for which no work is queued any more, and releases their memory. Returns the
     /// bytes no longer charged, the slots that the driver refused, and its first refusal.
-    fn take_down(
+    fn unmap_slots(
         &self,
-        mut slots: Vec<(u64, Memory)>,
-    ) -> (u64, Vec<(u64, Memory)>, Option<DriverError>) {
+        mut slots: Vec<(u64, SpanMemory)>,
+    ) -> (u64, Vec<(u64, SpanMemory)>, Option<DriverError>) {
         slots.sort_unstable_by_key(|(slot, _)| *slot);
         let numbers = runs(slots.iter().map(|(slot, _)| *slot));
         let mut slots = slots.into_iter();
-        let (mut gone, mut stuck, mut refused) = (0, Vec::new(), None);
+        let (mut released, mut stuck, mut refused) = (0, Vec::new(), None);
         for run in numbers {
             let count = run.end - run.start;
             let these: Vec<_> = slots.by_ref().take(count as usize).collect();
@@ -497,17 +506,17 @@ impl Span {
                 }
                 _ => {
                     for (_, memory) in these {
-                        gone += memory.charged(self.slot);
+                        released += memory.charged(self.slot);
                         memory.end(self.slot);
                     }
                 }
             }
         }
-        (gone, stuck, refused)
+        (released, stuck, refused)
     }
 }
 
-impl Memory {
+impl SpanMemory {
     /// Returns the bytes that the pool is charged for.
     fn charged(&self, slot: u64) -> u64 {
         match self {
@@ -544,7 +553,7 @@ impl Drop for Span {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _still_mapped = ManuallyDrop::new(std::mem::take(&mut state.mapped));
-        let _still_leaving = ManuallyDrop::new(std::mem::take(&mut state.leaving));
+        let _still_retiring = ManuallyDrop::new(std::mem::take(&mut state.retiring));
     }
 }
 
@@ -553,7 +562,7 @@ impl fmt::Debug for Span {
         f.debug_struct("Span")
             .field("address", &format_args!("{:#x}", self.address))
             .field("bytes", &self.bytes)
-            .field("kept_by", &self.kept_by())
+            .field("kept_by", &self.registrations())
             .finish_non_exhaustive()
     }
 }

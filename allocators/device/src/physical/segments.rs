@@ -6,10 +6,10 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use super::{
-    handle::{Funds, Held, NoHandle},
-    mapped::{Effort, Reach},
+    handle::{Funds, HandleError, HeldBytes},
+    mapped::{PlaceOutcome, Readiness},
 };
-use crate::{Request, home::Home};
+use crate::{Request, stream_cache::StreamCache};
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Result,
     budget::StrandedCharge,
@@ -28,14 +28,14 @@ use std::{
 /// The minimum length of segments in bytes, if the budget allows it.
 const SEGMENT: u64 = 32 << 20;
 /// The granularity of segment lengths in bytes, that of the driver.
-const GRAIN: u64 = 2 << 20;
+const SEGMENT_UNIT: u64 = 2 << 20;
 
 /// Physical memory in segments.
-pub(crate) struct Plain {
+pub(crate) struct Segments {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     budget: Budget,
-    held: Arc<Held>,
+    held: Arc<HeldBytes>,
     /// By address.
     segments: Mutex<BTreeMap<u64, Segment>>,
     /// Scratch memory for the lists of a pass.
@@ -47,13 +47,13 @@ struct Segment {
     charge: Charge,
 }
 
-impl Plain {
+impl Segments {
     pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, budget: Budget) -> Self {
         let (driver, segments) = (driver.clone(), Mutex::default());
         Self { driver, device, budget, held: Arc::default(), segments, scratch: Scratch::new() }
     }
 
-    pub(crate) fn held(&self) -> &Held {
+    pub(crate) fn held(&self) -> &HeldBytes {
         &self.held
     }
 
@@ -67,81 +67,89 @@ impl Plain {
         list(bump, self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)))
     }
 
-    /// Takes the smallest free segment that holds the request from a cache other than `home`. Only
+    /// Takes the smallest free segment that holds the request from a cache other than `cache`. Only
     /// whole segments are taken: otherwise their pieces would be scattered over caches and never
     /// released. Returns the range, its cache, the timeline that keeps that cache bound to its
     /// stream, and its stamp.
-    fn take_over(
+    fn take_free_segment(
         &self,
-        home: &'static Home,
-        givers: &[&'static Home],
+        cache: &'static StreamCache,
+        donors: &[&'static StreamCache],
         request: &Request,
-        reach: Reach,
-    ) -> Option<(Range, &'static Home, Arc<Timeline>, u64)> {
+        readiness: Readiness,
+    ) -> Option<(Range, &'static StreamCache, Arc<Timeline>, u64)> {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
         let is_segment = |range: Range| is_one_of(&segments, range);
-        let mut best: Option<(bool, Range, &'static Home)> = None;
-        for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
-            giver.with(|s| {
+        let mut best: Option<(bool, Range, &'static StreamCache)> = None;
+        for &donor in donors.iter().filter(|donor| !std::ptr::eq(**donor, cache)) {
+            donor.with(|s| {
                 let Some(timeline) = s.timeline() else { return };
                 for extent in s.heap.free_extents() {
                     let busy = !timeline.is_done(extent.stamp);
                     let fits = extent.range.len >= request.size() + request.alignment();
-                    if fits && (!busy || reach == Reach::Wait) && is_segment(extent.range) {
-                        let offer = (busy, extent.range, giver);
+                    if fits
+                        && (!busy || readiness == Readiness::MayWait)
+                        && is_segment(extent.range)
+                    {
+                        let candidate = (busy, extent.range, donor);
                         if best.is_none_or(|(b, r, _)| (busy, extent.range.len) < (b, r.len)) {
-                            best = Some(offer);
+                            best = Some(candidate);
                         }
                     }
                 }
             });
         }
-        let (_, range, giver) = best?;
+        let (_, range, donor) = best?;
         // Another thread of that stream may have taken it in the meantime.
         let (timeline, stamp) =
-            giver.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
-        Some((range, giver, timeline, stamp))
+            donor.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
+        Some((range, donor, timeline, stamp))
     }
 
-    /// Moves a free segment of another cache to the cache of `home`, which waits for it on the
+    /// Moves a free segment of another cache to `cache`, whose stream waits for it on the
     /// device if necessary, and allocates from it.
     pub(crate) fn adopt(
         &self,
-        home: &'static Home,
-        givers: &[&'static Home],
+        cache: &'static StreamCache,
+        donors: &[&'static StreamCache],
         request: &Request,
-        reach: Reach,
-        effort: &mut Effort<'_>,
+        readiness: Readiness,
+        outcome: &mut PlaceOutcome<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        let Some((range, giver, timeline, stamp)) = self.take_over(home, givers, request, reach)
+        let Some((range, donor, timeline, stamp)) =
+            self.take_free_segment(cache, donors, request, readiness)
         else {
             return Ok(None);
         };
-        let taker = home.timeline();
+        let taker = cache.timeline();
         match taker.wait_for(&timeline, stamp) {
-            Ok(waited) => effort.waits += u64::from(waited),
+            Ok(waited) => outcome.waits += u64::from(waited),
             Err(error) => {
-                giver.with(|s| s.add_segment(range, stamp));
+                donor.with(|s| s.add_segment(range, stamp));
                 return Err(error);
             }
         }
-        effort.adopted += range.len;
-        Ok(home.with(|s| {
+        outcome.adopted += range.len;
+        Ok(cache.with(|s| {
             // Covers the wait that was just queued.
             s.add_segment(range, taker.open());
             s.allocate(request)
         }))
     }
 
-    /// Moves all free segments whose work is known to be done from the caches `from` to the cache
-    /// of `home`. Returns the bytes.
-    pub(crate) fn inherit(&self, home: &'static Home, from: &[&'static Home]) -> u64 {
+    /// Moves all free segments whose work is known to be done from the caches `from` to
+    /// `cache`. Returns the bytes.
+    pub(crate) fn inherit(
+        &self,
+        cache: &'static StreamCache,
+        from: &[&'static StreamCache],
+    ) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
         let mut inherited = 0;
-        for &giver in from {
-            let taken = giver.with(|s| {
+        for &donor in from {
+            let taken = donor.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return List::new_in(&*pass) };
                 let free =
                     s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
@@ -151,17 +159,17 @@ impl Plain {
             });
             inherited += taken.iter().map(|range| range.len).sum::<u64>();
             // The host has seen their work done, so no epoch of the receiving stream is needed.
-            home.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
+            cache.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
         }
         inherited
     }
 
     /// Returns the bytes of segments that a trim could release now.
-    pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
+    pub(crate) fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
-        let in_cache = |home: &&'static Home| -> u64 {
-            home.with(|s| {
+        let in_cache = |cache: &&'static StreamCache| -> u64 {
+            cache.with(|s| {
                 let Some(timeline) = s.timeline() else { return 0 };
                 let done = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp));
                 let whole =
@@ -169,29 +177,29 @@ impl Plain {
                 done.map(|e| whole(&e.range)).sum()
             })
         };
-        givers.iter().map(in_cache).sum()
+        donors.iter().map(in_cache).sum()
     }
 
     /// Returns the bytes of a segment that holds any block of this request.
-    pub(crate) fn whole(request: &Request) -> u64 {
-        (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN
+    pub(crate) fn backing_bytes(request: &Request) -> u64 {
+        (request.size() + request.alignment()).div_ceil(SEGMENT_UNIT) * SEGMENT_UNIT
     }
 
-    /// Allocates a segment that `request` fits in, adds it to the cache of `home` and allocates
+    /// Allocates a segment that `request` fits in, adds it to `cache` and allocates
     /// from it. Returns `None` if neither a large nor an exact segment is available.
     pub(crate) fn place(
         &self,
-        home: &'static Home,
+        cache: &'static StreamCache,
         request: &Request,
-        effort: &mut Effort<'_>,
+        outcome: &mut PlaceOutcome<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        let exact = Self::whole(request);
-        let funds = Funds { budget: &self.budget, reserved: effort.reserved };
+        let exact = Self::backing_bytes(request);
+        let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
         for bytes in [exact.max(SEGMENT), exact] {
             let charge = match funds.charge(bytes) {
                 Ok(charge) => charge,
                 Err(refused) => {
-                    effort.refused = Some(NoHandle::Budget(refused));
+                    outcome.refused = Some(HandleError::Budget(refused));
                     continue;
                 }
             };
@@ -202,17 +210,17 @@ impl Plain {
             let address = match taken {
                 Ok(address) => address,
                 Err(e) if e.is_out_of_memory() => {
-                    effort.refused = Some(NoHandle::Driver(e));
+                    outcome.refused = Some(HandleError::Driver(e));
                     continue;
                 }
                 Err(e) => return Err(MemoryError::driver(self.device, e)),
             };
             self.held.add(bytes);
-            effort.grown += bytes;
+            outcome.grown += bytes;
             let segment = Segment { bytes, charge };
             let whole = Range::new(address, bytes);
             self.segments().insert(address, segment);
-            return Ok(home.with(|s| {
+            return Ok(cache.with(|s| {
                 let epoch = s.timeline().map_or(0, |t| t.open());
                 s.add_segment(whole, epoch);
                 s.allocate(request)
@@ -224,7 +232,7 @@ impl Plain {
     /// Releases whole free segments whose work is known to be done, largest first, until at most
     /// `keep` bytes are held. Blocks until the device is idle if it releases any. Returns the
     /// bytes.
-    pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
+    pub(crate) fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
         let before = self.held.now();
         let pass = self.scratch.begin();
         let mut segments = self.ranges(&pass);
@@ -233,20 +241,20 @@ impl Plain {
             if self.held.now() <= keep {
                 break;
             }
-            let taken = givers.iter().find_map(|&home| {
-                home.with(|s| {
+            let taken = donors.iter().find_map(|&cache| {
+                cache.with(|s| {
                     let timeline = s.timeline()?.clone();
                     let free = s.heap.free_extents().find(|e| e.range.covers(&usable))?;
                     if !timeline.is_done(free.stamp) {
                         return None;
                     }
-                    s.heap.remove(usable).ok().map(|stamp| (home, timeline, stamp))
+                    s.heap.remove(usable).ok().map(|stamp| (cache, timeline, stamp))
                 })
             });
             // While the timeline is held, the cache is not recycled for another stream.
-            let Some((home, _timeline, stamp)) = taken else { continue };
+            let Some((cache, _timeline, stamp)) = taken else { continue };
             if let Err(error) = self.free(usable.start) {
-                home.with(|s| s.add_segment(usable, stamp));
+                cache.with(|s| s.add_segment(usable, stamp));
                 return Err(error);
             }
         }
@@ -255,7 +263,7 @@ impl Plain {
 
     /// Keeps a segment whose release the driver has refused while the pool closes. It stays
     /// charged, as stranded, until a later sweep frees it.
-    fn leave(&self, address: u64) {
+    fn retry_free_later(&self, address: u64) {
         let Some(Segment { bytes, charge }) = self.segments().remove(&address) else { return };
         let (driver, device, held) = (self.driver.clone(), self.device, self.held.clone());
         held.strand(bytes);
@@ -263,7 +271,7 @@ impl Plain {
         leftovers::keep(&self.driver, move || {
             let freed = {
                 let _relaxed = Relaxed::enter(&*driver);
-                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool has been
+                // SAFETY: 1. as in `Segments::free`, which has not succeeded. 2. its pool has been
                 // dropped, and with it all caches.
                 unsafe { driver.mem_free(device, address) }
             };
@@ -305,21 +313,21 @@ fn is_one_of(segments: &[Range], range: Range) -> bool {
     segments.get(at) == Some(&range)
 }
 
-impl Drop for Plain {
+impl Drop for Segments {
     fn drop(&mut self) {
         let left: Vec<u64> = self.segments().keys().copied().collect();
         for address in left {
             // Every cache has been retired, and its stream was waited for.
             match self.free(address) {
                 Ok(()) | Err(MemoryError::DeviceLost { .. }) => {}
-                Err(_) => self.leave(address),
+                Err(_) => self.retry_free_later(address),
             }
         }
     }
 }
 
-impl fmt::Debug for Plain {
+impl fmt::Debug for Segments {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Plain").field("held", &self.held.now()).finish_non_exhaustive()
+        f.debug_struct("Segments").field("held", &self.held.now()).finish_non_exhaustive()
     }
 }

@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 
 /// Ranges that do not overlap, each with a value.
 #[derive(Debug)]
-pub(super) struct Ranges<T> {
+pub(super) struct RangeSet<T> {
     /// Start address to end address and value.
     by_start: BTreeMap<u64, (u64, T)>,
 }
 
-impl<T> Ranges<T> {
+impl<T> RangeSet<T> {
     pub(super) fn new() -> Self {
         Self { by_start: BTreeMap::new() }
     }
 
     /// Inserts a range, or returns the value of the lowest range that it overlaps.
-    pub(super) fn enter(&mut self, start: u64, end: u64, what: T) -> Result<(), &T> {
+    pub(super) fn insert(&mut self, start: u64, end: u64, what: T) -> Result<(), &T> {
         // One look-up at the end of the new range would detect an overlap, but the lowest
         // overlapping range is the more useful report.
         let first = self.by_start.range(..=start).next_back().filter(|(_, held)| held.0 > start);
@@ -31,7 +31,7 @@ impl<T> Ranges<T> {
     }
 
     /// Removes the range that begins at `start`.
-    pub(super) fn leave(&mut self, start: u64) {
+    pub(super) fn remove(&mut self, start: u64) {
         self.by_start.remove(&start);
     }
 }
@@ -41,11 +41,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_over_another_is_refused_and_neighbours_are_not() {
-        let mut ranges = Ranges::new();
-        assert_eq!(ranges.enter(100, 200, 'a'), Ok(()));
-        assert_eq!(ranges.enter(200, 300, 'b'), Ok(()));
-        assert_eq!(ranges.enter(50, 100, 'c'), Ok(()));
+    fn overlapping_range_is_refused_but_neighbours_are_not() {
+        let mut ranges = RangeSet::new();
+        assert_eq!(ranges.insert(100, 200, 'a'), Ok(()));
+        assert_eq!(ranges.insert(200, 300, 'b'), Ok(()));
+        assert_eq!(ranges.insert(50, 100, 'c'), Ok(()));
         for (start, end, held) in [
             (100, 200, 'a'),
             (199, 201, 'a'),
@@ -54,10 +54,10 @@ mod tests {
             (0, 1000, 'c'),
             (299, 300, 'b'),
         ] {
-            assert_eq!(ranges.enter(start, end, 'x'), Err(&held), "{start}..{end}");
+            assert_eq!(ranges.insert(start, end, 'x'), Err(&held), "{start}..{end}");
         }
-        assert_eq!(ranges.enter(300, 301, 'd'), Ok(()), "a refusal leaves nothing behind");
-        ranges.leave(100);
-        assert_eq!(ranges.enter(100, 200, 'e'), Ok(()));
+        assert_eq!(ranges.insert(300, 301, 'd'), Ok(()), "a refusal leaves nothing behind");
+        ranges.remove(100);
+        assert_eq!(ranges.insert(100, 200, 'e'), Ok(()));
     }
 }

@@ -1,53 +1,53 @@
 //! Statistics of a stream's cache.
 
-use super::State;
-use crate::leasing::Holds;
+use super::CacheState;
+use crate::sharing_policy::CacheFootprint;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
-impl State {
+impl CacheState {
     /// Returns the bytes of live blocks, and the bytes that are free or pending.
-    pub(crate) fn holds(&self) -> Holds {
+    pub(crate) fn footprint(&self) -> CacheFootprint {
         let live = self.live();
-        Holds { live, free: self.heap.managed_bytes() - live }
+        CacheFootprint { live, free: self.heap.managed_bytes() - live }
     }
 
     /// Returns the bytes of the live blocks.
     #[inline]
     pub(super) fn live(&self) -> u64 {
-        self.heap.live_bytes() - self.account.pending
+        self.heap.live_bytes() - self.usage.pending
     }
 
     /// Returns the number of live blocks.
     pub(super) fn blocks(&self) -> u64 {
-        self.heap.live_blocks() - self.account.pending_blocks
+        self.heap.live_blocks() - self.usage.pending_blocks
     }
 
     /// Adds the counters of this cache to `stats`.
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
         let blocks = self.blocks();
         stats.live += self.live();
-        stats.requested += self.account.requested;
-        stats.pending += self.account.pending;
+        stats.requested += self.usage.requested;
+        stats.pending += self.usage.pending;
         stats.blocks += blocks;
-        stats.allocations += self.account.allocations;
-        stats.frees += self.account.allocations - blocks;
-        stats.peak_live += self.account.peak_live;
-        stats.peak_requested += self.account.peak_requested;
+        stats.allocations += self.usage.allocations;
+        stats.frees += self.usage.allocations - blocks;
+        stats.peak_live += self.usage.peak_live;
+        stats.peak_requested += self.usage.peak_requested;
         stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
     }
 
     /// Sets the peaks to what is held now.
     pub(crate) fn reset_peaks(&mut self) {
-        self.account.peak_live = self.live();
-        self.account.peak_requested = self.account.requested;
+        self.usage.peak_live = self.live();
+        self.usage.peak_requested = self.usage.requested;
     }
 
     /// An iterator over what each tag holds.
     pub(crate) fn holdings(&self) -> impl Iterator<Item = Holding> {
-        let tagged = &self.account.tagged;
+        let tagged = &self.usage.tagged;
         let untagged = Holding {
             tag: Tag::NONE,
-            bytes: self.account.requested - tagged.iter().map(|h| h.bytes).sum::<u64>(),
+            bytes: self.usage.requested - tagged.iter().map(|h| h.bytes).sum::<u64>(),
             blocks: self.blocks() - tagged.iter().map(|h| h.blocks).sum::<u64>(),
         };
         std::iter::once(untagged).chain(tagged.iter().copied())

@@ -2,12 +2,12 @@
 
 use super::{
     Elsewhere, Park, ParkReport, ResumeReport,
-    lodging::{Lodging, Phase, State},
-    saved::{self, Piece},
+    parkable::{ParkablePool, ParkableState, Phase},
+    saved::{self, SavedPiece},
 };
 use crate::{
-    physical::commons::Past,
-    pool::{Inner, deadline},
+    physical::shared_free::StreamDeps,
+    pool::{PoolCore, deadline},
 };
 use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
 use aquifer_driver::Ownership;
@@ -19,66 +19,72 @@ use std::{
 };
 
 /// The result of the copies.
-struct Copied {
-    pieces: Vec<Piece>,
+struct SavedContents {
+    pieces: Vec<SavedPiece>,
     took: Duration,
 }
 
-impl State {
+impl ParkableState {
     /// Returns the bytes of the live blocks: allocated and requested.
     fn live(&self) -> (u64, u64) {
-        self.blocks.values().fold((0, 0), |(bytes, requested), lodger| {
-            (bytes + lodger.bytes, requested + lodger.requested)
+        self.blocks.values().fold((0, 0), |(bytes, requested), live| {
+            (bytes + live.bytes, requested + live.requested)
         })
     }
 
     /// Releases claimed slots that contain no live block.
-    fn vacate_empty(&mut self, lodging: &Lodging) {
-        let grid = lodging.grid();
+    fn remove_empty_slots(&mut self, parkable: &ParkablePool) {
+        let grid = parkable.grid();
         let lives = |slot: &u64| {
-            self.lives_in(Range { start: grid.base + slot * grid.slot, len: grid.slot })
+            self.has_live_in(Range { start: grid.base + slot * grid.slot, len: grid.slot })
         };
         let empty: Vec<u64> = self.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
-        let _ = self.vacate(&empty, grid, |_| true);
+        let _ = self.remove_free_slots(&empty, grid, |_| true);
     }
 
     /// Keeps those of `pieces` that hold contents of a live block. Returns the others.
-    fn keep(&mut self, pieces: Vec<Piece>) -> Vec<Piece> {
+    fn retain_saved(&mut self, pieces: Vec<SavedPiece>) -> Vec<SavedPiece> {
         let (kept, over) =
-            pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.lives_in(r)));
+            pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.has_live_in(r)));
         self.saved = kept;
         over
     }
 
     /// Reports to a validating driver that nothing may touch the live blocks.
-    fn note_parked(&self, lodging: &Lodging) {
-        for (&address, lodger) in &self.blocks {
-            lodging.apart.note(lodger.generation, address, lodger.bytes, Ownership::Free);
+    fn notify_parked(&self, parkable: &ParkablePool) {
+        for (&address, live) in &self.blocks {
+            parkable.dedicated.notify_observer(
+                live.generation,
+                address,
+                live.bytes,
+                Ownership::Free,
+            );
         }
     }
 
     /// Reports to a validating driver that the live blocks have memory again, and which stream may
     /// write them: `on`, or their own if it is `None`.
-    fn note_backed(&self, lodging: &Lodging, on: Option<&Stream>) {
-        for (&address, lodger) in &self.blocks {
-            let (generation, home) = (lodger.generation, lodger.home.raw());
-            let live = Ownership::Live { stream: on.map_or(home, Stream::raw), generation };
-            lodging.apart.note(generation, address, lodger.bytes, live);
+    fn notify_resident(&self, parkable: &ParkablePool, on: Option<&Stream>) {
+        for (&address, live) in &self.blocks {
+            let (generation, owner_stream) = (live.generation, live.owner_stream.raw());
+            let owner =
+                Ownership::Live { stream: on.map_or(owner_stream, Stream::raw), generation };
+            parkable.dedicated.notify_observer(generation, address, live.bytes, owner);
         }
     }
 }
 
-impl Lodging {
+impl ParkablePool {
     /// Releases the memory of all blocks and saves its contents as `how` says.
     pub(super) fn park(&self, how: &Park) -> Result<ParkReport> {
         let began = Instant::now();
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         let until = how.deadline.or_else(|| deadline(pool.config.wait));
-        let work = self.shut(until)?;
+        let work = self.quiesce(until)?;
         match self.save(&pool, how, &work, until) {
-            Ok(copied) => Ok(self.take_away(&pool, copied, began)),
+            Ok(copied) => Ok(self.release_parked(&pool, copied, began)),
             Err(error) => {
-                self.open();
+                self.reopen();
                 Err(error)
             }
         }
@@ -87,11 +93,11 @@ impl Lodging {
     /// Waits for all work on the blocks, and copies their contents.
     fn save(
         &self,
-        pool: &Inner,
+        pool: &PoolCore,
         how: &Park,
         work: &[(Arc<Timeline>, u64)],
         until: Option<Instant>,
-    ) -> Result<Copied> {
+    ) -> Result<SavedContents> {
         for (timeline, epoch) in work {
             if !timeline.wait(*epoch, until)? {
                 return Err(MemoryError::TimedOut);
@@ -105,41 +111,41 @@ impl Lodging {
             }
             _ => Vec::new(),
         };
-        Ok(Copied { pieces, took: began.elapsed() })
+        Ok(SavedContents { pieces, took: began.elapsed() })
     }
 
     /// Returns the memory to the driver. Nothing uses it now or later. Mappings that the driver
     /// refuses to unmap stay, and do no harm.
-    fn take_away(&self, pool: &Inner, copied: Copied, began: Instant) -> ParkReport {
+    fn release_parked(&self, pool: &PoolCore, copied: SavedContents, began: Instant) -> ParkReport {
         let mut report = ParkReport::of(self.tag);
         report.copying = copied.took;
         let (over, dropped, held, events) = {
             let mut state = self.state();
-            let over = state.settle(&self.apart, true);
+            let over = state.collect_pending(&self.dedicated, true);
             let (bytes, requested) = state.live();
-            self.apart.lodged_parked(bytes, requested, self.tag);
+            self.dedicated.slot_pool_parked(bytes, requested, self.tag);
             (report.blocks, report.parked) = (state.blocks.len() as u64, bytes);
-            let events = state.events(&self.apart, self.tag, &[Action::Free, Action::Complete]);
-            state.note_parked(self);
-            state.tell(&self.apart);
-            state.vacate_empty(self);
-            let dropped = state.keep(copied.pieces);
-            report.saved = state.saved.iter().map(Piece::bytes).sum();
+            let events = state.events(&self.dedicated, self.tag, &[Action::Free, Action::Complete]);
+            state.notify_parked(self);
+            state.report_pending(&self.dedicated);
+            state.remove_empty_slots(self);
+            let dropped = state.retain_saved(copied.pieces);
+            report.saved = state.saved.iter().map(SavedPiece::bytes).sum();
             let held = self.span.charged_bytes();
-            self.apart.lodged_left(held);
-            self.span.leave(0..u64::MAX, Past::new(), Vec::new());
+            self.dedicated.slot_pool_retired(held);
+            self.span.retire(0..u64::MAX, StreamDeps::new(), Vec::new());
             state.phase = Phase::Parked;
             (over, dropped, held, events)
         };
         drop(dropped);
-        self.apart.send(events);
+        self.dedicated.send(events);
         self.complete(over);
-        let before = self.apart.held().stuck();
-        let (_, refused) = self.apart.take_down(&self.span);
+        let before = self.dedicated.held().stuck();
+        let (_, refused) = self.dedicated.reap_span(&self.span);
         // Another thread may have unmapped some of it concurrently. So the report counts what is
         // left, including what was unmapped but not released.
-        let unreleased = self.apart.held().stuck().saturating_sub(before);
-        let stuck = self.span.leaving_bytes() + unreleased;
+        let unreleased = self.dedicated.held().stuck().saturating_sub(before);
+        let stuck = self.span.retiring_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);
         report.kept =
             Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
@@ -156,36 +162,36 @@ impl Lodging {
         let (slots, ranges, pieces) = {
             let mut state = self.state();
             match state.phase {
-                Phase::Awake => return Ok(report),
+                Phase::Resident => return Ok(report),
                 Phase::Parking | Phase::Resuming => {
                     return Err(MemoryError::Parked { tag: self.tag });
                 }
                 Phase::Parked => state.phase = Phase::Resuming,
             }
-            state.vacate_empty(self);
+            state.remove_empty_slots(self);
             let slots: Vec<u64> = state.claimed.iter().copied().collect();
             (slots, state.live_ranges(), std::mem::take(&mut state.saved))
         };
         report.taken = slots.len() as u64 * self.span.slot;
-        match self.bring_back(&pool, &slots, &ranges, &pieces, until, &mut report) {
+        match self.restore_resident(&pool, &slots, &ranges, &pieces, until, &mut report) {
             Ok(()) => {
                 let mut state = self.state();
                 let (bytes, requested) = state.live();
-                self.apart.lodged_resumed(bytes, requested, self.tag);
+                self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
                 report.blocks = state.blocks.len() as u64;
-                let events = state.events(&self.apart, self.tag, &[Action::Allocate]);
-                state.wake(&self.apart);
+                let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
+                state.make_resident(&self.dedicated);
                 drop(state);
-                self.apart.send(events);
+                self.dedicated.send(events);
                 report.took = began.elapsed();
                 Ok(report)
             }
             Err(error) => {
                 let dropped = {
                     let mut state = self.state();
-                    state.tell(&self.apart);
+                    state.report_pending(&self.dedicated);
                     state.phase = Phase::Parked;
-                    state.keep(pieces)
+                    state.retain_saved(pieces)
                 };
                 drop(dropped);
                 Err(error)
@@ -193,20 +199,20 @@ impl Lodging {
         }
     }
 
-    fn bring_back(
+    fn restore_resident(
         &self,
-        pool: &Inner,
+        pool: &PoolCore,
         slots: &[u64],
         ranges: &[Range],
-        pieces: &[Piece],
+        pieces: &[SavedPiece],
         until: Option<Instant>,
         report: &mut ResumeReport,
     ) -> Result<()> {
         let stream = pool.streams().lease()?;
-        let new = self.back_by(pool, &stream, slots, until)?;
+        let new = self.back_slots_until(pool, &stream, slots, until)?;
         let bytes = slots.len() as u64 * self.span.slot;
-        self.apart.lodged_backed(BlockKind::Parkable, new, bytes - new);
-        self.state().note_backed(self, (!pieces.is_empty()).then_some(&stream));
+        self.dedicated.slot_pool_backed(BlockKind::Parkable, new, bytes - new);
+        self.state().notify_resident(self, (!pieces.is_empty()).then_some(&stream));
         let began = Instant::now();
         match saved::restore(&stream, pieces, ranges) {
             Ok(copied) => {
@@ -214,12 +220,12 @@ impl Lodging {
                 Ok(())
             }
             Err(error) => {
-                self.state().note_parked(self);
-                self.apart.lodged_left(bytes);
-                self.span.leave(0..u64::MAX, Past::new(), Vec::new());
+                self.state().notify_parked(self);
+                self.dedicated.slot_pool_retired(bytes);
+                self.span.retire(0..u64::MAX, StreamDeps::new(), Vec::new());
                 // A refusal is retried by the next caller that reaps. Otherwise the next resume
                 // uses what is still mapped.
-                let _ = self.apart.take_down(&self.span);
+                let _ = self.dedicated.reap_span(&self.span);
                 Err(error)
             }
         }
@@ -227,14 +233,15 @@ impl Lodging {
 
     /// Maps memory for all of `slots`, or for none. If there is a deadline and nothing else makes
     /// room, waits for the budget until then.
-    fn back_by(
+    fn back_slots_until(
         &self,
-        pool: &Inner,
+        pool: &PoolCore,
         stream: &Stream,
         slots: &[u64],
         until: Option<Instant>,
     ) -> Result<u64> {
-        let back = |reserved| pool.back(&self.span, stream.timeline(), self.tag, slots, reserved);
+        let back =
+            |reserved| pool.back_slots(&self.span, stream.timeline(), self.tag, slots, reserved);
         match back(None) {
             Err(MemoryError::OutOfMemory(refused))
                 if until.is_some() && refused.refused.is_some() =>

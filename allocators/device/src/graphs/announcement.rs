@@ -1,7 +1,7 @@
 //! Announcements: which captures allocate from which memory.
 
-use super::memory::{Capture, Memory};
-use crate::{Block, DevicePool, Request, home::check_home, pool::Inner};
+use super::memory::{Capture, GraphMemory};
+use crate::{Block, DevicePool, Request, pool::PoolCore, stream_cache::check_stream_device};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
 use aquifer_stream::{Fence, Stream, Timeline};
@@ -14,24 +14,24 @@ use std::{
 };
 
 /// The next announcement number.
-static NUMBERS: AtomicU64 = AtomicU64::new(1);
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// The streams whose captures an announcement covers.
-pub(super) enum Whose {
+pub(super) enum AnnouncedStreams {
     Stream(Arc<Timeline>),
-    Those(Box<dyn Fn(RawStream) -> bool + Send + Sync>),
+    Matching(Box<dyn Fn(RawStream) -> bool + Send + Sync>),
 }
 
-impl Whose {
+impl AnnouncedStreams {
     /// Returns whether `timeline`, which takes part in the capture `id`, is covered. A stream that
     /// has joined the capture may allocate before the announced stream does.
     fn includes(&self, timeline: &Arc<Timeline>, id: u64) -> bool {
         match self {
             Self::Stream(announced) => {
                 Arc::ptr_eq(announced, timeline)
-                    || announced.capture().is_ok_and(|theirs| theirs == Some(id))
+                    || announced.capture().is_ok_and(|other| other == Some(id))
             }
-            Self::Those(filter) => filter(timeline.raw()),
+            Self::Matching(filter) => filter(timeline.raw()),
         }
     }
 }
@@ -39,8 +39,8 @@ impl Whose {
 /// Maps the captures of some streams to a graph memory.
 pub(super) struct Announcement {
     number: u64,
-    whose: Whose,
-    memory: Arc<Memory>,
+    streams: AnnouncedStreams,
+    memory: Arc<GraphMemory>,
     /// The driver's number of the last capture that has allocated from it; 0 before the first.
     /// Streams that join that capture use it too.
     capture: AtomicU64,
@@ -51,18 +51,19 @@ pub(super) struct Announcement {
 pub(crate) struct Announcements(Mutex<Vec<Arc<Announcement>>>);
 
 impl Announcements {
-    fn open(&self) -> MutexGuard<'_, Vec<Arc<Announcement>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Announcement>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the memory for blocks of this stream, if it takes part in an announced capture. The
     /// oldest announcement applies. Queries the driver.
-    fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<Memory>, Capture)>> {
+    fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<GraphMemory>, Capture)>> {
         // The filters are foreign code and run without the lock.
-        let open = self.open().clone();
+        let open = self.lock().clone();
         let Some(id) = stream.timeline().capture()? else { return Ok(None) };
-        let draws = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
-        let found = draws.or_else(|| open.iter().find(|a| a.whose.includes(stream.timeline(), id)));
+        let started = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
+        let found =
+            started.or_else(|| open.iter().find(|a| a.streams.includes(stream.timeline(), id)));
         Ok(found.map(|announcement| {
             announcement.capture.store(id, Ordering::Relaxed);
             (announcement.memory.clone(), Capture { announced: announcement.number, id })
@@ -70,7 +71,7 @@ impl Announcements {
     }
 }
 
-impl Inner {
+impl PoolCore {
     /// Allocates a block for work that `stream` captures, if the capture was announced. The request
     /// has been checked.
     pub(crate) fn allocate_for_graph(
@@ -78,7 +79,7 @@ impl Inner {
         stream: &Stream,
         request: Request,
     ) -> Result<Option<Block>> {
-        if self.apart.announced.load(Ordering::Relaxed) == 0 {
+        if self.dedicated.announced.load(Ordering::Relaxed) == 0 {
             return Ok(None);
         }
         let Some((memory, capture)) = self.announcements.memory_for(stream)? else {
@@ -95,28 +96,32 @@ pub struct Announced {
     pool: DevicePool,
     announcement: Arc<Announcement>,
     /// Whether launches of the captured graph will be recorded.
-    noted: bool,
+    tracked: bool,
 }
 
 impl Announced {
     /// # Errors
     /// [`MemoryError::WrongDevice`]; [`MemoryError::AlreadyAnnounced`].
-    pub(super) fn new(pool: &DevicePool, memory: &Arc<Memory>, whose: Whose) -> Result<Self> {
-        if let Whose::Stream(timeline) = &whose {
-            check_home(&**pool.driver(), pool.device(), timeline)?;
+    pub(super) fn new(
+        pool: &DevicePool,
+        memory: &Arc<GraphMemory>,
+        streams: AnnouncedStreams,
+    ) -> Result<Self> {
+        if let AnnouncedStreams::Stream(timeline) = &streams {
+            check_stream_device(&**pool.driver(), pool.device(), timeline)?;
         }
         let announcement = Arc::new(Announcement {
-            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            whose,
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            streams,
             memory: memory.clone(),
             capture: AtomicU64::new(0),
         });
-        let inner = pool.inner();
+        let core = pool.core();
         {
-            let mut open = inner.announcements.open();
-            if let Whose::Stream(timeline) = &announcement.whose
+            let mut open = core.announcements.lock();
+            if let AnnouncedStreams::Stream(timeline) = &announcement.streams
                 && open.iter().any(
-                    |a| matches!(&a.whose, Whose::Stream(other) if Arc::ptr_eq(other, timeline)),
+                    |a| matches!(&a.streams, AnnouncedStreams::Stream(other) if Arc::ptr_eq(other, timeline)),
                 )
             {
                 return Err(MemoryError::AlreadyAnnounced { stream: timeline.raw().handle() });
@@ -124,44 +129,44 @@ impl Announced {
             open.push(announcement.clone());
         }
         // Relaxed: the announcement precedes the capture, so allocations in it see this count.
-        inner.apart.announced.fetch_add(1, Ordering::Relaxed);
-        inner.add_detour();
-        let announced = Self { pool: pool.clone(), announcement, noted: false };
+        core.dedicated.announced.fetch_add(1, Ordering::Relaxed);
+        core.add_slow_reason();
+        let announced = Self { pool: pool.clone(), announcement, tracked: false };
         let number = announced.announcement.number;
-        memory.passes(number);
+        memory.end_announcement(number);
         // Fence the work that runs already, while that is possible.
-        if let Whose::Stream(timeline) = &announced.announcement.whose
+        if let AnnouncedStreams::Stream(timeline) = &announced.announcement.streams
             && timeline.fence(timeline.open()) == Ok(Fence::Recorded)
         {
-            memory.was_fenced(number, timeline, timeline.open() - 1);
+            memory.record_fence(number, timeline, timeline.open() - 1);
         }
         Ok(announced)
     }
 
     /// Ends the announcement and returns the memory. The caller records the launches of the
     /// captured graph.
-    pub(super) fn end_noted(mut self) -> Arc<Memory> {
-        self.noted = true;
+    pub(super) fn end_tracked(mut self) -> Arc<GraphMemory> {
+        self.tracked = true;
         self.announcement.memory.clone()
     }
 }
 
 impl Drop for Announced {
     fn drop(&mut self) {
-        let inner = self.pool.inner();
+        let core = self.pool.core();
         let gone = {
-            let mut open = inner.announcements.open();
+            let mut open = core.announcements.lock();
             let at = open.iter().position(|a| Arc::ptr_eq(a, &self.announcement));
             at.map(|at| open.remove(at))
         };
         drop(gone);
-        inner.end_detour();
-        inner.apart.announced.fetch_sub(1, Ordering::Relaxed);
+        core.remove_slow_reason();
+        core.dedicated.announced.fetch_sub(1, Ordering::Relaxed);
         let Announcement { memory, number, capture, .. } = &*self.announcement;
-        if !self.noted && capture.load(Ordering::Relaxed) != 0 {
-            memory.lose_sight();
+        if !self.tracked && capture.load(Ordering::Relaxed) != 0 {
+            memory.mark_untracked();
         }
-        memory.passes(*number);
+        memory.end_announcement(*number);
     }
 }
 

@@ -2,30 +2,30 @@
 //!
 //! - Each is a [`Span`]: an exclusive range of addresses, and what is mapped there. Nothing in it
 //!   is given to another stream, moved or recycled.
-//! - What the owner frees becomes *leaving*: it stays mapped and charged until the host has seen
+//! - What the owner frees becomes *retiring*: it stays mapped and charged until the host has seen
 //!   the work done that used it and no registration keeps its address. A slow path of the pool, a
 //!   trim or the end of the pool then unmaps it.
 //! - So no drop calls the driver, and none waits.
 //!
 //! ```text
-//!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner lets go──▶ leaving
+//!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner frees──▶ retiring
 //!                          ▲                                   ▲                        │   │
 //!                          │                                   └──── committed again ───┘   │
 //!                          └──────── unmap, release ◀── its work done, no registration ─────┘
 //! ```
 
-mod lodged;
 mod room;
+mod slot_usage;
 mod span;
 
 pub(crate) use span::Span;
 
 use crate::{
     PoolConfig,
-    backend::{Deferred, Release},
-    chain::waited,
-    home::note,
-    physical::handle::{Funds, Handle, Held, NoHandle},
+    driver_alloc::{DeferredFree, ReleaseBlock},
+    physical::handle::{Funds, Handle, HandleError, HeldBytes},
+    slow_path::try_wait,
+    stream_cache::notify_observer,
 };
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag,
@@ -49,13 +49,13 @@ use std::{
 
 /// The dedicated memory of one pool.
 ///
-/// Owners hold a reference to it, and it holds the leaving spans. So it is dropped after the pool,
+/// Owners hold a reference to it, and it holds the retiring spans. So it is dropped after the pool,
 /// the blocks and the registrations, and then releases what is left.
-pub(crate) struct Apart {
+pub(crate) struct DedicatedPool {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) device: DeviceId,
     /// The devices that mappings grant access to.
-    reach: Arc<[DeviceId]>,
+    accessors: Arc<[DeviceId]>,
     /// Size and alignment of physical handles; 0 on devices without virtual memory.
     granularity: u64,
     /// Bytes by which reserved elements are committed.
@@ -64,27 +64,27 @@ pub(crate) struct Apart {
     /// mode, where memory checkers must see them.
     plain: bool,
     pub(crate) export: ExportTypes,
-    held: Arc<Held>,
+    held: Arc<HeldBytes>,
     recorder: Option<Arc<Recorder>>,
     observed: bool,
     generations: AtomicU64,
     /// Number of announced captures. While there are any, no thread may wait for the device.
     pub(crate) announced: AtomicU64,
-    /// Number of times that the end of a freed block may have dropped what it kept until then.
-    ends: AtomicU64,
+    /// Number of times that a freed block may have dropped attached values.
+    completions: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    account: Account,
-    /// Spans with memory that is leaving.
-    leaving: Vec<Arc<Span>>,
+    usage: DedicatedUsage,
+    /// Spans with retiring memory.
+    retiring: Vec<Arc<Span>>,
 }
 
 /// Statistics of dedicated memory, in bytes and counts.
 #[derive(Default)]
-pub(crate) struct Account {
+pub(crate) struct DedicatedUsage {
     pub(crate) live: u64,
     pub(crate) requested: u64,
     pub(crate) pending: u64,
@@ -106,9 +106,9 @@ pub(crate) struct Account {
     holders: Vec<Holding>,
 }
 
-impl Account {
+impl DedicatedUsage {
     /// Searches from the front, since there are few tags.
-    fn holder(&mut self, tag: Tag) -> &mut Holding {
+    fn holding_mut(&mut self, tag: Tag) -> &mut Holding {
         let at = self.holders.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
             self.holders.push(Holding { tag, bytes: 0, blocks: 0 });
             self.holders.len() - 1
@@ -117,29 +117,29 @@ impl Account {
     }
 
     /// Counts memory that becomes live.
-    pub(crate) fn took(&mut self, live: u64, requested: u64, tag: Tag) {
+    pub(crate) fn record_alloc(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live += live;
         self.requested += requested;
-        self.holder(tag).bytes += requested;
+        self.holding_mut(tag).bytes += requested;
         self.peak_live = self.peak_live.max(self.live);
         self.peak_requested = self.peak_requested.max(self.requested);
     }
 
     /// Counts live memory that its owner frees: it is pending until released.
-    pub(crate) fn let_go(&mut self, live: u64, requested: u64, tag: Tag) {
+    pub(crate) fn record_free(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live -= live;
         self.requested -= requested;
-        self.holder(tag).bytes -= requested;
+        self.holding_mut(tag).bytes -= requested;
         self.pending += live;
     }
 }
 
-impl Apart {
+impl DedicatedPool {
     pub(crate) fn new(
         driver: &Arc<dyn Driver>,
         info: &DeviceInfo,
         config: &PoolConfig,
-        reach: Arc<[DeviceId]>,
+        accessors: Arc<[DeviceId]>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
         let step = if granularity > 0 {
@@ -150,7 +150,7 @@ impl Apart {
         Arc::new(Self {
             driver: driver.clone(),
             device: info.device,
-            reach,
+            accessors,
             granularity,
             step,
             plain: granularity == 0 || (config.bypass && config.export == ExportTypes::NONE),
@@ -160,13 +160,13 @@ impl Apart {
             observed: driver.observer().is_some(),
             generations: AtomicU64::new(1),
             announced: AtomicU64::new(0),
-            ends: AtomicU64::new(0),
+            completions: AtomicU64::new(0),
             state: Mutex::default(),
         })
     }
 
     /// Returns the counter of bytes held from the driver.
-    pub(crate) fn held(&self) -> &Held {
+    pub(crate) fn held(&self) -> &HeldBytes {
         &self.held
     }
 
@@ -185,12 +185,12 @@ impl Apart {
     }
 
     /// Changes the statistics under the lock.
-    pub(crate) fn count(&self, change: impl FnOnce(&mut Account)) {
-        change(&mut self.state().account);
+    pub(crate) fn update_usage(&self, change: impl FnOnce(&mut DedicatedUsage)) {
+        change(&mut self.state().usage);
     }
 
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        let a = &self.state().account;
+        let a = &self.state().usage;
         stats.live += a.live;
         stats.requested += a.requested;
         stats.pending += a.pending + self.held.stuck();
@@ -210,7 +210,7 @@ impl Apart {
 
     /// Sets the peaks to what is held now.
     pub(crate) fn reset_peaks(&self) {
-        self.count(|a| {
+        self.update_usage(|a| {
             a.peak_live = a.live;
             a.peak_requested = a.requested;
         });
@@ -219,32 +219,32 @@ impl Apart {
 
     /// Returns the live bytes.
     pub(crate) fn live(&self) -> u64 {
-        self.state().account.live
+        self.state().usage.live
     }
 
     /// Returns the bytes that owners have freed and the driver does not have back yet.
-    pub(crate) fn leaving(&self) -> u64 {
-        self.state().account.pending + self.held.stuck()
+    pub(crate) fn retiring(&self) -> u64 {
+        self.state().usage.pending + self.held.stuck()
     }
 
     /// Returns what each tag holds: stable blocks by their requested bytes, reserved elements by
     /// their committed bytes.
     pub(crate) fn holdings(&self) -> Vec<Holding> {
-        self.state().account.holders.iter().filter(|h| h.bytes > 0).copied().collect()
+        self.state().usage.holders.iter().filter(|h| h.bytes > 0).copied().collect()
     }
 
     /// Turns an error of the driver into one of this device.
-    pub(crate) fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+    pub(crate) fn driver_error(&self, error: aquifer_core::DriverError) -> MemoryError {
         MemoryError::driver(self.device, error)
     }
 
     /// Returns the size of a dedicated block for `bytes`.
-    pub(crate) fn rounded(&self, bytes: u64) -> u64 {
+    pub(crate) fn round_up(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(if self.plain { crate::BLOCK_ALIGN } else { self.granularity })
     }
 
     /// Reserves `bytes` of addresses in slots of `slot` bytes. Maps nothing.
-    pub(crate) fn reserve(
+    pub(crate) fn reserve_span(
         &self,
         kind: BlockKind,
         bytes: u64,
@@ -252,8 +252,10 @@ impl Apart {
         align: u64,
     ) -> Result<Arc<Span>> {
         let align = align.max(self.granularity);
-        let address =
-            self.driver.address_reserve(self.device, bytes, align).map_err(|e| self.lost(e))?;
+        let address = self
+            .driver
+            .address_reserve(self.device, bytes, align)
+            .map_err(|e| self.driver_error(e))?;
         Ok(Arc::new(Span::mapped(self, kind, address, bytes, slot)))
     }
 
@@ -262,34 +264,34 @@ impl Apart {
         &self,
         charge: Charge,
         types: ExportTypes,
-    ) -> Result<Arc<Handle>, NoHandle> {
+    ) -> Result<Arc<Handle>, HandleError> {
         Handle::create_exportable(&self.driver, self.device, types, charge, &self.held)
-            .map_err(|(error, _)| NoHandle::Driver(error))
+            .map_err(|(error, _)| HandleError::Driver(error))
     }
 
     /// Allocates memory for a block of `bytes`, which is rounded: one handle at addresses of its
     /// own, or one allocation of the driver.
-    pub(crate) fn whole(
+    pub(crate) fn allocate_span(
         &self,
         kind: BlockKind,
         bytes: u64,
         align: u64,
         funds: Funds<'_>,
-    ) -> Result<Arc<Span>, NoHandle> {
-        let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
+    ) -> Result<Arc<Span>, HandleError> {
+        let charge = funds.charge(bytes).map_err(HandleError::Budget)?;
         if self.plain {
             let _relaxed = Relaxed::enter(&*self.driver);
-            let address = self.driver.mem_alloc(self.device, bytes).map_err(NoHandle::Driver)?;
+            let address = self.driver.mem_alloc(self.device, bytes).map_err(HandleError::Driver)?;
             self.held.add(bytes);
             return Ok(Arc::new(Span::whole(self, kind, address, bytes, charge, &self.held)));
         }
         let handle = self.handle(charge, self.export)?;
-        self.around(kind, handle, bytes, align).map_err(NoHandle::Driver)
+        self.map_span(kind, handle, bytes, align).map_err(HandleError::Driver)
     }
 
     /// Maps one whole handle at addresses of its own. On failure nothing stays mapped, except for
-    /// what the driver refuses to unmap, which leaves.
-    pub(crate) fn around(
+    /// what the driver refuses to unmap, which then retires.
+    pub(crate) fn map_span(
         &self,
         kind: BlockKind,
         handle: Arc<Handle>,
@@ -303,15 +305,15 @@ impl Apart {
             Ok(()) => Ok(span),
             Err(error) => {
                 span.close();
-                self.leave(&span);
-                self.reap_quietly();
+                self.enqueue_retiring(&span);
+                self.reap_nonblocking();
                 Err(error)
             }
         }
     }
 
     /// Maps handles at empty slots of a span. On failure nothing stays mapped, except for what the
-    /// driver refuses to unmap, which leaves.
+    /// driver refuses to unmap, which then retires.
     pub(crate) fn map(
         &self,
         span: &Arc<Span>,
@@ -319,71 +321,71 @@ impl Apart {
     ) -> Result<(), aquifer_core::DriverError> {
         span.map(parts).map_err(|(error, stuck)| {
             if stuck > 0 {
-                self.count(|a| a.pending += stuck);
-                self.leave(span);
+                self.update_usage(|a| a.pending += stuck);
+                self.enqueue_retiring(span);
             }
             error
         })
     }
 
-    /// Lists a span with memory that is leaving.
-    pub(crate) fn leave(&self, span: &Arc<Span>) {
+    /// Lists a span with retiring memory.
+    pub(crate) fn enqueue_retiring(&self, span: &Arc<Span>) {
         let mut state = self.state();
-        if !state.leaving.iter().any(|other| Arc::ptr_eq(other, span)) {
-            state.leaving.push(span.clone());
+        if !state.retiring.iter().any(|other| Arc::ptr_eq(other, span)) {
+            state.retiring.push(span.clone());
         }
     }
 
-    /// Releases leaving memory whose work is done. Returns the bytes. Blocks until the device is
+    /// Releases retiring memory whose work is done. Returns the bytes. Blocks until the device is
     /// idle if an allocation of the driver is freed.
     ///
     /// # Errors
     /// The driver's first refusal; all other memory has been tried.
     pub(crate) fn reap(&self) -> Result<u64> {
-        self.reap_some(|_| true)
+        self.reap_matching(|_| true)
     }
 
-    /// As [`Apart::reap`], for memory whose release does not block. A refusal is ignored, since the
-    /// next attempt meets it again.
-    pub(crate) fn reap_quietly(&self) {
-        let _ = self.reap_some(Span::goes_quietly);
+    /// As [`DedicatedPool::reap`], for memory whose release does not block. A refusal is ignored,
+    /// since the next attempt meets it again.
+    pub(crate) fn reap_nonblocking(&self) {
+        let _ = self.reap_matching(Span::reaps_without_blocking);
     }
 
-    fn reap_some(&self, which: impl Fn(&Span) -> bool) -> Result<u64> {
+    fn reap_matching(&self, which: impl Fn(&Span) -> bool) -> Result<u64> {
         let (spans, rest): (Vec<_>, Vec<_>) = {
             let mut state = self.state();
-            if state.leaving.is_empty() {
+            if state.retiring.is_empty() {
                 return Ok(0);
             }
-            std::mem::take(&mut state.leaving).into_iter().partition(|span| which(span))
+            std::mem::take(&mut state.retiring).into_iter().partition(|span| which(span))
         };
         for span in &rest {
-            self.leave(span);
+            self.enqueue_retiring(span);
         }
-        let (mut gone, mut outcome) = (0, Ok(()));
+        let (mut released, mut outcome) = (0, Ok(()));
         for span in spans {
-            let (bytes, reaped) = self.take_down(&span);
-            gone += bytes;
+            let (bytes, reaped) = self.reap_span(&span);
+            released += bytes;
             outcome = outcome.and(reaped);
         }
-        outcome.map(|()| gone)
+        outcome.map(|()| released)
     }
 
-    /// Releases the leaving memory of a span whose work is done. Returns the bytes, and the
+    /// Releases the retiring memory of a span whose work is done. Returns the bytes, and the
     /// driver's first refusal. The next call retries what the driver refused.
-    pub(crate) fn take_down(&self, span: &Arc<Span>) -> (u64, Result<()>) {
+    pub(crate) fn reap_span(&self, span: &Arc<Span>) -> (u64, Result<()>) {
         let before = self.held.stuck();
-        let (gone, outcome) = span.reap();
+        let (released, outcome) = span.reap();
         if !span.is_over() {
-            self.leave(span);
+            self.enqueue_retiring(span);
         }
-        if gone > 0 {
-            self.note_end();
+        if released > 0 {
+            self.count_completion();
             // Unmapped, but not released by the driver: still held, and pending in the statistics.
-            let stuck = self.held.stuck().saturating_sub(before).min(gone);
-            let given = gone - stuck;
-            self.count(|a| {
-                a.pending -= gone;
+            let stuck = self.held.stuck().saturating_sub(before).min(released);
+            let given = released - stuck;
+            self.update_usage(|a| {
+                a.pending -= released;
                 a.reaped += given;
             });
             if given > 0 {
@@ -391,56 +393,59 @@ impl Apart {
             }
             return (given, outcome);
         }
-        (gone, outcome)
+        (released, outcome)
     }
 
-    /// Counts the end of a freed block that may have kept other values until then.
-    pub(crate) fn note_end(&self) {
-        self.ends.fetch_add(1, Ordering::Relaxed);
+    /// Counts a freed block that may have dropped attached values.
+    pub(crate) fn count_completion(&self) {
+        self.completions.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Repeats `round` while it ends blocks that may have kept other blocks until they were free.
+    /// Repeats `round` while it completes blocks that may have kept other blocks alive.
     /// Those are freed after the round has fenced their streams, so the next round finds them done.
     /// A block keeps only blocks that existed before it, so the rounds end. Returns the sum of what
     /// the rounds return.
-    pub(crate) fn in_rounds(&self, mut round: impl FnMut() -> Result<u64>) -> Result<u64> {
+    pub(crate) fn repeat_until_stable(
+        &self,
+        mut round: impl FnMut() -> Result<u64>,
+    ) -> Result<u64> {
         let mut sum = 0;
         loop {
             // Relaxed: a thread sees its own increments. Those of another thread cost one more
             // round.
-            let before = self.ends.load(Ordering::Relaxed);
+            let before = self.completions.load(Ordering::Relaxed);
             sum += round()?;
-            if self.ends.load(Ordering::Relaxed) == before {
+            if self.completions.load(Ordering::Relaxed) == before {
                 return Ok(sum);
             }
         }
     }
 
-    /// Waits for the device if untracked work may use memory that is leaving, unless a capture is
+    /// Waits for the device if untracked work may use retiring memory, unless a capture is
     /// announced. Blocks.
-    pub(crate) fn outlast(&self) -> Result<()> {
+    pub(crate) fn synchronize_untracked(&self) -> Result<()> {
         if self.announced.load(Ordering::Relaxed) > 0 {
             return Ok(());
         }
-        let spans = self.state().leaving.clone();
-        spans.iter().try_for_each(|span| span.outlast())
+        let spans = self.state().retiring.clone();
+        spans.iter().try_for_each(|span| span.synchronize_if_required())
     }
 
-    /// Returns the work that leaving memory waits for, except for open uses.
-    pub(crate) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        let spans = self.state().leaving.clone();
-        spans.iter().flat_map(|span| span.leaving_work()).collect()
+    /// Returns the work that retiring memory waits for, except for open uses.
+    pub(crate) fn retiring_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let spans = self.state().retiring.clone();
+        spans.iter().flat_map(|span| span.retiring_work()).collect()
     }
 
-    /// Waits until `until` for the work of a leaving span. Returns whether there was any. Blocks.
+    /// Waits until `until` for the work of a retiring span. Returns whether there was any. Blocks.
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
-        let spans = self.state().leaving.clone();
+        let spans = self.state().retiring.clone();
         for span in spans {
-            if waited(|| span.wait(until))? {
+            if try_wait(|| span.wait(until))? {
                 return Ok(true);
             }
-            if span.outlasts() && self.announced.load(Ordering::Relaxed) == 0 {
-                return span.outlast().map(|()| true);
+            if span.needs_synchronize() && self.announced.load(Ordering::Relaxed) == 0 {
+                return span.synchronize_if_required().map(|()| true);
             }
         }
         Ok(false)
@@ -452,8 +457,19 @@ impl Apart {
     }
 
     /// Reports the owner of a range to the driver's observer, if the block has a generation.
-    pub(crate) fn note(&self, generation: u64, address: u64, bytes: u64, owner: Ownership<'_>) {
-        note(&self.driver, generation, DeviceRange { device: self.device, address, bytes }, owner);
+    pub(crate) fn notify_observer(
+        &self,
+        generation: u64,
+        address: u64,
+        bytes: u64,
+        owner: Ownership<'_>,
+    ) {
+        notify_observer(
+            &self.driver,
+            generation,
+            DeviceRange { device: self.device, address, bytes },
+            owner,
+        );
     }
 
     /// Records an event, if there is a recorder. Must be called without a lock.
@@ -492,23 +508,23 @@ impl Apart {
     }
 
     /// Counts a new block.
-    pub(crate) fn took_block(&self, live: u64, requested: u64, tag: Tag) {
-        self.count(|a| {
-            a.took(live, requested, tag);
+    pub(crate) fn record_block_alloc(&self, live: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.record_alloc(live, requested, tag);
             a.blocks += 1;
             a.allocations += 1;
             a.growths += u64::from(live > 0);
         });
     }
 
-    pub(crate) fn failed(&self, kind: BlockKind, bytes: u64, tag: Tag) {
-        self.count(|a| a.failures += 1);
+    pub(crate) fn record_failure(&self, kind: BlockKind, bytes: u64, tag: Tag) {
+        self.update_usage(|a| a.failures += 1);
         self.report(kind, Action::Fail, 0, 0, bytes, tag);
     }
 
     /// Counts a block of `tag`.
-    pub(crate) fn made(&self, tag: Tag) {
-        self.count(|a| a.holder(tag).blocks += 1);
+    pub(crate) fn record_block(&self, tag: Tag) {
+        self.update_usage(|a| a.holding_mut(tag).blocks += 1);
     }
 
     /// Records that steps have been committed.
@@ -528,7 +544,7 @@ impl Apart {
 
     /// Records that the owner has freed the steps in `ranges`, and their completion if no other
     /// stream uses them.
-    pub(crate) fn decommitted(
+    pub(crate) fn report_decommit(
         &self,
         ranges: impl IntoIterator<Item = (u64, u64)>,
         step: u64,
@@ -550,10 +566,10 @@ impl Apart {
     }
 
     /// Counts committed elements.
-    pub(crate) fn committed(&self, new: u64, again: u64, tag: Tag) {
-        self.count(|a| {
+    pub(crate) fn record_commit(&self, new: u64, again: u64, tag: Tag) {
+        self.update_usage(|a| {
             a.pending -= again;
-            a.took(new + again, new + again, tag);
+            a.record_alloc(new + again, new + again, tag);
             a.growths += u64::from(new > 0);
         });
         if new > 0 {
@@ -562,14 +578,14 @@ impl Apart {
     }
 }
 
-impl Drop for Apart {
+impl Drop for DedicatedPool {
     fn drop(&mut self) {
         let left = std::mem::take(
-            &mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving,
+            &mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).retiring,
         );
         for span in left {
             // After a failed wait, the check below finds the work not done, and the memory is kept.
-            let _ = span.wait(None).and_then(|_| span.outlast());
+            let _ = span.wait(None).and_then(|_| span.synchronize_if_required());
             // A later sweep retries what the driver refuses. Memory with open uses stays mapped and
             // charged.
             leftovers::release(&self.driver, move || match span.reap() {
@@ -580,35 +596,35 @@ impl Drop for Apart {
     }
 }
 
-impl fmt::Debug for Apart {
+impl fmt::Debug for DedicatedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Apart").field("held", &self.held.now()).finish_non_exhaustive()
+        f.debug_struct("DedicatedPool").field("held", &self.held.now()).finish_non_exhaustive()
     }
 }
 
 /// Releases a block that has a span of its own.
-pub(crate) struct Owned {
-    pub(crate) apart: Arc<Apart>,
+pub(crate) struct SpanRelease {
+    pub(crate) dedicated: Arc<DedicatedPool>,
     pub(crate) span: Arc<Span>,
     /// Bytes that were requested; `None` if the bytes mapped at the end count.
-    pub(crate) asked: Option<u64>,
+    pub(crate) block_bytes: Option<u64>,
     /// The tag of the request.
     pub(crate) tag: Tag,
 }
 
 /// Records the completion of a block when it is dropped.
-struct Completes {
-    apart: std::sync::Weak<Apart>,
+struct CompleteOnDrop {
+    dedicated: std::sync::Weak<DedicatedPool>,
     stream: u32,
     address: u64,
     bytes: u64,
     tag: Tag,
 }
 
-impl Drop for Completes {
+impl Drop for CompleteOnDrop {
     fn drop(&mut self) {
-        if let Some(apart) = self.apart.upgrade() {
-            apart.report(
+        if let Some(dedicated) = self.dedicated.upgrade() {
+            dedicated.report(
                 BlockKind::Stable,
                 Action::Complete,
                 self.stream,
@@ -620,9 +636,9 @@ impl Drop for Completes {
     }
 }
 
-impl Owned {
+impl SpanRelease {
     /// Returns the stream and its open epoch, which covers the work of the block so far.
-    pub(crate) fn ends(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
+    pub(crate) fn free_epoch(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
         let epoch = timeline.open();
         if timeline.fences_at_once() {
             // After a refusal the epoch has no proof: the memory stays until the stream is retired.
@@ -632,38 +648,43 @@ impl Owned {
     }
 }
 
-impl Release for Owned {
-    fn release(&self, block: Deferred) {
-        let Self { apart, span, asked, tag } = self;
+impl ReleaseBlock for SpanRelease {
+    fn release(&self, block: DeferredFree) {
+        let Self { dedicated, span, block_bytes, tag } = self;
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let owner =
             if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         for (address, bytes) in span.ranges() {
-            apart.note(block.generation, address, bytes, owner);
+            dedicated.notify_observer(block.generation, address, bytes, owner);
         }
         let live = span.charged_bytes();
-        let requested = asked.unwrap_or(live);
-        apart.count(|a| {
-            a.let_go(live, requested, *tag);
-            a.holder(*tag).blocks -= 1;
-            a.blocks -= u64::from(asked.is_some());
-            a.frees += u64::from(asked.is_some());
+        let requested = block_bytes.unwrap_or(live);
+        dedicated.update_usage(|a| {
+            a.record_free(live, requested, *tag);
+            a.holding_mut(*tag).blocks -= 1;
+            a.blocks -= u64::from(block_bytes.is_some());
+            a.frees += u64::from(block_bytes.is_some());
         });
         let (mut until_free, stream) = (block.until_free, block.timeline.number());
-        if let (Some(bytes), tag) = (*asked, *tag) {
-            apart.report(BlockKind::Stable, Action::Free, stream, block.address, bytes, tag);
-            if apart.recorder.is_some() {
-                let apart = Arc::downgrade(apart);
-                let completes = Completes { apart, stream, address: block.address, bytes, tag };
+        if let (Some(bytes), tag) = (*block_bytes, *tag) {
+            dedicated.report(BlockKind::Stable, Action::Free, stream, block.address, bytes, tag);
+            if dedicated.recorder.is_some() {
+                let dedicated = Arc::downgrade(dedicated);
+                let completes =
+                    CompleteOnDrop { dedicated, stream, address: block.address, bytes, tag };
                 until_free
                     .get_or_insert_default()
                     .push(Contained::new(Box::new(completes) as Box<_>));
             }
         }
-        if asked.is_none() {
-            apart.decommitted(span.ranges(), span.slot, stream, users.is_empty(), *tag);
+        if block_bytes.is_none() {
+            dedicated.report_decommit(span.ranges(), span.slot, stream, users.is_empty(), *tag);
         }
-        span.leave_whole(smallvec![Self::ends(&block.timeline)], block.uses.follow(), until_free);
-        apart.leave(span);
+        span.retire_whole(
+            smallvec![Self::free_epoch(&block.timeline)],
+            block.uses.follow(),
+            until_free,
+        );
+        dedicated.enqueue_retiring(span);
     }
 }

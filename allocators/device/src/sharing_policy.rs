@@ -1,6 +1,6 @@
 //! The policy that decides whether streams keep their free memory in separate caches or share it.
 //!
-//! - **Apart**: each stream is served from its own cache and never waits for another stream. But
+//! - **Separate**: each stream is served from its own cache and never waits for another stream. But
 //!   free memory in one cache is of no use to other streams, and a large block may fit in no single
 //!   cache although enough is free in all.
 //! - **Together**: freed memory goes to a shared free list, and blocks go to the lowest address
@@ -10,11 +10,11 @@
 //!
 //! Rules:
 //!
-//! - Streams are apart while memory is ample, and together once more than half of the budget is
-//!   used.
-//! - While apart, only a large block takes what other streams have freed, and only if more than a
-//!   third of all memory is idle, except for the steady state below. If every block did so, streams
-//!   that allocate at the same time would take the same ranges from each other forever.
+//! - Streams keep separate caches while memory is ample, and share free memory once more than half
+//!   of the budget is used.
+//! - While separate, only a large block takes what other streams have freed, and only if more than
+//!   a third of all memory is idle, except for the steady state below. If every block did so,
+//!   streams that allocate at the same time would take the same ranges from each other forever.
 //! - If more than a third is idle, a large block reuses it before memory grows, even if its stream
 //!   has to wait for the others' work on the device. Otherwise memory would grow without bound on a
 //!   device that lags behind.
@@ -27,7 +27,7 @@
 //!   next round can reuse.
 //! - Once several streams hold five fourths of the high-water mark, large blocks come from the
 //!   shared free list, at the lowest ready address. They then lie side by side and leave large
-//!   holes, and small blocks stay apart.
+//!   holes, and small blocks stay in their own caches.
 
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -41,7 +41,7 @@ const ALWAYS_OWN: u64 = 64 << 10;
 const LARGE: u64 = 16 << 20;
 /// From this size on, in bytes, blocks reuse other streams' memory instead of new memory, if as
 /// much has been in use before.
-const MIDDLING: u64 = 8 << 20;
+const MEDIUM: u64 = 8 << 20;
 /// A stream counts as one of several that share if it holds more than this part of all memory, or
 /// more than half of an equal share if there are many streams.
 const HOLDERS_PART: u64 = 8;
@@ -51,7 +51,7 @@ const TIGHT_PART: u64 = 32;
 
 /// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Holds {
+pub(crate) struct CacheFootprint {
     /// In live blocks.
     pub(crate) live: u64,
     /// In its cache, or freed and still in use elsewhere.
@@ -60,20 +60,20 @@ pub(crate) struct Holds {
 
 /// The order in which a stream without room searches for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum First {
+pub(crate) enum GrowthOrder {
     /// New memory first: half of the budget is left, and at most a third of the held memory is
     /// idle, or the block is not large and at most half is idle.
-    New,
+    GrowFirst,
     /// The shared free list first, even if the stream has to wait for it; then as before. Chosen if
     /// as much has been in use before and a quarter more is held.
-    Nobodys,
+    SharedFirst,
     /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
-    /// Also for a block of at least [`MIDDLING`] bytes if as much has been in use before, however
+    /// Also for a block of at least [`MEDIUM`] bytes if as much has been in use before, however
     /// little is idle.
-    Idle,
-    /// Like `Idle`, but idle handles are moved before memory grows: the held memory is seven
+    ReuseFirst,
+    /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
     /// fourths of the high-water mark of use.
-    Moves,
+    CompactFirst,
 }
 
 /// The choice among otherwise equal places for a block.
@@ -87,10 +87,10 @@ pub(crate) enum Fit {
 
 /// The current state of the policy.
 #[derive(Default, Debug)]
-pub(crate) struct Leasing {
+pub(crate) struct SharingPolicy {
     /// Whether the caches can share. If not, each keeps its memory for good.
     sharing: bool,
-    together: AtomicBool,
+    all_shared: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
     /// At most a third of the held memory is idle.
@@ -98,52 +98,52 @@ pub(crate) struct Leasing {
     /// Nearly all of the budget is in use: see [`TIGHT_PART`].
     tight: AtomicBool,
     /// There is more than one stream.
-    several: AtomicBool,
+    several_streams: AtomicBool,
     /// Several streams hold five fourths of the high-water mark of use.
-    gathers: AtomicBool,
+    surplus: AtomicBool,
     /// Bytes in use at the last decision.
     live: AtomicU64,
     /// The most bytes in use at any decision or right after it.
-    most: AtomicU64,
+    peak_live: AtomicU64,
     /// Bytes held at the last decision.
     held: AtomicU64,
     /// The most bytes in use at any decision. It is compared with `held`, which is also taken at
-    /// decisions. With `most` instead, handles would move later, and held memory would exceed its
-    /// bound.
+    /// decisions. With `peak_live` instead, handles would move later, and held memory would exceed
+    /// its bound.
     high_water: AtomicU64,
 }
 
-impl Leasing {
-    /// Creates a policy that starts apart, and stays so unless `sharing` is set.
+impl SharingPolicy {
+    /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
     pub(crate) fn new(sharing: bool) -> Self {
         Self { sharing, ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
     #[inline]
-    pub(crate) fn is_together(&self) -> bool {
+    pub(crate) fn shares_all(&self) -> bool {
         // Relaxed: a stream that sees the change late takes one block from its own cache.
-        self.together.load(Ordering::Relaxed)
+        self.all_shared.load(Ordering::Relaxed)
     }
 
     /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
     /// list.
-    pub(crate) fn gives_up(&self) -> u64 {
-        if self.is_together() { 0 } else { LARGE }
+    pub(crate) fn min_shared_extent(&self) -> u64 {
+        if self.shares_all() { 0 } else { LARGE }
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
     /// cache may have room.
     #[inline]
-    pub(crate) fn takes_over(&self, bytes: u64) -> bool {
+    pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
         bytes > ALWAYS_OWN
-            && (self.is_together() || bytes >= LARGE && self.gathers.load(Ordering::Relaxed))
+            && (self.shares_all() || bytes >= LARGE && self.surplus.load(Ordering::Relaxed))
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
     /// the shared free list. For smaller blocks, cutting single units is not worth it.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
-        self.is_together() || self.sharing && bytes >= MIDDLING
+        self.shares_all() || self.sharing && bytes >= MEDIUM
     }
 
     /// Returns the choice among otherwise equal places for a block.
@@ -152,57 +152,58 @@ impl Leasing {
     }
 
     /// Returns the search order for a stream that has no room for `bytes`.
-    pub(crate) fn first(&self, bytes: u64) -> First {
+    pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
         let (held, high) =
             (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
-        let again = self.is_again(bytes);
-        let new = match self.has_been_enough(bytes) && self.gathers.load(Ordering::Relaxed) {
-            true => First::Nobodys,
-            false => First::New,
+        let again = self.should_reuse(bytes);
+        let new = match self.fits_peak(bytes) && self.surplus.load(Ordering::Relaxed) {
+            true => GrowthOrder::SharedFirst,
+            false => GrowthOrder::GrowFirst,
         };
         match (self.spacious.load(Ordering::Relaxed), self.ample.load(Ordering::Relaxed)) {
-            (true, true) if !again && !self.takes_over(bytes) => new,
+            (true, true) if !again && !self.prefers_shared(bytes) => new,
             (true, false) if !again && bytes < LARGE && held < high.saturating_mul(2) => new,
-            _ if held < high / 4 * 7 => First::Idle,
-            _ => First::Moves,
+            _ if held < high / 4 * 7 => GrowthOrder::ReuseFirst,
+            _ => GrowthOrder::CompactFirst,
         }
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.
-    fn has_been_enough(&self, bytes: u64) -> bool {
-        self.live.load(Ordering::Relaxed).saturating_add(bytes) <= self.most.load(Ordering::Relaxed)
+    fn fits_peak(&self, bytes: u64) -> bool {
+        self.live.load(Ordering::Relaxed).saturating_add(bytes)
+            <= self.peak_live.load(Ordering::Relaxed)
     }
 
     /// Returns whether a block of `bytes` should search other streams' memory because what is held
     /// was enough before.
-    fn is_again(&self, bytes: u64) -> bool {
-        bytes >= MIDDLING && self.several.load(Ordering::Relaxed) && self.has_been_enough(bytes)
+    fn should_reuse(&self, bytes: u64) -> bool {
+        bytes >= MEDIUM && self.several_streams.load(Ordering::Relaxed) && self.fits_peak(bytes)
     }
 
     /// Returns whether new memory for a block of `bytes` has the full size of the block, whatever
     /// is free next to it. The held memory was enough before and is fragmented now, so this creates
     /// a hole that can be reused.
-    pub(crate) fn grows_whole(&self, bytes: u64) -> bool {
-        self.is_again(bytes)
+    pub(crate) fn grows_whole_blocks(&self, bytes: u64) -> bool {
+        self.should_reuse(bytes)
     }
 
     /// Records that a block of `bytes` has been allocated since the last decision.
-    pub(crate) fn served(&self, bytes: u64) {
-        self.most
+    pub(crate) fn record_served(&self, bytes: u64) {
+        self.peak_live
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
     /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes. Once
     /// together, streams stay so until less than three eighths of the budget are used. This
     /// hysteresis keeps a loop at the border from oscillating.
-    pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
+    pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
-        let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
-        let held = |stream: &&Holds| stream.live + stream.free;
+        let border = if self.shares_all() { limit / 8 * 3 } else { limit / 2 };
+        let held = |stream: &&CacheFootprint| stream.live + stream.free;
         let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
         let holders =
             streams.iter().filter(|stream| held(stream) > used / HOLDERS_PART.max(2 * some));
-        let together = self.sharing && used > border && holders.count() > 1;
+        let all_shared = self.sharing && used > border && holders.count() > 1;
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (used <= limit / 2, free <= live / 2);
@@ -210,17 +211,17 @@ impl Leasing {
         self.held.store(live + free, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
-        let most = self.most.fetch_max(live, Ordering::Relaxed).max(live);
-        let gathers = self.sharing && streams.len() > 1 && live + free >= most / 4 * 5;
+        let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
+        let surplus = self.sharing && streams.len() > 1 && live + free >= peak_live / 4 * 5;
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
         let flags = [
-            (&self.together, together),
+            (&self.all_shared, all_shared),
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
-            (&self.gathers, gathers),
-            (&self.several, streams.len() > 1),
+            (&self.surplus, surplus),
+            (&self.several_streams, streams.len() > 1),
         ];
         for (flag, value) in flags {
             if flag.load(Ordering::Relaxed) != value {
@@ -237,28 +238,31 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn streams_come_together_above_half_of_the_budget_and_part_below_three_eighths() {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
+    fn sharing_starts_above_half_of_the_budget_and_ends_below_three_eighths() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
         let mut step = |used: u64| {
             let charge = budget.charge(used);
-            leasing.decide(&budget, &[Holds { live: used / 2, free: 0 }; 2], 0);
+            policy.update(&budget, &[CacheFootprint { live: used / 2, free: 0 }; 2], 0);
             drop(charge);
-            leasing.is_together()
+            policy.shares_all()
         };
         assert_eq!([400, 401, 301, 300, 400].map(&mut step), [false, true, true, false, false]);
     }
 
     #[test]
-    fn a_stream_that_holds_nearly_all_of_it_shares_with_nobody() {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
+    fn a_stream_that_holds_nearly_all_memory_does_not_share() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
         let charge = budget.charge(800);
         let step = |first: u64, second: u64| {
-            leasing.decide(
+            policy.update(
                 &budget,
-                &[Holds { live: first, free: 0 }, Holds { live: second / 2, free: second / 2 }],
+                &[
+                    CacheFootprint { live: first, free: 0 },
+                    CacheFootprint { live: second / 2, free: second / 2 },
+                ],
                 0,
             );
-            leasing.is_together()
+            policy.shares_all()
         };
         assert!(!step(720, 80));
         assert!(step(690, 110));
@@ -266,32 +270,32 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_equal_streams_share_and_small_ones_beside_a_large_one_do_not() {
+    fn equal_streams_share_but_small_streams_beside_a_large_one_do_not() {
         let budget = Budget::new("a test", 1600);
         let _charge = budget.charge(1600);
         for count in [2, 7, 8, 9, 16, 100] {
-            let leasing = Leasing::new(true);
+            let policy = SharingPolicy::new(true);
             // Streams that hold nothing do not count.
-            let mut equal = vec![Holds { live: 1600 / count, free: 0 }; count as usize];
-            equal.extend([Holds { live: 0, free: 0 }; 50]);
-            leasing.decide(&budget, &equal, 0);
-            assert!(leasing.is_together(), "{count} equal streams");
-            let leasing = Leasing::new(true);
-            let mut small = vec![Holds { live: 160 / count, free: 0 }; count as usize];
-            small.push(Holds { live: 1440, free: 0 });
-            leasing.decide(&budget, &small, 0);
-            assert!(!leasing.is_together(), "one large stream and {count} small ones");
+            let mut equal = vec![CacheFootprint { live: 1600 / count, free: 0 }; count as usize];
+            equal.extend([CacheFootprint { live: 0, free: 0 }; 50]);
+            policy.update(&budget, &equal, 0);
+            assert!(policy.shares_all(), "{count} equal streams");
+            let policy = SharingPolicy::new(true);
+            let mut small = vec![CacheFootprint { live: 160 / count, free: 0 }; count as usize];
+            small.push(CacheFootprint { live: 1440, free: 0 });
+            policy.update(&budget, &small, 0);
+            assert!(!policy.shares_all(), "one large stream and {count} small ones");
         }
     }
 
     #[test]
-    fn memory_is_ample_while_half_of_the_budget_is_left_and_a_third_of_it_lies_idle_at_most() {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
+    fn pool_grows_first_while_half_of_the_budget_is_left_and_little_is_idle() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
         let step = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
-            leasing.decide(&budget, &[Holds { live, free: 0 }], free);
+            policy.update(&budget, &[CacheFootprint { live, free: 0 }], free);
             drop(charge);
-            leasing.first(LARGE) == First::New
+            policy.growth_order(LARGE) == GrowthOrder::GrowFirst
         };
         assert_eq!(
             [(200, 100), (200, 101), (300, 101)].map(|(live, free)| step(live, free)),
@@ -300,14 +304,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_and_not_when_it_only_is_held() {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 3200 * MIB));
+    fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_but_not_when_it_is_idle() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 3200 * MIB));
         let step = |live: u64, free: u64| {
             let (live, free) = (live * MIB, free * MIB);
             let charge = budget.charge(live + free);
-            leasing.decide(&budget, &[Holds { live, free: 0 }], free);
+            policy.update(&budget, &[CacheFootprint { live, free: 0 }], free);
             drop(charge);
-            leasing.fit()
+            policy.fit()
         };
         assert_eq!(step(3100, 0), Fit::Lowest);
         assert_eq!(step(3101, 0), Fit::FewestPinned);
@@ -316,47 +320,47 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_come_from_what_streams_share_once_a_quarter_more_is_held_than_was_ever_in_use()
-    {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 100_000));
-        let decide = |streams: &[Holds], shared: u64| leasing.decide(&budget, streams, shared);
-        let two = [Holds { live: 500, free: 0 }; 2];
-        decide(&two, 0);
-        assert!(!leasing.takes_over(LARGE));
-        decide(&two, 249);
-        assert!(!leasing.takes_over(LARGE));
-        decide(&two, 250);
-        assert!(leasing.takes_over(LARGE) && !leasing.takes_over(LARGE - 1));
+    fn large_blocks_use_shared_memory_once_a_quarter_more_is_held_than_the_peak() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 100_000));
+        let update =
+            |streams: &[CacheFootprint], shared: u64| policy.update(&budget, streams, shared);
+        let two = [CacheFootprint { live: 500, free: 0 }; 2];
+        update(&two, 0);
+        assert!(!policy.prefers_shared(LARGE));
+        update(&two, 249);
+        assert!(!policy.prefers_shared(LARGE));
+        update(&two, 250);
+        assert!(policy.prefers_shared(LARGE) && !policy.prefers_shared(LARGE - 1));
         // The high-water mark counts, not the current use.
-        decide(&[Holds { live: 100, free: 0 }; 2], 1000);
-        assert!(!leasing.takes_over(LARGE));
+        update(&[CacheFootprint { live: 100, free: 0 }; 2], 1000);
+        assert!(!policy.prefers_shared(LARGE));
         // A single stream has no other to share with.
-        decide(&two[..1], 1000);
-        assert!(!leasing.takes_over(LARGE));
-        let apart = Leasing::new(false);
-        apart.decide(&budget, &two, 1000);
-        assert!(!apart.takes_over(LARGE));
+        update(&two[..1], 1000);
+        assert!(!policy.prefers_shared(LARGE));
+        let separate = SharingPolicy::new(false);
+        separate.update(&budget, &two, 1000);
+        assert!(!separate.prefers_shared(LARGE));
     }
 
     #[test]
-    fn where_as_much_has_been_in_use_before_a_middling_block_takes_what_lies_idle() {
-        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 1 << 40));
+    fn medium_blocks_reuse_idle_memory_below_the_peak() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 1 << 40));
         let step = |live: u64, free: u64, bytes: u64| {
-            leasing.decide(&budget, &[Holds { live: live / 2, free: 0 }; 2], free);
-            leasing.first(bytes)
+            policy.update(&budget, &[CacheFootprint { live: live / 2, free: 0 }; 2], free);
+            policy.growth_order(bytes)
         };
-        let high = 100 * MIDDLING;
-        assert_eq!(step(high, 0, MIDDLING), First::New);
+        let high = 100 * MEDIUM;
+        assert_eq!(step(high, 0, MEDIUM), GrowthOrder::GrowFirst);
         // Half as much is idle, and the block would be new use, or not.
-        assert_eq!(step(high, high / 2 + 1, MIDDLING), First::New);
-        assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING), First::Idle);
-        assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING - 1), First::Nobodys);
+        assert_eq!(step(high, high / 2 + 1, MEDIUM), GrowthOrder::GrowFirst);
+        assert_eq!(step(high - MEDIUM, high / 2 + 1, MEDIUM), GrowthOrder::ReuseFirst);
+        assert_eq!(step(high - MEDIUM, high / 2 + 1, MEDIUM - 1), GrowthOrder::SharedFirst);
         assert_eq!(
-            step(high - MIDDLING, high / 8, MIDDLING),
-            First::Idle,
+            step(high - MEDIUM, high / 8, MEDIUM),
+            GrowthOrder::ReuseFirst,
             "however little lies idle"
         );
-        assert_eq!(step(high - MIDDLING, high / 8, MIDDLING - 1), First::New);
-        assert!(leasing.grows_whole(MIDDLING) && !leasing.grows_whole(MIDDLING + 1));
+        assert_eq!(step(high - MEDIUM, high / 8, MEDIUM - 1), GrowthOrder::GrowFirst);
+        assert!(policy.grows_whole_blocks(MEDIUM) && !policy.grows_whole_blocks(MEDIUM + 1));
     }
 }

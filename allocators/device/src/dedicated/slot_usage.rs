@@ -1,0 +1,80 @@
+//! Statistics of memory that several parkable blocks share.
+//!
+//! ```text
+//!   nothing ──backed──▶ cached ──allocated──▶ live
+//!      ▲                 │  ▲                   │
+//!      │                 │  └──collected── pending ◀──freed
+//!      └── unmapped ──── pending ◀──retired
+//! ```
+
+use super::DedicatedPool;
+use aquifer_core::{Action, Tag, event::BlockKind};
+
+impl DedicatedPool {
+    /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
+    /// retiring.
+    pub(crate) fn slot_pool_backed(&self, kind: BlockKind, new: u64, again: u64) {
+        self.update_usage(|a| {
+            a.cached += new + again;
+            a.pending -= again;
+            a.growths += u64::from(new > 0);
+        });
+        if new > 0 {
+            self.report(kind, Action::Grow, 0, 0, new, Tag::NONE);
+        }
+    }
+
+    /// Counts empty slots that become retiring.
+    pub(crate) fn slot_pool_retired(&self, bytes: u64) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.pending += bytes;
+        });
+    }
+
+    /// Counts an allocated block.
+    pub(crate) fn slot_pool_allocated(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.record_alloc(bytes, requested, tag);
+            a.holding_mut(tag).blocks += 1;
+            a.blocks += 1;
+            a.allocations += 1;
+        });
+    }
+
+    /// Counts a freed block, whose memory, if any, is pending.
+    pub(crate) fn slot_pool_freed(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.record_free(bytes, requested, tag);
+            a.holding_mut(tag).blocks -= 1;
+            a.blocks -= 1;
+            a.frees += 1;
+        });
+    }
+
+    /// Counts pending memory that has become free.
+    pub(crate) fn slot_pool_collected(&self, bytes: u64) {
+        self.update_usage(|a| {
+            a.pending -= bytes;
+            a.cached += bytes;
+        });
+    }
+
+    /// Counts live blocks that lose their memory when they are parked.
+    pub(crate) fn slot_pool_parked(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.record_free(bytes, requested, tag);
+            a.pending -= bytes;
+            a.cached += bytes;
+        });
+    }
+
+    /// Counts live blocks that get memory again.
+    pub(crate) fn slot_pool_resumed(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.record_alloc(bytes, requested, tag);
+        });
+    }
+}

@@ -1,0 +1,322 @@
+//! Candidates for reuse: the free ranges of caches and of the shared free list in one list, by
+//! address, and the handles that lie wholly in them. The lists belong to a pass and are partly
+//! built under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
+
+use super::{Mapped, Readiness, intersection};
+use crate::{
+    physical::{
+        shared_free::{StreamDeps, is_done, is_done_except},
+        slots::Mapping,
+    },
+    stream_cache::{CacheState, StreamCache},
+};
+use aquifer_core::scratch::{Bump, List, list};
+use aquifer_heap::Range;
+use aquifer_stream::Timeline;
+use smallvec::smallvec;
+use std::{cmp::Reverse, sync::Arc};
+
+/// The list that a free range is in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum RangeOwner {
+    /// The cache at this index of [`FreeRanges::caches`].
+    Cache(usize),
+    Shared,
+}
+
+/// A free range.
+pub(super) struct FreeRange {
+    pub(super) range: Range,
+    owner: RangeOwner,
+    done: bool,
+}
+
+/// Free ranges, by address. They are only read, not taken: another thread may take one first.
+pub(super) struct FreeRanges<'s> {
+    caches: List<'s, (&'static StreamCache, Arc<Timeline>)>,
+    pub(super) all: List<'s, FreeRange>,
+    /// Bytes of live blocks of these caches.
+    pub(super) live: u64,
+}
+
+/// A range taken from its list.
+pub(super) struct RangePiece {
+    pub(super) range: Range,
+    /// `None` for the shared free list.
+    pub(super) from: Option<&'static StreamCache>,
+    pub(super) deps: StreamDeps,
+}
+
+/// A handle under memory that is wholly free.
+pub(super) struct MappingCandidate {
+    pub(super) first: u64,
+    pub(super) count: u64,
+    /// Bytes of the free stretch around it.
+    pub(super) stretch: u64,
+    /// Whether some of its work is not known to be done.
+    pub(super) busy: bool,
+}
+
+/// A mapping removed from the table, with the memory over it, which is in no list.
+pub(super) struct ReclaimedMapping<'s> {
+    pub(super) mapping: Mapping,
+    pub(super) pieces: List<'s, RangePiece>,
+}
+
+impl RangePiece {
+    pub(super) fn is_from(&self, cache: &'static StreamCache) -> bool {
+        self.from.is_some_and(|from| std::ptr::eq(from, cache))
+    }
+
+    /// Returns whether the host has seen all work on it done, except for that of `own`.
+    pub(super) fn is_done_except(&self, own: Option<&Arc<Timeline>>) -> bool {
+        is_done_except(&self.deps, own)
+    }
+}
+
+impl ReclaimedMapping<'_> {
+    pub(super) fn is_done(&self) -> bool {
+        self.pieces.iter().all(|piece| is_done(&piece.deps))
+    }
+}
+
+impl<'s> FreeRanges<'s> {
+    /// Returns the allocator of its lists.
+    pub(super) fn bump(&self) -> &'s Bump {
+        self.all.allocator()
+    }
+
+    pub(super) fn cache_of(&self, free_range: &FreeRange) -> Option<&'static StreamCache> {
+        match free_range.owner {
+            RangeOwner::Cache(at) => Some(self.caches[at].0),
+            RangeOwner::Shared => None,
+        }
+    }
+
+    /// Returns the ranges that overlap `range`.
+    pub(super) fn touching(&self, range: Range) -> &[FreeRange] {
+        let from = self.all.partition_point(|o| o.range.start + o.range.len <= range.start);
+        let to = self.all.partition_point(|o| o.range.start < range.start + range.len);
+        &self.all[from..to.max(from)]
+    }
+
+    /// An iterator over the stretches without a gap, as slices of ranges.
+    fn stretches(&self) -> impl Iterator<Item = &[FreeRange]> {
+        self.all.chunk_by(|a, b| a.range.start + a.range.len == b.range.start)
+    }
+}
+
+impl Mapped {
+    /// Returns the free ranges of `donors` and of the shared free list: those that are done, those
+    /// that only `cache` itself still uses, and with [`Readiness::MayWait`] all of them.
+    pub(super) fn free_ranges<'s>(
+        &self,
+        bump: &'s Bump,
+        donors: &[&'static StreamCache],
+        cache: Option<&'static StreamCache>,
+        readiness: Readiness,
+    ) -> FreeRanges<'s> {
+        let mut free_ranges =
+            FreeRanges { caches: List::new_in(bump), all: List::new_in(bump), live: 0 };
+        free_ranges.caches.reserve(donors.len());
+        let FreeRanges { caches, all, live } = &mut free_ranges;
+        for &donor in donors {
+            let owner = RangeOwner::Cache(caches.len());
+            let own = cache.is_some_and(|cache| std::ptr::eq(cache, donor));
+            donor.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return };
+                *live += s.footprint().live;
+                for extent in s.heap.free_extents() {
+                    let done = timeline.is_done(extent.stamp);
+                    if done || own || readiness == Readiness::MayWait {
+                        all.push(FreeRange { range: extent.range, owner, done });
+                    }
+                }
+                caches.push((donor, timeline));
+            });
+        }
+        let own = cache.map(StreamCache::timeline);
+        let mut in_use = List::new_in(bump);
+        for (range, deps) in self.shared_free().iter() {
+            let done = is_done(deps);
+            if done || is_done_except(deps, own.as_ref()) {
+                all.push(FreeRange { range, owner: RangeOwner::Shared, done });
+            } else if readiness == Readiness::MayWait {
+                in_use.push((range, deps.clone()));
+            }
+        }
+        // This queries the driver, so it runs without the lock. Work of an isolated stream is never
+        // waited for.
+        let waited_for = |deps: &StreamDeps| {
+            deps.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e))
+        };
+        for (range, _) in in_use.into_iter().filter(|(_, deps)| waited_for(deps)) {
+            all.push(FreeRange { range, owner: RangeOwner::Shared, done: false });
+        }
+        all.sort_unstable_by_key(|free_range| free_range.range.start);
+        free_ranges
+    }
+
+    /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free
+    /// list. The cost grows with the number of ranges moved.
+    pub(crate) fn share_free(&self, donors: &[&'static StreamCache], least: u64) {
+        let _move = self.begin_move();
+        let pass = self.scratch.begin();
+        let mut taken = List::new_in(&*pass);
+        for &donor in donors {
+            let timeline = donor.with(|s| {
+                let timeline = s.timeline().filter(|_| s.heap.free_bytes() > 0).cloned()?;
+                s.heap.drain(least, |extent| taken.push(extent));
+                Some(timeline)
+            });
+            let Some(timeline) = timeline else { continue };
+            let mut shared_free = self.shared_free();
+            for extent in taken.drain(..) {
+                shared_free.add(extent.range, smallvec![(timeline.clone(), extent.stamp)]);
+            }
+        }
+    }
+
+    /// Moves free ranges whose work is known to be done from the caches of `donors` to the shared
+    /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
+    /// longest ranges. Returns the number of transits.
+    pub(crate) fn cap_caches(&self, donors: &[&'static StreamCache], cap: u64) -> u64 {
+        let mut own_moves = 0;
+        for &donor in donors {
+            let over = |s: &CacheState| s.heap.free_bytes().saturating_sub(cap);
+            if donor.with(|s| over(s)) == 0 {
+                continue;
+            }
+            let _move = self.begin_move();
+            let pass = self.scratch.begin();
+            own_moves += 1;
+            let (taken, timeline) = donor.with(|s| {
+                let timeline = s.timeline().cloned();
+                let done =
+                    |stamp| timeline.as_ref().is_some_and(|timeline| timeline.is_done(stamp));
+                let mut free =
+                    list(&pass, s.heap.free_extents().filter(|extent| done(extent.stamp)));
+                free.sort_unstable_by_key(|extent| Reverse(extent.range.len));
+                let mut taken = List::new_in(&*pass);
+                for Range { start, len } in free.into_iter().map(|extent| extent.range) {
+                    let over = over(s);
+                    if over == 0 {
+                        break;
+                    }
+                    // Cut at a slot border: other streams take whole slots first.
+                    let from = start + len.saturating_sub(over);
+                    let from = (from - (from - self.base) % self.slot).max(start);
+                    let range = Range { start: from, len: start + len - from };
+                    taken.extend(s.heap.remove(range).ok().map(|stamp| (range, stamp)));
+                }
+                (taken, timeline)
+            });
+            let Some(timeline) = timeline else { continue };
+            let mut shared_free = self.shared_free();
+            for (range, stamp) in taken {
+                shared_free.add(range, smallvec![(timeline.clone(), stamp)]);
+            }
+        }
+        own_moves
+    }
+
+    /// Removes finished dependencies from the shared free list.
+    pub(crate) fn forget_done(&self) {
+        self.shared_free().forget_done();
+    }
+
+    /// Takes `range` out of a free range. Returns `None` if another thread has taken it.
+    pub(super) fn take_piece(
+        &self,
+        free_ranges: &FreeRanges<'_>,
+        free_range: &FreeRange,
+        range: Range,
+    ) -> Option<RangePiece> {
+        let (from, deps) = match free_range.owner {
+            RangeOwner::Cache(at) => {
+                let (cache, timeline) = &free_ranges.caches[at];
+                let stamp = cache.with(|s| s.heap.remove(range)).ok()?;
+                (Some(*cache), smallvec![(timeline.clone(), stamp)])
+            }
+            RangeOwner::Shared => (None, self.shared_free().take(range)?),
+        };
+        Some(RangePiece { range, from, deps })
+    }
+
+    /// Returns the handles that lie wholly in the offered ranges.
+    pub(super) fn candidates<'s>(
+        &self,
+        free_ranges: &FreeRanges<'s>,
+    ) -> List<'s, MappingCandidate> {
+        let mut found = List::new_in(free_ranges.bump());
+        let slots = self.slots();
+        for stretch in free_ranges.stretches() {
+            let (Some(lowest), Some(highest)) = (stretch.first(), stretch.last()) else { continue };
+            let start = lowest.range.start;
+            let whole = Range { start, len: highest.range.start + highest.range.len - start };
+            let (first, count) = self.whole_slots(whole);
+            for mapping in slots.inside(first, count) {
+                let range = self.range(mapping.first, mapping.count);
+                let busy = free_ranges.touching(range).iter().any(|free_range| !free_range.done);
+                let (first, count) = (mapping.first, mapping.count);
+                found.push(MappingCandidate { first, count, stretch: whole.len, busy });
+            }
+        }
+        found
+    }
+
+    /// Takes a candidate: the memory over it from its lists, and the mapping out of the table.
+    /// Returns `None` if another thread was faster.
+    pub(super) fn reclaim_mapping<'s>(
+        &self,
+        candidate: &MappingCandidate,
+        free_ranges: &FreeRanges<'s>,
+        readiness: Readiness,
+    ) -> Option<ReclaimedMapping<'s>> {
+        let whole = self.range(candidate.first, candidate.count);
+        let mut pieces = List::new_in(free_ranges.bump());
+        for free_range in free_ranges.touching(whole) {
+            let Some(range) = intersection(free_range.range, whole) else { continue };
+            let Some(piece) = self.take_piece(free_ranges, free_range, range) else { break };
+            pieces.push(piece);
+        }
+        let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
+        // With all of the memory taken, no other thread can unmap the handle. But another handle
+        // may have been mapped here before.
+        let mapping =
+            if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
+        let Some(mapping) = mapping else {
+            self.return_pieces(pieces);
+            return None;
+        };
+        let reclaimed = ReclaimedMapping { mapping, pieces };
+        if readiness == Readiness::Completed && !reclaimed.is_done() {
+            self.restore_mappings([reclaimed]);
+            return None;
+        }
+        Some(reclaimed)
+    }
+
+    /// Returns reclaimed mappings to where they were.
+    pub(super) fn restore_mappings<'s>(
+        &self,
+        reclaimed: impl IntoIterator<Item = ReclaimedMapping<'s>>,
+    ) {
+        for ReclaimedMapping { mapping, pieces } in reclaimed {
+            self.slots().map(mapping);
+            self.return_pieces(pieces);
+        }
+    }
+
+    pub(super) fn return_pieces(&self, pieces: impl IntoIterator<Item = RangePiece>) {
+        for RangePiece { range, from, deps } in pieces {
+            match from {
+                Some(cache) => {
+                    let stamp = deps.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0);
+                    cache.with(|s| s.add(range, stamp));
+                }
+                None => self.shared_free().add(range, deps),
+            }
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! The handles for a mapping plan: spare ones, new ones of the driver, those under free memory, and
+//! those made from other handles.
+
+use super::{Claim, Mapped, PlaceOptions, PlaceOutcome, Readiness, free_ranges::ReclaimedMapping};
+use crate::{
+    physical::{
+        handle::{Funds, Handle, HandleError},
+        slots::Mapping,
+    },
+    stream_cache::StreamCache,
+};
+use aquifer_core::{
+    Charge, Result,
+    scratch::{Bump, List},
+};
+use std::{cmp::Reverse, sync::Arc};
+
+/// The memory that an attempt holds. None of it is in a cache.
+pub(super) struct MappingPlan<'s> {
+    /// Handles that are not mapped.
+    unmapped: List<'s, UnmappedHandle>,
+    /// Charged bytes without a handle, such as those of handles released for their charge.
+    unspent: Option<Charge>,
+    /// Bytes of `unspent` that this attempt has charged to the budget.
+    unspent_new: u64,
+    /// The handles and their planned slots.
+    pub(super) planned: List<'s, PlannedMapping>,
+    /// Mappings whose work is not done. Their handles are mapped a second time.
+    pub(super) busy: List<'s, ReclaimedMapping<'s>>,
+    /// Mappings made by this attempt that the driver refused to remove.
+    pub(super) stuck: List<'s, Mapping>,
+}
+
+pub(super) struct UnmappedHandle {
+    handle: Arc<Handle>,
+    /// Created by this attempt.
+    new: bool,
+    /// Still mapped elsewhere, so it cannot be released.
+    busy: bool,
+}
+
+/// A handle and the slots that it is to be mapped at.
+pub(super) struct PlannedMapping {
+    pub(super) first: u64,
+    pub(super) count: u64,
+    pub(super) unmapped: UnmappedHandle,
+}
+
+impl PlannedMapping {
+    pub(super) fn mapping(&self) -> Mapping {
+        Mapping { first: self.first, count: self.count, handle: self.unmapped.handle.clone() }
+    }
+}
+
+impl<'s> MappingPlan<'s> {
+    pub(super) fn new(bump: &'s Bump) -> Self {
+        Self {
+            unmapped: List::new_in(bump),
+            unspent: None,
+            unspent_new: 0,
+            planned: List::new_in(bump),
+            busy: List::new_in(bump),
+            stuck: List::new_in(bump),
+        }
+    }
+
+    /// Returns the allocator of its lists.
+    fn bump(&self) -> &'s Bump {
+        self.unmapped.allocator()
+    }
+
+    fn bytes(&self) -> u64 {
+        let unspent = self.unspent.as_ref().map_or(0, Charge::bytes);
+        unspent + self.unmapped.iter().map(|unmapped| unmapped.handle.bytes()).sum::<u64>()
+    }
+
+    /// Adds a charge to `unspent`. A pool has one budget, so charges always merge.
+    fn deposit(&mut self, charge: Charge) {
+        match &mut self.unspent {
+            Some(unspent) => drop(unspent.merge(charge)),
+            None => self.unspent = Some(charge),
+        }
+    }
+
+    /// Takes a charge of `bytes` from `unspent`, with the part of it that is new.
+    fn draw(&mut self, bytes: u64) -> Option<(Charge, u64)> {
+        let charge = self.unspent.as_mut()?.split(bytes)?;
+        let new = bytes.min(self.unspent_new);
+        self.unspent_new -= new;
+        Some((charge, new))
+    }
+
+    /// Returns to the budget the new charge for which no handle was created.
+    fn drop_new(&mut self) {
+        drop(self.draw(self.unspent_new));
+    }
+
+    /// Discards the plan and keeps its handles.
+    fn unplan(&mut self) {
+        self.unmapped.extend(self.planned.drain(..).map(|planned| planned.unmapped));
+    }
+
+    /// Releases the handles that this attempt has created to the driver.
+    pub(super) fn forget_new(&mut self) {
+        self.unplan();
+        self.unmapped.retain(|unmapped| !unmapped.new);
+    }
+
+    /// Takes the mappings whose work is not done: those whose handles were mapped a second time,
+    /// and the others.
+    pub(super) fn split_busy(
+        &mut self,
+    ) -> (List<'s, ReclaimedMapping<'s>>, List<'s, ReclaimedMapping<'s>>) {
+        let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
+        for reclaimed in self.busy.drain(..) {
+            let handle = &reclaimed.mapping.handle;
+            let is_unmapped = self
+                .unmapped
+                .iter()
+                .any(|unmapped| unmapped.busy && Arc::ptr_eq(&unmapped.handle, handle));
+            if is_unmapped { &mut unused } else { &mut used }.push(reclaimed);
+        }
+        (used, unused)
+    }
+
+    /// Returns the index of the largest unmapped handle of at most `bytes`.
+    fn largest_within(&self, bytes: u64) -> Option<usize> {
+        let fitting = self
+            .unmapped
+            .iter()
+            .enumerate()
+            .filter(|(_, unmapped)| unmapped.handle.bytes() <= bytes);
+        fitting
+            .max_by_key(|(_, unmapped)| (unmapped.busy, unmapped.handle.bytes()))
+            .map(|(at, _)| at)
+    }
+
+    /// Releases unmapped handles, the smallest first, until `unspent` holds `bytes`. Returns
+    /// whether it does.
+    fn release_until(&mut self, bytes: u64) -> bool {
+        self.unmapped.sort_unstable_by_key(|unmapped| Reverse(unmapped.handle.bytes()));
+        loop {
+            if self.unspent.as_ref().map_or(0, Charge::bytes) >= bytes {
+                return true;
+            }
+            let Some(at) = self.unmapped.iter().rposition(|unmapped| !unmapped.busy) else {
+                return false;
+            };
+            let UnmappedHandle { handle, .. } = self.unmapped.remove(at);
+            let Some(charge) = Handle::release_keeping_charge(handle) else { continue };
+            self.deposit(charge);
+        }
+    }
+}
+
+impl Mapped {
+    /// Collects handles for the missing slots of the claim in `plan`. Returns whether
+    /// there were enough.
+    pub(super) fn gather_handles(
+        &self,
+        donors: &[&'static StreamCache],
+        claim: &Claim<'_>,
+        options: PlaceOptions,
+        plan: &mut MappingPlan<'_>,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<bool> {
+        let need = claim.window.need() * self.slot;
+        if need == 0 {
+            return Ok(true);
+        }
+        let as_unmapped = |handle| UnmappedHandle { handle, new: false, busy: false };
+        plan.unmapped.extend(self.slots().spare.drain(..).map(as_unmapped));
+        let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
+        let mut room = if options.grow { funds.remaining() } else { 0 };
+        let mut grows = options.grow;
+        if self.compact && options.move_handles {
+            // Takes as much as there is. Only what is still missing then is new.
+            let short = need.saturating_sub(plan.bytes());
+            outcome.moves +=
+                self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan)?;
+        }
+        loop {
+            let short = need.saturating_sub(plan.bytes() + room);
+            if short > 0 {
+                if options.grow {
+                    outcome.refused =
+                        outcome.refused.or(funds.refusal(need - plan.bytes().min(need)));
+                }
+                if !options.move_handles {
+                    return Ok(false);
+                }
+                outcome.moves +=
+                    self.reclaim_mappings(donors, claim, short, options.readiness, plan)?;
+                if plan.bytes() + room < need {
+                    return Ok(false);
+                }
+            }
+            let missing = need.saturating_sub(plan.bytes());
+            // All or nothing: if two threads compete for the last bytes, neither is left with a
+            // part of them. A reservation may cover only some of the handles, so it is drawn from
+            // for each.
+            if grows && missing > 0 && outcome.reserved.is_none() {
+                match self.budget.charge(missing) {
+                    Ok(charge) => {
+                        plan.deposit(charge);
+                        plan.unspent_new = missing;
+                    }
+                    Err(refused) => {
+                        outcome.refused = Some(HandleError::Budget(refused));
+                        (grows, room) = (false, 0);
+                        continue;
+                    }
+                }
+            }
+            match self.plan_mappings(claim, plan, if grows { Some(funds) } else { None }, outcome) {
+                Ok(()) => return Ok(true),
+                Err(Some(refused)) if refused.is_out_of_memory() => outcome.refused = Some(refused),
+                Err(Some(refused)) => return Err(refused.into_error(self.device)),
+                Err(None) => {}
+            }
+            plan.unplan();
+            plan.drop_new();
+            if !grows {
+                return Ok(false);
+            }
+            (grows, room) = (false, 0);
+        }
+    }
+
+    /// Plans a handle for every missing slot: one from the plan unless it is too small, otherwise
+    /// a new one as large as the claim allows. Returns `Err(None)` if nothing in the plan fits.
+    fn plan_mappings(
+        &self,
+        claim: &Claim<'_>,
+        plan: &mut MappingPlan<'_>,
+        funds: Option<Funds<'_>>,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<(), Option<HandleError>> {
+        for &(mut first, mut left) in &claim.window.missing {
+            while left > 0 {
+                let mut wanted = left.min(claim.largest);
+                let fitting = plan.largest_within(left * self.slot);
+                let suitable = |at: &usize| {
+                    let unmapped = &plan.unmapped[*at];
+                    // A new handle would be one mapping instead of four or more.
+                    unmapped.busy || unmapped.handle.bytes() * 4 > wanted * self.slot
+                };
+                let unmapped = match fitting.filter(suitable) {
+                    Some(at) => plan.unmapped.swap_remove(at),
+                    None => loop {
+                        match self.create_handle(wanted, plan, funds, outcome) {
+                            Ok(handle) => break UnmappedHandle { handle, new: true, busy: false },
+                            // The plan may still suffice in smaller parts, or as it is.
+                            Err(refused) if refused.is_none_or(|r| r.is_out_of_memory()) => {
+                                if let Some(at) = plan.largest_within(left * self.slot) {
+                                    break plan.unmapped.swap_remove(at);
+                                }
+                                if wanted == 1 {
+                                    return Err(refused);
+                                }
+                                wanted /= 2;
+                            }
+                            Err(refused) => return Err(refused),
+                        }
+                    },
+                };
+                let count = unmapped.handle.bytes() / self.slot;
+                plan.planned.push(PlannedMapping { first, count, unmapped });
+                (first, left) = (first + count, left - count);
+            }
+        }
+        Ok(())
+    }
+
+    /// Creates a handle over `slots`, paid from `unspent`, the budget, or released handles.
+    fn create_handle(
+        &self,
+        slots: u64,
+        plan: &mut MappingPlan<'_>,
+        funds: Option<Funds<'_>>,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<Arc<Handle>, Option<HandleError>> {
+        let bytes = slots * self.slot;
+        let mut refused = None;
+        // If no handle is created, the charge is returned to its source.
+        let mut drawn = true;
+        let paid = match plan.draw(bytes) {
+            Some(paid) => Some(paid),
+            None => match funds.map(|funds| funds.charge(bytes)) {
+                Some(Ok(charge)) => {
+                    drawn = false;
+                    Some((charge, bytes))
+                }
+                other => {
+                    refused = other.and_then(Result::err).map(HandleError::Budget);
+                    if plan.release_until(bytes) { plan.draw(bytes) } else { None }
+                }
+            },
+        };
+        let Some((charge, grown)) = paid else { return Err(refused) };
+        match Handle::create(&self.driver, self.device, charge, &self.held) {
+            Ok(handle) => {
+                outcome.grown += grown;
+                Ok(handle)
+            }
+            Err((error, charge)) => {
+                if drawn {
+                    plan.deposit(charge);
+                    plan.unspent_new += grown;
+                }
+                Err(Some(HandleError::Driver(error)))
+            }
+        }
+    }
+
+    /// Takes handles of at least `bytes` in all from under free memory, and unmaps those whose work
+    /// is done. Returns their number. Finished ones are taken first, and among those the ones at
+    /// high addresses, since blocks are placed at low ones.
+    fn reclaim_mappings(
+        &self,
+        donors: &[&'static StreamCache],
+        claim: &Claim<'_>,
+        bytes: u64,
+        readiness: Readiness,
+        plan: &mut MappingPlan<'_>,
+    ) -> Result<u64> {
+        let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness);
+        let mut candidates = self.candidates(&free_ranges);
+        let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        // A busy handle cannot be released, so it must fit.
+        candidates.retain(|c| !c.busy || c.count <= longest);
+        candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
+        let (mut got, mut moved, mut done) = (0, 0, List::new_in(plan.bump()));
+        for candidate in &candidates {
+            if got >= bytes {
+                break;
+            }
+            let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, readiness) else {
+                continue;
+            };
+            got += reclaimed.mapping.handle.bytes();
+            moved += 1;
+            if reclaimed.is_done() {
+                done.push(reclaimed);
+            } else {
+                let handle = reclaimed.mapping.handle.clone();
+                plan.unmapped.push(UnmappedHandle { handle, new: false, busy: true });
+                plan.busy.push(reclaimed);
+            }
+        }
+        let (unmapped, outcome) = self.unmap_done(done);
+        plan.unmapped.extend(unmapped.into_iter().map(|handle| UnmappedHandle {
+            handle,
+            new: false,
+            busy: false,
+        }));
+        outcome.map(|()| moved)
+    }
+
+    /// Returns what was not needed: handles become spare, and `unspent` is returned to the budget.
+    /// Busy handles stay mapped where they were.
+    pub(super) fn stash_spare(&self, plan: &mut MappingPlan<'_>) {
+        plan.unplan();
+        let spare = plan
+            .unmapped
+            .drain(..)
+            .filter(|unmapped| !unmapped.busy)
+            .map(|unmapped| unmapped.handle);
+        self.slots().spare.extend(spare);
+        drop(plan.unspent.take());
+    }
+}
