@@ -82,7 +82,7 @@ pub(crate) enum BlockSource {
 }
 
 /// The allocation path of a pool whose blocks are checked.
-pub(crate) struct Checked {
+pub(crate) struct CheckedPool {
     source: BlockSource,
     settings: Debugging,
     driver: Arc<dyn Driver>,
@@ -235,7 +235,7 @@ impl BlockSource {
     }
 }
 
-impl Checked {
+impl CheckedPool {
     /// Creates the checks, with a stream to read blocks back on if they need one.
     ///
     /// # Errors
@@ -537,7 +537,7 @@ impl Checked {
         }
     }
 
-    /// As [`Checked::fill_freed`], for a block that was kept until its uses were done.
+    /// As [`CheckedPool::fill_freed`], for a block that was kept until its uses were done.
     fn fill_quarantined(&self, freed: &mut QuarantinedBlock) {
         if self.settings.fills_freed() && is_usable(&freed.held.owner_stream) {
             let owner_stream = freed.held.owner_stream.clone();
@@ -668,7 +668,7 @@ impl State {
     }
 }
 
-impl ReleaseBlock for Checked {
+impl ReleaseBlock for CheckedPool {
     fn release(&self, deferred: DeferredFree) {
         let (freed_at, freed_by) = (site::entered(), self.backtrace());
         let leaves = {
@@ -701,9 +701,9 @@ impl ReleaseBlock for Checked {
     }
 }
 
-impl fmt::Debug for Checked {
+impl fmt::Debug for CheckedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checked")
+        f.debug_struct("CheckedPool")
             .field("settings", &self.settings)
             .field("under", &self.source)
             .finish_non_exhaustive()

@@ -5,7 +5,7 @@ mod stats;
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     block::{BlockExtent, BlockToken},
-    checked::{BlockSource, Checked, LiveBlockList},
+    checked::{BlockSource, CheckedPool, LiveBlockList},
     dedicated::{DedicatedPool, Span},
     direct::Direct,
     environment::Environment,
@@ -90,7 +90,7 @@ enum AllocPath {
     /// Each block is an allocation of its own.
     Direct(Arc<dyn Resource>),
     /// Blocks are checked.
-    Checked(Arc<Checked>),
+    Checked(Arc<CheckedPool>),
 }
 
 /// The shared core of a pool.
@@ -129,7 +129,7 @@ pub(crate) struct PoolCore {
     bypass: Option<Direct>,
     /// The quarantine, which releases its blocks before reclaim from others. It owns a reference
     /// to the pool.
-    pub(crate) quarantine: OnceLock<Weak<Checked>>,
+    pub(crate) quarantine: OnceLock<Weak<CheckedPool>>,
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
     listing: OnceLock<Arc<LiveBlockList>>,
     /// The pool's registration as a reclaimer.
@@ -256,7 +256,7 @@ impl DevicePool {
             let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
             let source =
                 direct.map_or_else(|| BlockSource::Pool(core.clone()), BlockSource::Direct);
-            let checked = Checked::new(source, debug, driver, streams, recorder, waits, wait)?;
+            let checked = CheckedPool::new(source, debug, driver, streams, recorder, waits, wait)?;
             let _only_once = core.quarantine.set(Arc::downgrade(&checked));
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
@@ -274,7 +274,7 @@ impl DevicePool {
         &self.handle.core
     }
 
-    pub(crate) fn checked(&self) -> Option<&Arc<Checked>> {
+    pub(crate) fn checked(&self) -> Option<&Arc<CheckedPool>> {
         match &self.handle.alloc_path {
             Some(AllocPath::Checked(checked)) => Some(checked),
             _ => None,

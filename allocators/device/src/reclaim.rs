@@ -9,7 +9,7 @@
 
 use crate::{
     DevicePool,
-    checked::{BlockSource, Checked},
+    checked::{BlockSource, CheckedPool},
     physical::Physical,
     pool::PoolCore,
 };
@@ -167,7 +167,7 @@ impl Reclaim for PoolCore {
     }
 }
 
-impl Reclaim for Checked {
+impl Reclaim for CheckedPool {
     fn name(&self) -> &'static str {
         "quarantine of a pool"
     }

@@ -132,18 +132,18 @@ impl DevicePool {
 impl PoolCore {
     /// Releases free memory until at most `keep` bytes are held, but not the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        let mut gone = self.retry_releases();
+        let mut released = self.retry_releases();
         self.tenants.trim();
         let mut excess = false;
-        gone += self.dedicated.repeat_until_stable(|| {
+        released += self.dedicated.repeat_until_stable(|| {
             self.dedicated.synchronize_untracked()?;
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
             self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
-            let gone = self.dedicated.reap()?;
+            let released = self.dedicated.reap()?;
             self.poll_fences(&pass, &caches)?;
             excess |= keep < self.held();
-            Ok(gone + if excess { self.parkables.trim()? } else { 0 })
+            Ok(released + if excess { self.parkables.trim()? } else { 0 })
         })?;
         if excess {
             self.retention.reset();
@@ -151,16 +151,16 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let keep = keep.saturating_sub(self.dedicated.held().now()).max(self.retention.reserve());
-        let given =
+        let from_caches =
             self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))))?;
         if !excess {
-            self.retention.record_release(given);
+            self.retention.record_release(from_caches);
         }
         // Retry what was refused just now. What is refused again stays charged and is reported.
-        let (given_later, swept) = self.retry_leftovers();
-        gone += given_later;
+        let (retried, swept) = self.retry_leftovers();
+        released += retried;
         swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
-        Ok(gone + given)
+        Ok(released + from_caches)
     }
 
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
@@ -176,12 +176,12 @@ impl PoolCore {
     fn retry_leftovers(&self) -> (u64, Result<(), DriverError>) {
         let before = self.stuck();
         let outcome = leftovers::sweep(&self.driver);
-        let given = before.saturating_sub(self.stuck());
-        if given > 0 {
-            self.counters.reaped.fetch_add(given, Ordering::Relaxed);
-            self.report_pool(Action::Reap, given, Tag::NONE);
+        let released = before.saturating_sub(self.stuck());
+        if released > 0 {
+            self.counters.reaped.fetch_add(released, Ordering::Relaxed);
+            self.report_pool(Action::Reap, released, Tag::NONE);
         }
-        (given, outcome)
+        (released, outcome)
     }
 
     /// Returns the bytes whose release the driver has refused.
@@ -208,18 +208,19 @@ impl PoolCore {
 
     /// Trims under memory pressure: the warm reserve is released too.
     pub(crate) fn trim_under_pressure(&self, keep: u64) -> Result<u64> {
-        let mut gone = self.retry_releases();
-        gone += self.dedicated.repeat_until_stable(|| {
-            let gone = self.dedicated.reap()? + self.parkables.trim()?;
+        let mut released = self.retry_releases();
+        released += self.dedicated.repeat_until_stable(|| {
+            let released = self.dedicated.reap()? + self.parkables.trim()?;
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
             self.poll_fences(&pass, &caches)?;
-            Ok(gone)
+            Ok(released)
         })?;
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
-        let given = self.release_idle(&caches, keep.saturating_sub(self.dedicated.held().now()))?;
-        Ok(gone + given + self.retry_releases())
+        let from_caches =
+            self.release_idle(&caches, keep.saturating_sub(self.dedicated.held().now()))?;
+        Ok(released + from_caches + self.retry_releases())
     }
 
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
@@ -240,15 +241,15 @@ impl PoolCore {
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
     fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
-        let given = match &self.physical {
+        let released = match &self.physical {
             Physical::Mapped(mapped) => mapped.trim(caches, keep)?,
             Physical::Segments(segments) => segments.trim(caches, keep)?,
         };
-        if given > 0 {
-            self.counters.reaped.fetch_add(given, Ordering::Relaxed);
-            self.report_pool(Action::Reap, given, Tag::NONE);
+        if released > 0 {
+            self.counters.reaped.fetch_add(released, Ordering::Relaxed);
+            self.report_pool(Action::Reap, released, Tag::NONE);
         }
-        Ok(given)
+        Ok(released)
     }
 
     /// As [`DevicePool::warm`].

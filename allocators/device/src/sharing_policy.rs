@@ -60,6 +60,7 @@ pub(crate) struct CacheFootprint {
 
 /// The order in which a stream without room searches for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[expect(clippy::enum_variant_names, reason = "each variant names what comes first")]
 pub(crate) enum GrowthOrder {
     /// New memory first: half of the budget is left, and at most a third of the held memory is
     /// idle, or the block is not large and at most half is idle.

@@ -91,7 +91,7 @@ const fn options(
     grow: bool,
     move_handles: bool,
 ) -> PlaceOptions {
-    PlaceOptions { readiness, granularity, grow, move_handles: move_handles }
+    PlaceOptions { readiness, granularity, grow, move_handles }
 }
 
 /// Whole slots in any cache that are free, and whose work is done.

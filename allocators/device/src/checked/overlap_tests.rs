@@ -1,6 +1,6 @@
 //! Tests of a resource that allocates the same memory twice.
 
-use super::{BlockSource, Checked, Debugging, Fault, POISON_ALLOCATED};
+use super::{BlockSource, CheckedPool, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
     block::PackedRequest,
@@ -84,9 +84,16 @@ fn overlapping_block_is_refused_untouched_and_leaked() {
     let (streams, s) = (pool.streams().clone(), pool.stream().unwrap());
     let settings = Debugging { overlap: true, poison: true, ..Debugging::default() };
     let source = BlockSource::Direct(overlapping);
-    let checked =
-        Checked::new(source, settings, sim.driver(), streams, None, true, Duration::from_secs(1))
-            .unwrap();
+    let checked = CheckedPool::new(
+        source,
+        settings,
+        sim.driver(),
+        streams,
+        None,
+        true,
+        Duration::from_secs(1),
+    )
+    .unwrap();
     let first = checked.allocate(&s, Request::bytes(4096), None).unwrap();
     s.synchronize().unwrap();
     let whole = DeviceRange { device: DeviceId(0), address: first.address(), bytes: 4096 };

@@ -1,8 +1,8 @@
 //! The checks of freed and live blocks, and the release of freed ones.
 
 use super::{
-    CANARY, Checked, CheckedBlock, Fault, Finding, GuardedBlock, POISON_FREED, QuarantinedBlock,
-    guards::first_wrong, is_usable,
+    CANARY, CheckedBlock, CheckedPool, Fault, Finding, GuardedBlock, POISON_FREED,
+    QuarantinedBlock, guards::first_wrong, is_usable,
 };
 use crate::pool::PoolCore;
 use aquifer_core::{MemoryError, Result};
@@ -26,14 +26,14 @@ enum OnUnread {
     Release,
 }
 
-impl Checked {
+impl CheckedPool {
     /// Moves blocks whose other uses are done from the waiting list into the quarantine. Records
     /// events behind the other streams where there are none, and polls them. Never blocks.
     pub(super) fn collect_waiting(&self) {
         self.collect_waiting_with(false);
     }
 
-    /// As [`Checked::collect_waiting`]. With `wait`, the owner stream waits for stamped uses on the
+    /// As [`CheckedPool::collect_waiting`]. With `wait`, the owner stream waits for stamped uses on the
     /// device, which ends them.
     fn collect_waiting_with(&self, wait: bool) {
         let waiting = {

@@ -648,7 +648,7 @@ impl ParkablePool {
                     self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
                 }
                 Phase::Parking | Phase::Resuming => {
-                    state.unreported.push((block.generation, range))
+                    state.unreported.push((block.generation, range));
                 }
                 Phase::Parked => pieces = state.drop_saved(range),
             }
