@@ -14,7 +14,7 @@
 //! - **A drop never blocks**: it queues a fill at most. Reading bytes back blocks until the work
 //!   queued on the block's stream is done. It happens inside an allocation that finds the
 //!   quarantine over its bound, under memory pressure, at a trim, a check or the end of the pool.
-//! - **The quarantine gives way first**: its blocks are released, oldest first, before the pool
+//! - **The quarantine is released first**: its blocks are released, oldest first, before the pool
 //!   reclaims from others or refuses. Wrappers' limits are not charged for them.
 //! - **Guards cost memory**: [`GUARD_BYTES`] behind each block, and before it as many or the
 //!   block's alignment. A recorder sees the blocks of the pool: with guards, and freed when they

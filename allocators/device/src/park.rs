@@ -33,7 +33,7 @@
 //!
 //! # Order
 //! `cuMemUnmap` is not stream ordered. So the host first waits, until a deadline, for all work on
-//! the blocks: of their home streams, of streams that used them, and of streams that used the free
+//! the blocks: of their owner streams, of streams that used them, and of streams that used the free
 //! ranges between them. The copies run on their own stream, and the host waits for them as well. A
 //! resume waits too, so that everything queued after it finds the contents. A prepared use that is
 //! not finished is [`Busy`](aquifer_core::MemoryError::Busy).

@@ -111,7 +111,7 @@ const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::U
 /// All of the above.
 const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
 
-/// While memory is ample, streams keep apart: a stream takes new memory before that of others.
+/// While memory is ample, streams stay separate: a stream takes new memory before that of others.
 const GROW_FIRST: &[Step] = &[
     Step::FromOwn(GROW),
     Step::FromAll(ADOPT),
@@ -177,7 +177,7 @@ fn take_turn(turns: &mut u32) -> bool {
     left
 }
 
-/// Number of steps noted without a heap allocation: the steps of one slow path, and some of
+/// Number of steps recorded without a heap allocation: the steps of one slow path, and some of
 /// reclaimers.
 const INLINE_STEPS: usize = 16;
 
@@ -297,7 +297,7 @@ impl PoolCore {
         }
     }
 
-    /// Returns whether another thread has moved memory since the counts were noted.
+    /// Returns whether another thread has moved memory since the counts were recorded.
     fn memory_moved(&self, progress: &Progress<'_>) -> bool {
         let Progress { move_counts: (moves_begun, moves_ended), own_moves: own, .. } = progress;
         moves_begun != moves_ended || self.move_counts() != (moves_begun + own, moves_ended + own)

@@ -23,7 +23,7 @@
 //!
 //! The last freed block stays in front of the heap as a token. The next allocation with the same
 //! size, tag and default alignment takes it without a heap operation, so a loop over one block does
-//! not split and merge extents each time. The heap and the account count this block as live.
+//! not split and merge extents each time. The heap and the counters count this block as live.
 //! [`StreamCache::with`] first returns it to the heap, so every other use of the cache sees it as
 //! free.
 //!
@@ -70,7 +70,7 @@ pub(crate) struct CacheState {
     binding: Option<Binding>,
     /// The block that was freed last.
     last: Option<BlockToken>,
-    /// Whether `last` is free and ready for the next allocation. The heap and the account still
+    /// Whether `last` is free and ready for the next allocation. The heap and the counters still
     /// count it as live.
     last_is_free: bool,
     /// Whether a free has more to do than to return its bytes: report an event, retire the cache
@@ -259,7 +259,7 @@ impl StreamCache {
     }
 
     /// As [`StreamCache::with`], but leaves the last freed block where it is. `work` must use
-    /// neither the heap nor the account.
+    /// neither the heap nor the counters.
     #[inline]
     pub(crate) fn with_unflushed<R>(&self, work: impl FnOnce(&mut CacheState) -> R) -> R {
         self.state.with(work)
@@ -653,7 +653,7 @@ impl CacheState {
         Some(())
     }
 
-    /// Returns the last freed block to the heap and the account, if it is free.
+    /// Returns the last freed block to the heap and the counters, if it is free.
     #[inline]
     fn flush_last(&mut self) {
         if mem::take(&mut self.last_is_free) {

@@ -149,7 +149,7 @@ impl DriverSource for StreamOrderedSource {
             owner_stream.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
         // SAFETY: 1. it came from `pool_alloc`; each block is freed once, and kept whole if this
-        // fails. 2. its home stream, which the free is queued on, has been made to wait for all
+        // fails. 2. its owner stream, which the free is queued on, has been made to wait for all
         // other uses.
         unsafe { self.driver.pool_free(owner_stream.raw(), address) }
             .map_err(|e| self.driver_error(e))

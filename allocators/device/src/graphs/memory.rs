@@ -113,7 +113,7 @@ impl GraphBlock {
 
 struct GraphPendingFree {
     block: DeferredFree,
-    /// The epoch of the home stream that covers the block's own work.
+    /// The epoch of the owner stream that covers the block's own work.
     own: (Arc<Timeline>, u64),
 }
 

@@ -105,7 +105,7 @@ pub(super) struct LiveBlock {
 
 struct ParkedPendingFree {
     block: DeferredFree,
-    /// The epoch of the home stream that covers the block's own work.
+    /// The epoch of the owner stream that covers the block's own work.
     own: (Arc<Timeline>, u64),
 }
 

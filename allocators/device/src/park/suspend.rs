@@ -75,7 +75,7 @@ impl ParkableState {
 }
 
 impl ParkablePool {
-    /// Releases the memory of all blocks and saves its contents as `how` says.
+    /// Releases the memory of all blocks and saves its contents as `how` specifies.
     pub(super) fn park(&self, how: &Park) -> Result<ParkReport> {
         let began = Instant::now();
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;

@@ -176,7 +176,7 @@ impl Drop for MoveGuard<'_> {
 impl Mapped {
     /// Reserves addresses for sixteen times the device's memory, or less if the process has not
     /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
-    /// on the first device of `reach`, and all of them can access it. With `fixed`, all handles
+    /// on the first device of `accessors`, and all of them can access it. With `fixed`, all handles
     /// have the size of a slot.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,

@@ -227,8 +227,8 @@ impl Mapped {
         }
     }
 
-    /// Plans a handle for every missing slot: one from the plan unless it is too small, otherwise
-    /// a new one as large as the claim allows. Returns `Err(None)` if nothing in the plan fits.
+    /// Plans a handle for every missing slot: an unmapped one unless it is too small, otherwise
+    /// a new one as large as the claim allows. Returns `Err(None)` if no unmapped handle fits.
     fn plan_mappings(
         &self,
         claim: &Claim<'_>,
