@@ -358,9 +358,10 @@ impl DevicePool {
 
     /// Returns whether a raw block of this pool that belongs to no cache has this address.
     fn is_in_raw_table(&self, address: u64) -> bool {
-        raw_table().0.get(&address).is_some_and(
-            |block| matches!(&block.owner, BlockOwner::Driver(driver_block) if driver_block.streams.is(self.streams())),
-        )
+        raw_table().0.get(&address).is_some_and(|block| match &block.owner {
+            BlockOwner::Driver(driver_block) => driver_block.streams.is(self.streams()),
+            BlockOwner::Cache(_) => false,
+        })
     }
 
     /// Frees the block that was [converted](Block::into_raw) to this address, as dropping it would.

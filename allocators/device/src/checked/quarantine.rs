@@ -33,8 +33,8 @@ impl CheckedPool {
         self.collect_waiting_with(false);
     }
 
-    /// As [`CheckedPool::collect_waiting`]. With `wait`, the owner stream waits for stamped uses on the
-    /// device, which ends them.
+    /// As [`CheckedPool::collect_waiting`]. With `wait`, the owner stream waits for stamped uses on
+    /// the device, which ends them.
     fn collect_waiting_with(&self, wait: bool) {
         let waiting = {
             let mut state = self.state();

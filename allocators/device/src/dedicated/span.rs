@@ -171,7 +171,7 @@ impl Span {
         self.registrations.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Removes a holder that was registered by [`Span::keep`].
+    /// Removes a holder that was registered by [`Span::add_registration`].
     pub(crate) fn remove_registration(&self) {
         self.registrations.fetch_sub(1, Ordering::Release);
     }

@@ -121,7 +121,7 @@ impl Announced {
             let mut open = core.announcements.lock();
             if let AnnouncedStreams::Stream(timeline) = &announcement.streams
                 && open.iter().any(
-                    |a| matches!(&a.streams, AnnouncedStreams::Stream(other) if Arc::ptr_eq(other, timeline)),
+                    |a| matches!(&a.streams, AnnouncedStreams::Stream(t) if Arc::ptr_eq(t, timeline)),
                 )
             {
                 return Err(MemoryError::AlreadyAnnounced { stream: timeline.raw().handle() });
