@@ -132,6 +132,8 @@
 //! of the machine depends on the number of memory intervals, not on bytes: about half a microsecond
 //! for each access in [`Mode::Symbolic`].
 
+mod access_history;
+mod address_space;
 mod agents;
 mod callback;
 mod capture;
@@ -140,27 +142,25 @@ mod codes;
 mod config;
 mod control;
 mod cost;
+mod device_code;
+mod driver_pool;
 mod family;
 mod faults;
 mod graph;
-mod inside;
+mod handle_table;
 mod kernel;
-mod ledger;
+mod machine;
 mod oracle;
 mod outstanding;
-mod ownership;
+mod owner_map;
 mod pinned;
-mod pool;
 mod queue;
-mod registered;
+mod registrations;
 mod reporting;
 mod rows;
 mod schedule;
-mod shared;
-mod space;
 mod state;
 mod store;
-mod table;
 mod values;
 mod violation;
 mod work;
@@ -176,7 +176,7 @@ pub use reporting::{BadOnViolation, OnViolation};
 pub use violation::{Party, Place, Violation, ViolationKind};
 
 use crate::Driver;
-use shared::Shared;
+use machine::Machine;
 use std::sync::Arc;
 
 /// A simulated machine with GPUs. Clones refer to the same machine.
@@ -199,7 +199,7 @@ use std::sync::Arc;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Sim {
-    shared: Arc<Shared>,
+    machine: Arc<Machine>,
 }
 
 impl Sim {
@@ -207,9 +207,9 @@ impl Sim {
     #[must_use]
     pub fn new(config: SimConfig) -> Self {
         crate::forks::hold_budgets();
-        let shared = Arc::new(Shared::new(config));
-        reporting::register(&shared);
-        Self { shared }
+        let machine = Arc::new(Machine::new(config));
+        reporting::register(&machine);
+        Self { machine }
     }
 
     /// Creates a machine with `devices` H200s, in [`Mode::Bytes`], that runs work as soon as
@@ -220,7 +220,7 @@ impl Sim {
     }
 
     fn with(self, change: impl FnOnce(&mut SimConfig)) -> Self {
-        let mut config = self.shared.config.clone();
+        let mut config = self.machine.config.clone();
         change(&mut config);
         Self::new(config)
     }
@@ -288,12 +288,12 @@ impl Sim {
     /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &SimConfig {
-        &self.shared.config
+        &self.machine.config
     }
 
     /// Returns the driver of this machine.
     #[must_use]
     pub fn driver(&self) -> Arc<dyn Driver> {
-        Arc::clone(&self.shared) as Arc<dyn Driver>
+        Arc::clone(&self.machine) as Arc<dyn Driver>
     }
 }

@@ -7,6 +7,9 @@
 
 use std::{cell::Cell, panic::Location};
 
+/// A line of the program.
+pub(crate) type Site = &'static Location<'static>;
+
 thread_local! {
     static SITE: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }

@@ -52,53 +52,54 @@ impl fmt::Display for Agent {
 /// new stream only if the creator knows that all of the old stream's work is done. Then every clock
 /// that covers the new stream's work also covers the old stream's.
 #[derive(Default, Debug)]
-pub(crate) struct Components {
+pub(crate) struct ClockComponents {
     /// For each component, its owners and the count from which each owned it.
     owners: Vec<Vec<(u64, Agent)>>,
-    vacant: Vec<Vacant>,
+    free: Vec<FreeComponent>,
 }
 
 /// A component whose stream is destroyed.
 #[derive(Debug)]
-struct Vacant {
-    slot: u32,
+struct FreeComponent {
+    component: u32,
     device: DeviceId,
     clock: Clock,
 }
 
-impl Components {
+impl ClockComponents {
     /// Returns a component for `agent`, and its initial clock. `creator` is the clock of the host
     /// agent that creates it.
     pub(crate) fn lease(&mut self, agent: Agent, creator: &Clock) -> (u32, Clock) {
-        let known = |vacant: &Vacant| creator.knows(vacant.slot, vacant.clock.get(vacant.slot));
-        if let Some(position) = self.vacant.iter().position(known) {
-            let Vacant { slot, clock: last, .. } = self.vacant.swap_remove(position);
-            let count = last.get(slot);
-            self.owners[slot as usize].push((count + 1, agent));
+        let known =
+            |free: &FreeComponent| creator.covers(free.component, free.clock.get(free.component));
+        if let Some(position) = self.free.iter().position(known) {
+            let FreeComponent { component, clock: last, .. } = self.free.swap_remove(position);
+            let count = last.get(component);
+            self.owners[component as usize].push((count + 1, agent));
             // The old clock is not inherited: it may have waited for more since its last action.
             let mut clock = Clock::default();
-            clock.raise(slot, count);
-            return (slot, clock);
+            clock.raise(component, count);
+            return (component, clock);
         }
-        let slot = self.owners.len() as u32;
+        let component = self.owners.len() as u32;
         self.owners.push(vec![(0, agent)]);
-        (slot, Clock::default())
+        (component, Clock::default())
     }
 
     /// Frees the component of a destroyed stream whose work is all done.
-    pub(crate) fn vacate(&mut self, slot: u32, device: DeviceId, clock: Clock) {
-        self.vacant.push(Vacant { slot, device, clock });
+    pub(crate) fn release(&mut self, component: u32, device: DeviceId, clock: Clock) {
+        self.free.push(FreeComponent { component, device, clock });
     }
 
     /// Returns the clocks of a device's destroyed streams, which a device synchronisation covers
     /// too.
-    pub(crate) fn gone(&self, device: DeviceId) -> impl Iterator<Item = &Clock> {
-        self.vacant.iter().filter(move |vacant| vacant.device == device).map(|vacant| &vacant.clock)
+    pub(crate) fn released_clocks(&self, device: DeviceId) -> impl Iterator<Item = &Clock> {
+        self.free.iter().filter(move |free| free.device == device).map(|free| &free.clock)
     }
 
     /// Returns the agent of an action.
-    pub(crate) fn owner(&self, slot: u32, count: u64) -> Agent {
-        let owners = self.owners.get(slot as usize).map_or(&[][..], Vec::as_slice);
+    pub(crate) fn owner(&self, component: u32, count: u64) -> Agent {
+        let owners = self.owners.get(component as usize).map_or(&[][..], Vec::as_slice);
         let later = owners.partition_point(|&(from, _)| from <= count);
         owners.get(later.saturating_sub(1)).map_or(Agent::Host { agent: 0 }, |&(_, agent)| agent)
     }
@@ -106,8 +107,8 @@ impl Components {
 
 /// The state of one host agent.
 #[derive(Debug)]
-pub(crate) struct Host {
-    pub(crate) slot: u32,
+pub(crate) struct HostAgent {
+    pub(crate) component: u32,
     pub(crate) clock: Clock,
     /// Changes with the clock, so that streams can skip a clock that they have already joined.
     pub(crate) version: u64,
@@ -115,9 +116,9 @@ pub(crate) struct Host {
     pub(crate) path: u64,
 }
 
-impl Host {
+impl HostAgent {
     /// Joins the host's clock with `clock`.
-    pub(crate) fn learn(&mut self, clock: &Clock) {
+    pub(crate) fn join_clock(&mut self, clock: &Clock) {
         if self.clock.join(clock) {
             self.version += 1;
         }
@@ -126,17 +127,17 @@ impl Host {
     /// Counts one action of the host.
     pub(crate) fn tick(&mut self) -> u64 {
         self.version += 1;
-        self.clock.tick(self.slot)
+        self.clock.tick(self.component)
     }
 }
 
 thread_local! {
-    static ACTING: Cell<u32> = const { Cell::new(0) };
+    static CURRENT_AGENT: Cell<u32> = const { Cell::new(0) };
 }
 
 /// Returns the host agent that this thread acts as.
-pub(crate) fn acting() -> u32 {
-    ACTING.get()
+pub(crate) fn current_agent() -> u32 {
+    CURRENT_AGENT.get()
 }
 
 /// A guard that makes this thread act as one of several host agents. See
@@ -157,20 +158,20 @@ pub(crate) fn acting() -> u32 {
 #[derive(Debug)]
 #[must_use = "the thread acts as the agent until this is dropped"]
 pub struct ActingAs {
-    before: u32,
+    previous: u32,
     /// Not `Send`, since dropping it restores a thread-local.
     thread: std::marker::PhantomData<*const ()>,
 }
 
 impl ActingAs {
     pub(crate) fn enter(agent: u32) -> Self {
-        Self { before: ACTING.replace(agent), thread: std::marker::PhantomData }
+        Self { previous: CURRENT_AGENT.replace(agent), thread: std::marker::PhantomData }
     }
 }
 
 impl Drop for ActingAs {
     fn drop(&mut self) {
-        ACTING.set(self.before);
+        CURRENT_AGENT.set(self.previous);
     }
 }
 
@@ -179,18 +180,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_component_passes_on_only_to_a_creator_who_knows_its_work() {
+    fn component_is_reused_only_if_the_creator_knows_that_its_work_is_done() {
         let stream = |id| Agent::Stream { device: DeviceId(0), id };
-        let mut components = Components::default();
-        let (slot, mut clock) = components.lease(stream(1), &Clock::default());
-        let last = clock.tick(slot);
-        components.vacate(slot, DeviceId(0), clock.clone());
+        let mut components = ClockComponents::default();
+        let (component, mut clock) = components.lease(stream(1), &Clock::default());
+        let last = clock.tick(component);
+        components.release(component, DeviceId(0), clock.clone());
         let (other, _) = components.lease(stream(2), &Clock::default());
-        assert_ne!(other, slot);
+        assert_ne!(other, component);
         let (again, mut passed) = components.lease(stream(3), &clock);
-        assert_eq!(again, slot);
+        assert_eq!(again, component);
         let first = passed.tick(again);
-        assert_eq!(components.owner(slot, last), stream(1));
-        assert_eq!(components.owner(slot, first), stream(3));
+        assert_eq!(components.owner(component, last), stream(1));
+        assert_eq!(components.owner(component, first), stream(3));
     }
 }

@@ -27,25 +27,25 @@ use std::{
 #[must_use = "a callback does nothing until it is queued"]
 pub struct Callback {
     pub(crate) name: &'static str,
-    pub(crate) touches: Vec<(u64, u64, Access)>,
+    pub(crate) accesses: Vec<(u64, u64, Access)>,
     pub(crate) call: Box<dyn FnMut() + Send>,
 }
 
 impl Callback {
     /// Creates a call without accesses. Reports contain its name.
     pub fn new(name: &'static str, call: impl FnMut() + Send + 'static) -> Self {
-        Self { name, touches: Vec::new(), call: Box::new(call) }
+        Self { name, accesses: Vec::new(), call: Box::new(call) }
     }
 
     /// Declares that it reads `bytes` of pinned memory.
     pub fn reads(mut self, address: u64, bytes: u64) -> Self {
-        self.touches.push((address, bytes, Access::Read));
+        self.accesses.push((address, bytes, Access::Read));
         self
     }
 
     /// Declares that it writes `bytes` of pinned memory.
     pub fn writes(mut self, address: u64, bytes: u64) -> Self {
-        self.touches.push((address, bytes, Access::Write));
+        self.accesses.push((address, bytes, Access::Write));
         self
     }
 }
@@ -54,35 +54,35 @@ impl fmt::Debug for Callback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Callback")
             .field("name", &self.name)
-            .field("touches", &self.touches)
+            .field("touches", &self.accesses)
             .finish_non_exhaustive()
     }
 }
 
 /// The call as an item of a queue.
 #[derive(Clone)]
-pub(crate) struct Call {
+pub(crate) struct QueuedCallback {
     call: Arc<Mutex<dyn FnMut() + Send>>,
     /// The clock that preceded its last run.
-    ran: Arc<Mutex<Option<Clock>>>,
+    last_run: Arc<Mutex<Option<Clock>>>,
     /// The clock that precedes it.
     pub(crate) clock: Clock,
 }
 
-impl Call {
+impl QueuedCallback {
     pub(crate) fn new(call: Box<dyn FnMut() + Send>) -> Self {
-        Self { call: Arc::new(Mutex::new(call)), ran: Arc::default(), clock: Clock::default() }
+        Self { call: Arc::new(Mutex::new(call)), last_run: Arc::default(), clock: Clock::default() }
     }
 
     /// Returns a token that reports whether it has run.
     pub(crate) fn token(&self, sim: Sim) -> CallbackToken {
-        CallbackToken { sim, ran: Arc::clone(&self.ran) }
+        CallbackToken { sim, last_run: Arc::clone(&self.last_run) }
     }
 
     /// Runs the call. The simulator's lock must not be held.
-    pub(crate) fn make(self) {
+    pub(crate) fn run(self) {
         (self.call.lock().unwrap_or_else(PoisonError::into_inner))();
-        *self.ran.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.clock);
+        *self.last_run.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.clock);
     }
 }
 
@@ -92,7 +92,7 @@ impl Call {
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,
-    ran: Arc<Mutex<Option<Clock>>>,
+    last_run: Arc<Mutex<Option<Clock>>>,
 }
 
 impl CallbackToken {
@@ -100,10 +100,10 @@ impl CallbackToken {
     /// now knows that all work before the last run is done.
     #[must_use]
     pub fn has_run(&self) -> bool {
-        let ran = self.ran.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(clock) = &ran {
-            self.sim.shared.lock().host_learns(clock);
+        let last_run = self.last_run.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(clock) = &last_run {
+            self.sim.machine.lock().order_host_after(clock);
         }
-        ran.is_some()
+        last_run.is_some()
     }
 }

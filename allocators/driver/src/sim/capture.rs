@@ -5,10 +5,10 @@
 //! for since. Events and waits are not nodes. They carry tails from stream to stream.
 
 use super::{
-    codes,
-    graph::{Graph, Node},
-    queue::{Kind, Task},
-    state::{Refused, State},
+    codes::{self, ErrorCode},
+    graph::{Graph, GraphNode},
+    queue::{StreamKind, Task},
+    state::MachineState,
 };
 use crate::{CaptureMode, CaptureStatus, DeviceId, RawEvent, RawStream};
 use std::{
@@ -31,15 +31,15 @@ struct Capture {
     valid: bool,
     /// The streams that take part, beginning with the one that began it. Their order is that of the
     /// graph's branches.
-    members: Vec<Member>,
-    nodes: Vec<Node>,
+    members: Vec<CaptureMember>,
+    nodes: Vec<GraphNode>,
     /// The keepers of memory for the graph.
     keepers: Vec<u64>,
 }
 
 /// A stream that takes part in a capture.
 #[derive(Debug)]
-struct Member {
+struct CaptureMember {
     /// The stream's index.
     stream: usize,
     device: DeviceId,
@@ -49,13 +49,13 @@ struct Member {
 
 /// The position of an event's record in a capture.
 #[derive(Clone, Debug)]
-pub(crate) struct Captured {
+pub(crate) struct CapturedPoint {
     capture: u64,
     tail: Vec<usize>,
 }
 
 impl Capture {
-    fn member(&mut self, stream: usize) -> Option<&mut Member> {
+    fn member(&mut self, stream: usize) -> Option<&mut CaptureMember> {
         self.members.iter_mut().find(|member| member.stream == stream)
     }
 
@@ -65,7 +65,7 @@ impl Capture {
         let mut next = self.members.first().map_or_else(Vec::new, |origin| origin.tail.clone());
         while let Some(node) = next.pop() {
             if !std::mem::replace(&mut reached[node], true) {
-                next.extend_from_slice(&self.nodes[node].after);
+                next.extend_from_slice(&self.nodes[node].predecessors);
             }
         }
         reached.into_iter().all(|reached| reached)
@@ -74,12 +74,12 @@ impl Capture {
 
 impl Captures {
     /// Sets this thread's mode and returns the previous one.
-    pub(crate) fn exchange(&mut self, mode: CaptureMode) -> CaptureMode {
+    pub(crate) fn exchange_mode(&mut self, mode: CaptureMode) -> CaptureMode {
         self.modes.insert(thread::current().id(), mode).unwrap_or(CaptureMode::Global)
     }
 
     /// Handles a call of this thread that is unsafe during a capture.
-    pub(crate) fn disturb(&mut self) -> Result<(), Refused> {
+    pub(crate) fn reject_unsafe_call(&mut self) -> Result<(), ErrorCode> {
         if self.open.is_empty() {
             return Ok(());
         }
@@ -88,8 +88,8 @@ impl Captures {
         let mut refused = false;
         for capture in self.open.values_mut() {
             let mine = capture.thread == me && capture.mode != CaptureMode::Relaxed;
-            let anybodys = mode == CaptureMode::Global && capture.mode == CaptureMode::Global;
-            if mode != CaptureMode::Relaxed && (mine || anybodys) {
+            let global = mode == CaptureMode::Global && capture.mode == CaptureMode::Global;
+            if mode != CaptureMode::Relaxed && (mine || global) {
                 capture.valid = false;
                 refused = true;
             }
@@ -104,23 +104,23 @@ impl Captures {
     }
 }
 
-impl State {
+impl MachineState {
     /// Begins a capture on a stream.
     pub(crate) fn begin_capture(
         &mut self,
         stream: RawStream,
         mode: CaptureMode,
-    ) -> Result<(), Refused> {
-        let place = self.stream(stream)?;
-        if self.streams[place].kind == Kind::Legacy {
+    ) -> Result<(), ErrorCode> {
+        let index = self.stream(stream)?;
+        if self.streams[index].kind == StreamKind::Legacy {
             return Err(codes::CAPTURE_UNSUPPORTED);
         }
-        if self.streams[place].capture.is_some() {
+        if self.streams[index].capture.is_some() {
             return Err(codes::ILLEGAL_STATE);
         }
         self.captures.next += 1;
         let id = self.captures.next;
-        let origin = Member { stream: place, device: stream.device(), tail: Vec::new() };
+        let origin = CaptureMember { stream: index, device: stream.device(), tail: Vec::new() };
         let capture = Capture {
             mode,
             thread: thread::current().id(),
@@ -130,16 +130,16 @@ impl State {
             keepers: Vec::new(),
         };
         self.captures.open.insert(id, capture);
-        self.streams[place].capture = Some(id);
+        self.streams[index].capture = Some(id);
         Ok(())
     }
 
     /// Ends a capture and returns its graph.
-    pub(crate) fn end_capture(&mut self, stream: RawStream) -> Result<Graph, Refused> {
-        let place = self.stream(stream)?;
-        let id = self.streams[place].capture.ok_or(codes::ILLEGAL_STATE)?;
+    pub(crate) fn end_capture(&mut self, stream: RawStream) -> Result<Graph, ErrorCode> {
+        let index = self.stream(stream)?;
+        let id = self.streams[index].capture.ok_or(codes::ILLEGAL_STATE)?;
         let capture = self.captures.open.get(&id).ok_or(codes::ILLEGAL_STATE)?;
-        if !self.began(place) {
+        if !self.began_capture(index) {
             self.captures.invalidate(id);
             return Err(codes::CAPTURE_UNMATCHED);
         }
@@ -158,10 +158,10 @@ impl State {
     }
 
     /// Returns whether the capture that a stream takes part in was begun there.
-    fn began(&self, place: usize) -> bool {
-        let capture = self.streams[place].capture.and_then(|id| self.captures.open.get(&id));
+    fn began_capture(&self, index: usize) -> bool {
+        let capture = self.streams[index].capture.and_then(|id| self.captures.open.get(&id));
         capture.is_some_and(|capture| {
-            capture.members.first().is_some_and(|origin| origin.stream == place)
+            capture.members.first().is_some_and(|origin| origin.stream == index)
         })
     }
 
@@ -173,37 +173,40 @@ impl State {
 
     /// Handles the destruction of a stream that takes part in a capture. The capture is
     /// invalidated. If the stream began it, it cannot be ended any more and is removed.
-    pub(crate) fn leave_capture(&mut self, place: usize) {
-        let Some(id) = self.streams[place].capture else { return };
+    pub(crate) fn leave_capture(&mut self, index: usize) {
+        let Some(id) = self.streams[index].capture else { return };
         self.captures.invalidate(id);
-        if self.began(place) {
+        if self.began_capture(index) {
             self.close_capture(id);
         }
-        self.streams[place].capture = None;
+        self.streams[index].capture = None;
     }
 
     /// Returns the capture that a stream takes part in.
-    pub(crate) fn capture_status(&mut self, stream: RawStream) -> Result<CaptureStatus, Refused> {
-        let place = self.stream(stream)?;
-        if self.implied(place).into_iter().any(|other| self.streams[other].capture.is_some())
-            && self.streams[place].kind == Kind::Legacy
+    pub(crate) fn capture_status(&mut self, stream: RawStream) -> Result<CaptureStatus, ErrorCode> {
+        let index = self.stream(stream)?;
+        if self
+            .implied_streams(index)
+            .into_iter()
+            .any(|other| self.streams[other].capture.is_some())
+            && self.streams[index].kind == StreamKind::Legacy
         {
             return Err(codes::CAPTURE_IMPLICIT);
         }
-        let Some(id) = self.streams[place].capture else { return Ok(CaptureStatus::None) };
+        let Some(id) = self.streams[index].capture else { return Ok(CaptureStatus::None) };
         let valid = self.captures.open.get(&id).is_some_and(|capture| capture.valid);
         Ok(if valid { CaptureStatus::Active { id } } else { CaptureStatus::Invalidated })
     }
 
     /// Returns whether work for a stream is captured instead of queued.
-    pub(crate) fn captured(&mut self, stream: usize) -> Result<bool, Refused> {
+    pub(crate) fn is_captured(&mut self, stream: usize) -> Result<bool, ErrorCode> {
         if let Some(id) = self.streams[stream].capture {
             let valid = self.captures.open.get(&id).is_some_and(|capture| capture.valid);
             return if valid { Ok(true) } else { Err(codes::CAPTURE_INVALIDATED) };
         }
         // Work with an implicit order to a capturing stream cannot be ordered.
         let implied =
-            self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
+            self.implied_streams(stream).into_iter().find_map(|other| self.streams[other].capture);
         match implied {
             Some(id) => {
                 self.captures.invalidate(id);
@@ -215,30 +218,30 @@ impl State {
 
     /// Adds work to the graph of a stream that captures.
     pub(crate) fn capture(&mut self, stream: usize, task: Task) {
-        let uses = self.by_block(task.work.uses());
+        let uses = self.split_by_block(task.work.uses());
         let id = self.streams[stream].capture;
         let Some(capture) = id.and_then(|id| self.captures.open.get_mut(&id)) else { return };
         for u in &uses {
-            self.kept.keepers(u.range.address, u.range.bytes, &mut capture.keepers);
+            self.retained.add_keepers(u.range.address, u.range.bytes, &mut capture.keepers);
         }
         let node = capture.nodes.len();
         let Some(branch) = capture.members.iter().position(|member| member.stream == stream) else {
             return;
         };
-        let after = std::mem::replace(&mut capture.members[branch].tail, vec![node]);
-        capture.nodes.push(Node { task, uses, branch, after });
+        let predecessors = std::mem::replace(&mut capture.members[branch].tail, vec![node]);
+        capture.nodes.push(GraphNode { task, uses, branch, predecessors });
     }
 
     /// Returns the position of an event that is recorded now, if its stream captures.
-    pub(crate) fn captured_point(&mut self, stream: usize) -> Option<Captured> {
+    pub(crate) fn captured_point(&mut self, stream: usize) -> Option<CapturedPoint> {
         let capture = self.streams[stream].capture?;
         let tail = self.captures.open.get_mut(&capture)?.member(stream)?.tail.clone();
-        Some(Captured { capture, tail })
+        Some(CapturedPoint { capture, tail })
     }
 
     /// Refuses a query of, or a wait for, an event that was recorded in a capture. The code says
     /// that the capture is open, or, after its end, that the event is invalid.
-    pub(crate) fn refuse_captured(&mut self, event: RawEvent) -> Result<(), Refused> {
+    pub(crate) fn refuse_captured_event(&mut self, event: RawEvent) -> Result<(), ErrorCode> {
         let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else {
             return Ok(());
         };
@@ -247,7 +250,7 @@ impl State {
     }
 
     /// Refuses a query of, or a wait for, a stream that captures.
-    pub(crate) fn refuse_capturing(&mut self, stream: usize) -> Result<(), Refused> {
+    pub(crate) fn refuse_capturing_stream(&mut self, stream: usize) -> Result<(), ErrorCode> {
         match self.streams[stream].capture {
             Some(id) => {
                 self.captures.invalidate(id);
@@ -259,11 +262,11 @@ impl State {
 
     /// Handles a stream's wait for an event if the event was recorded in a capture or the stream
     /// captures. Returns whether the wait is complete.
-    pub(crate) fn captured_wait(
+    pub(crate) fn wait_captured_event(
         &mut self,
         stream: usize,
-        event: Option<Captured>,
-    ) -> Result<bool, Refused> {
+        event: Option<CapturedPoint>,
+    ) -> Result<bool, ErrorCode> {
         match (self.streams[stream].capture, event) {
             (None, None) => Ok(false),
             (mine, Some(event)) if mine.is_none_or(|mine| mine == event.capture) => {
@@ -282,7 +285,9 @@ impl State {
                             .collect();
                         member.tail.extend(new);
                     }
-                    None => capture.members.push(Member { stream, device, tail: event.tail }),
+                    None => {
+                        capture.members.push(CaptureMember { stream, device, tail: event.tail })
+                    }
                 }
                 self.streams[stream].capture = Some(event.capture);
                 Ok(true)

@@ -13,28 +13,28 @@ pub(crate) struct Clock {
 
 impl Clock {
     /// Returns the known count of one component.
-    pub(crate) fn get(&self, slot: u32) -> u64 {
-        self.counts.get(slot as usize).copied().unwrap_or(0)
+    pub(crate) fn get(&self, component: u32) -> u64 {
+        self.counts.get(component as usize).copied().unwrap_or(0)
     }
 
     /// Returns whether the action with this stamp comes before this clock.
-    pub(crate) fn knows(&self, slot: u32, count: u64) -> bool {
-        self.get(slot) >= count
+    pub(crate) fn covers(&self, component: u32, count: u64) -> bool {
+        self.get(component) >= count
     }
 
     /// Raises one component to at least `count`.
-    pub(crate) fn raise(&mut self, slot: u32, count: u64) {
-        let slot = slot as usize;
-        if self.counts.len() <= slot {
-            self.counts.resize(slot + 1, 0);
+    pub(crate) fn raise(&mut self, component: u32, count: u64) {
+        let component = component as usize;
+        if self.counts.len() <= component {
+            self.counts.resize(component + 1, 0);
         }
-        self.counts[slot] = self.counts[slot].max(count);
+        self.counts[component] = self.counts[component].max(count);
     }
 
     /// Counts one action of the component's owner and returns its count.
-    pub(crate) fn tick(&mut self, slot: u32) -> u64 {
-        let count = self.get(slot) + 1;
-        self.raise(slot, count);
+    pub(crate) fn tick(&mut self, component: u32) -> u64 {
+        let count = self.get(component) + 1;
+        self.raise(component, count);
         count
     }
 
@@ -43,14 +43,14 @@ impl Clock {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
         }
-        let mut learned = false;
+        let mut changed = false;
         for (mine, theirs) in self.counts.iter_mut().zip(&other.counts) {
             if *mine < *theirs {
                 *mine = *theirs;
-                learned = true;
+                changed = true;
             }
         }
-        learned
+        changed
     }
 }
 
@@ -59,14 +59,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_knows_what_it_joined_and_nothing_else() {
+    fn clock_covers_exactly_what_it_has_joined() {
         let (mut a, mut b) = (Clock::default(), Clock::default());
         let first = a.tick(0);
         assert!(b.join(&a));
         let second = a.tick(0);
-        assert!(b.knows(0, first));
-        assert!(!b.knows(0, second));
+        assert!(b.covers(0, first));
+        assert!(!b.covers(0, second));
         assert!(!b.join(&Clock::default()));
-        assert!(!a.knows(7, 1));
+        assert!(!a.covers(7, 1));
     }
 }

@@ -2,6 +2,9 @@
 
 use crate::DriverError;
 
+/// An error code of the driver.
+pub(crate) type ErrorCode = u32;
+
 pub(crate) const INVALID_VALUE: u32 = 1;
 pub(crate) const OUT_OF_MEMORY: u32 = 2;
 pub(crate) const INVALID_DEVICE: u32 = 101;

@@ -2,13 +2,12 @@
 
 use super::{
     Sim,
+    address_space::DeviceUse,
     agents::ActingAs,
-    codes,
-    graph::make,
-    inside,
+    codes, device_code,
+    graph::call_release_functions,
     outstanding::Outstanding,
-    queue::{Item, Work},
-    space::Use,
+    queue::{QueueItem, Work},
     violation::Violation,
 };
 use crate::{Call, DeviceId, DeviceRange, RawGraph, RawStream};
@@ -21,39 +20,39 @@ impl Sim {
     /// [reported](super::OnViolation) any more.
     #[must_use]
     pub fn violations(&self) -> Vec<Violation> {
-        self.shared.lock().reports.list().to_vec()
+        self.machine.lock().violations.list().to_vec()
     }
 
     /// Returns the violations found so far, and removes them.
     #[must_use]
     pub fn take_violations(&self) -> Vec<Violation> {
-        self.shared.lock().reports.take()
+        self.machine.lock().violations.take()
     }
 
     /// Switches the oracle off or on. While it is off, nothing is checked and notes from pools are
     /// ignored. When it is switched on again it has no history, as if the host had just waited for
     /// every device and no pool had reported an owner.
     pub fn oracle(&self, on: bool) {
-        let mut state = self.shared.lock();
+        let mut state = self.machine.lock();
         if on && !state.oracle {
-            state.forget();
+            state.clear_records();
         }
         state.oracle = on;
-        self.shared.watched.store(on, Ordering::Relaxed);
+        self.machine.oracle_on.store(on, Ordering::Relaxed);
     }
 
     /// Returns the number of accesses that have been checked: one for each range that work or the
     /// host accesses.
     #[must_use]
     pub fn accesses_checked(&self) -> u64 {
-        self.shared.lock().checked
+        self.machine.lock().accesses_checked
     }
 
     /// Returns the modelled cost of the driver calls so far, in nanoseconds, by the [cost
     /// table](super::Costs).
     #[must_use]
     pub fn modelled_ns(&self) -> u64 {
-        self.shared.modelled()
+        self.machine.modelled()
     }
 
     /// Returns the number of items of work on the longest dependency chain queued so far. This is
@@ -86,52 +85,52 @@ impl Sim {
     /// ```
     #[must_use]
     pub fn longest_path(&self) -> u64 {
-        self.shared.lock().longest_path
+        self.machine.lock().longest_path
     }
 
     /// Writes violations that have been neither taken nor written before to standard error, as at
     /// the end of the machine. Returns whether there were any. Writes nothing under
     /// [`OnViolation::Quiet`](super::OnViolation::Quiet).
     pub fn report(&self) -> bool {
-        self.shared.report()
+        self.machine.report()
     }
 
     /// Runs the next item of a stream, if it is not blocked. If it waits for another branch of a
     /// graph launch, the next item of that branch runs instead. Returns whether an item ran.
     #[track_caller]
     pub fn step(&self, stream: RawStream) -> bool {
-        if inside::any() {
+        if device_code::is_running() {
             return false;
         }
         let ran = {
-            let mut state = self.shared.lock();
+            let mut state = self.machine.lock();
             match state.stream(stream) {
-                Ok(place) => {
-                    let place = state.in_branch(place);
-                    self.shared.step(state, place).1
+                Ok(index) => {
+                    let index = state.blocking_branch(index);
+                    self.machine.step(state, index).1
                 }
                 Err(_) => false,
             }
         };
-        self.shared.checkpoint();
+        self.machine.checkpoint();
         ran
     }
 
     /// Runs all items that can run.
     #[track_caller]
     pub fn run_all(&self) {
-        if !inside::any() {
-            drop(self.shared.drain(self.shared.lock()));
-            self.shared.checkpoint();
+        if !device_code::is_running() {
+            drop(self.machine.drain(self.machine.lock()));
+            self.machine.checkpoint();
         }
     }
 
     /// Returns the number of items of a stream that have not run yet.
     #[must_use]
     pub fn pending(&self, stream: RawStream) -> usize {
-        let mut state = self.shared.lock();
-        state.stream(stream).map_or(0, |place| {
-            let stream = &state.streams[place];
+        let mut state = self.machine.lock();
+        state.stream(stream).map_or(0, |index| {
+            let stream = &state.streams[index];
             (stream.enqueued - stream.executed) as usize
         })
     }
@@ -141,42 +140,42 @@ impl Sim {
     /// [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
     #[must_use]
     pub fn read_back(&self, range: DeviceRange) -> Option<Vec<u8>> {
-        if inside::any() {
+        if device_code::is_running() {
             return None;
         }
-        let state = self.shared.idle(self.shared.lock());
-        let u = Use { range, writes: false, generation: None, reach: u64::MAX };
+        let state = self.machine.wait_until_idle(self.machine.lock());
+        let u = DeviceUse { range, writes: false, generation: None, devices: u64::MAX };
         state.space.read(&u)
     }
 
     /// Makes the `nth` call from now on fail once with a code. 1 is the next call. The call has no
     /// other effect.
     pub fn fail(&self, call: Call, nth: u64, code: u32) {
-        self.shared.lock().faults.add(call, nth, 0, code);
+        self.machine.lock().faults.add(call, nth, 0, code);
     }
 
     /// Makes every `n`th call fail with a code. 1 is every call.
     pub fn fail_every(&self, call: Call, n: u64, code: u32) {
-        self.shared.lock().faults.add(call, n, n.max(1), code);
+        self.machine.lock().faults.add(call, n, n.max(1), code);
     }
 
     /// Removes all injected failures. Lost devices stay lost.
     pub fn clear_failures(&self) {
-        self.shared.lock().faults.clear();
+        self.machine.lock().faults.clear();
     }
 
     /// Blocks a call: threads that make it stay in it, with the locks they hold, until the guard is
     /// dropped.
     pub fn stall(&self, call: Call) -> StallGuard {
-        Arc::clone(&self.shared.stalls).hold(call)
+        Arc::clone(&self.machine.stalls).stall(call)
     }
 
     /// Gives the device a sticky error: work queued on it never runs, and every call for it fails
     /// with illegal address (700) from now on.
     pub fn lose_device(&self, device: DeviceId) {
-        let mut state = self.shared.lock();
-        let Some(there) = state.devices.get_mut(device.0 as usize) else { return };
-        there.lost = Some(codes::ILLEGAL_ADDRESS);
+        let mut state = self.machine.lock();
+        let Some(entry) = state.devices.get_mut(device.0 as usize) else { return };
+        entry.lost = Some(codes::ILLEGAL_ADDRESS);
         let mut dropped = Vec::new();
         for stream in state.streams.iter_mut().filter(|stream| stream.device == device) {
             stream.executed = stream.enqueued;
@@ -185,24 +184,25 @@ impl Sim {
         state.queued -= dropped.len();
         // Work that ran has ended and the rest never runs, for all host agents. Nothing there can
         // race any more.
-        state.all_learn_device(device);
-        let holds = dropped.iter_mut().flat_map(|item: &mut Item| match &mut item.work {
-            Work::Launched(holds) => std::mem::take(holds),
-            _ => Vec::new(),
-        });
-        let released = state.let_go(holds.collect());
+        state.order_all_hosts_after_device(device);
+        let release_refs =
+            dropped.iter_mut().flat_map(|item: &mut QueueItem| match &mut item.work {
+                Work::LaunchEnd(release_refs) => std::mem::take(release_refs),
+                _ => Vec::new(),
+            });
+        let released = state.drop_release_refs(release_refs.collect());
         drop(state);
-        make(released);
+        call_release_functions(released);
         // Drops closures of the program, so without the lock.
         drop::<Vec<_>>(dropped);
-        self.shared.changed.notify_all();
+        self.machine.changed.notify_all();
     }
 
     /// Returns the number of nodes of a graph: kernels, copies, fills and host calls. Events and
     /// waits are edges between them. Returns `None` for a destroyed graph.
     #[must_use]
     pub fn graph_nodes(&self, graph: RawGraph) -> Option<u64> {
-        self.shared.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
+        self.machine.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
     }
 
     /// Makes this thread act as one of several [host agents](Sim::host_agents) while the result
@@ -214,17 +214,17 @@ impl Sim {
     /// Declares that one host agent has synchronised with another, by a channel, a lock or a join:
     /// what `to` does from now on comes after what `from` has done and knows.
     pub fn host_edge(&self, from: u32, to: u32) {
-        let mut state = self.shared.lock();
+        let mut state = self.machine.lock();
         let last = state.hosts.len() - 1;
         let clock = state.hosts[(from as usize).min(last)].clock.clone();
-        state.hosts[(to as usize).min(last)].learn(&clock);
+        state.hosts[(to as usize).min(last)].join_clock(&clock);
     }
 
     /// Returns the driver objects that the program has not released.
     #[must_use]
     pub fn outstanding(&self) -> Outstanding {
-        let mut state = self.shared.lock();
-        state.sweep_pools();
-        Outstanding::of(&state)
+        let mut state = self.machine.lock();
+        state.release_destroyed_pools();
+        Outstanding::count(&state)
     }
 }

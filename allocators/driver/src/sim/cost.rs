@@ -5,7 +5,7 @@ use crate::Call;
 use std::fmt;
 
 /// The measured cost of one call by the size it works on: bytes and nanoseconds, ascending.
-type Curve = &'static [(u64, u64)];
+type CostCurve = &'static [(u64, u64)];
 
 /// A table of call costs.
 ///
@@ -20,19 +20,19 @@ type Curve = &'static [(u64, u64)];
 /// ```
 #[derive(Clone, Copy, PartialEq)]
 pub struct Costs {
-    create: Curve,
-    release: Curve,
-    map: Curve,
-    unmap: Curve,
-    set_access: Curve,
+    create: CostCurve,
+    release: CostCurve,
+    map: CostCurve,
+    unmap: CostCurve,
+    set_access: CostCurve,
     /// For each device other than the memory's own, for any size.
     peer_access: u64,
-    reserve: Curve,
-    alloc: Curve,
-    host_alloc: Curve,
-    host_free: Curve,
-    register: Curve,
-    unregister: Curve,
+    reserve: CostCurve,
+    alloc: CostCurve,
+    host_alloc: CostCurve,
+    host_free: CostCurve,
+    register: CostCurve,
+    unregister: CostCurve,
     free_calls: bool,
 }
 
@@ -132,18 +132,18 @@ impl Costs {
             return 0;
         }
         match call {
-            Call::HandleCreate => at(self.create, bytes),
+            Call::HandleCreate => interpolate(self.create, bytes),
             Call::HandleExport | Call::HandleImport => 10_000,
-            Call::HandleRelease => at(self.release, bytes),
-            Call::Map => at(self.map, bytes),
-            Call::Unmap => at(self.unmap, bytes),
-            Call::SetAccess => at(self.set_access, bytes),
-            Call::AddressReserve | Call::AddressFree => at(self.reserve, bytes),
-            Call::MemAlloc | Call::MemFree => at(self.alloc, bytes),
-            Call::HostAlloc => at(self.host_alloc, bytes),
-            Call::HostFree => at(self.host_free, bytes),
-            Call::HostRegister => at(self.register, bytes),
-            Call::HostUnregister => at(self.unregister, bytes),
+            Call::HandleRelease => interpolate(self.release, bytes),
+            Call::Map => interpolate(self.map, bytes),
+            Call::Unmap => interpolate(self.unmap, bytes),
+            Call::SetAccess => interpolate(self.set_access, bytes),
+            Call::AddressReserve | Call::AddressFree => interpolate(self.reserve, bytes),
+            Call::MemAlloc | Call::MemFree => interpolate(self.alloc, bytes),
+            Call::HostAlloc => interpolate(self.host_alloc, bytes),
+            Call::HostFree => interpolate(self.host_free, bytes),
+            Call::HostRegister => interpolate(self.register, bytes),
+            Call::HostUnregister => interpolate(self.unregister, bytes),
             Call::PoolAlloc | Call::PoolFree => 280,
             Call::EventCreate | Call::EventDestroy => 73,
             Call::EventRecord => 174,
@@ -186,9 +186,9 @@ impl Costs {
 }
 
 /// Returns the curve's value at a size.
-fn at(curve: Curve, bytes: u64) -> u64 {
+fn interpolate(curve: CostCurve, bytes: u64) -> u64 {
     let after = curve.partition_point(|&(size, _)| size < bytes);
-    let (Some(&(low, cheap)), Some(&(high, dear))) =
+    let (Some(&(low, low_cost)), Some(&(high, high_cost))) =
         (curve.get(after.saturating_sub(1)), curve.get(after))
     else {
         // Beyond the last size, the cost per byte is constant.
@@ -201,10 +201,10 @@ fn at(curve: Curve, bytes: u64) -> u64 {
         });
     };
     if after == 0 || high == low {
-        return dear;
+        return high_cost;
     }
-    let share = u128::from(bytes - low) * u128::from(dear - cheap) / u128::from(high - low);
-    cheap + share as u64
+    let share = u128::from(bytes - low) * u128::from(high_cost - low_cost) / u128::from(high - low);
+    low_cost + share as u64
 }
 
 #[cfg(test)]
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn costs_are_those_measured_and_grow_in_between() {
+    fn costs_match_the_measurements_and_are_interpolated() {
         let costs = Costs::h200();
         assert_eq!(costs.of(Call::SetAccess, 2 * MIB), 17_300);
         assert_eq!(costs.of(Call::SetAccess, 8 * GIB), 221_000);

@@ -12,14 +12,14 @@ use std::{
 /// Failures to inject.
 #[derive(Default, Debug)]
 pub(crate) struct Faults {
-    rules: Vec<Rule>,
+    rules: Vec<FaultRule>,
 }
 
 #[derive(Debug)]
-struct Rule {
+struct FaultRule {
     call: Call,
     /// Calls of this kind until the next failure, including that one.
-    until: u64,
+    remaining: u64,
     /// Calls from one failure to the next. 0 fails once.
     every: u64,
     code: u32,
@@ -27,7 +27,7 @@ struct Rule {
 
 impl Faults {
     pub(crate) fn add(&mut self, call: Call, nth: u64, every: u64, code: u32) {
-        self.rules.push(Rule { call, until: nth.max(1), every, code });
+        self.rules.push(FaultRule { call, remaining: nth.max(1), every, code });
     }
 
     pub(crate) fn clear(&mut self) {
@@ -35,18 +35,18 @@ impl Faults {
     }
 
     /// Counts one call, and returns the code that it must fail with.
-    pub(crate) fn meet(&mut self, call: Call) -> Option<u32> {
+    pub(crate) fn count_call(&mut self, call: Call) -> Option<u32> {
         let mut code = None;
         self.rules.retain_mut(|rule| {
             if rule.call != call {
                 return true;
             }
-            rule.until -= 1;
-            if rule.until == 0 {
+            rule.remaining -= 1;
+            if rule.remaining == 0 {
                 code = code.or(Some(rule.code));
-                rule.until = rule.every;
+                rule.remaining = rule.every;
             }
-            rule.until > 0
+            rule.remaining > 0
         });
         code
     }
@@ -59,42 +59,42 @@ pub(crate) struct Stalls {
     /// The key of the next entry. Keys are never reused, so that a thread that wakes up cannot take
     /// a later entry for its own.
     key: AtomicU64,
-    held: Mutex<Vec<Held>>,
+    list: Mutex<Vec<Stall>>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Held {
+struct Stall {
     key: u64,
     call: Call,
     waiting: usize,
 }
 
 impl Stalls {
-    fn lock(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Stall>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits while the call is blocked. No other lock may be held.
-    pub(crate) fn pass(&self, call: Call) {
+    pub(crate) fn wait_while_stalled(&self, call: Call) {
         if self.active.load(Ordering::Acquire) == 0 {
             return;
         }
-        let mut held = self.lock();
-        while let Some(mine) = held.iter_mut().find(|held| held.call == call) {
+        let mut stalls = self.lock();
+        while let Some(mine) = stalls.iter_mut().find(|stall| stall.call == call) {
             mine.waiting += 1;
             let key = mine.key;
             self.changed.notify_all();
-            held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
-            if let Some(mine) = held.iter_mut().find(|held| held.key == key) {
+            stalls = self.changed.wait(stalls).unwrap_or_else(PoisonError::into_inner);
+            if let Some(mine) = stalls.iter_mut().find(|stall| stall.key == key) {
                 mine.waiting -= 1;
             }
         }
     }
 
-    pub(crate) fn hold(self: Arc<Self>, call: Call) -> StallGuard {
+    pub(crate) fn stall(self: Arc<Self>, call: Call) -> StallGuard {
         let key = self.key.fetch_add(1, Ordering::Relaxed);
-        self.lock().push(Held { key, call, waiting: 0 });
+        self.lock().push(Stall { key, call, waiting: 0 });
         self.active.fetch_add(1, Ordering::Release);
         StallGuard { stalls: self, key }
     }
@@ -125,7 +125,11 @@ impl StallGuard {
     /// Returns how many threads are in the call now.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.stalls.lock().iter().find(|held| held.key == self.key).map_or(0, |held| held.waiting)
+        self.stalls
+            .lock()
+            .iter()
+            .find(|stall| stall.key == self.key)
+            .map_or(0, |stall| stall.waiting)
     }
 
     /// Blocks until `threads` threads are in the call, or until `timeout`. Returns whether they
@@ -133,19 +137,19 @@ impl StallGuard {
     #[must_use]
     pub fn wait_for(&self, threads: usize, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
-        let mut held = self.stalls.lock();
+        let mut stalls = self.stalls.lock();
         loop {
-            if held.iter().any(|held| held.key == self.key && held.waiting >= threads) {
+            if stalls.iter().any(|stall| stall.key == self.key && stall.waiting >= threads) {
                 return true;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
             }
-            held = self
+            stalls = self
                 .stalls
                 .changed
-                .wait_timeout(held, left)
+                .wait_timeout(stalls, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -154,7 +158,7 @@ impl StallGuard {
 
 impl Drop for StallGuard {
     fn drop(&mut self) {
-        self.stalls.lock().retain(|held| held.key != self.key);
+        self.stalls.lock().retain(|stall| stall.key != self.key);
         self.stalls.active.fetch_sub(1, Ordering::Release);
         self.stalls.changed.notify_all();
     }
@@ -165,32 +169,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rule_fails_the_call_it_counts_to_and_no_other() {
+    fn rule_fails_only_its_nth_call() {
         let mut faults = Faults::default();
         faults.add(Call::Map, 3, 0, 2);
-        let met: Vec<_> =
-            (0..5).map(|_| (faults.meet(Call::Unmap), faults.meet(Call::Map))).collect();
-        assert_eq!(met, [(None, None), (None, None), (None, Some(2)), (None, None), (None, None)]);
+        let codes: Vec<_> = (0..5)
+            .map(|_| (faults.count_call(Call::Unmap), faults.count_call(Call::Map)))
+            .collect();
+        assert_eq!(
+            codes,
+            [(None, None), (None, None), (None, Some(2)), (None, None), (None, None)]
+        );
     }
 
     #[test]
-    fn a_recurring_rule_fails_every_nth() {
+    fn recurring_rule_fails_every_nth_call() {
         let mut faults = Faults::default();
         faults.add(Call::Map, 2, 2, 1);
-        let met: Vec<_> = (0..6).map(|_| faults.meet(Call::Map).is_some()).collect();
-        assert_eq!(met, [false, true, false, true, false, true]);
+        let codes: Vec<_> = (0..6).map(|_| faults.count_call(Call::Map).is_some()).collect();
+        assert_eq!(codes, [false, true, false, true, false, true]);
         faults.clear();
-        assert_eq!((faults.meet(Call::Map), faults.meet(Call::Map)), (None, None));
+        assert_eq!((faults.count_call(Call::Map), faults.count_call(Call::Map)), (None, None));
     }
 
     /// A released thread may wake up when the call is blocked again, and would decrement the wrong
     /// count.
     #[test]
-    fn a_call_that_is_held_up_again_is_held_up_by_another_guard() {
+    fn second_stall_of_a_call_has_a_new_key() {
         let stalls = Arc::new(Stalls::default());
-        let first = stalls.clone().hold(Call::Map);
+        let first = stalls.clone().stall(Call::Map);
         let key = first.key;
         drop(first);
-        assert_ne!(stalls.hold(Call::Map).key, key);
+        assert_ne!(stalls.stall(Call::Map).key, key);
     }
 }

@@ -7,152 +7,166 @@
 //! clocks of their own, and missing order within a graph is found as between streams.
 
 use super::{
+    address_space::DeviceUse,
     agents::Agent,
     clock::Clock,
-    codes, inside,
-    queue::{Kind, Point, Task, Work},
-    schedule::Origin,
-    space::Use,
-    state::{Refused, State},
-    table::Table,
+    codes::{self, ErrorCode},
+    device_code,
+    handle_table::HandleTable,
+    queue::{StreamKind, StreamPoint, Task, Work},
+    schedule::LaunchContext,
+    state::MachineState,
 };
-use crate::{DeviceId, OnRelease, RawGraph, RawGraphExec};
+use crate::{DeviceId, OnRelease, RawGraph, RawGraphExec, site::Site};
 use std::{
     fmt,
-    panic::Location,
     sync::{Arc, Mutex, PoisonError},
 };
 
 /// All graphs and executables.
 #[derive(Default, Debug)]
-pub(crate) struct Graphs {
-    pub(crate) graphs: Table<Graph>,
-    pub(crate) execs: Table<Exec>,
+pub(crate) struct GraphTables {
+    pub(crate) graphs: HandleTable<Graph>,
+    pub(crate) execs: HandleTable<GraphExec>,
     /// The number of executables created so far.
-    made: u64,
+    execs_created: u64,
 }
 
 /// A node: one item of captured work.
 #[derive(Debug)]
-pub(crate) struct Node {
+pub(crate) struct GraphNode {
     pub(crate) task: Task,
     /// Its uses, split by the blocks that existed at the capture.
-    pub(crate) uses: Vec<Use>,
+    pub(crate) uses: Vec<DeviceUse>,
     pub(crate) branch: usize,
     /// Its predecessors, all of which precede it in the list.
-    pub(crate) after: Vec<usize>,
+    pub(crate) predecessors: Vec<usize>,
 }
 
 /// The result of a capture. It is immutable, so its executables share it.
 #[derive(Debug)]
 pub(crate) struct Graph {
     pub(crate) device: DeviceId,
-    pub(crate) nodes: Arc<[Node]>,
+    pub(crate) nodes: Arc<[GraphNode]>,
     /// The device of each branch. The first is that of the stream that began the capture.
     branches: Vec<DeviceId>,
     /// The keepers of memory for it.
     keepers: Arc<[u64]>,
-    pub(crate) holds: Vec<Hold>,
+    pub(crate) release_refs: Vec<ReleaseRef>,
 }
 
 impl Graph {
     pub(crate) fn new(
         device: DeviceId,
-        nodes: Vec<Node>,
+        nodes: Vec<GraphNode>,
         branches: Vec<DeviceId>,
         keepers: Vec<u64>,
     ) -> Self {
-        Self { device, nodes: nodes.into(), branches, keepers: keepers.into(), holds: Vec::new() }
+        Self {
+            device,
+            nodes: nodes.into(),
+            branches,
+            keepers: keepers.into(),
+            release_refs: Vec::new(),
+        }
     }
 }
 
 /// An executable graph.
 #[derive(Debug)]
-pub(crate) struct Exec {
+pub(crate) struct GraphExec {
     pub(crate) device: DeviceId,
-    nodes: Arc<[Node]>,
+    nodes: Arc<[GraphNode]>,
     keepers: Arc<[u64]>,
     /// The streams of the branches after the first (indices).
     branches: Vec<usize>,
     /// The end of its last launch.
-    last: Option<Point>,
-    pub(crate) holds: Vec<Hold>,
+    last: Option<StreamPoint>,
+    pub(crate) release_refs: Vec<ReleaseRef>,
 }
 
 /// A reference to a function that is called when a graph, its executables and their launches are
 /// gone.
 #[derive(Clone)]
-pub(crate) struct Hold {
-    held: Arc<Mutex<Held>>,
+pub(crate) struct ReleaseRef {
+    function: Arc<Mutex<ReleaseFunction>>,
 }
 
-struct Held {
+struct ReleaseFunction {
     call: OnRelease,
     /// The clock that precedes the call: that of all launches.
-    after: Clock,
+    clock: Clock,
 }
 
-impl Hold {
+impl ReleaseRef {
     pub(crate) fn new(call: OnRelease) -> Self {
-        Self { held: Arc::new(Mutex::new(Held { call, after: Clock::default() })) }
+        Self { function: Arc::new(Mutex::new(ReleaseFunction { call, clock: Clock::default() })) }
     }
 
-    fn comes_after(&self, clock: &Clock) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).after.join(clock);
+    fn join_clock(&self, clock: &Clock) {
+        self.function.lock().unwrap_or_else(PoisonError::into_inner).clock.join(clock);
     }
 }
 
-impl fmt::Debug for Hold {
+impl fmt::Debug for ReleaseRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hold").finish_non_exhaustive()
+        f.debug_struct("ReleaseRef").finish_non_exhaustive()
     }
 }
 
-impl State {
+impl MachineState {
     /// Returns the graph of a handle.
-    pub(crate) fn graph(&mut self, graph: RawGraph) -> Result<&mut Graph, Refused> {
+    pub(crate) fn graph(&mut self, graph: RawGraph) -> Result<&mut Graph, ErrorCode> {
         match self.graphs.graphs.get_mut(graph.handle()) {
-            Some(there) if there.device == graph.device() => Ok(there),
+            Some(entry) if entry.device == graph.device() => Ok(entry),
             _ => Err(codes::INVALID_VALUE),
         }
     }
 
     /// Returns the executable of a handle.
-    pub(crate) fn exec(&mut self, exec: RawGraphExec) -> Result<&mut Exec, Refused> {
+    pub(crate) fn exec(&mut self, exec: RawGraphExec) -> Result<&mut GraphExec, ErrorCode> {
         match self.graphs.execs.get_mut(exec.handle()) {
-            Some(there) if there.device == exec.device() => Ok(there),
+            Some(entry) if entry.device == exec.device() => Ok(entry),
             _ => Err(codes::INVALID_VALUE),
         }
     }
 
     /// Creates an executable of a graph. Fills of memory that is not mapped now are refused.
-    pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, Refused> {
-        let Graph { device, nodes, branches, keepers, holds } = self.graph(graph)?;
-        let (device, nodes, keepers, holds) =
-            (*device, Arc::clone(nodes), Arc::clone(keepers), holds.clone());
+    pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, ErrorCode> {
+        let Graph { device, nodes, branches, keepers, release_refs } = self.graph(graph)?;
+        let (device, nodes, keepers, release_refs) =
+            (*device, Arc::clone(nodes), Arc::clone(keepers), release_refs.clone());
         let branches = branches.clone();
-        let mut told = nodes.iter().flat_map(|node| node.task.work.told());
-        if told.any(|u| self.space.unreachable(u).is_some()) {
+        let mut checked =
+            nodes.iter().flat_map(|node| node.task.work.uses_checked_at_instantiation());
+        if checked.any(|u| self.space.first_inaccessible(u).is_some()) {
             return Err(codes::INVALID_VALUE);
         }
-        self.graphs.made += 1;
-        let agent = Agent::Graph { device, id: self.graphs.made };
+        self.graphs.execs_created += 1;
+        let agent = Agent::Graph { device, id: self.graphs.execs_created };
         let branches = branches
             .into_iter()
             .skip(1)
-            .map(|device| self.make_stream_of(device, Kind::Branch, Some(agent)));
+            .map(|device| self.create_stream_as(device, StreamKind::Branch, Some(agent)));
         let branches = branches.collect();
-        Ok(self.graphs.execs.insert(Exec { device, nodes, keepers, branches, last: None, holds }))
+        Ok(self.graphs.execs.insert(GraphExec {
+            device,
+            nodes,
+            keepers,
+            branches,
+            last: None,
+            release_refs,
+        }))
     }
 
     /// Destroys an executable. Returns its references. Its launches continue.
-    pub(crate) fn end_exec(&mut self, exec: RawGraphExec) -> Vec<Hold> {
+    pub(crate) fn destroy_exec(&mut self, exec: RawGraphExec) -> Vec<ReleaseRef> {
         let Some(exec) = self.graphs.execs.remove(exec.handle()) else { return Vec::new() };
         for branch in exec.branches {
             self.streams[branch].alive = false;
-            self.retire(branch);
+            self.recycle_stream(branch);
         }
-        exec.holds
+        exec.release_refs
     }
 
     /// Queues a launch on a stream without running anything.
@@ -160,13 +174,14 @@ impl State {
         &mut self,
         exec: RawGraphExec,
         stream: usize,
-        site: &'static Location<'static>,
-    ) -> Result<(), Refused> {
-        let Exec { nodes, keepers, branches, last, holds, .. } = self.exec(exec)?;
-        let (nodes, keepers, holds) = (Arc::clone(nodes), Arc::clone(keepers), holds.clone());
+        site: Site,
+    ) -> Result<(), ErrorCode> {
+        let GraphExec { nodes, keepers, branches, last, release_refs, .. } = self.exec(exec)?;
+        let (nodes, keepers, release_refs) =
+            (Arc::clone(nodes), Arc::clone(keepers), release_refs.clone());
         let (branches, last) = (branches.clone(), last.clone());
         let name = "graph launch";
-        self.after_implied(stream, name, site);
+        self.wait_for_implied_streams(stream, name, site);
         match last {
             // The last launch is on this stream already, or on a destroyed stream whose index this
             // one has.
@@ -174,39 +189,40 @@ impl State {
                 self.streams[stream].clock.join(&last.clock);
             }
             Some(last) if last.stream != stream => {
-                self.after(stream, &last, "graph launch before", site);
+                self.wait_for_point(stream, &last, "graph launch before", site);
             }
             _ => {}
         }
-        self.settle(stream);
+        self.join_host_clock(stream);
         let start = self.point(stream);
         for &branch in &branches {
-            self.after(branch, &start, name, site);
+            self.wait_for_point(branch, &start, name, site);
         }
         // The position of each node, for waits of other branches.
         let mut points = Vec::new();
         for node in &*nodes {
-            let place =
+            let index =
                 |branch: usize| branch.checked_sub(1).map_or(stream, |other| branches[other]);
-            let at = place(node.branch);
-            for &before in node.after.iter().filter(|&&before| nodes[before].branch != node.branch)
+            let at = index(node.branch);
+            for &before in
+                node.predecessors.iter().filter(|&&before| nodes[before].branch != node.branch)
             {
-                self.after(at, &points[before], name, site);
+                self.wait_for_point(at, &points[before], name, site);
             }
-            let origin = Origin { launch: site, uses: &node.uses, keepers: &keepers };
-            self.append(at, node.task.clone(), Some(&origin));
+            let context = LaunchContext { launch: site, uses: &node.uses, keepers: &keepers };
+            self.append(at, node.task.clone(), Some(&context));
             if !branches.is_empty() {
                 points.push(self.point(at));
             }
         }
         for &branch in &branches {
             let end = self.point(branch);
-            self.after(stream, &end, name, site);
+            self.wait_for_point(stream, &end, name, site);
         }
-        if !holds.is_empty() {
+        if !release_refs.is_empty() {
             let clock = self.point(stream).clock;
-            holds.iter().for_each(|hold| hold.comes_after(&clock));
-            self.append(stream, Task::new(name, site, Work::Launched(holds)), None);
+            release_refs.iter().for_each(|release_ref| release_ref.join_clock(&clock));
+            self.append(stream, Task::new(name, site, Work::LaunchEnd(release_refs)), None);
         }
         let end = self.point(stream);
         self.exec(exec)?.last = Some(end);
@@ -215,11 +231,14 @@ impl State {
 
     /// Drops references. Returns the functions to call now, without the simulator's lock. The host
     /// then knows that all launches are done.
-    pub(crate) fn let_go(&mut self, holds: Vec<Hold>) -> Vec<OnRelease> {
+    pub(crate) fn drop_release_refs(&mut self, release_refs: Vec<ReleaseRef>) -> Vec<OnRelease> {
         let mut calls = Vec::new();
-        for held in holds.into_iter().filter_map(|hold| Arc::into_inner(hold.held)) {
-            let Held { call, after } = held.into_inner().unwrap_or_else(PoisonError::into_inner);
-            self.host_learns(&after);
+        for function in
+            release_refs.into_iter().filter_map(|release_ref| Arc::into_inner(release_ref.function))
+        {
+            let ReleaseFunction { call, clock } =
+                function.into_inner().unwrap_or_else(PoisonError::into_inner);
+            self.order_host_after(&clock);
             calls.push(call);
         }
         calls
@@ -227,9 +246,9 @@ impl State {
 }
 
 /// Calls release functions. The simulator's lock must not be held.
-pub(crate) fn make(calls: Vec<OnRelease>) {
+pub(crate) fn call_release_functions(calls: Vec<OnRelease>) {
     for call in calls {
-        let _inside = inside::enter();
+        let _inside = device_code::enter();
         call();
     }
 }

@@ -1,7 +1,7 @@
 //! Kernels of a test: closures that declare their accesses.
 #![expect(unsafe_code, reason = "lends the bytes that a kernel has declared to its closure")]
 
-use super::space::Use;
+use super::address_space::DeviceUse;
 use crate::{Access, DeviceRange};
 use std::{
     fmt,
@@ -11,11 +11,11 @@ use std::{
 
 /// The closure of a kernel. Every launch of a graph with this kernel runs it again. Never
 /// contended, since one item runs at a time.
-pub(crate) type Body = Arc<Mutex<dyn FnMut(&mut KernelMemory<'_>) + Send>>;
+pub(crate) type KernelBody = Arc<Mutex<dyn FnMut(&mut KernelMemory<'_>) + Send>>;
 
 /// One declared access of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Declared {
+pub(crate) struct DeclaredAccess {
     pub(crate) range: DeviceRange,
     pub(crate) access: Access,
     pub(crate) generation: Option<u64>,
@@ -44,8 +44,8 @@ pub(crate) struct Declared {
 #[must_use = "a kernel does nothing until it is launched"]
 pub struct Kernel {
     pub(crate) name: &'static str,
-    pub(crate) declared: Vec<Declared>,
-    pub(crate) body: Option<Body>,
+    pub(crate) declared: Vec<DeclaredAccess>,
+    pub(crate) body: Option<KernelBody>,
 }
 
 impl Kernel {
@@ -66,7 +66,7 @@ impl Kernel {
 
     /// Declares that it accesses this range, as part of block `generation`.
     pub fn touches(mut self, range: DeviceRange, access: Access, generation: Option<u64>) -> Self {
-        self.declared.push(Declared { range, access, generation });
+        self.declared.push(DeclaredAccess { range, access, generation });
         self
     }
 
@@ -92,7 +92,7 @@ impl fmt::Debug for Kernel {
 #[derive(Debug)]
 pub struct KernelMemory<'a> {
     /// Mapped and accessible for `'a`, without any other access in that time.
-    ranges: &'a [Use],
+    ranges: &'a [DeviceUse],
     bytes: PhantomData<&'a mut [u8]>,
 }
 
@@ -100,7 +100,7 @@ impl<'a> KernelMemory<'a> {
     /// # Safety
     /// 1. With bytes, every range can be read and written through its address for `'a`.
     /// 2. There is no other access to those bytes for `'a`.
-    pub(crate) unsafe fn new(ranges: &'a [Use]) -> Self {
+    pub(crate) unsafe fn new(ranges: &'a [DeviceUse]) -> Self {
         Self { ranges, bytes: PhantomData }
     }
 

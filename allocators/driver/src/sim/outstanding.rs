@@ -1,6 +1,6 @@
 //! Driver objects that have not been released.
 
-use super::{pinned::Origin, state::State};
+use super::{pinned::PinKind, state::MachineState};
 use std::fmt;
 
 /// Counts of all driver objects that a program holds. Objects of a lost device do not count: they
@@ -46,7 +46,7 @@ pub struct Outstanding {
 }
 
 impl Outstanding {
-    fn each(&self) -> [(&'static str, u64); 12] {
+    fn counts(&self) -> [(&'static str, u64); 12] {
         [
             ("streams", self.streams),
             ("events", self.events),
@@ -66,38 +66,41 @@ impl Outstanding {
     /// Returns whether everything has been released.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.each().iter().all(|&(_, count)| count == 0)
+        self.counts().iter().all(|&(_, count)| count == 0)
     }
 
-    pub(crate) fn of(state: &State) -> Self {
+    pub(crate) fn count(state: &MachineState) -> Self {
         let mut all = Self::default();
-        let there = |device: crate::DeviceId| {
+        let is_present = |device: crate::DeviceId| {
             state.devices.get(device.0 as usize).is_some_and(|device| device.lost.is_none())
         };
-        let streams = (0..state.streams.len()).filter(|&place| {
-            state.streams[place].alive && there(state.streams[place].device) && state.is_made(place)
+        let streams = (0..state.streams.len()).filter(|&index| {
+            state.streams[index].alive
+                && is_present(state.streams[index].device)
+                && state.is_created_by_program(index)
         });
         all.streams = streams.count() as u64;
-        all.events = state.events.iter().filter(|event| there(event.device)).count() as u64;
-        all.graphs = state.graphs.graphs.iter().filter(|graph| there(graph.device)).count() as u64;
+        all.events = state.events.iter().filter(|event| is_present(event.device)).count() as u64;
+        all.graphs =
+            state.graphs.graphs.iter().filter(|graph| is_present(graph.device)).count() as u64;
         all.graph_execs =
-            state.graphs.execs.iter().filter(|exec| there(exec.device)).count() as u64;
+            state.graphs.execs.iter().filter(|exec| is_present(exec.device)).count() as u64;
         for device in state
             .devices
             .iter()
             .filter(|device| device.lost.is_none())
             .map(|device| device.info.device)
         {
-            let held = state.space.held(device);
-            all.handles += held.handles;
-            all.mappings += held.mappings;
-            all.reservations += held.reservations;
-            all.allocations += held.allocations;
-            let (pools, blocks) = state.pools_held(device);
+            let counts = state.space.count_objects(device);
+            all.handles += counts.handles;
+            all.mappings += counts.mappings;
+            all.reservations += counts.reservations;
+            all.allocations += counts.allocations;
+            let (pools, blocks) = state.count_pools(device);
             all.pools += pools;
             all.pool_blocks += blocks;
-            all.host_allocations += state.pinned.count(device, Origin::Allocated);
-            all.registrations += state.pinned.count(device, Origin::Registered);
+            all.host_allocations += state.pinned.count(device, PinKind::Allocated);
+            all.registrations += state.pinned.count(device, PinKind::Registered);
         }
         all
     }
@@ -108,7 +111,8 @@ impl fmt::Display for Outstanding {
         if self.is_empty() {
             return f.write_str("nothing outstanding");
         }
-        for (i, (name, count)) in self.each().iter().filter(|&&(_, count)| count > 0).enumerate() {
+        for (i, (name, count)) in self.counts().iter().filter(|&&(_, count)| count > 0).enumerate()
+        {
             write!(f, "{}{count} {name}", if i == 0 { "" } else { ", " })?;
         }
         Ok(())

@@ -1,8 +1,8 @@
 //! Host memory that devices can access, and its last accesses.
 
 use super::{
+    access_history::{AccessHistory, Action},
     clock::Clock,
-    ledger::{Ledger, Mark},
     violation::Finding,
 };
 use crate::DeviceId;
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// How memory was pinned, which decides how it is unpinned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Origin {
+pub(crate) enum PinKind {
     /// Allocated by the driver, with the requested size.
     Allocated,
     /// Memory of the program that was registered.
@@ -18,32 +18,32 @@ pub(crate) enum Origin {
 }
 
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct PinnedRange {
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
-    pub(crate) origin: Origin,
+    pub(crate) kind: PinKind,
     /// Whether devices may only read it.
     pub(crate) read_only: bool,
     /// The action that pinned it.
-    pub(crate) by: Mark,
-    ledger: Ledger,
+    pub(crate) by: Action,
+    history: AccessHistory,
 }
 
 /// The kind of a host range in a copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Side {
+pub(crate) enum HostMemoryKind {
     /// Inside one registration.
     Pinned,
     /// In no registration.
     Pageable,
     /// It begins in a registration and extends past its end.
-    Across,
+    Straddling,
 }
 
 /// All registrations, by address. They do not overlap.
 #[derive(Default, Debug)]
 pub(crate) struct PinnedMemory {
-    ranges: BTreeMap<u64, Pinned>,
+    ranges: BTreeMap<u64, PinnedRange>,
 }
 
 impl PinnedMemory {
@@ -53,32 +53,33 @@ impl PinnedMemory {
         address: u64,
         bytes: u64,
         device: DeviceId,
-        origin: Origin,
-        by: Mark,
+        kind: PinKind,
+        by: Action,
     ) -> bool {
         if self.overlapping(address, bytes).next().is_some() {
             return false;
         }
-        let ledger = Ledger::new(bytes);
-        self.ranges.insert(address, Pinned { bytes, device, origin, read_only: false, by, ledger });
+        let history = AccessHistory::new(bytes);
+        self.ranges
+            .insert(address, PinnedRange { bytes, device, kind, read_only: false, by, history });
         true
     }
 
     /// Makes the registration that starts here read-only for devices.
-    pub(crate) fn protect(&mut self, address: u64) {
+    pub(crate) fn set_read_only(&mut self, address: u64) {
         if let Some(pinned) = self.ranges.get_mut(&address) {
             pinned.read_only = true;
         }
     }
 
     /// Returns the registration that contains an address.
-    pub(crate) fn holding(&self, address: u64) -> Option<&Pinned> {
+    pub(crate) fn containing(&self, address: u64) -> Option<&PinnedRange> {
         let (&start, pinned) = self.ranges.range(..=address).next_back()?;
         (start + pinned.bytes > address).then_some(pinned)
     }
 
     /// Returns the registration that starts here.
-    pub(crate) fn get(&self, address: u64) -> Option<&Pinned> {
+    pub(crate) fn get(&self, address: u64) -> Option<&PinnedRange> {
         self.ranges.get(&address)
     }
 
@@ -86,62 +87,62 @@ impl PinnedMemory {
         self.ranges.remove(&address);
     }
 
-    pub(crate) fn side(&self, address: u64, bytes: u64) -> Side {
+    pub(crate) fn classify(&self, address: u64, bytes: u64) -> HostMemoryKind {
         match self.ranges.range(..=address).next_back() {
             Some((&start, pinned)) if start + pinned.bytes > address => {
                 if address.saturating_add(bytes) <= start + pinned.bytes {
-                    Side::Pinned
+                    HostMemoryKind::Pinned
                 } else {
-                    Side::Across
+                    HostMemoryKind::Straddling
                 }
             }
-            _ => Side::Pageable,
+            _ => HostMemoryKind::Pageable,
         }
     }
 
-    fn first(&self, address: u64) -> u64 {
+    fn start_containing(&self, address: u64) -> u64 {
         match self.ranges.range(..=address).next_back() {
             Some((&start, pinned)) if start + pinned.bytes > address => start,
             _ => address,
         }
     }
 
-    fn overlapping(&self, address: u64, bytes: u64) -> impl Iterator<Item = (&u64, &Pinned)> {
-        self.ranges.range(self.first(address)..address.saturating_add(bytes))
+    fn overlapping(&self, address: u64, bytes: u64) -> impl Iterator<Item = (&u64, &PinnedRange)> {
+        self.ranges.range(self.start_containing(address)..address.saturating_add(bytes))
     }
 
     /// Returns whether any part of a range is pinned in this way.
-    pub(crate) fn overlaps(&self, address: u64, bytes: u64, origin: Origin) -> bool {
-        self.overlapping(address, bytes).any(|(_, pinned)| pinned.origin == origin)
+    pub(crate) fn overlaps(&self, address: u64, bytes: u64, kind: PinKind) -> bool {
+        self.overlapping(address, bytes).any(|(_, pinned)| pinned.kind == kind)
     }
 
     /// Records an action on the pinned parts of a range.
-    pub(crate) fn act(
+    pub(crate) fn record(
         &mut self,
         address: u64,
         bytes: u64,
-        mark: &Mark,
+        action: &Action,
         clock: &Clock,
-        found: &mut Vec<Finding>,
+        findings: &mut Vec<Finding>,
     ) {
         let end = address.saturating_add(bytes);
-        for (&start, pinned) in self.ranges.range_mut(self.first(address)..end) {
+        for (&start, pinned) in self.ranges.range_mut(self.start_containing(address)..end) {
             let from = start.max(address);
             let to = end.min(start + pinned.bytes);
-            pinned.ledger.act(start, from - start, to - from, mark, clock, found);
+            pinned.history.record(start, from - start, to - from, action, clock, findings);
         }
     }
 
     /// Removes all records of accesses.
-    pub(crate) fn forget(&mut self) {
-        self.ranges.values_mut().for_each(|pinned| pinned.ledger = Ledger::new(pinned.bytes));
+    pub(crate) fn clear_records(&mut self) {
+        self.ranges
+            .values_mut()
+            .for_each(|pinned| pinned.history = AccessHistory::new(pinned.bytes));
     }
 
     /// Returns the number of registrations of a device with this origin.
-    pub(crate) fn count(&self, device: DeviceId, origin: Origin) -> u64 {
-        self.ranges
-            .values()
-            .filter(|pinned| pinned.device == device && pinned.origin == origin)
-            .count() as u64
+    pub(crate) fn count(&self, device: DeviceId, kind: PinKind) -> u64 {
+        self.ranges.values().filter(|pinned| pinned.device == device && pinned.kind == kind).count()
+            as u64
     }
 }

@@ -1,21 +1,21 @@
 //! Streams as queues of work.
 
 use super::{
-    callback::Call,
-    capture::Captured,
+    access_history::{Action, ActionKind},
+    address_space::DeviceUse,
+    callback::QueuedCallback,
+    capture::CapturedPoint,
     clock::Clock,
-    graph::Hold,
-    kernel::Body,
-    ledger::{Act, Mark},
+    graph::ReleaseRef,
+    kernel::KernelBody,
     rows::RowWork,
-    space::Use,
 };
-use crate::{DeviceId, Pattern, RawStream};
-use std::{collections::VecDeque, fmt, panic::Location, sync::Arc};
+use crate::{DeviceId, Pattern, RawStream, site::Site};
+use std::{collections::VecDeque, fmt, sync::Arc};
 
 /// The implicit order of a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum StreamKind {
     /// No implicit order.
     NonBlocking,
     /// Ordered before and after the work of the device's legacy stream.
@@ -33,19 +33,19 @@ pub(crate) struct Stream {
     pub(crate) device: DeviceId,
     /// A number that no other stream ever has.
     pub(crate) id: u64,
-    pub(crate) kind: Kind,
+    pub(crate) kind: StreamKind,
     /// Whether the handle is valid.
     pub(crate) alive: bool,
     /// Its component of the clocks.
-    pub(crate) slot: u32,
+    pub(crate) component: u32,
     /// The clock that precedes the next item.
     pub(crate) clock: Clock,
     /// The host agent whose clock was joined last, and the version of that clock at that time.
-    pub(crate) seen: (u32, u64),
+    pub(crate) joined_host: (u32, u64),
     /// The numbers of items that were queued here and that have run.
     pub(crate) enqueued: u64,
     pub(crate) executed: u64,
-    pub(crate) queue: VecDeque<Item>,
+    pub(crate) queue: VecDeque<QueueItem>,
     /// The capture that it takes part in.
     pub(crate) capture: Option<u64>,
     /// The length of the longest chain that ends with the last item queued here. See
@@ -61,19 +61,20 @@ const HANDLE_STEP: u64 = 0x40;
 const MACHINE_STEP: u64 = 1 << 32;
 
 /// Returns the handle of the stream at an index of a machine's table.
-pub(crate) fn handle(machine: u64, index: usize) -> u64 {
-    machine * MACHINE_STEP + FIRST_HANDLE + index as u64 * HANDLE_STEP
+pub(crate) fn stream_handle(machine_id: u64, index: usize) -> u64 {
+    machine_id * MACHINE_STEP + FIRST_HANDLE + index as u64 * HANDLE_STEP
 }
 
 /// Returns the index in a machine's table of the stream of a handle, if it can be one.
-pub(crate) fn place(machine: u64, stream: RawStream) -> Option<usize> {
-    let offset = stream.handle().checked_sub(machine * MACHINE_STEP)?.checked_sub(FIRST_HANDLE)?;
+pub(crate) fn stream_index(machine_id: u64, stream: RawStream) -> Option<usize> {
+    let offset =
+        stream.handle().checked_sub(machine_id * MACHINE_STEP)?.checked_sub(FIRST_HANDLE)?;
     offset.is_multiple_of(HANDLE_STEP).then_some((offset / HANDLE_STEP) as usize)
 }
 
 /// A point in a stream.
 #[derive(Clone, Debug)]
-pub(crate) struct Point {
+pub(crate) struct StreamPoint {
     /// The stream's index in the table.
     pub(crate) stream: usize,
     /// Reached when this many items have run.
@@ -88,24 +89,24 @@ pub(crate) struct Point {
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) device: DeviceId,
-    pub(crate) point: Option<Point>,
+    pub(crate) point: Option<StreamPoint>,
     /// The position in a capture, if its last record was captured.
-    pub(crate) captured: Option<Captured>,
+    pub(crate) captured: Option<CapturedPoint>,
 }
 
 /// One item of a queue.
 #[derive(Debug)]
-pub(crate) struct Item {
+pub(crate) struct QueueItem {
     pub(crate) work: Work,
     /// Its stamp.
-    pub(crate) mark: Mark,
+    pub(crate) action: Action,
 }
 
 /// Work that is not in a queue yet. Captured work stays in this form, and is queued at each launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
     pub(crate) name: &'static str,
-    pub(crate) site: &'static Location<'static>,
+    pub(crate) site: Site,
     /// Its accesses to host memory, in stream order.
     pub(crate) host: Vec<HostUse>,
     /// What it does, with its device memory.
@@ -117,14 +118,14 @@ pub(crate) struct Task {
 pub(crate) struct HostUse {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
-    pub(crate) act: Act,
+    pub(crate) kind: ActionKind,
     /// Whether the device accesses it, so that it must be pinned.
     pub(crate) by_device: bool,
 }
 
 impl Task {
     /// Creates work that accesses device memory only.
-    pub(crate) fn new(name: &'static str, site: &'static Location<'static>, work: Work) -> Self {
+    pub(crate) fn new(name: &'static str, site: Site, work: Work) -> Self {
         Self { name, site, host: Vec::new(), work }
     }
 }
@@ -133,21 +134,21 @@ impl Task {
 #[derive(Clone)]
 pub(crate) enum Work {
     /// Nothing: its memory cannot be accessed, which has been reported.
-    Refused,
+    Inaccessible,
     /// A kernel with one declared access and no effect.
-    Touch(Use),
+    Access(DeviceUse),
     /// A user's kernel.
-    Kernel { uses: Arc<[Use]>, body: Option<Body> },
+    Kernel { uses: Arc<[DeviceUse]>, body: Option<KernelBody> },
     /// A copy from pinned host memory, by address.
-    FromHost { to: Use, from: u64 },
+    CopyFromHost { to: DeviceUse, from: u64 },
     /// A copy from pageable memory, with the bytes at the time it was queued.
-    FromStaging { to: Use, from: Arc<[u8]> },
+    CopyFromStaging { to: DeviceUse, from: Arc<[u8]> },
     /// A copy to host memory, by address.
-    ToHost { to: u64, from: Use },
+    CopyToHost { to: u64, from: DeviceUse },
     /// A copy on the device, from the first to the second.
-    OnDevice([Use; 2]),
+    CopyOnDevice([DeviceUse; 2]),
     /// A fill.
-    Fill { to: Use, pattern: Pattern },
+    Fill { to: DeviceUse, pattern: Pattern },
     /// A 2D copy or fill.
     Rows(Arc<RowWork>),
     /// Waits until another stream (an index) has run `count` items.
@@ -157,45 +158,45 @@ pub(crate) enum Work {
     /// Waits until the value at the address is at least `value`.
     WaitValue { address: u64, value: u64 },
     /// Calls the host.
-    Callback(Call),
+    Callback(QueuedCallback),
     /// The end of a graph's launch, which drops its references to the release functions.
-    Launched(Vec<Hold>),
+    LaunchEnd(Vec<ReleaseRef>),
 }
 
 impl Work {
     /// Returns whether it calls code of the program, which must not happen under the simulator's
     /// lock.
-    pub(crate) fn calls_out(&self) -> bool {
-        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
+    pub(crate) fn runs_program_code(&self) -> bool {
+        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::LaunchEnd(_))
     }
 
     /// Returns the device memory that the driver checks when a graph with this work is
     /// instantiated: that of fills, but not of copies or kernel arguments.
-    pub(crate) fn told(&self) -> &[Use] {
+    pub(crate) fn uses_checked_at_instantiation(&self) -> &[DeviceUse] {
         match self {
             Self::Fill { to, .. } => std::slice::from_ref(to),
-            Self::Rows(work) if work.fills() => &work.uses,
+            Self::Rows(work) if work.is_fill() => &work.uses,
             _ => &[],
         }
     }
 
     /// Returns the device memory that it accesses, in the order of the checks.
-    pub(crate) fn uses(&self) -> &[Use] {
+    pub(crate) fn uses(&self) -> &[DeviceUse] {
         match self {
-            Self::Touch(u)
-            | Self::FromHost { to: u, .. }
-            | Self::FromStaging { to: u, .. }
-            | Self::ToHost { from: u, .. }
+            Self::Access(u)
+            | Self::CopyFromHost { to: u, .. }
+            | Self::CopyFromStaging { to: u, .. }
+            | Self::CopyToHost { from: u, .. }
             | Self::Fill { to: u, .. } => std::slice::from_ref(u),
-            Self::OnDevice(sides) => sides,
+            Self::CopyOnDevice(sides) => sides,
             Self::Kernel { uses, .. } => uses,
             Self::Rows(work) => &work.uses,
-            Self::Refused
+            Self::Inaccessible
             | Self::Wait { .. }
             | Self::WriteValue { .. }
             | Self::WaitValue { .. }
             | Self::Callback(_)
-            | Self::Launched(_) => &[],
+            | Self::LaunchEnd(_) => &[],
         }
     }
 }
@@ -203,13 +204,19 @@ impl Work {
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused => f.write_str("Refused"),
-            Self::Touch(u) => f.debug_tuple("Touch").field(u).finish(),
+            Self::Inaccessible => f.write_str("Inaccessible"),
+            Self::Access(u) => f.debug_tuple("Access").field(u).finish(),
             Self::Kernel { uses, .. } => f.debug_tuple("Kernel").field(uses).finish(),
-            Self::FromHost { to, from } => f.debug_tuple("FromHost").field(to).field(from).finish(),
-            Self::FromStaging { to, .. } => f.debug_tuple("FromStaging").field(to).finish(),
-            Self::ToHost { to, from } => f.debug_tuple("ToHost").field(to).field(from).finish(),
-            Self::OnDevice([from, to]) => f.debug_tuple("OnDevice").field(from).field(to).finish(),
+            Self::CopyFromHost { to, from } => {
+                f.debug_tuple("CopyFromHost").field(to).field(from).finish()
+            }
+            Self::CopyFromStaging { to, .. } => f.debug_tuple("CopyFromStaging").field(to).finish(),
+            Self::CopyToHost { to, from } => {
+                f.debug_tuple("CopyToHost").field(to).field(from).finish()
+            }
+            Self::CopyOnDevice([from, to]) => {
+                f.debug_tuple("CopyOnDevice").field(from).field(to).finish()
+            }
             Self::Fill { to, pattern } => f.debug_tuple("Fill").field(to).field(pattern).finish(),
             Self::Rows(work) => f.debug_tuple("Rows").field(&work.uses).finish(),
             Self::Wait { stream, count } => {
@@ -222,7 +229,7 @@ impl fmt::Debug for Work {
                 f.debug_tuple("WaitValue").field(address).field(value).finish()
             }
             Self::Callback(_) => f.write_str("Callback"),
-            Self::Launched(_) => f.write_str("Launched"),
+            Self::LaunchEnd(_) => f.write_str("LaunchEnd"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Reporting of violations that the program does not take.
 #![expect(unsafe_code, reason = "has the end of the process call it, and ends it with a status")]
 
-use super::{shared::Shared, violation::Violation};
+use super::{machine::Machine, violation::Violation};
 use nix::libc;
 use std::{
     collections::HashMap,
@@ -19,7 +19,7 @@ use std::{
 const VARIABLE: &str = "AQUIFER_SIM_VIOLATIONS";
 
 /// The default exit status under [`OnViolation::Exit`].
-const STATUS: i32 = 86;
+const DEFAULT_EXIT_STATUS: i32 = 86;
 
 /// What happens with violations that the program does not take by
 /// [`Sim::violations`](super::Sim::violations).
@@ -95,7 +95,7 @@ impl FromStr for OnViolation {
             ("now", "") => Some(Self::ReportAtOnce),
             ("panic", "") => Some(Self::Panic),
             ("quiet", "") => Some(Self::Quiet),
-            ("exit", "") => Some(Self::Exit(STATUS)),
+            ("exit", "") => Some(Self::Exit(DEFAULT_EXIT_STATUS)),
             ("exit", code) => status(code).map(Self::Exit),
             _ => None,
         };
@@ -119,12 +119,12 @@ impl OnViolation {
 
     /// Returns the value that the environment had when the first machine was created. An invalid
     /// value is written to standard error once.
-    pub(crate) fn of_process() -> Self {
-        static OF_PROCESS: OnceLock<OnViolation> = OnceLock::new();
-        *OF_PROCESS.get_or_init(|| match Self::from_env() {
-            Ok(said) => said.unwrap_or_default(),
+    pub(crate) fn process_default() -> Self {
+        static PROCESS_DEFAULT: OnceLock<OnViolation> = OnceLock::new();
+        *PROCESS_DEFAULT.get_or_init(|| match Self::from_env() {
+            Ok(value) => value.unwrap_or_default(),
             Err(error) => {
-                say(format_args!("aquifer: {error}\n"));
+                write_stderr(format_args!("aquifer: {error}\n"));
                 Self::Report
             }
         })
@@ -132,9 +132,9 @@ impl OnViolation {
 }
 
 /// The report text of violations.
-pub(crate) struct Text<'a>(pub(crate) &'a [Violation]);
+pub(crate) struct ReportText<'a>(pub(crate) &'a [Violation]);
 
-impl fmt::Display for Text<'_> {
+impl fmt::Display for ReportText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(violations) = self;
         let plural = if violations.len() == 1 { "" } else { "s" };
@@ -152,24 +152,24 @@ impl fmt::Display for Text<'_> {
 /// Writes violations to standard error, if there are any.
 pub(crate) fn write(violations: &[Violation]) {
     if !violations.is_empty() {
-        say(format_args!("{}\n", Text(violations)));
+        write_stderr(format_args!("{}\n", ReportText(violations)));
     }
 }
 
-fn say(text: fmt::Arguments<'_>) {
+fn write_stderr(text: fmt::Arguments<'_>) {
     // One write, so that the output of two machines is not interleaved. An error cannot be
     // reported.
     let _ = io::stderr().lock().write_all(text.to_string().as_bytes());
 }
 
 /// All live machines by their numbers.
-static LIVING: Mutex<Option<HashMap<u64, Weak<Shared>>>> = Mutex::new(None);
+static LIVE_MACHINES: Mutex<Option<HashMap<u64, Weak<Machine>>>> = Mutex::new(None);
 
 /// The exit status of the process, or 0 for its own.
-static EXIT: AtomicI32 = AtomicI32::new(0);
+static EXIT_STATUS: AtomicI32 = AtomicI32::new(0);
 
 /// Makes a machine report when the process ends, if it is still alive then.
-pub(crate) fn register(machine: &Arc<Shared>) {
+pub(crate) fn register(machine: &Arc<Machine>) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if !cfg!(miri) {
@@ -178,38 +178,38 @@ pub(crate) fn register(machine: &Arc<Shared>) {
             let _refused = unsafe { libc::atexit(at_exit) };
         }
     });
-    let mut living = LIVING.lock().unwrap_or_else(PoisonError::into_inner);
-    living.get_or_insert_default().insert(machine.machine, Arc::downgrade(machine));
+    let mut machines = LIVE_MACHINES.lock().unwrap_or_else(PoisonError::into_inner);
+    machines.get_or_insert_default().insert(machine.machine_id, Arc::downgrade(machine));
 }
 
 /// Removes a machine that has ended.
-pub(crate) fn forget(machine: u64) {
-    if let Some(living) = LIVING.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-        living.remove(&machine);
+pub(crate) fn unregister(machine: u64) {
+    if let Some(machines) = LIVE_MACHINES.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        machines.remove(&machine);
     }
 }
 
 /// Makes the process exit with this status.
 pub(crate) fn exit_with(status: i32) {
-    EXIT.store(status, Ordering::Relaxed);
+    EXIT_STATUS.store(status, Ordering::Relaxed);
 }
 
 /// Reports all live machines when the process ends.
 extern "C" fn at_exit() {
     let _never = catch_unwind(AssertUnwindSafe(|| {
-        let mut machines: Vec<Arc<Shared>> = match LIVING.try_lock() {
-            Ok(living) => {
-                living.iter().flat_map(HashMap::values).filter_map(Weak::upgrade).collect()
+        let mut machines: Vec<Arc<Machine>> = match LIVE_MACHINES.try_lock() {
+            Ok(machines) => {
+                machines.iter().flat_map(HashMap::values).filter_map(Weak::upgrade).collect()
             }
             Err(_) => Vec::new(),
         };
-        machines.sort_by_key(|machine| machine.machine);
+        machines.sort_by_key(|machine| machine.machine_id);
         machines.iter().for_each(|machine| machine.report_at_exit());
         // Other threads may still use the machines, so the last handle is kept.
-        static KEPT: OnceLock<Vec<Arc<Shared>>> = OnceLock::new();
-        let _second = KEPT.set(machines);
+        static RETAINED: OnceLock<Vec<Arc<Machine>>> = OnceLock::new();
+        let _second = RETAINED.set(machines);
     }));
-    let status = EXIT.load(Ordering::Relaxed);
+    let status = EXIT_STATUS.load(Ordering::Relaxed);
     if status != 0 {
         // SAFETY: 1. It takes no pointer and does not return. Rust's own streams have been flushed
         // before the exit functions are called. The C library's streams are flushed here.
@@ -225,13 +225,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_names_what_happens_or_is_refused() {
+    fn every_valid_text_is_parsed_and_others_are_refused() {
         let parsed = |text: &str| text.parse::<OnViolation>().ok();
         assert_eq!(parsed("report"), Some(OnViolation::Report));
         assert_eq!(parsed("now"), Some(OnViolation::ReportAtOnce));
         assert_eq!(parsed("panic"), Some(OnViolation::Panic));
         assert_eq!(parsed("quiet"), Some(OnViolation::Quiet));
-        assert_eq!(parsed("exit"), Some(OnViolation::Exit(STATUS)));
+        assert_eq!(parsed("exit"), Some(OnViolation::Exit(DEFAULT_EXIT_STATUS)));
         assert_eq!(parsed("exit=255"), Some(OnViolation::Exit(255)));
         for wrong in
             ["", "Report", "exit=", "exit=0", "exit=256", "exit=-1", "report=1", "quiet=", "loud"]

@@ -2,19 +2,17 @@
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use super::{
-    codes,
-    family::copies::side,
-    ledger::Act,
-    pinned::Side,
+    access_history::ActionKind,
+    address_space::DeviceUse,
+    codes::{self, ErrorCode},
+    family::copies::copy_use,
+    machine::{Machine, StateGuard},
+    pinned::HostMemoryKind,
     queue::{HostUse, Task, Work},
-    shared::{Guard, Shared},
-    space::Use,
     store::Store,
 };
-use crate::{DeviceId, HostAccess, Pattern, Pitched, Result, Rows};
-use std::{panic::Location, ptr::NonNull, sync::Arc};
-
-type Site = &'static Location<'static>;
+use crate::{DeviceId, HostAccess, Pattern, Pitched, Result, Rows, site::Site};
+use std::{ptr::NonNull, sync::Arc};
 
 /// The largest pitch of an H200 (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`), in bytes.
 const LARGEST_PITCH: u64 = 0x7fff_ffff;
@@ -22,15 +20,15 @@ const LARGEST_PITCH: u64 = 0x7fff_ffff;
 /// A 2D copy or fill.
 pub(crate) struct RowWork {
     /// The uses of all rows on a device.
-    pub(crate) uses: Vec<Use>,
+    pub(crate) uses: Vec<DeviceUse>,
     to: Pitched<u64>,
-    from: Source,
+    from: RowSource,
     /// In bytes.
     rows: Rows,
 }
 
 /// The source of rows.
-enum Source {
+enum RowSource {
     /// Other rows, of a device or of pinned memory, by address.
     Rows(Pitched<u64>),
     /// Contiguous rows of pageable memory, with the bytes at the time the copy was queued.
@@ -41,15 +39,15 @@ enum Source {
 
 impl RowWork {
     /// Returns whether this is a fill and not a copy.
-    pub(crate) fn fills(&self) -> bool {
-        matches!(self.from, Source::Pattern(_))
+    pub(crate) fn is_fill(&self) -> bool {
+        matches!(self.from, RowSource::Pattern(_))
     }
 
     /// # Safety
     /// 1. With bytes, the source's rows are readable and the destination's writable.
     /// 2. There is no other access to the destination's rows, and no write to the source's, during
     ///    the call.
-    pub(crate) unsafe fn perform(&self, store: &Store) {
+    pub(crate) unsafe fn execute(&self, store: &Store) {
         if !store.has_bytes() {
             return;
         }
@@ -58,17 +56,17 @@ impl RowWork {
             let to = self.to.start + row * self.to.pitch;
             match &self.from {
                 // SAFETY: 1. and 2. are promised by the caller.
-                Source::Rows(from) => unsafe {
+                RowSource::Rows(from) => unsafe {
                     store.copy(to, from.start + row * from.pitch, width);
                 },
                 // SAFETY: 1. `bytes` holds as many rows of this width. The caller promises the
                 // rest, and 2.
-                Source::Staged(bytes) => unsafe {
+                RowSource::Staged(bytes) => unsafe {
                     store.copy(to, bytes.as_ptr() as u64 + row * width, width);
                 },
                 // SAFETY: 1. and 2. are promised by the caller, and the alignment of the address
                 // was checked.
-                Source::Pattern(pattern) => unsafe { store.fill(to, *pattern, width) },
+                RowSource::Pattern(pattern) => unsafe { store.fill(to, *pattern, width) },
             }
         }
     }
@@ -81,7 +79,7 @@ impl Rows {
 }
 
 /// Returns the bytes from the start of the first row to the end of the last.
-fn span(start: u64, pitch: u64, rows: Rows) -> Result<u64, u32> {
+fn row_span(start: u64, pitch: u64, rows: Rows) -> Result<u64, ErrorCode> {
     if rows.is_empty() {
         return Ok(0);
     }
@@ -93,7 +91,7 @@ fn span(start: u64, pitch: u64, rows: Rows) -> Result<u64, u32> {
 }
 
 /// Returns the first byte and the length of each row. Contiguous rows are returned as one.
-fn each(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, u64)> {
+fn row_ranges(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, u64)> {
     let (count, width) = match rows {
         _ if rows.is_empty() => (0, 0),
         Rows { width, height } if width == pitch => (1, width * height),
@@ -102,57 +100,64 @@ fn each(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, u64)> 
     (0..count).map(move |row| (start + row * pitch, width))
 }
 
-fn uses(device: DeviceId, at: Pitched<u64>, rows: Rows, writes: bool) -> impl Iterator<Item = Use> {
-    each(at.start, at.pitch, rows).map(move |(address, bytes)| side(device, address, bytes, writes))
+fn row_uses(
+    device: DeviceId,
+    at: Pitched<u64>,
+    rows: Rows,
+    writes: bool,
+) -> impl Iterator<Item = DeviceUse> {
+    row_ranges(at.start, at.pitch, rows)
+        .map(move |(address, bytes)| copy_use(device, address, bytes, writes))
 }
 
 /// Returns the host accesses of a copy of rows, row by row. Memory that is not pinned has none.
-fn by_device(pinned: bool, start: u64, pitch: u64, rows: Rows, act: Act) -> Vec<HostUse> {
-    let row = |(address, bytes)| HostUse { address, bytes, act, by_device: true };
-    if pinned { each(start, pitch, rows).map(row).collect() } else { Vec::new() }
+fn pinned_uses(pinned: bool, start: u64, pitch: u64, rows: Rows, kind: ActionKind) -> Vec<HostUse> {
+    let row = |(address, bytes)| HostUse { address, bytes, kind, by_device: true };
+    if pinned { row_ranges(start, pitch, rows).map(row).collect() } else { Vec::new() }
 }
 
-impl Shared {
+impl Machine {
     /// Queues a copy of rows to the device.
     ///
     /// # Safety
     /// As of [`Copies::copy_2d_to_device`](crate::Copies::copy_2d_to_device).
     pub(crate) unsafe fn queue_rows_to_device<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut state: StateGuard<'a>,
         stream: usize,
         to: Pitched<u64>,
         from: Pitched<NonNull<u8>>,
         rows: Rows,
         site: Site,
-    ) -> Result<Guard<'a>, u32> {
+    ) -> Result<StateGuard<'a>, ErrorCode> {
         let name = "2D copy to the device";
         let start = from.start.as_ptr() as u64;
-        span(to.start, to.pitch, rows)?;
-        let reach = (start, span(start, from.pitch, rows)?);
-        let pinned = state.host_side(reach, Act::Read, name, site)? == Side::Pinned;
-        let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
+        row_span(to.start, to.pitch, rows)?;
+        let range = (start, row_span(start, from.pitch, rows)?);
+        let pinned = state.classify_host_range(range, ActionKind::Read, name, site)?
+            == HostMemoryKind::Pinned;
+        let uses: Vec<_> = row_uses(state.streams[stream].device, to, rows, true).collect();
         // A captured copy reads host memory when it is launched, pinned or not.
         let staged = !pinned && state.streams[stream].capture.is_none();
         let source = if staged && state.space.store.has_bytes() {
             let mut staged = Vec::new();
-            for (address, bytes) in each(start, from.pitch, rows) {
+            for (address, bytes) in row_ranges(start, from.pitch, rows) {
                 // SAFETY: 1. The caller promises that each row is readable and is not written.
                 staged.extend_from_slice(unsafe {
                     std::slice::from_raw_parts(address as *const u8, bytes as usize)
                 });
             }
-            Source::Staged(staged.into())
+            RowSource::Staged(staged.into())
         } else {
-            Source::Rows(Pitched { start, pitch: from.pitch })
+            RowSource::Rows(Pitched { start, pitch: from.pitch })
         };
-        let host = by_device(pinned, start, from.pitch, rows, Act::Read);
+        let host = pinned_uses(pinned, start, from.pitch, rows, ActionKind::Read);
         let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
         let mut state = self.submit(state, stream, Task { name, site, host, work })?;
         if staged {
             // The host reads before the call returns.
-            for (address, bytes) in each(start, from.pitch, rows) {
-                state.host_touch(address, bytes, HostAccess::Read, site);
+            for (address, bytes) in row_ranges(start, from.pitch, rows) {
+                state.check_host_access(address, bytes, HostAccess::Read, site);
             }
         }
         Ok(state)
@@ -164,54 +169,55 @@ impl Shared {
     /// As of [`Copies::copy_2d_to_host`](crate::Copies::copy_2d_to_host).
     pub(crate) unsafe fn queue_rows_to_host<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut state: StateGuard<'a>,
         stream: usize,
         to: Pitched<NonNull<u8>>,
         from: Pitched<u64>,
         rows: Rows,
         site: Site,
-    ) -> Result<(Guard<'a>, bool), u32> {
+    ) -> Result<(StateGuard<'a>, bool), ErrorCode> {
         let name = "2D copy to the host";
         let start = to.start.as_ptr() as u64;
-        span(from.start, from.pitch, rows)?;
-        let reach = (start, span(start, to.pitch, rows)?);
-        let pinned = state.host_side(reach, Act::Write, name, site)? == Side::Pinned;
-        let uses: Vec<_> = uses(state.streams[stream].device, from, rows, false).collect();
-        let host = by_device(pinned, start, to.pitch, rows, Act::Write);
+        row_span(from.start, from.pitch, rows)?;
+        let range = (start, row_span(start, to.pitch, rows)?);
+        let pinned = state.classify_host_range(range, ActionKind::Write, name, site)?
+            == HostMemoryKind::Pinned;
+        let uses: Vec<_> = row_uses(state.streams[stream].device, from, rows, false).collect();
+        let host = pinned_uses(pinned, start, to.pitch, rows, ActionKind::Write);
         let to = Pitched { start, pitch: to.pitch };
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Rows(from), rows }));
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Rows(from), rows }));
         Ok((self.submit(state, stream, Task { name, site, host, work })?, pinned))
     }
 
     /// Queues a copy of rows on the device.
     pub(crate) fn queue_rows_on_device<'a>(
         &'a self,
-        state: Guard<'a>,
+        state: StateGuard<'a>,
         stream: usize,
         to: Pitched<u64>,
         from: Pitched<u64>,
         rows: Rows,
         site: Site,
-    ) -> Result<Guard<'a>, u32> {
-        span(to.start, to.pitch, rows)?;
-        span(from.start, from.pitch, rows)?;
+    ) -> Result<StateGuard<'a>, ErrorCode> {
+        row_span(to.start, to.pitch, rows)?;
+        row_span(from.start, from.pitch, rows)?;
         let device = state.streams[stream].device;
         let uses: Vec<_> =
-            uses(device, from, rows, false).chain(uses(device, to, rows, true)).collect();
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Rows(from), rows }));
+            row_uses(device, from, rows, false).chain(row_uses(device, to, rows, true)).collect();
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Rows(from), rows }));
         self.submit(state, stream, Task::new("2D copy on the device", site, work))
     }
 
     /// Queues a fill of rows, whose width is in elements.
     pub(crate) fn queue_row_fill<'a>(
         &'a self,
-        state: Guard<'a>,
+        state: StateGuard<'a>,
         stream: usize,
         to: Pitched<u64>,
         pattern: Pattern,
         rows: Rows,
         site: Site,
-    ) -> Result<Guard<'a>, u32> {
+    ) -> Result<StateGuard<'a>, ErrorCode> {
         let element = pattern.bytes();
         let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
         let rows = Rows { width, ..rows };
@@ -220,9 +226,10 @@ impl Shared {
         {
             return Err(codes::INVALID_VALUE);
         }
-        span(to.start, to.pitch, rows)?;
-        let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Pattern(pattern), rows }));
+        row_span(to.start, to.pitch, rows)?;
+        let uses: Vec<_> = row_uses(state.streams[stream].device, to, rows, true).collect();
+        let work =
+            Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Pattern(pattern), rows }));
         self.submit(state, stream, Task::new("2D fill", site, work))
     }
 }

@@ -6,54 +6,62 @@
 #![expect(unsafe_code, reason = "touches the memory that queued work names by address")]
 
 use super::{
+    access_history::{Action, ActionKind},
+    address_space::DeviceUse,
     clock::Clock,
+    codes::ErrorCode,
     config::Schedule,
-    inside,
+    device_code,
     kernel::KernelMemory,
-    ledger::{Act, Mark},
-    queue::{Item, Kind, Point, Task, Work},
-    shared::{Guard, Shared},
-    space::Use,
-    state::{Refused, State},
+    machine::{Machine, StateGuard},
+    queue::{QueueItem, StreamKind, StreamPoint, Task, Work},
+    state::MachineState,
 };
-use crate::DeviceId;
-use std::{panic::Location, sync::PoisonError};
+use crate::{DeviceId, site::Site};
+use std::sync::PoisonError;
 
-impl State {
+impl MachineState {
     /// Makes work queued on a stream from now on wait for its predecessors by the legacy rule.
-    pub(crate) fn after_implied(
+    pub(crate) fn wait_for_implied_streams(
         &mut self,
         stream: usize,
         name: &'static str,
-        site: &'static Location<'static>,
+        site: Site,
     ) {
-        for other in self.implied(stream) {
+        for other in self.implied_streams(stream) {
             let point = self.point(other);
-            self.after(stream, &point, name, site);
+            self.wait_for_point(stream, &point, name, site);
         }
     }
 
     /// Makes work queued on a stream from now on wait for a point of another.
-    pub(crate) fn after(
+    pub(crate) fn wait_for_point(
         &mut self,
         stream: usize,
-        point: &Point,
+        point: &StreamPoint,
         name: &'static str,
-        site: &'static Location<'static>,
+        site: Site,
     ) {
         if self.oracle {
             self.streams[stream].clock.join(&point.clock);
         }
         if self.streams[point.stream].executed < point.count {
-            let slot = self.streams[stream].slot;
+            let component = self.streams[stream].component;
             self.streams[stream].path = self.streams[stream].path.max(point.path);
             let work = Work::Wait { stream: point.stream, count: point.count };
-            let mark = Mark { count: 0, slot, act: Act::Read, work: name, site, launch: None };
-            self.push(stream, Item { work, mark });
+            let action = Action {
+                count: 0,
+                component,
+                kind: ActionKind::Read,
+                work: name,
+                site,
+                launch: None,
+            };
+            self.push(stream, QueueItem { work, action });
         }
     }
 
-    fn push(&mut self, stream: usize, item: Item) {
+    fn push(&mut self, stream: usize, item: QueueItem) {
         let s = &mut self.streams[stream];
         s.enqueued += 1;
         s.queue.push_back(item);
@@ -61,9 +69,9 @@ impl State {
     }
 
     /// Returns the current end of a stream's queue.
-    pub(crate) fn point(&self, stream: usize) -> Point {
+    pub(crate) fn point(&self, stream: usize) -> StreamPoint {
         let s = &self.streams[stream];
-        Point {
+        StreamPoint {
             stream,
             count: s.enqueued,
             clock: if self.oracle { s.clock.clone() } else { Clock::default() },
@@ -72,14 +80,14 @@ impl State {
     }
 
     /// Records that the host had to wait until the end of a path.
-    pub(crate) fn host_waited(&mut self, path: u64) {
-        let agent = self.agent();
+    pub(crate) fn record_host_wait(&mut self, path: u64) {
+        let agent = self.agent_index();
         self.hosts[agent].path = self.hosts[agent].path.max(path);
     }
 
     /// Adds one item to a stream's path.
-    fn lengthen(&mut self, stream: usize) {
-        let host = self.hosts[self.agent()].path;
+    fn extend_path(&mut self, stream: usize) {
+        let host = self.hosts[self.agent_index()].path;
         let path = &mut self.streams[stream].path;
         *path = (*path).max(host) + 1;
         self.longest_path = self.longest_path.max(*path);
@@ -103,22 +111,23 @@ impl State {
     }
 
     /// Returns whether all memory of some work can still be accessed. If not, reports it.
-    fn reachable(&mut self, uses: &[Use], item: &Item) -> bool {
-        let lost = uses.iter().find_map(|u| self.space.unreachable(u).map(|finding| (u, finding)));
-        let Some((u, finding)) = lost else { return true };
+    fn check_accessible(&mut self, uses: &[DeviceUse], item: &QueueItem) -> bool {
+        let inaccessible =
+            uses.iter().find_map(|u| self.space.first_inaccessible(u).map(|finding| (u, finding)));
+        let Some((u, finding)) = inaccessible else { return true };
         if self.oracle {
-            let mark = Mark { act: u.act(), ..item.mark };
-            let mut found = std::mem::take(&mut self.found);
-            found.push(finding);
-            self.report(found, mark, Some(u.range.device));
+            let action = Action { kind: u.action_kind(), ..item.action };
+            let mut findings = std::mem::take(&mut self.findings);
+            findings.push(finding);
+            self.report(findings, action, Some(u.range.device));
         }
         false
     }
 
-    /// Runs an item that does not call the program. `fresh` means that its uses have just been
+    /// Runs an item that does not call the program. `just_checked` means that its uses have just been
     /// checked.
-    fn perform(&mut self, item: &Item, fresh: bool) {
-        if !fresh && !self.reachable(item.work.uses(), item) {
+    fn execute(&mut self, item: &QueueItem, just_checked: bool) {
+        if !just_checked && !self.check_accessible(item.work.uses(), item) {
             return;
         }
         let store = &self.space.store;
@@ -132,49 +141,49 @@ impl State {
             // SAFETY: 1. Every device row is mapped and accessible, as was checked. The caller
             // promised that host rows stay valid until the work is done. 2. The caller promised
             // that there is no other access.
-            Work::Rows(work) => unsafe { work.perform(store) },
-            Work::FromHost { to, from } => {
+            Work::Rows(work) => unsafe { work.execute(store) },
+            Work::CopyFromHost { to, from } => {
                 // SAFETY: 1. `to` is mapped and accessible, as was checked. The caller of the copy
                 // promised that `from` is readable until the copy is done. 2. The caller promised
                 // that there is no other access.
                 unsafe { store.copy(to.range.address, *from, to.range.bytes) }
             }
-            Work::FromStaging { to, from } => {
+            Work::CopyFromStaging { to, from } => {
                 // SAFETY: 1. `to` is mapped and accessible, as was checked, and as long as `from`,
                 // which was created for it. 2. This item owns `from`, and one item runs at a time.
                 unsafe { store.copy(to.range.address, from.as_ptr() as u64, from.len() as u64) }
             }
-            Work::ToHost { to, from } => {
+            Work::CopyToHost { to, from } => {
                 // SAFETY: 1. `from` is mapped and accessible, as was checked. The caller of the
                 // copy promised that `to` is writable until the copy is done. 2. The caller
                 // promised that there is no other access.
                 unsafe { store.copy(*to, from.range.address, from.range.bytes) }
             }
-            Work::OnDevice([from, to]) => {
+            Work::CopyOnDevice([from, to]) => {
                 // SAFETY: 1. Both are mapped and accessible, as was checked. 2. One item runs at a
                 // time.
                 unsafe { store.copy(to.range.address, from.range.address, from.range.bytes) }
             }
-            Work::Refused
-            | Work::Touch(_)
+            Work::Inaccessible
+            | Work::Access(_)
             | Work::Kernel { .. }
             | Work::Wait { .. }
             | Work::WaitValue { .. }
             | Work::Callback(_)
-            | Work::Launched(_) => {}
+            | Work::LaunchEnd(_) => {}
         }
     }
 
-    fn ran(&mut self, stream: usize) {
+    fn complete_item(&mut self, stream: usize) {
         let s = &mut self.streams[stream];
         s.executed = (s.executed + 1).min(s.enqueued);
         if !s.alive {
-            self.retire(stream);
+            self.recycle_stream(stream);
         }
     }
 
     /// Returns what must run next so that `stream` reaches `count` completed items.
-    fn in_the_way(&self, stream: usize) -> Obstacle {
+    fn find_obstacle(&self, stream: usize) -> Obstacle {
         let mut stream = stream;
         loop {
             match self.streams[stream].queue.front().map(|item| &item.work) {
@@ -189,11 +198,11 @@ impl State {
     }
 
     /// Returns the graph branch whose next item blocks a stream, or else the stream.
-    pub(crate) fn in_branch(&self, stream: usize) -> usize {
+    pub(crate) fn blocking_branch(&self, stream: usize) -> usize {
         let mut stream = stream;
         while let Some(&Work::Wait { stream: other, count }) =
             self.streams[stream].queue.front().map(|item| &item.work)
-            && self.streams[other].kind == Kind::Branch
+            && self.streams[other].kind == StreamKind::Branch
             && !self.reached(other, count)
         {
             stream = other;
@@ -221,24 +230,29 @@ enum Obstacle {
     Running,
 }
 
-impl State {
+impl MachineState {
     /// Places work at a stream's tail, and checks its accesses there.
-    fn placed(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) -> Item {
+    fn prepare_item(
+        &mut self,
+        stream: usize,
+        task: Task,
+        context: Option<&LaunchContext<'_>>,
+    ) -> QueueItem {
         let Task { name, site, host, mut work } = task;
-        let mut mark = self.tail(stream, Act::Read, name, site);
-        mark.launch = origin.map(|origin| origin.launch);
-        let mut reached = match origin {
+        let mut action = self.next_stream_action(stream, ActionKind::Read, name, site);
+        action.launch = context.map(|context| context.launch);
+        let mut reached = match context {
             None => {
-                work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, mark))
+                work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, action))
             }
-            Some(origin) => origin.uses.iter().fold(true, |reached, u| {
-                reached & self.check_captured(stream, u, mark, origin.keepers)
+            Some(context) => context.uses.iter().fold(true, |reached, u| {
+                reached & self.check_captured(stream, u, action, context.keepers)
             }),
         };
         for u in host {
             // For captured work: memory that was pinned at the capture may no longer be.
-            reached &= origin.is_none() || !u.by_device || self.is_pinned_still(&u, mark);
-            self.check_host(stream, u.address, u.bytes, u.act, mark);
+            reached &= context.is_none() || !u.by_device || self.check_still_pinned(&u, action);
+            self.check_host_side(stream, u.address, u.bytes, u.kind, action);
         }
         match &mut work {
             Work::WriteValue { address, value } => {
@@ -246,67 +260,72 @@ impl State {
                 self.values.queue_write(*address, *value, clock);
             }
             Work::WaitValue { address, value } if self.oracle => {
-                if let Some(clock) = self.values.comes_after(*address, *value) {
+                if let Some(clock) = self.values.satisfying_clock(*address, *value) {
                     self.streams[stream].clock.join(clock);
                 }
             }
             Work::Callback(call) => call.clock = self.point(stream).clock,
             _ => {}
         }
-        self.lengthen(stream);
-        Item { work: if reached { work } else { Work::Refused }, mark }
+        self.extend_path(stream);
+        QueueItem { work: if reached { work } else { Work::Inaccessible }, action }
     }
 
     /// Places work at a stream's tail without running anything.
-    pub(crate) fn append(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) {
-        let item = self.placed(stream, task, origin);
+    pub(crate) fn append(
+        &mut self,
+        stream: usize,
+        task: Task,
+        context: Option<&LaunchContext<'_>>,
+    ) {
+        let item = self.prepare_item(stream, task, context);
         self.push(stream, item);
     }
 }
 
 /// The origin of captured work.
-pub(crate) struct Origin<'a> {
+pub(crate) struct LaunchContext<'a> {
     /// The line of the launch.
-    pub(crate) launch: &'static Location<'static>,
+    pub(crate) launch: Site,
     /// Its uses, split by the blocks that existed at the capture.
-    pub(crate) uses: &'a [Use],
+    pub(crate) uses: &'a [DeviceUse],
     /// The keepers of memory for its graph.
     pub(crate) keepers: &'a [u64],
 }
 
-impl Shared {
+impl Machine {
     /// Queues work on a stream, and runs items according to the schedule. On a stream that
     /// captures, adds it to the graph.
     pub(crate) fn submit<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut state: StateGuard<'a>,
         stream: usize,
         task: Task,
-    ) -> Result<Guard<'a>, Refused> {
-        if state.captured(stream)? {
+    ) -> Result<StateGuard<'a>, ErrorCode> {
+        if state.is_captured(stream)? {
             state.capture(stream, task);
             return Ok(state);
         }
-        state.after_implied(stream, task.name, task.site);
-        let item = state.placed(stream, task, None);
-        let at_once = self.config.schedule == Schedule::Eager
+        state.wait_for_implied_streams(stream, task.name, task.site);
+        let item = state.prepare_item(stream, task, None);
+        let runs_now = self.config.schedule == Schedule::Eager
             && !state.running
             && state.streams[stream].queue.is_empty()
-            && !item.work.calls_out()
+            && !item.work.runs_program_code()
             && state.can_run(&item.work);
-        if at_once {
+        if runs_now {
             state.streams[stream].enqueued += 1;
-            state.perform(&item, true);
-            state.ran(stream);
+            state.execute(&item, true);
+            state.complete_item(stream);
         } else {
             state.push(stream, item);
         }
-        Ok(self.run_due(state))
+        Ok(self.run_by_schedule(state))
     }
 
     /// Runs items according to the schedule, after something has been queued.
-    pub(crate) fn run_due<'a>(&'a self, state: Guard<'a>) -> Guard<'a> {
-        self.tell(&state);
+    pub(crate) fn run_by_schedule<'a>(&'a self, state: StateGuard<'a>) -> StateGuard<'a> {
+        self.notify_waiters(&state);
         if self.config.schedule == Schedule::Eager && state.queued > 0 {
             self.drain(state)
         } else {
@@ -315,14 +334,14 @@ impl Shared {
     }
 
     /// Wakes threads that wait for work to run, or for work that can run.
-    fn tell(&self, state: &State) {
+    fn notify_waiters(&self, state: &MachineState) {
         if state.waiting > 0 {
             self.changed.notify_all();
         }
     }
 
     /// Waits until no closure runs.
-    pub(crate) fn idle<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    pub(crate) fn wait_until_idle<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         while state.running {
             state = self.wait(state);
         }
@@ -330,9 +349,9 @@ impl Shared {
     }
 
     /// Runs all items that can run.
-    pub(crate) fn drain<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    pub(crate) fn drain<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         loop {
-            state = self.idle(state);
+            state = self.wait_until_idle(state);
             let next = (0..state.streams.len()).find(|&stream| state.front_can_run(stream));
             match next {
                 Some(stream) => state = self.run_front(state, stream),
@@ -342,8 +361,12 @@ impl Shared {
     }
 
     /// Runs the front item of a stream, if it can run. Returns whether it did.
-    pub(crate) fn step<'a>(&'a self, state: Guard<'a>, stream: usize) -> (Guard<'a>, bool) {
-        let state = self.idle(state);
+    pub(crate) fn step<'a>(
+        &'a self,
+        state: StateGuard<'a>,
+        stream: usize,
+    ) -> (StateGuard<'a>, bool) {
+        let state = self.wait_until_idle(state);
         if state.front_can_run(stream) {
             (self.run_front(state, stream), true)
         } else {
@@ -352,25 +375,25 @@ impl Shared {
     }
 
     /// Runs the front item of a stream. No item may be running, and this one must be able to run.
-    fn run_front<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Guard<'a> {
+    fn run_front<'a>(&'a self, mut state: StateGuard<'a>, stream: usize) -> StateGuard<'a> {
         let Some(mut item) = state.streams[stream].queue.pop_front() else { return state };
         state.queued -= 1;
-        if !item.work.calls_out() {
-            state.perform(&item, false);
-            state.ran(stream);
-            self.tell(&state);
+        if !item.work.runs_program_code() {
+            state.execute(&item, false);
+            state.complete_item(stream);
+            self.notify_waiters(&state);
             return state;
         }
-        if !state.reachable(item.work.uses(), &item) {
-            state.ran(stream);
-            self.tell(&state);
+        if !state.check_accessible(item.work.uses(), &item) {
+            state.complete_item(stream);
+            self.notify_waiters(&state);
             return state;
         }
         let released = match &mut item.work {
-            Work::Launched(holds) => state.let_go(std::mem::take(holds)),
+            Work::LaunchEnd(release_refs) => state.drop_release_refs(std::mem::take(release_refs)),
             _ => Vec::new(),
         };
-        let running = self.leave(state, stream);
+        let running = self.begin_device_code(state, stream);
         match item.work {
             Work::Kernel { uses, body: Some(body) } => {
                 // SAFETY: 1. Every range has just been checked to be mapped and accessible, and
@@ -379,7 +402,7 @@ impl Shared {
                 let mut memory = unsafe { KernelMemory::new(&uses) };
                 (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
             }
-            Work::Callback(call) => call.make(),
+            Work::Callback(call) => call.run(),
             _ => released.into_iter().for_each(|call| call()),
         }
         drop(running);
@@ -387,23 +410,27 @@ impl Shared {
     }
 
     /// Releases the lock to run the program's code as an item of `stream`.
-    fn leave<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Running<'a> {
+    fn begin_device_code<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        stream: usize,
+    ) -> RunningItem<'a> {
         state.running = true;
         drop(state);
-        Running { shared: self, stream, inside: Some(inside::enter()) }
+        RunningItem { machine: self, stream, guard: Some(device_code::enter()) }
     }
 
     /// Runs the items needed until `stream` has completed `count` items. Other items run only if a
     /// value is waited for. Blocks while another thread must still write such a value.
     pub(crate) fn run_until<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut state: StateGuard<'a>,
         stream: usize,
         count: u64,
-    ) -> Guard<'a> {
+    ) -> StateGuard<'a> {
         while !state.reached(stream, count) {
-            state = self.idle(state);
-            match state.in_the_way(stream) {
+            state = self.wait_until_idle(state);
+            match state.find_obstacle(stream) {
                 Obstacle::Front(next) => state = self.run_front(state, next),
                 Obstacle::Running if state.reached(stream, count) => {}
                 Obstacle::Running => state = self.wait(state),
@@ -420,24 +447,28 @@ impl Shared {
     }
 
     /// Makes the host wait until a stream of `device` reaches a point, and records that order.
-    pub(crate) fn host_waits(
+    pub(crate) fn synchronize_host(
         &self,
-        state: Guard<'_>,
+        state: StateGuard<'_>,
         device: DeviceId,
-        until: &Point,
-    ) -> Result<(), u32> {
+        until: &StreamPoint,
+    ) -> Result<(), ErrorCode> {
         let waits = !state.reached(until.stream, until.count);
         let mut state = self.run_until(state, until.stream, until.count);
         state.device(device)?;
         if waits {
-            state.host_waited(until.path);
+            state.record_host_wait(until.path);
         }
-        state.host_learns(&until.clock);
+        state.order_host_after(&until.clock);
         Ok(())
     }
 
     /// Runs all work that has been queued on a device.
-    pub(crate) fn run_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
+    pub(crate) fn run_device<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        device: DeviceId,
+    ) -> StateGuard<'a> {
         let until: Vec<_> =
             state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
         for (stream, (_, count)) in
@@ -449,16 +480,16 @@ impl Shared {
     }
 
     /// Simulates the passage of time: runs a random number of items of random queues.
-    pub(crate) fn drift<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    pub(crate) fn run_random_items<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         for _ in 0..state.next_random() % 4 {
-            let filled: Vec<_> =
+            let nonempty: Vec<_> =
                 (0..state.streams.len()).filter(|&s| !state.streams[s].queue.is_empty()).collect();
-            if filled.is_empty() {
+            if nonempty.is_empty() {
                 break;
             }
-            let stream = filled[(state.next_random() % filled.len() as u64) as usize];
-            let most = state.next_random() % (state.streams[stream].queue.len() as u64 + 1);
-            for _ in 0..most {
+            let stream = nonempty[(state.next_random() % nonempty.len() as u64) as usize];
+            let max_items = state.next_random() % (state.streams[stream].queue.len() as u64 + 1);
+            for _ in 0..max_items {
                 let (after, ran) = self.step(state, stream);
                 state = after;
                 if !ran {
@@ -472,18 +503,18 @@ impl Shared {
 
 /// Marks that the program's code runs as an item. The item has completed when this is dropped, also
 /// by a panic.
-struct Running<'a> {
-    shared: &'a Shared,
+struct RunningItem<'a> {
+    machine: &'a Machine,
     stream: usize,
-    inside: Option<inside::Inside>,
+    guard: Option<device_code::DeviceCodeGuard>,
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunningItem<'_> {
     fn drop(&mut self) {
-        drop(self.inside.take());
-        let mut state = self.shared.lock();
+        drop(self.guard.take());
+        let mut state = self.machine.lock();
         state.running = false;
-        state.ran(self.stream);
-        self.shared.tell(&state);
+        state.complete_item(self.stream);
+        self.machine.notify_waiters(&state);
     }
 }

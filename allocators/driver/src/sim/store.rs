@@ -6,7 +6,7 @@
 //! bytes, addresses come from a counter and have no memory.
 #![expect(unsafe_code, reason = "maps memory, and copies what work in the queues names by address")]
 
-use super::codes;
+use super::codes::{self, ErrorCode};
 use crate::Pattern;
 use nix::{
     fcntl::{FallocateFlags, fallocate},
@@ -31,18 +31,15 @@ pub(crate) const PAGE: u64 = 4096;
 const FIRST_ADDRESS: u64 = 0x0100_0000_0000;
 const LAST_ADDRESS: u64 = 0x5000_0000_0000;
 
-/// An error code of the driver.
-type Refused = u32;
-
 #[derive(Debug)]
 pub(crate) enum Store {
-    Symbolic(Addresses),
-    Bytes(Extents),
+    Symbolic(SymbolicAddresses),
+    Bytes(FileExtents),
 }
 
 /// Addresses without memory.
 #[derive(Debug)]
-pub(crate) struct Addresses {
+pub(crate) struct SymbolicAddresses {
     next: u64,
     /// Freed ranges, by first address, with their bytes. They are reused only when all other
     /// addresses have been allocated.
@@ -51,21 +48,21 @@ pub(crate) struct Addresses {
 
 /// Extents of a memory file. Offsets are never reused, so a new extent is always zero.
 #[derive(Debug)]
-pub(crate) struct Extents {
+pub(crate) struct FileExtents {
     file: OwnedFd,
     end: u64,
 }
 
 impl Store {
     pub(crate) fn symbolic() -> Self {
-        Self::Symbolic(Addresses { next: FIRST_ADDRESS, free: BTreeMap::new() })
+        Self::Symbolic(SymbolicAddresses { next: FIRST_ADDRESS, free: BTreeMap::new() })
     }
 
     /// Creates a store with bytes. Returns the driver code if the system refuses.
-    pub(crate) fn bytes() -> Result<Self, Refused> {
+    pub(crate) fn bytes() -> Result<Self, ErrorCode> {
         let file = memfd_create("aquifer-sim", MFdFlags::MFD_CLOEXEC)
             .map_err(|_| codes::OPERATING_SYSTEM)?;
-        Ok(Self::Bytes(Extents { file, end: 0 }))
+        Ok(Self::Bytes(FileExtents { file, end: 0 }))
     }
 
     pub(crate) fn has_bytes(&self) -> bool {
@@ -73,7 +70,7 @@ impl Store {
     }
 
     /// Reserves inaccessible addresses for `bytes`. `align` is a power of two.
-    pub(crate) fn reserve(&mut self, bytes: u64, align: u64) -> Result<u64, Refused> {
+    pub(crate) fn reserve(&mut self, bytes: u64, align: u64) -> Result<u64, ErrorCode> {
         match self {
             Self::Symbolic(addresses) => {
                 addresses.reserve(bytes, align).ok_or(codes::OUT_OF_MEMORY)
@@ -97,7 +94,7 @@ impl Store {
     }
 
     /// Allocates physical memory. Returns an offset for [`Store::map`].
-    pub(crate) fn extent(&mut self, bytes: u64) -> Result<u64, Refused> {
+    pub(crate) fn allocate_extent(&mut self, bytes: u64) -> Result<u64, ErrorCode> {
         let Self::Bytes(extents) = self else { return Ok(0) };
         let offset = extents.end;
         let end = offset.checked_add(pages(bytes)).ok_or(codes::OUT_OF_MEMORY)?;
@@ -108,7 +105,7 @@ impl Store {
     }
 
     /// Frees physical memory to the system.
-    pub(crate) fn drop_extent(&mut self, offset: u64, bytes: u64) {
+    pub(crate) fn free_extent(&mut self, offset: u64, bytes: u64) {
         let Self::Bytes(extents) = self else { return };
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         // If the system refuses, the memory is held until the store is dropped, since the offset is
@@ -125,7 +122,7 @@ impl Store {
         address: u64,
         bytes: u64,
         offset: u64,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ErrorCode> {
         let Self::Bytes(extents) = self else { return Ok(()) };
         let (Some(address), Some(length)) =
             (NonZeroUsize::new(address as usize), NonZeroUsize::new(pages(bytes) as usize))
@@ -152,7 +149,11 @@ impl Store {
     ///
     /// # Safety
     /// 1. The range has been mapped by [`Store::map`].
-    pub(crate) unsafe fn open(&mut self, address: u64, bytes: u64) -> Result<(), Refused> {
+    pub(crate) unsafe fn make_accessible(
+        &mut self,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), ErrorCode> {
         if !self.has_bytes() {
             return Ok(());
         }
@@ -170,7 +171,7 @@ impl Store {
     /// # Safety
     /// 1. The range lies in one that [`Store::reserve`] returned, and no work of the simulated GPU
     ///    holds a reference into it.
-    pub(crate) unsafe fn unmap(&mut self, address: u64, bytes: u64) -> Result<(), Refused> {
+    pub(crate) unsafe fn unmap(&mut self, address: u64, bytes: u64) -> Result<(), ErrorCode> {
         if !self.has_bytes() {
             return Ok(());
         }
@@ -236,12 +237,12 @@ impl Store {
     }
 }
 
-impl Addresses {
+impl SymbolicAddresses {
     fn reserve(&mut self, bytes: u64, align: u64) -> Option<u64> {
-        let fresh = self.next.checked_next_multiple_of(align)?;
-        if let Some(end) = fresh.checked_add(bytes).filter(|&end| end <= LAST_ADDRESS) {
+        let new = self.next.checked_next_multiple_of(align)?;
+        if let Some(end) = new.checked_add(bytes).filter(|&end| end <= LAST_ADDRESS) {
             self.next = end;
-            return Some(fresh);
+            return Some(new);
         }
         let fits = |(&start, &length): (&u64, &u64)| {
             let aligned = start.next_multiple_of(align);
@@ -319,17 +320,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_extent_mapped_twice_is_the_same_bytes() {
+    fn two_mappings_of_an_extent_share_its_bytes() {
         let mut store = Store::bytes().unwrap();
         let (size, align) = (2 << 20, 2 << 20);
         let (a, b) = (store.reserve(size, align).unwrap(), store.reserve(size, align).unwrap());
         assert!(a.is_multiple_of(align) && b.is_multiple_of(align));
-        let extent = store.extent(size).unwrap();
+        let extent = store.allocate_extent(size).unwrap();
         for address in [a, b] {
             // SAFETY: 1. The range is reserved and empty, and then mapped.
             unsafe {
                 store.map(address, size, extent).unwrap();
-                store.open(address, size).unwrap();
+                store.make_accessible(address, size).unwrap();
             }
         }
         let mut back = [0_u8; 8];
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn symbolic_addresses_come_back_only_when_all_others_are_gone() {
+    fn freed_symbolic_addresses_are_reused_last() {
         let mut store = Store::symbolic();
         let half = (LAST_ADDRESS - FIRST_ADDRESS) / 2;
         let first = store.reserve(half, 1 << 21).unwrap();

@@ -1,8 +1,8 @@
 //! Violations that the oracle reports.
 
 use super::{
-    agents::{Agent, Components},
-    ledger::{Act, Mark},
+    access_history::{Action, ActionKind},
+    agents::{Agent, ClockComponents},
     reporting,
 };
 use crate::{DeviceId, DeviceRange};
@@ -188,20 +188,20 @@ impl fmt::Display for Violation {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finding {
     pub(crate) kind: ViolationKind,
-    pub(crate) earlier: Option<Mark>,
+    pub(crate) earlier: Option<Action>,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
 }
 
 impl Finding {
     /// Creates the finding for two unordered actions on the same bytes.
-    pub(crate) fn race(earlier: Mark, later: Act, address: u64, bytes: u64) -> Self {
-        let kind = match (earlier.act, later) {
-            (_, Act::Free) => ViolationKind::FreeInFlight,
-            (_, Act::Allocate) => ViolationKind::Reuse,
-            (Act::Allocate, _) => ViolationKind::BeforeReady,
-            (Act::Read, _) => ViolationKind::ReadWrite,
-            (_, Act::Read) => ViolationKind::WriteRead,
+    pub(crate) fn race(earlier: Action, later: ActionKind, address: u64, bytes: u64) -> Self {
+        let kind = match (earlier.kind, later) {
+            (_, ActionKind::Free) => ViolationKind::FreeInFlight,
+            (_, ActionKind::Allocate) => ViolationKind::Reuse,
+            (ActionKind::Allocate, _) => ViolationKind::BeforeReady,
+            (ActionKind::Read, _) => ViolationKind::ReadWrite,
+            (_, ActionKind::Read) => ViolationKind::WriteRead,
             _ => ViolationKind::WriteWrite,
         };
         Self { kind, earlier: Some(earlier), address, bytes }
@@ -209,46 +209,46 @@ impl Finding {
 }
 
 /// The maximum number of distinct violations, by kind and lines. Further ones are dropped.
-const MOST: usize = 1000;
+const MAX_VIOLATIONS: usize = 1000;
 
 /// The violations found so far.
 #[derive(Default, Debug)]
-pub(crate) struct Reports {
+pub(crate) struct ViolationLog {
     list: Vec<Violation>,
-    places: HashMap<Key, usize>,
+    index_of: HashMap<ReportKey, usize>,
     /// The number of violations, from the start of the list, that were taken or written to standard
     /// error.
-    told: usize,
+    reported: usize,
     /// Whether each is written to standard error when it is found.
     pub(crate) at_once: bool,
 }
 
-type Key = (std::mem::Discriminant<ViolationKind>, Option<Line>, Line);
-type Line = (&'static str, u32, u32);
+type ReportKey = (std::mem::Discriminant<ViolationKind>, Option<SourceLine>, SourceLine);
+type SourceLine = (&'static str, u32, u32);
 
-fn line(site: &'static Location<'static>) -> Line {
+fn line(site: &'static Location<'static>) -> SourceLine {
     (site.file(), site.line(), site.column())
 }
 
-impl Reports {
+impl ViolationLog {
     /// Adds a finding against `later`. A known one is only counted.
     pub(crate) fn add(
         &mut self,
-        components: &Components,
+        components: &ClockComponents,
         finding: Finding,
-        later: Mark,
+        later: Action,
         on: Option<DeviceId>,
     ) {
         let key = (
             std::mem::discriminant(&finding.kind),
-            finding.earlier.map(|mark| line(mark.site)),
+            finding.earlier.map(|action| line(action.site)),
             line(later.site),
         );
-        if let Some(&known) = self.places.get(&key) {
+        if let Some(&known) = self.index_of.get(&key) {
             self.list[known].count += 1;
             return;
         }
-        if self.list.len() >= MOST {
+        if self.list.len() >= MAX_VIOLATIONS {
             return;
         }
         let Finding { kind, earlier, address, bytes } = finding;
@@ -256,34 +256,34 @@ impl Reports {
             Some(device) => Place::Device(DeviceRange { device, address, bytes }),
             None => Place::Host { address, bytes },
         };
-        self.places.insert(key, self.list.len());
+        self.index_of.insert(key, self.list.len());
         self.list.push(Violation {
             kind,
-            earlier: earlier.map(|mark| mark.party(components)),
+            earlier: earlier.map(|action| action.party(components)),
             later: later.party(components),
             place,
             count: 1,
         });
         if self.at_once {
-            reporting::write(&self.untold());
+            reporting::write(&self.take_unreported());
         }
     }
 
     /// Returns all violations found so far and marks them as reported.
     pub(crate) fn list(&mut self) -> &[Violation] {
-        self.told = self.list.len();
+        self.reported = self.list.len();
         &self.list
     }
 
     pub(crate) fn take(&mut self) -> Vec<Violation> {
-        self.places.clear();
-        self.told = 0;
+        self.index_of.clear();
+        self.reported = 0;
         std::mem::take(&mut self.list)
     }
 
     /// Returns the violations that have not been reported yet and marks them as reported.
-    pub(crate) fn untold(&mut self) -> Vec<Violation> {
-        let from = std::mem::replace(&mut self.told, self.list.len());
+    pub(crate) fn take_unreported(&mut self) -> Vec<Violation> {
+        let from = std::mem::replace(&mut self.reported, self.list.len());
         self.list[from..].to_vec()
     }
 }

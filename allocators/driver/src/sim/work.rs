@@ -3,14 +3,14 @@
 
 use super::{
     Sim,
-    callback::{Call, Callback, CallbackToken},
+    access_history::ActionKind,
+    address_space::DeviceUse,
+    callback::{Callback, CallbackToken, QueuedCallback},
     codes,
-    kernel::{Declared, Kernel},
-    ledger::Act,
-    queue::{HostUse, Kind, Task, Work, handle},
-    shared::{Guard, here},
-    space::Use,
-    state::bit,
+    kernel::{DeclaredAccess, Kernel},
+    machine::{StateGuard, caller_site},
+    queue::{HostUse, StreamKind, Task, Work, stream_handle},
+    state::device_bit,
 };
 use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, Pattern, RawStream, Result};
 use std::ptr::NonNull;
@@ -24,17 +24,17 @@ const COPY_TO_HOST: &str = "cuMemcpyDtoH";
 const COPY_ON_DEVICE: &str = "cuMemcpyDtoD";
 const FILL: &str = "cuMemsetD8";
 
-fn named(call: &'static str) -> impl Fn(u32) -> DriverError {
+fn error_of_name(call: &'static str) -> impl Fn(u32) -> DriverError {
     move |code| codes::error(call, code)
 }
 
 /// Creates the use of a kernel. The stream's own device must have access.
-fn by_kernel(device: DeviceId, declared: &Declared) -> Use {
-    Use {
+fn kernel_use(device: DeviceId, declared: &DeclaredAccess) -> DeviceUse {
+    DeviceUse {
         range: declared.range,
         writes: declared.access.writes(),
         generation: declared.generation,
-        reach: bit(device),
+        devices: device_bit(device),
     }
 }
 
@@ -47,14 +47,15 @@ impl Sim {
     /// Invalid handle for a stream that does not exist. Errors of a capture or of a lost device.
     #[track_caller]
     pub fn launch(&self, stream: RawStream, kernel: Kernel) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_stream(LAUNCH, stream)?;
+        let site = caller_site();
+        let (state, index) = self.enter_stream(LAUNCH, stream)?;
         let Kernel { name, declared, body } = kernel;
-        let uses = declared.iter().map(|declared| by_kernel(stream.device(), declared)).collect();
+        let uses = declared.iter().map(|declared| kernel_use(stream.device(), declared)).collect();
         let body = body.filter(|_| state.space.store.has_bytes());
         let task = Task::new(name, site, Work::Kernel { uses, body });
-        let queued = self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH));
-        self.shared.checkpoint();
+        let queued =
+            self.machine.submit(state, index, task).map(drop).map_err(error_of_name(LAUNCH));
+        self.machine.checkpoint();
         queued
     }
 
@@ -71,30 +72,31 @@ impl Sim {
         access: Access,
         generation: Option<u64>,
     ) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_stream(LAUNCH, stream)?;
+        let site = caller_site();
+        let (state, index) = self.enter_stream(LAUNCH, stream)?;
         let name = if access.writes() { "write" } else { "read" };
-        let u = by_kernel(stream.device(), &Declared { range, access, generation });
-        let task = Task::new(name, site, Work::Touch(u));
-        let queued = self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH));
-        self.shared.checkpoint();
+        let u = kernel_use(stream.device(), &DeclaredAccess { range, access, generation });
+        let task = Task::new(name, site, Work::Access(u));
+        let queued =
+            self.machine.submit(state, index, task).map(drop).map_err(error_of_name(LAUNCH));
+        self.machine.checkpoint();
         queued
     }
 
     /// Declares that the CPU reads pinned memory, as the agent that this thread acts as.
     #[track_caller]
     pub fn host_read(&self, address: u64, bytes: u64) {
-        let site = here();
-        self.shared.lock().host_touch(address, bytes, HostAccess::Read, site);
-        self.shared.checkpoint();
+        let site = caller_site();
+        self.machine.lock().check_host_access(address, bytes, HostAccess::Read, site);
+        self.machine.checkpoint();
     }
 
     /// Declares that the CPU writes pinned memory, as the agent that this thread acts as.
     #[track_caller]
     pub fn host_write(&self, address: u64, bytes: u64) {
-        let site = here();
-        self.shared.lock().host_touch(address, bytes, HostAccess::Write, site);
-        self.shared.checkpoint();
+        let site = caller_site();
+        self.machine.lock().check_host_access(address, bytes, HostAccess::Write, site);
+        self.machine.checkpoint();
     }
 
     /// Queues a write of a value that other streams may wait for (`cuStreamWriteValue64`).
@@ -103,10 +105,10 @@ impl Sim {
     /// As [`Sim::launch`].
     #[track_caller]
     pub fn write_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_stream(WRITE_VALUE, stream)?;
+        let site = caller_site();
+        let (state, index) = self.enter_stream(WRITE_VALUE, stream)?;
         let task = Task::new("write of a value", site, Work::WriteValue { address, value });
-        self.shared.submit(state, place, task).map(drop).map_err(named(WRITE_VALUE))
+        self.machine.submit(state, index, task).map(drop).map_err(error_of_name(WRITE_VALUE))
     }
 
     /// Makes a stream wait until the value at an address is `value` or more
@@ -118,10 +120,10 @@ impl Sim {
     /// As [`Sim::launch`].
     #[track_caller]
     pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_stream(WAIT_VALUE, stream)?;
+        let site = caller_site();
+        let (state, index) = self.enter_stream(WAIT_VALUE, stream)?;
         let task = Task::new("wait for a value", site, Work::WaitValue { address, value });
-        self.shared.submit(state, place, task).map(drop).map_err(named(WAIT_VALUE))
+        self.machine.submit(state, index, task).map(drop).map_err(error_of_name(WAIT_VALUE))
     }
 
     /// Queues a host call (`cuLaunchHostFunc`). Its declared accesses are checked now. It runs when
@@ -131,18 +133,19 @@ impl Sim {
     /// As [`Sim::launch`].
     #[track_caller]
     pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
-        let site = here();
-        let (state, place) = self.enter_stream(CALLBACK, stream)?;
-        let Callback { name, touches, call } = callback;
-        let call = Call::new(call);
+        let site = caller_site();
+        let (state, index) = self.enter_stream(CALLBACK, stream)?;
+        let Callback { name, accesses, call } = callback;
+        let call = QueuedCallback::new(call);
         let token = call.token(self.clone());
-        let host = touches.into_iter().map(|(address, bytes, access)| {
-            let act = if access.writes() { Act::Write } else { Act::Read };
-            HostUse { address, bytes, act, by_device: false }
+        let host = accesses.into_iter().map(|(address, bytes, access)| {
+            let kind = if access.writes() { ActionKind::Write } else { ActionKind::Read };
+            HostUse { address, bytes, kind, by_device: false }
         });
         let task = Task { host: host.collect(), ..Task::new(name, site, Work::Callback(call)) };
-        let queued = self.shared.submit(state, place, task).map(|_| token).map_err(named(CALLBACK));
-        self.shared.checkpoint();
+        let queued =
+            self.machine.submit(state, index, task).map(|_| token).map_err(error_of_name(CALLBACK));
+        self.machine.checkpoint();
         queued
     }
 
@@ -152,10 +155,10 @@ impl Sim {
     /// # Errors
     /// Invalid device, or the error of a lost device.
     pub fn blocking_stream(&self, device: DeviceId) -> Result<RawStream> {
-        let mut state = self.shared.enter_named("cuStreamCreate", device)?;
-        let place = state.make_stream(device, Kind::Blocking);
+        let mut state = self.machine.enter_named("cuStreamCreate", device)?;
+        let index = state.create_stream(device, StreamKind::Blocking);
         // SAFETY: 1. The handle belongs to the stream that was just created.
-        Ok(unsafe { RawStream::from_raw(device, handle(self.shared.machine, place)) })
+        Ok(unsafe { RawStream::from_raw(device, stream_handle(self.machine.machine_id, index)) })
     }
 
     /// Returns the device's legacy default stream.
@@ -182,17 +185,17 @@ impl Sim {
         from: NonNull<u8>,
         bytes: usize,
     ) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_legacy(COPY_TO_DEVICE, device)?;
+        let site = caller_site();
+        let (state, index) = self.enter_legacy(COPY_TO_DEVICE, device)?;
         // SAFETY: 1. is promised by the caller. The copy is done, or staged, when this returns.
-        let queued = unsafe { self.shared.queue_to_device(state, place, to, from, bytes, site) };
-        let (state, pinned) = queued.map_err(named(COPY_TO_DEVICE))?;
+        let queued = unsafe { self.machine.queue_to_device(state, index, to, from, bytes, site) };
+        let (state, pinned) = queued.map_err(error_of_name(COPY_TO_DEVICE))?;
         if pinned {
-            self.finish(state, place, COPY_TO_DEVICE)?;
+            self.synchronize(state, index, COPY_TO_DEVICE)?;
         } else {
             drop(state);
         }
-        self.shared.checkpoint();
+        self.machine.checkpoint();
         Ok(())
     }
 
@@ -212,13 +215,13 @@ impl Sim {
         from: u64,
         bytes: usize,
     ) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_legacy(COPY_TO_HOST, device)?;
+        let site = caller_site();
+        let (state, index) = self.enter_legacy(COPY_TO_HOST, device)?;
         // SAFETY: 1. is promised by the caller. The copy is done when this returns.
-        let queued = unsafe { self.shared.queue_to_host(state, place, to, from, bytes, site) };
-        let (state, _) = queued.map_err(named(COPY_TO_HOST))?;
-        self.finish(state, place, COPY_TO_HOST)?;
-        self.shared.checkpoint();
+        let queued = unsafe { self.machine.queue_to_host(state, index, to, from, bytes, site) };
+        let (state, _) = queued.map_err(error_of_name(COPY_TO_HOST))?;
+        self.synchronize(state, index, COPY_TO_HOST)?;
+        self.machine.checkpoint();
         Ok(())
     }
 
@@ -235,11 +238,11 @@ impl Sim {
         from: u64,
         bytes: u64,
     ) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_legacy(COPY_ON_DEVICE, device)?;
-        let queued = self.shared.queue_on_device(state, place, to, from, bytes, site);
-        queued.map(drop).map_err(named(COPY_ON_DEVICE))?;
-        self.shared.checkpoint();
+        let site = caller_site();
+        let (state, index) = self.enter_legacy(COPY_ON_DEVICE, device)?;
+        let queued = self.machine.queue_on_device(state, index, to, from, bytes, site);
+        queued.map(drop).map_err(error_of_name(COPY_ON_DEVICE))?;
+        self.machine.checkpoint();
         Ok(())
     }
 
@@ -249,33 +252,41 @@ impl Sim {
     /// Errors of a lost device.
     #[track_caller]
     pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
-        let site = here();
-        let (state, place) = self.enter_legacy(FILL, device)?;
-        let queued = self.shared.queue_fill(state, place, to, Pattern::Byte(byte), bytes, site);
-        queued.map(drop).map_err(named(FILL))?;
-        self.shared.checkpoint();
+        let site = caller_site();
+        let (state, index) = self.enter_legacy(FILL, device)?;
+        let queued = self.machine.queue_fill(state, index, to, Pattern::Byte(byte), bytes, site);
+        queued.map(drop).map_err(error_of_name(FILL))?;
+        self.machine.checkpoint();
         Ok(())
     }
 
-    fn enter_stream(&self, call: &'static str, stream: RawStream) -> Result<(Guard<'_>, usize)> {
-        let mut state = self.shared.enter_named(call, stream.device())?;
-        let place = state.stream(stream).map_err(named(call))?;
-        Ok((state, place))
+    fn enter_stream(
+        &self,
+        call: &'static str,
+        stream: RawStream,
+    ) -> Result<(StateGuard<'_>, usize)> {
+        let mut state = self.machine.enter_named(call, stream.device())?;
+        let index = state.stream(stream).map_err(error_of_name(call))?;
+        Ok((state, index))
     }
 
-    fn enter_legacy(&self, call: &'static str, device: DeviceId) -> Result<(Guard<'_>, usize)> {
-        let mut state = self.shared.enter_named(call, device)?;
-        let place = state.legacy(device).map_err(named(call))?;
-        Ok((state, place))
+    fn enter_legacy(
+        &self,
+        call: &'static str,
+        device: DeviceId,
+    ) -> Result<(StateGuard<'_>, usize)> {
+        let mut state = self.machine.enter_named(call, device)?;
+        let index = state.legacy_stream(device).map_err(error_of_name(call))?;
+        Ok((state, index))
     }
 
     /// Waits for all work queued on a stream, and orders the host after it.
-    fn finish(&self, state: Guard<'_>, place: usize, call: &'static str) -> Result<()> {
-        let device = state.streams[place].device;
-        let point = state.point(place);
-        let mut state = self.shared.run_until(state, point.stream, point.count);
-        state.device(device).map_err(named(call))?;
-        state.host_learns(&point.clock);
+    fn synchronize(&self, state: StateGuard<'_>, index: usize, call: &'static str) -> Result<()> {
+        let device = state.streams[index].device;
+        let point = state.point(index);
+        let mut state = self.machine.run_until(state, point.stream, point.count);
+        state.device(device).map_err(error_of_name(call))?;
+        state.order_host_after(&point.clock);
         Ok(())
     }
 }

@@ -3,15 +3,15 @@
 use crate::{
     Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result,
     sim::{
+        machine::{Machine, error_of},
         queue::Stream,
-        shared::{Shared, at},
     },
 };
 
 // SAFETY: 1. The queues of the device have run before the call returns. 2. The calls of the other
 // families use the same configuration. 3. The queues of a lost device never run again.
 #[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
-unsafe impl Devices for Shared {
+unsafe impl Devices for Machine {
     fn device_count(&self) -> Result<u32> {
         let state = self.enter(Call::DeviceCount, None)?;
         self.cost(Call::DeviceCount, 0);
@@ -21,7 +21,7 @@ unsafe impl Devices for Shared {
     fn device_info(&self, device: DeviceId) -> Result<DeviceInfo> {
         let mut state = self.enter(Call::DeviceInfo, Some(device))?;
         self.cost(Call::DeviceInfo, 0);
-        let mut info = state.device(device).map_err(at(Call::DeviceInfo))?.info.clone();
+        let mut info = state.device(device).map_err(error_of(Call::DeviceInfo))?.info.clone();
         if state.config.peers {
             info.peers = (0..state.devices.len() as u32)
                 .map(DeviceId)
@@ -34,9 +34,9 @@ unsafe impl Devices for Shared {
     fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
         let mut state = self.enter(Call::MemoryInfo, Some(device))?;
         self.cost(Call::MemoryInfo, 0);
-        state.sweep_pools();
-        let device = state.device(device).map_err(at(Call::MemoryInfo))?;
-        Ok(MemoryInfo { free: device.info.memory - device.taken, total: device.info.memory })
+        state.release_destroyed_pools();
+        let device = state.device(device).map_err(error_of(Call::MemoryInfo))?;
+        Ok(MemoryInfo { free: device.info.memory - device.allocated, total: device.info.memory })
     }
 
     fn driver_version(&self) -> Result<u32> {
@@ -46,20 +46,20 @@ unsafe impl Devices for Shared {
     }
 
     fn is_lost(&self, device: DeviceId) -> bool {
-        self.lock().devices.get(device.0 as usize).is_some_and(|device| device.seen_lost)
+        self.lock().devices.get(device.0 as usize).is_some_and(|device| device.loss_reported)
     }
 
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
         let call = Call::DeviceSynchronize;
         let mut state = self.enter(call, Some(device))?;
-        state.captures.disturb().map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
         self.cost(call, 0);
         let busy = |stream: &&Stream| stream.device == device && stream.executed < stream.enqueued;
         let path = state.streams.iter().filter(busy).map(|stream| stream.path).max();
         let mut state = self.run_device(state, device);
-        state.device(device).map_err(at(call))?;
-        state.host_waited(path.unwrap_or(0));
-        state.host_learns_device(device);
+        state.device(device).map_err(error_of(call))?;
+        state.record_host_wait(path.unwrap_or(0));
+        state.order_host_after_device(device);
         Ok(())
     }
 }

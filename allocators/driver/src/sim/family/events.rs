@@ -4,18 +4,18 @@
 use crate::{
     Call, DeviceId, Events, RawEvent, RawStream, Result,
     sim::{
-        codes,
+        codes::{self, ErrorCode},
+        machine::{Machine, caller_site, error_of},
         queue::Event,
-        shared::{Shared, at, here},
-        state::{Refused, State},
+        state::MachineState,
     },
 };
 
-impl State {
+impl MachineState {
     /// Returns the event of a handle.
-    pub(crate) fn event(&mut self, event: RawEvent) -> Result<&mut Event, Refused> {
+    pub(crate) fn event(&mut self, event: RawEvent) -> Result<&mut Event, ErrorCode> {
         match self.events.get_mut(event.handle()) {
-            Some(there) if there.device == event.device() => Ok(there),
+            Some(entry) if entry.device == event.device() => Ok(entry),
             _ => Err(codes::INVALID_HANDLE),
         }
     }
@@ -23,7 +23,7 @@ impl State {
 
 // SAFETY: 1. The slots of events are reused only under another handle. 2. Results depend on how far
 // the stream's queue has run. 3. Errors are detected before anything changes.
-unsafe impl Events for Shared {
+unsafe impl Events for Machine {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut state = self.enter(Call::EventCreate, Some(device))?;
         self.cost(Call::EventCreate, 0);
@@ -35,31 +35,31 @@ unsafe impl Events for Shared {
     unsafe fn event_destroy(&self, event: RawEvent) -> Result<()> {
         let call = Call::EventDestroy;
         let mut state = self.enter(call, Some(event.device()))?;
-        state.event(event).map_err(at(call))?;
+        state.event(event).map_err(error_of(call))?;
         self.cost(call, 0);
         state.events.remove(event.handle());
         Ok(())
     }
 
     fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::EventRecord;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        if state.event(event).map_err(at(call))?.device != stream.device() {
-            return Err(at(call)(codes::INVALID_HANDLE));
+        let index = state.stream(stream).map_err(error_of(call))?;
+        if state.event(event).map_err(error_of(call))?.device != stream.device() {
+            return Err(error_of(call)(codes::INVALID_HANDLE));
         }
-        state.captured(place).map_err(at(call))?;
+        state.is_captured(index).map_err(error_of(call))?;
         self.cost(call, 0);
-        let captured = state.captured_point(place);
+        let captured = state.captured_point(index);
         let point = captured.is_none().then(|| {
             // The event also comes after what the host knows now, and after the work implied by the
             // legacy rule.
-            state.after_implied(place, "event", site);
-            state.settle(place);
-            state.point(place)
+            state.wait_for_implied_streams(index, "event", site);
+            state.join_host_clock(index);
+            state.point(index)
         });
-        let event = state.event(event).map_err(at(call))?;
+        let event = state.event(event).map_err(error_of(call))?;
         (event.point, event.captured) = (point, captured);
         Ok(())
     }
@@ -67,30 +67,30 @@ unsafe impl Events for Shared {
     fn event_query(&self, event: RawEvent) -> Result<bool> {
         let call = Call::EventQuery;
         let mut state = self.enter(call, Some(event.device()))?;
-        state.captures.disturb().map_err(at(call))?;
-        state.refuse_captured(event).map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        state.refuse_captured_event(event).map_err(error_of(call))?;
         self.cost(call, 0);
         // Taken out and put back, to avoid copying a clock at every poll.
-        let Some(point) = state.event(event).map_err(at(call))?.point.take() else {
+        let Some(point) = state.event(event).map_err(error_of(call))?.point.take() else {
             return Ok(true);
         };
         let done = state.reached(point.stream, point.count);
         if done {
-            state.host_learns(&point.clock);
+            state.order_host_after(&point.clock);
         }
-        state.event(event).map_err(at(call))?.point = Some(point);
+        state.event(event).map_err(error_of(call))?.point = Some(point);
         Ok(done)
     }
 
     fn event_synchronize(&self, event: RawEvent) -> Result<()> {
         let call = Call::EventSynchronize;
         let mut state = self.enter(call, Some(event.device()))?;
-        state.captures.disturb().map_err(at(call))?;
-        state.refuse_captured(event).map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        state.refuse_captured_event(event).map_err(error_of(call))?;
         self.cost(call, 0);
-        let Some(point) = state.event(event).map_err(at(call))?.point.clone() else {
+        let Some(point) = state.event(event).map_err(error_of(call))?.point.clone() else {
             return Ok(());
         };
-        self.host_waits(state, event.device(), &point).map_err(at(call))
+        self.synchronize_host(state, event.device(), &point).map_err(error_of(call))
     }
 }

@@ -4,19 +4,19 @@
 use crate::{
     Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result,
     sim::{
-        graph::{Hold, make},
-        shared::{Shared, at, here},
+        graph::{ReleaseRef, call_release_functions},
+        machine::{Machine, caller_site, error_of},
     },
 };
 
 // SAFETY: 1. Graphs are stored under numbers that are not reused. 2. Captured tasks stay in their
 // graph until a launch queues them. 3. Captures are numbered. 4. A release function is called when
 // the last of its graph, executables and launches is gone.
-unsafe impl Graphs for Shared {
+unsafe impl Graphs for Machine {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         let call = Call::CaptureBegin;
         let mut state = self.enter(call, Some(stream.device()))?;
-        state.begin_capture(stream, mode).map_err(at(call))?;
+        state.begin_capture(stream, mode).map_err(error_of(call))?;
         self.cost(call, 0);
         Ok(())
     }
@@ -24,7 +24,7 @@ unsafe impl Graphs for Shared {
     fn capture_end(&self, stream: RawStream) -> Result<RawGraph> {
         let call = Call::CaptureEnd;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let graph = state.end_capture(stream).map_err(at(call))?;
+        let graph = state.end_capture(stream).map_err(error_of(call))?;
         self.cost(call, 0);
         let handle = state.graphs.graphs.insert(graph);
         // SAFETY: 1. The handle belongs to the graph that was just created.
@@ -34,7 +34,7 @@ unsafe impl Graphs for Shared {
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
         let call = Call::CaptureStatus;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let status = state.capture_status(stream).map_err(at(call))?;
+        let status = state.capture_status(stream).map_err(error_of(call))?;
         self.cost(call, 0);
         Ok(status)
     }
@@ -42,56 +42,64 @@ unsafe impl Graphs for Shared {
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec> {
         let call = Call::GraphInstantiate;
         let mut state = self.enter(call, Some(graph.device()))?;
-        state.captures.disturb().map_err(at(call))?;
-        let handle = state.instantiate(graph).map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        let handle = state.instantiate(graph).map_err(error_of(call))?;
         self.cost(call, 0);
         // SAFETY: 1. The handle belongs to the executable that was just created.
         Ok(unsafe { RawGraphExec::from_raw(graph.device(), handle) })
     }
 
     unsafe fn graph_launch(&self, exec: RawGraphExec, stream: RawStream) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::GraphLaunch;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        state.exec(exec).map_err(at(call))?;
-        state.refuse_capturing(place).map_err(at(call))?;
-        state.captured(place).map_err(at(call))?;
-        state.launch(exec, place, site).map_err(at(call))?;
+        let index = state.stream(stream).map_err(error_of(call))?;
+        state.exec(exec).map_err(error_of(call))?;
+        state.refuse_capturing_stream(index).map_err(error_of(call))?;
+        state.is_captured(index).map_err(error_of(call))?;
+        state.launch(exec, index, site).map_err(error_of(call))?;
         self.cost(call, 0);
-        drop(self.run_due(state));
+        drop(self.run_by_schedule(state));
         Ok(())
     }
 
     unsafe fn graph_destroy(&self, graph: RawGraph) -> Result<()> {
         let call = Call::GraphDestroy;
         let mut state = self.enter(call, Some(graph.device()))?;
-        state.graph(graph).map_err(at(call))?;
+        state.graph(graph).map_err(error_of(call))?;
         self.cost(call, 0);
-        let holds =
-            state.graphs.graphs.remove(graph.handle()).map(|graph| graph.holds).unwrap_or_default();
-        let calls = state.let_go(holds);
+        let release_refs = state
+            .graphs
+            .graphs
+            .remove(graph.handle())
+            .map(|graph| graph.release_refs)
+            .unwrap_or_default();
+        let calls = state.drop_release_refs(release_refs);
         drop(state);
-        make(calls);
+        call_release_functions(calls);
         Ok(())
     }
 
     unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()> {
         let call = Call::GraphExecDestroy;
         let mut state = self.enter(call, Some(exec.device()))?;
-        state.captures.disturb().map_err(at(call))?;
-        state.exec(exec).map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        state.exec(exec).map_err(error_of(call))?;
         self.cost(call, 0);
-        let holds = state.end_exec(exec);
-        let calls = state.let_go(holds);
+        let release_refs = state.destroy_exec(exec);
+        let calls = state.drop_release_refs(release_refs);
         drop(state);
-        make(calls);
+        call_release_functions(calls);
         Ok(())
     }
 
     fn graph_on_release(&self, graph: RawGraph, call: OnRelease) -> Result<()> {
         let mut state = self.enter(Call::GraphRetain, Some(graph.device()))?;
-        state.graph(graph).map_err(at(Call::GraphRetain))?.holds.push(Hold::new(call));
+        state
+            .graph(graph)
+            .map_err(error_of(Call::GraphRetain))?
+            .release_refs
+            .push(ReleaseRef::new(call));
         self.cost(Call::GraphRetain, 0);
         Ok(())
     }

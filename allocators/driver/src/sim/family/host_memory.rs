@@ -4,43 +4,43 @@
 use crate::{
     Call, DeviceId, HostAccess, HostFlags, HostMemory, Result,
     sim::{
-        codes,
-        ledger::Act,
-        pinned::{Origin, Side},
-        shared::{Guard, Shared, at, here},
+        access_history::ActionKind,
+        codes::{self, ErrorCode},
+        machine::{Machine, StateGuard, caller_site, error_of},
+        pinned::{HostMemoryKind, PinKind},
         store,
     },
+    site::Site,
 };
-use std::{panic::Location, ptr::NonNull};
+use std::ptr::NonNull;
 
 /// The driver refuses to register this many bytes at once.
-const TOO_MUCH: usize = 512 << 30;
+const REGISTRATION_LIMIT: usize = 512 << 30;
 
-impl Shared {
+impl Machine {
     /// The common part of a free and the end of a registration: checks for work on the memory, and
     /// waits for the device as the driver does, without ordering the host. Returns the bytes it
     /// had.
     fn unpin<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut state: StateGuard<'a>,
         device: DeviceId,
         address: u64,
-        origin: Origin,
-        site: &'static Location<'static>,
-    ) -> Result<(Guard<'a>, u64), u32> {
+        kind: PinKind,
+        site: Site,
+    ) -> Result<(StateGuard<'a>, u64), ErrorCode> {
         // Unregistration has one error code inside pinned memory and another outside.
-        let wrong = match (origin, state.pinned.side(address, 1)) {
-            (Origin::Registered, Side::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
+        let error = match (kind, state.pinned.classify(address, 1)) {
+            (PinKind::Registered, HostMemoryKind::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
             _ => codes::INVALID_VALUE,
         };
-        let pinned =
-            state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
+        let pinned = state.pinned.get(address).filter(|pinned| pinned.kind == kind).ok_or(error)?;
         let bytes = pinned.bytes;
-        state.host_touch(address, bytes, HostAccess::Free, site);
+        state.check_host_access(address, bytes, HostAccess::Free, site);
         let mut state = self.run_device(state, device);
         state.device(device)?;
         // Another thread may have unpinned it meanwhile.
-        state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
+        state.pinned.get(address).filter(|pinned| pinned.kind == kind).ok_or(error)?;
         state.pinned.remove(address);
         Ok((state, bytes))
     }
@@ -48,34 +48,34 @@ impl Shared {
 
 // SAFETY: 1. The memory consists of whole pages of the system, which are unmapped when they are
 // freed. 2. The device's queues have run by then. 3. Errors are detected before anything changes.
-unsafe impl HostMemory for Shared {
+unsafe impl HostMemory for Machine {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
-        let site = here();
+        let site = caller_site();
         let call = Call::HostAlloc;
         let mut state = self.enter(call, Some(device))?;
         if flags.read_only {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
         if bytes == 0 {
             // The code that the driver returns for this.
-            return Err(at(call)(codes::OUT_OF_MEMORY));
+            return Err(error_of(call)(codes::OUT_OF_MEMORY));
         }
         let address =
-            store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
+            store::host_pages(bytes as u64).ok_or_else(|| error_of(call)(codes::OUT_OF_MEMORY))?;
         self.cost(call, bytes as u64);
-        let by = state.host_name(Act::Write, "allocation of host memory", site);
+        let by = state.current_host_action(ActionKind::Write, "allocation of host memory", site);
         // Fresh pages of the system overlap no existing registration.
-        state.pinned.add(address, bytes as u64, device, Origin::Allocated, by);
-        NonNull::new(address as *mut u8).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))
+        state.pinned.add(address, bytes as u64, device, PinKind::Allocated, by);
+        NonNull::new(address as *mut u8).ok_or_else(|| error_of(call)(codes::OUT_OF_MEMORY))
     }
 
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::HostFree;
         let state = self.enter(call, Some(device))?;
         let address = address.as_ptr() as u64;
         let (_state, bytes) =
-            self.unpin(state, device, address, Origin::Allocated, site).map_err(at(call))?;
+            self.unpin(state, device, address, PinKind::Allocated, site).map_err(error_of(call))?;
         self.cost(call, bytes);
         // SAFETY: 1. `host_alloc` allocated these pages with this size. The caller promises that
         // they are no longer in use, and the work queued on the device has run.
@@ -90,35 +90,35 @@ unsafe impl HostMemory for Shared {
         bytes: usize,
         flags: HostFlags,
     ) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::HostRegister;
         let mut state = self.enter(call, Some(device))?;
-        state.captures.disturb().map_err(at(call))?;
-        if bytes == 0 || bytes >= TOO_MUCH || flags.write_combined {
-            return Err(at(call)(codes::INVALID_VALUE));
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        if bytes == 0 || bytes >= REGISTRATION_LIMIT || flags.write_combined {
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
         let (address, length) = (address.as_ptr() as u64, bytes as u64);
-        if state.pinned.overlaps(address, length, Origin::Allocated) {
-            return Err(at(call)(codes::INVALID_VALUE));
+        if state.pinned.overlaps(address, length, PinKind::Allocated) {
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.host_name(Act::Write, "registration", site);
-        if !state.pinned.add(address, length, device, Origin::Registered, by) {
-            return Err(at(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
+        let by = state.current_host_action(ActionKind::Write, "registration", site);
+        if !state.pinned.add(address, length, device, PinKind::Registered, by) {
+            return Err(error_of(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
         }
         if flags.read_only {
-            state.pinned.protect(address);
+            state.pinned.set_read_only(address);
         }
         self.cost(call, bytes as u64);
         Ok(())
     }
 
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::HostUnregister;
         let state = self.enter(call, Some(device))?;
         let (_state, bytes) = self
-            .unpin(state, device, address.as_ptr() as u64, Origin::Registered, site)
-            .map_err(at(call))?;
+            .unpin(state, device, address.as_ptr() as u64, PinKind::Registered, site)
+            .map_err(error_of(call))?;
         self.cost(call, bytes);
         Ok(())
     }
@@ -129,7 +129,7 @@ unsafe impl HostMemory for Shared {
         let address = address.as_ptr() as u64;
         // Host and devices share one address space, as on every 64-bit Linux, where the `mapped`
         // flag is not required.
-        state.pinned.holding(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
+        state.pinned.containing(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
         self.cost(call, 0);
         Ok(address)
     }

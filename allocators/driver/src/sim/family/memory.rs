@@ -4,82 +4,90 @@
 use crate::{
     Call, DeviceId, Memory, PoolHandle, PoolUsage, RawStream, Result,
     sim::{
-        codes,
-        ledger::Act,
-        ownership::Owner,
-        pool::Pool,
-        shared::{Shared, at, here},
-        space::Purpose,
-        state::{Refused, State},
+        access_history::ActionKind,
+        address_space::ReservationPurpose,
+        codes::{self, ErrorCode},
+        driver_pool::DriverPool,
+        machine::{Machine, caller_site, error_of},
+        owner_map::Owner,
+        state::MachineState,
         violation::ViolationKind,
     },
 };
 
 /// The address of a pool's empty blocks. Freeing it has no effect in any call.
-const NOTHING: u64 = 0;
+const EMPTY_BLOCK: u64 = 0;
 
-impl State {
-    fn pool(&mut self, pool: PoolHandle) -> Result<&mut Pool, Refused> {
+impl MachineState {
+    fn pool(&mut self, pool: PoolHandle) -> Result<&mut DriverPool, ErrorCode> {
         match self.pools.pools.get_mut(pool.handle()) {
-            Some(there) if there.alive && there.device == pool.device() => Ok(there),
+            Some(entry) if entry.alive && entry.device == pool.device() => Ok(entry),
             _ => Err(codes::INVALID_HANDLE),
         }
     }
 
-    fn is_allocation(&self, device: DeviceId, address: u64) -> Option<u64> {
-        let there = self.space.reservation(address).filter(|there| there.device == device)?;
-        matches!(there.purpose, Purpose::Allocation { pool: false, .. }).then_some(there.bytes)
+    fn allocation_bytes(&self, device: DeviceId, address: u64) -> Option<u64> {
+        let entry = self.space.reservation(address).filter(|entry| entry.device == device)?;
+        matches!(entry.purpose, ReservationPurpose::Allocation { pool: false, .. })
+            .then_some(entry.bytes)
     }
 }
 
 // SAFETY: 1. Ranges come from an address space that is managed here, and none is allocated twice.
 // 2. Errors are detected before anything changes.
-unsafe impl Memory for Shared {
+unsafe impl Memory for Machine {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64> {
-        let site = here();
+        let site = caller_site();
         let call = Call::MemAlloc;
         let mut state = self.enter(call, Some(device))?;
-        state.captures.disturb().map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
         if bytes == 0 {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let (address, held) = state.allocate(device, bytes, false).map_err(at(call))?;
+        let (address, size) = state.allocate(device, bytes, false).map_err(error_of(call))?;
         self.cost(call, bytes);
         if state.oracle {
-            let by = state.host_name(Act::Allocate, "allocation", site);
-            state.owners.set(address, held, Owner::Live { generation: None }, by);
+            let by = state.current_host_action(ActionKind::Allocate, "allocation", site);
+            state.owners.set(address, size, Owner::Live { generation: None }, by);
         }
         Ok(address)
     }
 
     unsafe fn mem_free(&self, device: DeviceId, address: u64) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::MemFree;
         let mut state = self.enter(call, Some(device))?;
-        state.captures.disturb().map_err(at(call))?;
-        if address == NOTHING {
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
+        if address == EMPTY_BLOCK {
             return Ok(());
         }
-        let held =
-            state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
-        self.cost(call, held);
+        let size = state
+            .allocation_bytes(device, address)
+            .ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
+        self.cost(call, size);
         // The driver waits for the device, but does not guarantee it, so the host clock does not
         // change.
         if state.oracle {
-            let mark = state.host_mark(Act::Free, "free", site);
-            let mut found = std::mem::take(&mut state.found);
-            let host = &state.hosts[state.agent()].clock;
-            state.space.in_flight(address, held, ViolationKind::FreeInFlight, host, &mut found);
-            state.registered.check(address, held, &mut found);
-            state.report(found, mark, Some(device));
+            let action = state.new_host_action(ActionKind::Free, "free", site);
+            let mut findings = std::mem::take(&mut state.findings);
+            let host = &state.hosts[state.agent_index()].clock;
+            state.space.report_in_flight(
+                address,
+                size,
+                ViolationKind::FreeInFlight,
+                host,
+                &mut findings,
+            );
+            state.registrations.check(address, size, &mut findings);
+            state.report(findings, action, Some(device));
         }
         let mut state = self.run_device(state, device);
-        state = self.idle(state);
-        state.device(device).map_err(at(call))?;
-        if state.is_allocation(device, address).is_none() {
-            return Err(at(call)(codes::INVALID_VALUE));
+        state = self.wait_until_idle(state);
+        state.device(device).map_err(error_of(call))?;
+        if state.allocation_bytes(device, address).is_none() {
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.host_name(Act::Free, "free", site);
+        let by = state.current_host_action(ActionKind::Free, "free", site);
         state.deallocate(address, by);
         Ok(())
     }
@@ -87,11 +95,11 @@ unsafe impl Memory for Shared {
     fn pool_create(&self, device: DeviceId, max: u64) -> Result<PoolHandle> {
         let call = Call::PoolCreate;
         let mut state = self.enter(call, Some(device))?;
-        if !state.device(device).map_err(at(call))?.info.async_pools {
-            return Err(at(call)(codes::NOT_SUPPORTED));
+        if !state.device(device).map_err(error_of(call))?.info.async_pools {
+            return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
         self.cost(call, 0);
-        let handle = state.pools.pools.insert(Pool::new(device, max));
+        let handle = state.pools.pools.insert(DriverPool::new(device, max));
         // SAFETY: 1. The handle belongs to the pool that was just created.
         Ok(unsafe { PoolHandle::from_raw(device, handle) })
     }
@@ -99,73 +107,85 @@ unsafe impl Memory for Shared {
     unsafe fn pool_destroy(&self, pool: PoolHandle) -> Result<()> {
         let call = Call::PoolDestroy;
         let mut state = self.enter(call, Some(pool.device()))?;
-        state = self.idle(state);
-        state.pool(pool).map_err(at(call))?.alive = false;
+        state = self.wait_until_idle(state);
+        state.pool(pool).map_err(error_of(call))?.alive = false;
         self.cost(call, 0);
-        state.sweep_pools();
+        state.release_destroyed_pools();
         Ok(())
     }
 
     fn pool_alloc(&self, pool: PoolHandle, stream: RawStream, bytes: u64) -> Result<u64> {
-        let site = here();
+        let site = caller_site();
         let call = Call::PoolAlloc;
         let mut state = self.enter(call, Some(pool.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        if state.streams[place].capture.is_some() {
+        let index = state.stream(stream).map_err(error_of(call))?;
+        if state.streams[index].capture.is_some() {
             // It would become a node whose memory the graph owns, which is not simulated.
-            return Err(at(call)(codes::NOT_SUPPORTED));
+            return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
-        state.captures.disturb().map_err(at(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
         if pool.device() != stream.device() {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        state = self.idle(state);
-        state.pool(pool).map_err(at(call))?;
+        state = self.wait_until_idle(state);
+        state.pool(pool).map_err(error_of(call))?;
         if bytes == 0 {
-            return Ok(NOTHING);
+            return Ok(EMPTY_BLOCK);
         }
-        let (address, held, after) =
-            state.pool_alloc(pool.handle(), place, bytes).map_err(at(call))?;
+        let (address, size, freed_at) =
+            state.pool_alloc(pool.handle(), index, bytes).map_err(error_of(call))?;
         self.cost(call, bytes);
-        for point in after.iter().filter(|point| point.stream != place) {
-            state.after(place, point, "reuse by the driver's pool", site);
+        for point in freed_at.iter().filter(|point| point.stream != index) {
+            state.wait_for_point(index, point, "reuse by the driver's pool", site);
         }
         if state.oracle {
-            let mark = state.tail(place, Act::Allocate, "allocation", site);
-            let mut found = std::mem::take(&mut state.found);
+            let action = state.next_stream_action(index, ActionKind::Allocate, "allocation", site);
+            let mut findings = std::mem::take(&mut state.findings);
             let state = &mut *state;
-            state.space.hand_over(address, held, &mark, &state.streams[place].clock, &mut found);
-            state.report(found, mark, Some(pool.device()));
-            state.owners.set(address, held, Owner::Live { generation: None }, mark);
+            state.space.record_bytes(
+                address,
+                size,
+                &action,
+                &state.streams[index].clock,
+                &mut findings,
+            );
+            state.report(findings, action, Some(pool.device()));
+            state.owners.set(address, size, Owner::Live { generation: None }, action);
         }
         Ok(address)
     }
 
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::PoolFree;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        if state.streams[place].capture.is_some() {
-            return Err(at(call)(codes::NOT_SUPPORTED));
+        let index = state.stream(stream).map_err(error_of(call))?;
+        if state.streams[index].capture.is_some() {
+            return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
-        if address == NOTHING {
+        if address == EMPTY_BLOCK {
             return Ok(());
         }
-        let (held, device) =
-            state.pool_block(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
-        state = self.idle(state);
-        self.cost(call, held);
-        let mark = state.tail(place, Act::Free, "free", site);
+        let (size, device) =
+            state.pool_block(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
+        state = self.wait_until_idle(state);
+        self.cost(call, size);
+        let action = state.next_stream_action(index, ActionKind::Free, "free", site);
         if state.oracle {
-            let mut found = std::mem::take(&mut state.found);
+            let mut findings = std::mem::take(&mut state.findings);
             let state = &mut *state;
-            state.space.hand_over(address, held, &mark, &state.streams[place].clock, &mut found);
-            state.registered.check(address, held, &mut found);
-            state.report(found, mark, Some(device));
-            state.owners.set(address, held, Owner::Free, mark);
+            state.space.record_bytes(
+                address,
+                size,
+                &action,
+                &state.streams[index].clock,
+                &mut findings,
+            );
+            state.registrations.check(address, size, &mut findings);
+            state.report(findings, action, Some(device));
+            state.owners.set(address, size, Owner::Free, action);
         }
-        let point = state.point(place);
+        let point = state.point(index);
         state.pool_free(address, point);
         Ok(())
     }
@@ -173,8 +193,8 @@ unsafe impl Memory for Shared {
     fn pool_trim(&self, pool: PoolHandle, keep: u64) -> Result<()> {
         let call = Call::PoolTrim;
         let mut state = self.enter(call, Some(pool.device()))?;
-        state.pool(pool).map_err(at(call))?;
-        state = self.idle(state);
+        state.pool(pool).map_err(error_of(call))?;
+        state = self.wait_until_idle(state);
         self.cost(call, 0);
         state.pool_trim(pool.handle(), keep);
         Ok(())
@@ -183,6 +203,6 @@ unsafe impl Memory for Shared {
     fn pool_usage(&self, pool: PoolHandle) -> Result<PoolUsage> {
         let mut state = self.enter(Call::PoolUsage, Some(pool.device()))?;
         self.cost(Call::PoolUsage, 0);
-        Ok(state.pool(pool).map_err(at(Call::PoolUsage))?.usage())
+        Ok(state.pool(pool).map_err(error_of(Call::PoolUsage))?.usage())
     }
 }

@@ -4,7 +4,7 @@ use crate::{
     BlockNote, CallCounts, DeviceRange, Driver, HostAccess, Observer,
     sim::{
         Sim,
-        shared::{Shared, here},
+        machine::{Machine, caller_site},
     },
     site,
 };
@@ -12,7 +12,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 // SAFETY: 1. All families share one state.
 #[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
-unsafe impl Driver for Shared {
+unsafe impl Driver for Machine {
     fn name(&self) -> &'static str {
         "sim"
     }
@@ -22,51 +22,51 @@ unsafe impl Driver for Shared {
     }
 
     fn observer(&self) -> Option<&dyn Observer> {
-        if self.watched.load(Ordering::Relaxed) { Some(self) } else { None }
+        if self.oracle_on.load(Ordering::Relaxed) { Some(self) } else { None }
     }
 
     fn machine(&self) -> u64 {
-        self.machine + 1
+        self.machine_id + 1
     }
 
     fn simulator(self: Arc<Self>) -> Option<Sim> {
-        Some(Sim { shared: self })
+        Some(Sim { machine: self })
     }
 }
 
-impl Observer for Shared {
+impl Observer for Machine {
     fn block(&self, note: BlockNote<'_>) {
-        let (entered, own) = (site::entered(), here());
-        self.lock().note(note, entered, own);
+        let (entered, own) = (site::entered(), caller_site());
+        self.lock().record_owner(note, entered, own);
     }
 
     fn registered(&self, range: DeviceRange) {
-        let site = here();
-        self.lock().note_registered(range, true, site);
+        let site = caller_site();
+        self.lock().record_registration(range, true, site);
     }
 
     fn unregistered(&self, range: DeviceRange) {
-        let site = here();
-        self.lock().note_registered(range, false, site);
+        let site = caller_site();
+        self.lock().record_registration(range, false, site);
     }
 
     fn kept_for_graphs(&self, range: DeviceRange, keeper: u64) {
         let mut state = self.lock();
         if state.oracle && range.bytes > 0 {
-            state.kept.keep(range.address, range.bytes, keeper);
+            state.retained.retain(range.address, range.bytes, keeper);
         }
     }
 
     fn let_go_by_graphs(&self, range: DeviceRange) {
-        self.lock().kept.let_go(range.address, range.bytes);
+        self.lock().retained.release(range.address, range.bytes);
     }
 
     fn host(&self, address: u64, bytes: u64, access: HostAccess) {
-        let site = here();
-        self.lock().host_touch(address, bytes, access, site);
+        let site = caller_site();
+        self.lock().check_host_access(address, bytes, access, site);
     }
 
     fn checkpoint(&self) {
-        Shared::checkpoint(self);
+        Machine::checkpoint(self);
     }
 }

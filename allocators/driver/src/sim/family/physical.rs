@@ -4,45 +4,45 @@
 use crate::{
     Call, DeviceId, ExportTypes, Physical, PhysicalHandle, Result,
     sim::{
-        codes,
-        ledger::Act,
-        shared::{Shared, at, here},
-        space::{Purpose, Space},
-        state::{Refused, State, bit},
+        access_history::ActionKind,
+        address_space::{AddressSpace, ReservationPurpose},
+        codes::{self, ErrorCode},
+        machine::{Machine, caller_site, error_of},
+        state::{MachineState, device_bit},
         violation::ViolationKind,
     },
 };
 
 /// Returns the device of the reservation that contains an address.
-fn device_of(space: &Space, address: u64) -> Result<DeviceId, Refused> {
+fn device_of(space: &AddressSpace, address: u64) -> Result<DeviceId, ErrorCode> {
     space.device_of(address).ok_or(codes::INVALID_VALUE)
 }
 
 /// Refuses an empty range, and one that is not aligned to the granularity.
-fn granules(bytes: u64, address: u64, granularity: u64) -> Result<(), Refused> {
+fn check_granularity(bytes: u64, address: u64, granularity: u64) -> Result<(), ErrorCode> {
     let whole =
         bytes > 0 && bytes.is_multiple_of(granularity) && address.is_multiple_of(granularity);
     if whole { Ok(()) } else { Err(codes::INVALID_VALUE) }
 }
 
-impl State {
+impl MachineState {
     /// Allocates memory of a device and returns its handle.
     pub(crate) fn create(
         &mut self,
         device: DeviceId,
         bytes: u64,
         types: ExportTypes,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, ErrorCode> {
         let granularity = self.virtual_memory(device)?;
-        granules(bytes, 0, granularity)?;
-        self.take(device, bytes)?;
-        self.space.create(device, bytes, types).inspect_err(|_| self.give(device, bytes))
+        check_granularity(bytes, 0, granularity)?;
+        self.charge_memory(device, bytes)?;
+        self.space.create(device, bytes, types).inspect_err(|_| self.refund_memory(device, bytes))
     }
 
     /// Returns a handle's size, if it is valid.
-    pub(crate) fn handle(&self, handle: PhysicalHandle) -> Result<u64, Refused> {
+    pub(crate) fn handle(&self, handle: PhysicalHandle) -> Result<u64, ErrorCode> {
         match self.space.object(handle.handle()) {
-            Some(object) if object.device == handle.device() && object.handles > 0 => {
+            Some(object) if object.device == handle.device() && object.handle_count > 0 => {
                 Ok(object.bytes)
             }
             _ => Err(codes::INVALID_HANDLE),
@@ -53,36 +53,37 @@ impl State {
 // SAFETY: 1. As for the driver's own allocations. Handles are numbered. 2. The address space
 // resolves each access to the handle that is mapped there. 3. Errors are detected before anything
 // changes.
-unsafe impl Physical for Shared {
+unsafe impl Physical for Machine {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let call = Call::AddressReserve;
         let mut state = self.enter(call, Some(device))?;
-        let granularity = state.virtual_memory(device).map_err(at(call))?;
-        granules(bytes, 0, granularity).map_err(at(call))?;
+        let granularity = state.virtual_memory(device).map_err(error_of(call))?;
+        check_granularity(bytes, 0, granularity).map_err(error_of(call))?;
         if align != 0 && !align.is_power_of_two() {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
         let align = align.max(granularity);
         let address = state
             .space
-            .reserve(device, bytes, align, granularity, Purpose::Range)
-            .map_err(at(call))?;
+            .reserve(device, bytes, align, granularity, ReservationPurpose::Range)
+            .map_err(error_of(call))?;
         state.owners.clear(address, bytes);
         self.cost(call, bytes);
         Ok(address)
     }
 
     unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::AddressFree;
         let mut state = self.enter(call, Some(device))?;
-        let whole = state.space.reservation(address).is_some_and(|there| {
-            (there.device, there.bytes, there.purpose) == (device, bytes, Purpose::Range)
+        let whole = state.space.reservation(address).is_some_and(|reservation| {
+            (reservation.device, reservation.bytes, reservation.purpose)
+                == (device, bytes, ReservationPurpose::Range)
         });
         if !whole || !state.space.is_empty(address, bytes) {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.host_name(Act::Free, "free of an address range", site);
+        let by = state.current_host_action(ActionKind::Free, "free of an address range", site);
         state.space.unreserve(address, by);
         state.owners.clear(address, bytes);
         self.cost(call, bytes);
@@ -92,7 +93,7 @@ unsafe impl Physical for Shared {
     fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
         let call = Call::HandleCreate;
         let mut state = self.enter(call, Some(device))?;
-        let handle = state.create(device, bytes, ExportTypes::NONE).map_err(at(call))?;
+        let handle = state.create(device, bytes, ExportTypes::NONE).map_err(error_of(call))?;
         self.cost(call, bytes);
         // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -101,69 +102,75 @@ unsafe impl Physical for Shared {
     unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()> {
         let call = Call::HandleRelease;
         let mut state = self.enter(call, Some(handle.device()))?;
-        let bytes = state.handle(handle).map_err(at(call))?;
+        let bytes = state.handle(handle).map_err(error_of(call))?;
         self.cost(call, bytes);
-        let back = state.space.release(handle.handle());
-        state.give(handle.device(), back);
+        let freed = state.space.release(handle.handle());
+        state.refund_memory(handle.device(), freed);
         Ok(())
     }
 
     unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::Map;
         let mut state = self.enter(call, Some(handle.device()))?;
-        let granularity = state.virtual_memory(handle.device()).map_err(at(call))?;
+        let granularity = state.virtual_memory(handle.device()).map_err(error_of(call))?;
         if bytes == 0 || !address.is_multiple_of(granularity) {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        state.handle(handle).map_err(at(call))?;
-        state = self.idle(state);
-        let mut found = std::mem::take(&mut state.found);
-        let agent = state.agent();
-        let machine = &mut *state;
-        let host = &machine.hosts[agent].clock;
-        let mapped = machine.space.map(address, bytes, handle.handle(), host, &mut found);
-        if machine.oracle && mapped.is_ok() {
-            machine.registered.check(address, bytes, &mut found);
-        } else if !machine.oracle {
-            found.clear();
+        state.handle(handle).map_err(error_of(call))?;
+        state = self.wait_until_idle(state);
+        let mut findings = std::mem::take(&mut state.findings);
+        let agent = state.agent_index();
+        let state = &mut *state;
+        let host = &state.hosts[agent].clock;
+        let mapped = state.space.map(address, bytes, handle.handle(), host, &mut findings);
+        if state.oracle && mapped.is_ok() {
+            state.registrations.check(address, bytes, &mut findings);
+        } else if !state.oracle {
+            findings.clear();
         }
-        let mark = machine.host_name(Act::Write, "map", site);
-        machine.report(found, mark, Some(handle.device()));
-        mapped.map_err(at(call))?;
+        let action = state.current_host_action(ActionKind::Write, "map", site);
+        state.report(findings, action, Some(handle.device()));
+        mapped.map_err(error_of(call))?;
         self.cost(call, bytes);
         Ok(())
     }
 
     unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::Unmap;
         let mut state = self.enter(call, Some(device))?;
-        let granularity = state.virtual_memory(device).map_err(at(call))?;
-        granules(bytes, address, granularity).map_err(at(call))?;
-        state = self.idle(state);
-        if !state.space.is_range(address, bytes) {
-            return Err(at(call)(codes::INVALID_VALUE));
+        let granularity = state.virtual_memory(device).map_err(error_of(call))?;
+        check_granularity(bytes, address, granularity).map_err(error_of(call))?;
+        state = self.wait_until_idle(state);
+        if !state.space.is_in_range_reservation(address, bytes) {
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let mark = state.host_name(Act::Free, "unmap", site);
-        let mut found = std::mem::take(&mut state.found);
-        let agent = state.agent();
-        let machine = &mut *state;
-        let host = &machine.hosts[agent].clock;
-        if machine.oracle {
-            machine.space.in_flight(address, bytes, ViolationKind::UnmapInFlight, host, &mut found);
-            if !machine.space.is_empty(address, bytes) {
-                machine.registered.check(address, bytes, &mut found);
+        let action = state.current_host_action(ActionKind::Free, "unmap", site);
+        let mut findings = std::mem::take(&mut state.findings);
+        let agent = state.agent_index();
+        let state = &mut *state;
+        let host = &state.hosts[agent].clock;
+        if state.oracle {
+            state.space.report_in_flight(
+                address,
+                bytes,
+                ViolationKind::UnmapInFlight,
+                host,
+                &mut findings,
+            );
+            if !state.space.is_empty(address, bytes) {
+                state.registrations.check(address, bytes, &mut findings);
             }
         }
-        let gone = machine.space.unmap(address, bytes, mark, host);
-        if gone.is_err() {
-            found.clear();
+        let unmapped = state.space.unmap(address, bytes, action, host);
+        if unmapped.is_err() {
+            findings.clear();
         }
-        machine.report(found, mark, Some(device));
-        for (size, device, back) in gone.map_err(at(call))? {
+        state.report(findings, action, Some(device));
+        for (size, device, freed) in unmapped.map_err(error_of(call))? {
             self.cost(call, size);
-            state.give(device, back);
+            state.refund_memory(device, freed);
         }
         Ok(())
     }
@@ -171,24 +178,24 @@ unsafe impl Physical for Shared {
     fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
         let call = Call::SetAccess;
         let mut state = self.enter(call, None)?;
-        state = self.idle(state);
-        let home = device_of(&state.space, address).map_err(at(call))?;
-        let granularity = state.virtual_memory(home).map_err(at(call))?;
-        granules(bytes, address, granularity).map_err(at(call))?;
-        if !state.space.is_range(address, bytes) {
-            return Err(at(call)(codes::INVALID_VALUE));
+        state = self.wait_until_idle(state);
+        let own_device = device_of(&state.space, address).map_err(error_of(call))?;
+        let granularity = state.virtual_memory(own_device).map_err(error_of(call))?;
+        check_granularity(bytes, address, granularity).map_err(error_of(call))?;
+        if !state.space.is_in_range_reservation(address, bytes) {
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let mut set = 0;
+        let mut access = 0;
         for &device in devices {
-            state.device(device).map_err(at(call))?;
-            if device != home && !state.config.peers {
-                return Err(at(call)(codes::PEER_ACCESS_UNSUPPORTED));
+            state.device(device).map_err(error_of(call))?;
+            if device != own_device && !state.config.peers {
+                return Err(error_of(call)(codes::PEER_ACCESS_UNSUPPORTED));
             }
-            set |= bit(device);
+            access |= device_bit(device);
         }
-        let sizes = state.space.set_access(address, bytes, set).map_err(at(call))?;
-        let peers = (set & !bit(home)).count_ones();
-        sizes.into_iter().for_each(|size| self.cost_of_opening(size, peers));
+        let sizes = state.space.set_access(address, bytes, access).map_err(error_of(call))?;
+        let peers = (access & !device_bit(own_device)).count_ones();
+        sizes.into_iter().for_each(|size| self.cost_of_access(size, peers));
         Ok(())
     }
 }

@@ -4,11 +4,11 @@
 use crate::{
     Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams,
     sim::{
+        access_history::ActionKind,
         codes,
-        ledger::Act,
-        pinned::Side,
-        queue::{self, Kind},
-        shared::{Shared, at, here},
+        machine::{Machine, caller_site, error_of},
+        pinned::HostMemoryKind,
+        queue::{self, StreamKind},
     },
 };
 use std::{
@@ -22,27 +22,27 @@ const PRIORITIES: RangeInclusive<i32> = -5..=0;
 // SAFETY: 1. and 4. The slots of streams may be reused, and ids are never reused. 2. Queues run in
 // order and stop at an event that has not been reached. 3. Results depend on how far the queue has
 // run. 5. Errors are detected before anything changes.
-unsafe impl Streams for Shared {
+unsafe impl Streams for Machine {
     fn stream_create(&self, device: DeviceId, _priority: i32) -> Result<RawStream> {
         let mut state = self.enter(Call::StreamCreate, Some(device))?;
         self.cost(Call::StreamCreate, 0);
-        let place = state.make_stream(device, Kind::NonBlocking);
+        let index = state.create_stream(device, StreamKind::NonBlocking);
         // SAFETY: 1. The handle belongs to the stream that was just created.
-        Ok(unsafe { RawStream::from_raw(device, queue::handle(self.machine, place)) })
+        Ok(unsafe { RawStream::from_raw(device, queue::stream_handle(self.machine_id, index)) })
     }
 
     unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()> {
         let call = Call::StreamDestroy;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        if !state.is_made(place) {
-            return Err(at(call)(codes::INVALID_HANDLE));
+        let index = state.stream(stream).map_err(error_of(call))?;
+        if !state.is_created_by_program(index) {
+            return Err(error_of(call)(codes::INVALID_HANDLE));
         }
         // A capture that it takes part in is invalidated.
-        state.leave_capture(place);
+        state.leave_capture(index);
         self.cost(call, 0);
-        state.streams[place].alive = false;
-        state.retire(place);
+        state.streams[index].alive = false;
+        state.recycle_stream(index);
         Ok(())
     }
 
@@ -54,23 +54,23 @@ unsafe impl Streams for Shared {
 
     fn stream_id(&self, stream: RawStream) -> Result<u64> {
         let mut state = self.enter(Call::StreamId, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(Call::StreamId))?;
-        state.refuse_capturing(place).map_err(at(Call::StreamId))?;
+        let index = state.stream(stream).map_err(error_of(Call::StreamId))?;
+        state.refuse_capturing_stream(index).map_err(error_of(Call::StreamId))?;
         self.cost(Call::StreamId, 0);
-        Ok(state.streams[place].id)
+        Ok(state.streams[index].id)
     }
 
     fn stream_query(&self, stream: RawStream) -> Result<bool> {
         let call = Call::StreamQuery;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        state.refuse_capturing(place).map_err(at(call))?;
-        state.captures.disturb().map_err(at(call))?;
+        let index = state.stream(stream).map_err(error_of(call))?;
+        state.refuse_capturing_stream(index).map_err(error_of(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
         self.cost(call, 0);
-        let point = state.point(place);
+        let point = state.point(index);
         let done = state.reached(point.stream, point.count);
         if done {
-            state.host_learns(&point.clock);
+            state.order_host_after(&point.clock);
         }
         Ok(done)
     }
@@ -78,30 +78,32 @@ unsafe impl Streams for Shared {
     fn stream_synchronize(&self, stream: RawStream) -> Result<()> {
         let call = Call::StreamSynchronize;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        state.refuse_capturing(place).map_err(at(call))?;
-        state.captures.disturb().map_err(at(call))?;
+        let index = state.stream(stream).map_err(error_of(call))?;
+        state.refuse_capturing_stream(index).map_err(error_of(call))?;
+        state.captures.reject_unsafe_call().map_err(error_of(call))?;
         self.cost(call, 0);
-        let point = state.point(place);
-        self.host_waits(state, stream.device(), &point).map_err(at(call))
+        let point = state.point(index);
+        self.synchronize_host(state, stream.device(), &point).map_err(error_of(call))
     }
 
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
-        let (call, site) = (Call::StreamWriteValue, here());
-        let reach = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
+        let (call, site) = (Call::StreamWriteValue, caller_site());
+        let range = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        if state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))?
-            != Side::Pinned
+        let index = state.stream(stream).map_err(error_of(call))?;
+        if state
+            .classify_host_range(range, ActionKind::Write, "write of a word", site)
+            .map_err(error_of(call))?
+            != HostMemoryKind::Pinned
         {
-            return Err(at(call)(codes::INVALID_VALUE));
+            return Err(error_of(call)(codes::INVALID_VALUE));
         }
         self.cost(call, 0);
-        if state.streams[place].capture.is_some() {
+        if state.streams[index].capture.is_some() {
             return Ok(false);
         }
-        let point = state.point(place);
-        if self.host_waits(state, stream.device(), &point).is_err() {
+        let point = state.point(index);
+        if self.synchronize_host(state, stream.device(), &point).is_err() {
             // The synchronisation that follows returns the error.
             return Ok(false);
         }
@@ -110,18 +112,18 @@ unsafe impl Streams for Shared {
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        let site = here();
+        let site = caller_site();
         let call = Call::StreamWaitEvent;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
+        let index = state.stream(stream).map_err(error_of(call))?;
         let (point, captured) = {
-            let event = state.event(event).map_err(at(call))?;
+            let event = state.event(event).map_err(error_of(call))?;
             (event.point.clone(), event.captured.clone())
         };
-        let captured = state.captured_wait(place, captured).map_err(at(call))?;
+        let captured = state.wait_captured_event(index, captured).map_err(error_of(call))?;
         self.cost(call, 0);
         if let Some(point) = point.filter(|_| !captured) {
-            state.after(place, &point, "wait for an event", site);
+            state.wait_for_point(index, &point, "wait for an event", site);
         }
         Ok(())
     }
@@ -129,16 +131,16 @@ unsafe impl Streams for Shared {
     fn stream_is_capturing(&self, stream: RawStream) -> Result<bool> {
         let call = Call::StreamIsCapturing;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
+        let index = state.stream(stream).map_err(error_of(call))?;
         self.cost(call, 0);
         let captures = |other: usize| state.streams[other].capture.is_some();
-        let legacy = state.streams[place].kind == Kind::Legacy;
-        Ok(captures(place) || legacy && state.implied(place).into_iter().any(captures))
+        let legacy = state.streams[index].kind == StreamKind::Legacy;
+        Ok(captures(index) || legacy && state.implied_streams(index).into_iter().any(captures))
     }
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         let mut state = self.enter(Call::ExchangeCaptureMode, None)?;
         self.cost(Call::ExchangeCaptureMode, 0);
-        Ok(state.captures.exchange(mode))
+        Ok(state.captures.exchange_mode(mode))
     }
 }

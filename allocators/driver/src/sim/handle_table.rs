@@ -2,9 +2,9 @@
 
 /// A table whose handles contain a generation, so that the handle of a removed object is invalid.
 #[derive(Debug)]
-pub(crate) struct Table<T> {
+pub(crate) struct HandleTable<T> {
     slots: Vec<Slot<T>>,
-    vacant: Vec<u32>,
+    free: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -13,9 +13,9 @@ struct Slot<T> {
     value: Option<T>,
 }
 
-impl<T> Default for Table<T> {
+impl<T> Default for HandleTable<T> {
     fn default() -> Self {
-        Self { slots: Vec::new(), vacant: Vec::new() }
+        Self { slots: Vec::new(), free: Vec::new() }
     }
 }
 
@@ -23,10 +23,10 @@ fn index(handle: u64) -> Option<usize> {
     (handle as u32).checked_sub(1).map(|index| index as usize)
 }
 
-impl<T> Table<T> {
+impl<T> HandleTable<T> {
     /// Inserts an object and returns its handle, which is never 0.
     pub(crate) fn insert(&mut self, value: T) -> u64 {
-        let index = self.vacant.pop().unwrap_or(self.slots.len() as u32);
+        let index = self.free.pop().unwrap_or(self.slots.len() as u32);
         if index as usize == self.slots.len() {
             self.slots.push(Slot { generation: 1, value: None });
         }
@@ -53,7 +53,7 @@ impl<T> Table<T> {
         }
         let value = slot.value.take()?;
         slot.generation = slot.generation.wrapping_add(1);
-        self.vacant.push(index as u32);
+        self.free.push(index as u32);
         Some(value)
     }
 
@@ -64,9 +64,11 @@ impl<T> Table<T> {
 
     /// Returns the handles of the objects that satisfy `is`.
     pub(crate) fn handles_where(&self, is: impl Fn(&T) -> bool) -> Vec<u64> {
-        let there =
+        let matching =
             self.slots.iter().enumerate().filter(|(_, slot)| slot.value.as_ref().is_some_and(&is));
-        there.map(|(index, slot)| u64::from(slot.generation) << 32 | (index as u64 + 1)).collect()
+        matching
+            .map(|(index, slot)| u64::from(slot.generation) << 32 | (index as u64 + 1))
+            .collect()
     }
 
     /// A mutable iterator over the objects, in the order of the slots.
@@ -80,8 +82,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_something_removed_names_nothing() {
-        let mut table = Table::default();
+    fn handle_of_a_removed_object_is_invalid() {
+        let mut table = HandleTable::default();
         let first = table.insert('a');
         assert_eq!(table.remove(first), Some('a'));
         let second = table.insert('b');

@@ -5,13 +5,14 @@
 //! that the driver knows.
 
 use super::{
+    access_history::{Action, ActionKind},
+    address_space::ReservationPurpose,
     clock::Clock,
-    codes,
-    ledger::Mark,
-    queue::Point,
-    space::Purpose,
-    state::{Refused, State, bit},
-    table::Table,
+    codes::{self, ErrorCode},
+    handle_table::HandleTable,
+    machine::caller_site,
+    queue::StreamPoint,
+    state::{MachineState, device_bit},
 };
 use crate::{DeviceId, ExportTypes, PoolUsage};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -23,26 +24,26 @@ const SEGMENT: u64 = 2 << 20;
 
 /// All pools, and their allocated blocks.
 #[derive(Default, Debug)]
-pub(crate) struct Pools {
-    pub(crate) pools: Table<Pool>,
-    blocks: HashMap<u64, Block>,
+pub(crate) struct DriverPools {
+    pub(crate) pools: HandleTable<DriverPool>,
+    blocks: HashMap<u64, PoolBlock>,
 }
 
 #[derive(Debug)]
-struct Block {
+struct PoolBlock {
     pool: u64,
     bytes: u64,
 }
 
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct DriverPool {
     pub(crate) device: DeviceId,
     /// The maximum number of bytes.
     max: u64,
     usage: PoolUsage,
     /// Bytes of each segment, by address.
     segments: BTreeMap<u64, u64>,
-    free: BTreeMap<u64, Free>,
+    free: BTreeMap<u64, FreeBlock>,
     by_size: BTreeSet<(u64, u64)>,
     /// Whether its handle is valid. Its memory stays while blocks exist.
     pub(crate) alive: bool,
@@ -50,13 +51,13 @@ pub(crate) struct Pool {
 
 /// A free block.
 #[derive(Debug)]
-struct Free {
+struct FreeBlock {
     bytes: u64,
     /// The points at which it was freed, one for each stream.
-    after: Vec<Point>,
+    freed_at: Vec<StreamPoint>,
 }
 
-impl Pool {
+impl DriverPool {
     pub(crate) fn new(device: DeviceId, max: u64) -> Self {
         Self {
             device,
@@ -73,81 +74,81 @@ impl Pool {
         self.usage
     }
 
-    fn remove(&mut self, address: u64) -> Option<Free> {
+    fn remove(&mut self, address: u64) -> Option<FreeBlock> {
         let free = self.free.remove(&address)?;
         self.by_size.remove(&(free.bytes, address));
         Some(free)
     }
 
-    fn insert(&mut self, address: u64, free: Free) {
+    fn insert(&mut self, address: u64, free: FreeBlock) {
         self.by_size.insert((free.bytes, address));
         self.free.insert(address, free);
     }
 
     /// Adds a free block, coalesced with its free neighbours in the segment.
-    fn give(&mut self, mut address: u64, mut free: Free) {
+    fn insert_coalesced(&mut self, mut address: u64, mut free: FreeBlock) {
         let segment = self.segments.range(..=address).next_back();
         let (start, end) =
             segment.map_or((address, address), |(&start, &bytes)| (start, start + bytes));
         if address + free.bytes < end
             && let Some(next) = self.remove(address + free.bytes)
         {
-            free.merge(next);
+            free.coalesce(next);
         }
         let before = self.free.range(start..address).next_back();
         if let Some((&before, _)) =
             before.filter(|(before, other)| **before + other.bytes == address)
             && let Some(other) = self.remove(before)
         {
-            free.merge(other);
+            free.coalesce(other);
             address = before;
         }
         self.insert(address, free);
     }
 }
 
-impl Free {
-    fn merge(&mut self, other: Free) {
+impl FreeBlock {
+    fn coalesce(&mut self, other: FreeBlock) {
         self.bytes += other.bytes;
-        for point in other.after {
-            match self.after.iter_mut().find(|mine| mine.stream == point.stream) {
+        for point in other.freed_at {
+            match self.freed_at.iter_mut().find(|mine| mine.stream == point.stream) {
                 Some(mine) => {
                     mine.count = mine.count.max(point.count);
                     mine.clock.join(&point.clock);
                 }
-                None => self.after.push(point),
+                None => self.freed_at.push(point),
             }
         }
     }
 }
 
-impl State {
+impl MachineState {
     /// Allocates accessible device memory. Returns its address and its rounded size.
     pub(crate) fn allocate(
         &mut self,
         device: DeviceId,
         bytes: u64,
         pool: bool,
-    ) -> Result<(u64, u64), Refused> {
+    ) -> Result<(u64, u64), ErrorCode> {
         let unit = if bytes >= SEGMENT { SEGMENT } else { UNIT };
         let bytes = bytes.checked_next_multiple_of(unit).ok_or(codes::OUT_OF_MEMORY)?;
-        self.take(device, bytes)?;
-        let placed = self.place(device, bytes, unit, pool);
+        self.charge_memory(device, bytes)?;
+        let placed = self.reserve_and_map(device, bytes, unit, pool);
         if placed.is_err() {
-            self.give(device, bytes);
+            self.refund_memory(device, bytes);
         }
         placed.map(|address| (address, bytes))
     }
 
-    fn place(
+    fn reserve_and_map(
         &mut self,
         device: DeviceId,
         bytes: u64,
         align: u64,
         pool: bool,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, ErrorCode> {
         let object = self.space.create(device, bytes, ExportTypes::NONE)?;
-        let purpose = Purpose::Allocation { object, pool };
+        let purpose = ReservationPurpose::Allocation { object, pool };
         let address = match self.space.reserve(device, bytes, align, align, purpose) {
             Ok(address) => address,
             Err(code) => {
@@ -155,14 +156,14 @@ impl State {
                 return Err(code);
             }
         };
-        let mut nobody = Vec::new();
-        let reach = self.reach(device) | bit(device);
+        let mut findings = Vec::new();
+        let devices = self.devices_with_access(device) | device_bit(device);
         let mapped = self
             .space
-            .map(address, bytes, object, &Clock::default(), &mut nobody)
-            .and_then(|()| self.space.set_access(address, bytes, reach).map(drop));
+            .map(address, bytes, object, &Clock::default(), &mut findings)
+            .and_then(|()| self.space.set_access(address, bytes, devices).map(drop));
         if let Err(code) = mapped {
-            self.vacate(address, object, bytes, None);
+            self.unmap_and_release(address, object, bytes, None);
             return Err(code);
         }
         Ok(address)
@@ -170,26 +171,32 @@ impl State {
 
     /// Unmaps the memory of an allocation and frees its addresses. Without `by`, the free is
     /// attributed to the host.
-    fn vacate(&mut self, address: u64, object: u64, bytes: u64, by: Option<Mark>) -> u64 {
+    fn unmap_and_release(
+        &mut self,
+        address: u64,
+        object: u64,
+        bytes: u64,
+        by: Option<Action>,
+    ) -> u64 {
         let site = std::panic::Location::caller();
-        let mark = by.unwrap_or_else(|| self.host_name(super::ledger::Act::Free, "free", site));
-        let agent = self.agent();
+        let action = by.unwrap_or_else(|| self.current_host_action(ActionKind::Free, "free", site));
+        let agent = self.agent_index();
         let clock = &self.hosts[agent].clock;
         // If it cannot be unmapped, it was not mapped.
-        let _ = self.space.unmap(address, bytes, mark, clock);
-        let back = self.space.release(object);
-        self.space.unreserve(address, mark);
-        back
+        let _ = self.space.unmap(address, bytes, action, clock);
+        let freed = self.space.release(object);
+        self.space.unreserve(address, action);
+        freed
     }
 
     /// Frees an allocation to its device.
-    pub(crate) fn deallocate(&mut self, address: u64, by: Mark) {
+    pub(crate) fn deallocate(&mut self, address: u64, by: Action) {
         let Some(reservation) = self.space.reservation(address) else { return };
         let (device, bytes) = (reservation.device, reservation.bytes);
-        let Purpose::Allocation { object, .. } = reservation.purpose else { return };
-        let back = self.vacate(address, object, bytes, Some(by));
-        self.give(device, back);
-        self.owners.retire(address, bytes, by);
+        let ReservationPurpose::Allocation { object, .. } = reservation.purpose else { return };
+        let freed = self.unmap_and_release(address, object, bytes, Some(by));
+        self.refund_memory(device, freed);
+        self.owners.record_free(address, bytes, by);
     }
 
     /// Allocates a block of a pool. Returns its address, its bytes, and the points that its first
@@ -199,43 +206,50 @@ impl State {
         pool: u64,
         stream: usize,
         bytes: u64,
-    ) -> Result<(u64, u64, Vec<Point>), Refused> {
+    ) -> Result<(u64, u64, Vec<StreamPoint>), ErrorCode> {
         let bytes = bytes.checked_next_multiple_of(UNIT).ok_or(codes::OUT_OF_MEMORY)?;
-        let there =
+        let entry =
             self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
-        let fitting = there.by_size.range((bytes, 0)..);
+        let fitting = entry.by_size.range((bytes, 0)..);
         // Among the best fits, prefer a block of this stream or one that needs no wait.
-        let at_once = |&&(_, address): &&(u64, u64)| {
-            let after = &there.free[&address].after;
-            after
+        let needs_no_wait = |&&(_, address): &&(u64, u64)| {
+            let freed_at = &entry.free[&address].freed_at;
+            freed_at
                 .iter()
                 .all(|point| point.stream == stream || self.reached(point.stream, point.count))
         };
-        let best =
-            fitting.clone().take(16).find(at_once).or_else(|| fitting.clone().next()).copied();
+        let best = fitting
+            .clone()
+            .take(16)
+            .find(needs_no_wait)
+            .or_else(|| fitting.clone().next())
+            .copied();
         let (size, address) = match best {
             Some(best) => best,
             None => self.grow(pool, bytes)?,
         };
-        let there = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
-        let free = there.remove(address).ok_or(codes::OUT_OF_MEMORY)?;
+        let entry = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
+        let free = entry.remove(address).ok_or(codes::OUT_OF_MEMORY)?;
         if size > bytes {
-            there.insert(address + bytes, Free { bytes: size - bytes, after: free.after.clone() });
+            entry.insert(
+                address + bytes,
+                FreeBlock { bytes: size - bytes, freed_at: free.freed_at.clone() },
+            );
         }
-        there.usage.used += bytes;
-        self.pools.blocks.insert(address, Block { pool, bytes });
-        Ok((address, bytes, free.after))
+        entry.usage.used += bytes;
+        self.pools.blocks.insert(address, PoolBlock { pool, bytes });
+        Ok((address, bytes, free.freed_at))
     }
 
     /// Adds a segment to a pool. Returns its bytes and address.
-    fn grow(&mut self, pool: u64, bytes: u64) -> Result<(u64, u64), Refused> {
+    fn grow(&mut self, pool: u64, bytes: u64) -> Result<(u64, u64), ErrorCode> {
         let segment = bytes.checked_next_multiple_of(SEGMENT).ok_or(codes::OUT_OF_MEMORY)?;
-        let there = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
-        let (device, max) = (there.device, there.max);
-        let fits = |pool: &Pool| {
+        let entry = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
+        let (device, max) = (entry.device, entry.max);
+        let fits = |pool: &DriverPool| {
             pool.usage.reserved.checked_add(segment).is_some_and(|reserved| reserved <= max)
         };
-        if !fits(there) {
+        if !fits(entry) {
             self.pool_trim(pool, max.saturating_sub(segment));
         }
         if !self.pools.pools.get(pool).is_some_and(fits) {
@@ -246,11 +260,11 @@ impl State {
             self.allocate(device, segment, true)
         });
         let (address, segment) = allocated?;
-        let there = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
-        there.usage.reserved += segment;
-        there.usage.reserved_high = there.usage.reserved_high.max(there.usage.reserved);
-        there.segments.insert(address, segment);
-        there.insert(address, Free { bytes: segment, after: Vec::new() });
+        let entry = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
+        entry.usage.reserved += segment;
+        entry.usage.reserved_high = entry.usage.reserved_high.max(entry.usage.reserved);
+        entry.segments.insert(address, segment);
+        entry.insert(address, FreeBlock { bytes: segment, freed_at: Vec::new() });
         Ok((segment, address))
     }
 
@@ -261,49 +275,49 @@ impl State {
     }
 
     /// Frees a block. It is ready for reuse when `point` is reached.
-    pub(crate) fn pool_free(&mut self, address: u64, point: Point) {
+    pub(crate) fn pool_free(&mut self, address: u64, point: StreamPoint) {
         let Some(block) = self.pools.blocks.remove(&address) else { return };
         if let Some(pool) = self.pools.pools.get_mut(block.pool) {
             pool.usage.used -= block.bytes;
-            pool.give(address, Free { bytes: block.bytes, after: vec![point] });
+            pool.insert_coalesced(address, FreeBlock { bytes: block.bytes, freed_at: vec![point] });
             if !pool.alive {
-                self.pool_end(block.pool);
+                self.release_destroyed_pool(block.pool);
             }
         }
     }
 
     /// Releases segments that are completely free and whose work is done to the device.
     pub(crate) fn pool_trim(&mut self, pool: u64, keep: u64) {
-        let Some(there) = self.pools.pools.get(pool) else { return };
-        let whole: Vec<_> = there
+        let Some(entry) = self.pools.pools.get(pool) else { return };
+        let whole: Vec<_> = entry
             .segments
             .iter()
             .filter(|(address, bytes)| {
-                there.free.get(address).is_some_and(|free| free.bytes == **bytes)
+                entry.free.get(address).is_some_and(|free| free.bytes == **bytes)
             })
             .map(|(&address, &bytes)| (address, bytes))
             .collect();
         for (address, bytes) in whole.into_iter().rev() {
-            let Some(there) = self.pools.pools.get(pool) else { return };
-            let done = there.free[&address]
-                .after
+            let Some(entry) = self.pools.pools.get(pool) else { return };
+            let done = entry.free[&address]
+                .freed_at
                 .iter()
                 .all(|point| self.reached(point.stream, point.count));
-            if there.usage.reserved <= keep || !done {
+            if entry.usage.reserved <= keep || !done {
                 continue;
             }
-            let by = self.host_name(super::ledger::Act::Free, "pool trim", super::shared::here());
-            if let Some(there) = self.pools.pools.get_mut(pool) {
-                there.remove(address);
-                there.segments.remove(&address);
-                there.usage.reserved -= bytes;
+            let by = self.current_host_action(ActionKind::Free, "pool trim", caller_site());
+            if let Some(entry) = self.pools.pools.get_mut(pool) {
+                entry.remove(address);
+                entry.segments.remove(&address);
+                entry.usage.reserved -= bytes;
             }
             self.deallocate(address, by);
         }
     }
 
     /// Releases what is possible of a pool whose handle is destroyed.
-    pub(crate) fn pool_end(&mut self, pool: u64) {
+    pub(crate) fn release_destroyed_pool(&mut self, pool: u64) {
         self.pool_trim(pool, 0);
         if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
             // Segments that are free but still used by queued work stay until that work is done.
@@ -319,18 +333,18 @@ impl State {
     }
 
     /// Releases pools whose handles are destroyed and whose last work has run.
-    pub(crate) fn sweep_pools(&mut self) {
+    pub(crate) fn release_destroyed_pools(&mut self) {
         for pool in self.pools.pools.handles_where(|pool| !pool.alive) {
-            self.pool_end(pool);
+            self.release_destroyed_pool(pool);
         }
     }
 
     /// Returns the number of pools of a device with handles, and the number of blocks allocated
     /// from them.
-    pub(crate) fn pools_held(&self, device: DeviceId) -> (u64, u64) {
+    pub(crate) fn count_pools(&self, device: DeviceId) -> (u64, u64) {
         let pools =
             self.pools.pools.iter().filter(|pool| pool.device == device && pool.alive).count();
-        let of_device = |block: &&Block| {
+        let of_device = |block: &&PoolBlock| {
             self.pools.pools.get(block.pool).is_some_and(|pool| pool.device == device)
         };
         (pools as u64, self.pools.blocks.values().filter(of_device).count() as u64)

@@ -6,15 +6,11 @@
 //! block.
 
 use super::{
-    ledger::Mark,
+    access_history::Action,
     violation::{Finding, ViolationKind},
 };
-use std::{
-    collections::{BTreeMap, VecDeque},
-    panic::Location,
-};
-
-type Site = &'static Location<'static>;
+use crate::site::Site;
+use std::collections::{BTreeMap, VecDeque};
 
 /// The state of an interval of addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -30,29 +26,29 @@ pub(crate) enum Owner {
 }
 
 #[derive(Clone, Debug)]
-struct Owned {
+struct OwnedInterval {
     end: u64,
     owner: Owner,
     /// The action that set this owner.
-    by: Mark,
+    by: Action,
 }
 
-/// Ranges that are kept for graphs, by first address: the end of each, and its keeper. They do not
+/// Ranges that are retained for graphs, by first address: the end of each, and its keeper. They do not
 /// overlap.
 #[derive(Default, Debug)]
-pub(crate) struct Kept {
+pub(crate) struct RetainedRanges {
     ranges: BTreeMap<u64, (u64, u64)>,
 }
 
-impl Kept {
-    /// Keeps `bytes` from `address` on for `keeper` from now on.
-    pub(crate) fn keep(&mut self, address: u64, bytes: u64, keeper: u64) {
-        self.let_go(address, bytes);
+impl RetainedRanges {
+    /// Retains `bytes` from `address` on for `keeper`.
+    pub(crate) fn retain(&mut self, address: u64, bytes: u64, keeper: u64) {
+        self.release(address, bytes);
         self.ranges.insert(address, (address.saturating_add(bytes), keeper));
     }
 
-    /// Returns whether all of a range is kept for any of these keepers.
-    pub(crate) fn holds(&self, address: u64, bytes: u64, keepers: &[u64]) -> bool {
+    /// Returns whether all of a range is retained for any of these keepers.
+    pub(crate) fn is_retained_for(&self, address: u64, bytes: u64, keepers: &[u64]) -> bool {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
         while cursor < end {
@@ -67,18 +63,18 @@ impl Kept {
     }
 
     /// Adds the keepers of any part of a range.
-    pub(crate) fn keepers(&self, address: u64, bytes: u64, keepers: &mut Vec<u64>) {
+    pub(crate) fn add_keepers(&self, address: u64, bytes: u64, keepers: &mut Vec<u64>) {
         let end = address.saturating_add(bytes);
-        let kept = self.ranges.range(..end).rev().take_while(|&(_, &(last, _))| last > address);
-        for (_, &(_, keeper)) in kept {
+        let retained = self.ranges.range(..end).rev().take_while(|&(_, &(last, _))| last > address);
+        for (_, &(_, keeper)) in retained {
             if !keepers.contains(&keeper) {
                 keepers.push(keeper);
             }
         }
     }
 
-    /// Ends the keeping of all parts of this range.
-    pub(crate) fn let_go(&mut self, address: u64, bytes: u64) {
+    /// Releases all parts of this range.
+    pub(crate) fn release(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
         while let Some((&start, &(last, keeper))) =
             self.ranges.range(..end).next_back().filter(|&(_, &(last, _))| last > address)
@@ -96,30 +92,30 @@ impl Kept {
 
 /// Owners by address. Addresses that no pool has reported are not checked.
 #[derive(Default, Debug)]
-pub(crate) struct Ownership {
+pub(crate) struct OwnerMap {
     /// Indexed by first address, without overlaps.
-    owned: BTreeMap<u64, Owned>,
+    owned: BTreeMap<u64, OwnedInterval>,
     /// Ranges that the driver has freed, oldest first. For a limited time, violations on them can
     /// name the free.
-    retired: VecDeque<(u64, u64)>,
+    freed: VecDeque<(u64, u64)>,
 }
 
 /// The maximum number of freed allocations that are remembered.
-const REMEMBERED: usize = 1 << 16;
+const MAX_FREED_RANGES: usize = 1 << 16;
 
-impl Ownership {
+impl OwnerMap {
     /// Sets the owner of `bytes` from `address` on.
-    pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, by: Mark) {
+    pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, by: Action) {
         let end = address.saturating_add(bytes);
         // Fast path: usually the same range changes its owner repeatedly.
         if let Some(owned) = self.owned.get_mut(&address)
             && owned.end == end
         {
-            *owned = Owned { end, owner, by };
+            *owned = OwnedInterval { end, owner, by };
             return;
         }
         self.clear(address, bytes);
-        self.owned.insert(address, Owned { end, owner, by });
+        self.owned.insert(address, OwnedInterval { end, owner, by });
     }
 
     /// Removes the owner of a range.
@@ -128,7 +124,7 @@ impl Ownership {
         if let Some((_, before)) = self.owned.range_mut(..address).next_back()
             && before.end > address
         {
-            let after = Owned { end: before.end, ..before.clone() };
+            let after = OwnedInterval { end: before.end, ..before.clone() };
             before.end = address;
             if after.end > end {
                 self.owned.insert(end, after);
@@ -145,11 +141,11 @@ impl Ownership {
     }
 
     /// Marks a range as freed by the driver. It is free until the addresses are allocated again.
-    pub(crate) fn retire(&mut self, address: u64, bytes: u64, by: Mark) {
+    pub(crate) fn record_free(&mut self, address: u64, bytes: u64, by: Action) {
         self.set(address, bytes, Owner::Free, by);
-        self.retired.push_back((address, bytes));
-        if self.retired.len() > REMEMBERED
-            && let Some((address, bytes)) = self.retired.pop_front()
+        self.freed.push_back((address, bytes));
+        if self.freed.len() > MAX_FREED_RANGES
+            && let Some((address, bytes)) = self.freed.pop_front()
             && self
                 .owned
                 .get(&address)
@@ -159,14 +155,14 @@ impl Ownership {
         }
     }
 
-    /// Returns the source line of the last note on an address.
+    /// Returns the source line of the last owner record of an address.
     pub(crate) fn site_at(&self, address: u64) -> Option<Site> {
         let (_, owned) = self.owned.range(..=address).next_back()?;
         (owned.end > address).then_some(owned.by.site)
     }
 
     /// Calls `each` with the parts of a range that do not belong to this block yet.
-    pub(crate) fn not_yet(
+    pub(crate) fn for_each_part_outside(
         &self,
         address: u64,
         bytes: u64,
@@ -189,7 +185,7 @@ impl Ownership {
     }
 
     /// Calls `each` with the parts of a range, split by block.
-    pub(crate) fn blocks(
+    pub(crate) fn for_each_block(
         &self,
         address: u64,
         bytes: u64,
@@ -211,7 +207,7 @@ impl Ownership {
         }
     }
 
-    fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &Owned)> {
+    fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &OwnedInterval)> {
         let first = match self.owned.range(..=address).next_back() {
             Some((&start, owned)) if owned.end > address => start,
             _ => address,
@@ -226,7 +222,7 @@ impl Ownership {
         bytes: u64,
         generation: Option<u64>,
         stream: usize,
-        found: &mut Vec<Finding>,
+        findings: &mut Vec<Finding>,
     ) {
         let end = address.saturating_add(bytes);
         for (start, owned) in self.overlapping(address, end) {
@@ -244,7 +240,7 @@ impl Ownership {
                 (Owner::Pending { .. } | Owner::Free, _) => ViolationKind::UseAfterFree,
             };
             let from = start.max(address);
-            found.push(Finding {
+            findings.push(Finding {
                 kind,
                 earlier: Some(owned.by),
                 address: from,
@@ -256,46 +252,54 @@ impl Ownership {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::ledger::Act, *};
+    use super::{super::access_history::ActionKind, *};
+    use std::panic::Location;
 
-    fn by() -> Mark {
-        Mark {
+    fn by() -> Action {
+        Action {
             count: 1,
-            slot: 0,
-            act: Act::Allocate,
+            component: 0,
+            kind: ActionKind::Allocate,
             work: "test",
             site: Location::caller(),
             launch: None,
         }
     }
 
-    fn faults(ownership: &Ownership, address: u64, bytes: u64, generation: Option<u64>) -> usize {
-        let mut found = Vec::new();
-        ownership.check(address, bytes, generation, 0, &mut found);
-        found.len()
+    fn count_findings(
+        owners: &OwnerMap,
+        address: u64,
+        bytes: u64,
+        generation: Option<u64>,
+    ) -> usize {
+        let mut findings = Vec::new();
+        owners.check(address, bytes, generation, 0, &mut findings);
+        findings.len()
     }
 
     #[test]
-    fn a_note_cuts_what_it_overlaps() {
-        let mut o = Ownership::default();
+    fn new_owner_splits_the_intervals_it_overlaps() {
+        let mut o = OwnerMap::default();
         o.set(0, 100, Owner::Free, by());
         o.set(40, 20, Owner::Live { generation: Some(7) }, by());
-        assert_eq!(faults(&o, 40, 20, Some(7)), 0);
-        assert_eq!(faults(&o, 40, 20, Some(8)), 1);
-        assert_eq!(faults(&o, 0, 100, Some(7)), 2);
+        assert_eq!(count_findings(&o, 40, 20, Some(7)), 0);
+        assert_eq!(count_findings(&o, 40, 20, Some(8)), 1);
+        assert_eq!(count_findings(&o, 0, 100, Some(7)), 2);
         o.set(30, 40, Owner::Live { generation: Some(9) }, by());
-        assert_eq!(faults(&o, 30, 40, Some(9)), 0);
-        assert_eq!((faults(&o, 29, 1, None), faults(&o, 70, 1, None)), (1, 1));
-        assert_eq!(faults(&o, 100, 50, None), 0, "nobody has spoken of these");
+        assert_eq!(count_findings(&o, 30, 40, Some(9)), 0);
+        assert_eq!((count_findings(&o, 29, 1, None), count_findings(&o, 70, 1, None)), (1, 1));
+        assert_eq!(count_findings(&o, 100, 50, None), 0, "no pool has reported these");
     }
 
     #[test]
-    fn only_new_parts_of_a_block_change_hands() {
-        let mut o = Ownership::default();
+    fn only_parts_outside_the_block_are_visited() {
+        let mut o = OwnerMap::default();
         o.set(10, 10, Owner::Live { generation: Some(1) }, by());
         let parts = |address, bytes, generation| {
             let mut parts = Vec::new();
-            o.not_yet(address, bytes, generation, |address, bytes| parts.push((address, bytes)));
+            o.for_each_part_outside(address, bytes, generation, |address, bytes| {
+                parts.push((address, bytes))
+            });
             parts
         };
         assert_eq!(parts(10, 20, 1), [(20, 10)]);
@@ -304,11 +308,11 @@ mod tests {
     }
 
     #[test]
-    fn freed_allocations_are_forgotten_in_the_end() {
-        let mut o = Ownership::default();
-        for n in 0..REMEMBERED as u64 + 10 {
-            o.retire(n * 100, 50, by());
+    fn number_of_freed_ranges_is_limited() {
+        let mut o = OwnerMap::default();
+        for n in 0..MAX_FREED_RANGES as u64 + 10 {
+            o.record_free(n * 100, 50, by());
         }
-        assert_eq!(o.owned.len(), REMEMBERED);
+        assert_eq!(o.owned.len(), MAX_FREED_RANGES);
     }
 }

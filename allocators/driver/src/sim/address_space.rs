@@ -1,16 +1,16 @@
 //! The address spaces of devices: reservations, mappings, and the uses of each mapping.
 //!
-//! Two kinds of records are kept. The *ledger* of a physical object records the accesses to its
+//! Two kinds of records are kept. The *history* of a physical object records the accesses to its
 //! bytes, at any address, so that aliases conflict. The *uses* of a mapping record the work through
 //! these addresses, so that an unmap can be checked: the host must know that this work is done.
 #![expect(unsafe_code, reason = "tells the store which addresses are whose")]
 
 use super::{
+    access_history::{AccessHistory, Action, ActionKind},
     clock::Clock,
-    codes,
-    ledger::{Act, Ledger, Mark},
+    codes::{self, ErrorCode},
+    handle_table::HandleTable,
     store::Store,
-    table::Table,
     violation::{Finding, ViolationKind},
 };
 use crate::{DeviceId, DeviceRange, ExportTypes};
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 
 /// The purpose of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Purpose {
+pub(crate) enum ReservationPurpose {
     /// Reserved by the caller to map memory in it.
     Range,
     /// For one allocation of the driver, or a segment of one of its pools, with the physical object
@@ -30,23 +30,23 @@ pub(crate) enum Purpose {
 pub(crate) struct Reservation {
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
-    pub(crate) purpose: Purpose,
+    pub(crate) purpose: ReservationPurpose,
     /// Bytes reserved in the store, including the guard.
     span: u64,
 }
 
 /// Physical memory.
 #[derive(Debug)]
-pub(crate) struct Object {
+pub(crate) struct PhysicalObject {
     pub(crate) device: DeviceId,
     pub(crate) bytes: u64,
     extent: u64,
-    ledger: Ledger,
-    mappings: u32,
+    history: AccessHistory,
+    mapping_count: u32,
     /// The number of handles: one after creation, one more for each import.
-    pub(crate) handles: u32,
+    pub(crate) handle_count: u32,
     /// The supported export types.
-    pub(crate) types: ExportTypes,
+    pub(crate) export_types: ExportTypes,
 }
 
 /// A mapping of a whole physical object at an address.
@@ -57,58 +57,56 @@ struct Mapping {
     /// One bit for each device that has access.
     access: u64,
     /// The last use through it by each stream.
-    uses: Vec<Mark>,
+    uses: Vec<Action>,
 }
 
 /// The record of a removed mapping.
 #[derive(Debug)]
-struct Ghost {
+struct RemovedMapping {
     bytes: u64,
-    by: Mark,
+    by: Action,
     /// The uses through it that were not known to be done when it was removed.
-    uses: Vec<Mark>,
+    uses: Vec<Action>,
 }
 
 /// The parameters of one access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Use {
+pub(crate) struct DeviceUse {
     pub(crate) range: DeviceRange,
     pub(crate) writes: bool,
     pub(crate) generation: Option<u64>,
     /// Any of these devices must have access. For a kernel this is the stream's device. Copies may
     /// use any device that has access.
-    pub(crate) reach: u64,
+    pub(crate) devices: u64,
 }
 
-impl Use {
-    pub(crate) fn act(&self) -> Act {
-        if self.writes { Act::Write } else { Act::Read }
+impl DeviceUse {
+    pub(crate) fn action_kind(&self) -> ActionKind {
+        if self.writes { ActionKind::Write } else { ActionKind::Read }
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Space {
+pub(crate) struct AddressSpace {
     pub(crate) store: Store,
     reservations: BTreeMap<u64, Reservation>,
     mappings: BTreeMap<u64, Mapping>,
-    ghosts: BTreeMap<u64, Ghost>,
-    objects: Table<Object>,
+    removed: BTreeMap<u64, RemovedMapping>,
+    objects: HandleTable<PhysicalObject>,
 }
 
 /// The maximum number of records of removed mappings. Beyond it, those of the lowest addresses are
 /// dropped. They only serve to report the unmap.
-const GHOSTS: usize = 1 << 17;
+const MAX_REMOVED_MAPPINGS: usize = 1 << 17;
 
-type Refused = u32;
-
-impl Space {
+impl AddressSpace {
     pub(crate) fn new(store: Store) -> Self {
         Self {
             store,
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
-            ghosts: BTreeMap::new(),
-            objects: Table::default(),
+            removed: BTreeMap::new(),
+            objects: HandleTable::default(),
         }
     }
 
@@ -119,11 +117,11 @@ impl Space {
         bytes: u64,
         align: u64,
         guard: u64,
-        purpose: Purpose,
-    ) -> Result<u64, Refused> {
+        purpose: ReservationPurpose,
+    ) -> Result<u64, ErrorCode> {
         let span = bytes.checked_add(guard).ok_or(codes::OUT_OF_MEMORY)?;
         let address = self.store.reserve(span, align)?;
-        self.bury(address, span);
+        self.discard_removed(address, span);
         self.reservations.insert(address, Reservation { bytes, device, purpose, span });
         Ok(address)
     }
@@ -133,22 +131,22 @@ impl Space {
         self.reservations.get(&address)
     }
 
-    fn around(&self, address: u64) -> Option<&Reservation> {
-        let (start, there) = self.reservations.range(..=address).next_back()?;
-        (address < start + there.bytes).then_some(there)
+    fn reservation_containing(&self, address: u64) -> Option<&Reservation> {
+        let (start, reservation) = self.reservations.range(..=address).next_back()?;
+        (address < start + reservation.bytes).then_some(reservation)
     }
 
     /// Returns the device of the reservation that contains an address.
     pub(crate) fn device_of(&self, address: u64) -> Option<DeviceId> {
-        self.around(address).map(|there| there.device)
+        self.reservation_containing(address).map(|reservation| reservation.device)
     }
 
-    /// Returns whether a range lies in one reservation of [`Purpose::Range`].
-    pub(crate) fn is_range(&self, address: u64, bytes: u64) -> bool {
+    /// Returns whether a range lies in one reservation of [`ReservationPurpose::Range`].
+    pub(crate) fn is_in_range_reservation(&self, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes) else { return false };
         let before = self.reservations.range(..=address).next_back();
-        before.is_some_and(|(start, there)| {
-            end <= start + there.bytes && there.purpose == Purpose::Range
+        before.is_some_and(|(start, reservation)| {
+            end <= start + reservation.bytes && reservation.purpose == ReservationPurpose::Range
         })
     }
 
@@ -158,10 +156,13 @@ impl Space {
     }
 
     /// Frees a reservation in which nothing is mapped.
-    pub(crate) fn unreserve(&mut self, address: u64, by: Mark) {
+    pub(crate) fn unreserve(&mut self, address: u64, by: Action) {
         if let Some(reservation) = self.reservations.remove(&address) {
-            self.bury(address, reservation.bytes);
-            self.haunt(address, Ghost { bytes: reservation.bytes, by, uses: Vec::new() });
+            self.discard_removed(address, reservation.bytes);
+            self.record_removed(
+                address,
+                RemovedMapping { bytes: reservation.bytes, by, uses: Vec::new() },
+            );
             // SAFETY: 1. `reserve` got this span from the store. Nothing is mapped in it, so it is
             // not in use.
             unsafe { self.store.release(address, reservation.span) };
@@ -173,53 +174,53 @@ impl Space {
         &mut self,
         device: DeviceId,
         bytes: u64,
-        types: ExportTypes,
-    ) -> Result<u64, Refused> {
-        let extent = self.store.extent(bytes)?;
-        let ledger = Ledger::new(bytes);
-        Ok(self.objects.insert(Object {
+        export_types: ExportTypes,
+    ) -> Result<u64, ErrorCode> {
+        let extent = self.store.allocate_extent(bytes)?;
+        let history = AccessHistory::new(bytes);
+        Ok(self.objects.insert(PhysicalObject {
             device,
             bytes,
             extent,
-            ledger,
-            mappings: 0,
-            handles: 1,
-            types,
+            history,
+            mapping_count: 0,
+            handle_count: 1,
+            export_types,
         }))
     }
 
     /// Adds a handle to an exported object.
-    pub(crate) fn import(&mut self, device: DeviceId, handle: u64) -> Result<(), Refused> {
+    pub(crate) fn import(&mut self, device: DeviceId, handle: u64) -> Result<(), ErrorCode> {
         match self.objects.get_mut(handle) {
-            Some(object) if object.device == device && object.handles > 0 => {
-                object.handles += 1;
+            Some(object) if object.device == device && object.handle_count > 0 => {
+                object.handle_count += 1;
                 Ok(())
             }
             _ => Err(codes::INVALID_VALUE),
         }
     }
 
-    pub(crate) fn object(&self, handle: u64) -> Option<&Object> {
+    pub(crate) fn object(&self, handle: u64) -> Option<&PhysicalObject> {
         self.objects.get(handle)
     }
 
     /// Releases one handle of an object. Returns the bytes that the device regains now.
     pub(crate) fn release(&mut self, handle: u64) -> u64 {
         if let Some(object) = self.objects.get_mut(handle) {
-            object.handles = object.handles.saturating_sub(1);
+            object.handle_count = object.handle_count.saturating_sub(1);
         }
-        self.collect(handle)
+        self.free_if_unused(handle)
     }
 
     /// Frees an object without handles and mappings.
-    fn collect(&mut self, handle: u64) -> u64 {
+    fn free_if_unused(&mut self, handle: u64) -> u64 {
         if self
             .objects
             .get(handle)
-            .is_some_and(|object| object.handles == 0 && object.mappings == 0)
+            .is_some_and(|object| object.handle_count == 0 && object.mapping_count == 0)
             && let Some(object) = self.objects.remove(handle)
         {
-            self.store.drop_extent(object.extent, object.bytes);
+            self.store.free_extent(object.extent, object.bytes);
             return object.bytes;
         }
         0
@@ -233,8 +234,8 @@ impl Space {
         bytes: u64,
         handle: u64,
         host: &Clock,
-        found: &mut Vec<Finding>,
-    ) -> Result<(), Refused> {
+        findings: &mut Vec<Finding>,
+    ) -> Result<(), ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         if self.object(handle).ok_or(codes::INVALID_HANDLE)?.bytes != bytes {
             return Err(codes::NOT_SUPPORTED);
@@ -242,7 +243,8 @@ impl Space {
         let inside =
             self.reservations.range(..=address).next_back().is_some_and(|(start, reservation)| {
                 end <= start + reservation.bytes
-                    && (bytes == reservation.bytes || reservation.purpose == Purpose::Range)
+                    && (bytes == reservation.bytes
+                        || reservation.purpose == ReservationPurpose::Range)
             });
         if !inside || !self.is_empty(address, bytes) {
             return Err(codes::INVALID_VALUE);
@@ -251,21 +253,21 @@ impl Space {
         // SAFETY: 1. The range lies in a reservation and nothing is mapped in it. Both were checked
         // above.
         unsafe { self.store.map(address, bytes, object.extent) }?;
-        object.mappings += 1;
-        for (start, ghost) in
-            self.ghosts.range(..end).rev().take_while(|(start, g)| **start + g.bytes > address)
+        object.mapping_count += 1;
+        for (start, removed_mapping) in
+            self.removed.range(..end).rev().take_while(|(start, g)| **start + g.bytes > address)
         {
-            for earlier in ghost.uses.iter().filter(|mark| !mark.before(host)) {
+            for earlier in removed_mapping.uses.iter().filter(|action| !action.precedes(host)) {
                 let kind = ViolationKind::MapInFlight;
-                found.push(Finding {
+                findings.push(Finding {
                     kind,
                     earlier: Some(*earlier),
                     address: *start,
-                    bytes: ghost.bytes,
+                    bytes: removed_mapping.bytes,
                 });
             }
         }
-        self.bury(address, bytes);
+        self.discard_removed(address, bytes);
         self.mappings
             .insert(address, Mapping { bytes, object: handle, access: 0, uses: Vec::new() });
         Ok(())
@@ -278,19 +280,19 @@ impl Space {
         address: u64,
         bytes: u64,
         devices: u64,
-    ) -> Result<Vec<u64>, Refused> {
+    ) -> Result<Vec<u64>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
-        self.cuts_nothing(address, end)?;
+        self.check_whole_mappings(address, end)?;
         let last = self.mappings.range(address..end).next_back();
         if last.is_none_or(|(start, mapping)| start + mapping.bytes != end) {
             return Err(codes::INVALID_VALUE);
         }
-        let hole = self.run_from(address, end);
+        let hole = self.contiguous_end(address, end);
         if hole == address {
             return Err(codes::INVALID_VALUE);
         }
         // SAFETY: 1. Mappings created by `map` fill the range up to the hole.
-        unsafe { self.store.open(address, hole - address) }?;
+        unsafe { self.store.make_accessible(address, hole - address) }?;
         let mappings = self.mappings.range_mut(address..hole).map(|(_, mapping)| {
             mapping.access |= devices;
             mapping.bytes
@@ -299,14 +301,14 @@ impl Space {
     }
 
     /// Returns the end of the contiguous mappings that begin at `address`, limited to `end`.
-    fn run_from(&self, address: u64, end: u64) -> u64 {
+    fn contiguous_end(&self, address: u64, end: u64) -> u64 {
         self.mappings.range(address..end).fold(address, |cursor, (&start, mapping)| {
             if start == cursor { cursor + mapping.bytes } else { cursor }
         })
     }
 
     /// Refuses a range with an end inside a mapping.
-    fn cuts_nothing(&self, address: u64, end: u64) -> Result<(), Refused> {
+    fn check_whole_mappings(&self, address: u64, end: u64) -> Result<(), ErrorCode> {
         let whole = |edge| {
             let before = self.mappings.range(..edge).next_back();
             before.is_none_or(|(start, mapping)| start + mapping.bytes <= edge)
@@ -315,17 +317,17 @@ impl Space {
     }
 
     /// Reports uses in a range that are not known to be done by `host`.
-    pub(crate) fn in_flight(
+    pub(crate) fn report_in_flight(
         &self,
         address: u64,
         bytes: u64,
         kind: ViolationKind,
         host: &Clock,
-        found: &mut Vec<Finding>,
+        findings: &mut Vec<Finding>,
     ) {
         for (&start, mapping) in self.overlapping(address, address.saturating_add(bytes)) {
-            for earlier in mapping.uses.iter().filter(|mark| !mark.before(host)) {
-                found.push(Finding {
+            for earlier in mapping.uses.iter().filter(|action| !action.precedes(host)) {
+                findings.push(Finding {
                     kind,
                     earlier: Some(*earlier),
                     address: start,
@@ -342,14 +344,14 @@ impl Space {
         &mut self,
         address: u64,
         bytes: u64,
-        by: Mark,
+        by: Action,
         host: &Clock,
-    ) -> Result<Vec<(u64, DeviceId, u64)>, Refused> {
+    ) -> Result<Vec<(u64, DeviceId, u64)>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
-        self.cuts_nothing(address, end)?;
-        let mut gone = Vec::new();
+        self.check_whole_mappings(address, end)?;
+        let mut unmapped = Vec::new();
         if self.is_empty(address, bytes) {
-            return Ok(gone);
+            return Ok(unmapped);
         }
         // SAFETY: 1. The range lies in one reservation, and the caller has waited until no work
         // runs.
@@ -358,137 +360,137 @@ impl Space {
             let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else {
                 break;
             };
-            uses.retain(|mark| !mark.before(host));
-            self.haunt(start, Ghost { bytes, by, uses });
+            uses.retain(|action| !action.precedes(host));
+            self.record_removed(start, RemovedMapping { bytes, by, uses });
             let device = self.objects.get_mut(object).map(|object| {
-                object.mappings -= 1;
+                object.mapping_count -= 1;
                 object.device
             });
             if let Some(device) = device {
-                gone.push((bytes, device, self.collect(object)));
+                unmapped.push((bytes, device, self.free_if_unused(object)));
             }
         }
-        Ok(gone)
+        Ok(unmapped)
     }
 
-    fn haunt(&mut self, address: u64, ghost: Ghost) {
-        self.ghosts.insert(address, ghost);
-        if self.ghosts.len() > GHOSTS {
-            self.ghosts.pop_first();
+    fn record_removed(&mut self, address: u64, removed_mapping: RemovedMapping) {
+        self.removed.insert(address, removed_mapping);
+        if self.removed.len() > MAX_REMOVED_MAPPINGS {
+            self.removed.pop_first();
         }
     }
 
     /// Drops the records of removed mappings in a range.
-    fn bury(&mut self, address: u64, bytes: u64) {
-        let first = match self.ghosts.range(..=address).next_back() {
-            Some((&start, ghost)) if start + ghost.bytes > address => start,
+    fn discard_removed(&mut self, address: u64, bytes: u64) {
+        let first = match self.removed.range(..=address).next_back() {
+            Some((&start, removed_mapping)) if start + removed_mapping.bytes > address => start,
             _ => address,
         };
-        while let Some((&start, _)) = self.ghosts.range(first..address + bytes).next() {
-            self.ghosts.remove(&start);
+        while let Some((&start, _)) = self.removed.range(first..address + bytes).next() {
+            self.removed.remove(&start);
         }
     }
 
     fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (&u64, &Mapping)> {
-        self.mappings.range(self.first(address)..end.max(address))
+        self.mappings.range(self.start_containing(address)..end.max(address))
     }
 
     /// Returns the start of the mapping that contains `address`, or else `address`.
-    fn first(&self, address: u64) -> u64 {
+    fn start_containing(&self, address: u64) -> u64 {
         match self.mappings.range(..=address).next_back() {
             Some((&start, mapping)) if start + mapping.bytes > address => start,
             _ => address,
         }
     }
 
-    /// Records a use of a range by `mark`, whose stream has `clock`. Returns whether the whole
+    /// Records a use of a range by `action`, whose stream has `clock`. Returns whether the whole
     /// range can be accessed.
-    pub(crate) fn touch(
+    pub(crate) fn record_use(
         &mut self,
-        u: &Use,
-        mark: &Mark,
+        u: &DeviceUse,
+        action: &Action,
         clock: &Clock,
-        found: &mut Vec<Finding>,
+        findings: &mut Vec<Finding>,
     ) -> bool {
         let DeviceRange { device, address, bytes } = u.range;
         let Some(end) = address.checked_add(bytes) else {
-            found.push(nobody(&self.ghosts, address, bytes));
+            findings.push(unmapped_finding(&self.removed, address, bytes));
             return false;
         };
         let mut cursor = address;
-        let mut reached = true;
-        for (&start, mapping) in self.mappings.range_mut(self.first(address)..end) {
+        let mut accessible = true;
+        for (&start, mapping) in self.mappings.range_mut(self.start_containing(address)..end) {
             if start > cursor {
-                found.push(nobody(&self.ghosts, cursor, start - cursor));
-                reached = false;
+                findings.push(unmapped_finding(&self.removed, cursor, start - cursor));
+                accessible = false;
             }
             let from = start.max(address);
             let to = end.min(start + mapping.bytes);
             cursor = to;
-            if mapping.access & u.reach == 0 {
+            if mapping.access & u.devices == 0 {
                 let kind = ViolationKind::NoAccess { device };
-                found.push(Finding { kind, earlier: None, address: from, bytes: to - from });
-                reached = false;
+                findings.push(Finding { kind, earlier: None, address: from, bytes: to - from });
+                accessible = false;
                 continue;
             }
-            match mapping.uses.iter_mut().find(|earlier| earlier.slot == mark.slot) {
-                Some(earlier) => *earlier = *mark,
-                None => mapping.uses.push(*mark),
+            match mapping.uses.iter_mut().find(|earlier| earlier.component == action.component) {
+                Some(earlier) => *earlier = *action,
+                None => mapping.uses.push(*action),
             }
             if let Some(object) = self.objects.get_mut(mapping.object) {
-                object.ledger.act(start, from - start, to - from, mark, clock, found);
+                object.history.record(start, from - start, to - from, action, clock, findings);
             }
         }
         if cursor < end {
-            found.push(nobody(&self.ghosts, cursor, end - cursor));
-            reached = false;
+            findings.push(unmapped_finding(&self.removed, cursor, end - cursor));
+            accessible = false;
         }
-        reached
+        accessible
     }
 
     /// Records the allocation of a block: an action on its bytes, not a use of its addresses.
     /// Unmapped parts are skipped.
-    pub(crate) fn hand_over(
+    pub(crate) fn record_bytes(
         &mut self,
         address: u64,
         bytes: u64,
-        mark: &Mark,
+        action: &Action,
         clock: &Clock,
-        found: &mut Vec<Finding>,
+        findings: &mut Vec<Finding>,
     ) {
         let end = address.saturating_add(bytes);
-        for (&start, mapping) in self.mappings.range(self.first(address)..end) {
+        for (&start, mapping) in self.mappings.range(self.start_containing(address)..end) {
             let from = start.max(address);
             let to = end.min(start + mapping.bytes);
             if let Some(object) = self.objects.get_mut(mapping.object) {
-                object.ledger.act(start, from - start, to - from, mark, clock, found);
+                object.history.record(start, from - start, to - from, action, clock, findings);
             }
         }
     }
 
     /// Returns the first part of a range that cannot be accessed, if any.
-    pub(crate) fn unreachable(&self, u: &Use) -> Option<Finding> {
+    pub(crate) fn first_inaccessible(&self, u: &DeviceUse) -> Option<Finding> {
         let DeviceRange { device, address, bytes } = u.range;
         let Some(end) = address.checked_add(bytes) else {
-            return Some(nobody(&self.ghosts, address, bytes));
+            return Some(unmapped_finding(&self.removed, address, bytes));
         };
         let mut cursor = address;
         for (&start, mapping) in self.overlapping(address, end) {
             if start > cursor {
-                return Some(nobody(&self.ghosts, cursor, start - cursor));
+                return Some(unmapped_finding(&self.removed, cursor, start - cursor));
             }
-            if mapping.access & u.reach == 0 {
+            if mapping.access & u.devices == 0 {
                 let kind = ViolationKind::NoAccess { device };
                 return Some(Finding { kind, earlier: None, address: start, bytes: mapping.bytes });
             }
             cursor = start + mapping.bytes;
         }
-        (cursor < end).then(|| nobody(&self.ghosts, cursor, end - cursor))
+        (cursor < end).then(|| unmapped_finding(&self.removed, cursor, end - cursor))
     }
 
     /// Returns the bytes of a range, if it can be accessed. No work may run.
-    pub(crate) fn read(&self, u: &Use) -> Option<Vec<u8>> {
-        if !self.store.has_bytes() || self.unreachable(u).is_some() {
+    pub(crate) fn read(&self, u: &DeviceUse) -> Option<Vec<u8>> {
+        if !self.store.has_bytes() || self.first_inaccessible(u).is_some() {
             return None;
         }
         // SAFETY: 1. The range is mapped and accessible, as just checked, and no running work can
@@ -497,42 +499,44 @@ impl Space {
     }
 
     /// Removes all records of accesses.
-    pub(crate) fn forget(&mut self) {
-        self.ghosts.clear();
+    pub(crate) fn clear_records(&mut self) {
+        self.removed.clear();
         self.mappings.values_mut().for_each(|mapping| mapping.uses.clear());
-        self.objects.iter_mut().for_each(|object| object.ledger = Ledger::new(object.bytes));
+        self.objects
+            .iter_mut()
+            .for_each(|object| object.history = AccessHistory::new(object.bytes));
     }
 
     /// Counts the physical objects, mappings and reservations of a device that still exist, by
     /// purpose.
-    pub(crate) fn held(&self, device: DeviceId) -> Held {
+    pub(crate) fn count_objects(&self, device: DeviceId) -> ObjectCounts {
         let of_device =
             self.reservations.values().filter(|reservation| reservation.device == device);
-        let mut held = Held::default();
+        let mut counts = ObjectCounts::default();
         let mut internal = 0;
         for reservation in of_device {
             match reservation.purpose {
-                Purpose::Range => held.reservations += 1,
-                Purpose::Allocation { pool, .. } => {
+                ReservationPurpose::Range => counts.reservations += 1,
+                ReservationPurpose::Allocation { pool, .. } => {
                     internal += 1;
-                    held.allocations += u64::from(!pool);
+                    counts.allocations += u64::from(!pool);
                 }
             }
         }
         let objects = self.objects.iter().filter(|object| object.device == device);
         for object in objects {
-            held.handles += u64::from(object.handles);
-            held.mappings += u64::from(object.mappings);
+            counts.handles += u64::from(object.handle_count);
+            counts.mappings += u64::from(object.mapping_count);
         }
-        held.handles -= internal;
-        held.mappings -= internal;
-        held
+        counts.handles -= internal;
+        counts.mappings -= internal;
+        counts
     }
 }
 
 /// The numbers of existing objects.
 #[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Held {
+pub(crate) struct ObjectCounts {
     pub(crate) reservations: u64,
     pub(crate) allocations: u64,
     pub(crate) handles: u64,
@@ -540,14 +544,15 @@ pub(crate) struct Held {
 }
 
 /// Creates the finding for a use of unmapped addresses, with the unmap if it is recorded.
-fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
-    let ghost = ghosts.range(..address.saturating_add(bytes)).next_back();
-    let earlier =
-        ghost.filter(|(start, ghost)| **start + ghost.bytes > address).map(|(_, ghost)| ghost.by);
+fn unmapped_finding(removed: &BTreeMap<u64, RemovedMapping>, address: u64, bytes: u64) -> Finding {
+    let removed_mapping = removed.range(..address.saturating_add(bytes)).next_back();
+    let earlier = removed_mapping
+        .filter(|(start, removed_mapping)| **start + removed_mapping.bytes > address)
+        .map(|(_, removed_mapping)| removed_mapping.by);
     Finding { kind: ViolationKind::Unmapped, earlier, address, bytes }
 }
 
-impl Drop for Space {
+impl Drop for AddressSpace {
     fn drop(&mut self) {
         for (&address, reservation) in &self.reservations {
             // SAFETY: 1. The span came from the store. No work can use it: queues are dropped with

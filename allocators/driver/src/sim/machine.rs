@@ -5,39 +5,42 @@ use super::{
     config::SimConfig,
     config::{Mode, Schedule},
     cost::Costs,
+    device_code,
     faults::Stalls,
-    inside,
     reporting::{self, OnViolation},
-    state::State,
+    state::MachineState,
     store::Store,
 };
-use crate::{Call, CallCounts, DeviceId, DriverError, Result, site};
+use crate::{
+    Call, CallCounts, DeviceId, DriverError, Result,
+    site::{self, Site},
+};
+use std::fmt;
 use std::sync::{
     Arc, Condvar, Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
-use std::{fmt, panic::Location};
 
 /// The simulated machine behind its lock.
-pub(crate) struct Shared {
+pub(crate) struct Machine {
     pub(crate) config: SimConfig,
     pub(crate) calls: CallCounts,
     /// The number of this machine, unique in the process.
-    pub(crate) machine: u64,
+    pub(crate) machine_id: u64,
     pub(crate) stalls: Arc<Stalls>,
     /// Whether the oracle is on: a copy of the state's flag that is read without the lock.
-    pub(crate) watched: AtomicBool,
+    pub(crate) oracle_on: AtomicBool,
     pub(crate) on_violation: OnViolation,
     /// The process that created it. A forked child reports nothing.
-    process: u32,
+    process_id: u32,
     modelled: AtomicU64,
     costs: Costs,
-    state: Mutex<State>,
+    state: Mutex<MachineState>,
     /// Signalled when an item has run, or can run now.
     pub(crate) changed: Condvar,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for Machine {
     /// Prints the configuration only, since every pool that is printed prints its driver.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sim")
@@ -52,14 +55,14 @@ impl fmt::Debug for Shared {
 static MACHINES: AtomicU64 = AtomicU64::new(0);
 
 /// The locked state of the machine.
-pub(crate) type Guard<'a> = MutexGuard<'a, State>;
+pub(crate) type StateGuard<'a> = MutexGuard<'a, MachineState>;
 
 /// Converts the code of a call to its error.
-pub(crate) fn at(call: Call) -> impl Fn(u32) -> DriverError {
+pub(crate) fn error_of(call: Call) -> impl Fn(u32) -> DriverError {
     move |code| codes::error(call.name(), code)
 }
 
-impl Shared {
+impl Machine {
     pub(crate) fn new(mut config: SimConfig) -> Self {
         let store = match config.mode {
             Mode::Symbolic => Store::symbolic(),
@@ -70,17 +73,17 @@ impl Shared {
                 Store::symbolic()
             }),
         };
-        let machine = MACHINES.fetch_add(1, Ordering::Relaxed);
-        let on_violation = config.on_violation.unwrap_or_else(OnViolation::of_process);
-        let mut state = State::new(machine, config.clone(), store);
-        state.reports.at_once = on_violation == OnViolation::ReportAtOnce;
+        let machine_id = MACHINES.fetch_add(1, Ordering::Relaxed);
+        let on_violation = config.on_violation.unwrap_or_else(OnViolation::process_default);
+        let mut state = MachineState::new(machine_id, config.clone(), store);
+        state.violations.at_once = on_violation == OnViolation::ReportAtOnce;
         Self {
             on_violation,
-            process: std::process::id(),
+            process_id: std::process::id(),
             calls: CallCounts::new(),
-            machine,
+            machine_id,
             stalls: Arc::new(Stalls::default()),
-            watched: AtomicBool::new(true),
+            oracle_on: AtomicBool::new(true),
             modelled: AtomicU64::new(0),
             costs: config.costs,
             state: Mutex::new(state),
@@ -90,7 +93,7 @@ impl Shared {
     }
 
     /// Locks the state. A poisoned lock is valid, since closures never run under it.
-    pub(crate) fn lock(&self) -> Guard<'_> {
+    pub(crate) fn lock(&self) -> StateGuard<'_> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -99,24 +102,24 @@ impl Shared {
         self.report_of(self.lock())
     }
 
-    /// As [`Shared::report`], when the process ends and another thread may hold the lock forever.
+    /// As [`Machine::report`], when the process ends and another thread may hold the lock forever.
     pub(crate) fn report_at_exit(&self) {
         if let Ok(state) = self.state.try_lock() {
             self.report_of(state);
         }
     }
 
-    fn report_of(&self, mut state: Guard<'_>) -> bool {
-        if self.on_violation == OnViolation::Quiet || self.process != std::process::id() {
+    fn report_of(&self, mut state: StateGuard<'_>) -> bool {
+        if self.on_violation == OnViolation::Quiet || self.process_id != std::process::id() {
             return false;
         }
-        let untold = state.reports.untold();
+        let unreported = state.violations.take_unreported();
         drop(state);
-        reporting::write(&untold);
-        if let (OnViolation::Exit(code), false) = (self.on_violation, untold.is_empty()) {
+        reporting::write(&unreported);
+        if let (OnViolation::Exit(code), false) = (self.on_violation, unreported.is_empty()) {
             reporting::exit_with(code);
         }
-        !untold.is_empty()
+        !unreported.is_empty()
     }
 
     /// Panics if [`OnViolation::Panic`] is set and there are unreported violations. Never called by
@@ -124,17 +127,20 @@ impl Shared {
     #[track_caller]
     #[expect(clippy::panic, reason = "the program has asked for it")]
     pub(crate) fn checkpoint(&self) {
-        if self.on_violation != OnViolation::Panic || std::thread::panicking() || inside::any() {
+        if self.on_violation != OnViolation::Panic
+            || std::thread::panicking()
+            || device_code::is_running()
+        {
             return;
         }
-        let untold = self.lock().reports.untold();
-        if !untold.is_empty() {
-            panic!("{}", reporting::Text(&untold));
+        let unreported = self.lock().violations.take_unreported();
+        if !unreported.is_empty() {
+            panic!("{}", reporting::ReportText(&unreported));
         }
     }
 
     /// Waits until an item has run.
-    pub(crate) fn wait<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    pub(crate) fn wait<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         state.waiting += 1;
         let mut state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;
@@ -143,46 +149,50 @@ impl Shared {
 
     /// Enters a counted call: counts it, blocks or refuses it if a test requires that, and lets
     /// time pass. Refuses a `device` that does not exist or is lost.
-    pub(crate) fn enter(&self, call: Call, device: Option<DeviceId>) -> Result<Guard<'_>> {
+    pub(crate) fn enter(&self, call: Call, device: Option<DeviceId>) -> Result<StateGuard<'_>> {
         self.calls.add(call);
-        self.stalls.pass(call);
-        if inside::any() {
-            return Err(at(call)(codes::NOT_PERMITTED));
+        self.stalls.wait_while_stalled(call);
+        if device_code::is_running() {
+            return Err(error_of(call)(codes::NOT_PERMITTED));
         }
         let mut state = self.lock();
-        if let Some(code) = state.faults.meet(call) {
-            let error = at(call)(code);
-            let there = device.and_then(|device| state.devices.get_mut(device.0 as usize));
-            if let Some(there) = there.filter(|_| error.is_device_lost()) {
-                there.is_told_lost();
+        if let Some(code) = state.faults.count_call(call) {
+            let error = error_of(call)(code);
+            let entry = device.and_then(|device| state.devices.get_mut(device.0 as usize));
+            if let Some(entry) = entry.filter(|_| error.is_device_lost()) {
+                entry.record_loss();
             }
             return Err(error);
         }
         if let Some(device) = device {
-            state.device(device).map_err(at(call))?;
+            state.device(device).map_err(error_of(call))?;
         }
-        Ok(self.come_in(state))
+        Ok(self.advance_time(state))
     }
 
-    /// As [`Shared::enter`], for a call that is not part of the trait.
-    pub(crate) fn enter_named(&self, call: &'static str, device: DeviceId) -> Result<Guard<'_>> {
-        if inside::any() {
+    /// As [`Machine::enter`], for a call that is not part of the trait.
+    pub(crate) fn enter_named(
+        &self,
+        call: &'static str,
+        device: DeviceId,
+    ) -> Result<StateGuard<'_>> {
+        if device_code::is_running() {
             return Err(codes::error(call, codes::NOT_PERMITTED));
         }
         let mut state = self.lock();
         state.device(device).map_err(|code| codes::error(call, code))?;
-        Ok(self.come_in(state))
+        Ok(self.advance_time(state))
     }
 
-    fn come_in<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    fn advance_time<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         match self.config.schedule {
             Schedule::Seeded(_) if state.queued > 0 => {
-                state.since_pace += 1;
-                if state.since_pace < self.config.pace {
+                state.calls_since_run += 1;
+                if state.calls_since_run < self.config.pace {
                     return state;
                 }
-                state.since_pace = 0;
-                self.drift(state)
+                state.calls_since_run = 0;
+                self.run_random_items(state)
             }
             _ => state,
         }
@@ -194,7 +204,7 @@ impl Shared {
     }
 
     /// Adds the cost of setting access to a mapping for `peers` peers.
-    pub(crate) fn cost_of_opening(&self, bytes: u64, peers: u32) {
+    pub(crate) fn cost_of_access(&self, bytes: u64, peers: u32) {
         self.modelled.fetch_add(self.costs.opening(bytes, peers), Ordering::Relaxed);
     }
 
@@ -204,16 +214,16 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for Machine {
     fn drop(&mut self) {
-        reporting::forget(self.machine);
+        reporting::unregister(self.machine_id);
         self.report();
     }
 }
 
 /// Returns the line of the program that a call is made for: the entered one, or the caller's own.
 #[track_caller]
-pub(crate) fn here() -> &'static Location<'static> {
+pub(crate) fn caller_site() -> Site {
     let _entered = site::enter();
     site::current()
 }

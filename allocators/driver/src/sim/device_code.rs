@@ -1,0 +1,29 @@
+//! Whether this thread is running code of the simulated GPU: a kernel's closure or a host callback.
+//! Both run on any thread, and neither may call the driver.
+
+use std::cell::Cell;
+
+thread_local! {
+    static IN_DEVICE_CODE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A guard that marks this thread as running device code.
+#[derive(Debug)]
+pub(crate) struct DeviceCodeGuard;
+
+/// Marks this thread as running device code. Guards never nest, since device code cannot enter.
+pub(crate) fn enter() -> DeviceCodeGuard {
+    IN_DEVICE_CODE.set(true);
+    DeviceCodeGuard
+}
+
+impl Drop for DeviceCodeGuard {
+    fn drop(&mut self) {
+        IN_DEVICE_CODE.set(false);
+    }
+}
+
+/// Returns whether this thread is in a kernel or a callback.
+pub(crate) fn is_running() -> bool {
+    IN_DEVICE_CODE.get()
+}
