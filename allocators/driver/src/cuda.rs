@@ -17,8 +17,8 @@
 //!
 //! # Guarantees
 //! - **A call is one call.** Each method makes the driver call that it is named for, and a few
-//!   cheap ones beside it if needed: it reads the thread's current context (7 ns) and sets it if
-//!   it differs. Nothing is cached, retried or logged. [`calls`](crate::Driver::calls) counts each
+//!   cheap ones beside it if needed: it reads the thread's current context (7 ns) and sets it if it
+//!   differs. Nothing is cached, retried or logged. [`calls`](crate::Driver::calls) counts each
 //!   method once.
 //! - **Codes are passed on unchanged**, also those of a driver later than this build. "Not ready"
 //!   (600) is a result and never an error. "Deinitialised" (4) is an error, except in calls that
@@ -44,19 +44,19 @@ mod codes;
 mod context;
 mod copies;
 mod devices;
+mod driver;
 mod events;
+mod function_table;
 mod graphs;
 mod host_memory;
 mod ipc;
 pub mod lend;
 mod memory;
 mod physical;
-mod start;
 mod streams;
-mod table;
 
 pub use aquifer_core::NoGpu as OpenError;
 /// The bindings, in the version for which [`lend`] implements the traits.
 pub use cudarc;
+pub use driver::CudaDriver;
 pub use lend::{Lend, Lent, LentHost, LentMut, keep_alive, raw_stream};
-pub use start::CudaDriver;

@@ -13,18 +13,18 @@ use std::{
 };
 
 /// An object of the driver: a context, stream, event or pool. Never dereferenced here.
-pub(super) type Object = *mut c_void;
+pub(super) type DriverPtr = *mut c_void;
 
 /// A function that the driver calls with the pointer it was registered with (`CUhostFn`).
 pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
 /// Converts a handle to the driver's pointer.
-pub(super) fn object(handle: u64) -> Object {
+pub(super) fn driver_ptr(handle: u64) -> DriverPtr {
     std::ptr::with_exposed_provenance_mut(handle as usize)
 }
 
 /// Converts the driver's pointer to a handle.
-pub(super) fn handle(object: Object) -> u64 {
+pub(super) fn handle_of(object: DriverPtr) -> u64 {
     object.expose_provenance() as u64
 }
 
@@ -214,8 +214,8 @@ impl AccessDescription {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Copy2d {
-    from: Side,
-    to: Side,
+    from: Copy2dSide,
+    to: Copy2dSide,
     width: usize,
     height: usize,
 }
@@ -223,17 +223,17 @@ pub(super) struct Copy2d {
 /// One side of a [`Copy2d`].
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct Side {
+pub(super) struct Copy2dSide {
     x: usize,
     y: usize,
     kind: c_uint,
     host: *mut c_void,
     device: u64,
-    array: Object,
+    array: DriverPtr,
     pitch: usize,
 }
 
-impl Side {
+impl Copy2dSide {
     /// Host memory.
     pub(super) fn host(at: Pitched<NonNull<u8>>) -> Self {
         let host = at.start.as_ptr().cast();
@@ -256,7 +256,7 @@ impl Side {
 
 impl Copy2d {
     /// Creates a copy of rows from one side to the other.
-    pub(super) fn new(to: Side, from: Side, rows: Rows) -> Self {
+    pub(super) fn new(to: Copy2dSide, from: Copy2dSide, rows: Rows) -> Self {
         Self { from, to, width: rows.width as usize, height: rows.height as usize }
     }
 }
@@ -273,11 +273,11 @@ same_layout! {
     PoolProperties = sys::CUmemPoolProps,
     AccessDescription = sys::CUmemAccessDesc,
     Copy2d = sys::CUDA_MEMCPY2D,
-    Object = sys::CUcontext,
-    Object = sys::CUstream,
-    Object = sys::CUgraph,
-    Object = sys::CUgraphExec,
-    Object = sys::CUuserObject,
+    DriverPtr = sys::CUcontext,
+    DriverPtr = sys::CUstream,
+    DriverPtr = sys::CUgraph,
+    DriverPtr = sys::CUgraphExec,
+    DriverPtr = sys::CUuserObject,
     Option<HostFunction> = sys::CUhostFn,
     u64 = sys::CUdeviceptr,
     u64 = sys::CUmemGenericAllocationHandle,
@@ -302,10 +302,10 @@ same_field! {
     AccessDescription, location = sys::CUmemAccessDesc, location;
     AccessDescription, access = sys::CUmemAccessDesc, flags;
     Copy2d, from = sys::CUDA_MEMCPY2D, srcXInBytes;
-    Side, kind = sys::CUDA_MEMCPY2D, srcMemoryType;
-    Side, host = sys::CUDA_MEMCPY2D, srcHost;
-    Side, device = sys::CUDA_MEMCPY2D, srcDevice;
-    Side, pitch = sys::CUDA_MEMCPY2D, srcPitch;
+    Copy2dSide, kind = sys::CUDA_MEMCPY2D, srcMemoryType;
+    Copy2dSide, host = sys::CUDA_MEMCPY2D, srcHost;
+    Copy2dSide, device = sys::CUDA_MEMCPY2D, srcDevice;
+    Copy2dSide, pitch = sys::CUDA_MEMCPY2D, srcPitch;
     Copy2d, to = sys::CUDA_MEMCPY2D, dstXInBytes;
     Copy2d, width = sys::CUDA_MEMCPY2D, WidthInBytes;
     Copy2d, height = sys::CUDA_MEMCPY2D, Height;

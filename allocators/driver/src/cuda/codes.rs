@@ -25,7 +25,7 @@ pub(super) const NOT_READY: u32 = 600;
 pub(super) const CAPTURE_IMPLICIT: u32 = 906;
 
 /// Converts a call's code to a result.
-pub(super) fn answer(call: &'static str, code: u32) -> Result<()> {
+pub(super) fn check(call: &'static str, code: u32) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(error(call, code)) }
 }
 
@@ -153,7 +153,7 @@ mod tests {
     use cudarc::driver::sys::CUresult;
 
     #[test]
-    fn names_are_those_of_the_bindings() {
+    fn names_match_the_bindings() {
         for code in [
             CUresult::CUDA_ERROR_INVALID_VALUE,
             CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_of_a_later_driver_keeps_its_number() {
+    fn unknown_code_keeps_its_number() {
         let error = error("cuMemCreate", 31_337);
         assert_eq!(error.to_string(), "cuMemCreate: unknown (31337)");
     }

@@ -3,11 +3,11 @@
 
 use super::{
     CudaDriver,
-    abi::{Object, handle, object},
-    codes::{self, answer},
-    table::Table,
+    abi::{DriverPtr, driver_ptr, handle_of},
+    codes::{self, check},
+    function_table::FunctionTable,
 };
-use crate::{Call, DeviceId, DriverError, Result, devices::count_loss};
+use crate::{Call, DeviceId, DriverError, Result, devices::count_lost_device};
 use std::sync::{
     OnceLock,
     atomic::{AtomicBool, Ordering},
@@ -19,7 +19,7 @@ use std::sync::{
 /// The driver counts references. The context is retained at the first call that needs it, since it
 /// costs hundreds of megabytes of device memory and a fraction of a second. It is released with the
 /// [`CudaDriver`].
-pub(super) struct Primary {
+pub(super) struct PrimaryContext {
     /// The driver's number of the device.
     device: i32,
     /// The context, once retained. Never 0.
@@ -28,7 +28,7 @@ pub(super) struct Primary {
     lost: AtomicBool,
 }
 
-impl Primary {
+impl PrimaryContext {
     pub(super) fn new(device: i32) -> Self {
         Self { device, context: OnceLock::new(), lost: AtomicBool::new(false) }
     }
@@ -45,9 +45,9 @@ impl Primary {
 
     /// Marks the device as lost if the error is sticky.
     #[cold]
-    fn note(&self, error: &DriverError) {
+    fn record_loss(&self, error: &DriverError) {
         if error.is_device_lost() && !self.lost.swap(true, Ordering::AcqRel) {
-            count_loss();
+            count_lost_device();
         }
     }
 
@@ -57,36 +57,36 @@ impl Primary {
     }
 
     /// Returns the context, and retains it first if needed.
-    pub(super) fn retain(&self, table: &Table) -> Result<u64> {
+    pub(super) fn retain(&self, functions: &FunctionTable) -> Result<u64> {
         if let Some(&context) = self.context.get() {
             return Ok(context);
         }
-        let mut context: Object = std::ptr::null_mut();
+        let mut context: DriverPtr = std::ptr::null_mut();
         // SAFETY: 1. `context` is writable. 2. The driver enumerated the device.
-        answer("cuDevicePrimaryCtxRetain", unsafe {
-            (table.context_retain)(&raw mut context, self.device)
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            (functions.context_retain)(&raw mut context, self.device)
         })?;
-        let context = handle(context);
+        let context = handle_of(context);
         if self.context.set(context).is_err() {
             // Another thread was first. Both retained the same context, so the second reference is
             // released.
-            self.let_go(table);
+            self.release_reference(functions);
         }
         Ok(context)
     }
 
     /// Releases the reference, if this value has one.
-    pub(super) fn release(&mut self, table: &Table) {
+    pub(super) fn release(&mut self, functions: &FunctionTable) {
         if self.context.take().is_some() {
-            self.let_go(table);
+            self.release_reference(functions);
         }
     }
 
-    fn let_go(&self, table: &Table) {
+    fn release_reference(&self, functions: &FunctionTable) {
         // SAFETY: 1. This value has retained the device's context once more often than it has
         // released it. A refusal means that the driver is shutting down, which destroys the
         // context.
-        let _ = unsafe { (table.context_release)(self.device) };
+        let _ = unsafe { (functions.context_release)(self.device) };
     }
 }
 
@@ -94,48 +94,48 @@ impl Primary {
 ///
 /// A thread without a context keeps the given one afterwards, since the next call usually needs the
 /// same. A context that another library has set is restored.
-pub(super) struct Bound<'a> {
-    table: &'a Table,
-    before: Option<u64>,
+pub(super) struct ContextGuard<'a> {
+    functions: &'a FunctionTable,
+    previous: Option<u64>,
 }
 
-impl<'a> Bound<'a> {
-    fn enter(table: &'a Table, context: u64) -> Result<Self> {
-        let mut current: Object = std::ptr::null_mut();
+impl<'a> ContextGuard<'a> {
+    fn enter(functions: &'a FunctionTable, context: u64) -> Result<Self> {
+        let mut current: DriverPtr = std::ptr::null_mut();
         // SAFETY: 1. `current` is writable.
-        answer("cuCtxGetCurrent", unsafe { (table.context_current)(&raw mut current) })?;
-        let current = handle(current);
+        check("cuCtxGetCurrent", unsafe { (functions.context_current)(&raw mut current) })?;
+        let current = handle_of(current);
         if current == context {
-            return Ok(Self { table, before: None });
+            return Ok(Self { functions, previous: None });
         }
         // SAFETY: 1. The context is retained while the calling driver lives.
-        answer("cuCtxSetCurrent", unsafe { (table.context_set_current)(object(context)) })?;
-        Ok(Self { table, before: (current != 0).then_some(current) })
+        check("cuCtxSetCurrent", unsafe { (functions.context_set_current)(driver_ptr(context)) })?;
+        Ok(Self { functions, previous: (current != 0).then_some(current) })
     }
 }
 
-impl Drop for Bound<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
-        if let Some(context) = self.before {
+        if let Some(context) = self.previous {
             // SAFETY: 1. It was this thread's current context when the call began, and only the
             // thread itself could have released it since. A refusal leaves the primary context
             // current, which any CUDA library may do.
-            let _ = unsafe { (self.table.context_set_current)(object(context)) };
+            let _ = unsafe { (self.functions.context_set_current)(driver_ptr(context)) };
         }
     }
 }
 
 impl CudaDriver {
     /// Returns the device, or the driver's error for an ordinal that does not exist.
-    pub(super) fn primary(&self, device: DeviceId) -> Result<&Primary> {
+    pub(super) fn primary(&self, device: DeviceId) -> Result<&PrimaryContext> {
         self.devices
             .get(device.0 as usize)
             .ok_or_else(|| codes::error("cuDeviceGet", codes::INVALID_DEVICE))
     }
 
     /// Makes the device's primary context current on this thread while the result lives.
-    pub(super) fn bind(&self, device: DeviceId) -> Result<Bound<'_>> {
-        Bound::enter(&self.table, self.primary(device)?.retain(&self.table)?)
+    pub(super) fn bind(&self, device: DeviceId) -> Result<ContextGuard<'_>> {
+        ContextGuard::enter(&self.functions, self.primary(device)?.retain(&self.functions)?)
     }
 
     /// Counts a call and makes it in a device's context.
@@ -143,11 +143,12 @@ impl CudaDriver {
         &self,
         call: Call,
         device: DeviceId,
-        make: impl FnOnce(&Table) -> u32,
+        make: impl FnOnce(&FunctionTable) -> u32,
     ) -> Result<()> {
         self.calls.add(call);
-        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
-        answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
+        let _context = self.bind(device).inspect_err(|error| self.record_loss(device, error))?;
+        check(call.name(), make(&self.functions))
+            .inspect_err(|error| self.record_loss(device, error))
     }
 
     /// As [`CudaDriver::call`], for a call that also accesses another device. The call may return
@@ -157,57 +158,58 @@ impl CudaDriver {
         call: Call,
         device: DeviceId,
         other: DeviceId,
-        make: impl FnOnce(&Table) -> u32,
+        make: impl FnOnce(&FunctionTable) -> u32,
     ) -> Result<()> {
         self.calls.add(call);
-        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
-        answer(call.name(), make(&self.table)).inspect_err(|error| {
-            let others = error.is_device_lost() && other != device && self.answers();
-            self.note(if others { other } else { device }, error);
+        let _context = self.bind(device).inspect_err(|error| self.record_loss(device, error))?;
+        check(call.name(), make(&self.functions)).inspect_err(|error| {
+            let other_lost =
+                error.is_device_lost() && other != device && self.context_accepts_calls();
+            self.record_loss(if other_lost { other } else { device }, error);
         })
     }
 
     /// Returns whether the current context still accepts calls (`cuMemGetInfo`, which changes
     /// nothing and breaks no capture).
     #[cold]
-    fn answers(&self) -> bool {
+    fn context_accepts_calls(&self) -> bool {
         let (mut free, mut total) = (0, 0);
         // SAFETY: 1. Both are writable.
-        unsafe { (self.table.memory_info)(&raw mut free, &raw mut total) == 0 }
+        unsafe { (self.functions.memory_info)(&raw mut free, &raw mut total) == 0 }
     }
 
     #[cold]
-    fn note(&self, device: DeviceId, error: &DriverError) {
+    fn record_loss(&self, device: DeviceId, error: &DriverError) {
         if let Ok(primary) = self.primary(device) {
-            primary.note(error);
+            primary.record_loss(error);
         }
     }
 
     /// As [`CudaDriver::call`], for a query that may return "not ready".
-    pub(super) fn ask(
+    pub(super) fn query(
         &self,
         call: Call,
         device: DeviceId,
-        make: impl FnOnce(&Table) -> u32,
+        make: impl FnOnce(&FunctionTable) -> u32,
     ) -> Result<bool> {
         self.calls.add(call);
-        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
-        match make(&self.table) {
+        let _context = self.bind(device).inspect_err(|error| self.record_loss(device, error))?;
+        match make(&self.functions) {
             codes::NOT_READY => Ok(false),
-            code => answer(call.name(), code)
+            code => check(call.name(), code)
                 .map(|()| true)
-                .inspect_err(|error| self.note(device, error)),
+                .inspect_err(|error| self.record_loss(device, error)),
         }
     }
 
     /// As [`CudaDriver::call`], for a call that destroys something. When the process exits, the
     /// driver may shut down before its users and destroys all of their objects. Then the call has
     /// nothing left to do and succeeds.
-    pub(super) fn end(
+    pub(super) fn destroy(
         &self,
         call: Call,
         device: DeviceId,
-        make: impl FnOnce(&Table) -> u32,
+        make: impl FnOnce(&FunctionTable) -> u32,
     ) -> Result<()> {
         match self.call(call, device, make) {
             Err(e) if e.code == codes::DEINITIALIZED => Ok(()),

@@ -3,8 +3,8 @@
 
 use super::{
     CudaDriver,
-    abi::{Copy2d, POINTER_DEVICE, Side, object},
-    codes::answer,
+    abi::{Copy2d, Copy2dSide, POINTER_DEVICE, driver_ptr},
+    codes::check,
 };
 use crate::{Call, Copies, DeviceId, Pattern, Pitched, RawStream, Result, Rows};
 use std::ptr::NonNull;
@@ -15,15 +15,15 @@ impl CudaDriver {
         let mut ordinal = -1i32;
         // SAFETY: 1. `ordinal` is as large as the attribute. An unknown address is refused.
         let code = unsafe {
-            (self.table.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address)
+            (self.functions.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address)
         };
-        answer("cuPointerGetAttribute", code).ok()?;
+        check("cuPointerGetAttribute", code).ok()?;
         u32::try_from(ordinal).ok().map(DeviceId)
     }
 
     /// Returns the source and destination devices of a copy if they differ. Makes no call if there
     /// is only one device.
-    fn apart(&self, from: u64, to: u64) -> Option<(DeviceId, DeviceId)> {
+    fn devices_if_different(&self, from: u64, to: u64) -> Option<(DeviceId, DeviceId)> {
         if self.devices.len() < 2 {
             return None;
         }
@@ -37,11 +37,11 @@ impl CudaDriver {
     /// 1. Every row of both sides stays valid until the copy is done.
     /// 2. No other work accesses them out of order with it.
     unsafe fn copy_rows(&self, stream: RawStream, copy: &Copy2d) -> Result<()> {
-        self.call(Call::Copy2d, stream.device(), |table| {
+        self.call(Call::Copy2d, stream.device(), |functions| {
             // SAFETY: 1. The description is readable, and is read before the call returns. 2. The
             // caller keeps both sides valid until the copy is done, in order with all other
             // accesses. 3. The handle is alive.
-            unsafe { (table.copy_2d)(std::ptr::from_ref(copy), object(stream.handle())) }
+            unsafe { (functions.copy_2d)(std::ptr::from_ref(copy), driver_ptr(stream.handle())) }
         })
     }
 }
@@ -56,11 +56,16 @@ unsafe impl Copies for CudaDriver {
         from: NonNull<u8>,
         bytes: usize,
     ) -> Result<()> {
-        self.call(Call::CopyToDevice, stream.device(), |table| {
+        self.call(Call::CopyToDevice, stream.device(), |functions| {
             // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order with
             // all other accesses. 2. The handle is alive.
             unsafe {
-                (table.copy_to_device)(to, from.as_ptr().cast(), bytes, object(stream.handle()))
+                (functions.copy_to_device)(
+                    to,
+                    from.as_ptr().cast(),
+                    bytes,
+                    driver_ptr(stream.handle()),
+                )
             }
         })
     }
@@ -72,11 +77,16 @@ unsafe impl Copies for CudaDriver {
         from: u64,
         bytes: usize,
     ) -> Result<()> {
-        self.call(Call::CopyToHost, stream.device(), |table| {
+        self.call(Call::CopyToHost, stream.device(), |functions| {
             // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order with
             // all other accesses. 2. The handle is alive.
             unsafe {
-                (table.copy_to_host)(to.as_ptr().cast(), from, bytes, object(stream.handle()))
+                (functions.copy_to_host)(
+                    to.as_ptr().cast(),
+                    from,
+                    bytes,
+                    driver_ptr(stream.handle()),
+                )
             }
         })
     }
@@ -88,27 +98,34 @@ unsafe impl Copies for CudaDriver {
         from: u64,
         bytes: u64,
     ) -> Result<()> {
-        let Some((source, destination)) = self.apart(from, to) else {
-            return self.call(Call::CopyOnDevice, stream.device(), |table| {
+        let Some((source, destination)) = self.devices_if_different(from, to) else {
+            return self.call(Call::CopyOnDevice, stream.device(), |functions| {
                 // SAFETY: 1. The caller keeps both ranges valid until the copy is done, in order
                 // with all other accesses. 2. The handle is alive.
-                unsafe { (table.copy_on_device)(to, from, bytes as usize, object(stream.handle())) }
+                unsafe {
+                    (functions.copy_on_device)(
+                        to,
+                        from,
+                        bytes as usize,
+                        driver_ptr(stream.handle()),
+                    )
+                }
             });
         };
         let other = if source == stream.device() { destination } else { source };
-        let source = self.primary(source)?.retain(&self.table)?;
-        let destination = self.primary(destination)?.retain(&self.table)?;
-        self.call_between(Call::CopyOnDevice, stream.device(), other, |table| {
-            let (source, destination) = (object(source), object(destination));
+        let source = self.primary(source)?.retain(&self.functions)?;
+        let destination = self.primary(destination)?.retain(&self.functions)?;
+        self.call_between(Call::CopyOnDevice, stream.device(), other, |functions| {
+            let (source, destination) = (driver_ptr(source), driver_ptr(destination));
             // SAFETY: 1. As above. 2. Both contexts are retained.
             unsafe {
-                (table.copy_between)(
+                (functions.copy_between)(
                     to,
                     destination,
                     from,
                     source,
                     bytes as usize,
-                    object(stream.handle()),
+                    driver_ptr(stream.handle()),
                 )
             }
         })
@@ -121,7 +138,7 @@ unsafe impl Copies for CudaDriver {
         from: Pitched<NonNull<u8>>,
         rows: Rows,
     ) -> Result<()> {
-        let copy = Copy2d::new(Side::device(to), Side::host(from), rows);
+        let copy = Copy2d::new(Copy2dSide::device(to), Copy2dSide::host(from), rows);
         // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
@@ -133,7 +150,7 @@ unsafe impl Copies for CudaDriver {
         from: Pitched<u64>,
         rows: Rows,
     ) -> Result<()> {
-        let copy = Copy2d::new(Side::host(to), Side::device(from), rows);
+        let copy = Copy2d::new(Copy2dSide::host(to), Copy2dSide::device(from), rows);
         // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
@@ -145,7 +162,7 @@ unsafe impl Copies for CudaDriver {
         from: Pitched<u64>,
         rows: Rows,
     ) -> Result<()> {
-        let copy = Copy2d::new(Side::device(to), Side::device(from), rows);
+        let copy = Copy2d::new(Copy2dSide::device(to), Copy2dSide::device(from), rows);
         // SAFETY: 1. and 2. are promised by the caller.
         unsafe { self.copy_rows(stream, &copy) }
     }
@@ -157,16 +174,16 @@ unsafe impl Copies for CudaDriver {
         pattern: Pattern,
         count: u64,
     ) -> Result<()> {
-        let (call, _) = Call::fills(pattern);
-        self.call(call, stream.device(), |table| {
-            let (count, stream) = (count as usize, object(stream.handle()));
+        let (call, _) = Call::fill_calls(pattern);
+        self.call(call, stream.device(), |functions| {
+            let (count, stream) = (count as usize, driver_ptr(stream.handle()));
             // SAFETY: 1. The caller keeps the range valid until the fill is done, in order with all
             // other accesses. 2. The handle is alive.
             unsafe {
                 match pattern {
-                    Pattern::Byte(byte) => (table.fill)(to, byte, count, stream),
-                    Pattern::Half(half) => (table.fill_16)(to, half, count, stream),
-                    Pattern::Word(word) => (table.fill_32)(to, word, count, stream),
+                    Pattern::Byte(byte) => (functions.fill)(to, byte, count, stream),
+                    Pattern::Half(half) => (functions.fill_16)(to, half, count, stream),
+                    Pattern::Word(word) => (functions.fill_32)(to, word, count, stream),
                 }
             }
         })
@@ -179,21 +196,23 @@ unsafe impl Copies for CudaDriver {
         pattern: Pattern,
         rows: Rows,
     ) -> Result<()> {
-        let (_, call) = Call::fills(pattern);
-        self.call(call, stream.device(), |table| {
+        let (_, call) = Call::fill_calls(pattern);
+        self.call(call, stream.device(), |functions| {
             let (width, height, stream) =
-                (rows.width as usize, rows.height as usize, object(stream.handle()));
+                (rows.width as usize, rows.height as usize, driver_ptr(stream.handle()));
             let (to, pitch) = (to.start, to.pitch as usize);
             // SAFETY: 1. The caller keeps the rows valid until the fill is done, in order with all
             // other accesses. 2. The handle is alive.
             unsafe {
                 match pattern {
-                    Pattern::Byte(byte) => (table.fill_2d)(to, pitch, byte, width, height, stream),
+                    Pattern::Byte(byte) => {
+                        (functions.fill_2d)(to, pitch, byte, width, height, stream)
+                    }
                     Pattern::Half(half) => {
-                        (table.fill_2d_16)(to, pitch, half, width, height, stream)
+                        (functions.fill_2d_16)(to, pitch, half, width, height, stream)
                     }
                     Pattern::Word(word) => {
-                        (table.fill_2d_32)(to, pitch, word, width, height, stream)
+                        (functions.fill_2d_32)(to, pitch, word, width, height, stream)
                     }
                 }
             }

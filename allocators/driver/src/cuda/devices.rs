@@ -4,18 +4,18 @@
 use super::{
     CudaDriver,
     abi::{AllocationProperties, Attribute, GRANULARITY_MINIMUM},
-    codes::answer,
-    context::Primary,
+    codes::check,
+    context::PrimaryContext,
 };
 use crate::{Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result};
 use std::ffi::{CStr, c_char, c_int};
 
 /// The size of a buffer for a name or address from the driver.
-const TEXT: usize = 256;
+const TEXT_SIZE: usize = 256;
 
 /// Returns the text that the driver wrote into a zeroed buffer. The driver may have filled the
 /// buffer without a terminating zero.
-fn text(buffer: &[u8; TEXT]) -> String {
+fn text_from(buffer: &[u8; TEXT_SIZE]) -> String {
     CStr::from_bytes_until_nul(buffer).map_or_else(
         |_| String::from_utf8_lossy(buffer).into_owned(),
         |text| text.to_string_lossy().into_owned(),
@@ -28,52 +28,53 @@ impl CudaDriver {
         // SAFETY: 1. `value` is writable. 2. The driver enumerated the device. An unknown attribute
         // is refused.
         let code =
-            unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
-        answer("cuDeviceGetAttribute", code).map(|()| value)
+            unsafe { (self.functions.device_attribute)(&raw mut value, attribute as u32, device) };
+        check("cuDeviceGetAttribute", code).map(|()| value)
     }
 
     /// Returns whether a device has a feature. The driver returns 0 for a missing feature, and an
     /// error for an attribute that it is too old to know. Both count as missing.
-    fn has(&self, device: i32, attribute: Attribute) -> bool {
+    fn has_attribute(&self, device: i32, attribute: Attribute) -> bool {
         self.attribute(device, attribute).is_ok_and(|value| value > 0)
     }
 
     fn name_of(&self, device: i32) -> Result<String> {
-        let mut buffer = [0u8; TEXT];
+        let mut buffer = [0u8; TEXT_SIZE];
         // SAFETY: 1. The buffer is writable for the given length. 2. The driver enumerated the
         // device.
         let code = unsafe {
-            (self.table.device_name)(
+            (self.functions.device_name)(
                 buffer.as_mut_ptr().cast::<c_char>(),
                 buffer.len() as c_int,
                 device,
             )
         };
-        answer("cuDeviceGetName", code).map(|()| text(&buffer))
+        check("cuDeviceGetName", code).map(|()| text_from(&buffer))
     }
 
     fn pci_address(&self, device: i32) -> Option<String> {
-        let mut buffer = [0u8; TEXT];
+        let mut buffer = [0u8; TEXT_SIZE];
         // SAFETY: 1. The buffer is writable for the given length. 2. The driver enumerated the
         // device.
         let code = unsafe {
-            (self.table.device_pci_address)(
+            (self.functions.device_pci_address)(
                 buffer.as_mut_ptr().cast::<c_char>(),
                 buffer.len() as c_int,
                 device,
             )
         };
-        answer("cuDeviceGetPCIBusId", code).ok()?;
+        check("cuDeviceGetPCIBusId", code).ok()?;
         // sysfs uses lower case.
-        Some(text(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
+        Some(text_from(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
     }
 
     /// Returns whether kernels of one device could access another's memory.
-    fn reaches(&self, device: i32, other: i32) -> bool {
-        let mut reaches = 0;
-        // SAFETY: 1. `reaches` is writable. 2. The driver enumerated both devices.
-        let code = unsafe { (self.table.device_reaches)(&raw mut reaches, device, other) };
-        answer("cuDeviceCanAccessPeer", code).is_ok() && reaches > 0
+    fn can_access_peer(&self, device: i32, other: i32) -> bool {
+        let mut result = 0;
+        // SAFETY: 1. `result` is writable. 2. The driver enumerated both devices.
+        let code =
+            unsafe { (self.functions.device_can_access_peer)(&raw mut result, device, other) };
+        check("cuDeviceCanAccessPeer", code).is_ok() && result > 0
     }
 
     fn granularity(&self, device: DeviceId) -> Result<u64> {
@@ -82,13 +83,13 @@ impl CudaDriver {
         // SAFETY: 1. `granularity` is writable. 2. `properties` are laid out as the driver expects,
         // and only read.
         let code = unsafe {
-            (self.table.granularity)(
+            (self.functions.granularity)(
                 &raw mut granularity,
                 &raw const properties,
                 GRANULARITY_MINIMUM,
             )
         };
-        answer("cuMemGetAllocationGranularity", code).map(|()| granularity as u64)
+        check("cuMemGetAllocationGranularity", code).map(|()| granularity as u64)
     }
 }
 
@@ -106,7 +107,9 @@ unsafe impl Devices for CudaDriver {
         let number = self.primary(device)?.device();
         let mut memory = 0usize;
         // SAFETY: 1. `memory` is writable. 2. The driver enumerated the device.
-        answer("cuDeviceTotalMem", unsafe { (self.table.device_memory)(&raw mut memory, number) })?;
+        check("cuDeviceTotalMem", unsafe {
+            (self.functions.device_memory)(&raw mut memory, number)
+        })?;
 
         let mut info = DeviceInfo::new(device, self.name_of(number)?, memory as u64);
         let capability = |attribute| self.attribute(number, attribute).map(i32::unsigned_abs);
@@ -118,20 +121,23 @@ unsafe impl Devices for CudaDriver {
         };
         info.host_node = node(Attribute::HostNumaId);
         // `NumaId` is meaningless for a device without a node of its own.
-        info.memory_node =
-            if self.has(number, Attribute::NumaConfig) { node(Attribute::NumaId) } else { None };
-        info.virtual_memory = self.has(number, Attribute::VirtualMemory);
+        info.memory_node = if self.has_attribute(number, Attribute::NumaConfig) {
+            node(Attribute::NumaId)
+        } else {
+            None
+        };
+        info.virtual_memory = self.has_attribute(number, Attribute::VirtualMemory);
         if info.virtual_memory {
             info.granularity = self.granularity(device)?;
-            info.export_types.posix_fd = self.has(number, Attribute::ExportPosixFd);
-            info.export_types.fabric = self.has(number, Attribute::ExportFabric);
-            info.export_types.rdma = self.has(number, Attribute::RdmaCapable);
+            info.export_types.posix_fd = self.has_attribute(number, Attribute::ExportPosixFd);
+            info.export_types.fabric = self.has_attribute(number, Attribute::ExportFabric);
+            info.export_types.rdma = self.has_attribute(number, Attribute::RdmaCapable);
         }
-        info.async_pools = self.has(number, Attribute::MemoryPools);
-        info.integrated = self.has(number, Attribute::Integrated);
-        let others = self.devices.iter().map(Primary::device).zip((0..).map(DeviceId));
+        info.async_pools = self.has_attribute(number, Attribute::MemoryPools);
+        info.integrated = self.has_attribute(number, Attribute::Integrated);
+        let others = self.devices.iter().map(PrimaryContext::device).zip((0..).map(DeviceId));
         info.peers = others
-            .filter(|(other, _)| *other != number && self.reaches(number, *other))
+            .filter(|(other, _)| *other != number && self.can_access_peer(number, *other))
             .map(|(_, id)| id)
             .collect();
         Ok(info)
@@ -139,9 +145,9 @@ unsafe impl Devices for CudaDriver {
 
     fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
         let (mut free, mut total) = (0usize, 0usize);
-        self.call(Call::MemoryInfo, device, |table| {
+        self.call(Call::MemoryInfo, device, |functions| {
             // SAFETY: 1. Both are writable.
-            unsafe { (table.memory_info)(&raw mut free, &raw mut total) }
+            unsafe { (functions.memory_info)(&raw mut free, &raw mut total) }
         })?;
         Ok(MemoryInfo { free: free as u64, total: total as u64 })
     }
@@ -150,20 +156,20 @@ unsafe impl Devices for CudaDriver {
         self.calls.add(Call::DriverVersion);
         let mut version = 0;
         // SAFETY: 1. `version` is writable.
-        answer(Call::DriverVersion.name(), unsafe {
-            (self.table.driver_version)(&raw mut version)
+        check(Call::DriverVersion.name(), unsafe {
+            (self.functions.driver_version)(&raw mut version)
         })?;
         Ok(version.unsigned_abs())
     }
 
     fn is_lost(&self, device: DeviceId) -> bool {
-        self.primary(device).is_ok_and(Primary::is_lost)
+        self.primary(device).is_ok_and(PrimaryContext::is_lost)
     }
 
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
-        self.call(Call::DeviceSynchronize, device, |table| {
+        self.call(Call::DeviceSynchronize, device, |functions| {
             // SAFETY: 1. It takes no arguments and waits for the current context.
-            unsafe { (table.context_synchronize)() }
+            unsafe { (functions.context_synchronize)() }
         })
     }
 }

@@ -3,7 +3,7 @@
 
 use super::{
     CudaDriver,
-    abi::{self, EVENT_DISABLE_TIMING, object},
+    abi::{self, EVENT_DISABLE_TIMING, driver_ptr},
 };
 use crate::{Call, DeviceId, Events, RawEvent, RawStream, Result};
 
@@ -11,39 +11,41 @@ use crate::{Call, DeviceId, Events, RawEvent, RawStream, Result};
 unsafe impl Events for CudaDriver {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut event = std::ptr::null_mut();
-        self.call(Call::EventCreate, device, |table| {
+        self.call(Call::EventCreate, device, |functions| {
             // SAFETY: 1. `event` is writable.
-            unsafe { (table.event_create)(&raw mut event, EVENT_DISABLE_TIMING) }
+            unsafe { (functions.event_create)(&raw mut event, EVENT_DISABLE_TIMING) }
         })?;
         // SAFETY: 1. The driver has just created it for this device.
-        Ok(unsafe { RawEvent::from_raw(device, abi::handle(event)) })
+        Ok(unsafe { RawEvent::from_raw(device, abi::handle_of(event)) })
     }
 
     unsafe fn event_destroy(&self, event: RawEvent) -> Result<()> {
-        self.end(Call::EventDestroy, event.device(), |table| {
+        self.destroy(Call::EventDestroy, event.device(), |functions| {
             // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
-            unsafe { (table.event_destroy)(object(event.handle())) }
+            unsafe { (functions.event_destroy)(driver_ptr(event.handle())) }
         })
     }
 
     fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        self.call(Call::EventRecord, stream.device(), |table| {
+        self.call(Call::EventRecord, stream.device(), |functions| {
             // SAFETY: 1. Both handles are alive.
-            unsafe { (table.event_record)(object(event.handle()), object(stream.handle())) }
+            unsafe {
+                (functions.event_record)(driver_ptr(event.handle()), driver_ptr(stream.handle()))
+            }
         })
     }
 
     fn event_query(&self, event: RawEvent) -> Result<bool> {
-        self.ask(Call::EventQuery, event.device(), |table| {
+        self.query(Call::EventQuery, event.device(), |functions| {
             // SAFETY: 1. The handle is alive.
-            unsafe { (table.event_query)(object(event.handle())) }
+            unsafe { (functions.event_query)(driver_ptr(event.handle())) }
         })
     }
 
     fn event_synchronize(&self, event: RawEvent) -> Result<()> {
-        self.call(Call::EventSynchronize, event.device(), |table| {
+        self.call(Call::EventSynchronize, event.device(), |functions| {
             // SAFETY: 1. The handle is alive.
-            unsafe { (table.event_synchronize)(object(event.handle())) }
+            unsafe { (functions.event_synchronize)(driver_ptr(event.handle())) }
         })
     }
 }

@@ -23,9 +23,9 @@ unsafe impl HostMemory for CudaDriver {
             (flags.write_combined, abi::HOST_ALLOC_WRITE_COMBINED),
         ]);
         let mut address = std::ptr::null_mut();
-        self.call(Call::HostAlloc, device, |table| {
+        self.call(Call::HostAlloc, device, |functions| {
             // SAFETY: 1. `address` is writable.
-            unsafe { (table.host_alloc)(&raw mut address, bytes, bits) }
+            unsafe { (functions.host_alloc)(&raw mut address, bytes, bits) }
         })?;
         // The driver does not succeed without memory. If it did, this would be out of memory.
         NonNull::new(address.cast())
@@ -33,9 +33,9 @@ unsafe impl HostMemory for CudaDriver {
     }
 
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
-        self.end(Call::HostFree, device, |table| {
+        self.destroy(Call::HostFree, device, |functions| {
             // SAFETY: 1. The caller frees memory from `host_alloc` that is not in use.
-            unsafe { (table.host_free)(address.as_ptr().cast()) }
+            unsafe { (functions.host_free)(address.as_ptr().cast()) }
         })
     }
 
@@ -55,25 +55,25 @@ unsafe impl HostMemory for CudaDriver {
             (flags.mapped, abi::HOST_REGISTER_MAPPED),
             (flags.read_only, abi::HOST_REGISTER_READ_ONLY),
         ]);
-        self.call(Call::HostRegister, device, |table| {
+        self.call(Call::HostRegister, device, |functions| {
             // SAFETY: 1. The range is mapped, and the caller keeps it mapped while it is
             // registered.
-            unsafe { (table.host_register)(address.as_ptr().cast(), bytes, bits) }
+            unsafe { (functions.host_register)(address.as_ptr().cast(), bytes, bits) }
         })
     }
 
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
-        self.end(Call::HostUnregister, device, |table| {
+        self.destroy(Call::HostUnregister, device, |functions| {
             // SAFETY: 1. The address starts a registration that no queued copy accesses.
-            unsafe { (table.host_unregister)(address.as_ptr().cast()) }
+            unsafe { (functions.host_unregister)(address.as_ptr().cast()) }
         })
     }
 
     fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
         let mut found = 0;
-        self.call(Call::HostDeviceAddress, device, |table| {
+        self.call(Call::HostDeviceAddress, device, |functions| {
             // SAFETY: 1. `found` is writable. 2. An address that is not pinned is refused.
-            unsafe { (table.host_device_address)(&raw mut found, address.as_ptr().cast(), 0) }
+            unsafe { (functions.host_device_address)(&raw mut found, address.as_ptr().cast(), 0) }
         })?;
         Ok(found)
     }

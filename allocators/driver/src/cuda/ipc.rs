@@ -23,10 +23,10 @@ impl CudaDriver {
         kind: u32,
     ) -> Result<PhysicalHandle> {
         let mut handle = 0;
-        self.call(Call::HandleImport, device, |table| {
+        self.call(Call::HandleImport, device, |functions| {
             // SAFETY: 1. `handle` is writable. 2. The caller promises that `shareable` is of the
             // type `kind`.
-            unsafe { (table.handle_import)(&raw mut handle, shareable, kind) }
+            unsafe { (functions.handle_import)(&raw mut handle, shareable, kind) }
         })?;
         // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -43,11 +43,11 @@ unsafe impl Ipc for CudaDriver {
     ) -> Result<PhysicalHandle> {
         let properties = AllocationProperties::exportable_on(device, types);
         let mut handle = 0;
-        self.call(Call::HandleCreate, device, |table| {
+        self.call(Call::HandleCreate, device, |functions| {
             // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects,
             // and only read.
             unsafe {
-                (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
+                (functions.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
         })?;
         // SAFETY: 1. The driver has just created it for this device.
@@ -56,10 +56,10 @@ unsafe impl Ipc for CudaDriver {
 
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let mut fd: c_int = -1;
-        self.call(Call::HandleExport, handle.device(), |table| {
+        self.call(Call::HandleExport, handle.device(), |functions| {
             // SAFETY: 1. The handle is alive. 2. `fd` has the size of this handle type.
             unsafe {
-                (table.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0)
+                (functions.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0)
             }
         })?;
         // SAFETY: 1. The driver has just opened it for this call.
@@ -68,10 +68,15 @@ unsafe impl Ipc for CudaDriver {
 
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle> {
         let mut name = FabricHandle([0; 64]);
-        self.call(Call::HandleExport, handle.device(), |table| {
+        self.call(Call::HandleExport, handle.device(), |functions| {
             // SAFETY: 1. The handle is alive. 2. `name` has the size of this handle type.
             unsafe {
-                (table.handle_export)((&raw mut name.0).cast(), handle.handle(), HANDLE_FABRIC, 0)
+                (functions.handle_export)(
+                    (&raw mut name.0).cast(),
+                    handle.handle(),
+                    HANDLE_FABRIC,
+                    0,
+                )
             }
         })?;
         Ok(name)

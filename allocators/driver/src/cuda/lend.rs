@@ -89,31 +89,31 @@ use std::{
     },
 };
 
+mod foreign;
 mod host;
 mod stream;
-mod taken;
 
 pub use host::LentHost;
-use stream::name;
+use stream::raw_handle;
 pub use stream::{keep_alive, raw_stream};
 
 /// Memory that cudarc's kernels and copies may read while it is borrowed. Created by [`Lend::on`].
 pub struct Lent<'a, B: Typed + ?Sized> {
-    what: &'a B,
+    operand: &'a B,
     /// Kernels get a pointer to this field, and read it when they are launched.
     address: CUdeviceptr,
-    home: Arc<CudaStream>,
+    stream: Arc<CudaStream>,
 }
 
 /// Memory that cudarc's kernels and copies may read and write while it is borrowed. Created by
 /// [`Lend::on_mut`].
 pub struct LentMut<'a, B: Typed + ?Sized> {
-    what: &'a mut B,
+    operand: &'a mut B,
     /// As in [`Lent`].
     address: CUdeviceptr,
-    home: Arc<CudaStream>,
-    /// A copy has used it on another stream. `home` must wait for that copy before it launches.
-    strayed: AtomicBool,
+    stream: Arc<CudaStream>,
+    /// A copy has used it on another stream. `lent_on` must wait for that copy before it launches.
+    used_elsewhere: AtomicBool,
 }
 
 /// Lends typed memory to cudarc, on one of cudarc's streams.
@@ -125,7 +125,7 @@ pub trait Lend: Typed {
     /// Those of [`Operand::order`](crate::Operand::order).
     fn on(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, Self>> {
         order(self, stream, Some(keep_alive(stream)), Access::Read)?;
-        Ok(Lent { address: self.range().address, what: self, home: stream.clone() })
+        Ok(Lent { address: self.range().address, operand: self, stream: stream.clone() })
     }
 
     /// Lends the memory for reading and writing on `stream`, which waits for all earlier uses. The
@@ -137,47 +137,52 @@ pub trait Lend: Typed {
     where
         Self: OperandMut,
     {
-        self.order_mut(name(stream), Some(keep_alive(stream)), Access::ReadWrite)?;
+        self.order_mut(raw_handle(stream), Some(keep_alive(stream)), Access::ReadWrite)?;
         let address = self.range().address;
-        Ok(LentMut { address, what: self, home: stream.clone(), strayed: AtomicBool::new(false) })
+        Ok(LentMut {
+            address,
+            operand: self,
+            stream: stream.clone(),
+            used_elsewhere: AtomicBool::new(false),
+        })
     }
 }
 
 impl<B: Typed + ?Sized> Lend for B {}
 
 fn order<B: Typed + ?Sized>(
-    what: &B,
+    operand: &B,
     stream: &CudaStream,
     alive: Option<KeepAlive>,
     access: Access,
 ) -> Result<()> {
-    what.order(name(stream), alive, access)
+    operand.order(raw_handle(stream), alive, access)
 }
 
 /// Returns the address for a copy on `stream`, or 0 if it cannot be ordered.
 fn address_on<B: Typed + ?Sized>(
-    what: &B,
-    home: &Arc<CudaStream>,
+    operand: &B,
+    lent_on: &Arc<CudaStream>,
     stream: &CudaStream,
     access: Access,
 ) -> CUdeviceptr {
-    let ordered = order(what, stream, alive_if_home(home, stream), access);
-    recorded(stream, ordered).map_or(0, |()| what.range().address)
+    let ordered = order(operand, stream, keep_alive_if_same(lent_on, stream), access);
+    record_error(stream, ordered).map_or(0, |()| operand.range().address)
 }
 
-/// Returns a value that keeps `stream` alive if it is `home`. cudarc passes other streams without
-/// their `Arc`.
-fn alive_if_home(home: &Arc<CudaStream>, stream: &CudaStream) -> Option<KeepAlive> {
-    (**home == *stream).then(|| keep_alive(home))
+/// Returns a value that keeps `stream` alive if it is `lent_on`. cudarc passes other streams
+/// without their `Arc`.
+fn keep_alive_if_same(lent_on: &Arc<CudaStream>, stream: &CudaStream) -> Option<KeepAlive> {
+    (**lent_on == *stream).then(|| keep_alive(lent_on))
 }
 
 /// Records an error in cudarc's context, which returns it from its next safe call.
-fn recorded<T>(stream: &CudaStream, result: Result<T>) -> Option<T> {
-    result.map_err(|e| stream.context().record_err::<()>(Err(DriverError(code_of(&e))))).ok()
+fn record_error<T>(stream: &CudaStream, result: Result<T>) -> Option<T> {
+    result.map_err(|e| stream.context().record_err::<()>(Err(DriverError(nearest_code(&e))))).ok()
 }
 
 /// Returns the nearest driver code, since cudarc's context can store nothing else.
-fn code_of(error: &MemoryError) -> CUresult {
+fn nearest_code(error: &MemoryError) -> CUresult {
     match error {
         MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY
@@ -201,15 +206,15 @@ fn code_of(error: &MemoryError) -> CUresult {
 }
 
 /// Converts an error of cudarc.
-fn code_error(error: &DriverError, device: DeviceId) -> MemoryError {
+fn memory_error(error: &DriverError, device: DeviceId) -> MemoryError {
     MemoryError::driver(device, codes::error("cudarc", error.0 as u32))
 }
 
 /// Returns how many elements cudarc may access. Never more than the range holds, even if
 /// [`Typed::len`] is wrong, since cudarc copies that many without another check.
-fn elements<B: Typed + ?Sized>(what: &B) -> usize {
-    let held = (what.range().bytes as usize).checked_div(size_of::<B::Item>());
-    held.map_or(0, |held| held.min(what.len()))
+fn element_count<B: Typed + ?Sized>(operand: &B) -> usize {
+    let capacity = (operand.range().bytes as usize).checked_div(size_of::<B::Item>());
+    capacity.map_or(0, |capacity| capacity.min(operand.len()))
 }
 
 /// Returns the device of a stream's context.
@@ -219,32 +224,32 @@ fn device_of(stream: &CudaStream) -> DeviceId {
 
 impl<B: Typed + ?Sized> DeviceSlice<B::Item> for Lent<'_, B> {
     fn len(&self) -> usize {
-        elements(self.what)
+        element_count(self.operand)
     }
     fn stream(&self) -> &Arc<CudaStream> {
-        &self.home
+        &self.stream
     }
 }
 
 impl<B: Typed + ?Sized> DevicePtr<B::Item> for Lent<'_, B> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (address_on(self.what, &self.home, stream, Access::Read), SyncOnDrop::Record(None))
+        (address_on(self.operand, &self.stream, stream, Access::Read), SyncOnDrop::Record(None))
     }
 }
 
 impl<B: Typed + ?Sized> DeviceSlice<B::Item> for LentMut<'_, B> {
     fn len(&self) -> usize {
-        elements(self.what)
+        element_count(self.operand)
     }
     fn stream(&self) -> &Arc<CudaStream> {
-        &self.home
+        &self.stream
     }
 }
 
 impl<B: Typed + ?Sized> LentMut<'_, B> {
     fn used_on(&self, stream: &CudaStream) {
-        if *self.home != *stream {
-            self.strayed.store(true, Ordering::Relaxed);
+        if *self.stream != *stream {
+            self.used_elsewhere.store(true, Ordering::Relaxed);
         }
     }
 }
@@ -252,16 +257,16 @@ impl<B: Typed + ?Sized> LentMut<'_, B> {
 impl<B: Typed + ?Sized> DevicePtr<B::Item> for LentMut<'_, B> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
         self.used_on(stream);
-        (address_on(self.what, &self.home, stream, Access::Read), SyncOnDrop::Record(None))
+        (address_on(self.operand, &self.stream, stream, Access::Read), SyncOnDrop::Record(None))
     }
 }
 
 impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
         self.used_on(stream);
-        let alive = alive_if_home(&self.home, stream);
-        let ordered = self.what.order_mut(name(stream), alive, Access::ReadWrite);
-        let address = recorded(stream, ordered).map_or(0, |()| self.what.range().address);
+        let alive = keep_alive_if_same(&self.stream, stream);
+        let ordered = self.operand.order_mut(raw_handle(stream), alive, Access::ReadWrite);
+        let address = record_error(stream, ordered).map_or(0, |()| self.operand.range().address);
         (address, SyncOnDrop::Record(None))
     }
 }
@@ -286,12 +291,13 @@ where
 {
     #[inline(always)]
     fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
-        if std::mem::take(lent.strayed.get_mut()) {
+        if std::mem::take(lent.used_elsewhere.get_mut()) {
             // A copy on another stream has been recorded since, and the kernel must run after it.
             // If that order fails, the device is probably lost, and the kernel gets address 0.
-            let (home, alive) = (lent.home.clone(), keep_alive(&lent.home));
-            let ordered = lent.what.order_mut(name(&home), Some(alive), Access::ReadWrite);
-            if recorded(&home, ordered).is_none() {
+            let (lent_on, alive) = (lent.stream.clone(), keep_alive(&lent.stream));
+            let ordered =
+                lent.operand.order_mut(raw_handle(&lent_on), Some(alive), Access::ReadWrite);
+            if record_error(&lent_on, ordered).is_none() {
                 lent.address = 0;
             }
         }
@@ -301,23 +307,26 @@ where
 
 impl<B: Typed + ?Sized> fmt::Debug for Lent<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        shown("Lent", self.what, &self.home, f)
+        fmt_lent("Lent", self.operand, &self.stream, f)
     }
 }
 
 impl<B: Typed + ?Sized> fmt::Debug for LentMut<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        shown("LentMut", self.what, &self.home, f)
+        fmt_lent("LentMut", self.operand, &self.stream, f)
     }
 }
 
-fn shown<B: Typed + ?Sized>(
+fn fmt_lent<B: Typed + ?Sized>(
     name: &str,
-    what: &B,
-    home: &CudaStream,
+    operand: &B,
+    lent_on: &CudaStream,
     f: &mut fmt::Formatter<'_>,
 ) -> fmt::Result {
-    f.debug_struct(name).field("range", &what.range()).field("stream", &home.cu_stream()).finish()
+    f.debug_struct(name)
+        .field("range", &operand.range())
+        .field("stream", &lent_on.cu_stream())
+        .finish()
 }
 
 #[cfg(test)]
@@ -326,14 +335,14 @@ mod tests {
     use crate::{DeviceRange, Operand, RawStream};
 
     /// An operand whose `len` is too large.
-    struct Boastful {
+    struct OverstatedLen {
         bytes: u64,
-        says: usize,
+        len: usize,
     }
 
-    #[expect(unsafe_code, reason = "implements an unsafe trait for a range that nobody touches")]
+    #[expect(unsafe_code, reason = "implements an unsafe trait for a range that no work accesses")]
     // SAFETY: 1. and 2. No work is ever queued with it.
-    unsafe impl Operand for Boastful {
+    unsafe impl Operand for OverstatedLen {
         fn range(&self) -> DeviceRange {
             DeviceRange { device: DeviceId(0), address: 0x1000, bytes: self.bytes }
         }
@@ -342,26 +351,29 @@ mod tests {
         }
     }
 
-    impl Typed for Boastful {
+    impl Typed for OverstatedLen {
         type Item = f32;
         fn len(&self) -> usize {
-            self.says
+            self.len
         }
     }
 
     #[test]
-    fn a_lent_slice_is_never_longer_than_its_memory() {
-        assert_eq!(elements(&Boastful { bytes: 4096, says: usize::MAX }), 1024);
-        assert_eq!(elements(&Boastful { bytes: 4096, says: 10 }), 10);
-        assert_eq!(elements(&Boastful { bytes: 3, says: 1 }), 0);
+    fn lent_slice_is_never_longer_than_its_memory() {
+        assert_eq!(element_count(&OverstatedLen { bytes: 4096, len: usize::MAX }), 1024);
+        assert_eq!(element_count(&OverstatedLen { bytes: 4096, len: 10 }), 10);
+        assert_eq!(element_count(&OverstatedLen { bytes: 3, len: 1 }), 0);
     }
 
     #[test]
-    fn errors_become_the_nearest_code() {
+    fn errors_map_to_the_nearest_code() {
         let driver = |code| MemoryError::Driver(codes::error("cuEventRecord", code));
-        assert_eq!(code_of(&driver(2)), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-        assert_eq!(code_of(&driver(31_337)), CUresult::CUDA_ERROR_UNKNOWN);
-        assert_eq!(code_of(&MemoryError::UnknownId), CUresult::CUDA_ERROR_INVALID_HANDLE);
-        assert_eq!(code_of(&MemoryError::Busy { address: 1 }), CUresult::CUDA_ERROR_NOT_PERMITTED);
+        assert_eq!(nearest_code(&driver(2)), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        assert_eq!(nearest_code(&driver(31_337)), CUresult::CUDA_ERROR_UNKNOWN);
+        assert_eq!(nearest_code(&MemoryError::UnknownId), CUresult::CUDA_ERROR_INVALID_HANDLE);
+        assert_eq!(
+            nearest_code(&MemoryError::Busy { address: 1 }),
+            CUresult::CUDA_ERROR_NOT_PERMITTED
+        );
     }
 }

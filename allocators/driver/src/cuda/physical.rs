@@ -13,30 +13,30 @@ use crate::{Call, DeviceId, Physical, PhysicalHandle, Result};
 unsafe impl Physical for CudaDriver {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let mut address = 0;
-        self.call(Call::AddressReserve, device, |table| {
+        self.call(Call::AddressReserve, device, |functions| {
             // SAFETY: 1. `address` is writable.
             unsafe {
-                (table.address_reserve)(&raw mut address, bytes as usize, align as usize, 0, 0)
+                (functions.address_reserve)(&raw mut address, bytes as usize, align as usize, 0, 0)
             }
         })?;
         Ok(address)
     }
 
     unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
-        self.end(Call::AddressFree, device, |table| {
+        self.destroy(Call::AddressFree, device, |functions| {
             // SAFETY: 1. The caller frees a range that it reserved, with nothing mapped in it.
-            unsafe { (table.address_free)(address, bytes as usize) }
+            unsafe { (functions.address_free)(address, bytes as usize) }
         })
     }
 
     fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
         let properties = AllocationProperties::pinned_on(device);
         let mut handle = 0;
-        self.call(Call::HandleCreate, device, |table| {
+        self.call(Call::HandleCreate, device, |functions| {
             // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects,
             // and only read.
             unsafe {
-                (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
+                (functions.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
         })?;
         // SAFETY: 1. The driver has just created it for this device.
@@ -44,25 +44,25 @@ unsafe impl Physical for CudaDriver {
     }
 
     unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()> {
-        self.end(Call::HandleRelease, handle.device(), |table| {
+        self.destroy(Call::HandleRelease, handle.device(), |functions| {
             // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
-            unsafe { (table.handle_release)(handle.handle()) }
+            unsafe { (functions.handle_release)(handle.handle()) }
         })
     }
 
     unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()> {
-        self.call(Call::Map, handle.device(), |table| {
+        self.call(Call::Map, handle.device(), |functions| {
             // SAFETY: 1. The handle is alive. 2. The caller promises that no queued work accesses
             // the range.
-            unsafe { (table.map)(address, bytes as usize, 0, handle.handle(), 0) }
+            unsafe { (functions.map)(address, bytes as usize, 0, handle.handle(), 0) }
         })
     }
 
     unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
-        self.end(Call::Unmap, device, |table| {
+        self.destroy(Call::Unmap, device, |functions| {
             // SAFETY: 1. The caller promises that no queued work accesses the range through these
             // addresses.
-            unsafe { (table.unmap)(address, bytes as usize) }
+            unsafe { (functions.unmap)(address, bytes as usize) }
         })
     }
 
@@ -73,9 +73,11 @@ unsafe impl Physical for CudaDriver {
         };
         let access: Vec<_> =
             devices.iter().map(|&device| AccessDescription::read_write(device)).collect();
-        self.call(Call::SetAccess, first, |table| {
+        self.call(Call::SetAccess, first, |functions| {
             // SAFETY: 1. `access` is readable for its length, and laid out as the driver expects.
-            unsafe { (table.set_access)(address, bytes as usize, access.as_ptr(), access.len()) }
+            unsafe {
+                (functions.set_access)(address, bytes as usize, access.as_ptr(), access.len())
+            }
         })
     }
 }

@@ -4,7 +4,7 @@
     reason = "cudarc's trait has unsafe methods, and declares an unsafe constructor"
 )]
 
-use super::{alive_if_home, name, recorded};
+use super::{keep_alive_if_same, raw_handle, record_error};
 use crate::{Access, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaStream, HostSlice, SyncOnDrop};
@@ -23,30 +23,31 @@ use std::{fmt, sync::Arc};
 /// See the [module](super) for an example of lending memory by [`Lend`](super::Lend).
 pub struct LentHost<'a, T, N> {
     slice: &'a mut [T],
-    home: &'a Arc<CudaStream>,
-    note: N,
+    stream: &'a Arc<CudaStream>,
+    notify: N,
 }
 
 impl<'a, T, N> LentHost<'a, T, N>
 where
     N: Fn(RawStream, Option<KeepAlive>, Access) -> Result<()>,
 {
-    /// Lends `slice` to copies, mainly on `home`. `note` is called with the stream of each copy,
-    /// with a value that keeps the stream alive if it is `home`, and with the copy's access to the
-    /// *host's* bytes.
+    /// Lends `slice` to copies, mainly on `stream`. `notify` is called with the stream of each
+    /// copy, with a value that keeps the stream alive if it is `stream`, and with the copy's access
+    /// to the *host's* bytes.
     ///
     /// # Safety
-    /// 1. After `note` has returned `Ok`, the bytes of `slice` are neither freed nor allocated
+    /// 1. After `notify` has returned `Ok`, the bytes of `slice` are neither freed nor allocated
     ///    again, nor accessed by the host in conflict with the access, until the work that is
     ///    queued on that stream when this value ends is done. This also holds if values are dropped
     ///    or forgotten.
-    pub unsafe fn new(slice: &'a mut [T], home: &'a Arc<CudaStream>, note: N) -> Self {
-        Self { slice, home, note }
+    pub unsafe fn new(slice: &'a mut [T], stream: &'a Arc<CudaStream>, notify: N) -> Self {
+        Self { slice, stream, notify }
     }
 
-    fn noted(&self, stream: &CudaStream, access: Access) -> bool {
-        let result = (self.note)(name(stream), alive_if_home(self.home, stream), access);
-        recorded(stream, result).is_some()
+    fn notify_use(&self, stream: &CudaStream, access: Access) -> bool {
+        let result =
+            (self.notify)(raw_handle(stream), keep_alive_if_same(self.stream, stream), access);
+        record_error(stream, result).is_some()
     }
 }
 
@@ -62,7 +63,7 @@ where
         &'a self,
         stream: &'a CudaStream,
     ) -> (&'a [T], SyncOnDrop<'a>) {
-        let slice = if self.noted(stream, Access::Read) { &*self.slice } else { &[] };
+        let slice = if self.notify_use(stream, Access::Read) { &*self.slice } else { &[] };
         (slice, SyncOnDrop::Record(None))
     }
 
@@ -70,7 +71,7 @@ where
         &'a mut self,
         stream: &'a CudaStream,
     ) -> (&'a mut [T], SyncOnDrop<'a>) {
-        let slice = if self.noted(stream, Access::Write) { &mut *self.slice } else { &mut [] };
+        let slice = if self.notify_use(stream, Access::Write) { &mut *self.slice } else { &mut [] };
         (slice, SyncOnDrop::Record(None))
     }
 }

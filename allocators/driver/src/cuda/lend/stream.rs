@@ -15,7 +15,7 @@ use std::sync::Arc;
 ///    a value that does so.
 #[must_use]
 pub unsafe fn raw_stream(stream: &CudaStream) -> RawStream {
-    name(stream)
+    raw_handle(stream)
 }
 
 /// Returns a value that keeps a stream of cudarc alive and its handle valid, for code that does not
@@ -28,7 +28,7 @@ pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
 }
 
 /// As [`raw_stream`], for calls made while the stream is borrowed or kept alive.
-pub(super) fn name(stream: &CudaStream) -> RawStream {
+pub(super) fn raw_handle(stream: &CudaStream) -> RawStream {
     // SAFETY: 1. cudarc's stream is a stream of the driver, and alive while it is borrowed. Code
     // that receives the handle also receives the value that keeps the stream alive, or knows the
     // stream and is responsible for its lifetime.

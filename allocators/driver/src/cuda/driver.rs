@@ -3,9 +3,9 @@
 
 use super::{
     OpenError,
-    codes::{self, answer},
-    context::Primary,
-    table::Table,
+    codes::{self, check},
+    context::PrimaryContext,
+    function_table::FunctionTable,
 };
 use crate::{CallCounts, DeviceId, Driver, DriverError, Result};
 use std::{fmt, sync::Arc};
@@ -16,9 +16,9 @@ use std::{fmt, sync::Arc};
 /// calls. Releasing the last reference to a device's primary context destroys the context and
 /// everything that was created in it.
 pub struct CudaDriver {
-    pub(super) table: Table,
+    pub(super) functions: FunctionTable,
     /// Indexed by ordinal.
-    pub(super) devices: Box<[Primary]>,
+    pub(super) devices: Box<[PrimaryContext]>,
     pub(super) calls: CallCounts,
 }
 
@@ -30,24 +30,24 @@ impl CudaDriver {
     /// [`OpenError`], depending on the step that failed.
     pub fn open() -> Result<Arc<Self>, OpenError> {
         crate::forks::hold_budgets();
-        let table = Table::load()?;
+        let functions = FunctionTable::load()?;
         // SAFETY: 1. It takes flags, which must be 0. It may be called any number of times.
-        answer("cuInit", unsafe { (table.init)(0) }).map_err(refused)?;
-        let devices = Self::devices_of(&table).map_err(refused)?;
-        Ok(Arc::new(Self { table, devices, calls: CallCounts::new() }))
+        check("cuInit", unsafe { (functions.init)(0) }).map_err(open_error)?;
+        let devices = Self::devices_of(&functions).map_err(open_error)?;
+        Ok(Arc::new(Self { functions, devices, calls: CallCounts::new() }))
     }
 
-    fn devices_of(table: &Table) -> Result<Box<[Primary]>> {
+    fn devices_of(functions: &FunctionTable) -> Result<Box<[PrimaryContext]>> {
         let mut count = 0;
         // SAFETY: 1. `count` is writable.
-        answer("cuDeviceGetCount", unsafe { (table.device_count)(&raw mut count) })?;
-        let primary = |ordinal| {
+        check("cuDeviceGetCount", unsafe { (functions.device_count)(&raw mut count) })?;
+        let open = |ordinal| {
             let mut device = 0;
             // SAFETY: 1. `device` is writable.
-            answer("cuDeviceGet", unsafe { (table.device_get)(&raw mut device, ordinal) })?;
-            Ok(Primary::new(device))
+            check("cuDeviceGet", unsafe { (functions.device_get)(&raw mut device, ordinal) })?;
+            Ok(PrimaryContext::new(device))
         };
-        let devices: Box<[_]> = (0..count).map(primary).collect::<Result<_>>()?;
+        let devices: Box<[_]> = (0..count).map(open).collect::<Result<_>>()?;
         if devices.is_empty() {
             // `cuInit` reports this itself. If it does not, the error is the same.
             return Err(codes::error("cuDeviceGetCount", codes::NO_DEVICE));
@@ -59,12 +59,12 @@ impl CudaDriver {
     /// Makes no driver call.
     #[must_use]
     pub fn holds_context(&self, device: DeviceId) -> bool {
-        self.primary(device).is_ok_and(Primary::is_retained)
+        self.primary(device).is_ok_and(PrimaryContext::is_retained)
     }
 }
 
 /// Converts the error of a failed start.
-fn refused(error: DriverError) -> OpenError {
+fn open_error(error: DriverError) -> OpenError {
     if error.code == codes::NO_DEVICE && std::env::var_os("CUDA_VISIBLE_DEVICES").is_some() {
         OpenError::Hidden
     } else {
@@ -86,7 +86,7 @@ unsafe impl Driver for CudaDriver {
 impl Drop for CudaDriver {
     fn drop(&mut self) {
         for device in &mut self.devices {
-            device.release(&self.table);
+            device.release(&self.functions);
         }
     }
 }

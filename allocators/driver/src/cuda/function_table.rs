@@ -8,19 +8,21 @@
 
 use super::{
     OpenError,
-    abi::{AccessDescription, AllocationProperties, Copy2d, HostFunction, Object, PoolProperties},
+    abi::{
+        AccessDescription, AllocationProperties, Copy2d, DriverPtr, HostFunction, PoolProperties,
+    },
 };
 use cudarc::driver::sys;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
-macro_rules! table {
+macro_rules! function_table {
     ($( $field:ident = $symbol:literal ( $($argument:ident: $kind:ty),* $(,)? ); )+) => {
         /// All functions of the driver that are used, by their name in this module.
-        pub(super) struct Table {
+        pub(super) struct FunctionTable {
             $( pub(super) $field: unsafe extern "C" fn($($argument: $kind),*) -> c_uint, )+
         }
 
-        impl Table {
+        impl FunctionTable {
             /// Loads the driver's library and looks up all functions.
             pub(super) fn load() -> Result<Self, OpenError> {
                 // SAFETY: 1. Loading a library runs its start-up code. That of the CUDA driver is
@@ -47,7 +49,7 @@ macro_rules! table {
 
 // A function whose types have changed is looked up by its newest name. The plain name is the
 // oldest.
-table! {
+function_table! {
     init = "cuInit"(flags: c_uint);
     driver_version = "cuDriverGetVersion"(version: *mut c_int);
     device_count = "cuDeviceGetCount"(count: *mut c_int);
@@ -56,63 +58,63 @@ table! {
     device_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: c_int);
     device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_uint, device: c_int);
     device_pci_address = "cuDeviceGetPCIBusId"(address: *mut c_char, len: c_int, device: c_int);
-    device_reaches = "cuDeviceCanAccessPeer"(reaches: *mut c_int, device: c_int, other: c_int);
-    context_retain = "cuDevicePrimaryCtxRetain"(context: *mut Object, device: c_int);
+    device_can_access_peer = "cuDeviceCanAccessPeer"(can_access: *mut c_int, device: c_int, other: c_int);
+    context_retain = "cuDevicePrimaryCtxRetain"(context: *mut DriverPtr, device: c_int);
     context_release = "cuDevicePrimaryCtxRelease_v2"(device: c_int);
-    context_current = "cuCtxGetCurrent"(context: *mut Object);
-    context_set_current = "cuCtxSetCurrent"(context: Object);
+    context_current = "cuCtxGetCurrent"(context: *mut DriverPtr);
+    context_set_current = "cuCtxSetCurrent"(context: DriverPtr);
     context_synchronize = "cuCtxSynchronize"();
     stream_priorities = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
     memory_info = "cuMemGetInfo_v2"(free: *mut usize, total: *mut usize);
 
-    stream_create = "cuStreamCreateWithPriority"(stream: *mut Object, flags: c_uint, priority: c_int);
-    stream_destroy = "cuStreamDestroy_v2"(stream: Object);
-    stream_id = "cuStreamGetId"(stream: Object, id: *mut c_ulonglong);
-    stream_query = "cuStreamQuery"(stream: Object);
-    stream_synchronize = "cuStreamSynchronize"(stream: Object);
-    stream_write_value = "cuStreamWriteValue32_v2"(stream: Object, address: u64, value: u32, flags: c_uint);
-    stream_wait_event = "cuStreamWaitEvent"(stream: Object, event: Object, flags: c_uint);
-    stream_is_capturing = "cuStreamIsCapturing"(stream: Object, status: *mut c_uint);
+    stream_create = "cuStreamCreateWithPriority"(stream: *mut DriverPtr, flags: c_uint, priority: c_int);
+    stream_destroy = "cuStreamDestroy_v2"(stream: DriverPtr);
+    stream_id = "cuStreamGetId"(stream: DriverPtr, id: *mut c_ulonglong);
+    stream_query = "cuStreamQuery"(stream: DriverPtr);
+    stream_synchronize = "cuStreamSynchronize"(stream: DriverPtr);
+    stream_write_value = "cuStreamWriteValue32_v2"(stream: DriverPtr, address: u64, value: u32, flags: c_uint);
+    stream_wait_event = "cuStreamWaitEvent"(stream: DriverPtr, event: DriverPtr, flags: c_uint);
+    stream_is_capturing = "cuStreamIsCapturing"(stream: DriverPtr, status: *mut c_uint);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_uint);
 
-    event_create = "cuEventCreate"(event: *mut Object, flags: c_uint);
-    event_destroy = "cuEventDestroy_v2"(event: Object);
-    event_record = "cuEventRecord"(event: Object, stream: Object);
-    event_query = "cuEventQuery"(event: Object);
-    event_synchronize = "cuEventSynchronize"(event: Object);
+    event_create = "cuEventCreate"(event: *mut DriverPtr, flags: c_uint);
+    event_destroy = "cuEventDestroy_v2"(event: DriverPtr);
+    event_record = "cuEventRecord"(event: DriverPtr, stream: DriverPtr);
+    event_query = "cuEventQuery"(event: DriverPtr);
+    event_synchronize = "cuEventSynchronize"(event: DriverPtr);
 
-    capture_begin = "cuStreamBeginCapture_v2"(stream: Object, mode: c_uint);
-    capture_end = "cuStreamEndCapture"(stream: Object, graph: *mut Object);
+    capture_begin = "cuStreamBeginCapture_v2"(stream: DriverPtr, mode: c_uint);
+    capture_end = "cuStreamEndCapture"(stream: DriverPtr, graph: *mut DriverPtr);
     // The newest version that a driver of CUDA 12.0 has.
     capture_status = "cuStreamGetCaptureInfo_v2"(
-        stream: Object, status: *mut c_uint, id: *mut c_ulonglong,
-        graph: *mut Object, dependencies: *mut *const Object, count: *mut usize,
+        stream: DriverPtr, status: *mut c_uint, id: *mut c_ulonglong,
+        graph: *mut DriverPtr, dependencies: *mut *const DriverPtr, count: *mut usize,
     );
-    graph_instantiate = "cuGraphInstantiateWithFlags"(exec: *mut Object, graph: Object, flags: c_ulonglong);
-    graph_launch = "cuGraphLaunch"(exec: Object, stream: Object);
-    graph_destroy = "cuGraphDestroy"(graph: Object);
-    graph_exec_destroy = "cuGraphExecDestroy"(exec: Object);
+    graph_instantiate = "cuGraphInstantiateWithFlags"(exec: *mut DriverPtr, graph: DriverPtr, flags: c_ulonglong);
+    graph_launch = "cuGraphLaunch"(exec: DriverPtr, stream: DriverPtr);
+    graph_destroy = "cuGraphDestroy"(graph: DriverPtr);
+    graph_exec_destroy = "cuGraphExecDestroy"(exec: DriverPtr);
     user_object_create = "cuUserObjectCreate"(
-        object: *mut Object, data: *mut c_void, destroy: HostFunction, references: c_uint, flags: c_uint,
+        object: *mut DriverPtr, data: *mut c_void, destroy: HostFunction, references: c_uint, flags: c_uint,
     );
-    user_object_release = "cuUserObjectRelease"(object: Object, references: c_uint);
-    graph_retain = "cuGraphRetainUserObject"(graph: Object, object: Object, references: c_uint, flags: c_uint);
+    user_object_release = "cuUserObjectRelease"(object: DriverPtr, references: c_uint);
+    graph_retain = "cuGraphRetainUserObject"(graph: DriverPtr, object: DriverPtr, references: c_uint, flags: c_uint);
 
     mem_alloc = "cuMemAlloc_v2"(address: *mut u64, bytes: usize);
     mem_free = "cuMemFree_v2"(address: u64);
-    pool_create = "cuMemPoolCreate"(pool: *mut Object, properties: *const PoolProperties);
-    pool_destroy = "cuMemPoolDestroy"(pool: Object);
-    pool_trim = "cuMemPoolTrimTo"(pool: Object, keep: usize);
-    pool_set = "cuMemPoolSetAttribute"(pool: Object, attribute: c_uint, value: *mut c_void);
-    pool_get = "cuMemPoolGetAttribute"(pool: Object, attribute: c_uint, value: *mut c_void);
-    pool_alloc = "cuMemAllocFromPoolAsync"(address: *mut u64, bytes: usize, pool: Object, stream: Object);
-    pool_free = "cuMemFreeAsync"(address: u64, stream: Object);
+    pool_create = "cuMemPoolCreate"(pool: *mut DriverPtr, properties: *const PoolProperties);
+    pool_destroy = "cuMemPoolDestroy"(pool: DriverPtr);
+    pool_trim = "cuMemPoolTrimTo"(pool: DriverPtr, keep: usize);
+    pool_set = "cuMemPoolSetAttribute"(pool: DriverPtr, attribute: c_uint, value: *mut c_void);
+    pool_get = "cuMemPoolGetAttribute"(pool: DriverPtr, attribute: c_uint, value: *mut c_void);
+    pool_alloc = "cuMemAllocFromPoolAsync"(address: *mut u64, bytes: usize, pool: DriverPtr, stream: DriverPtr);
+    pool_free = "cuMemFreeAsync"(address: u64, stream: DriverPtr);
 
     granularity = "cuMemGetAllocationGranularity"(
         granularity: *mut usize, properties: *const AllocationProperties, option: c_uint,
     );
     address_reserve = "cuMemAddressReserve"(
-        address: *mut u64, bytes: usize, align: usize, wish: u64, flags: c_ulonglong,
+        address: *mut u64, bytes: usize, align: usize, hint: u64, flags: c_ulonglong,
     );
     address_free = "cuMemAddressFree"(address: u64, bytes: usize);
     handle_create = "cuMemCreate"(
@@ -136,24 +138,24 @@ table! {
         device_address: *mut u64, address: *mut c_void, flags: c_uint,
     );
 
-    copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: Object);
-    copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: Object);
-    copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: Object);
+    copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: DriverPtr);
+    copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: DriverPtr);
+    copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: DriverPtr);
     copy_between = "cuMemcpyPeerAsync"(
-        to: u64, to_context: Object, from: u64, from_context: Object, bytes: usize, stream: Object,
+        to: u64, to_context: DriverPtr, from: u64, from_context: DriverPtr, bytes: usize, stream: DriverPtr,
     );
-    copy_2d = "cuMemcpy2DAsync_v2"(copy: *const Copy2d, stream: Object);
-    fill = "cuMemsetD8Async"(to: u64, byte: c_uchar, bytes: usize, stream: Object);
-    fill_16 = "cuMemsetD16Async"(to: u64, half: c_ushort, count: usize, stream: Object);
-    fill_32 = "cuMemsetD32Async"(to: u64, word: c_uint, count: usize, stream: Object);
+    copy_2d = "cuMemcpy2DAsync_v2"(copy: *const Copy2d, stream: DriverPtr);
+    fill = "cuMemsetD8Async"(to: u64, byte: c_uchar, bytes: usize, stream: DriverPtr);
+    fill_16 = "cuMemsetD16Async"(to: u64, half: c_ushort, count: usize, stream: DriverPtr);
+    fill_32 = "cuMemsetD32Async"(to: u64, word: c_uint, count: usize, stream: DriverPtr);
     fill_2d = "cuMemsetD2D8Async"(
-        to: u64, pitch: usize, byte: c_uchar, width: usize, height: usize, stream: Object,
+        to: u64, pitch: usize, byte: c_uchar, width: usize, height: usize, stream: DriverPtr,
     );
     fill_2d_16 = "cuMemsetD2D16Async"(
-        to: u64, pitch: usize, half: c_ushort, width: usize, height: usize, stream: Object,
+        to: u64, pitch: usize, half: c_ushort, width: usize, height: usize, stream: DriverPtr,
     );
     fill_2d_32 = "cuMemsetD2D32Async"(
-        to: u64, pitch: usize, word: c_uint, width: usize, height: usize, stream: Object,
+        to: u64, pitch: usize, word: c_uint, width: usize, height: usize, stream: DriverPtr,
     );
     pointer_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_uint, address: u64);
 }

@@ -1,7 +1,7 @@
 //! cudarc's slices as foreign memory.
 #![expect(unsafe_code, reason = "makes the promises of foreign memory")]
 
-use super::{code_error, device_of, keep_alive, name};
+use super::{device_of, keep_alive, memory_error, raw_handle};
 use crate::{DeviceRange, Foreign, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
@@ -21,22 +21,22 @@ unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     }
 
     fn stream(&self) -> (RawStream, Option<KeepAlive>) {
-        (name(self.stream()), Some(keep_alive(self.stream())))
+        (raw_handle(self.stream()), Some(keep_alive(self.stream())))
     }
 
     fn enter(&mut self) -> Result<()> {
-        touch(self)
+        order_and_record_write(self)
     }
 
     fn leave(&mut self) -> Result<()> {
-        touch(self)
+        order_and_record_write(self)
     }
 }
 
 /// Makes the slice's stream wait for the slice's uses elsewhere, and records a write on it.
-fn touch<T>(slice: &mut CudaSlice<T>) -> Result<()> {
+fn order_and_record_write<T>(slice: &mut CudaSlice<T>) -> Result<()> {
     let stream = CudaSlice::stream(slice).clone();
     drop(slice.device_ptr_mut(&stream));
     // cudarc cannot return an error there and stores it in the context.
-    stream.context().check_err().map_err(|e| code_error(&e, device_of(&stream)))
+    stream.context().check_err().map_err(|e| memory_error(&e, device_of(&stream)))
 }
