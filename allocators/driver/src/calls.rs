@@ -93,7 +93,7 @@ calls! {
 
 impl Call {
     /// Returns the fill calls for this element size: the linear one and the 2D one.
-    pub(crate) fn fills(pattern: Pattern) -> (Call, Call) {
+    pub(crate) fn fill_calls(pattern: Pattern) -> (Call, Call) {
         match pattern {
             Pattern::Byte(_) => (Self::Fill, Self::Fill2d),
             Pattern::Half(_) => (Self::Fill16, Self::Fill2d16),

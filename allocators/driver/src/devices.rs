@@ -7,7 +7,7 @@ use std::{
 };
 
 /// The number of devices found to be lost.
-static LOSSES: AtomicU64 = AtomicU64::new(0);
+static LOST_DEVICES: AtomicU64 = AtomicU64::new(0);
 
 /// Returns how many devices, of all drivers of the process, have been [found to be
 /// lost](Devices::is_lost) so far. A caller that stores this count needs to query the drivers again
@@ -18,12 +18,12 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 #[inline]
 #[must_use]
 pub fn losses() -> u64 {
-    LOSSES.load(Ordering::Acquire)
+    LOST_DEVICES.load(Ordering::Acquire)
 }
 
 /// Counts a device that was found to be lost. Its driver reports it as lost from now on.
-pub(crate) fn count_loss() {
-    LOSSES.fetch_add(1, Ordering::AcqRel);
+pub(crate) fn count_lost_device() {
+    LOST_DEVICES.fetch_add(1, Ordering::AcqRel);
 }
 
 /// The properties and capabilities of a device, read once from the driver.

@@ -16,18 +16,19 @@ use std::sync::OnceLock;
 /// aquifer_driver::forks::hold_budgets();
 /// ```
 pub fn hold_budgets() {
-    static TOLD: OnceLock<()> = OnceLock::new();
-    TOLD.get_or_init(|| {
-        // SAFETY: 1. Both functions exist as long as the program. `after` may run in a child of a
-        // process with threads: it stores to atomics and allocates nothing.
-        let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
+    static REGISTERED: OnceLock<()> = OnceLock::new();
+    REGISTERED.get_or_init(|| {
+        // SAFETY: 1. Both functions exist as long as the program. `after_fork` may run in a child
+        // of a process with threads: it stores to atomics and allocates nothing.
+        let _registered =
+            unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     });
 }
 
-unsafe extern "C" fn before() {
+unsafe extern "C" fn before_fork() {
     forks::before();
 }
 
-unsafe extern "C" fn after() {
+unsafe extern "C" fn after_fork() {
     forks::after();
 }

@@ -24,15 +24,15 @@ struct Leftover {
 }
 
 /// One list for all drivers of the process, since an object may outlive every pool.
-static LEFT: Mutex<Vec<Leftover>> = Mutex::new(Vec::new());
+static LEFTOVERS: Mutex<Vec<Leftover>> = Mutex::new(Vec::new());
 /// The length of the list, so that a sweep of an empty list takes no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-fn left() -> MutexGuard<'static, Vec<Leftover>> {
-    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+fn leftovers() -> MutexGuard<'static, Vec<Leftover>> {
+    LEFTOVERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn is_over(released: &Result<(), DriverError>) -> bool {
+fn is_final(released: &Result<(), DriverError>) -> bool {
     released
         .as_ref()
         .map_or_else(|refused| refused.is_device_lost() || refused.is_driver_gone(), |()| true)
@@ -60,7 +60,7 @@ pub fn release(
     driver: &Arc<dyn Driver>,
     mut release: impl FnMut() -> Result<(), DriverError> + Send + 'static,
 ) {
-    if !is_over(&release()) {
+    if !is_final(&release()) {
         keep(driver, release);
     }
 }
@@ -73,7 +73,7 @@ pub fn keep(
     release: impl FnMut() -> Result<(), DriverError> + Send + 'static,
 ) {
     let leftover = Leftover { driver: driver.clone(), release: Box::new(release) };
-    left().push(leftover);
+    leftovers().push(leftover);
     COUNT.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -88,16 +88,16 @@ pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
         return Ok(());
     }
     // Removed first, so that no lock is held during a driver call.
-    let own: Vec<_> =
-        left().extract_if(.., |leftover| Arc::ptr_eq(&leftover.driver, driver)).collect();
+    let of_driver: Vec<_> =
+        leftovers().extract_if(.., |leftover| Arc::ptr_eq(&leftover.driver, driver)).collect();
     let mut outcome = Ok(());
-    for mut leftover in own {
+    for mut leftover in of_driver {
         let released = (leftover.release)();
-        if is_over(&released) {
+        if is_final(&released) {
             COUNT.fetch_sub(1, Ordering::Relaxed);
             drop(leftover);
         } else {
-            left().push(leftover);
+            leftovers().push(leftover);
             outcome = outcome.and(released);
         }
     }
@@ -109,5 +109,5 @@ pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
 /// See [`release`] for an example.
 #[must_use]
 pub fn count(driver: &Arc<dyn Driver>) -> usize {
-    left().iter().filter(|leftover| Arc::ptr_eq(&leftover.driver, driver)).count()
+    leftovers().iter().filter(|leftover| Arc::ptr_eq(&leftover.driver, driver)).count()
 }

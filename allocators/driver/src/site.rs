@@ -11,31 +11,31 @@ use std::{cell::Cell, panic::Location};
 pub(crate) type Site = &'static Location<'static>;
 
 thread_local! {
-    static SITE: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
+    static SITE: Cell<Option<Site>> = const { Cell::new(None) };
 }
 
 /// A guard that restores the previous site when dropped. Returned by [`enter`].
 #[derive(Debug)]
 #[must_use = "the site holds until this is dropped"]
 pub struct Entered {
-    before: Option<&'static Location<'static>>,
+    previous: Option<Site>,
 }
 
 /// Sets the caller's line as the site of driver calls on this thread, unless an outer function has
 /// already entered one. The outermost line is the user's.
 #[track_caller]
 pub fn enter() -> Entered {
-    let before = SITE.get();
-    if before.is_none() {
+    let previous = SITE.get();
+    if previous.is_none() {
         SITE.set(Some(Location::caller()));
     }
-    Entered { before }
+    Entered { previous }
 }
 
 /// Sets a line as the site of driver calls on this thread. The line was [entered](fn@entered) on
 /// the thread that this one works for. Compare [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
-    Entered { before: SITE.replace(site) }
+    Entered { previous: SITE.replace(site) }
 }
 
 impl Entered {
@@ -45,7 +45,7 @@ impl Entered {
     /// without holding a lock.
     #[track_caller]
     pub fn checkpoint(&self, driver: &dyn crate::Driver) {
-        if self.before.is_none()
+        if self.previous.is_none()
             && let Some(observer) = driver.observer()
         {
             observer.checkpoint();
@@ -57,12 +57,12 @@ impl Entered {
 /// one. For drops, which have no caller's line: they use the line that created the dropped value.
 /// Compare [`enter`].
 pub fn enter_or(site: &'static Location<'static>) -> Entered {
-    Entered { before: SITE.replace(Some(SITE.get().unwrap_or(site))) }
+    Entered { previous: SITE.replace(Some(SITE.get().unwrap_or(site))) }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        SITE.set(self.before);
+        SITE.set(self.previous);
     }
 }
 

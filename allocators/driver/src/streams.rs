@@ -138,7 +138,7 @@ pub unsafe trait Streams: Debug + Send + Sync {
 #[derive(Debug)]
 pub struct Relaxed<'a> {
     driver: &'a dyn Driver,
-    before: Option<CaptureMode>,
+    previous: Option<CaptureMode>,
 }
 
 impl<'a> Relaxed<'a> {
@@ -146,13 +146,13 @@ impl<'a> Relaxed<'a> {
     /// calls return the errors.
     #[must_use = "the mode is restored when this is dropped"]
     pub fn enter(driver: &'a dyn Driver) -> Self {
-        Self { driver, before: driver.exchange_capture_mode(CaptureMode::Relaxed).ok() }
+        Self { driver, previous: driver.exchange_capture_mode(CaptureMode::Relaxed).ok() }
     }
 }
 
 impl Drop for Relaxed<'_> {
     fn drop(&mut self) {
-        if let Some(mode) = self.before {
+        if let Some(mode) = self.previous {
             // If this is refused, the thread stays relaxed, which refuses fewer calls and breaks no
             // capture.
             let _ = self.driver.exchange_capture_mode(mode);

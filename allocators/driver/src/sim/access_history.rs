@@ -98,8 +98,8 @@ impl AccessHistory {
         Self { bytes, intervals: Intervals::Whole(IntervalRecord::default()) }
     }
 
-    /// Records an access by `action`, whose agent has `clock`, to `bytes` from `offset` on. Adds the
-    /// actions it races with to `findings`. `base` is the address of offset 0.
+    /// Records an access by `action`, whose agent has `clock`, to `bytes` from `offset` on. Adds
+    /// the actions it races with to `findings`. `base` is the address of offset 0.
     pub(crate) fn record(
         &mut self,
         base: u64,

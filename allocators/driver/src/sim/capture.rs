@@ -29,8 +29,8 @@ struct Capture {
     mode: CaptureMode,
     thread: ThreadId,
     valid: bool,
-    /// The streams that take part, beginning with the one that began it. Their order is that of the
-    /// graph's branches.
+    /// The streams that take part, beginning with the one that began it. Their order is that of
+    /// the graph's branches.
     members: Vec<CaptureMember>,
     nodes: Vec<GraphNode>,
     /// The keepers of memory for the graph.

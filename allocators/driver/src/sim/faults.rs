@@ -56,8 +56,8 @@ impl Faults {
 #[derive(Default, Debug)]
 pub(crate) struct Stalls {
     active: AtomicUsize,
-    /// The key of the next entry. Keys are never reused, so that a thread that wakes up cannot take
-    /// a later entry for its own.
+    /// The key of the next entry. Keys are never reused, so that a thread that wakes up cannot
+    /// take a later entry for its own.
     key: AtomicU64,
     list: Mutex<Vec<Stall>>,
     changed: Condvar,

@@ -40,9 +40,9 @@ impl MachineState {
         }
     }
 
-    /// Checks one use of device memory by work with this action at its stream's tail. Returns whether
-    /// the bytes can be accessed.
-    pub(crate) fn check(&mut self, stream: usize, u: &DeviceUse, action: Action) -> bool {
+    /// Checks one use of device memory by work with this action at its stream's tail. Returns
+    /// whether the bytes can be accessed.
+    pub(crate) fn check_use(&mut self, stream: usize, u: &DeviceUse, action: Action) -> bool {
         if !self.oracle {
             return !self.space.store.has_bytes() || self.space.first_inaccessible(u).is_none();
         }
@@ -65,8 +65,9 @@ impl MachineState {
     }
 
     /// Checks one use by work of a launched graph, which refers to the memory as it was when it was
-    /// captured. It may access memory that is retained for the graph, regardless of the current owner.
-    pub(crate) fn check_captured(
+    /// captured. It may access memory that is retained for the graph, regardless of the current
+    /// owner.
+    pub(crate) fn check_captured_use(
         &mut self,
         stream: usize,
         u: &DeviceUse,
@@ -74,7 +75,7 @@ impl MachineState {
         keepers: &[u64],
     ) -> bool {
         if !self.oracle || !self.retained.is_retained_for(u.range.address, u.range.bytes, keepers) {
-            return self.check(stream, u, action);
+            return self.check_use(stream, u, action);
         }
         self.accesses_checked += 1;
         let action = Action { kind: u.action_kind(), ..action };

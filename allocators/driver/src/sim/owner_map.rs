@@ -33,8 +33,8 @@ struct OwnedInterval {
     by: Action,
 }
 
-/// Ranges that are retained for graphs, by first address: the end of each, and its keeper. They do not
-/// overlap.
+/// Ranges that are retained for graphs, by first address: the end of each, and its keeper. They do
+/// not overlap.
 #[derive(Default, Debug)]
 pub(crate) struct RetainedRanges {
     ranges: BTreeMap<u64, (u64, u64)>,

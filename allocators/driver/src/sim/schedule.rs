@@ -124,8 +124,8 @@ impl MachineState {
         false
     }
 
-    /// Runs an item that does not call the program. `just_checked` means that its uses have just been
-    /// checked.
+    /// Runs an item that does not call the program. `just_checked` means that its uses have just
+    /// been checked.
     fn execute(&mut self, item: &QueueItem, just_checked: bool) {
         if !just_checked && !self.check_accessible(item.work.uses(), item) {
             return;
@@ -241,17 +241,18 @@ impl MachineState {
         let Task { name, site, host, mut work } = task;
         let mut action = self.next_stream_action(stream, ActionKind::Read, name, site);
         action.launch = context.map(|context| context.launch);
-        let mut reached = match context {
-            None => {
-                work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, action))
-            }
-            Some(context) => context.uses.iter().fold(true, |reached, u| {
-                reached & self.check_captured(stream, u, action, context.keepers)
+        let mut accessible = match context {
+            None => work
+                .uses()
+                .iter()
+                .fold(true, |accessible, u| accessible & self.check_use(stream, u, action)),
+            Some(context) => context.uses.iter().fold(true, |accessible, u| {
+                accessible & self.check_captured_use(stream, u, action, context.keepers)
             }),
         };
         for u in host {
             // For captured work: memory that was pinned at the capture may no longer be.
-            reached &= context.is_none() || !u.by_device || self.check_still_pinned(&u, action);
+            accessible &= context.is_none() || !u.by_device || self.check_still_pinned(&u, action);
             self.check_host_side(stream, u.address, u.bytes, u.kind, action);
         }
         match &mut work {
@@ -268,7 +269,7 @@ impl MachineState {
             _ => {}
         }
         self.extend_path(stream);
-        QueueItem { work: if reached { work } else { Work::Inaccessible }, action }
+        QueueItem { work: if accessible { work } else { Work::Inaccessible }, action }
     }
 
     /// Places work at a stream's tail without running anything.
@@ -283,7 +284,7 @@ impl MachineState {
     }
 }
 
-/// The origin of captured work.
+/// The graph launch that captured work is queued for.
 pub(crate) struct LaunchContext<'a> {
     /// The line of the launch.
     pub(crate) launch: Site,

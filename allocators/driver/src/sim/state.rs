@@ -20,7 +20,7 @@ use super::{
     values::StreamValues,
     violation::{Finding, ViolationLog},
 };
-use crate::{DeviceId, DeviceInfo, RawStream, devices::count_loss, site::Site};
+use crate::{DeviceId, DeviceInfo, RawStream, devices::count_lost_device, site::Site};
 use std::{
     collections::{HashMap, VecDeque},
     thread::ThreadId,
@@ -91,7 +91,7 @@ impl SimDevice {
     /// Records that a call returns a sticky error.
     pub(crate) fn record_loss(&mut self) {
         if !std::mem::replace(&mut self.loss_reported, true) {
-            count_loss();
+            count_lost_device();
         }
     }
 }

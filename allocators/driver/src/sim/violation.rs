@@ -216,8 +216,8 @@ const MAX_VIOLATIONS: usize = 1000;
 pub(crate) struct ViolationLog {
     list: Vec<Violation>,
     index_of: HashMap<ReportKey, usize>,
-    /// The number of violations, from the start of the list, that were taken or written to standard
-    /// error.
+    /// The number of violations, from the start of the list, that were taken or written to
+    /// standard error.
     reported: usize,
     /// Whether each is written to standard error when it is found.
     pub(crate) at_once: bool,

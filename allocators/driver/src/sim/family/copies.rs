@@ -282,7 +282,7 @@ unsafe impl Copies for Machine {
         count: u64,
     ) -> Result<()> {
         let site = caller_site();
-        let (call, _) = Call::fills(pattern);
+        let (call, _) = Call::fill_calls(pattern);
         self.queue_call(call, stream, count.saturating_mul(pattern.bytes()), |state, index| {
             self.queue_fill(state, index, to, pattern, count, site)
         })
@@ -296,7 +296,7 @@ unsafe impl Copies for Machine {
         rows: Rows,
     ) -> Result<()> {
         let site = caller_site();
-        let (_, call) = Call::fills(pattern);
+        let (_, call) = Call::fill_calls(pattern);
         self.queue_call(call, stream, rows.width.saturating_mul(rows.height), |state, index| {
             self.queue_row_fill(state, index, to, pattern, rows, site)
         })
