@@ -108,7 +108,7 @@ pub struct MemoryInfo {
 ///    of the other families.
 /// 3. [`Devices::is_lost`], and a [sticky error](crate::DriverError::is_device_lost) of any call
 ///    for a device, are reported only if no work queued there runs any more.
-#[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
+#[expect(unsafe_code, reason = "declares a trait whose results are trusted; holds no unsafe block")]
 pub unsafe trait Devices: Debug + Send + Sync {
     /// Returns the number of devices that are visible to this process (`cuDeviceGetCount`).
     ///

@@ -1,5 +1,5 @@
 //! Events: points in a stream that streams and the host can wait for.
-#![expect(unsafe_code, reason = "declares a call that ends a handle's life; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares a call that destroys a handle; holds no unsafe block")]
 
 use crate::{DeviceId, RawEvent, RawStream, Result};
 use std::fmt::Debug;

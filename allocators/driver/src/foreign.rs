@@ -1,7 +1,7 @@
 //! Device memory of other libraries.
 #![expect(
     unsafe_code,
-    reason = "declares an unsafe trait, and an unsafe constructor of what meets it"
+    reason = "declares an unsafe trait, and an unsafe constructor of a type that implements it"
 )]
 
 use crate::{DeviceRange, KeepAlive, RawStream};

@@ -1,5 +1,5 @@
 //! Makes the C library hold the locks of budgets while the process forks.
-#![expect(unsafe_code, reason = "has the C library tell of forks")]
+#![expect(unsafe_code, reason = "registers fork handlers with the C library")]
 
 use aquifer_core::budget::forks;
 use nix::libc;

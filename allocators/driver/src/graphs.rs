@@ -1,7 +1,7 @@
 //! Graphs: work that is captured once and launched many times.
 #![expect(
     unsafe_code,
-    reason = "declares calls that end a handle's life, or run work by address; holds no unsafe block"
+    reason = "declares calls that destroy handles, or run work by address; holds no unsafe block"
 )]
 
 use crate::{CaptureMode, RawGraph, RawGraphExec, RawStream, Result};

@@ -1,5 +1,5 @@
 //! Pinned memory.
-#![expect(unsafe_code, reason = "declares calls that take memory away; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares calls that free or unmap memory; holds no unsafe block")]
 
 use crate::{DeviceId, Result};
 use std::{fmt::Debug, ptr::NonNull};

@@ -2,7 +2,7 @@
 //! fabric.
 #![expect(
     unsafe_code,
-    reason = "declares a call whose answer is memory that others write; holds no unsafe block"
+    reason = "declares calls that return memory which other processes write; holds no unsafe block"
 )]
 
 use crate::{DeviceId, PhysicalHandle, Result};

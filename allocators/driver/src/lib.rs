@@ -89,7 +89,7 @@ pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 /// # Safety
 /// 1. All families belong to one driver: a device, a handle or an address that one of them returns
 ///    means the same to the others.
-#[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
+#[expect(unsafe_code, reason = "declares a trait whose results are trusted; holds no unsafe block")]
 pub unsafe trait Driver:
     Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
 {

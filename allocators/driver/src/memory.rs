@@ -1,5 +1,5 @@
 //! Whole allocations, and the driver's own stream-ordered pools.
-#![expect(unsafe_code, reason = "declares calls that take memory away; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares calls that free or unmap memory; holds no unsafe block")]
 
 use crate::{DeviceId, PoolHandle, RawStream, Result};
 use std::fmt::Debug;

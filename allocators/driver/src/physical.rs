@@ -1,5 +1,5 @@
 //! Virtual memory management: address ranges, physical handles and mappings.
-#![expect(unsafe_code, reason = "declares calls that take memory away; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares calls that free or unmap memory; holds no unsafe block")]
 
 use crate::{DeviceId, PhysicalHandle, Result};
 use std::fmt::Debug;

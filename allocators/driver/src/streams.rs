@@ -1,8 +1,5 @@
 //! Streams: queues of work.
-#![expect(
-    unsafe_code,
-    reason = "declares calls with conditions of their own; holds no unsafe block"
-)]
+#![expect(unsafe_code, reason = "declares calls with safety conditions; holds no unsafe block")]
 
 use crate::{DeviceId, Driver, RawEvent, RawStream, Result};
 use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};

@@ -4,7 +4,7 @@
 //! enum, so that an unknown code from a later driver would be undefined behaviour. Here each
 //! function is looked up at the start in the library that the bindings have loaded, and codes are
 //! plain numbers.
-#![expect(unsafe_code, reason = "gives symbols of the CUDA driver their types")]
+#![expect(unsafe_code, reason = "assigns types to symbols of the CUDA driver")]
 
 use super::{
     OpenError,

@@ -3,7 +3,7 @@
 //! Two kinds of records are kept. The *history* of a physical object records the accesses to its
 //! bytes, at any address, so that aliases conflict. The *uses* of a mapping record the work through
 //! these addresses, so that an unmap can be checked: the host must know that this work is done.
-#![expect(unsafe_code, reason = "tells the store which addresses are whose")]
+#![expect(unsafe_code, reason = "reserves, maps and unmaps addresses of the store")]
 
 use super::{
     access_history::{AccessHistory, Action, ActionKind},
@@ -64,7 +64,7 @@ struct Mapping {
 #[derive(Debug)]
 struct RemovedMapping {
     bytes: u64,
-    by: Action,
+    cause: Action,
     /// The uses through it that were not known to be done when it was removed.
     uses: Vec<Action>,
 }
@@ -156,12 +156,12 @@ impl AddressSpace {
     }
 
     /// Frees a reservation in which nothing is mapped.
-    pub(crate) fn unreserve(&mut self, address: u64, by: Action) {
+    pub(crate) fn unreserve(&mut self, address: u64, cause: Action) {
         if let Some(reservation) = self.reservations.remove(&address) {
             self.discard_removed(address, reservation.bytes);
             self.record_removed(
                 address,
-                RemovedMapping { bytes: reservation.bytes, by, uses: Vec::new() },
+                RemovedMapping { bytes: reservation.bytes, cause, uses: Vec::new() },
             );
             // SAFETY: 1. `reserve` got this span from the store. Nothing is mapped in it, so it is
             // not in use.
@@ -344,7 +344,7 @@ impl AddressSpace {
         &mut self,
         address: u64,
         bytes: u64,
-        by: Action,
+        cause: Action,
         host: &Clock,
     ) -> Result<Vec<(u64, DeviceId, u64)>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
@@ -361,7 +361,7 @@ impl AddressSpace {
                 break;
             };
             uses.retain(|action| !action.precedes(host));
-            self.record_removed(start, RemovedMapping { bytes, by, uses });
+            self.record_removed(start, RemovedMapping { bytes, cause, uses });
             let device = self.objects.get_mut(object).map(|object| {
                 object.mapping_count -= 1;
                 object.device
@@ -548,7 +548,7 @@ fn unmapped_finding(removed: &BTreeMap<u64, RemovedMapping>, address: u64, bytes
     let removed_mapping = removed.range(..address.saturating_add(bytes)).next_back();
     let earlier = removed_mapping
         .filter(|(start, removed_mapping)| **start + removed_mapping.bytes > address)
-        .map(|(_, removed_mapping)| removed_mapping.by);
+        .map(|(_, removed_mapping)| removed_mapping.cause);
     Finding { kind: ViolationKind::Unmapped, earlier, address, bytes }
 }
 

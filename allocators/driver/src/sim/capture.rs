@@ -286,7 +286,7 @@ impl MachineState {
                         member.tail.extend(new);
                     }
                     None => {
-                        capture.members.push(CaptureMember { stream, device, tail: event.tail })
+                        capture.members.push(CaptureMember { stream, device, tail: event.tail });
                     }
                 }
                 self.streams[stream].capture = Some(event.capture);

@@ -169,17 +169,18 @@ impl MachineState {
         Ok(address)
     }
 
-    /// Unmaps the memory of an allocation and frees its addresses. Without `by`, the free is
+    /// Unmaps the memory of an allocation and frees its addresses. Without `cause`, the free is
     /// attributed to the host.
     fn unmap_and_release(
         &mut self,
         address: u64,
         object: u64,
         bytes: u64,
-        by: Option<Action>,
+        cause: Option<Action>,
     ) -> u64 {
         let site = std::panic::Location::caller();
-        let action = by.unwrap_or_else(|| self.current_host_action(ActionKind::Free, "free", site));
+        let action =
+            cause.unwrap_or_else(|| self.current_host_action(ActionKind::Free, "free", site));
         let agent = self.agent_index();
         let clock = &self.hosts[agent].clock;
         // If it cannot be unmapped, it was not mapped.
@@ -190,13 +191,13 @@ impl MachineState {
     }
 
     /// Frees an allocation to its device.
-    pub(crate) fn deallocate(&mut self, address: u64, by: Action) {
+    pub(crate) fn deallocate(&mut self, address: u64, cause: Action) {
         let Some(reservation) = self.space.reservation(address) else { return };
         let (device, bytes) = (reservation.device, reservation.bytes);
         let ReservationPurpose::Allocation { object, .. } = reservation.purpose else { return };
-        let freed = self.unmap_and_release(address, object, bytes, Some(by));
+        let freed = self.unmap_and_release(address, object, bytes, Some(cause));
         self.refund_memory(device, freed);
-        self.owners.record_free(address, bytes, by);
+        self.owners.record_free(address, bytes, cause);
     }
 
     /// Allocates a block of a pool. Returns its address, its bytes, and the points that its first
@@ -306,13 +307,13 @@ impl MachineState {
             if entry.usage.reserved <= keep || !done {
                 continue;
             }
-            let by = self.current_host_action(ActionKind::Free, "pool trim", caller_site());
+            let cause = self.current_host_action(ActionKind::Free, "pool trim", caller_site());
             if let Some(entry) = self.pools.pools.get_mut(pool) {
                 entry.remove(address);
                 entry.segments.remove(&address);
                 entry.usage.reserved -= bytes;
             }
-            self.deallocate(address, by);
+            self.deallocate(address, cause);
         }
     }
 

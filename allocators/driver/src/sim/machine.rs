@@ -76,7 +76,7 @@ impl Machine {
         let machine_id = MACHINES.fetch_add(1, Ordering::Relaxed);
         let on_violation = config.on_violation.unwrap_or_else(OnViolation::process_default);
         let mut state = MachineState::new(machine_id, config.clone(), store);
-        state.violations.at_once = on_violation == OnViolation::ReportAtOnce;
+        state.violations.report_at_once = on_violation == OnViolation::ReportAtOnce;
         Self {
             on_violation,
             process_id: std::process::id(),
@@ -125,7 +125,7 @@ impl Machine {
     /// Panics if [`OnViolation::Panic`] is set and there are unreported violations. Never called by
     /// a drop.
     #[track_caller]
-    #[expect(clippy::panic, reason = "the program has asked for it")]
+    #[expect(clippy::panic, reason = "requested by the program")]
     pub(crate) fn checkpoint(&self) {
         if self.on_violation != OnViolation::Panic
             || std::thread::panicking()

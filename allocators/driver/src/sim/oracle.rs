@@ -146,7 +146,7 @@ impl MachineState {
         &mut self,
         mut findings: Vec<Finding>,
         later: Action,
-        on: Option<DeviceId>,
+        device: Option<DeviceId>,
     ) {
         // If one action conflicts with the same earlier one in several intervals, that is one
         // violation.
@@ -159,7 +159,7 @@ impl MachineState {
             )
         });
         for finding in findings.drain(..) {
-            self.violations.add(&self.components, finding, later, on);
+            self.violations.add(&self.components, finding, later, device);
         }
         self.findings = findings;
     }
@@ -204,9 +204,9 @@ impl MachineState {
             (None, None) => ("free", own),
         };
         let site = site.unwrap_or(own);
-        let (owner, by) = match note.owner {
+        let (owner, cause) = match note.owner {
             Ownership::Live { stream, generation } => {
-                let by = match self.stream(stream) {
+                let cause = match self.stream(stream) {
                     // Captured work accesses nothing now, and is checked at each launch.
                     Ok(index) if self.streams[index].capture.is_some() => {
                         self.current_host_action(ActionKind::Allocate, "allocation", site)
@@ -221,7 +221,7 @@ impl MachineState {
                     // A stream of another library: its order is unknown.
                     Err(_) => self.current_host_action(ActionKind::Allocate, "allocation", site),
                 };
-                (Owner::Live { generation: Some(generation) }, by)
+                (Owner::Live { generation: Some(generation) }, cause)
             }
             Ownership::Pending { users } => {
                 let users = users.iter().filter_map(|&user| self.stream(user).ok()).collect();
@@ -241,7 +241,7 @@ impl MachineState {
                 (Owner::Free, self.current_host_action(ActionKind::Free, freed, freed_at))
             }
         };
-        self.owners.set(range.address, range.bytes, owner, by);
+        self.owners.set(range.address, range.bytes, owner, cause);
     }
 
     /// Records the start or the end of a registration of a range's addresses.
@@ -250,8 +250,8 @@ impl MachineState {
             return;
         }
         if begins {
-            let by = self.current_host_action(ActionKind::Read, "registration", site);
-            self.registrations.add(range.address, range.bytes, by);
+            let cause = self.current_host_action(ActionKind::Read, "registration", site);
+            self.registrations.add(range.address, range.bytes, cause);
         } else {
             self.registrations.remove(range.address, range.bytes);
         }

@@ -30,7 +30,7 @@ struct OwnedInterval {
     end: u64,
     owner: Owner,
     /// The action that set this owner.
-    by: Action,
+    cause: Action,
 }
 
 /// Ranges that are retained for graphs, by first address: the end of each, and its keeper. They do
@@ -94,7 +94,7 @@ impl RetainedRanges {
 #[derive(Default, Debug)]
 pub(crate) struct OwnerMap {
     /// Indexed by first address, without overlaps.
-    owned: BTreeMap<u64, OwnedInterval>,
+    intervals: BTreeMap<u64, OwnedInterval>,
     /// Ranges that the driver has freed, oldest first. For a limited time, violations on them can
     /// name the free.
     freed: VecDeque<(u64, u64)>,
@@ -105,60 +105,59 @@ const MAX_FREED_RANGES: usize = 1 << 16;
 
 impl OwnerMap {
     /// Sets the owner of `bytes` from `address` on.
-    pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, by: Action) {
+    pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, cause: Action) {
         let end = address.saturating_add(bytes);
         // Fast path: usually the same range changes its owner repeatedly.
-        if let Some(owned) = self.owned.get_mut(&address)
-            && owned.end == end
+        if let Some(interval) = self.intervals.get_mut(&address)
+            && interval.end == end
         {
-            *owned = OwnedInterval { end, owner, by };
+            *interval = OwnedInterval { end, owner, cause };
             return;
         }
         self.clear(address, bytes);
-        self.owned.insert(address, OwnedInterval { end, owner, by });
+        self.intervals.insert(address, OwnedInterval { end, owner, cause });
     }
 
     /// Removes the owner of a range.
     pub(crate) fn clear(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
-        if let Some((_, before)) = self.owned.range_mut(..address).next_back()
+        if let Some((_, before)) = self.intervals.range_mut(..address).next_back()
             && before.end > address
         {
             let after = OwnedInterval { end: before.end, ..before.clone() };
             before.end = address;
             if after.end > end {
-                self.owned.insert(end, after);
+                self.intervals.insert(end, after);
                 return;
             }
         }
-        while let Some((&start, owned)) = self.owned.range(address..end).next() {
-            let rest = (owned.end > end).then(|| owned.clone());
-            self.owned.remove(&start);
+        while let Some((&start, interval)) = self.intervals.range(address..end).next() {
+            let rest = (interval.end > end).then(|| interval.clone());
+            self.intervals.remove(&start);
             if let Some(rest) = rest {
-                self.owned.insert(end, rest);
+                self.intervals.insert(end, rest);
             }
         }
     }
 
     /// Marks a range as freed by the driver. It is free until the addresses are allocated again.
-    pub(crate) fn record_free(&mut self, address: u64, bytes: u64, by: Action) {
-        self.set(address, bytes, Owner::Free, by);
+    pub(crate) fn record_free(&mut self, address: u64, bytes: u64, cause: Action) {
+        self.set(address, bytes, Owner::Free, cause);
         self.freed.push_back((address, bytes));
         if self.freed.len() > MAX_FREED_RANGES
             && let Some((address, bytes)) = self.freed.pop_front()
-            && self
-                .owned
-                .get(&address)
-                .is_some_and(|o| o.end == address + bytes && o.owner == Owner::Free)
+            && self.intervals.get(&address).is_some_and(|interval| {
+                interval.end == address + bytes && interval.owner == Owner::Free
+            })
         {
-            self.owned.remove(&address);
+            self.intervals.remove(&address);
         }
     }
 
     /// Returns the source line of the last owner record of an address.
     pub(crate) fn site_at(&self, address: u64) -> Option<Site> {
-        let (_, owned) = self.owned.range(..=address).next_back()?;
-        (owned.end > address).then_some(owned.by.site)
+        let (_, interval) = self.intervals.range(..=address).next_back()?;
+        (interval.end > address).then_some(interval.cause.site)
     }
 
     /// Calls `each` with the parts of a range that do not belong to this block yet.
@@ -171,12 +170,12 @@ impl OwnerMap {
     ) {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
-        for (start, owned) in self.overlapping(address, end) {
-            if (owned.owner == Owner::Live { generation: Some(generation) }) {
+        for (start, interval) in self.overlapping(address, end) {
+            if (interval.owner == Owner::Live { generation: Some(generation) }) {
                 if start > cursor {
                     each(cursor, start - cursor);
                 }
-                cursor = owned.end.min(end);
+                cursor = interval.end.min(end);
             }
         }
         if cursor < end {
@@ -193,13 +192,13 @@ impl OwnerMap {
     ) {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
-        for (start, owned) in self.overlapping(address, end) {
-            let Owner::Live { generation: Some(generation) } = owned.owner else { continue };
+        for (start, interval) in self.overlapping(address, end) {
+            let Owner::Live { generation: Some(generation) } = interval.owner else { continue };
             if start > cursor {
                 each(cursor, start - cursor, None);
             }
             let from = start.max(address);
-            cursor = owned.end.min(end);
+            cursor = interval.end.min(end);
             each(from, cursor - from, Some(generation));
         }
         if cursor < end {
@@ -208,11 +207,11 @@ impl OwnerMap {
     }
 
     fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &OwnedInterval)> {
-        let first = match self.owned.range(..=address).next_back() {
-            Some((&start, owned)) if owned.end > address => start,
+        let first = match self.intervals.range(..=address).next_back() {
+            Some((&start, interval)) if interval.end > address => start,
             _ => address,
         };
-        self.owned.range(first..end.max(first)).map(|(&start, owned)| (start, owned))
+        self.intervals.range(first..end.max(first)).map(|(&start, interval)| (start, interval))
     }
 
     /// Checks a use by a stream (an index) of a range that refers to block `generation`.
@@ -225,8 +224,8 @@ impl OwnerMap {
         findings: &mut Vec<Finding>,
     ) {
         let end = address.saturating_add(bytes);
-        for (start, owned) in self.overlapping(address, end) {
-            let kind = match (&owned.owner, generation) {
+        for (start, interval) in self.overlapping(address, end) {
+            let kind = match (&interval.owner, generation) {
                 (Owner::Live { generation: Some(live) }, Some(declared)) if *live != declared => {
                     ViolationKind::StaleBlock { declared, live: *live }
                 }
@@ -242,9 +241,9 @@ impl OwnerMap {
             let from = start.max(address);
             findings.push(Finding {
                 kind,
-                earlier: Some(owned.by),
+                earlier: Some(interval.cause),
                 address: from,
-                bytes: owned.end.min(end) - from,
+                bytes: interval.end.min(end) - from,
             });
         }
     }
@@ -255,7 +254,7 @@ mod tests {
     use super::{super::access_history::ActionKind, *};
     use std::panic::Location;
 
-    fn by() -> Action {
+    fn cause() -> Action {
         Action {
             count: 1,
             component: 0,
@@ -279,26 +278,29 @@ mod tests {
 
     #[test]
     fn new_owner_splits_the_intervals_it_overlaps() {
-        let mut o = OwnerMap::default();
-        o.set(0, 100, Owner::Free, by());
-        o.set(40, 20, Owner::Live { generation: Some(7) }, by());
-        assert_eq!(count_findings(&o, 40, 20, Some(7)), 0);
-        assert_eq!(count_findings(&o, 40, 20, Some(8)), 1);
-        assert_eq!(count_findings(&o, 0, 100, Some(7)), 2);
-        o.set(30, 40, Owner::Live { generation: Some(9) }, by());
-        assert_eq!(count_findings(&o, 30, 40, Some(9)), 0);
-        assert_eq!((count_findings(&o, 29, 1, None), count_findings(&o, 70, 1, None)), (1, 1));
-        assert_eq!(count_findings(&o, 100, 50, None), 0, "no pool has reported these");
+        let mut owners = OwnerMap::default();
+        owners.set(0, 100, Owner::Free, cause());
+        owners.set(40, 20, Owner::Live { generation: Some(7) }, cause());
+        assert_eq!(count_findings(&owners, 40, 20, Some(7)), 0);
+        assert_eq!(count_findings(&owners, 40, 20, Some(8)), 1);
+        assert_eq!(count_findings(&owners, 0, 100, Some(7)), 2);
+        owners.set(30, 40, Owner::Live { generation: Some(9) }, cause());
+        assert_eq!(count_findings(&owners, 30, 40, Some(9)), 0);
+        assert_eq!(
+            (count_findings(&owners, 29, 1, None), count_findings(&owners, 70, 1, None)),
+            (1, 1)
+        );
+        assert_eq!(count_findings(&owners, 100, 50, None), 0, "no pool has reported these");
     }
 
     #[test]
     fn only_parts_outside_the_block_are_visited() {
-        let mut o = OwnerMap::default();
-        o.set(10, 10, Owner::Live { generation: Some(1) }, by());
+        let mut owners = OwnerMap::default();
+        owners.set(10, 10, Owner::Live { generation: Some(1) }, cause());
         let parts = |address, bytes, generation| {
             let mut parts = Vec::new();
-            o.for_each_part_outside(address, bytes, generation, |address, bytes| {
-                parts.push((address, bytes))
+            owners.for_each_part_outside(address, bytes, generation, |address, bytes| {
+                parts.push((address, bytes));
             });
             parts
         };
@@ -309,10 +311,10 @@ mod tests {
 
     #[test]
     fn number_of_freed_ranges_is_limited() {
-        let mut o = OwnerMap::default();
+        let mut owners = OwnerMap::default();
         for n in 0..MAX_FREED_RANGES as u64 + 10 {
-            o.record_free(n * 100, 50, by());
+            owners.record_free(n * 100, 50, cause());
         }
-        assert_eq!(o.owned.len(), MAX_FREED_RANGES);
+        assert_eq!(owners.intervals.len(), MAX_FREED_RANGES);
     }
 }

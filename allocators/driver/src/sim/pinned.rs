@@ -25,7 +25,7 @@ pub(crate) struct PinnedRange {
     /// Whether devices may only read it.
     pub(crate) read_only: bool,
     /// The action that pinned it.
-    pub(crate) by: Action,
+    pub(crate) cause: Action,
     history: AccessHistory,
 }
 
@@ -54,14 +54,14 @@ impl PinnedMemory {
         bytes: u64,
         device: DeviceId,
         kind: PinKind,
-        by: Action,
+        cause: Action,
     ) -> bool {
         if self.overlapping(address, bytes).next().is_some() {
             return false;
         }
         let history = AccessHistory::new(bytes);
         self.ranges
-            .insert(address, PinnedRange { bytes, device, kind, read_only: false, by, history });
+            .insert(address, PinnedRange { bytes, device, kind, read_only: false, cause, history });
         true
     }
 

@@ -17,8 +17,8 @@ pub(crate) struct Registrations {
 }
 
 impl Registrations {
-    pub(crate) fn add(&mut self, address: u64, bytes: u64, by: Action) {
-        self.ranges.entry((address, bytes)).or_default().push(by);
+    pub(crate) fn add(&mut self, address: u64, bytes: u64, cause: Action) {
+        self.ranges.entry((address, bytes)).or_default().push(cause);
     }
 
     /// Ends one registration of a range: the last one, since all are equal.
@@ -39,9 +39,9 @@ impl Registrations {
             let to = end.min(start.saturating_add(len));
             if from < to {
                 let kind = ViolationKind::MovedWhileRegistered;
-                let finding = |by: &Action| Finding {
+                let finding = |cause: &Action| Finding {
                     kind,
-                    earlier: Some(*by),
+                    earlier: Some(*cause),
                     address: from,
                     bytes: to - from,
                 };
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn every_overlap_is_reported_until_the_last_registration_ends() {
-        let by = Action {
+        let cause = Action {
             count: 1,
             component: 0,
             kind: ActionKind::Read,
@@ -73,9 +73,9 @@ mod tests {
             launch: None,
         };
         let mut registrations = Registrations::default();
-        registrations.add(100, 50, by);
-        registrations.add(100, 50, by);
-        registrations.add(120, 10, by);
+        registrations.add(100, 50, cause);
+        registrations.add(100, 50, cause);
+        registrations.add(120, 10, cause);
         assert_eq!(count_findings(&registrations, 149, 10), 2);
         assert_eq!(count_findings(&registrations, 0, 101), 2);
         assert_eq!(count_findings(&registrations, 125, 1), 3);

@@ -1,5 +1,5 @@
 //! Reporting of violations that the program does not take.
-#![expect(unsafe_code, reason = "has the end of the process call it, and ends it with a status")]
+#![expect(unsafe_code, reason = "registers an exit handler, and exits with a status")]
 
 use super::{machine::Machine, violation::Violation};
 use nix::libc;

@@ -3,7 +3,7 @@
 //! One item runs at a time, on any thread, so the simulated GPU never races in the host's own
 //! terms. Items that call the program run without the simulator's lock. Meanwhile no other item
 //! runs and nothing is unmapped.
-#![expect(unsafe_code, reason = "touches the memory that queued work names by address")]
+#![expect(unsafe_code, reason = "accesses the memory of queued work by address")]
 
 use super::{
     access_history::{Action, ActionKind},

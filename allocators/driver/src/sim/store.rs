@@ -4,7 +4,7 @@
 //! of its extent over an inaccessible reservation. So a handle that is mapped twice refers to the
 //! same bytes, a device address is an address of this process, and a copy is a `memmove`. Without
 //! bytes, addresses come from a counter and have no memory.
-#![expect(unsafe_code, reason = "maps memory, and copies what work in the queues names by address")]
+#![expect(unsafe_code, reason = "maps memory, and copies between the addresses of queued work")]
 
 use super::codes::{self, ErrorCode};
 use crate::Pattern;

@@ -220,7 +220,7 @@ pub(crate) struct ViolationLog {
     /// standard error.
     reported: usize,
     /// Whether each is written to standard error when it is found.
-    pub(crate) at_once: bool,
+    pub(crate) report_at_once: bool,
 }
 
 type ReportKey = (std::mem::Discriminant<ViolationKind>, Option<SourceLine>, SourceLine);
@@ -237,7 +237,7 @@ impl ViolationLog {
         components: &ClockComponents,
         finding: Finding,
         later: Action,
-        on: Option<DeviceId>,
+        device: Option<DeviceId>,
     ) {
         let key = (
             std::mem::discriminant(&finding.kind),
@@ -252,7 +252,7 @@ impl ViolationLog {
             return;
         }
         let Finding { kind, earlier, address, bytes } = finding;
-        let place = match on {
+        let place = match device {
             Some(device) => Place::Device(DeviceRange { device, address, bytes }),
             None => Place::Host { address, bytes },
         };
@@ -264,7 +264,7 @@ impl ViolationLog {
             place,
             count: 1,
         });
-        if self.at_once {
+        if self.report_at_once {
             reporting::write(&self.take_unreported());
         }
     }

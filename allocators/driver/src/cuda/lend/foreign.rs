@@ -1,5 +1,5 @@
 //! cudarc's slices as foreign memory.
-#![expect(unsafe_code, reason = "makes the promises of foreign memory")]
+#![expect(unsafe_code, reason = "implements an unsafe trait for cudarc's slices")]
 
 use super::{device_of, keep_alive, memory_error, raw_handle};
 use crate::{DeviceRange, Foreign, KeepAlive, RawStream};

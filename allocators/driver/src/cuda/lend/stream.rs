@@ -1,5 +1,5 @@
 //! cudarc's streams as handles of our traits.
-#![expect(unsafe_code, reason = "names a handle that another library owns")]
+#![expect(unsafe_code, reason = "creates the handle of a stream that another library owns")]
 
 use super::device_of;
 use crate::{KeepAlive, RawStream};

@@ -58,7 +58,7 @@ impl MachineState {
         if self.oracle {
             let action = self.current_host_action(ActionKind::Read, name, site);
             let mut findings = std::mem::take(&mut self.findings);
-            let earlier = self.pinned.containing(address).map(|pinned| pinned.by);
+            let earlier = self.pinned.containing(address).map(|pinned| pinned.cause);
             findings.push(Finding { kind, earlier, address, bytes });
             self.report(findings, action, None);
         }

@@ -10,7 +10,7 @@ use crate::{
 
 // SAFETY: 1. The queues of the device have run before the call returns. 2. The calls of the other
 // families use the same configuration. 3. The queues of a lost device never run again.
-#[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
+#[expect(unsafe_code, reason = "implements a trusted trait; holds no unsafe block")]
 unsafe impl Devices for Machine {
     fn device_count(&self) -> Result<u32> {
         let state = self.enter(Call::DeviceCount, None)?;

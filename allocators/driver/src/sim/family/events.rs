@@ -1,5 +1,5 @@
 //! Events of the simulated machine.
-#![expect(unsafe_code, reason = "makes handles, and implements the call that ends one")]
+#![expect(unsafe_code, reason = "creates handles, and implements the call that destroys one")]
 
 use crate::{
     Call, DeviceId, Events, RawEvent, RawStream, Result,

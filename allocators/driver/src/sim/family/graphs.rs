@@ -1,5 +1,5 @@
 //! Captures and graphs of the simulated machine.
-#![expect(unsafe_code, reason = "makes handles, and implements calls that end them")]
+#![expect(unsafe_code, reason = "creates handles, and implements calls that destroy them")]
 
 use crate::{
     Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result,

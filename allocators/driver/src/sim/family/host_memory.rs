@@ -1,5 +1,5 @@
 //! Pinned memory of the simulated machine.
-#![expect(unsafe_code, reason = "implements calls that take memory away")]
+#![expect(unsafe_code, reason = "implements calls that free or unmap memory")]
 
 use crate::{
     Call, DeviceId, HostAccess, HostFlags, HostMemory, Result,
@@ -63,9 +63,9 @@ unsafe impl HostMemory for Machine {
         let address =
             store::host_pages(bytes as u64).ok_or_else(|| error_of(call)(codes::OUT_OF_MEMORY))?;
         self.cost(call, bytes as u64);
-        let by = state.current_host_action(ActionKind::Write, "allocation of host memory", site);
+        let cause = state.current_host_action(ActionKind::Write, "allocation of host memory", site);
         // Fresh pages of the system overlap no existing registration.
-        state.pinned.add(address, bytes as u64, device, PinKind::Allocated, by);
+        state.pinned.add(address, bytes as u64, device, PinKind::Allocated, cause);
         NonNull::new(address as *mut u8).ok_or_else(|| error_of(call)(codes::OUT_OF_MEMORY))
     }
 
@@ -101,8 +101,8 @@ unsafe impl HostMemory for Machine {
         if state.pinned.overlaps(address, length, PinKind::Allocated) {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.current_host_action(ActionKind::Write, "registration", site);
-        if !state.pinned.add(address, length, device, PinKind::Registered, by) {
+        let cause = state.current_host_action(ActionKind::Write, "registration", site);
+        if !state.pinned.add(address, length, device, PinKind::Registered, cause) {
             return Err(error_of(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
         }
         if flags.read_only {

@@ -3,7 +3,7 @@
 //!
 //! A file descriptor is real, so it can be duplicated and sent over a socket. It is a memory file
 //! that contains the numbers of the machine and the memory, like the name on a fabric.
-#![expect(unsafe_code, reason = "makes handles")]
+#![expect(unsafe_code, reason = "creates handles")]
 
 use crate::{
     Call, DeviceId, ExportTypes, FabricHandle, Ipc, PhysicalHandle, Result,

@@ -1,5 +1,5 @@
 //! Allocations and the driver's own pools of the simulated machine.
-#![expect(unsafe_code, reason = "makes handles, and implements calls that take memory away")]
+#![expect(unsafe_code, reason = "creates handles, and implements calls that free or unmap memory")]
 
 use crate::{
     Call, DeviceId, Memory, PoolHandle, PoolUsage, RawStream, Result,
@@ -47,8 +47,8 @@ unsafe impl Memory for Machine {
         let (address, size) = state.allocate(device, bytes, false).map_err(error_of(call))?;
         self.cost(call, bytes);
         if state.oracle {
-            let by = state.current_host_action(ActionKind::Allocate, "allocation", site);
-            state.owners.set(address, size, Owner::Live { generation: None }, by);
+            let cause = state.current_host_action(ActionKind::Allocate, "allocation", site);
+            state.owners.set(address, size, Owner::Live { generation: None }, cause);
         }
         Ok(address)
     }
@@ -87,8 +87,8 @@ unsafe impl Memory for Machine {
         if state.allocation_bytes(device, address).is_none() {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.current_host_action(ActionKind::Free, "free", site);
-        state.deallocate(address, by);
+        let cause = state.current_host_action(ActionKind::Free, "free", site);
+        state.deallocate(address, cause);
         Ok(())
     }
 

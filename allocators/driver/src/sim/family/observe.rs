@@ -11,7 +11,7 @@ use crate::{
 use std::sync::{Arc, atomic::Ordering};
 
 // SAFETY: 1. All families share one state.
-#[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
+#[expect(unsafe_code, reason = "implements a trusted trait; holds no unsafe block")]
 unsafe impl Driver for Machine {
     fn name(&self) -> &'static str {
         "sim"

@@ -1,5 +1,5 @@
 //! Virtual memory management of the simulated machine.
-#![expect(unsafe_code, reason = "makes handles, and implements calls that take memory away")]
+#![expect(unsafe_code, reason = "creates handles, and implements calls that free or unmap memory")]
 
 use crate::{
     Call, DeviceId, ExportTypes, Physical, PhysicalHandle, Result,
@@ -83,8 +83,8 @@ unsafe impl Physical for Machine {
         if !whole || !state.space.is_empty(address, bytes) {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
-        let by = state.current_host_action(ActionKind::Free, "free of an address range", site);
-        state.space.unreserve(address, by);
+        let cause = state.current_host_action(ActionKind::Free, "free of an address range", site);
+        state.space.unreserve(address, cause);
         state.owners.clear(address, bytes);
         self.cost(call, bytes);
         Ok(())
