@@ -150,6 +150,7 @@ mod graph;
 mod handle_table;
 mod kernel;
 mod machine;
+mod machine_state;
 mod oracle;
 mod outstanding;
 mod owner_map;
@@ -159,9 +160,8 @@ mod registrations;
 mod reporting;
 mod rows;
 mod schedule;
-mod state;
 mod store;
-mod values;
+mod stream_values;
 mod violation;
 mod work;
 

@@ -35,11 +35,11 @@ macro_rules! function_table {
                 Ok(Self {
                     $( $field: {
                         // SAFETY: 1. The type is the one that cuda.h declares for this symbol.
-                        let found = unsafe {
+                        let function = unsafe {
                             library.get::<unsafe extern "C" fn($($kind),*) -> c_uint>(concat!($symbol, "\0").as_bytes())
                         };
                         // The library is never unloaded: the bindings keep it in a static.
-                        *found.map_err(|_| OpenError::MissingSymbol { symbol: $symbol })?
+                        *function.map_err(|_| OpenError::MissingSymbol { symbol: $symbol })?
                     }, )+
                 })
             }

@@ -70,11 +70,13 @@ unsafe impl HostMemory for CudaDriver {
     }
 
     fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
-        let mut found = 0;
+        let mut device_address = 0;
         self.call(Call::HostDeviceAddress, device, |functions| {
-            // SAFETY: 1. `found` is writable. 2. An address that is not pinned is refused.
-            unsafe { (functions.host_device_address)(&raw mut found, address.as_ptr().cast(), 0) }
+            // SAFETY: 1. `device_address` is writable. 2. An address that is not pinned is refused.
+            unsafe {
+                (functions.host_device_address)(&raw mut device_address, address.as_ptr().cast(), 0)
+            }
         })?;
-        Ok(found)
+        Ok(device_address)
     }
 }

@@ -7,8 +7,8 @@
 use super::{
     codes::{self, ErrorCode},
     graph::{Graph, GraphNode},
+    machine_state::MachineState,
     queue::{StreamKind, Task},
-    state::MachineState,
 };
 use crate::{CaptureMode, CaptureStatus, DeviceId, RawEvent, RawStream};
 use std::{

@@ -11,8 +11,8 @@ use super::{
     codes::{self, ErrorCode},
     handle_table::HandleTable,
     machine::caller_site,
+    machine_state::{MachineState, device_bit},
     queue::StreamPoint,
-    state::{MachineState, device_bit},
 };
 use crate::{DeviceId, ExportTypes, PoolUsage};
 use std::collections::{BTreeMap, BTreeSet, HashMap};

@@ -13,9 +13,9 @@ use super::{
     codes::{self, ErrorCode},
     device_code,
     handle_table::HandleTable,
+    machine_state::MachineState,
     queue::{StreamKind, StreamPoint, Task, Work},
     schedule::LaunchContext,
-    state::MachineState,
 };
 use crate::{DeviceId, OnRelease, RawGraph, RawGraphExec, site::Site};
 use std::{

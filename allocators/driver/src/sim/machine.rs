@@ -1,24 +1,25 @@
-//! The shared body of a simulated machine, and the entry of its calls.
+//! The simulated machine behind its lock, and the entry of its calls.
 
 use super::{
-    codes,
-    config::SimConfig,
-    config::{Mode, Schedule},
+    codes::{self, ErrorCode},
+    config::{Mode, Schedule, SimConfig},
     cost::Costs,
     device_code,
     faults::Stalls,
+    machine_state::MachineState,
     reporting::{self, OnViolation},
-    state::MachineState,
     store::Store,
 };
 use crate::{
     Call, CallCounts, DeviceId, DriverError, Result,
     site::{self, Site},
 };
-use std::fmt;
-use std::sync::{
-    Arc, Condvar, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+use std::{
+    fmt,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
 
 /// The simulated machine behind its lock.
@@ -58,7 +59,7 @@ static MACHINES: AtomicU64 = AtomicU64::new(0);
 pub(crate) type StateGuard<'a> = MutexGuard<'a, MachineState>;
 
 /// Converts the code of a call to its error.
-pub(crate) fn error_of(call: Call) -> impl Fn(u32) -> DriverError {
+pub(crate) fn error_of(call: Call) -> impl Fn(ErrorCode) -> DriverError {
     move |code| codes::error(call.name(), code)
 }
 

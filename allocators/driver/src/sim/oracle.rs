@@ -6,11 +6,11 @@ use super::{
     address_space::DeviceUse,
     clock::Clock,
     device_code,
+    machine_state::MachineState,
     owner_map::{Owner, OwnerMap, RetainedRanges},
     pinned::HostMemoryKind,
     queue::{HostUse, StreamKind},
     registrations::Registrations,
-    state::MachineState,
     violation::{Finding, ViolationKind},
 };
 use crate::{BlockNote, DeviceId, DeviceRange, HostAccess, Ownership, site::Site};

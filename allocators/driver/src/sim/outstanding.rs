@@ -1,6 +1,6 @@
 //! Driver objects that have not been released.
 
-use super::{pinned::PinKind, state::MachineState};
+use super::{machine_state::MachineState, pinned::PinKind};
 use std::fmt;
 
 /// Counts of all driver objects that a program holds. Objects of a lost device do not count: they

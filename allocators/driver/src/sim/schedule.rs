@@ -14,8 +14,8 @@ use super::{
     device_code,
     kernel::KernelMemory,
     machine::{Machine, StateGuard},
+    machine_state::MachineState,
     queue::{QueueItem, StreamKind, StreamPoint, Task, Work},
-    state::MachineState,
 };
 use crate::{DeviceId, site::Site};
 use std::sync::PoisonError;

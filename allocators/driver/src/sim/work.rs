@@ -6,11 +6,11 @@ use super::{
     access_history::ActionKind,
     address_space::DeviceUse,
     callback::{Callback, CallbackToken, QueuedCallback},
-    codes,
+    codes::{self, ErrorCode},
     kernel::{DeclaredAccess, Kernel},
     machine::{StateGuard, caller_site},
+    machine_state::device_bit,
     queue::{HostUse, StreamKind, Task, Work, stream_handle},
-    state::device_bit,
 };
 use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, Pattern, RawStream, Result};
 use std::ptr::NonNull;
@@ -24,7 +24,7 @@ const COPY_TO_HOST: &str = "cuMemcpyDtoH";
 const COPY_ON_DEVICE: &str = "cuMemcpyDtoD";
 const FILL: &str = "cuMemsetD8";
 
-fn error_of_name(call: &'static str) -> impl Fn(u32) -> DriverError {
+fn error_of_name(call: &'static str) -> impl Fn(ErrorCode) -> DriverError {
     move |code| codes::error(call, code)
 }
 

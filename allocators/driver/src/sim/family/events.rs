@@ -6,8 +6,8 @@ use crate::{
     sim::{
         codes::{self, ErrorCode},
         machine::{Machine, caller_site, error_of},
+        machine_state::MachineState,
         queue::Event,
-        state::MachineState,
     },
 };
 

@@ -10,7 +10,7 @@ use crate::{
     sim::{
         codes::{self, ErrorCode},
         machine::{Machine, error_of},
-        state::MachineState,
+        machine_state::MachineState,
     },
 };
 use nix::sys::memfd::{MFdFlags, memfd_create};

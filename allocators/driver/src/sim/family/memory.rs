@@ -9,8 +9,8 @@ use crate::{
         codes::{self, ErrorCode},
         driver_pool::DriverPool,
         machine::{Machine, caller_site, error_of},
+        machine_state::MachineState,
         owner_map::Owner,
-        state::MachineState,
         violation::ViolationKind,
     },
 };

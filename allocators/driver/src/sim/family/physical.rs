@@ -8,7 +8,7 @@ use crate::{
         address_space::{AddressSpace, ReservationPurpose},
         codes::{self, ErrorCode},
         machine::{Machine, caller_site, error_of},
-        state::{MachineState, device_bit},
+        machine_state::{MachineState, device_bit},
         violation::ViolationKind,
     },
 };

@@ -17,7 +17,7 @@ use super::{
     queue::{self, Event, Stream, StreamKind},
     registrations::Registrations,
     store::Store,
-    values::StreamValues,
+    stream_values::StreamValues,
     violation::{Finding, ViolationLog},
 };
 use crate::{DeviceId, DeviceInfo, RawStream, devices::count_lost_device, site::Site};
