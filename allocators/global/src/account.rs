@@ -1,6 +1,6 @@
 //! The account of the process: what it holds, and its caps.
 //!
-//! `charged` is one shared atomic. Each thread has a slot with its *change*, the part of `charged`
+//! `charged` is one shared atomic. Each thread has a slot with its *credit*, the part of `charged`
 //! that it has not used yet. See the diagram in the documentation of the crate.
 
 mod slot;
@@ -8,8 +8,8 @@ mod soft;
 pub(crate) mod tags;
 
 pub(crate) use slot::{
-    SHARED, Slot, charge, charge_growth, charge_plainly, charge_unrouted, freed, frees_plainly,
-    mine, refund, release,
+    SHARED, Slot, charge, charge_growth, credit_free, credit_shrink, refund, thread_slot,
+    try_charge_unrouted, try_charge_unscoped, try_credit_free,
 };
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
@@ -20,15 +20,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a thread charges at once in addition to what it needs.
 const BATCH: u64 = 64 << 10;
-/// The change above which a thread returns all except [`BATCH`].
-const MOST_CHANGE: u64 = 2 * BATCH;
+/// The credit above which a thread returns all except [`BATCH`].
+const MAX_CREDIT: u64 = 2 * BATCH;
 /// Headroom below which a thread charges only what it needs, so that the last bytes below the cap
 /// can all be allocated.
-const NEAR: u64 = 64 * BATCH;
+const NEAR_CAP: u64 = 64 * BATCH;
 
 // Relaxed throughout: none of these guards other memory, and each has its own modification order.
-/// Bytes in live blocks and in the change of threads. Never above the cap that was in effect when
-/// it was last raised. A lower cap recalls the change.
+/// Bytes in live blocks and in the credit of threads. Never above the cap that was in effect when
+/// it was last raised. A lower cap recalls the credit.
 static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
 static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 /// The maximum of `CHARGED` since the last reset.
@@ -45,8 +45,8 @@ pub struct Stats {
     /// Requested bytes in live blocks of the wrapped allocator. Exact when no call is in progress
     /// on any thread.
     pub live: u64,
-    /// Maximum of `live` since the start or the last [`reset_peak`]. Never too low, and too high by
-    /// at most 128 KiB per thread.
+    /// Maximum of `live` since the start or the last [`reset_peak`]. Never too low, and too high
+    /// by at most 128 KiB per thread.
     pub peak: u64,
     /// Number of allocations. Resizing a block is neither an allocation nor a free.
     pub allocations: u64,
@@ -69,7 +69,7 @@ pub struct Stats {
 #[must_use]
 pub fn stats() -> Stats {
     let totals = slot::totals();
-    let live = CHARGED.load(Ordering::Relaxed).saturating_sub(totals.change);
+    let live = CHARGED.load(Ordering::Relaxed).saturating_sub(totals.credit);
     let (routed, routed_allocations, route_refusals) = route::figures();
     Stats {
         live,
@@ -90,7 +90,7 @@ pub fn stats() -> Stats {
 ///
 /// An allocation beyond the cap returns null. A `Vec` then aborts, and `try_reserve` returns an
 /// error. No allocation that begins after this call exceeds the cap. An allocation may be refused
-/// early, by the change of other threads, at most 128 KiB each. The change of the calling thread is
+/// early, by the credit of other threads, at most 128 KiB each. The credit of the calling thread is
 /// used up first.
 ///
 /// ```
@@ -133,24 +133,24 @@ pub fn reset_peak() {
 
 /// Charges `need` bytes to the shared account, and `extra` more if the cap is not near. Returns the
 /// charged bytes, or `None` if the cap refuses.
-fn take(need: u64, extra: u64) -> Option<u64> {
+fn charge_account(need: u64, extra: u64) -> Option<u64> {
     let mut charged = CHARGED.load(Ordering::Relaxed);
     loop {
         let cap = CAP.load(Ordering::Relaxed);
         let least = charged.checked_add(need).filter(|&least| least <= cap)?;
-        let taken = if cap - least >= NEAR { need + extra } else { need };
+        let added = if cap - least >= NEAR_CAP { need + extra } else { need };
         match CHARGED.compare_exchange_weak(
             charged,
-            charged + taken,
+            charged + added,
             Ordering::Relaxed,
             Ordering::Relaxed,
         ) {
             Ok(_) => {
-                if PEAK.load(Ordering::Relaxed) < charged + taken {
-                    PEAK.fetch_max(charged + taken, Ordering::Relaxed);
+                if PEAK.load(Ordering::Relaxed) < charged + added {
+                    PEAK.fetch_max(charged + added, Ordering::Relaxed);
                 }
-                soft::risen(charged + taken);
-                return Some(taken);
+                soft::on_increase(charged + added);
+                return Some(added);
             }
             Err(now) => charged = now,
         }
@@ -158,12 +158,12 @@ fn take(need: u64, extra: u64) -> Option<u64> {
 }
 
 /// Gives bytes back to the shared account.
-fn put_back(bytes: u64) {
+fn uncharge(bytes: u64) {
     let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
-    soft::fallen(before.saturating_sub(bytes));
+    soft::on_decrease(before.saturating_sub(bytes));
 }
 
 #[cold]
-fn refused() {
+fn count_refusal() {
     REFUSALS.fetch_add(1, Ordering::Relaxed);
 }

@@ -25,25 +25,25 @@
 //! [`is_installed`] returns whether the program uses this allocator.
 //!
 //! # Accounting
-//! Every thread prepays: it charges 64 KiB to the shared account at once, and pays for its
-//! allocations from this *change*.
+//! Every thread prepays: it charges 64 KiB to the shared account at once, and debits its
+//! allocations from this *credit*.
 //!
 //! ```text
 //!   charged  ═══════════════════════════════════════════╗ ≤ cap        one atomic, touched every 64 KiB
-//!   thread 1 │ live blocks ███████████ │ change ░░░░     ║
-//!   thread 2 │ live blocks ████ │ change ░░              ║              a slot each, touched by its thread alone
-//!   live     = charged − the change of all threads
+//!   thread 1 │ live blocks ███████████ │ credit ░░░░     ║
+//!   thread 2 │ live blocks ████ │ credit ░░              ║              a slot each, touched by its thread alone
+//!   live     = charged − the credit of all threads
 //! ```
 //!
 //! So an allocation costs one subtraction in thread-local memory, with these guarantees:
 //!
 //! - **`live` is exact** whenever no thread is inside a call. No batched counts can be lost: a slot
-//!   outlives its thread, and a thread that ends returns its change and leaves the slot to another
+//!   outlives its thread, and a thread that ends returns its credit and leaves the slot to another
 //!   thread.
 //! - **The cap is never exceeded**, not even briefly: charged bytes never exceed it, and live bytes
-//!   never exceed charged bytes. An allocation may be refused early, by the change of *other*
+//!   never exceed charged bytes. An allocation may be refused early, by the credit of *other*
 //!   threads, at most 128 KiB each. A single thread can use its cap to the byte.
-//! - **The peak is never too low**, and too high by at most the change, 128 KiB per thread.
+//! - **The peak is never too low**, and too high by at most the credit, 128 KiB per thread.
 //!
 //! Requested sizes are counted, not the rounded sizes of the wrapped allocator.
 //!
@@ -66,8 +66,8 @@
 //! | [`Tracked`] | the tag, and the call stack if sampled | about 5 ns a pair more, 4 B a block |
 //!
 //! With a table by address instead, every free would have to search the table, which is usually a
-//! cache miss. The note behind a block is usually a hit. A note before the block would have to be
-//! as large as the block's alignment.
+//! cache miss. The footer behind a block is usually a hit. A header before the block would have to
+//! be as large as the block's alignment.
 //!
 //! # Where it may be called
 //! It may be called wherever the wrapped allocator may be called: before `main`, in destructors of
@@ -82,11 +82,11 @@
 pub mod account;
 pub mod allocator;
 pub mod context;
-mod here;
-mod note;
+mod footer;
 pub mod report;
 pub mod route;
 pub mod sample;
+mod thread_state;
 
 pub use account::{
     Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under,

@@ -17,12 +17,12 @@
 mod record;
 mod stack;
 
-pub(crate) use record::{forget, tag};
+pub(crate) use record::{free, tag};
 pub use stack::{Stack, stacks};
 
 use crate::{
     account::Slot,
-    here::{HERE, Here},
+    thread_state::{THREAD_STATE, ThreadState},
 };
 use record::FRAMES;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 /// Average bytes between samples, or 0 without sampling.
 static INTERVAL: AtomicU64 = AtomicU64::new(0);
 /// Bytes after which a thread checks again whether sampling is enabled.
-const LOOK: i64 = 1 << 20;
+const CHECK_INTERVAL: i64 = 1 << 20;
 
 /// Samples the call stack of one block in every `bytes` allocated bytes on average. 0 ends
 /// sampling.
@@ -62,8 +62,8 @@ pub fn sample_every(bytes: u64) {
 /// When the next sample of a thread is due. Only the owner of its slot accesses it.
 pub(crate) struct Clock {
     /// Bytes until the next sample or the next check.
-    left: AtomicI64,
-    /// The interval for which `left` was drawn, 0 for none.
+    remaining: AtomicI64,
+    /// The interval for which `remaining` was drawn, 0 for none.
     drawn_for: AtomicU64,
     /// The state of the thread's random number generator.
     seed: AtomicU64,
@@ -71,7 +71,7 @@ pub(crate) struct Clock {
 
 impl Clock {
     pub(crate) const fn new() -> Self {
-        Self { left: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
+        Self { remaining: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
     }
 
     /// Returns the bytes to the next point, drawn from an exponential distribution with this mean
@@ -93,43 +93,43 @@ impl Clock {
 /// Samples a block if it is due, and returns the number of the sample. A thread without a slot
 /// samples nothing.
 #[inline]
-pub(crate) fn consider(slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
+pub(crate) fn maybe_sample(slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
     let clock = &slot?.clock;
     // Every block size fits.
-    let left = clock.left.load(Ordering::Relaxed).wrapping_sub(bytes as i64);
-    clock.left.store(left, Ordering::Relaxed);
-    if left >= 0 {
+    let remaining = clock.remaining.load(Ordering::Relaxed).wrapping_sub(bytes as i64);
+    clock.remaining.store(remaining, Ordering::Relaxed);
+    if remaining >= 0 {
         return None;
     }
-    HERE.with(|here| due(here, clock, tag, bytes))
+    THREAD_STATE.with(|state| sample_if_due(state, clock, tag, bytes))
 }
 
 #[cold]
 #[inline(never)]
-fn due(here: &Here, clock: &Clock, tag: u16, bytes: usize) -> Option<u32> {
+fn sample_if_due(state: &ThreadState, clock: &Clock, tag: u16, bytes: usize) -> Option<u32> {
     let interval = INTERVAL.load(Ordering::Relaxed);
-    if interval == 0 || here.sampling.get() {
+    if interval == 0 || state.sampling_paused.get() {
         clock.drawn_for.store(0, Ordering::Relaxed);
-        clock.left.store(LOOK, Ordering::Relaxed);
+        clock.remaining.store(CHECK_INTERVAL, Ordering::Relaxed);
         return None;
     }
     if clock.drawn_for.swap(interval, Ordering::Relaxed) != interval {
         // No point had been drawn. Draw one, and check whether it falls into this block.
-        let left = clock.draw(interval).saturating_sub(bytes as i64);
-        if left >= 0 {
-            clock.left.store(left, Ordering::Relaxed);
+        let remaining = clock.draw(interval).saturating_sub(bytes as i64);
+        if remaining >= 0 {
+            clock.remaining.store(remaining, Ordering::Relaxed);
             return None;
         }
     }
     // The distance between two points is memoryless, so the next one may be counted from the end of
     // this block.
-    clock.left.store(clock.draw(interval), Ordering::Relaxed);
-    here.sampling.set(true);
+    clock.remaining.store(clock.draw(interval), Ordering::Relaxed);
+    state.sampling_paused.set(true);
     let mut frames = [0; FRAMES];
     let depth = stack::walk(&mut frames);
-    here.sampling.set(false);
-    let stands_for = bytes as f64 / -(-(bytes as f64) / interval as f64).exp_m1();
-    record::keep(tag, stands_for as u64, bytes as u64, frames.get(..depth)?)
+    state.sampling_paused.set(false);
+    let weight = bytes as f64 / -(-(bytes as f64) / interval as f64).exp_m1();
+    record::store(tag, weight as u64, bytes as u64, frames.get(..depth)?)
 }
 
 /// Runs `work` without sampling on this thread.
@@ -137,9 +137,9 @@ pub(crate) fn paused<R>(work: impl FnOnce() -> R) -> R {
     struct Resume(bool);
     impl Drop for Resume {
         fn drop(&mut self) {
-            HERE.with(|here| here.sampling.set(self.0));
+            THREAD_STATE.with(|state| state.sampling_paused.set(self.0));
         }
     }
-    let _resume = Resume(HERE.with(|here| here.sampling.replace(true)));
+    let _resume = Resume(THREAD_STATE.with(|state| state.sampling_paused.replace(true)));
     work()
 }

@@ -7,16 +7,16 @@
 //! - Slots are never freed, so totals are computed without a lock.
 //! - A thread that cannot get a slot, because it is ending or there is no memory for more, counts
 //!   in the shared slot with atomic additions.
-//! - A thread without a slot points to the shared one. That has no change and accepts none, so the
+//! - A thread without a slot points to the shared one. That has no credit and accepts none, so the
 //!   comparison of the fast path fails and leads to the slow path. The fast path needs no other
 //!   check.
 #![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
 
-use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
+use super::{BATCH, MAX_CREDIT, charge_account, count_refusal, tags::TagCells, uncharge};
 use crate::{
-    here::{HERE, Here},
     report,
     sample::Clock,
+    thread_state::{THREAD_STATE, ThreadState},
 };
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -30,35 +30,35 @@ use std::{
 pub(crate) struct Slot {
     /// Whether a thread owns the slot. Acquired and released, so that the next owner sees the
     /// writes of the last one.
-    taken: AtomicBool,
+    owned: AtomicBool,
     /// Bytes that are charged but not in a live block. Written only by the owner. 0 without an
     /// owner.
-    change: AtomicU64,
-    /// The maximum of the change: [`MOST_CHANGE`], or 0 in the shared slot.
-    most: u64,
-    /// The minimum of the change after a payment: 0, or [`RECALLED`]. Set by any thread, cleared by
-    /// the owner. Signed, so that one comparison also detects an insufficient change.
+    credit: AtomicU64,
+    /// The maximum of the credit: [`MAX_CREDIT`], or 0 in the shared slot.
+    max_credit: u64,
+    /// The minimum of the credit after a debit: 0, or [`RECALL_FLOOR`]. Set by any thread, cleared
+    /// by the owner. Signed, so that one comparison also detects an insufficient credit.
     floor: AtomicI64,
     /// Allocations of all owners. Written only by the current owner.
     allocations: AtomicU64,
     /// Frees of all owners. Written only by the current owner.
     frees: AtomicU64,
     /// The counts by tag. Without an owner the cells belong to no tag.
-    pub(super) cells: Cells,
+    pub(super) cells: TagCells,
     /// When the next call stack of this thread is due.
     pub(crate) clock: Clock,
 }
 
 impl Slot {
-    const fn new(most: u64) -> Self {
+    const fn new(max_credit: u64) -> Self {
         Self {
-            taken: AtomicBool::new(false),
-            change: AtomicU64::new(0),
-            most,
+            owned: AtomicBool::new(false),
+            credit: AtomicU64::new(0),
+            max_credit,
             floor: AtomicI64::new(0),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
-            cells: Cells::new(),
+            cells: TagCells::new(),
             clock: Clock::new(),
         }
     }
@@ -69,118 +69,120 @@ impl Slot {
         counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Pays a nonzero number of bytes from the change, if it is sufficient.
+    /// Debits a nonzero number of bytes from the credit, if it is sufficient.
     #[inline]
-    fn pays(&self, bytes: u64) -> bool {
-        // Cannot overflow: the change is small, and no block is larger than `i64::MAX`.
-        let rest = (self.change.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
+    fn try_debit(&self, bytes: u64) -> bool {
+        // Cannot overflow: the credit is small, and no block is larger than `i64::MAX`.
+        let rest = (self.credit.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
         if rest < self.floor.load(Ordering::Relaxed) {
             return false;
         }
-        self.change.store(rest as u64, Ordering::Relaxed);
+        self.credit.store(rest as u64, Ordering::Relaxed);
         true
     }
 
-    /// Pays for an allocation of `bytes` bytes, and counts it, if the change is sufficient.
+    /// Debits the bytes of an allocation, and counts it, if the credit is sufficient.
     #[inline]
-    fn pays_for_one(&self, bytes: usize) -> bool {
-        let paid = self.pays(bytes as u64);
-        if paid {
+    fn try_debit_allocation(&self, bytes: usize) -> bool {
+        let debited = self.try_debit(bytes as u64);
+        if debited {
             Self::add(&self.allocations, 1);
         }
-        paid
+        debited
     }
 
-    fn pay_by_taking(&self, bytes: u64) -> bool {
-        // The change may come from an earlier cap, or from frees while the cap was exceeded.
+    fn refill_and_debit(&self, bytes: u64) -> bool {
+        // The credit may come from an earlier cap, or from frees while the cap was exceeded.
         // Acquire: sees the new cap, if this reads the value that its setter wrote.
         if self.floor.swap(0, Ordering::Acquire) != 0 {
-            put_back(self.change.swap(0, Ordering::Relaxed));
+            uncharge(self.credit.swap(0, Ordering::Relaxed));
         }
-        let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
-        match take(need, BATCH) {
-            Some(taken) => {
-                self.change
-                    .store(self.change.load(Ordering::Relaxed) + taken - bytes, Ordering::Relaxed);
+        let need = bytes.saturating_sub(self.credit.load(Ordering::Relaxed));
+        match charge_account(need, BATCH) {
+            Some(charged) => {
+                self.credit.store(
+                    self.credit.load(Ordering::Relaxed) + charged - bytes,
+                    Ordering::Relaxed,
+                );
                 true
             }
             None => {
                 // Bytes that are freed from now on must be compared with the cap before they are
                 // reused.
-                self.floor.store(RECALLED, Ordering::Relaxed);
-                refused();
+                self.floor.store(RECALL_FLOOR, Ordering::Relaxed);
+                count_refusal();
                 false
             }
         }
     }
 
-    /// Adds `bytes` to the change, if that stays within the maximum.
+    /// Adds `bytes` to the credit, if that stays within the maximum.
     #[inline]
-    fn receives(&self, bytes: u64) -> bool {
-        let change = self.change.load(Ordering::Relaxed).wrapping_add(bytes);
-        if change > self.most {
+    fn try_add_credit(&self, bytes: u64) -> bool {
+        let credit = self.credit.load(Ordering::Relaxed).wrapping_add(bytes);
+        if credit > self.max_credit {
             return false;
         }
-        self.change.store(change, Ordering::Relaxed);
+        self.credit.store(credit, Ordering::Relaxed);
         true
     }
 
-    /// Takes back `bytes`, and gives all of the change except one batch back to the account.
-    fn receive_and_return(&self, bytes: u64) {
-        let change = self.change.load(Ordering::Relaxed) + bytes;
-        self.change.store(BATCH, Ordering::Relaxed);
-        put_back(change - BATCH);
+    /// Credits `bytes`, and returns all of the credit except one batch to the account.
+    fn add_credit_and_trim(&self, bytes: u64) {
+        let credit = self.credit.load(Ordering::Relaxed) + bytes;
+        self.credit.store(BATCH, Ordering::Relaxed);
+        uncharge(credit - BATCH);
     }
 
     /// Releases the slot for another thread.
-    fn retire(&self) {
-        put_back(self.change.swap(0, Ordering::Relaxed));
-        self.cells.leave();
-        self.taken.store(false, Ordering::Release);
+    fn release(&self) {
+        uncharge(self.credit.swap(0, Ordering::Relaxed));
+        self.cells.flush();
+        self.owned.store(false, Ordering::Release);
     }
 }
 
-/// The floor of a change that must be returned before the next payment. It applies after the cap
-/// was set or has refused an allocation, and for a new owner.
-const RECALLED: i64 = i64::MAX;
+/// The floor of a credit that must be returned before the next debit. It applies after the cap
+/// was set or has count_refusal an allocation, and for a new owner.
+const RECALL_FLOOR: i64 = i64::MAX;
 
 /// Slots per block.
 const SLOTS: usize = 64;
 
 /// A block of slots. The first one is static, further ones are leaked.
-struct Block {
+struct SlotChunk {
     slots: [Slot; SLOTS],
-    next: AtomicPtr<Block>,
+    next: AtomicPtr<SlotChunk>,
 }
 
-impl Block {
+impl SlotChunk {
     const fn new() -> Self {
         Self {
-            slots: [const { Slot::new(MOST_CHANGE) }; SLOTS],
+            slots: [const { Slot::new(MAX_CREDIT) }; SLOTS],
             next: AtomicPtr::new(ptr::null_mut()),
         }
     }
 
-    fn next(&self) -> Option<&'static Block> {
+    fn next(&self) -> Option<&'static SlotChunk> {
         let next = self.next.load(Ordering::Acquire);
-        // SAFETY: 1. A pointer that is not null comes from `extend`, which leaked and initialised a
+        // SAFETY: 1. A pointer that is not null comes from `append`, which leaked and initialised a
         // block before it published the pointer (Acquire here, Release there). 2. No `&mut` of it
         // is created.
         unsafe { next.as_ref() }
     }
 
     /// Appends a block to this one, which is the last. Returns `None` if the system has no memory.
-    fn extend(&self) -> Option<&'static Block> {
-        let layout = Layout::new::<Block>();
+    fn append(&self) -> Option<&'static SlotChunk> {
+        let layout = Layout::new::<SlotChunk>();
         // SAFETY: the layout has a nonzero size. The system allocator is used, not the wrapped one,
         // because this runs inside a call of the wrapper.
-        let fresh = unsafe { System.alloc(layout) }.cast::<Block>();
+        let fresh = unsafe { System.alloc(layout) }.cast::<SlotChunk>();
         if fresh.is_null() {
             return None;
         }
-        // SAFETY: 1. `fresh` is a block of the layout of `Block`. 2. No other thread has its
+        // SAFETY: 1. `fresh` is a block of the layout of `SlotChunk`. 2. No other thread has its
         // address yet.
-        unsafe { fresh.write(Block::new()) };
+        unsafe { fresh.write(SlotChunk::new()) };
         match self.next.compare_exchange(
             ptr::null_mut(),
             fresh,
@@ -197,65 +199,65 @@ impl Block {
     }
 }
 
-static FIRST: Block = Block::new();
-/// The slot of all threads without their own: atomic additions, and no change.
+static FIRST: SlotChunk = SlotChunk::new();
+/// The slot of all threads without their own: atomic additions, and no credit.
 pub(crate) static SHARED: Slot = Slot::new(0);
 
 /// Claims a slot without an owner.
 fn claim() -> Option<&'static Slot> {
-    let mut block = Some(&FIRST);
-    while let Some(here) = block {
-        for slot in &here.slots {
-            if !slot.taken.load(Ordering::Relaxed)
+    let mut next = Some(&FIRST);
+    while let Some(chunk) = next {
+        for slot in &chunk.slots {
+            if !slot.owned.load(Ordering::Relaxed)
                 && slot
-                    .taken
+                    .owned
                     .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {
-                slot.floor.store(RECALLED, Ordering::Relaxed);
+                slot.floor.store(RECALL_FLOOR, Ordering::Relaxed);
                 return Some(slot);
             }
         }
-        block = here.next().or_else(|| here.extend());
+        next = chunk.next().or_else(|| chunk.append());
     }
     None
 }
 
 /// Releases the slot of a thread when the thread ends.
-struct Leave;
+struct ReleaseOnExit;
 
-impl Drop for Leave {
+impl Drop for ReleaseOnExit {
     fn drop(&mut self) {
-        HERE.with(|here| {
-            here.ending.set(true);
-            if let Some(slot) = here.leave() {
-                slot.retire();
+        THREAD_STATE.with(|state| {
+            state.ending.set(true);
+            if let Some(slot) = state.clear_slot() {
+                slot.release();
             }
         });
     }
 }
 
 thread_local! {
-    static LEAVE: Leave = const { Leave };
+    static RELEASE_ON_EXIT: ReleaseOnExit = const { ReleaseOnExit };
 }
 
 /// Assigns a slot to this thread, if possible.
 #[cold]
 #[inline(never)]
-fn arrive(here: &Here) -> Option<&'static Slot> {
-    if here.ending.get() {
+fn assign_slot(state: &ThreadState) -> Option<&'static Slot> {
+    if state.ending.get() {
         return None;
     }
     let slot = claim()?;
     report::request();
     // First, so that an allocation inside the next call finds the slot.
-    here.count_in(slot);
-    Here::follow_tags();
+    state.set_slot(slot);
+    ThreadState::observe_tags();
     // Registers the destructor. This fails only if it has already run.
-    if LEAVE.try_with(|_| ()).is_err() {
-        here.ending.set(true);
-        here.leave();
-        slot.retire();
+    if RELEASE_ON_EXIT.try_with(|_| ()).is_err() {
+        state.ending.set(true);
+        state.clear_slot();
+        slot.release();
         return None;
     }
     Some(slot)
@@ -263,119 +265,119 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
 
 /// Returns the calling thread's slot, or `None` if it counts in the shared one.
 #[inline]
-pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
-    here.own().or_else(|| arrive(here))
+pub(crate) fn thread_slot(state: &ThreadState) -> Option<&'static Slot> {
+    state.own_slot().or_else(|| assign_slot(state))
 }
 
-/// Pays for `bytes` bytes and counts an allocation, if this thread is in no scope and its change is
+/// Debits `bytes` bytes and counts an allocation, if this thread is in no scope and its credit is
 /// sufficient. This is the complete fast path of most allocations.
 #[inline]
-pub(crate) fn charge_plainly(bytes: usize) -> bool {
-    HERE.with(|here| here.plain().pays_for_one(bytes))
+pub(crate) fn try_charge_unscoped(bytes: usize) -> bool {
+    THREAD_STATE.with(|state| state.unscoped_slot().try_debit_allocation(bytes))
 }
 
-/// Pays and counts as [`charge_plainly`] does, also in a scope of a tag.
+/// Debits and counts as [`try_charge_unscoped`] does, also in a scope of a tag.
 #[inline]
-pub(crate) fn charge_unrouted(bytes: usize) -> bool {
-    HERE.with(|here| here.unrouted().pays_for_one(bytes))
+pub(crate) fn try_charge_unrouted(bytes: usize) -> bool {
+    THREAD_STATE.with(|state| state.unrouted_slot().try_debit_allocation(bytes))
 }
 
-/// Pays for `bytes` bytes and counts an allocation. Returns `false` and changes nothing if the cap
+/// Debits `bytes` bytes and counts an allocation. Returns `false` and changes nothing if the cap
 /// refuses.
 #[cold]
 #[inline(never)]
 pub(crate) fn charge(bytes: usize) -> bool {
-    HERE.with(|here| pay(here, bytes as u64, 1))
+    THREAD_STATE.with(|state| debit(state, bytes as u64, 1))
 }
 
-/// Pays for the growth of a block by `bytes` bytes.
+/// Debits `bytes` bytes for the growth of a block.
 #[inline]
 pub(crate) fn charge_growth(bytes: usize) -> bool {
     let bytes = bytes as u64;
-    HERE.with(|here| here.slot().pays(bytes) || pay_slowly(here, bytes))
+    THREAD_STATE.with(|state| state.slot().try_debit(bytes) || charge_growth_slowly(state, bytes))
 }
 
 #[cold]
 #[inline(never)]
-fn pay_slowly(here: &Here, bytes: u64) -> bool {
-    pay(here, bytes, 0)
+fn charge_growth_slowly(state: &ThreadState, bytes: u64) -> bool {
+    debit(state, bytes, 0)
 }
 
-fn pay(here: &Here, bytes: u64, allocations: u64) -> bool {
-    let Some(slot) = mine(here) else { return charge_shared(bytes, allocations) };
-    let paid = slot.pays(bytes) || slot.pay_by_taking(bytes);
-    if paid {
+fn debit(state: &ThreadState, bytes: u64, allocations: u64) -> bool {
+    let Some(slot) = thread_slot(state) else { return charge_shared(bytes, allocations) };
+    let debited = slot.try_debit(bytes) || slot.refill_and_debit(bytes);
+    if debited {
         Slot::add(&slot.allocations, allocations);
     }
-    paid
+    debited
 }
 
 fn charge_shared(bytes: u64, allocations: u64) -> bool {
-    let paid = take(bytes, 0).is_some();
-    if paid {
+    let debited = charge_account(bytes, 0).is_some();
+    if debited {
         SHARED.allocations.fetch_add(allocations, Ordering::Relaxed);
     } else {
-        refused();
+        count_refusal();
     }
-    paid
+    debited
 }
 
 /// Undoes [`charge`], because the wrapped allocator had no memory.
 #[cold]
 pub(crate) fn refund(bytes: usize) {
-    HERE.with(|here| {
-        match mine(here) {
+    THREAD_STATE.with(|state| {
+        match thread_slot(state) {
             Some(slot) => Slot::add(&slot.allocations, 1u64.wrapping_neg()),
             None => _ = SHARED.allocations.fetch_sub(1, Ordering::Relaxed),
         }
-        receive(here, bytes as u64, 0);
+        add_credit(state, bytes as u64, 0);
     });
 }
 
-/// Takes back the `bytes` of a block that this thread is about to free, and counts the free, if its
-/// change has room. The bytes stay charged, so no other thread can use them before the block is
+/// Credits the `bytes` of a block that this thread is about to free, and counts the free, if its
+/// credit has room. The bytes stay charged, so no other thread can use them before the block is
 /// really free.
 #[inline]
-pub(crate) fn frees_plainly(bytes: usize) -> bool {
-    HERE.with(|here| {
-        let slot = here.slot();
-        let received = slot.receives(bytes as u64);
-        if received {
+pub(crate) fn try_credit_free(bytes: usize) -> bool {
+    THREAD_STATE.with(|state| {
+        let slot = state.slot();
+        let credited = slot.try_add_credit(bytes as u64);
+        if credited {
             Slot::add(&slot.frees, 1);
         }
-        received
+        credited
     })
 }
 
-/// Takes back the `bytes` of a freed block, and counts the free.
-pub(crate) fn freed(bytes: usize) {
-    HERE.with(|here| receive(here, bytes as u64, 1));
+/// Credits the `bytes` of a freed block, and counts the free.
+pub(crate) fn credit_free(bytes: usize) {
+    THREAD_STATE.with(|state| add_credit(state, bytes as u64, 1));
 }
 
-/// Takes back `bytes` by which a block has shrunk, or could not grow.
+/// Credits `bytes` by which a block has shrunk, or could not grow.
 #[inline]
-pub(crate) fn release(bytes: usize) {
+pub(crate) fn credit_shrink(bytes: usize) {
     let bytes = bytes as u64;
-    HERE.with(|here| {
-        if bytes > 0 && !here.slot().receives(bytes) {
-            receive(here, bytes, 0);
+    THREAD_STATE.with(|state| {
+        if bytes > 0 && !state.slot().try_add_credit(bytes) {
+            add_credit(state, bytes, 0);
         }
     });
 }
 
 #[cold]
 #[inline(never)]
-fn receive(here: &Here, bytes: u64, frees: u64) {
-    match mine(here) {
+fn add_credit(state: &ThreadState, bytes: u64, frees: u64) {
+    match thread_slot(state) {
         Some(slot) => {
             Slot::add(&slot.frees, frees);
-            if !slot.receives(bytes) {
-                slot.receive_and_return(bytes);
+            if !slot.try_add_credit(bytes) {
+                slot.add_credit_and_trim(bytes);
             }
         }
         None => {
             SHARED.frees.fetch_add(frees, Ordering::Relaxed);
-            put_back(bytes);
+            uncharge(bytes);
         }
     }
 }
@@ -383,7 +385,7 @@ fn receive(here: &Here, bytes: u64, frees: u64) {
 /// Sums over all slots.
 #[derive(Default)]
 pub(super) struct Totals {
-    pub(super) change: u64,
+    pub(super) credit: u64,
     pub(super) allocations: u64,
     pub(super) frees: u64,
 }
@@ -395,7 +397,7 @@ pub(super) fn slots() -> impl Iterator<Item = &'static Slot> {
 pub(super) fn totals() -> Totals {
     let mut totals = Totals::default();
     for slot in slots().chain([&SHARED]) {
-        totals.change = totals.change.wrapping_add(slot.change.load(Ordering::Relaxed));
+        totals.credit = totals.credit.wrapping_add(slot.credit.load(Ordering::Relaxed));
         totals.allocations =
             totals.allocations.wrapping_add(slot.allocations.load(Ordering::Relaxed));
         totals.frees = totals.frees.wrapping_add(slot.frees.load(Ordering::Relaxed));
@@ -403,10 +405,10 @@ pub(super) fn totals() -> Totals {
     totals
 }
 
-/// Makes every thread return its change before its next payment.
+/// Makes every thread return its credit before its next debit.
 pub(super) fn recall() {
     // Release: a thread that sees the floor also sees the new cap.
-    slots().for_each(|slot| slot.floor.store(RECALLED, Ordering::Release));
+    slots().for_each(|slot| slot.floor.store(RECALL_FLOOR, Ordering::Release));
 }
 
 #[cfg(test)]
@@ -416,31 +418,31 @@ mod tests {
 
     /// A single test, since slots are global to the process.
     #[test]
-    fn slots_are_given_to_one_thread_at_a_time_extended_when_all_are_taken_and_given_again() {
+    fn slots_are_exclusive_reused_and_extended_on_demand() {
         let address = |slot: &'static Slot| ptr::from_ref(slot).addr();
         let first: Vec<_> = (0..3 * SLOTS).map_while(|_| claim()).collect();
         let distinct: BTreeSet<_> = first.iter().map(|slot| address(slot)).collect();
         assert_eq!(distinct.len(), 3 * SLOTS);
-        first.iter().for_each(|slot| slot.retire());
+        first.iter().for_each(|slot| slot.release());
         let again: BTreeSet<_> = (0..3 * SLOTS).filter_map(|_| claim()).map(address).collect();
         assert_eq!(again, distinct);
         slots().for_each(|slot| {
             if distinct.contains(&address(slot)) {
-                slot.retire();
+                slot.release();
             }
         });
 
-        // A thread that ends releases its slot and returns its change.
-        let used = move || HERE.with(|here| mine(here).map(address));
+        // A thread that ends releases its slot and returns its credit.
+        let used = move || THREAD_STATE.with(|state| thread_slot(state).map(address));
         let (one, charged) = (thread::spawn(used).join().unwrap(), crate::stats().live);
         let other = thread::spawn(move || {
             assert!(charge(1000));
-            freed(1000);
+            credit_free(1000);
             used()
         });
         other.join().unwrap();
         assert!(one.is_some());
         assert_eq!(crate::stats().live, charged);
-        assert_eq!(totals().change, 0);
+        assert_eq!(totals().credit, 0);
     }
 }

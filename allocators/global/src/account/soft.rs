@@ -1,7 +1,7 @@
 //! The soft cap: it refuses no allocation, but hooks are called when it is exceeded.
 //!
 //! ```text
-//!   bytes │        told: exceeded                 told: no more
+//!   bytes │        hook: exceeded                 hook: no more
 //!     cap ├╌╌╌╌╌╌╌╌╌╌╌╱▔▔╲╌╌╱▔▔▔╲╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌
 //!     7/8 ├╌╌╌╌╌╌╌╌╌╱╌╌╌╌╌╲╱╌╌╌╌╌╲╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌
 //!         └────────╱───────────────╲──────────────────────► time
@@ -45,7 +45,7 @@ type Hook = dyn Fn(SoftCap) + Send + Sync;
 
 static HOOKS: Mutex<Vec<Arc<Hook>>> = Mutex::new(Vec::new());
 /// The thread that runs the hooks, once it exists.
-static TELLER: OnceLock<Thread> = OnceLock::new();
+static HOOK_THREAD: OnceLock<Thread> = OnceLock::new();
 
 /// Returns the lower threshold.
 fn low(cap: u64) -> u64 {
@@ -54,7 +54,7 @@ fn low(cap: u64) -> u64 {
 
 /// Checks the cap after the charged bytes have risen to `charged`.
 #[inline]
-pub(super) fn risen(charged: u64) {
+pub(super) fn on_increase(charged: u64) {
     if charged > CAP.load(Ordering::Relaxed) {
         exceeded();
     }
@@ -62,9 +62,9 @@ pub(super) fn risen(charged: u64) {
 
 /// Checks the lower threshold after the charged bytes have fallen to `charged`.
 #[inline]
-pub(super) fn fallen(charged: u64) {
+pub(super) fn on_decrease(charged: u64) {
     if EXCEEDED.load(Ordering::Relaxed) && charged <= low(CAP.load(Ordering::Relaxed)) {
-        relaxed();
+        no_longer_exceeded();
     }
 }
 
@@ -77,7 +77,7 @@ fn exceeded() {
 }
 
 #[cold]
-fn relaxed() {
+fn no_longer_exceeded() {
     if EXCEEDED.swap(false, Ordering::Relaxed) {
         wake();
     }
@@ -85,22 +85,22 @@ fn relaxed() {
 
 /// At most one futex call. Takes no lock and no memory.
 fn wake() {
-    if let Some(teller) = TELLER.get() {
-        teller.unpark();
+    if let Some(thread) = HOOK_THREAD.get() {
+        thread.unpark();
     }
 }
 
 /// Sets the soft cap in bytes, above which hooks are called ([`on_soft_cap`]). `u64::MAX` removes
 /// it. Returns whether it is already exceeded, for which hooks are called too.
 ///
-/// No allocation is refused. The cap is compared with live bytes plus the change of all threads. So
+/// No allocation is refused. The cap is compared with live bytes plus the credit of all threads. So
 /// it may be crossed early, by at most 128 KiB per thread, and never late. It counts as exceeded
 /// until seven eighths of it are reached, so that hooks are not called for each block near the cap.
 pub fn set_soft_cap(bytes: u64) -> bool {
     CAP.store(bytes, Ordering::Relaxed);
     let charged = CHARGED.load(Ordering::Relaxed);
-    risen(charged);
-    fallen(charged);
+    on_increase(charged);
+    on_decrease(charged);
     EXCEEDED.load(Ordering::Relaxed)
 }
 
@@ -142,42 +142,42 @@ pub fn is_soft_cap_exceeded() -> bool {
 /// #[global_allocator]
 /// static GLOBAL: global::Global = global::Global::new();
 ///
-/// let (tell, told) = mpsc::channel();
-/// global::on_soft_cap(move |soft| drop(tell.send(soft.exceeded)))?;
+/// let (sender, receiver) = mpsc::channel();
+/// global::on_soft_cap(move |soft| drop(sender.send(soft.exceeded)))?;
 /// global::set_soft_cap(global::stats().live + (1 << 20));
 /// let cache = vec![0u8; 4 << 20];
-/// assert_eq!(told.recv(), Ok(true)); // time to release caches
+/// assert_eq!(receiver.recv(), Ok(true)); // time to release caches
 /// drop(cache);
-/// assert_eq!(told.recv(), Ok(false));
+/// assert_eq!(receiver.recv(), Ok(false));
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub fn on_soft_cap(hook: impl Fn(SoftCap) + Send + Sync + 'static) -> io::Result<()> {
     let hook: Arc<Hook> = Arc::new(hook);
     let mut hooks = HOOKS.lock().unwrap_or_else(PoisonError::into_inner);
     // Under the lock, so that only one thread is started.
-    if TELLER.get().is_none() {
-        let teller = thread::Builder::new().name("aquifer-soft-cap".into()).spawn(tell)?;
-        let _ = TELLER.set(teller.thread().clone());
+    if HOOK_THREAD.get().is_none() {
+        let thread = thread::Builder::new().name("aquifer-soft-cap".into()).spawn(run_hooks)?;
+        let _ = HOOK_THREAD.set(thread.thread().clone());
     }
     hooks.push(hook);
     drop(hooks);
-    // The cap may have been crossed before `TELLER` was set, without a wake-up.
+    // The cap may have been crossed before `HOOK_THREAD` was set, without a wake-up.
     wake();
     Ok(())
 }
 
 /// Runs the hooks forever.
-fn tell() {
-    let (mut crossings, mut told) = (CROSSINGS.load(Ordering::Relaxed), false);
+fn run_hooks() {
+    let (mut crossings, mut reported) = (CROSSINGS.load(Ordering::Relaxed), false);
     loop {
         // `CROSSINGS` is read first. A later change unparks the thread again.
         let (now, up) = (CROSSINGS.load(Ordering::Relaxed), EXCEEDED.load(Ordering::Relaxed));
-        if (up || now != crossings) && !told {
-            call(true);
-            told = true;
-        } else if !up && told {
-            call(false);
-            told = false;
+        if (up || now != crossings) && !reported {
+            call_hooks(true);
+            reported = true;
+        } else if !up && reported {
+            call_hooks(false);
+            reported = false;
         } else {
             crossings = now;
             thread::park();
@@ -187,7 +187,7 @@ fn tell() {
     }
 }
 
-fn call(exceeded: bool) {
+fn call_hooks(exceeded: bool) {
     let hooks = HOOKS.lock().unwrap_or_else(PoisonError::into_inner).clone();
     for hook in hooks {
         let soft = SoftCap { exceeded, live: stats().live, cap: soft_cap() };

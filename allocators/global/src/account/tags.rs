@@ -1,16 +1,16 @@
 //! Accounts by tag: what each tag has allocated, and what it holds.
 //!
 //! ```text
-//!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or leaves
-//!   cell of a thread  │ change        │ bytes, allocations, blocks │    eight in each slot, touched by its thread alone
-//!   live     = charged − the change of all cells of the tag
+//!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or flushes
+//!   cell of a thread  │ credit        │ bytes, allocations, blocks │    eight in each slot, touched by its thread alone
+//!   live     = charged − the credit of all cells of the tag
 //! ```
 //!
 //! The same arithmetic as for the process: a cell prepays. So a thread that allocates and frees
 //! under a tag writes only its own memory, and the row's figures are never too low.
 
 use super::slot::{self, Slot};
-use crate::here::HERE;
+use crate::thread_state::THREAD_STATE;
 use aquifer_core::Tag;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -57,17 +57,17 @@ pub struct Consumer {
     pub allocated: Allocated,
 }
 
-/// Minimum and maximum bytes of change that a cell charges at once. In between it is a sixteenth of
+/// Minimum and maximum bytes of credit that a cell charges at once. In between it is a sixteenth of
 /// the tag's bytes, so that the peak of a small tag is accurate.
 const BATCH: (u64, u64) = (1 << 10, super::BATCH);
-/// Maximum of the change above which a cell returns some.
-const MOST_CHANGE: u64 = super::MOST_CHANGE;
+/// Maximum of the credit above which a cell returns some.
+const MAX_CREDIT: u64 = super::MAX_CREDIT;
 
 /// The account of one tag. Each has its own cache line, so that threads under different tags do not
 /// contend.
 #[repr(align(64))]
 struct Row {
-    /// Bytes in live blocks and in the change of cells.
+    /// Bytes in live blocks and in the credit of cells.
     charged: AtomicU64,
     /// The maximum of `charged` since the last reset.
     peak: AtomicU64,
@@ -90,7 +90,7 @@ impl Row {
     }
 
     fn charge(&self, bytes: u64) {
-        KEPT.store(true, Ordering::Relaxed);
+        TRACKS_BLOCKS.store(true, Ordering::Relaxed);
         let charged = self.charged.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
         if self.peak.load(Ordering::Relaxed) < charged {
             self.peak.fetch_max(charged, Ordering::Relaxed);
@@ -107,10 +107,10 @@ impl Row {
 // tag: 4 MiB of address space, of which only the pages of used tags are touched.
 static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
 /// Rows from this index on have not been used.
-static USED: AtomicUsize = AtomicUsize::new(0);
+static USED_ROWS: AtomicUsize = AtomicUsize::new(0);
 /// Whether any row has been charged, so the program's allocator is one that records the tag of each
 /// block.
-static KEPT: AtomicBool = AtomicBool::new(false);
+static TRACKS_BLOCKS: AtomicBool = AtomicBool::new(false);
 
 #[inline]
 fn row(tag: u16) -> &'static Row {
@@ -124,21 +124,21 @@ fn current() -> u16 {
 }
 
 /// The tag of an unused cell.
-const NOBODY: u64 = u64::MAX;
-/// Cells per slot. If a thread uses more tags in turn, some of them share a cell, which then
+const UNUSED: u64 = u64::MAX;
+/// TagCells per slot. If a thread uses more tags in turn, some of them share a cell, which then
 /// switches between them.
 const CELLS: usize = 8;
 
 /// The counts of one thread under one tag. Written only by the slot's owner. A cache line in size,
 /// so that a shift computes its offset.
 #[repr(align(64))]
-struct Cell {
+struct TagCell {
     /// The tag that it counts for.
     tag: AtomicU64,
     /// Bytes that are charged to the tag's row but not in a live block.
-    change: AtomicU64,
-    /// The change above which some is returned.
-    most: AtomicU64,
+    credit: AtomicU64,
+    /// The credit above which some is returned.
+    max_credit: AtomicU64,
     bytes: AtomicU64,
     allocations: AtomicU64,
     blocks: AtomicU64,
@@ -149,12 +149,12 @@ fn add(counter: &AtomicU64, more: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
-impl Cell {
+impl TagCell {
     const fn new() -> Self {
         Self {
-            tag: AtomicU64::new(NOBODY),
-            change: AtomicU64::new(0),
-            most: AtomicU64::new(0),
+            tag: AtomicU64::new(UNUSED),
+            credit: AtomicU64::new(0),
+            max_credit: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
             blocks: AtomicU64::new(0),
@@ -164,113 +164,115 @@ impl Cell {
     /// Adds the counts of the previous tag to its row, and switches to `tag`.
     #[cold]
     #[inline(never)]
-    fn turn_to(&self, tag: u16) {
-        self.leave();
-        USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+    fn switch_to(&self, tag: u16) {
+        self.flush();
+        USED_ROWS.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
         self.tag.store(u64::from(tag), Ordering::Relaxed);
     }
 
-    fn leave(&self) {
+    fn flush(&self) {
         let Ok(tag) = u16::try_from(self.tag.load(Ordering::Relaxed)) else { return };
         let row = row(tag);
         row.bytes.fetch_add(self.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
         row.allocations.fetch_add(self.allocations.load(Ordering::Relaxed), Ordering::Relaxed);
         row.blocks.fetch_add(self.blocks.load(Ordering::Relaxed), Ordering::Relaxed);
-        row.charged.fetch_sub(self.change.load(Ordering::Relaxed), Ordering::Relaxed);
-        self.tag.store(NOBODY, Ordering::Relaxed);
-        for counter in [&self.change, &self.most, &self.bytes, &self.allocations, &self.blocks] {
+        row.charged.fetch_sub(self.credit.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.tag.store(UNUSED, Ordering::Relaxed);
+        for counter in
+            [&self.credit, &self.max_credit, &self.bytes, &self.allocations, &self.blocks]
+        {
             counter.store(0, Ordering::Relaxed);
         }
     }
 
     #[inline]
-    fn pay(&self, tag: u16, bytes: u64) {
-        match self.change.load(Ordering::Relaxed).checked_sub(bytes) {
-            Some(rest) => self.change.store(rest, Ordering::Relaxed),
-            None => self.pay_by_taking(tag, bytes),
+    fn debit(&self, tag: u16, bytes: u64) {
+        match self.credit.load(Ordering::Relaxed).checked_sub(bytes) {
+            Some(rest) => self.credit.store(rest, Ordering::Relaxed),
+            None => self.refill_and_debit(tag, bytes),
         }
         add(&self.bytes, bytes);
     }
 
     #[cold]
     #[inline(never)]
-    fn pay_by_taking(&self, tag: u16, bytes: u64) {
+    fn refill_and_debit(&self, tag: u16, bytes: u64) {
         let row = row(tag);
         let batch = row.batch();
-        let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
+        let need = bytes.saturating_sub(self.credit.load(Ordering::Relaxed));
         row.charge(need + batch);
-        add(&self.change, (need + batch).wrapping_sub(bytes));
-        // Room for the free of this block, so that the next block of this size is paid from the
-        // change.
-        self.most.store((2 * bytes.max(batch)).min(MOST_CHANGE), Ordering::Relaxed);
+        add(&self.credit, (need + batch).wrapping_sub(bytes));
+        // Room for the free of this block, so that the next block of this size is debited from the
+        // credit.
+        self.max_credit.store((2 * bytes.max(batch)).min(MAX_CREDIT), Ordering::Relaxed);
     }
 
     #[inline]
-    fn receive(&self, tag: u16, bytes: u64) {
-        let change = self.change.load(Ordering::Relaxed).wrapping_add(bytes);
-        self.change.store(change, Ordering::Relaxed);
-        if change > self.most.load(Ordering::Relaxed) {
-            self.lower(tag);
+    fn add_credit(&self, tag: u16, bytes: u64) {
+        let credit = self.credit.load(Ordering::Relaxed).wrapping_add(bytes);
+        self.credit.store(credit, Ordering::Relaxed);
+        if credit > self.max_credit.load(Ordering::Relaxed) {
+            self.trim_credit(tag);
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn lower(&self, tag: u16) {
+    fn trim_credit(&self, tag: u16) {
         let row = row(tag);
-        // `most` is not yet set on a thread that only frees.
-        let most = self.most.load(Ordering::Relaxed).max(2 * row.batch());
-        self.most.store(most, Ordering::Relaxed);
-        let change = self.change.load(Ordering::Relaxed);
-        if change > most {
-            self.change.store(most / 2, Ordering::Relaxed);
-            row.charged.fetch_sub(change - most / 2, Ordering::Relaxed);
+        // `max_credit` is not yet set on a thread that only frees.
+        let most = self.max_credit.load(Ordering::Relaxed).max(2 * row.batch());
+        self.max_credit.store(most, Ordering::Relaxed);
+        let credit = self.credit.load(Ordering::Relaxed);
+        if credit > most {
+            self.credit.store(most / 2, Ordering::Relaxed);
+            row.charged.fetch_sub(credit - most / 2, Ordering::Relaxed);
         }
     }
 }
 
 /// The cells of a slot. A tag uses the cell whose index is its number modulo [`CELLS`].
-pub(super) struct Cells([Cell; CELLS]);
+pub(super) struct TagCells([TagCell; CELLS]);
 
-impl Cells {
+impl TagCells {
     pub(super) const fn new() -> Self {
-        Self([const { Cell::new() }; CELLS])
+        Self([const { TagCell::new() }; CELLS])
     }
 
     #[inline]
-    fn of(&self, tag: u16) -> &Cell {
+    fn for_tag(&self, tag: u16) -> &TagCell {
         let cell = &self.0[usize::from(tag) % CELLS];
         if cell.tag.load(Ordering::Relaxed) != u64::from(tag) {
-            cell.turn_to(tag);
+            cell.switch_to(tag);
         }
         cell
     }
 
     /// Adds the counts of all cells to their rows.
-    pub(super) fn leave(&self) {
-        self.0.iter().for_each(Cell::leave);
+    pub(super) fn flush(&self) {
+        self.0.iter().for_each(TagCell::flush);
     }
 }
 
 /// Counts an allocation under the current tag, if there is one.
 #[inline]
-pub(crate) fn note(bytes: usize, allocations: u64) {
+pub(crate) fn count_allocation(bytes: usize, allocations: u64) {
     let tag = current();
     if tag != 0 {
-        note_under(tag, bytes as u64, allocations);
+        count_allocation_under(tag, bytes as u64, allocations);
     }
 }
 
 #[inline]
-fn note_under(tag: u16, bytes: u64, allocations: u64) {
-    HERE.with(|here| match slot::mine(here) {
+fn count_allocation_under(tag: u16, bytes: u64, allocations: u64) {
+    THREAD_STATE.with(|state| match slot::thread_slot(state) {
         Some(slot) => {
-            let cell = slot.cells.of(tag);
+            let cell = slot.cells.for_tag(tag);
             add(&cell.bytes, bytes);
             add(&cell.allocations, allocations);
         }
         None => {
-            USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+            USED_ROWS.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
             row(tag).bytes.fetch_add(bytes, Ordering::Relaxed);
             row(tag).allocations.fetch_add(allocations, Ordering::Relaxed);
         }
@@ -279,12 +281,12 @@ fn note_under(tag: u16, bytes: u64, allocations: u64) {
 
 /// Counts a block under the current tag, and returns the tag.
 #[inline]
-pub(crate) fn hold(slot: Option<&Slot>, bytes: usize) -> u16 {
+pub(crate) fn count_block(slot: Option<&Slot>, bytes: usize) -> u16 {
     let tag = current();
     match slot {
         Some(slot) => {
-            let cell = slot.cells.of(tag);
-            cell.pay(tag, bytes as u64);
+            let cell = slot.cells.for_tag(tag);
+            cell.debit(tag, bytes as u64);
             add(&cell.allocations, 1);
             add(&cell.blocks, 1);
         }
@@ -301,34 +303,35 @@ pub(crate) fn hold(slot: Option<&Slot>, bytes: usize) -> u16 {
 #[inline]
 pub(crate) fn grow(slot: Option<&Slot>, tag: u16, bytes: usize) {
     match slot {
-        Some(slot) => slot.cells.of(tag).pay(tag, bytes as u64),
+        Some(slot) => slot.cells.for_tag(tag).debit(tag, bytes as u64),
         None => {
-            USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+            USED_ROWS.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
             row(tag).charge(bytes as u64);
             row(tag).bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
     }
 }
 
-/// Counts that a block of this tag has shrunk by `bytes` bytes. For a freed block, `gone` is 1.
+/// Counts that a block of this tag has shrunk by `bytes` bytes. For a freed block, `freed_blocks`
+/// is 1.
 #[inline]
-pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, gone: u64) {
+pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, freed_blocks: u64) {
     match slot {
         Some(slot) => {
-            let cell = slot.cells.of(tag);
-            cell.receive(tag, bytes as u64);
-            add(&cell.blocks, gone.wrapping_neg());
+            let cell = slot.cells.for_tag(tag);
+            cell.add_credit(tag, bytes as u64);
+            add(&cell.blocks, freed_blocks.wrapping_neg());
         }
         None => {
             row(tag).charged.fetch_sub(bytes as u64, Ordering::Relaxed);
-            row(tag).blocks.fetch_sub(gone, Ordering::Relaxed);
+            row(tag).blocks.fetch_sub(freed_blocks, Ordering::Relaxed);
         }
     }
 }
 
 /// Resets the peaks.
 pub(super) fn reset_peaks() {
-    for row in ROWS.iter().take(USED.load(Ordering::Relaxed)) {
+    for row in ROWS.iter().take(USED_ROWS.load(Ordering::Relaxed)) {
         row.peak.store(row.charged.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
@@ -340,18 +343,18 @@ fn figures(tag: u16) -> (Held, Allocated) {
         bytes: row.bytes.load(Ordering::Relaxed),
         allocations: row.allocations.load(Ordering::Relaxed),
     };
-    let (mut change, mut blocks) = (0u64, row.blocks.load(Ordering::Relaxed));
+    let (mut credit, mut blocks) = (0u64, row.blocks.load(Ordering::Relaxed));
     for slot in slot::slots() {
         let cell = &slot.cells.0[usize::from(tag) % CELLS];
         if cell.tag.load(Ordering::Relaxed) == u64::from(tag) {
-            change = change.wrapping_add(cell.change.load(Ordering::Relaxed));
+            credit = credit.wrapping_add(cell.credit.load(Ordering::Relaxed));
             blocks = blocks.wrapping_add(cell.blocks.load(Ordering::Relaxed));
             allocated.bytes = allocated.bytes.wrapping_add(cell.bytes.load(Ordering::Relaxed));
             allocated.allocations =
                 allocated.allocations.wrapping_add(cell.allocations.load(Ordering::Relaxed));
         }
     }
-    let live = row.charged.load(Ordering::Relaxed).saturating_sub(change);
+    let live = row.charged.load(Ordering::Relaxed).saturating_sub(credit);
     let held = Held { live, peak: row.peak.load(Ordering::Relaxed).max(live), blocks };
     (held, allocated)
 }
@@ -401,7 +404,7 @@ pub fn allocated_under(tag: Tag) -> Allocated {
 /// ```
 #[must_use]
 pub fn held_under(tag: Tag) -> Option<Held> {
-    KEPT.load(Ordering::Relaxed).then(|| figures(tag.index() as u16).0)
+    TRACKS_BLOCKS.load(Ordering::Relaxed).then(|| figures(tag.index() as u16).0)
 }
 
 /// Returns the `n` tags that hold the most bytes, in descending order.
@@ -424,13 +427,13 @@ pub fn held_under(tag: Tag) -> Option<Held> {
 /// ```
 #[must_use]
 pub fn top(n: usize) -> Vec<Consumer> {
-    let kept = KEPT.load(Ordering::Relaxed);
-    let used = USED.load(Ordering::Relaxed);
+    let tracked = TRACKS_BLOCKS.load(Ordering::Relaxed);
+    let used = USED_ROWS.load(Ordering::Relaxed);
     let mut all: Vec<_> = (0..used)
         .filter_map(Tag::from_index)
         .map(|tag| {
             let (held, allocated) = figures(tag.index() as u16);
-            Consumer { tag, held: kept.then_some(held), allocated }
+            Consumer { tag, held: tracked.then_some(held), allocated }
         })
         .filter(|consumer| consumer.allocated != Allocated::default())
         .collect();

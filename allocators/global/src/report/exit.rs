@@ -95,7 +95,7 @@ impl FromStr for ReportTo {
 }
 
 /// The destination that the program has requested.
-static WANTED: Mutex<Option<ReportTo>> = Mutex::new(None);
+static DESTINATION: Mutex<Option<ReportTo>> = Mutex::new(None);
 /// The process that registered the function. A forked child writes no report.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
@@ -111,7 +111,7 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 /// # Ok::<(), global::report::BadReportTo>(())
 /// ```
 pub fn report_at_exit(to: ReportTo) {
-    *WANTED.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
+    *DESTINATION.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
     request();
 }
 
@@ -136,26 +136,26 @@ extern "C" fn at_exit() {
         return;
     }
     // Nothing may unwind into the C library. On a panic the report is lost.
-    let _ = catch_unwind(AssertUnwindSafe(|| paused(|| unrouted(tell))));
+    let _ = catch_unwind(AssertUnwindSafe(|| paused(|| unrouted(write_report))));
 }
 
-fn tell() {
-    let asked = env::var_os(VARIABLE);
-    let to = match asked.as_deref().map(ReportTo::try_from) {
+fn write_report() {
+    let requested = env::var_os(VARIABLE);
+    let to = match requested.as_deref().map(ReportTo::try_from) {
         Some(Ok(to)) => Some(to),
         Some(Err(bad)) => {
-            say(&format!("{VARIABLE}: {bad}"));
+            print(&format!("{VARIABLE}: {bad}"));
             None
         }
         None => None,
     };
-    let to = to.or_else(|| WANTED.lock().unwrap_or_else(PoisonError::into_inner).take());
+    let to = to.or_else(|| DESTINATION.lock().unwrap_or_else(PoisonError::into_inner).take());
     match to {
         None => {}
-        Some(ReportTo::Stderr) => say(&report().to_string()),
+        Some(ReportTo::Stderr) => print(&report().to_string()),
         Some(ReportTo::File(path)) => {
-            if let Err((path, e)) = write(path) {
-                say(&format!("the report cannot be written to {}: {e}", path.display()));
+            if let Err((path, e)) = write_file(path) {
+                print(&format!("the report cannot be written to {}: {e}", path.display()));
             }
         }
     }
@@ -163,13 +163,13 @@ fn tell() {
 
 /// Warns once if a cap has little effect, because [`Global`](crate::Global) is not installed.
 pub(crate) fn warn_unless_installed() {
-    static LOOKED: AtomicBool = AtomicBool::new(false);
-    if !cfg!(miri) && !LOOKED.swap(true, Ordering::Relaxed) && !is_installed() {
-        say(&format!("{NOT_INSTALLED}: a cap refuses nothing that other code allocates"));
+    static CHECKED: AtomicBool = AtomicBool::new(false);
+    if !cfg!(miri) && !CHECKED.swap(true, Ordering::Relaxed) && !is_installed() {
+        print(&format!("{NOT_INSTALLED}: a cap refuses nothing that other code allocates"));
     }
 }
 
-fn write(path: PathBuf) -> Result<(), (PathBuf, io::Error)> {
+fn write_file(path: PathBuf) -> Result<(), (PathBuf, io::Error)> {
     let path = match path.to_str() {
         Some(text) => PathBuf::from(text.replace("%p", &process::id().to_string())),
         None => path,
@@ -177,7 +177,7 @@ fn write(path: PathBuf) -> Result<(), (PathBuf, io::Error)> {
     fs::write(&path, format!("{}\n", report())).map_err(|e| (path, e))
 }
 
-fn say(text: &str) {
+fn print(text: &str) {
     // A write error cannot be reported anywhere.
     let _ = writeln!(io::stderr().lock(), "aquifer: {text}");
 }

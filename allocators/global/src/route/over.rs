@@ -40,7 +40,7 @@ impl<A> Over<A> {
 }
 
 /// Runs a call that may unwind.
-fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
+fn catch<R>(call: impl FnOnce() -> R) -> Option<R> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(answer) => Some(answer),
         Err(payload) => {
@@ -56,20 +56,20 @@ fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
 // `inner` is `Sync`, and the caller of `Over::new` guarantees the rest.
 unsafe impl<A: Allocator + Sync> Route for Over<A> {
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
-        contained(|| self.inner.allocate(layout))?.ok().map(NonNull::cast)
+        catch(|| self.inner.allocate(layout))?.ok().map(NonNull::cast)
     }
 
     fn allocate_zeroed(&self, layout: Layout) -> Option<NonNull<u8>> {
-        contained(|| self.inner.allocate_zeroed(layout))?.ok().map(NonNull::cast)
+        catch(|| self.inner.allocate_zeroed(layout))?.ok().map(NonNull::cast)
     }
 
     unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
         // SAFETY: guaranteed by the caller.
-        contained(|| unsafe { self.inner.deallocate(block, layout) });
+        catch(|| unsafe { self.inner.deallocate(block, layout) });
     }
 
     unsafe fn resize(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
-        let resized = contained(|| {
+        let resized = catch(|| {
             if new.size() >= old.size() {
                 // SAFETY: guaranteed by the caller, and `new` is not smaller.
                 unsafe { self.inner.grow(block, old, new) }

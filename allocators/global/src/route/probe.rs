@@ -2,20 +2,20 @@
 #![expect(unsafe_code, reason = "implements an unsafe trait; probes the global allocator")]
 
 use super::{Route, Scope, scoped, serve};
-use crate::here::HERE;
+use crate::thread_state::THREAD_STATE;
 use std::{alloc::Layout, cell::Cell, hint::black_box, ops::Range, ptr::NonNull};
 
 /// A route that records calls and serves nothing.
 struct Probe;
 
 thread_local! {
-    static ASKED: Cell<bool> = const { Cell::new(false) };
+    static CALLED: Cell<bool> = const { Cell::new(false) };
 }
 
 // SAFETY: it has no blocks, nothing in it unwinds, and its thread-local has no destructor.
 unsafe impl Route for Probe {
     fn allocate(&self, _layout: Layout) -> Option<NonNull<u8>> {
-        ASKED.set(true);
+        CALLED.set(true);
         None
     }
 
@@ -47,8 +47,8 @@ unsafe impl Route for Probe {
 /// allocating one byte.
 #[must_use]
 pub fn is_installed() -> bool {
-    ASKED.set(false);
-    let inside = HERE.with(|here| here.inside.replace(false));
+    CALLED.set(false);
+    let in_route = THREAD_STATE.with(|state| state.in_route.replace(false));
     scoped(Some(Scope { route: &Probe, at_least: 1 }), || {
         let layout = black_box(Layout::new::<u8>());
         // SAFETY: the layout is that of a byte, so its size is not zero.
@@ -58,18 +58,18 @@ pub fn is_installed() -> bool {
             unsafe { std::alloc::dealloc(block, layout) };
         }
     });
-    HERE.with(|here| here.inside.set(inside));
-    let asked = ASKED.get();
-    if asked {
-        serve::forgive();
+    THREAD_STATE.with(|state| state.in_route.set(in_route));
+    let called = CALLED.get();
+    if called {
+        serve::discount_refusal();
     }
-    asked
+    called
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn without_a_global_allocator_of_this_kind_none_is_installed() {
+    fn is_installed_is_false_without_this_global_allocator() {
         assert!(!super::is_installed());
     }
 }

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "reads the scope on the stack")]
 
 use super::{Route, RouteId};
-use crate::here::{HERE, Here};
+use crate::thread_state::{THREAD_STATE, ThreadState};
 use std::{
     fmt,
     panic::{RefUnwindSafe, UnwindSafe},
@@ -20,16 +20,16 @@ pub(crate) struct Scope {
 impl Scope {
     /// Returns the innermost scope of a thread.
     #[inline]
-    pub(super) fn innermost(here: &Here) -> Option<&Self> {
+    pub(super) fn innermost(state: &ThreadState) -> Option<&Self> {
         // SAFETY: 1. The pointer is null or points to a `Scope` on this thread's stack, whose
         // function has not returned: it removes the pointer before it returns. 2. A scope is never
         // written.
-        unsafe { here.scope().as_ref() }
+        unsafe { state.scope().as_ref() }
     }
 
     /// Returns the innermost scope of this thread.
     pub(crate) fn current() -> Option<Self> {
-        HERE.with(|here| Self::innermost(here).copied())
+        THREAD_STATE.with(|state| Self::innermost(state).copied())
     }
 }
 
@@ -48,12 +48,12 @@ struct Restore(*const Scope);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        HERE.with(|here| here.enter(self.0));
+        THREAD_STATE.with(|state| state.replace_scope(self.0));
     }
 }
 
-fn within<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
-    let _restore = Restore(HERE.with(|here| here.enter(scope)));
+fn with_scope<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
+    let _restore = Restore(THREAD_STATE.with(|state| state.replace_scope(scope)));
     work()
 }
 
@@ -71,9 +71,9 @@ pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
 
 /// Runs `work` in this scope, or in none.
 pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
-    // The scope outlives the call of `within`, which removes its address from the thread's state
-    // before it returns or unwinds.
-    within(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
+    // The scope outlives the call of `with_scope`, which removes its address from the thread's
+    // state before it returns or unwinds.
+    with_scope(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
 }
 
 /// Runs `work` outside of all routing scopes: the wrapped allocator serves its allocations on this

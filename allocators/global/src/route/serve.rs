@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
 
 use super::{Route, Scope, deferred, table};
-use crate::here::{HERE, Here};
+use crate::thread_state::{THREAD_STATE, ThreadState};
 use std::{
     alloc::Layout,
     ptr::NonNull,
@@ -21,55 +21,55 @@ pub(crate) fn figures() -> (u64, u64, u64) {
 }
 
 /// Removes the refusal of a probe from the count.
-pub(super) fn forgive() {
+pub(super) fn discount_refusal() {
     REFUSED.fetch_sub(1, Ordering::Relaxed);
 }
 
 /// Calls a route. During the call scopes are disabled on this thread, and its frees of routed
 /// blocks are deferred.
-fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
-    here.inside.set(true);
+fn call_route<R>(state: &ThreadState, call: impl FnOnce() -> R) -> R {
+    state.in_route.set(true);
     let answer = call();
-    deferred::settle();
-    here.inside.set(false);
+    deferred::flush();
+    state.in_route.set(false);
     answer
 }
 
 /// Returns the route for an allocation of this size on this thread.
 #[inline]
-fn bound_for(here: &Here, bytes: usize) -> Option<&'static dyn Route> {
-    let scope = Scope::innermost(here)?;
-    (bytes >= scope.at_least && !here.inside.get()).then_some(scope.route)
+fn route_for(state: &ThreadState, bytes: usize) -> Option<&'static dyn Route> {
+    let scope = Scope::innermost(state)?;
+    (bytes >= scope.at_least && !state.in_route.get()).then_some(scope.route)
 }
 
 /// Allocates a block from the route of this thread's scope, if there is a scope and the route does
-/// not refuse. The last `ours` bytes of the layout do not belong to the caller, and are not counted
-/// here or below.
+/// not refuse. The last `footer` bytes of the layout do not belong to the caller, and are not
+/// counted here or below.
 #[inline]
-pub(crate) fn allocate(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
-    HERE.with(|here| {
-        let route = bound_for(here, layout.size() - ours)?;
-        served(here, layout.size() - ours, || route.allocate(layout))
+pub(crate) fn allocate(layout: Layout, footer: usize) -> Option<NonNull<u8>> {
+    THREAD_STATE.with(|state| {
+        let route = route_for(state, layout.size() - footer)?;
+        allocate_from_route(state, layout.size() - footer, || route.allocate(layout))
     })
 }
 
 /// Allocates as [`allocate`] does, with all bytes zero.
 #[inline]
-pub(crate) fn allocate_zeroed(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
-    HERE.with(|here| {
-        let route = bound_for(here, layout.size() - ours)?;
-        served(here, layout.size() - ours, || route.allocate_zeroed(layout))
+pub(crate) fn allocate_zeroed(layout: Layout, footer: usize) -> Option<NonNull<u8>> {
+    THREAD_STATE.with(|state| {
+        let route = route_for(state, layout.size() - footer)?;
+        allocate_from_route(state, layout.size() - footer, || route.allocate_zeroed(layout))
     })
 }
 
 #[cold]
 #[inline(never)]
-fn served(
-    here: &Here,
+fn allocate_from_route(
+    state: &ThreadState,
     bytes: usize,
-    ask: impl FnOnce() -> Option<NonNull<u8>>,
+    allocate: impl FnOnce() -> Option<NonNull<u8>>,
 ) -> Option<NonNull<u8>> {
-    let block = visit(here, ask);
+    let block = call_route(state, allocate);
     if block.is_none() {
         REFUSED.fetch_add(1, Ordering::Relaxed);
         return None;
@@ -84,28 +84,28 @@ fn served(
 /// # Safety
 /// As for `GlobalAlloc::dealloc`.
 #[inline]
-pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout, ours: usize) -> bool {
+pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout, footer: usize) -> bool {
     if !table::may_own(block) {
         return false;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { deallocate_in_window(block, layout, ours) }
+    unsafe { deallocate_in_window(block, layout, footer) }
 }
 
 /// # Safety
 /// As for `GlobalAlloc::dealloc`.
 #[cold]
 #[inline(never)]
-unsafe fn deallocate_in_window(block: *mut u8, layout: Layout, ours: usize) -> bool {
+unsafe fn deallocate_in_window(block: *mut u8, layout: Layout, footer: usize) -> bool {
     let Some(block) = NonNull::new(block) else { return false };
     let Some(route) = table::owner(block) else { return false };
-    LIVE.fetch_sub((layout.size() - ours) as u64, Ordering::Relaxed);
-    HERE.with(|here| {
-        if here.inside.get() {
-            deferred::put_off(route, block, layout);
+    LIVE.fetch_sub((layout.size() - footer) as u64, Ordering::Relaxed);
+    THREAD_STATE.with(|state| {
+        if state.in_route.get() {
+            deferred::defer(route, block, layout);
         } else {
             // SAFETY: 1. The route owns the block. 2. The caller gives it up with its layout.
-            visit(here, || unsafe { route.deallocate(block, layout) });
+            call_route(state, || unsafe { route.deallocate(block, layout) });
         }
     });
     true
@@ -114,14 +114,14 @@ unsafe fn deallocate_in_window(block: *mut u8, layout: Layout, ours: usize) -> b
 /// The result of a reallocation.
 pub(crate) enum Reallocation {
     /// No route is involved.
-    Plain,
+    NotRouted,
     /// The block belongs to a route and has been resized.
-    Done(NonNull<u8>),
+    Resized(NonNull<u8>),
     /// The block belongs to a route, which cannot resize it. It has to move to the wrapped
     /// allocator.
-    Leave,
+    MoveOut,
     /// The block belongs to the wrapped allocator and has to move to a route.
-    Enter {
+    MoveIn {
         /// A block of the new size.
         moved: NonNull<u8>,
     },
@@ -137,22 +137,22 @@ pub(crate) unsafe fn reallocate(
     block: *mut u8,
     old: Layout,
     new: Layout,
-    ours: usize,
+    footer: usize,
 ) -> Reallocation {
     if table::may_own(block) {
         // SAFETY: guaranteed by the caller.
         let found = unsafe { reallocate_in_window(block, old, new) };
-        if !matches!(found, Reallocation::Plain) {
+        if !matches!(found, Reallocation::NotRouted) {
             return found;
         }
     }
     // Only growing blocks enter a route: a block that shrinks in place is cheaper where it is.
     if new.size() <= old.size() {
-        return Reallocation::Plain;
+        return Reallocation::NotRouted;
     }
-    match allocate(new, ours) {
-        Some(moved) => Reallocation::Enter { moved },
-        None => Reallocation::Plain,
+    match allocate(new, footer) {
+        Some(moved) => Reallocation::MoveIn { moved },
+        None => Reallocation::NotRouted,
     }
 }
 
@@ -161,25 +161,25 @@ pub(crate) unsafe fn reallocate(
 #[cold]
 #[inline(never)]
 unsafe fn reallocate_in_window(block: *mut u8, old: Layout, new: Layout) -> Reallocation {
-    let Some(block) = NonNull::new(block) else { return Reallocation::Plain };
-    let Some(route) = table::owner(block) else { return Reallocation::Plain };
-    HERE.with(|here| {
-        if here.inside.get() {
-            return Reallocation::Leave;
+    let Some(block) = NonNull::new(block) else { return Reallocation::NotRouted };
+    let Some(route) = table::owner(block) else { return Reallocation::NotRouted };
+    THREAD_STATE.with(|state| {
+        if state.in_route.get() {
+            return Reallocation::MoveOut;
         }
         // SAFETY: 1. The route owns the block. 2. If another block is returned, the caller gives
         // this one up, with its layout. 3. `new` has the same alignment, and the caller guarantees
         // a nonzero size.
-        match visit(here, || unsafe { route.resize(block, old, new) }) {
+        match call_route(state, || unsafe { route.resize(block, old, new) }) {
             None => {
                 REFUSED.fetch_add(1, Ordering::Relaxed);
-                Reallocation::Leave
+                Reallocation::MoveOut
             }
             Some(moved) => {
                 // Two updates of one counter: only the sum matters.
                 LIVE.fetch_add(new.size() as u64, Ordering::Relaxed);
                 LIVE.fetch_sub(old.size() as u64, Ordering::Relaxed);
-                Reallocation::Done(moved)
+                Reallocation::Resized(moved)
             }
         }
     })

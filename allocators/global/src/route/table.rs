@@ -12,9 +12,9 @@ use std::{
 };
 
 /// Maximum number of routes: enough for one per kind of memory and node of a machine.
-const MOST: usize = 32;
+const MAX_ROUTES: usize = 32;
 
-static ROUTES: [OnceLock<&'static dyn Route>; MOST] = [const { OnceLock::new() }; MOST];
+static ROUTES: [OnceLock<&'static dyn Route>; MAX_ROUTES] = [const { OnceLock::new() }; MAX_ROUTES];
 /// Routes before this index may be set.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
@@ -61,24 +61,24 @@ impl error::Error for RoutesFull {}
 /// [`RoutesFull`] if 32 routes are registered.
 pub fn register(route: &'static dyn Route) -> Result<RouteId, RoutesFull> {
     let window = route.window();
-    for (index, place) in ROUTES.iter().enumerate() {
-        if place.get().is_none() {
+    for (index, slot) in ROUTES.iter().enumerate() {
+        if slot.get().is_none() {
             // The bounds must include the window before any allocation can be routed there.
             WINDOW.lowest.fetch_min(window.start, Ordering::Relaxed);
             WINDOW.highest.fetch_max(window.end, Ordering::Relaxed);
         }
-        let kept = place.get_or_init(|| route);
+        let registered = slot.get_or_init(|| route);
         COUNT.fetch_max(index + 1, Ordering::Release);
-        if is(*kept, route) {
+        if is_same(*registered, route) {
             return Ok(RouteId(index));
         }
     }
-    Err(RoutesFull { most: MOST })
+    Err(RoutesFull { most: MAX_ROUTES })
 }
 
 /// Returns whether both are the same route. Compares the vtables too, since routes without fields
 /// may share an address.
-fn is(a: &dyn Route, b: &dyn Route) -> bool {
+fn is_same(a: &dyn Route, b: &dyn Route) -> bool {
     ptr::eq(a, b)
 }
 

@@ -37,7 +37,7 @@ struct Record {
     next: AtomicU32,
     depth: AtomicUsize,
     /// Bytes that the sample represents.
-    stands_for: AtomicU64,
+    weight: AtomicU64,
     /// Bytes of the block.
     bytes: AtomicU64,
     frames: [AtomicUsize; FRAMES],
@@ -46,7 +46,7 @@ struct Record {
 /// A copy of a record's content.
 #[derive(Debug)]
 pub(super) struct Sample {
-    pub(super) stands_for: u64,
+    pub(super) weight: u64,
     pub(super) bytes: u64,
     pub(super) depth: usize,
     pub(super) frames: [usize; FRAMES],
@@ -60,23 +60,23 @@ static USED: AtomicU32 = AtomicU32::new(0);
 static FREE: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the chunk of a record, the chunk's size, and the index in the chunk.
-fn place(number: u32) -> (usize, u32, u32) {
+fn locate(number: u32) -> (usize, u32, u32) {
     let chunk = (number / FIRST + 1).ilog2();
     let before = FIRST * ((1 << chunk) - 1);
     (chunk as usize, FIRST << chunk, number - before)
 }
 
 fn record(number: u32) -> Option<&'static Record> {
-    let (chunk, _, at) = place(number);
+    let (chunk, _, at) = locate(number);
     let chunk = CHUNK.get(chunk)?.load(Ordering::Acquire);
     // SAFETY: 1. A chunk that is not null was created by `chunk_for`, zeroed, which is the state of
-    // free records, and is never freed. 2. `place` returns an index inside the chunk.
+    // free records, and is never freed. 2. `locate` returns an index inside the chunk.
     (!chunk.is_null()).then(|| unsafe { &*chunk.add(at as usize) })
 }
 
 /// Allocates the chunk of a number, unless it exists.
 fn chunk_for(number: u32) -> Option<()> {
-    let (chunk, records, _) = place(number);
+    let (chunk, records, _) = locate(number);
     let chunk = CHUNK.get(chunk)?;
     if !chunk.load(Ordering::Acquire).is_null() {
         return Some(());
@@ -100,7 +100,7 @@ fn chunk_for(number: u32) -> Option<()> {
 
 /// Takes a free record. Returns `None` if the system has no memory, or the maximum number of
 /// records is in use.
-fn take() -> Option<u32> {
+fn acquire() -> Option<u32> {
     let mut free = FREE.load(Ordering::Acquire);
     while let Some(number) = (free as u32).checked_sub(1) {
         let next = record(number)?.next.load(Ordering::Relaxed);
@@ -122,15 +122,15 @@ fn take() -> Option<u32> {
 }
 
 /// Stores a sample, and returns its number.
-pub(super) fn keep(tag: u16, stands_for: u64, bytes: u64, frames: &[usize]) -> Option<u32> {
-    let number = take()?;
+pub(super) fn store(tag: u16, weight: u64, bytes: u64, frames: &[usize]) -> Option<u32> {
+    let number = acquire()?;
     let record = record(number)?;
     let version = record.version.load(Ordering::Relaxed);
     record.version.store(version.wrapping_add(1), Ordering::Relaxed);
     // A reader that sees any of the stores below also sees that the record is being written.
     fence(Ordering::Release);
     record.tag.store(u32::from(tag), Ordering::Relaxed);
-    record.stands_for.store(stands_for, Ordering::Relaxed);
+    record.weight.store(weight, Ordering::Relaxed);
     record.bytes.store(bytes, Ordering::Relaxed);
     record.depth.store(frames.len().min(FRAMES), Ordering::Relaxed);
     for (to, &frame) in record.frames.iter().zip(frames) {
@@ -147,7 +147,7 @@ pub(crate) fn tag(number: u32) -> u16 {
 
 /// Frees the record of a freed block.
 #[cold]
-pub(crate) fn forget(number: u32) {
+pub(crate) fn free(number: u32) {
     let Some(record) = record(number) else { return };
     record.version.store(record.version.load(Ordering::Relaxed).wrapping_add(2), Ordering::Release);
     let mut free = FREE.load(Ordering::Relaxed);
@@ -170,7 +170,7 @@ pub(super) fn samples() -> impl Iterator<Item = Sample> {
             return None;
         }
         let sample = Sample {
-            stands_for: record.stands_for.load(Ordering::Relaxed),
+            weight: record.weight.load(Ordering::Relaxed),
             bytes: record.bytes.load(Ordering::Relaxed),
             depth: record.depth.load(Ordering::Relaxed).min(FRAMES),
             frames: std::array::from_fn(|at| record.frames[at].load(Ordering::Relaxed)),
@@ -187,31 +187,32 @@ mod tests {
     use std::{collections::BTreeSet, thread};
 
     #[test]
-    fn every_number_has_a_place_of_its_own_in_its_chunk() {
+    fn every_record_number_has_its_own_index() {
         let mut seen = BTreeSet::new();
         for number in 0..20_000 {
-            let (chunk, records, at) = place(number);
+            let (chunk, records, at) = locate(number);
             assert!(at < records && chunk < CHUNKS, "{number}");
             assert!(seen.insert((chunk, at)), "{number}");
         }
         assert_eq!(
-            (place(255), place(256), place(768)),
+            (locate(255), locate(256), locate(768)),
             ((0, 256, 255), (1, 512, 0), (2, 1024, 0))
         );
     }
 
     /// A single test, since samples are global to the process.
     #[test]
-    fn samples_are_kept_apart_read_whole_and_used_again() {
+    fn samples_are_distinct_read_consistently_and_reused() {
         let before = samples().count();
-        let numbers: Vec<_> = (0..1000).map(|n| keep(7, n, n, &[n as usize; 5]).unwrap()).collect();
+        let numbers: Vec<_> =
+            (0..1000).map(|n| store(7, n, n, &[n as usize; 5]).unwrap()).collect();
         assert_eq!(numbers.iter().collect::<BTreeSet<_>>().len(), 1000);
         assert!(numbers.iter().all(|&number| tag(number) == 7));
         assert_eq!(samples().count(), before + 1000);
         for sample in samples() {
             assert!(sample.frames[..5].iter().all(|&frame| frame as u64 == sample.bytes));
         }
-        numbers.into_iter().for_each(forget);
+        numbers.into_iter().for_each(free);
         assert_eq!(samples().count(), before);
         let used = USED.load(Ordering::Relaxed);
         thread::scope(|threads| {
@@ -219,11 +220,11 @@ mod tests {
                 threads.spawn(move || {
                     for round in 0..2000u64 {
                         let of = seed * 10_000 + round;
-                        let mine: Vec<_> = (0..20)
-                            .map(|_| keep(seed as u16, of, of, &[of as usize; FRAMES]).unwrap())
+                        let numbers: Vec<_> = (0..20)
+                            .map(|_| store(seed as u16, of, of, &[of as usize; FRAMES]).unwrap())
                             .collect();
-                        assert!(mine.iter().all(|&number| tag(number) == seed as u16));
-                        mine.into_iter().for_each(forget);
+                        assert!(numbers.iter().all(|&number| tag(number) == seed as u16));
+                        numbers.into_iter().for_each(free);
                     }
                 });
             }
@@ -231,7 +232,7 @@ mod tests {
                 for _ in 0..200 {
                     for sample in samples() {
                         let of = sample.bytes;
-                        assert!(sample.stands_for == of && sample.depth == FRAMES);
+                        assert!(sample.weight == of && sample.depth == FRAMES);
                         assert!(
                             sample.frames.iter().all(|&frame| frame as u64 == of),
                             "read in pieces"

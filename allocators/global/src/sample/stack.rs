@@ -15,8 +15,8 @@ use std::{cmp::Reverse, collections::BTreeMap, fmt};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Stack {
-    /// Estimated bytes that it holds, since each sampled block also represents blocks that were not
-    /// sampled.
+    /// Estimated bytes that it holds, since each sampled block also represents blocks that were
+    /// not sampled.
     pub live: u64,
     /// Bytes of the sampled blocks themselves.
     pub sampled: u64,
@@ -32,9 +32,9 @@ pub struct Stack {
 #[inline(never)]
 pub(super) fn walk(frames: &mut [usize]) -> usize {
     let mut depth = 0;
-    let note = |frame: &backtrace::Frame| match frames.get_mut(depth) {
-        Some(place) => {
-            *place = frame.ip().addr();
+    let push = |frame: &backtrace::Frame| match frames.get_mut(depth) {
+        Some(slot) => {
+            *slot = frame.ip().addr();
             depth += 1;
             true
         }
@@ -43,7 +43,7 @@ pub(super) fn walk(frames: &mut [usize]) -> usize {
     // SAFETY: only the debugging library of Windows must not be used on several threads at once.
     // Elsewhere this uses the unwinder, which is thread-safe, does not allocate, and does not take
     // the lock that resolving names needs.
-    unsafe { backtrace::trace_unsynchronized(note) };
+    unsafe { backtrace::trace_unsynchronized(push) };
     depth
 }
 
@@ -79,7 +79,7 @@ fn largest(n: usize) -> Vec<Stack> {
     for sample in record::samples() {
         let frames = sample.frames.get(..sample.depth).unwrap_or_default();
         let add = |sums: &mut Sums| {
-            sums.live += sample.stands_for;
+            sums.live += sample.weight;
             sums.sampled += sample.bytes;
             sums.blocks += 1;
         };
@@ -103,7 +103,7 @@ fn largest(n: usize) -> Vec<Stack> {
 /// Prefixes of the innermost functions of every stack: the walk, this crate, and the language's
 /// allocation functions.
 #[cfg(feature = "stacks")]
-const OURS: [&str; 9] = [
+const HIDDEN_PREFIXES: [&str; 9] = [
     "backtrace::",
     "aquifer_global::",
     "<aquifer_global::",
@@ -119,15 +119,15 @@ const OURS: [&str; 9] = [
 /// milliseconds to seconds. A frame without a name is printed as its address.
 impl fmt::Display for Stack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        paused(|| unrouted(|| named(self, f)))
+        paused(|| unrouted(|| fmt_names(self, f)))
     }
 }
 
-fn named(stack: &Stack, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+fn fmt_names(stack: &Stack, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let blocks = if stack.blocks == 1 { "block" } else { "blocks" };
     write!(f, "about {} in {} sampled {blocks}", aquifer_core::Bytes(stack.live), stack.blocks)?;
-    for (name, place) in frames_of(stack) {
-        write!(f, "\n    {name}{place}")?;
+    for (name, location) in frames_of(stack) {
+        write!(f, "\n    {name}{location}")?;
     }
     Ok(())
 }
@@ -142,19 +142,19 @@ fn frames_of(stack: &Stack) -> Vec<(String, String)> {
         backtrace::resolve((frame.saturating_sub(1)) as *mut _, |symbol| {
             let Some(name) = symbol.name() else { return };
             found = true;
-            let place = symbol.filename().map(|file| match symbol.lineno() {
+            let location = symbol.filename().map(|file| match symbol.lineno() {
                 Some(line) => format!(" ({}:{line})", file.display()),
                 None => format!(" ({})", file.display()),
             });
             // Without the hash of the mangled name.
-            lines.push((format!("{name:#}"), place.unwrap_or_default()));
+            lines.push((format!("{name:#}"), location.unwrap_or_default()));
         });
         if !found {
             lines.push((format!("{frame:#x}"), String::new()));
         }
     }
-    let ours = |name: &str| OURS.iter().any(|prefix| name.starts_with(prefix));
-    lines.into_iter().skip_while(|(name, _)| ours(name)).collect()
+    let hidden = |name: &str| HIDDEN_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+    lines.into_iter().skip_while(|(name, _)| hidden(name)).collect()
 }
 
 #[cfg(not(feature = "stacks"))]

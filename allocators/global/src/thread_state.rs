@@ -10,30 +10,30 @@ use std::{cell::Cell, ptr};
 
 /// The state of one thread. It is const-initialised and has no destructor, so it is available for
 /// the whole life of the thread, and reading it neither allocates nor fails.
-pub(crate) struct Here {
-    slot: Cell<Counts>,
-    unrouted: Cell<Counts>,
-    plain: Cell<Counts>,
+pub(crate) struct ThreadState {
+    slot: Cell<SlotPtr>,
+    unrouted_slot: Cell<SlotPtr>,
+    unscoped_slot: Cell<SlotPtr>,
     /// Whether the thread is ending. It has released its slot and gets no other.
     pub(crate) ending: Cell<bool>,
     /// The innermost routing scope, on this thread's stack. Null outside of all scopes.
     scope: Cell<*const Scope>,
     /// Whether a route is being called.
-    pub(crate) inside: Cell<bool>,
+    pub(crate) in_route: Cell<bool>,
     /// Whether sampling is paused, while a call stack is walked or reported.
-    pub(crate) sampling: Cell<bool>,
+    pub(crate) sampling_paused: Cell<bool>,
 }
 
 thread_local! {
-    pub(crate) static HERE: Here = const {
-        Here {
-            slot: Cell::new(Counts::SHARED),
-            unrouted: Cell::new(Counts::SHARED),
-            plain: Cell::new(Counts::SHARED),
+    pub(crate) static THREAD_STATE: ThreadState = const {
+        ThreadState {
+            slot: Cell::new(SlotPtr::SHARED),
+            unrouted_slot: Cell::new(SlotPtr::SHARED),
+            unscoped_slot: Cell::new(SlotPtr::SHARED),
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
-            inside: Cell::new(false),
-            sampling: Cell::new(false),
+            in_route: Cell::new(false),
+            sampling_paused: Cell::new(false),
         }
     };
 }
@@ -41,9 +41,9 @@ thread_local! {
 /// A pointer to a slot. A constant cannot hold a reference to interior-mutable data before Rust
 /// 1.90.
 #[derive(Clone, Copy)]
-struct Counts(*const Slot);
+struct SlotPtr(*const Slot);
 
-impl Counts {
+impl SlotPtr {
     const SHARED: Self = Self(&raw const SHARED);
 
     #[inline]
@@ -54,43 +54,43 @@ impl Counts {
     }
 }
 
-impl Here {
+impl ThreadState {
     /// Returns the slot in which this thread counts: its own, or the shared one.
     #[inline]
     pub(crate) fn slot(&self) -> &'static Slot {
         self.slot.get().get()
     }
 
-    /// Returns [`Here::slot`] outside of routing scopes, and the shared slot inside.
+    /// Returns [`ThreadState::slot`] outside of routing scopes, and the shared slot inside.
     #[inline]
-    pub(crate) fn unrouted(&self) -> &'static Slot {
-        self.unrouted.get().get()
+    pub(crate) fn unrouted_slot(&self) -> &'static Slot {
+        self.unrouted_slot.get().get()
     }
 
-    /// Returns [`Here::slot`] outside of all scopes, and the shared slot inside a scope of either
-    /// kind.
+    /// Returns [`ThreadState::slot`] outside of all scopes, and the shared slot inside a scope of
+    /// either kind.
     #[inline]
-    pub(crate) fn plain(&self) -> &'static Slot {
-        self.plain.get().get()
+    pub(crate) fn unscoped_slot(&self) -> &'static Slot {
+        self.unscoped_slot.get().get()
     }
 
     /// Returns the thread's own slot, if it has one.
     #[inline]
-    pub(crate) fn own(&self) -> Option<&'static Slot> {
+    pub(crate) fn own_slot(&self) -> Option<&'static Slot> {
         let slot = self.slot();
         (!ptr::eq(slot, &SHARED)).then_some(slot)
     }
 
     /// Sets the slot of the thread.
-    pub(crate) fn count_in(&self, slot: &'static Slot) {
-        self.slot.set(Counts(slot));
-        self.settle();
+    pub(crate) fn set_slot(&self, slot: &'static Slot) {
+        self.slot.set(SlotPtr(slot));
+        self.refresh_cached_slots();
     }
 
     /// Removes the thread's own slot, and returns it.
-    pub(crate) fn leave(&self) -> Option<&'static Slot> {
-        let slot = self.own();
-        self.count_in(&SHARED);
+    pub(crate) fn clear_slot(&self) -> Option<&'static Slot> {
+        let slot = self.own_slot();
+        self.set_slot(&SHARED);
         slot
     }
 
@@ -101,29 +101,29 @@ impl Here {
     }
 
     /// Sets the innermost routing scope, and returns the previous one.
-    pub(crate) fn enter(&self, scope: *const Scope) -> *const Scope {
+    pub(crate) fn replace_scope(&self, scope: *const Scope) -> *const Scope {
         let before = self.scope.replace(scope);
-        self.settle();
+        self.refresh_cached_slots();
         before
     }
 
     /// Recomputes the cached slots. Must be called when the slot or a scope of either kind has
     /// changed, so that allocations need not check them.
-    fn settle(&self) {
-        self.unrouted.set(if self.scope.get().is_null() {
+    fn refresh_cached_slots(&self) {
+        self.unrouted_slot.set(if self.scope.get().is_null() {
             self.slot.get()
         } else {
-            Counts::SHARED
+            SlotPtr::SHARED
         });
-        self.plain.set(if Tag::current() == Tag::NONE {
-            self.unrouted.get()
+        self.unscoped_slot.set(if Tag::current() == Tag::NONE {
+            self.unrouted_slot.get()
         } else {
-            Counts::SHARED
+            SlotPtr::SHARED
         });
     }
 
     /// Registers the thread for changes of its tag scopes.
-    pub(crate) fn follow_tags() {
-        __tag::follow(|| HERE.with(Self::settle));
+    pub(crate) fn observe_tags() {
+        __tag::follow(|| THREAD_STATE.with(Self::refresh_cached_slots));
     }
 }
