@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, put, put_if_wanted, wanted},
-    here,
-    runtime::{self, Shared, aq_runtime},
+    entry::{CallResult, enter, require, write_out, write_out_if_set},
+    runtime::{self, SharedRuntime, aq_runtime},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{Access, MemoryError, device::Request};
 use std::{ffi::c_void, sync::atomic::Ordering};
@@ -15,7 +15,7 @@ pub const AQ_READ: u32 = 1;
 /// Work that writes.
 pub const AQ_WRITE: u32 = 2;
 
-pub(crate) fn access(access: u32) -> Answer<Access> {
+pub(crate) fn access(access: u32) -> CallResult<Access> {
     match access {
         AQ_READ => Ok(Access::Read),
         AQ_WRITE => Ok(Access::Write),
@@ -36,7 +36,7 @@ pub(crate) fn handle(stream: *mut c_void) -> u64 {
 /// Returns the failure for an address that a device's pool does not have. Another device may have
 /// it.
 #[cold]
-pub(crate) fn strange(shared: &Shared, device: u32, error: MemoryError) -> Failure {
+pub(crate) fn foreign_block(shared: &SharedRuntime, device: u32, error: MemoryError) -> Failure {
     let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error
     else {
         return error.into();
@@ -96,25 +96,25 @@ pub(crate) unsafe fn allocate(
     request: Request,
     stream: *mut c_void,
     address: *mut u64,
-) -> Answer {
-    wanted(address, "address")?;
+) -> CallResult {
+    require(address, "address")?;
     // SAFETY: 1. 2. Guaranteed by the caller.
-    let taken = unsafe {
-        here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+    let allocated = unsafe {
+        thread_state::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
             let address = pool.alloc_raw(stream, request)?;
             // The destruction of a runtime counts live blocks after it has set `closed`, under the
             // lock that this block was allocated under. So either it counts this block, or `closed`
             // is seen here.
             if shared.closed.load(Ordering::Acquire) {
                 let _ = pool.free_raw(address);
-                shared.leave();
-                return Err(runtime::absent(shared.id));
+                shared.remove_if_unused();
+                return Err(runtime::no_runtime(shared.id));
             }
             Ok(address)
         })
     }?;
     // SAFETY: 1. Guaranteed by the caller.
-    unsafe { put(address, taken, "address") }
+    unsafe { write_out(address, allocated, "address") }
 }
 
 /// Frees a block in the order of its own stream.
@@ -124,29 +124,37 @@ pub extern "C" fn aq_free(runtime: aq_runtime, device: u32, address: u64) -> aq_
 }
 
 #[inline(always)]
-pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> Answer {
+pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> CallResult {
     if address == 0 {
         return Ok(());
     }
-    let freed = here::with(runtime, |shared| {
-        shared.pool(device)?.free_raw(address).map_err(|error| strange(shared, device, error))?;
+    let freed = thread_state::with(runtime, |shared| {
+        shared
+            .pool(device)?
+            .free_raw(address)
+            .map_err(|error| foreign_block(shared, device, error))?;
         if shared.closed.load(Ordering::Acquire) {
-            shared.leave();
+            shared.remove_if_unused();
         }
         Ok(())
     });
     match freed {
-        Err(failure) if failure.status() == Status::Closed => free_late(runtime, device, address),
+        Err(failure) if failure.status() == Status::Closed => {
+            free_after_close(runtime, device, address)
+        }
         freed => freed,
     }
 }
 
 /// Frees a block of a destroyed runtime.
 #[cold]
-fn free_late(runtime: aq_runtime, device: u32, address: u64) -> Answer {
-    let shared = runtime::with_blocks(runtime)?;
-    shared.pool(device)?.free_raw(address).map_err(|error| strange(&shared, device, error))?;
-    shared.leave();
+fn free_after_close(runtime: aq_runtime, device: u32, address: u64) -> CallResult {
+    let shared = runtime::open_or_closing(runtime)?;
+    shared
+        .pool(device)?
+        .free_raw(address)
+        .map_err(|error| foreign_block(&shared, device, error))?;
+    shared.remove_if_unused();
     Ok(())
 }
 
@@ -166,9 +174,10 @@ pub unsafe extern "C" fn aq_record_use(
         let access = self::access(access)?;
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
-            here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
-                let block =
-                    pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+            thread_state::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+                let block = pool
+                    .share_raw(address)
+                    .map_err(|error| foreign_block(shared, device, error))?;
                 Ok(block.record_use(stream, access)?)
             })
         }
@@ -192,9 +201,10 @@ pub unsafe extern "C" fn aq_free_on(
         }
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
-            here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
-                let block =
-                    pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+            thread_state::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+                let block = pool
+                    .share_raw(address)
+                    .map_err(|error| foreign_block(shared, device, error))?;
                 Ok(block.record_use(stream, Access::ReadWrite)?)
             })
         }?;
@@ -215,13 +225,13 @@ pub unsafe extern "C" fn aq_block_size(
     capacity: *mut u64,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             let found = shared.pool(device)?.share_raw(address);
-            let block = found.map_err(|error| strange(shared, device, error))?;
+            let block = found.map_err(|error| foreign_block(shared, device, error))?;
             // SAFETY: 1. Guaranteed by the caller.
             unsafe {
-                put_if_wanted(asked, block.bytes());
-                put_if_wanted(capacity, block.capacity());
+                write_out_if_set(asked, block.bytes());
+                write_out_if_set(capacity, block.capacity());
             }
             Ok(())
         })

@@ -21,41 +21,41 @@ pub const AQ_VERSION_MINOR: u32 = 3;
 thread_local! {
     /// Depth of calls that this thread is in. Const and without a destructor, so that it is
     /// accessible at any time in a thread's life.
-    static INSIDE: Cell<u32> = const { Cell::new(0) };
+    static CALL_DEPTH: Cell<u32> = const { Cell::new(0) };
     /// The text of the last panic within a call.
-    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+    static PANIC_TEXT: RefCell<String> = const { RefCell::new(String::new()) };
     /// The text of this thread's last failure.
-    static LAST: RefCell<CString> = RefCell::default();
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-pub(crate) type Answer<T = ()> = Result<T, Failure>;
+pub(crate) type CallResult<T = ()> = Result<T, Failure>;
 
 /// Runs a call's work and returns its status code.
 #[inline(always)]
-pub(crate) fn enter(work: impl FnOnce() -> Answer) -> aq_status {
+pub(crate) fn enter(work: impl FnOnce() -> CallResult) -> aq_status {
     enter_with(|| work().map(|()| Status::Ok))
 }
 
 /// As [`enter`], for work with more than one status of success.
 #[inline(always)]
-pub(crate) fn enter_with(work: impl FnOnce() -> Answer<Status>) -> aq_status {
-    INSIDE.set(INSIDE.get() + 1);
+pub(crate) fn enter_with(work: impl FnOnce() -> CallResult<Status>) -> aq_status {
+    CALL_DEPTH.set(CALL_DEPTH.get() + 1);
     // State that a panic leaves unfinished is behind locks that ignore poisoning, or is local to
     // this call.
     let ended = panic::catch_unwind(AssertUnwindSafe(work));
-    INSIDE.set(INSIDE.get() - 1);
+    CALL_DEPTH.set(CALL_DEPTH.get() - 1);
     match ended {
         Ok(Ok(status)) => status as aq_status,
-        Ok(Err(failure)) => tell(failure),
-        Err(payload) => tell_panic(payload),
+        Ok(Err(failure)) => report(failure),
+        Err(payload) => report_panic(payload),
     }
 }
 
 #[cold]
-fn tell(failure: Failure) -> aq_status {
+fn report(failure: Failure) -> aq_status {
     let (status, text) = failure.into_parts();
     // A thread that is ending keeps no text.
-    let _ = LAST.try_with(|last| {
+    let _ = LAST_ERROR.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = CString::new(text.replace('\0', " ")).unwrap_or_default();
         }
@@ -64,28 +64,29 @@ fn tell(failure: Failure) -> aq_status {
 }
 
 #[cold]
-fn tell_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
+fn report_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
     // The drop runs code of the payload, which may panic again.
-    let _left = panic::catch_unwind(AssertUnwindSafe(|| drop(payload))).map_err(ManuallyDrop::new);
-    let said =
-        PANIC.try_with(|said| said.try_borrow_mut().map(|mut said| std::mem::take(&mut *said)));
-    let said = said.ok().and_then(Result::ok).unwrap_or_default();
-    tell(Failure::new(Status::Panic, format!("a bug of the library: {said}")))
+    let _leaked =
+        panic::catch_unwind(AssertUnwindSafe(|| drop(payload))).map_err(ManuallyDrop::new);
+    let text = PANIC_TEXT
+        .try_with(|text| text.try_borrow_mut().map(|mut text| std::mem::take(&mut *text)));
+    let text = text.ok().and_then(Result::ok).unwrap_or_default();
+    report(Failure::new(Status::Panic, format!("a bug of the library: {text}")))
 }
 
 /// Keeps the process's panic hook from printing what [`enter`] returns. Done once for the process.
 /// The previous hook is called for all other panics.
-pub(crate) fn keep_panics_quiet() {
+pub(crate) fn install_panic_hook() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            if INSIDE.get() == 0 {
+            if CALL_DEPTH.get() == 0 {
                 return before(info);
             }
-            let _ = PANIC.try_with(|said| {
-                if let Ok(mut said) = said.try_borrow_mut() {
-                    *said = info.to_string();
+            let _ = PANIC_TEXT.try_with(|text| {
+                if let Ok(mut text) = text.try_borrow_mut() {
+                    *text = info.to_string();
                 }
             });
         }));
@@ -96,7 +97,7 @@ pub(crate) fn keep_panics_quiet() {
 ///
 /// # Safety
 /// 1. `to` is null, or points to a `T` that the caller may write.
-pub(crate) unsafe fn put<T>(to: *mut T, value: T, name: &'static str) -> Answer {
+pub(crate) unsafe fn write_out<T>(to: *mut T, value: T, name: &'static str) -> CallResult {
     if to.is_null() {
         return Err(null(name));
     }
@@ -108,8 +109,8 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T, name: &'static str) -> Answer 
 /// Writes an optional result to the caller's memory.
 ///
 /// # Safety
-/// 1. As [`put`].
-pub(crate) unsafe fn put_if_wanted<T>(to: *mut T, value: T) {
+/// 1. As [`write_out`].
+pub(crate) unsafe fn write_out_if_set<T>(to: *mut T, value: T) {
     if !to.is_null() {
         // SAFETY: 1. Not null, and guaranteed by the caller.
         unsafe { to.write(value) };
@@ -118,7 +119,7 @@ pub(crate) unsafe fn put_if_wanted<T>(to: *mut T, value: T) {
 
 /// Checks that a result can be written, before any work is done for it.
 #[inline]
-pub(crate) fn wanted<T>(to: *mut T, name: &'static str) -> Answer {
+pub(crate) fn require<T>(to: *mut T, name: &'static str) -> CallResult {
     if to.is_null() { Err(null(name)) } else { Ok(()) }
 }
 
@@ -131,7 +132,7 @@ pub(crate) fn null(name: &'static str) -> Failure {
 ///
 /// # Safety
 /// 1. `text` is null, or points to bytes that end with a zero and stay unchanged for `'a`.
-pub(crate) unsafe fn text_of<'a>(text: *const c_char, name: &'static str) -> Answer<&'a CStr> {
+pub(crate) unsafe fn c_str_of<'a>(text: *const c_char, name: &'static str) -> CallResult<&'a CStr> {
     if text.is_null() {
         return Err(null(name));
     }
@@ -143,18 +144,18 @@ pub(crate) unsafe fn text_of<'a>(text: *const c_char, name: &'static str) -> Ans
 ///
 /// # Safety
 /// 1. `at` points to a `size_t`, the first field of the caller's struct.
-pub(crate) unsafe fn size_of_theirs(
+pub(crate) unsafe fn caller_size(
     at: *const usize,
-    ours: usize,
+    known_size: usize,
     name: &'static str,
-) -> Answer<usize> {
+) -> CallResult<usize> {
     // SAFETY: 1. Guaranteed by the caller.
     let size = unsafe { at.read() };
     if size < size_of::<usize>() {
         let text = format!("{name}->size is {size}; set it to sizeof({name})");
         return Err(Failure::new(Status::Version, text));
     }
-    Ok(size.min(ours))
+    Ok(size.min(known_size))
 }
 
 /// Fills a caller's struct up to its size, and writes the number of bytes to its first field.
@@ -163,10 +164,10 @@ pub(crate) unsafe fn size_of_theirs(
 /// 1. `to` is null, or points to a struct that begins with its size in bytes and that the caller
 ///    may write as a whole.
 /// 2. `T` is `repr(C)`, begins with a `usize`, and has no padding.
-pub(crate) unsafe fn fill<T>(to: *mut T, mut value: T, name: &'static str) -> Answer {
-    wanted(to, name)?;
+pub(crate) unsafe fn fill<T>(to: *mut T, mut value: T, name: &'static str) -> CallResult {
+    require(to, name)?;
     // SAFETY: 1. The struct begins with its size.
-    let size = unsafe { size_of_theirs(to.cast(), size_of::<T>(), name) }?;
+    let size = unsafe { caller_size(to.cast(), size_of::<T>(), name) }?;
     let from = &raw mut value;
     // SAFETY: 1. 2. Both begin with a `usize`. 3. No more bytes than either has. 4. `value` is a
     // local, so they do not overlap.
@@ -199,7 +200,8 @@ pub extern "C" fn aq_status_name(status: aq_status) -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_last_error() -> *const c_char {
     // The text stays valid until the next failure of this thread.
-    LAST.try_with(|last| last.try_borrow().map(|last| last.as_ptr()))
+    LAST_ERROR
+        .try_with(|last| last.try_borrow().map(|last| last.as_ptr()))
         .ok()
         .and_then(Result::ok)
         .unwrap_or(CStr::as_ptr(c""))

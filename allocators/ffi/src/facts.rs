@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, fill, put, put_if_wanted, text, text_of, wanted},
-    here,
-    runtime::{Shared, aq_runtime},
+    entry::{CallResult, c_str_of, enter, fill, require, text, write_out, write_out_if_set},
+    runtime::{SharedRuntime, aq_runtime},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, base::MemoryError};
 use serde_json::{Value, json};
@@ -127,7 +127,7 @@ fn field<const N: usize>(text: &str) -> [c_char; N] {
     field
 }
 
-fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
+fn facts(shared: &SharedRuntime, pool: &DevicePool) -> CallResult<aq_device_facts> {
     let info = pool.info();
     let lost = |e| MemoryError::driver(pool.device(), e);
     Ok(aq_device_facts {
@@ -161,9 +161,9 @@ fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_device_count(runtime: aq_runtime, count: *mut u32) -> aq_status {
     enter(|| {
-        let devices = here::with(runtime, |shared| Ok(shared.runtime.devices().len()))?;
+        let devices = thread_state::with(runtime, |shared| Ok(shared.runtime.devices().len()))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(count, devices as u32, "count") }
+        unsafe { write_out(count, devices as u32, "count") }
     })
 }
 
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn aq_device(
     facts: *mut aq_device_facts,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             let found = self::facts(shared, shared.pool(device)?)?;
             // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)` and a `usize` first; four of its
             // ten words are pairs of `u32`, and the arrays end at a multiple of eight.
@@ -198,7 +198,7 @@ pub unsafe extern "C" fn aq_device_stats(
     stats: *mut aq_stats,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             let found = shared.pool(device)?.stats().into();
             // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)`, and words only.
             unsafe { fill(stats, found, "stats") }
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn aq_device_stats(
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_reset_peaks(runtime: aq_runtime, device: u32) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             shared.pool(device)?.reset_peaks();
             Ok(())
         })
@@ -228,7 +228,7 @@ pub unsafe extern "C" fn aq_pinned_stats(
     stats: *mut aq_stats,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             let found = shared.runtime.pinned_near(device as usize).stats().memory.into();
             // SAFETY: 1. Guaranteed by the caller. 2. `repr(C)`, and words only.
             unsafe { fill(stats, found, "stats") }
@@ -241,8 +241,8 @@ pub unsafe extern "C" fn aq_pinned_stats(
 unsafe fn limit_of(budget: &Budget, limit: *mut u64, used: *mut u64) {
     // SAFETY: 1. Guaranteed by the caller.
     unsafe {
-        put_if_wanted(limit, budget.limit());
-        put_if_wanted(used, budget.used());
+        write_out_if_set(limit, budget.limit());
+        write_out_if_set(used, budget.used());
     }
 }
 
@@ -258,7 +258,7 @@ pub unsafe extern "C" fn aq_limit(
     used: *mut u64,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             // SAFETY: 1. Guaranteed by the caller.
             unsafe { limit_of(shared.pool(device)?.budget(), limit, used) };
             Ok(())
@@ -278,10 +278,11 @@ pub unsafe extern "C" fn aq_set_limit(
     excess: *mut u64,
 ) -> aq_status {
     enter(|| {
-        let above =
-            here::with(runtime, |shared| Ok(shared.pool(device)?.budget().set_limit(limit)))?;
+        let above = thread_state::with(runtime, |shared| {
+            Ok(shared.pool(device)?.budget().set_limit(limit))
+        })?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put_if_wanted(excess, above) };
+        unsafe { write_out_if_set(excess, above) };
         Ok(())
     })
 }
@@ -297,7 +298,7 @@ pub unsafe extern "C" fn aq_pinned_limit(
     used: *mut u64,
 ) -> aq_status {
     enter(|| {
-        here::with(runtime, |shared| {
+        thread_state::with(runtime, |shared| {
             // SAFETY: 1. Guaranteed by the caller.
             unsafe { limit_of(pinned(shared).budget(), limit, used) };
             Ok(())
@@ -316,15 +317,16 @@ pub unsafe extern "C" fn aq_set_pinned_limit(
     excess: *mut u64,
 ) -> aq_status {
     enter(|| {
-        let above = here::with(runtime, |shared| Ok(pinned(shared).budget().set_limit(limit)))?;
+        let above =
+            thread_state::with(runtime, |shared| Ok(pinned(shared).budget().set_limit(limit)))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put_if_wanted(excess, above) };
+        unsafe { write_out_if_set(excess, above) };
         Ok(())
     })
 }
 
 /// Returns any pinned pool. All pools of a runtime are under one budget.
-fn pinned(shared: &Shared) -> &PinnedPool {
+fn pinned(shared: &SharedRuntime) -> &PinnedPool {
     shared.runtime.pinned_near(0)
 }
 
@@ -340,9 +342,9 @@ pub unsafe extern "C" fn aq_trim(
     given: *mut u64,
 ) -> aq_status {
     enter(|| {
-        let bytes = here::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
+        let bytes = thread_state::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put_if_wanted(given, bytes) };
+        unsafe { write_out_if_set(given, bytes) };
         Ok(())
     })
 }
@@ -396,7 +398,7 @@ fn pinned_json(pool: &PinnedPool) -> Value {
     })
 }
 
-fn snapshot(shared: &Shared) -> Value {
+fn snapshot(shared: &SharedRuntime) -> Value {
     let runtime = &shared.runtime;
     let mut pools: Vec<&PinnedPool> = Vec::new();
     // The index past the last device selects the pool without a node.
@@ -421,10 +423,10 @@ fn snapshot(shared: &Shared) -> Value {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_snapshot(runtime: aq_runtime, json: *mut *mut c_char) -> aq_status {
     enter(|| {
-        wanted(json, "json")?;
-        let said = here::with(runtime, |shared| Ok(snapshot(shared).to_string()))?;
+        require(json, "json")?;
+        let text_json = thread_state::with(runtime, |shared| Ok(snapshot(shared).to_string()))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(json, text(&said), "json") }
+        unsafe { write_out(json, text(&text_json), "json") }
     })
 }
 
@@ -440,8 +442,8 @@ pub unsafe extern "C" fn aq_memory_snapshot(
 ) -> aq_status {
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
-        let path = Path::new(OsStr::from_bytes(unsafe { text_of(path, "path") }?.to_bytes()));
-        here::with(runtime, |shared| {
+        let path = Path::new(OsStr::from_bytes(unsafe { c_str_of(path, "path") }?.to_bytes()));
+        thread_state::with(runtime, |shared| {
             let pool = shared.pool(device)?;
             let history = shared.history.as_ref().ok_or_else(|| {
                 let text = "the runtime keeps no events; make it with options->history";

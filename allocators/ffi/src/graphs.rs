@@ -6,11 +6,11 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, put},
-    here,
+    entry::{CallResult, enter, write_out},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
-    torch::{device_of, the_runtime},
+    thread_state,
+    torch::{default_runtime, device_of},
 };
 use aquifer::device::{Announced, GraphPool};
 use std::{
@@ -60,44 +60,44 @@ impl Drop for Filter {
 
 /// A pool with its users.
 #[derive(Default)]
-struct Pool {
+struct TorchPool {
     users: u32,
     /// Created by the first capture. Pools without a captured graph need none.
     memory: Option<GraphPool>,
-    begun: Begun,
+    state: CaptureState,
 }
 
 /// Whether captures are served from a pool.
 #[derive(Default)]
-enum Begun {
+enum CaptureState {
     #[default]
-    No,
+    Idle,
     /// A thread is beginning to serve captures, and calls the driver for it.
-    Coming,
-    Yes(#[expect(dead_code, reason = "it is open as long as it is held")] Announced),
+    Starting,
+    Active(#[expect(dead_code, reason = "it is open as long as it is held")] Announced),
 }
 
-impl Pool {
-    fn is_over(&self) -> bool {
-        self.users == 0 && matches!(self.begun, Begun::No)
+impl TorchPool {
+    fn is_unused(&self) -> bool {
+        self.users == 0 && matches!(self.state, CaptureState::Idle)
     }
 }
 
 /// A runtime, a device of it, and PyTorch's name.
-type Name = (aq_runtime, u32, u64, u64);
+type PoolKey = (aq_runtime, u32, u64, u64);
 
-static POOLS: Mutex<Option<HashMap<Name, Pool>>> = Mutex::new(None);
+static POOLS: Mutex<Option<HashMap<PoolKey, TorchPool>>> = Mutex::new(None);
 
-fn pools() -> MutexGuard<'static, Option<HashMap<Name, Pool>>> {
+fn pools() -> MutexGuard<'static, Option<HashMap<PoolKey, TorchPool>>> {
     POOLS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn name(device: c_int, first: u64, second: u64) -> Answer<Name> {
-    Ok((the_runtime()?, device_of(device)?, first, second))
+fn key(device: c_int, first: u64, second: u64) -> CallResult<PoolKey> {
+    Ok((default_runtime()?, device_of(device)?, first, second))
 }
 
 #[cold]
-fn no_pool((_, device, first, second): Name, what: &str) -> Failure {
+fn no_pool((_, device, first, second): PoolKey, what: &str) -> Failure {
     let text = format!("pool ({first}, {second}) of device {device} {what}");
     Failure::new(Status::BadArgument, text)
 }
@@ -122,34 +122,34 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
         if filter.call.is_none() {
             return Err(crate::entry::null("filter"));
         }
-        let name = name(device, first, second)?;
+        let key = key(device, first, second)?;
         let known = {
             let mut pools = pools();
-            let pool = pools.get_or_insert_default().entry(name).or_default();
-            if !matches!(pool.begun, Begun::No) {
+            let pool = pools.get_or_insert_default().entry(key).or_default();
+            if !matches!(pool.state, CaptureState::Idle) {
                 return Err(Failure::new(
                     Status::Busy,
                     format!("pool ({first}, {second}) has begun already"),
                 ));
             }
-            pool.begun = Begun::Coming;
+            pool.state = CaptureState::Starting;
             pool.memory.clone()
         };
-        let made = begin(name, known, filter);
+        let result = begin(key, known, filter);
         let mut pools = pools();
-        let pool = pools.get_or_insert_default().entry(name).or_default();
-        match made {
+        let pool = pools.get_or_insert_default().entry(key).or_default();
+        match result {
             Ok((memory, announced)) => {
                 pool.users += 1;
                 pool.memory = Some(memory);
-                pool.begun = Begun::Yes(announced);
+                pool.state = CaptureState::Active(announced);
                 Ok(())
             }
             Err(failure) => {
-                pool.begun = Begun::No;
-                let gone = take_if_over(&mut pools, name);
+                pool.state = CaptureState::Idle;
+                let removed = remove_if_unused(&mut pools, key);
                 std::mem::drop(pools);
-                std::mem::drop(gone);
+                std::mem::drop(removed);
                 Err(failure)
             }
         }
@@ -157,38 +157,46 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
 }
 
 /// Makes the driver calls, without a lock.
-fn begin(name: Name, known: Option<GraphPool>, filter: Filter) -> Answer<(GraphPool, Announced)> {
+fn begin(
+    key: PoolKey,
+    known: Option<GraphPool>,
+    filter: Filter,
+) -> CallResult<(GraphPool, Announced)> {
     let memory = match known {
         Some(memory) => memory,
-        None => here::with(name.0, |shared| Ok(shared.pool(name.1)?.graph_pool()?))?,
+        None => thread_state::with(key.0, |shared| Ok(shared.pool(key.1)?.graph_pool()?))?,
     };
     let announced = memory.announce_where(move |stream| filter.includes(stream.handle()))?;
     Ok((memory, announced))
 }
 
 /// Removes a pool without users. The caller drops it outside of the lock.
-fn take_if_over(pools: &mut Option<HashMap<Name, Pool>>, name: Name) -> Option<Pool> {
+fn remove_if_unused(
+    pools: &mut Option<HashMap<PoolKey, TorchPool>>,
+    key: PoolKey,
+) -> Option<TorchPool> {
     let pools = pools.as_mut()?;
-    if pools.get(&name).is_some_and(Pool::is_over) { pools.remove(&name) } else { None }
+    if pools.get(&key).is_some_and(TorchPool::is_unused) { pools.remove(&key) } else { None }
 }
 
 /// Stops serving captures from a pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
-        let name = name(device, first, second)?;
-        let (ended, gone) = {
+        let key = key(device, first, second)?;
+        let (ended, removed) = {
             let mut pools = pools();
-            let pool = pools.as_mut().and_then(|pools| pools.get_mut(&name));
-            let Some(pool) = pool.filter(|pool| matches!(pool.begun, Begun::Yes(_))) else {
-                return Err(no_pool(name, "has not begun"));
+            let pool = pools.as_mut().and_then(|pools| pools.get_mut(&key));
+            let Some(pool) = pool.filter(|pool| matches!(pool.state, CaptureState::Active(_)))
+            else {
+                return Err(no_pool(key, "has not begun"));
             };
-            let ended = std::mem::take(&mut pool.begun);
-            (ended, take_if_over(&mut pools, name))
+            let ended = std::mem::take(&mut pool.state);
+            (ended, remove_if_unused(&mut pools, key))
         };
         // The launches of what was captured are not reported. A dropped announcement allows for
         // that.
-        drop((ended, gone));
+        drop((ended, removed));
         Ok(())
     })
 }
@@ -197,9 +205,9 @@ pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> a
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
-        let name = name(device, first, second)?;
-        here::with(name.0, |shared| Ok(shared.pool(name.1).map(|_| ())?))?;
-        pools().get_or_insert_default().entry(name).or_default().users += 1;
+        let key = key(device, first, second)?;
+        thread_state::with(key.0, |shared| Ok(shared.pool(key.1).map(|_| ())?))?;
+        pools().get_or_insert_default().entry(key).or_default().users += 1;
         Ok(())
     })
 }
@@ -208,18 +216,18 @@ pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_release(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
-        let name = name(device, first, second)?;
-        let gone = {
+        let key = key(device, first, second)?;
+        let removed = {
             let mut pools = pools();
-            let pool = pools.as_mut().and_then(|pools| pools.get_mut(&name));
+            let pool = pools.as_mut().and_then(|pools| pools.get_mut(&key));
             let Some(pool) = pool.filter(|pool| pool.users > 0) else {
-                return Err(no_pool(name, "has no users"));
+                return Err(no_pool(key, "has no users"));
             };
             pool.users -= 1;
-            take_if_over(&mut pools, name)
+            remove_if_unused(&mut pools, key)
         };
         // A trim or a slow path releases its memory, after its last block has been freed too.
-        drop(gone);
+        drop(removed);
         Ok(())
     })
 }
@@ -236,10 +244,9 @@ pub unsafe extern "C" fn aq_torch_pool_uses(
     uses: *mut c_int,
 ) -> aq_status {
     enter(|| {
-        let name = name(device, first, second)?;
-        let users =
-            pools().as_ref().and_then(|pools| pools.get(&name)).map_or(0, |pool| pool.users);
+        let key = key(device, first, second)?;
+        let users = pools().as_ref().and_then(|pools| pools.get(&key)).map_or(0, |pool| pool.users);
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(uses, users as c_int, "uses") }
+        unsafe { write_out(uses, users as c_int, "uses") }
     })
 }

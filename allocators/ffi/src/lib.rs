@@ -9,7 +9,7 @@
 //! | [`status`] | the status codes, and their errors |
 //! | [`entry`] | the entry of each call: panics, error texts |
 //! | [`runtime`] | runtimes by number, destroyed in any order |
-//! | `here` | thread-local state: finds the stream of a raw handle without a lock |
+//! | `thread_state` | thread-local state: finds the stream of a raw handle without a lock |
 //! | [`device`] | device memory |
 //! | [`stream`] | the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
@@ -26,11 +26,11 @@ pub mod device;
 pub mod entry;
 pub mod facts;
 pub mod graphs;
-mod here;
 pub mod pinned;
 pub mod runtime;
 pub mod sim;
 pub mod staging;
 pub mod status;
 pub mod stream;
+mod thread_state;
 pub mod torch;

@@ -6,10 +6,10 @@
 
 use crate::{
     device::handle,
-    entry::{enter, put, put_if_wanted, wanted},
-    here,
+    entry::{enter, require, write_out, write_out_if_set},
     runtime::aq_runtime,
     status::{Failure, aq_status},
+    thread_state,
 };
 use allocator_api2::alloc::Allocator;
 use aquifer::{DeferReuse, MemoryError, PinnedAllocator};
@@ -23,16 +23,16 @@ use std::{
 
 /// A live block.
 #[derive(Clone, Copy)]
-struct Out {
+struct PinnedBlock {
     allocator: PinnedAllocator,
     layout: Layout,
     is_pinned: bool,
 }
 
-static OUT: OnceLock<Mutex<HashMap<usize, Out>>> = OnceLock::new();
+static BLOCKS: OnceLock<Mutex<HashMap<usize, PinnedBlock>>> = OnceLock::new();
 
-fn out() -> MutexGuard<'static, HashMap<usize, Out>> {
-    OUT.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+fn blocks() -> MutexGuard<'static, HashMap<usize, PinnedBlock>> {
+    BLOCKS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cold]
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn aq_pinned_alloc(
     memory: *mut *mut c_void,
 ) -> aq_status {
     enter(|| {
-        wanted(memory, "memory")?;
+        require(memory, "memory")?;
         if bytes == 0 {
             return Err(MemoryError::ZeroSize.into());
         }
@@ -61,19 +61,22 @@ pub unsafe extern "C" fn aq_pinned_alloc(
         if bytes > limit {
             return Err(MemoryError::TooLarge { requested: bytes, limit }.into());
         }
-        let wanted = if align == 0 { 64 } else { align };
-        let layout = Layout::from_size_align(bytes as usize, usize::try_from(wanted).unwrap_or(0))
-            .map_err(|_| MemoryError::BadAlignment { align })?;
-        let block = here::with(runtime, |shared| {
+        let alignment = if align == 0 { 64 } else { align };
+        let layout =
+            Layout::from_size_align(bytes as usize, usize::try_from(alignment).unwrap_or(0))
+                .map_err(|_| MemoryError::BadAlignment { align })?;
+        let block = thread_state::with(runtime, |shared| {
             let pool = shared.runtime.pinned_near(device as usize);
             let block = pool.allocate(layout)?.cast::<u8>();
             let is_pinned = pool.is_pinned(block).unwrap_or(false);
-            out()
-                .insert(block.addr().get(), Out { allocator: pool.allocator(), layout, is_pinned });
+            blocks().insert(
+                block.addr().get(),
+                PinnedBlock { allocator: pool.allocator(), layout, is_pinned },
+            );
             Ok(block)
         })?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(memory, block.as_ptr().cast(), "memory") }
+        unsafe { write_out(memory, block.as_ptr().cast(), "memory") }
     })
 }
 
@@ -86,7 +89,7 @@ pub unsafe extern "C" fn aq_pinned_alloc(
 pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
     enter(|| {
         let Some(block) = NonNull::new(memory.cast::<u8>()) else { return Ok(()) };
-        let Some(Out { allocator, layout, .. }) = out().remove(&memory.addr()) else {
+        let Some(PinnedBlock { allocator, layout, .. }) = blocks().remove(&memory.addr()) else {
             return Err(foreign(memory));
         };
         // SAFETY: 1. The block was allocated by this allocator with this layout, and was removed
@@ -103,9 +106,9 @@ pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_pinned_is_pinned(memory: *mut c_void, pinned: *mut i32) -> aq_status {
     enter(|| {
-        let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        let found = blocks().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(pinned, i32::from(found.is_pinned), "pinned") }
+        unsafe { write_out(pinned, i32::from(found.is_pinned), "pinned") }
     })
 }
 
@@ -122,10 +125,10 @@ pub unsafe extern "C" fn aq_pinned_record_use(
 ) -> aq_status {
     enter(|| {
         let block = NonNull::new(memory.cast::<u8>()).ok_or_else(|| foreign(memory))?;
-        let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        let found = blocks().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
-            here::with_stream(runtime, device, handle(stream), |_, _, stream| {
+            thread_state::with_stream(runtime, device, handle(stream), |_, _, stream| {
                 let point = stream.point();
                 // Fenced now, since the handle may be invalid when the gate is polled.
                 let timeline = stream.timeline();
@@ -149,11 +152,11 @@ pub unsafe extern "C" fn aq_pinned_trim(
 ) -> aq_status {
     enter(|| {
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        let bytes = here::with(runtime, |shared| {
+        let bytes = thread_state::with(runtime, |shared| {
             Ok(shared.runtime.pinned_near(device as usize).trim(keep)?)
         })?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put_if_wanted(given, bytes) };
+        unsafe { write_out_if_set(given, bytes) };
         Ok(())
     })
 }

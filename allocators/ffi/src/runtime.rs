@@ -6,15 +6,15 @@
 //!   table until the last block has been freed:
 //!
 //! ```text
-//!   open ──destroy──▶ closed, blocks are out ──the last free──▶ gone
+//!   open ──destroy──▶ closed, blocks are out ──the last free──▶ removed
 //!     └───────────────destroy, none is out────────────────────▶
 //! ```
 #![expect(unsafe_code, reason = "exports functions to C, and takes their streams in")]
 
 use crate::{
-    entry::{Answer, enter, keep_panics_quiet, put, size_of_theirs, wanted},
-    here,
+    entry::{CallResult, caller_size, enter, install_panic_hook, require, write_out},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{
     DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager,
@@ -53,7 +53,7 @@ pub const AQ_SIM_PLAIN: u32 = 1;
 pub const AQ_SIM_UNCHECKED: u32 = 2;
 
 /// Maximum number of events that a runtime keeps: 1 GiB of them.
-const LONGEST_HISTORY: u64 = 1 << 24;
+const MAX_HISTORY: u64 = 1 << 24;
 
 /// Options of a new runtime. Zero selects the default of a field.
 #[derive(Clone, Copy, Default, Debug)]
@@ -87,18 +87,18 @@ pub struct aq_runtime_options {
 
 /// The stream that a handle denotes.
 #[derive(Clone)]
-pub(crate) struct Known {
+pub(crate) struct ResolvedStream {
     pub(crate) stream: Stream,
     /// Whether the stream may be destroyed without a call, so that another stream may have its
     /// handle.
-    pub(crate) doubtful: bool,
+    pub(crate) may_be_reused: bool,
 }
 
-impl Known {
+impl ResolvedStream {
     /// Returns whether the handle still denotes this stream.
     #[inline]
     pub(crate) fn is_current(&self) -> bool {
-        !self.doubtful || self.is_same()
+        !self.may_be_reused || self.is_same()
     }
 
     #[cold]
@@ -108,7 +108,7 @@ impl Known {
 }
 
 /// A runtime.
-pub(crate) struct Shared {
+pub(crate) struct SharedRuntime {
     pub(crate) id: aq_runtime,
     pub(crate) runtime: Runtime,
     pub(crate) sim: Option<Sim>,
@@ -119,11 +119,11 @@ pub(crate) struct Shared {
     pub(crate) version: AtomicU64,
     pub(crate) closed: AtomicBool,
     /// By device number.
-    devices: Box<[Device]>,
+    devices: Box<[DeviceState]>,
 }
 
 #[derive(Default)]
-struct Device {
+struct DeviceState {
     /// Streams that are retired before they are destroyed, by handle. The end of other streams is
     /// not announced, and entries for them would accumulate. So those are known only to
     /// thread-local state, and to the pool as long as it has memory of theirs.
@@ -136,38 +136,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Open runtimes, and closed ones with live blocks.
-static RUNTIMES: OnceLock<RwLock<HashMap<aq_runtime, Arc<Shared>>>> = OnceLock::new();
+static RUNTIMES: OnceLock<RwLock<HashMap<aq_runtime, Arc<SharedRuntime>>>> = OnceLock::new();
 /// The number of the next runtime.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-fn runtimes() -> &'static RwLock<HashMap<aq_runtime, Arc<Shared>>> {
+fn runtimes() -> &'static RwLock<HashMap<aq_runtime, Arc<SharedRuntime>>> {
     RUNTIMES.get_or_init(RwLock::default)
 }
 
 /// Returns an open runtime.
-pub(crate) fn open(id: aq_runtime) -> Answer<Arc<Shared>> {
-    match with_blocks(id) {
-        Ok(shared) if shared.closed.load(Ordering::Acquire) => Err(absent(id)),
+pub(crate) fn open(id: aq_runtime) -> CallResult<Arc<SharedRuntime>> {
+    match open_or_closing(id) {
+        Ok(shared) if shared.closed.load(Ordering::Acquire) => Err(no_runtime(id)),
         other => other,
     }
 }
 
 /// Returns a runtime that is open or has live blocks.
-pub(crate) fn with_blocks(id: aq_runtime) -> Answer<Arc<Shared>> {
+pub(crate) fn open_or_closing(id: aq_runtime) -> CallResult<Arc<SharedRuntime>> {
     let found = runtimes().read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
-    found.ok_or_else(|| absent(id))
+    found.ok_or_else(|| no_runtime(id))
 }
 
 /// Returns the reason why there is no such runtime.
 #[cold]
-pub(crate) fn absent(id: aq_runtime) -> Failure {
+pub(crate) fn no_runtime(id: aq_runtime) -> Failure {
     if id == 0 || id >= NEXT.load(Ordering::Relaxed) {
         return Failure::new(Status::BadRuntime, format!("{id} is no runtime"));
     }
     Failure::new(Status::Closed, format!("runtime {id} has been destroyed"))
 }
 
-impl Shared {
+impl SharedRuntime {
     /// Returns the pool of a device.
     #[inline]
     pub(crate) fn pool(&self, device: u32) -> Result<&DevicePool, MemoryError> {
@@ -182,18 +182,18 @@ impl Shared {
         MemoryError::NoDevice { asked: device, count: self.devices.len() as u32 }
     }
 
-    fn device(&self, device: u32) -> Result<&Device, MemoryError> {
+    fn device(&self, device: u32) -> Result<&DeviceState, MemoryError> {
         self.devices.get(device as usize).ok_or_else(|| self.no_device(device))
     }
 
     /// Returns the stager of a device, created at its first use.
-    pub(crate) fn stager(&self, device: u32) -> Answer<&Stager> {
+    pub(crate) fn stager(&self, device: u32) -> CallResult<&Stager> {
         let stager = &self.device(device)?.stager;
         if let Some(stager) = stager.get() {
             return Ok(stager);
         }
-        let made = self.runtime.stager(device as usize, StagerConfig::default())?;
-        Ok(stager.get_or_init(|| made))
+        let new = self.runtime.stager(device as usize, StagerConfig::default())?;
+        Ok(stager.get_or_init(|| new))
     }
 
     /// Returns the stream that a raw handle denotes for the calling thread.
@@ -202,18 +202,26 @@ impl Shared {
     /// 1. `handle` is a stream of this driver and device that is alive. For a simulated driver any
     ///    number is allowed.
     /// 2. Its lifetime is as stated by the runtime's options or by its registration.
-    pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> Answer<Known> {
+    pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> CallResult<ResolvedStream> {
         let pool = self.pool(device)?;
         match handle {
             0 | 1 => {
-                return Ok(Known { stream: pool.streams().legacy_default()?, doubtful: false });
+                return Ok(ResolvedStream {
+                    stream: pool.streams().legacy_default()?,
+                    may_be_reused: false,
+                });
             }
-            2 => return Ok(Known { stream: pool.streams().thread_default()?, doubtful: false }),
+            2 => {
+                return Ok(ResolvedStream {
+                    stream: pool.streams().thread_default()?,
+                    may_be_reused: false,
+                });
+            }
             _ => {}
         }
-        let seen = lock(&self.device(device)?.streams).get(&handle).cloned();
-        if let Some(stream) = seen.filter(|stream| !stream.timeline().is_retired()) {
-            return Ok(Known { stream, doubtful: false });
+        let known = lock(&self.device(device)?.streams).get(&handle).cloned();
+        if let Some(stream) = known.filter(|stream| !stream.timeline().is_retired()) {
+            return Ok(ResolvedStream { stream, may_be_reused: false });
         }
         // SAFETY: 1. 2. Guaranteed by the caller.
         unsafe { self.adopt(device, handle, self.life) }
@@ -222,22 +230,22 @@ impl Shared {
     /// Adopts a stream.
     ///
     /// # Safety
-    /// 1. As [`Shared::stream`]. 2. Its lifetime is as stated by `life`.
-    unsafe fn adopt(&self, device: u32, handle: u64, life: u32) -> Answer<Known> {
+    /// 1. As [`SharedRuntime::stream`]. 2. Its lifetime is as stated by `life`.
+    unsafe fn adopt(&self, device: u32, handle: u64, life: u32) -> CallResult<ResolvedStream> {
         let pool = self.pool(device)?;
-        let doubtful = life != AQ_STREAMS_RETIRED;
-        let life = if doubtful { Life::Fenced } else { Life::Retired };
+        let may_be_reused = life != AQ_STREAMS_RETIRED;
+        let life = if may_be_reused { Life::Fenced } else { Life::Retired };
         // SAFETY: 1. Guaranteed by the caller.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         // SAFETY: 1. 2. Guaranteed by the caller.
         let stream = unsafe { pool.streams().adopt(raw, life) }
             .map_err(|error| no_stream(error, device, handle))?;
-        if !doubtful {
+        if !may_be_reused {
             let before = lock(&self.device(device)?.streams).insert(handle, stream.clone());
             // The drop may be that of the last reference to the stream's state.
             drop(before);
         }
-        Ok(Known { stream, doubtful })
+        Ok(ResolvedStream { stream, may_be_reused })
     }
 
     /// Adopts a stream whose owner will retire it.
@@ -245,11 +253,11 @@ impl Shared {
     /// # Safety
     /// 1. `handle` is a stream of this driver and device that is alive. 2. It is retired before it
     ///    is destroyed.
-    pub(crate) unsafe fn register(&self, device: u32, handle: u64) -> Answer {
+    pub(crate) unsafe fn register(&self, device: u32, handle: u64) -> CallResult {
         // SAFETY: 1. 2. Guaranteed by the caller: the stream is alive for longer than either
         // lifetime requires.
         let known = unsafe { self.stream(device, handle) }?;
-        if known.doubtful {
+        if known.may_be_reused {
             // Ends the stream's timeline, with its work, and begins a new one.
             // SAFETY: 1. Guaranteed by the caller.
             unsafe { self.retire(device, handle) }?;
@@ -264,19 +272,19 @@ impl Shared {
     /// # Safety
     /// 1. `handle` is a stream of this driver and device that is alive. For a simulated driver any
     ///    number is allowed.
-    pub(crate) unsafe fn retire(&self, device: u32, handle: u64) -> Answer {
+    pub(crate) unsafe fn retire(&self, device: u32, handle: u64) -> CallResult {
         let pool = self.pool(device)?;
         // SAFETY: 1. Guaranteed by the caller.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         let timeline =
             pool.streams().timeline(raw, None).map_err(|error| no_stream(error, device, handle))?;
         timeline.retire()?;
-        let gone = {
+        let removed = {
             let mut streams = lock(&self.device(device)?.streams);
             let same = |known: &Stream| Arc::ptr_eq(known.timeline(), &timeline);
             if streams.get(&handle).is_some_and(same) { streams.remove(&handle) } else { None }
         };
-        drop(gone);
+        drop(removed);
         self.version.fetch_add(1, Ordering::Release);
         Ok(())
     }
@@ -288,17 +296,18 @@ impl Shared {
 
     /// Removes a destroyed runtime from the table, if the block just freed was its last.
     #[cold]
-    pub(crate) fn leave(&self) {
+    pub(crate) fn remove_if_unused(&self) {
         if self.is_empty() {
-            let gone = runtimes().write().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
-            drop(gone);
+            let removed =
+                runtimes().write().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+            drop(removed);
         }
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("SharedRuntime").field("id", &self.id).finish_non_exhaustive()
     }
 }
 
@@ -329,34 +338,38 @@ impl aq_runtime_options {
     /// Reads the caller's options, as far as its version has them.
     ///
     /// # Safety
-    /// 1. `theirs` is null or points to options that begin with their size in bytes.
-    pub(crate) unsafe fn read(theirs: *const Self) -> Answer<Self> {
-        let mut ours = Self::default();
-        if theirs.is_null() {
-            return Ok(ours);
+    /// 1. `from` is null or points to options that begin with their size in bytes.
+    pub(crate) unsafe fn read(from: *const Self) -> CallResult<Self> {
+        let mut options = Self::default();
+        if from.is_null() {
+            return Ok(options);
         }
         // SAFETY: 1. The first field is a `size_t`.
-        let known = unsafe { size_of_theirs(theirs.cast(), size_of::<Self>(), "options") }?;
+        let known = unsafe { caller_size(from.cast(), size_of::<Self>(), "options") }?;
         // SAFETY: 1. Both sides have that many bytes. 2. Any bytes are valid values of these
-        // fields. 3. `ours` is a local, so they do not overlap.
+        // fields. 3. `options` is a local, so they do not overlap.
         unsafe {
-            std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
+            std::ptr::copy_nonoverlapping(
+                from.cast::<u8>(),
+                (&raw mut options).cast::<u8>(),
+                known,
+            );
         };
         // SAFETY: 1. Guaranteed by the caller.
-        let size = unsafe { theirs.cast::<usize>().read() };
+        let size = unsafe { from.cast::<usize>().read() };
         // Fields of a newer version must be 0.
         // SAFETY: 1. The caller's struct has `size` bytes.
-        let asks = (known..size).any(|at| unsafe { theirs.cast::<u8>().add(at).read() } != 0);
-        if asks {
+        let unknown_set = (known..size).any(|at| unsafe { from.cast::<u8>().add(at).read() } != 0);
+        if unknown_set {
             let text = format!(
                 "options of {size} bytes ask for what this version, with {known}, does not know"
             );
             return Err(Failure::new(Status::Version, text));
         }
-        Ok(ours)
+        Ok(options)
     }
 
-    fn sim(&self) -> Answer<Sim> {
+    fn sim(&self) -> CallResult<Sim> {
         if self.sim_devices > SimConfig::MOST_DEVICES {
             let (name, value) = ("sim_devices", self.sim_devices.to_string());
             return Err(
@@ -382,13 +395,13 @@ impl aq_runtime_options {
     }
 
     /// Returns the sink that keeps events.
-    fn history(&self) -> Answer<Option<Arc<RingSink>>> {
+    fn history(&self) -> CallResult<Option<Arc<RingSink>>> {
         if self.history == 0 {
             return Ok(None);
         }
-        if self.history > LONGEST_HISTORY {
+        if self.history > MAX_HISTORY {
             let text = format!(
-                "options->history is {}; it can be {LONGEST_HISTORY} events at most",
+                "options->history is {}; it can be {MAX_HISTORY} events at most",
                 self.history
             );
             return Err(Failure::new(Status::BadArgument, text));
@@ -401,7 +414,7 @@ impl aq_runtime_options {
         Ok(Some(Arc::new(RingSink::new(self.history as usize))))
     }
 
-    fn build(self) -> Answer<Shared> {
+    fn build(self) -> CallResult<SharedRuntime> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
         }
@@ -423,7 +436,7 @@ impl aq_runtime_options {
         if let Some(history) = &history {
             pools.recorder = Some(Arc::new(Recorder::new(history.clone())));
         }
-        let settled = |sim: Option<&Sim>| {
+        let build_runtime = |sim: Option<&Sim>| {
             let mut builder = Runtime::builder().pools(pools.clone());
             if let Some(sim) = sim {
                 builder = builder.driver(sim.driver());
@@ -437,22 +450,22 @@ impl aq_runtime_options {
             builder.build()
         };
         let (runtime, sim) = match self.driver {
-            AQ_DRIVER_MACHINE => (settled(None)?, None),
+            AQ_DRIVER_MACHINE => (build_runtime(None)?, None),
             AQ_DRIVER_SIM => {
                 let sim = self.sim()?;
-                (settled(Some(&sim))?, Some(sim))
+                (build_runtime(Some(&sim))?, Some(sim))
             }
-            AQ_DRIVER_MACHINE_OR_SIM => match settled(None)? {
+            AQ_DRIVER_MACHINE_OR_SIM => match build_runtime(None)? {
                 runtime if runtime.driver().is_some() => (runtime, None),
                 _ => {
                     let sim = self.sim()?;
-                    (settled(Some(&sim))?, Some(sim))
+                    (build_runtime(Some(&sim))?, Some(sim))
                 }
             },
             other => return Err(bad("driver", other, "one of AQ_DRIVER_…")),
         };
-        let devices = runtime.devices().iter().map(|_| Device::default()).collect();
-        Ok(Shared {
+        let devices = runtime.devices().iter().map(|_| DeviceState::default()).collect();
+        Ok(SharedRuntime {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             runtime,
             sim,
@@ -467,8 +480,8 @@ impl aq_runtime_options {
 
 impl aq_runtime_options {
     /// Creates a runtime and enters it in the table.
-    pub(crate) fn create(self) -> Answer<aq_runtime> {
-        keep_panics_quiet();
+    pub(crate) fn create(self) -> CallResult<aq_runtime> {
+        install_panic_hook();
         let shared = Arc::new(self.build()?);
         let id = shared.id;
         runtimes().write().unwrap_or_else(PoisonError::into_inner).insert(id, shared);
@@ -477,7 +490,7 @@ impl aq_runtime_options {
 }
 
 /// Returns the driver's ordinal of a device.
-pub(crate) fn ordinal(shared: &Shared, device: u32) -> Answer<DeviceId> {
+pub(crate) fn ordinal(shared: &SharedRuntime, device: u32) -> CallResult<DeviceId> {
     Ok(shared.pool(device)?.device())
 }
 
@@ -492,11 +505,11 @@ pub unsafe extern "C" fn aq_runtime_create(
     runtime: *mut aq_runtime,
 ) -> aq_status {
     enter(|| {
-        wanted(runtime, "runtime")?;
+        require(runtime, "runtime")?;
         // SAFETY: 1. Guaranteed by the caller.
         let id = unsafe { aq_runtime_options::read(options) }?.create()?;
         // SAFETY: 2. Guaranteed by the caller.
-        unsafe { put(runtime, id, "runtime") }
+        unsafe { write_out(runtime, id, "runtime") }
     })
 }
 
@@ -506,10 +519,10 @@ pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
     enter(|| {
         let shared = open(runtime)?;
         if shared.closed.swap(true, Ordering::AcqRel) {
-            return Err(absent(runtime));
+            return Err(no_runtime(runtime));
         }
         shared.version.fetch_add(1, Ordering::Release);
-        here::forget(runtime);
+        thread_state::clear(runtime);
         // Thread-local state of other threads keeps the runtime's metadata until their next call or
         // their end. Its memory is released now.
         for pool in shared.runtime.devices() {
@@ -518,7 +531,7 @@ pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
         }
         // A concurrent allocation or free that has not seen the runtime closed is counted by this
         // call, since both take the lock of the block's cache.
-        shared.leave();
+        shared.remove_if_unused();
         Ok(())
     })
 }

@@ -6,10 +6,10 @@
 
 use crate::{
     device::{access, handle},
-    entry::{Answer, enter, put, text, wanted},
-    here,
-    runtime::{Shared, aq_runtime, ordinal},
+    entry::{CallResult, enter, require, text, write_out},
+    runtime::{SharedRuntime, aq_runtime, ordinal},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{
     DeviceRange, RawStream,
@@ -19,14 +19,14 @@ use aquifer::{
 };
 use std::ffi::{c_char, c_void};
 
-fn sim(shared: &Shared) -> Answer<&Sim> {
+fn sim(shared: &SharedRuntime) -> CallResult<&Sim> {
     shared.sim.as_ref().ok_or_else(|| {
         Failure::new(Status::Unsupported, "the runtime's devices are not simulated: AQ_DRIVER_SIM")
     })
 }
 
 /// Returns the stream of a simulated device with this handle. The driver refuses invalid handles.
-fn raw(shared: &Shared, device: u32, stream: *mut c_void) -> Answer<RawStream> {
+fn raw(shared: &SharedRuntime, device: u32, stream: *mut c_void) -> CallResult<RawStream> {
     // SAFETY: 1. The simulated driver checks handles, and refuses those that are no stream.
     Ok(unsafe { RawStream::from_raw(ordinal(shared, device)?, handle(stream)) })
 }
@@ -35,9 +35,9 @@ fn raw(shared: &Shared, device: u32, stream: *mut c_void) -> Answer<RawStream> {
 fn with<R>(
     runtime: aq_runtime,
     device: u32,
-    work: impl FnOnce(&Shared, &Sim, aquifer::DeviceId) -> Result<R, aquifer::DriverError>,
-) -> Answer<R> {
-    here::with(runtime, |shared| {
+    work: impl FnOnce(&SharedRuntime, &Sim, aquifer::DeviceId) -> Result<R, aquifer::DriverError>,
+) -> CallResult<R> {
+    thread_state::with(runtime, |shared| {
         let device = ordinal(shared, device)?;
         Ok(work(shared, sim(shared)?, device)
             .map_err(|error| MemoryError::driver(device, error))?)
@@ -55,11 +55,11 @@ pub unsafe extern "C" fn aq_sim_stream_create(
     stream: *mut *mut c_void,
 ) -> aq_status {
     enter(|| {
-        wanted(stream, "stream")?;
+        require(stream, "stream")?;
         let made = with(runtime, device, |_, sim, device| sim.driver().stream_create(device, 0))?;
         let made = std::ptr::without_provenance_mut(made.handle() as usize);
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(stream, made, "stream") }
+        unsafe { write_out(stream, made, "stream") }
     })
 }
 
@@ -71,7 +71,7 @@ pub extern "C" fn aq_sim_stream_destroy(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         // SAFETY: 1. The simulated driver refuses handles that are no stream, and reports uses
         // after the destruction.
         with(runtime, device, |_, sim, _| unsafe { sim.driver().stream_destroy(raw) })
@@ -87,7 +87,7 @@ pub extern "C" fn aq_sim_stream_wait(
     other: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let (stream, other) = here::with(runtime, |shared| {
+        let (stream, other) = thread_state::with(runtime, |shared| {
             Ok((raw(shared, device, stream)?, raw(shared, device, other)?))
         })?;
         with(runtime, device, |_, sim, device| {
@@ -110,7 +110,7 @@ pub extern "C" fn aq_sim_stream_synchronize(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, _| sim.driver().stream_synchronize(raw))
     })
 }
@@ -123,7 +123,7 @@ pub extern "C" fn aq_sim_capture_begin(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, _| sim.driver().capture_begin(raw, CaptureMode::Global))
     })
 }
@@ -140,8 +140,8 @@ pub unsafe extern "C" fn aq_sim_capture_end(
     graph: *mut u64,
 ) -> aq_status {
     enter(|| {
-        wanted(graph, "graph")?;
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        require(graph, "graph")?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         let made = with(runtime, device, |_, sim, _| {
             let driver = sim.driver();
             let template = driver.capture_end(raw)?;
@@ -151,7 +151,7 @@ pub unsafe extern "C" fn aq_sim_capture_end(
             made
         })?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(graph, made.handle(), "graph") }
+        unsafe { write_out(graph, made.handle(), "graph") }
     })
 }
 
@@ -164,7 +164,7 @@ pub extern "C" fn aq_sim_graph_launch(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, device| {
             // SAFETY: 1. The simulated driver refuses handles that are no graph.
             let graph = unsafe { RawGraphExec::from_raw(device, graph) };
@@ -200,7 +200,7 @@ pub extern "C" fn aq_sim_touch(
 ) -> aq_status {
     enter(|| {
         let access = self::access(access)?;
-        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let raw = thread_state::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |shared, sim, device| {
             let pool = shared.runtime.by_ordinal(device).ok();
             // For a live block the access carries its generation, so a late access is distinguished
@@ -224,13 +224,13 @@ pub unsafe extern "C" fn aq_sim_violations(
     report: *mut *mut c_char,
 ) -> aq_status {
     enter(|| {
-        let found = here::with(runtime, |shared| Ok(sim(shared)?.violations()))?;
+        let found = thread_state::with(runtime, |shared| Ok(sim(shared)?.violations()))?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(count, found.len() as u64, "count") }?;
+        unsafe { write_out(count, found.len() as u64, "count") }?;
         if !report.is_null() {
-            let said: Vec<String> = found.iter().map(ToString::to_string).collect();
+            let lines: Vec<String> = found.iter().map(ToString::to_string).collect();
             // SAFETY: 2. Guaranteed by the caller.
-            unsafe { put(report, text(&said.join("\n")), "report") }?;
+            unsafe { write_out(report, text(&lines.join("\n")), "report") }?;
         }
         Ok(())
     })
@@ -251,5 +251,7 @@ pub extern "C" fn aq_sim_lose(runtime: aq_runtime, device: u32) -> aq_status {
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_sim_panic(runtime: aq_runtime) -> aq_status {
     #[expect(clippy::panic, reason = "what it is for")]
-    enter(|| here::with(runtime, |shared| sim(shared).map(|_| panic!("planted by aq_sim_panic"))))
+    enter(|| {
+        thread_state::with(runtime, |shared| sim(shared).map(|_| panic!("planted by aq_sim_panic")))
+    })
 }

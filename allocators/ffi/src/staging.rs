@@ -8,11 +8,11 @@
 )]
 
 use crate::{
-    device::{handle, strange},
-    entry::{Answer, enter, enter_with, null, put, wanted},
-    here,
-    runtime::{Shared, aq_runtime},
+    device::{foreign_block, handle},
+    entry::{CallResult, enter, enter_with, null, require, write_out},
+    runtime::{SharedRuntime, aq_runtime},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{
     Access, Block, DevicePool, DeviceRange, MemoryError, Operand, OperandMut, RawStream, Stream,
@@ -36,7 +36,7 @@ use std::{
 pub type aq_ticket = u64;
 
 /// A part of a block, used in the order of the caller's stream.
-struct Part {
+struct DevicePart {
     block: Arc<Block>,
     range: DeviceRange,
     pool: DevicePool,
@@ -46,7 +46,7 @@ struct Part {
 // SAFETY: 1. The range lies in a block that this reference keeps from being freed. If C code names
 // overlapping parts, their contents are undefined. 2. As for the block. 3. A stream that may be
 // destroyed at any time is not returned.
-unsafe impl Operand for Part {
+unsafe impl Operand for DevicePart {
     fn range(&self) -> DeviceRange {
         self.range
     }
@@ -57,19 +57,19 @@ unsafe impl Operand for Part {
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-        let asked = self.stream.timeline();
-        if stream != asked.raw() {
+        let expected = self.stream.timeline();
+        if stream != expected.raw() {
             let on = self.pool.streams().timeline(stream, alive.clone())?;
-            on.wait_for(asked, asked.open())?;
+            on.wait_for(expected, expected.open())?;
         }
         self.block.order(stream, alive, access)
     }
 }
 
 // SAFETY: 1. As above: overlapping parts have undefined contents.
-unsafe impl OperandMut for Part {}
+unsafe impl OperandMut for DevicePart {}
 
-impl Typed for Part {
+impl Typed for DevicePart {
     type Item = u8;
     fn len(&self) -> usize {
         self.range.bytes as usize
@@ -77,14 +77,14 @@ impl Typed for Part {
 }
 
 /// The caller's memory, lent for the duration of a transfer.
-struct Lent(NonNull<[u8]>);
+struct CallerBytes(NonNull<[u8]>);
 
 // SAFETY: 1. The caller has lent the bytes until the transfer is finished, to any thread.
-unsafe impl Send for Lent {}
+unsafe impl Send for CallerBytes {}
 
 // SAFETY: 1. Bytes have no invalid values. They are lent exclusively to this value, and do not
 // move.
-unsafe impl HostBuffer for Lent {
+unsafe impl HostBuffer for CallerBytes {
     type Item = u8;
     fn elements(&mut self) -> NonNull<[u8]> {
         self.0
@@ -92,47 +92,47 @@ unsafe impl HostBuffer for Lent {
 }
 
 /// A transfer under way.
-enum Under {
-    Up(Ticket<(Lent, Part)>),
-    Down(Ticket<(Part, Lent)>),
+enum Transfer {
+    Upload(Ticket<(CallerBytes, DevicePart)>),
+    Download(Ticket<(DevicePart, CallerBytes)>),
     /// There was nothing to copy.
-    Nothing,
+    Empty,
 }
 
-impl Under {
+impl Transfer {
     fn watch(&self) -> Option<Staged> {
         match self {
-            Self::Up(ticket) => Some(ticket.watch()),
-            Self::Down(ticket) => Some(ticket.watch()),
-            Self::Nothing => None,
+            Self::Upload(ticket) => Some(ticket.watch()),
+            Self::Download(ticket) => Some(ticket.watch()),
+            Self::Empty => None,
         }
     }
 
     /// Cancels the transfer, waits for its end, and releases both sides. The outcome is ignored.
     fn end(self) {
         match self {
-            Self::Up(ticket) => {
+            Self::Upload(ticket) => {
                 ticket.cancel();
                 drop(ticket.wait());
             }
-            Self::Down(ticket) => {
+            Self::Download(ticket) => {
                 ticket.cancel();
                 drop(ticket.wait());
             }
-            Self::Nothing => {}
+            Self::Empty => {}
         }
     }
 }
 
-static TICKETS: OnceLock<Mutex<HashMap<aq_ticket, Under>>> = OnceLock::new();
+static TICKETS: OnceLock<Mutex<HashMap<aq_ticket, Transfer>>> = OnceLock::new();
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-fn tickets() -> MutexGuard<'static, HashMap<aq_ticket, Under>> {
+fn tickets() -> MutexGuard<'static, HashMap<aq_ticket, Transfer>> {
     TICKETS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn watched(ticket: aq_ticket) -> Answer<Option<Staged>> {
-    tickets().get(&ticket).map(Under::watch).ok_or_else(|| no_ticket(ticket))
+fn watch(ticket: aq_ticket) -> CallResult<Option<Staged>> {
+    tickets().get(&ticket).map(Transfer::watch).ok_or_else(|| no_ticket(ticket))
 }
 
 #[cold]
@@ -142,7 +142,7 @@ fn no_ticket(ticket: aq_ticket) -> Failure {
 
 /// Both sides of a copy, as the caller gave them.
 #[derive(Clone, Copy)]
-struct Copy {
+struct CopyRequest {
     runtime: aq_runtime,
     device: u32,
     block: u64,
@@ -152,8 +152,8 @@ struct Copy {
     stream: u64,
 }
 
-impl Copy {
-    fn host(&self) -> Answer<NonNull<[u8]>> {
+impl CopyRequest {
+    fn host(&self) -> CallResult<NonNull<[u8]>> {
         let start = NonNull::new(self.host.cast::<u8>()).ok_or_else(|| null("host"))?;
         let limit = isize::MAX as u64;
         let bytes = usize::try_from(self.bytes).ok().filter(|_| self.bytes <= limit);
@@ -161,9 +161,15 @@ impl Copy {
         Ok(NonNull::slice_from_raw_parts(start, bytes))
     }
 
-    fn part(&self, shared: &Shared, pool: &DevicePool, stream: &Stream) -> Answer<Part> {
-        let block =
-            pool.share_raw(self.block).map_err(|error| strange(shared, self.device, error))?;
+    fn part(
+        &self,
+        shared: &SharedRuntime,
+        pool: &DevicePool,
+        stream: &Stream,
+    ) -> CallResult<DevicePart> {
+        let block = pool
+            .share_raw(self.block)
+            .map_err(|error| foreign_block(shared, self.device, error))?;
         let there = block.bytes();
         if self.offset > there || self.bytes > there - self.offset {
             let (offset, len, bytes) = (self.offset, self.bytes, there);
@@ -171,7 +177,7 @@ impl Copy {
         }
         let address = self.block + self.offset;
         let range = DeviceRange { device: pool.device(), address, bytes: self.bytes };
-        Ok(Part { block, range, pool: pool.clone(), stream: stream.clone() })
+        Ok(DevicePart { block, range, pool: pool.clone(), stream: stream.clone() })
     }
 
     /// Runs `work` with both sides, unless there is nothing to copy. No thread-local state is
@@ -181,17 +187,20 @@ impl Copy {
     /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for the stream.
     unsafe fn with<R>(
         self,
-        nothing: R,
-        work: impl FnOnce(&Shared, Part, NonNull<[u8]>) -> Answer<R>,
-    ) -> Answer<R> {
+        empty: R,
+        work: impl FnOnce(&SharedRuntime, DevicePart, NonNull<[u8]>) -> CallResult<R>,
+    ) -> CallResult<R> {
         // SAFETY: 1. Guaranteed by the caller.
         let (shared, part) = unsafe {
-            here::with_stream(self.runtime, self.device, self.stream, |shared, pool, stream| {
-                Ok((shared.clone(), self.part(shared, pool, stream)?))
-            })
+            thread_state::with_stream(
+                self.runtime,
+                self.device,
+                self.stream,
+                |shared, pool, stream| Ok((shared.clone(), self.part(shared, pool, stream)?)),
+            )
         }?;
         if self.bytes == 0 {
-            return Ok(nothing);
+            return Ok(empty);
         }
         work(&shared, part, self.host()?)
     }
@@ -213,7 +222,7 @@ pub unsafe extern "C" fn aq_upload(
     stream: *mut c_void,
 ) -> aq_status {
     let (host, stream) = (host.cast_mut(), handle(stream));
-    let copy = Copy { runtime, device, block, offset, host, bytes, stream };
+    let copy = CopyRequest { runtime, device, block, offset, host, bytes, stream };
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
@@ -245,7 +254,7 @@ pub unsafe extern "C" fn aq_download(
     bytes: u64,
     stream: *mut c_void,
 ) -> aq_status {
-    let copy = Copy { runtime, device, block, offset, host, bytes, stream: handle(stream) };
+    let copy = CopyRequest { runtime, device, block, offset, host, bytes, stream: handle(stream) };
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
@@ -261,15 +270,15 @@ pub unsafe extern "C" fn aq_download(
     })
 }
 
-fn begun<T>(
-    begun: std::result::Result<Ticket<T>, aquifer::staging::Failed<T>>,
-) -> Answer<Ticket<T>> {
-    begun.map_err(|failed| failed.error.into())
+fn begin<T>(
+    outcome: std::result::Result<Ticket<T>, aquifer::staging::Failed<T>>,
+) -> CallResult<Ticket<T>> {
+    outcome.map_err(|failed| failed.error.into())
 }
 
-fn keep(under: Under) -> aq_ticket {
+fn register(transfer: Transfer) -> aq_ticket {
     let ticket = NEXT.fetch_add(1, Ordering::Relaxed);
-    tickets().insert(ticket, under);
+    tickets().insert(ticket, transfer);
     ticket
 }
 
@@ -292,17 +301,17 @@ pub unsafe extern "C" fn aq_upload_begin(
     ticket: *mut aq_ticket,
 ) -> aq_status {
     let (host, stream) = (host.cast_mut(), handle(stream));
-    let copy = Copy { runtime, device, block, offset, host, bytes, stream };
+    let copy = CopyRequest { runtime, device, block, offset, host, bytes, stream };
     enter(|| {
-        wanted(ticket, "ticket")?;
+        require(ticket, "ticket")?;
         // SAFETY: 1. Guaranteed by the caller.
-        let under = unsafe {
-            copy.with(Under::Nothing, |shared, part, host| {
-                Ok(Under::Up(begun(shared.stager(device)?.upload(Lent(host), part))?))
+        let transfer = unsafe {
+            copy.with(Transfer::Empty, |shared, part, host| {
+                Ok(Transfer::Upload(begin(shared.stager(device)?.upload(CallerBytes(host), part))?))
             })
         }?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(ticket, keep(under), "ticket") }
+        unsafe { write_out(ticket, register(transfer), "ticket") }
     })
 }
 
@@ -324,29 +333,31 @@ pub unsafe extern "C" fn aq_download_begin(
     stream: *mut c_void,
     ticket: *mut aq_ticket,
 ) -> aq_status {
-    let copy = Copy { runtime, device, block, offset, host, bytes, stream: handle(stream) };
+    let copy = CopyRequest { runtime, device, block, offset, host, bytes, stream: handle(stream) };
     enter(|| {
-        wanted(ticket, "ticket")?;
+        require(ticket, "ticket")?;
         // SAFETY: 1. Guaranteed by the caller.
-        let under = unsafe {
-            copy.with(Under::Nothing, |shared, part, host| {
-                Ok(Under::Down(begun(shared.stager(device)?.download(part, Lent(host)))?))
+        let transfer = unsafe {
+            copy.with(Transfer::Empty, |shared, part, host| {
+                Ok(Transfer::Download(begin(
+                    shared.stager(device)?.download(part, CallerBytes(host)),
+                )?))
             })
         }?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(ticket, keep(under), "ticket") }
+        unsafe { write_out(ticket, register(transfer), "ticket") }
     })
 }
 
-fn ended(outcome: std::result::Result<(), StageError>) -> Answer<Status> {
+fn status_of(outcome: std::result::Result<(), StageError>) -> CallResult<Status> {
     outcome.map_err(Failure::from).map(|()| Status::Ok)
 }
 
 /// Returns whether a transfer has ended, and its outcome.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_ticket_poll(ticket: aq_ticket) -> aq_status {
-    enter_with(|| match watched(ticket)? {
-        Some(staged) => staged.try_wait().map_or(Ok(Status::NotReady), ended),
+    enter_with(|| match watch(ticket)? {
+        Some(staged) => staged.try_wait().map_or(Ok(Status::NotReady), status_of),
         None => Ok(Status::Ok),
     })
 }
@@ -354,8 +365,8 @@ pub extern "C" fn aq_ticket_poll(ticket: aq_ticket) -> aq_status {
 /// Waits for the end of a transfer.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_ticket_wait(ticket: aq_ticket) -> aq_status {
-    enter_with(|| match watched(ticket)? {
-        Some(staged) => ended(staged.wait()),
+    enter_with(|| match watch(ticket)? {
+        Some(staged) => status_of(staged.wait()),
         None => Ok(Status::Ok),
     })
 }
@@ -367,8 +378,8 @@ pub extern "C" fn aq_ticket_free(ticket: aq_ticket) -> aq_status {
         if ticket == 0 {
             return Ok(());
         }
-        let under = tickets().remove(&ticket).ok_or_else(|| no_ticket(ticket))?;
-        under.end();
+        let transfer = tickets().remove(&ticket).ok_or_else(|| no_ticket(ticket))?;
+        transfer.end();
         Ok(())
     })
 }

@@ -1,7 +1,7 @@
 //! The lifetime of foreign streams.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
-use crate::{device::handle, entry::enter, here, runtime::aq_runtime, status::aq_status};
+use crate::{device::handle, entry::enter, runtime::aq_runtime, status::aq_status, thread_state};
 use std::ffi::c_void;
 
 /// Registers a stream whose owner will retire it.
@@ -16,7 +16,9 @@ pub unsafe extern "C" fn aq_stream_register(
     stream: *mut c_void,
 ) -> aq_status {
     // SAFETY: 1. 2. Guaranteed by the caller.
-    enter(|| here::with(runtime, |shared| unsafe { shared.register(device, handle(stream)) }))
+    enter(|| {
+        thread_state::with(runtime, |shared| unsafe { shared.register(device, handle(stream)) })
+    })
 }
 
 /// Retires a stream.
@@ -30,5 +32,5 @@ pub unsafe extern "C" fn aq_stream_retire(
     stream: *mut c_void,
 ) -> aq_status {
     // SAFETY: 1. Guaranteed by the caller.
-    enter(|| here::with(runtime, |shared| unsafe { shared.retire(device, handle(stream)) }))
+    enter(|| thread_state::with(runtime, |shared| unsafe { shared.retire(device, handle(stream)) }))
 }

@@ -7,10 +7,10 @@
 
 use crate::{
     device::{allocate, free, handle},
-    entry::{Answer, enter, put, wanted},
-    here,
+    entry::{CallResult, enter, require, write_out},
     runtime::{self, AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
     status::{Failure, Status, aq_status},
+    thread_state,
 };
 use aquifer::{Access, device::Request};
 use std::{
@@ -26,41 +26,41 @@ use std::{
 /// The process's runtime; 0 before there is one.
 static RUNTIME: AtomicU64 = AtomicU64::new(0);
 /// Held while the runtime is created.
-static MAKING: Mutex<()> = Mutex::new(());
+static CREATE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Blocks that were recorded on other streams, by address.
-static RECORDED: Mutex<Option<HashMap<u64, Recorded>>> = Mutex::new(None);
+static RECORDED: Mutex<Option<HashMap<u64, RecordedUses>>> = Mutex::new(None);
 /// Number of blocks in `RECORDED`. Usually 0, which saves the lock.
 static BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
 /// The device of a block, and the streams that it was recorded on.
-struct Recorded {
+struct RecordedUses {
     device: u32,
     streams: Vec<u64>,
 }
 
-fn recorded() -> MutexGuard<'static, Option<HashMap<u64, Recorded>>> {
+fn recorded() -> MutexGuard<'static, Option<HashMap<u64, RecordedUses>>> {
     RECORDED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the runtime, created at the first call unless [`aq_torch_setup`] has created it.
 #[inline]
-pub(crate) fn the_runtime() -> Answer<aq_runtime> {
+pub(crate) fn default_runtime() -> CallResult<aq_runtime> {
     match RUNTIME.load(Ordering::Acquire) {
-        0 => make(None),
-        made => Ok(made),
+        0 => create_runtime(None),
+        runtime => Ok(runtime),
     }
 }
 
 /// Creates the runtime with these options. The defaults fit PyTorch, which never destroys its
 /// streams.
 #[cold]
-fn make(options: Option<aq_runtime_options>) -> Answer<aq_runtime> {
-    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime> {
+    let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let before = RUNTIME.load(Ordering::Acquire);
     if before != 0 {
-        let told = options.is_some();
-        if !told {
+        let explicit = options.is_some();
+        if !explicit {
             return Ok(before);
         }
         if runtime::open(before).is_ok() {
@@ -74,12 +74,12 @@ fn make(options: Option<aq_runtime_options>) -> Answer<aq_runtime> {
         streams: AQ_STREAMS_RETIRED,
         ..Default::default()
     });
-    let made = options.create()?;
-    RUNTIME.store(made, Ordering::Release);
-    Ok(made)
+    let runtime = options.create()?;
+    RUNTIME.store(runtime, Ordering::Release);
+    Ok(runtime)
 }
 
-pub(crate) fn device_of(device: c_int) -> Answer<u32> {
+pub(crate) fn device_of(device: c_int) -> CallResult<u32> {
     u32::try_from(device).map_err(|_| {
         Failure::new(Status::NoDevice, format!("device {device} asked, counted from 0"))
     })
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn aq_torch_setup(options: *const aq_runtime_options) -> a
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
         let options = unsafe { aq_runtime_options::read(options) }?;
-        make(Some(options)).map(drop)
+        create_runtime(Some(options)).map(drop)
     })
 }
 
@@ -105,13 +105,13 @@ pub unsafe extern "C" fn aq_torch_setup(options: *const aq_runtime_options) -> a
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_runtime(runtime: *mut aq_runtime) -> aq_status {
     // SAFETY: 1. Guaranteed by the caller.
-    enter(|| unsafe { put(runtime, the_runtime()?, "runtime") })
+    enter(|| unsafe { write_out(runtime, default_runtime()?, "runtime") })
 }
 
 /// `init`: creates the runtime.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_init(_device_count: c_int) -> aq_status {
-    enter(|| the_runtime().map(drop))
+    enter(|| default_runtime().map(drop))
 }
 
 /// Allocates a block of `size` bytes, or returns null for 0 bytes.
@@ -119,7 +119,11 @@ pub extern "C" fn aq_torch_init(_device_count: c_int) -> aq_status {
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
 #[inline(always)]
-unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c_void> {
+unsafe fn allocate_bytes(
+    size: isize,
+    device: c_int,
+    stream: *mut c_void,
+) -> CallResult<*mut c_void> {
     let Ok(bytes) = u64::try_from(size) else {
         return Err(Failure::new(Status::TooLarge, format!("{size} bytes asked")));
     };
@@ -130,14 +134,14 @@ unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c
     // SAFETY: 1. Guaranteed by the caller. 2. A local.
     unsafe {
         allocate(
-            the_runtime()?,
+            default_runtime()?,
             device_of(device)?,
             Request::bytes(bytes),
             stream,
             &raw mut address,
         )
     }?;
-    note_device(address, device);
+    remember_device(address, device);
     Ok(with_exposed_provenance_mut(address as usize))
 }
 
@@ -154,7 +158,7 @@ pub unsafe extern "C" fn aq_torch_alloc(
     let mut memory = null_mut();
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
-        memory = unsafe { take(size, device, stream) }?;
+        memory = unsafe { allocate_bytes(size, device, stream) }?;
         Ok(())
     });
     memory
@@ -173,11 +177,11 @@ pub unsafe extern "C" fn aq_torch_malloc(
     memory: *mut *mut c_void,
 ) -> aq_status {
     enter(|| {
-        wanted(memory, "memory")?;
+        require(memory, "memory")?;
         // SAFETY: 1. Guaranteed by the caller.
-        let taken = unsafe { take(size, device, stream) }?;
+        let address = unsafe { allocate_bytes(size, device, stream) }?;
         // SAFETY: 1. Guaranteed by the caller.
-        unsafe { put(memory, taken, "memory") }
+        unsafe { write_out(memory, address, "memory") }
     })
 }
 
@@ -191,14 +195,14 @@ pub extern "C" fn aq_torch_free(
     _stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let (runtime, address) = (the_runtime()?, memory.addr() as u64);
+        let (runtime, address) = (default_runtime()?, memory.addr() as u64);
         let known = if device == -1 { likely_device(address) } else { device_of(device)? };
         if BLOCKS.load(Ordering::Acquire) > 0 {
-            note_uses(runtime, address)?;
+            apply_recorded_uses(runtime, address)?;
         }
         match free(runtime, known, address) {
             Err(failure) if device == -1 && failure.status() == Status::WrongDevice => {
-                free(runtime, device_by_asking(runtime, address)?, address)
+                free(runtime, find_device(runtime, address)?, address)
             }
             freed => freed,
         }
@@ -217,11 +221,11 @@ fn device_hint(address: u64) -> &'static AtomicU8 {
 }
 
 #[inline]
-fn note_device(address: u64, device: c_int) {
-    let (hint, noted) = (device_hint(address), (device + 1) as u8);
+fn remember_device(address: u64, device: c_int) {
+    let (hint, code) = (device_hint(address), (device + 1) as u8);
     // The entry is usually correct already, and a cache line that is not written stays shared.
-    if hint.load(Ordering::Relaxed) != noted {
-        hint.store(noted, Ordering::Relaxed);
+    if hint.load(Ordering::Relaxed) != code {
+        hint.store(code, Ordering::Relaxed);
     }
 }
 
@@ -231,8 +235,8 @@ fn likely_device(address: u64) -> u32 {
 }
 
 #[cold]
-fn device_by_asking(runtime: aq_runtime, address: u64) -> Answer<u32> {
-    here::with(runtime, |shared| {
+fn find_device(runtime: aq_runtime, address: u64) -> CallResult<u32> {
+    thread_state::with(runtime, |shared| {
         let found =
             shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
         found
@@ -244,9 +248,9 @@ fn device_by_asking(runtime: aq_runtime, address: u64) -> Answer<u32> {
 /// Records the work queued by now on the streams that the block was recorded on. If a use cannot be
 /// recorded, the block is not freed.
 #[cold]
-fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
+fn apply_recorded_uses(runtime: aq_runtime, address: u64) -> CallResult {
     let found = recorded().as_mut().and_then(|recorded| recorded.remove(&address));
-    let Some(Recorded { device, streams }) = found else {
+    let Some(RecordedUses { device, streams }) = found else {
         return Ok(());
     };
     BLOCKS.fetch_sub(1, Ordering::Release);
@@ -254,7 +258,7 @@ fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
         // SAFETY: 1. The caller that recorded the block on the stream keeps the stream alive until
         // the block is freed.
         unsafe {
-            here::with_stream(runtime, device, stream, |_, pool, stream| {
+            thread_state::with_stream(runtime, device, stream, |_, pool, stream| {
                 Ok(pool.share_raw(address)?.record_use(stream, Access::ReadWrite)?)
             })
         }?;
@@ -274,7 +278,7 @@ pub unsafe extern "C" fn aq_torch_record_stream(
 ) -> aq_status {
     enter(|| {
         let (address, stream) = (memory.addr() as u64, handle(stream));
-        here::with(the_runtime()?, |shared| {
+        thread_state::with(default_runtime()?, |shared| {
             // Only live blocks are recorded: the free of a later block at this address would take
             // the record.
             let found =
@@ -283,7 +287,7 @@ pub unsafe extern "C" fn aq_torch_record_stream(
             let mut recorded = recorded();
             let block = recorded.get_or_insert_default().entry(address).or_insert_with(|| {
                 BLOCKS.fetch_add(1, Ordering::Release);
-                Recorded { device, streams: Vec::new() }
+                RecordedUses { device, streams: Vec::new() }
             });
             if !block.streams.contains(&stream) {
                 block.streams.push(stream);
@@ -302,13 +306,13 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
     let mut base = null_mut();
     enter(|| {
         let address = memory.addr() as u64;
-        here::with(the_runtime()?, |shared| {
+        thread_state::with(default_runtime()?, |shared| {
             let block =
                 shared.runtime.devices().iter().find_map(|pool| pool.share_raw(address).ok());
             let block = block.ok_or(aquifer::MemoryError::ForeignBlock { address })?;
             if !size.is_null() {
                 // SAFETY: 1. Guaranteed by the caller.
-                unsafe { put(size, block.capacity() as usize, "size") }?;
+                unsafe { write_out(size, block.capacity() as usize, "size") }?;
             }
             base = memory;
             Ok(())
@@ -325,7 +329,7 @@ pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) -> aq_s
             let text = format!("a fraction of {fraction}; it can be 0 to 1");
             return Err(Failure::new(Status::BadArgument, text));
         }
-        here::with(the_runtime()?, |shared| {
+        thread_state::with(default_runtime()?, |shared| {
             let pool = shared.pool(device_of(device)?)?;
             let _excess = pool.budget().set_limit((pool.info().memory as f64 * fraction) as u64);
             Ok(())
@@ -337,7 +341,7 @@ pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) -> aq_s
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_reset() -> aq_status {
     enter(|| {
-        here::with(the_runtime()?, |shared| {
+        thread_state::with(default_runtime()?, |shared| {
             for pool in shared.runtime.devices() {
                 pool.trim(0)?;
                 if pool.stats().cached > 0 {

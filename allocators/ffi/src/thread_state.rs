@@ -8,8 +8,8 @@
 //!   one.
 
 use crate::{
-    entry::Answer,
-    runtime::{self, Known, Shared, aq_runtime},
+    entry::CallResult,
+    runtime::{self, ResolvedStream, SharedRuntime, aq_runtime},
 };
 use aquifer::{DevicePool, Stream};
 use std::{
@@ -22,38 +22,39 @@ use std::{
 const STREAMS: usize = 16;
 
 thread_local! {
-    static HERE: RefCell<Option<Here>> = const { RefCell::new(None) };
+    static THREAD_STATE: RefCell<Option<ThreadState>> = const { RefCell::new(None) };
 }
 
-struct Here {
-    shared: Arc<Shared>,
+struct ThreadState {
+    shared: Arc<SharedRuntime>,
     version: u64,
-    streams: [Option<Seen>; STREAMS],
+    streams: [Option<StreamEntry>; STREAMS],
 }
 
-struct Seen {
+struct StreamEntry {
     device: u32,
     handle: u64,
-    known: Known,
+    resolved: ResolvedStream,
 }
 
 /// Returns the slot of a stream. Handles are addresses or small numbers.
 #[inline]
-fn place(device: u32, handle: u64) -> usize {
+fn index_of(device: u32, handle: u64) -> usize {
     (handle ^ handle >> 4 ^ handle >> 12 ^ u64::from(device)) as usize % STREAMS
 }
 
-impl Here {
+impl ThreadState {
     #[inline]
-    fn is(&self, runtime: aq_runtime) -> bool {
+    fn is_for(&self, runtime: aq_runtime) -> bool {
         self.shared.id == runtime && self.shared.version.load(Ordering::Acquire) == self.version
     }
 
     /// Returns a remembered stream, if the handle still denotes it.
     #[inline]
-    fn seen(&self, device: u32, handle: u64) -> Option<&Seen> {
-        let seen = self.streams[place(device, handle)].as_ref()?;
-        (seen.handle == handle && seen.device == device && seen.known.is_current()).then_some(seen)
+    fn stream_entry(&self, device: u32, handle: u64) -> Option<&StreamEntry> {
+        let entry = self.streams[index_of(device, handle)].as_ref()?;
+        (entry.handle == handle && entry.device == device && entry.resolved.is_current())
+            .then_some(entry)
     }
 }
 
@@ -67,12 +68,12 @@ impl Here {
 /// 1. The result does not outlive the current call of the library.
 #[inline(always)]
 #[expect(unsafe_code, reason = "takes a thread's own value out of the closure that sees it")]
-unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
-    let here = HERE.try_with(ptr::from_ref).ok()?;
+unsafe fn current<'a>() -> Option<Ref<'a, ThreadState>> {
+    let state = THREAD_STATE.try_with(ptr::from_ref).ok()?;
     // SAFETY: 1. The value exists until the thread ends, which is after the current call. 2. Only
     // this thread has access to it.
-    let here = unsafe { &*here };
-    Ref::filter_map(here.try_borrow().ok()?, Option::as_ref).ok()
+    let state = unsafe { &*state };
+    Ref::filter_map(state.try_borrow().ok()?, Option::as_ref).ok()
 }
 
 /// Runs `work` with an open runtime.
@@ -80,108 +81,112 @@ unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
 #[expect(unsafe_code, reason = "asks what the thread knows")]
 pub(crate) fn with<R>(
     runtime: aq_runtime,
-    work: impl FnOnce(&Arc<Shared>) -> Answer<R>,
-) -> Answer<R> {
+    work: impl FnOnce(&Arc<SharedRuntime>) -> CallResult<R>,
+) -> CallResult<R> {
     // SAFETY: 1. The result is dropped in this function.
-    match unsafe { known() } {
-        Some(here) if here.is(runtime) => return work(&here.shared),
+    match unsafe { current() } {
+        Some(state) if state.is_for(runtime) => return work(&state.shared),
         _ => {}
     }
-    work(&remember(runtime)?)
+    work(&load(runtime)?)
 }
 
 /// Runs `work` with an open runtime, the pool of a device, and the stream that a raw handle
 /// denotes.
 ///
 /// # Safety
-/// As [`Shared::stream`].
+/// As [`SharedRuntime::stream`].
 #[inline(always)]
 #[expect(unsafe_code, reason = "passes a caller's promise on")]
 pub(crate) unsafe fn with_stream<R>(
     runtime: aq_runtime,
     device: u32,
     handle: u64,
-    work: impl FnOnce(&Arc<Shared>, &DevicePool, &Stream) -> Answer<R>,
-) -> Answer<R> {
+    work: impl FnOnce(&Arc<SharedRuntime>, &DevicePool, &Stream) -> CallResult<R>,
+) -> CallResult<R> {
     // SAFETY: 1. The result is dropped in this function.
-    match unsafe { known() } {
-        Some(here) if here.is(runtime) => {
-            if let Some(seen) = here.seen(device, handle) {
-                return work(&here.shared, here.shared.pool(device)?, &seen.known.stream);
+    match unsafe { current() } {
+        Some(state) if state.is_for(runtime) => {
+            if let Some(entry) = state.stream_entry(device, handle) {
+                return work(&state.shared, state.shared.pool(device)?, &entry.resolved.stream);
             }
         }
         _ => {}
     }
     // SAFETY: 1. 2. Guaranteed by the caller.
-    let (shared, known) = unsafe { remember_with_stream(runtime, device, handle) }?;
-    work(&shared, shared.pool(device)?, &known.stream)
+    let (shared, resolved) = unsafe { load_with_stream(runtime, device, handle) }?;
+    work(&shared, shared.pool(device)?, &resolved.stream)
 }
 
 /// Looks up a runtime and a stream, and remembers them.
 ///
 /// # Safety
-/// As [`Shared::stream`].
+/// As [`SharedRuntime::stream`].
 #[cold]
 #[expect(unsafe_code, reason = "passes a caller's promise on")]
-unsafe fn remember_with_stream(
+unsafe fn load_with_stream(
     runtime: aq_runtime,
     device: u32,
     handle: u64,
-) -> Answer<(Arc<Shared>, Known)> {
-    let shared = remember(runtime)?;
+) -> CallResult<(Arc<SharedRuntime>, ResolvedStream)> {
+    let shared = load(runtime)?;
     // SAFETY: 1. 2. Guaranteed by the caller.
-    let known = unsafe { shared.stream(device, handle) }?;
-    remember_stream(&shared, Seen { device, handle, known: known.clone() });
-    Ok((shared, known))
+    let resolved = unsafe { shared.stream(device, handle) }?;
+    store_stream(&shared, StreamEntry { device, handle, resolved: resolved.clone() });
+    Ok((shared, resolved))
 }
 
 /// Looks up a runtime, and remembers it.
 #[cold]
-fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
+fn load(runtime: aq_runtime) -> CallResult<Arc<SharedRuntime>> {
     let found = runtime::open(runtime);
-    let before = HERE.try_with(|here| {
-        let mut here = here.try_borrow_mut().ok()?;
-        if here.as_ref().is_some_and(|here| here.is(runtime)) {
+    let before = THREAD_STATE.try_with(|state| {
+        let mut state = state.try_borrow_mut().ok()?;
+        if state.as_ref().is_some_and(|state| state.is_for(runtime)) {
             return None;
         }
         // The version is read before `closed` is checked below: a destruction sets `closed` first,
         // and then changes the version.
-        let new = found.as_ref().ok().map(|shared| Here {
+        let new = found.as_ref().ok().map(|shared| ThreadState {
             shared: shared.clone(),
             version: shared.version.load(Ordering::Acquire),
             streams: Default::default(),
         });
         // An invalid number does not replace a valid runtime.
-        let stale = here
+        let stale = state
             .as_ref()
-            .is_some_and(|here| here.version != here.shared.version.load(Ordering::Acquire));
-        if new.is_some() || stale { std::mem::replace(&mut *here, new) } else { None }
+            .is_some_and(|state| state.version != state.shared.version.load(Ordering::Acquire));
+        if new.is_some() || stale { std::mem::replace(&mut *state, new) } else { None }
     });
     // This may be the last reference to a runtime, whose drop calls the driver.
     drop(before);
     let shared = found?;
     if shared.closed.load(Ordering::Acquire) {
-        forget(runtime);
+        clear(runtime);
         return runtime::open(runtime);
     }
     Ok(shared)
 }
 
 /// Remembers a stream, if its runtime is the one remembered.
-fn remember_stream(shared: &Arc<Shared>, seen: Seen) {
-    let before = HERE.try_with(|here| {
-        let mut here = here.try_borrow_mut().ok()?;
-        let here = here.as_mut().filter(|here| here.is(shared.id))?;
-        here.streams[place(seen.device, seen.handle)].replace(seen)
+fn store_stream(shared: &Arc<SharedRuntime>, entry: StreamEntry) {
+    let before = THREAD_STATE.try_with(|state| {
+        let mut state = state.try_borrow_mut().ok()?;
+        let state = state.as_mut().filter(|state| state.is_for(shared.id))?;
+        state.streams[index_of(entry.device, entry.handle)].replace(entry)
     });
     drop(before);
 }
 
 /// Removes a runtime from this thread's state.
-pub(crate) fn forget(runtime: aq_runtime) {
-    let before = HERE.try_with(|here| {
-        let mut here = here.try_borrow_mut().ok()?;
-        if here.as_ref().is_some_and(|here| here.shared.id == runtime) { here.take() } else { None }
+pub(crate) fn clear(runtime: aq_runtime) {
+    let before = THREAD_STATE.try_with(|state| {
+        let mut state = state.try_borrow_mut().ok()?;
+        if state.as_ref().is_some_and(|state| state.shared.id == runtime) {
+            state.take()
+        } else {
+            None
+        }
     });
     drop(before);
 }
