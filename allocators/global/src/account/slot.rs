@@ -10,7 +10,7 @@
 //! - A thread without a slot points to the shared one. That has no credit and accepts none, so the
 //!   comparison of the fast path fails and leads to the slow path. The fast path needs no other
 //!   check.
-#![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
+#![expect(unsafe_code, reason = "leaks chunks of slots that come from the system")]
 
 use super::{BATCH, MAX_CREDIT, charge_account, count_refusal, tags::TagCells, uncharge};
 use crate::{
@@ -143,13 +143,13 @@ impl Slot {
 }
 
 /// The floor of a credit that must be returned before the next debit. It applies after the cap
-/// was set or has count_refusal an allocation, and for a new owner.
+/// was set or has refused an allocation, and for a new owner.
 const RECALL_FLOOR: i64 = i64::MAX;
 
-/// Slots per block.
+/// Slots per chunk.
 const SLOTS: usize = 64;
 
-/// A block of slots. The first one is static, further ones are leaked.
+/// A chunk of slots. The first one is static, further ones are leaked.
 struct SlotChunk {
     slots: [Slot; SLOTS],
     next: AtomicPtr<SlotChunk>,
@@ -166,12 +166,12 @@ impl SlotChunk {
     fn next(&self) -> Option<&'static SlotChunk> {
         let next = self.next.load(Ordering::Acquire);
         // SAFETY: 1. A pointer that is not null comes from `append`, which leaked and initialised a
-        // block before it published the pointer (Acquire here, Release there). 2. No `&mut` of it
+        // chunk before it published the pointer (Acquire here, Release there). 2. No `&mut` of it
         // is created.
         unsafe { next.as_ref() }
     }
 
-    /// Appends a block to this one, which is the last. Returns `None` if the system has no memory.
+    /// Appends a chunk to this one, which is the last. Returns `None` if the system has no memory.
     fn append(&self) -> Option<&'static SlotChunk> {
         let layout = Layout::new::<SlotChunk>();
         // SAFETY: the layout has a nonzero size. The system allocator is used, not the wrapped one,
@@ -189,7 +189,7 @@ impl SlotChunk {
             Ordering::AcqRel,
             Ordering::Acquire,
         ) {
-            // The next block is this one, or that of a faster thread.
+            // The next chunk is this one, or that of a faster thread.
             Ok(_) => {}
             // SAFETY: 1. `fresh` was allocated by the system with this layout. 2. It was not
             // published, so no other thread has its address.
@@ -391,7 +391,7 @@ pub(super) struct Totals {
 }
 
 pub(super) fn slots() -> impl Iterator<Item = &'static Slot> {
-    std::iter::successors(Some(&FIRST), |block| block.next()).flat_map(|block| &block.slots)
+    std::iter::successors(Some(&FIRST), |chunk| chunk.next()).flat_map(|chunk| &chunk.slots)
 }
 
 pub(super) fn totals() -> Totals {

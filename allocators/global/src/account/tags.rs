@@ -1,7 +1,7 @@
 //! Accounts by tag: what each tag has allocated, and what it holds.
 //!
 //! ```text
-//!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or flushes
+//!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or is flushed
 //!   cell of a thread  │ credit        │ bytes, allocations, blocks │    eight in each slot, touched by its thread alone
 //!   live     = charged − the credit of all cells of the tag
 //! ```
@@ -125,7 +125,7 @@ fn current() -> u16 {
 
 /// The tag of an unused cell.
 const UNUSED: u64 = u64::MAX;
-/// TagCells per slot. If a thread uses more tags in turn, some of them share a cell, which then
+/// Cells per slot. If a thread uses more tags in turn, some of them share a cell, which then
 /// switches between them.
 const CELLS: usize = 8;
 
