@@ -15,8 +15,8 @@ pub unsafe extern "C" fn aq_stream_register(
     device: u32,
     stream: *mut c_void,
 ) -> aq_status {
-    // SAFETY: 1. 2. Guaranteed by the caller.
     enter(|| {
+        // SAFETY: 1. 2. Guaranteed by the caller.
         thread_state::with(runtime, |shared| unsafe { shared.register(device, handle(stream)) })
     })
 }
