@@ -28,7 +28,7 @@ use std::{
 pub(crate) enum Fallback {
     /// Reported once, on standard error.
     #[default]
-    Tell,
+    Report,
     /// Not reported.
     Quiet,
 }
@@ -49,15 +49,15 @@ impl Environment {
             return Err(MemoryError::BadSetting { name, value, expected });
         }
         Ok(Self {
-            keep_free: amount("AQUIFER_KEEP_FREE")?,
-            watch_host: switch("AQUIFER_WATCH_HOST")?,
-            fallback: fallback()?,
+            keep_free: read_amount("AQUIFER_KEEP_FREE")?,
+            watch_host: read_switch("AQUIFER_WATCH_HOST")?,
+            fallback: read_fallback()?,
         })
     }
 }
 
 /// Reports once per process that a simulated GPU is used, and why.
-pub(crate) fn tell_fallback(why: &NoGpu) {
+pub(crate) fn report_fallback(why: &NoGpu) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // A failed write is ignored: there is no other place to report it.
@@ -68,11 +68,11 @@ pub(crate) fn tell_fallback(why: &NoGpu) {
     });
 }
 
-fn fallback() -> Result<Fallback> {
+fn read_fallback() -> Result<Fallback> {
     let name = "AQUIFER_SIM_FALLBACK";
     let text = env::var_os(name).unwrap_or_default();
     match &*text.to_string_lossy() {
-        "" | "tell" => Ok(Fallback::Tell),
+        "" | "tell" => Ok(Fallback::Report),
         "quiet" => Ok(Fallback::Quiet),
         other => Err(MemoryError::BadSetting {
             name,
@@ -82,18 +82,18 @@ fn fallback() -> Result<Fallback> {
     }
 }
 
-fn switch(name: &'static str) -> Result<bool> {
-    let refuse = |value: String| Err(MemoryError::BadSetting { name, value, expected: "0 or 1" });
+fn read_switch(name: &'static str) -> Result<bool> {
+    let invalid = |value: String| Err(MemoryError::BadSetting { name, value, expected: "0 or 1" });
     match env::var(name).as_deref() {
         Err(env::VarError::NotPresent) | Ok("" | "0" | "off") => Ok(false),
         Ok("1" | "on") => Ok(true),
-        Ok(text) => refuse(text.to_owned()),
-        Err(env::VarError::NotUnicode(other)) => refuse(other.to_string_lossy().into_owned()),
+        Ok(text) => invalid(text.to_owned()),
+        Err(env::VarError::NotUnicode(other)) => invalid(other.to_string_lossy().into_owned()),
     }
 }
 
-fn amount(name: &'static str) -> Result<Option<u64>> {
-    let refuse = |value: String| {
+fn read_amount(name: &'static str) -> Result<Option<u64>> {
+    let invalid = |value: String| {
         Err(MemoryError::BadSetting {
             name,
             value,
@@ -105,8 +105,8 @@ fn amount(name: &'static str) -> Result<Option<u64>> {
         Ok(text) => match Bytes::parse(text) {
             Some(Bytes(0)) => Ok(None),
             Some(Bytes(bytes)) => Ok(Some(bytes)),
-            None => refuse(text.to_owned()),
+            None => invalid(text.to_owned()),
         },
-        Err(env::VarError::NotUnicode(other)) => refuse(other.to_string_lossy().into_owned()),
+        Err(env::VarError::NotUnicode(other)) => invalid(other.to_string_lossy().into_owned()),
     }
 }

@@ -10,11 +10,11 @@
 //! | `request` | [`Place`], [`Near`], [`Group`]: the request |
 //! | `policy` | [`Policy`]: the choice among the devices that satisfy a request |
 //! | `hash` | the hash of [`Policy::Affinity`], specified |
-//! | `fleet` | the devices: current free memory, health, generations |
+//! | `device_set` | the devices: current free memory, health, generations |
 //! | `lease` | [`Lease`]: reserved bytes |
 //! | `group` | several leases, all or none |
 //! | `waiting` | [`Placing`], and [`Grouping`] for groups: waiting until there is room |
-//! | `refusal` | [`PlaceError`]: each device and the reason why it was rejected |
+//! | `error` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
 //! # Input of a policy
 //! Free memory combines two sources. The first is the pool's own account at this moment, so that a
@@ -23,28 +23,28 @@
 //! the devices that satisfy every hint and are in service. A lost device is excluded as soon as any
 //! call has returned the loss. A [drained](Placer::drain) device receives no new requests.
 
-mod fleet;
+mod device_set;
+mod error;
 mod group;
 mod hash;
 mod lease;
 mod policy;
-mod refusal;
 mod request;
 mod waiting;
 
-pub use fleet::Health;
-pub(crate) use fleet::{Fleet, MAX_DEVICES};
+pub use device_set::Health;
+pub(crate) use device_set::{DeviceSet, MAX_DEVICES};
+pub use error::{Nowhere, Passed, PlaceError, Why};
 pub use group::Grouping;
 pub use hash::key_of;
 pub use lease::Lease;
 pub use policy::{Candidate, Custom, Policy, Weights};
-pub use refusal::{Nowhere, Passed, PlaceError, Why};
 pub use request::{Group, Near, Place};
 pub use waiting::Placing;
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::DevicePool;
-use fleet::{Member, Target};
+use device_set::{Member, Target};
 use std::{
     fmt,
     sync::{
@@ -69,7 +69,7 @@ use std::{
 /// ```
 #[derive(Clone)]
 pub struct Placer {
-    fleet: Arc<Fleet>,
+    device_set: Arc<DeviceSet>,
     policy: Policy,
     /// Weights by device index. Empty if all devices weigh the same.
     weights: Arc<[u32]>,
@@ -101,21 +101,21 @@ pub struct Device<'a> {
 
 /// The devices that have rejected a request, as a set, and their errors.
 #[derive(Default)]
-struct Met {
-    refused: u64,
-    said: Vec<(usize, MemoryError)>,
+struct Rejections {
+    devices: u64,
+    errors: Vec<(usize, MemoryError)>,
 }
 
-impl Met {
+impl Rejections {
     #[cold]
-    fn note(&mut self, index: usize, error: MemoryError) {
-        self.refused |= 1 << index;
-        self.said.push((index, error));
+    fn add(&mut self, index: usize, error: MemoryError) {
+        self.devices |= 1 << index;
+        self.errors.push((index, error));
     }
 
-    fn why(&self, index: usize) -> Option<Why> {
-        let said = self.said.iter().find(|(device, _)| *device == index)?;
-        Some(match &said.1 {
+    fn reason(&self, index: usize) -> Option<Why> {
+        let (_, error) = self.errors.iter().find(|(device, _)| *device == index)?;
+        Some(match error {
             MemoryError::OutOfBudget(refused) => Why::Budget(*refused),
             MemoryError::DeviceLost { .. } => Why::Lost,
             other => Why::Pool(other.clone()),
@@ -124,15 +124,15 @@ impl Met {
 }
 
 impl Placer {
-    pub(crate) fn new(fleet: Arc<Fleet>, policy: Policy) -> Self {
+    pub(crate) fn new(device_set: Arc<DeviceSet>, policy: Policy) -> Self {
         let weights = match &policy {
             Policy::Weighted(weights) => {
-                let pools = (0..fleet.len()).filter_map(|index| fleet.pool(index));
+                let pools = (0..device_set.len()).filter_map(|index| device_set.pool(index));
                 pools.map(|pool| weights.of(pool.device())).collect()
             }
             _ => Arc::default(),
         };
-        Self { fleet, policy, weights, turn: Arc::default() }
+        Self { device_set, policy, weights, turn: Arc::default() }
     }
 
     /// Chooses a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
@@ -154,19 +154,19 @@ impl Placer {
         if place.size() == 0 {
             return Err(PlaceError::ZeroSize);
         }
-        let now = self.fleet.look();
+        let now = self.device_set.poll();
         let turn = self.turn();
-        let mut met = Met::default();
+        let mut rejections = Rejections::default();
         // Ranking allocates. Only custom policies and `Near`, which inspects the topology first,
         // need it.
         if let Policy::Custom(_) | Policy::Near = self.policy {
-            if let Some(lease) = self.try_ranked(place, turn, now, &mut met)? {
+            if let Some(lease) = self.try_ranked(place, turn, now, &mut rejections)? {
                 return Ok(lease);
             }
-        } else if let Some(lease) = self.try_each(place, turn, now, &mut met) {
+        } else if let Some(lease) = self.try_each(place, turn, now, &mut rejections) {
             return Ok(lease);
         }
-        self.place_slowly(place, turn, met)
+        self.place_slowly(place, turn, rejections)
     }
 
     #[inline]
@@ -180,22 +180,34 @@ impl Placer {
 
     /// Tries the devices one after another, each time the best one that remains.
     #[inline]
-    fn try_each(&self, place: &Place, turn: u64, now: u64, met: &mut Met) -> Option<Lease> {
+    fn try_each(
+        &self,
+        place: &Place,
+        turn: u64,
+        now: u64,
+        rejections: &mut Rejections,
+    ) -> Option<Lease> {
         loop {
-            let admitted = self.fleet.admitted(place, met.refused, now, &self.weights);
-            let best = self.policy.pick_from(place, admitted, turn, self.fleet.len())?;
-            if let Some(lease) = self.hold(place, best.index, best.member, met) {
+            let admitted = self.device_set.admitted(place, rejections.devices, now, &self.weights);
+            let best = self.policy.pick_from(place, admitted, turn, self.device_set.len())?;
+            if let Some(lease) = self.reserve_on(place, best.index, best.member, rejections) {
                 return Some(lease);
             }
         }
     }
 
     #[inline]
-    fn hold(&self, place: &Place, index: usize, member: &Member, met: &mut Met) -> Option<Lease> {
-        match member.reserve(place.size(), place.priority_asked()) {
-            Ok(held) => Some(self.fleet.lease(index, member.generation, held)),
+    fn reserve_on(
+        &self,
+        place: &Place,
+        index: usize,
+        member: &Member,
+        rejections: &mut Rejections,
+    ) -> Option<Lease> {
+        match member.reserve(place.size(), place.requested_priority()) {
+            Ok(reservation) => Some(self.device_set.lease(index, member.generation, reservation)),
             Err(error) => {
-                met.note(index, error);
+                rejections.add(index, error);
                 None
             }
         }
@@ -210,11 +222,12 @@ impl Placer {
         turn: u64,
     ) -> Result<Vec<Candidate<'a>>, PlaceError> {
         let target = match self.policy {
-            Policy::Near => self.fleet.target(place.near_asked()),
+            Policy::Near => self.device_set.target(place.requested_near()),
             _ => Target::Anywhere,
         };
-        let mut rest: Vec<_> =
-            rest.map(|c| Candidate { far: self.fleet.far(&c, target), ..self.weigh(c) }).collect();
+        let mut rest: Vec<_> = rest
+            .map(|c| Candidate { far: self.device_set.distance(&c, target), ..self.weigh(c) })
+            .collect();
         let mut ranked = Vec::with_capacity(rest.len());
         if let Policy::Custom(custom) = &self.policy {
             let order = custom.order(place, &rest);
@@ -225,7 +238,7 @@ impl Placer {
             return Ok(ranked);
         }
         while let Some(pick) =
-            self.policy.pick_from(place, rest.iter().copied(), turn, self.fleet.len())
+            self.policy.pick_from(place, rest.iter().copied(), turn, self.device_set.len())
         {
             ranked.extend(rest.extract_if(.., |candidate| candidate.index == pick.index));
         }
@@ -238,13 +251,13 @@ impl Placer {
         place: &Place,
         turn: u64,
         now: u64,
-        met: &mut Met,
+        rejections: &mut Rejections,
     ) -> Result<Option<Lease>, PlaceError> {
-        let admitted = self.fleet.admitted(place, met.refused, now, &self.weights);
-        let rest: Vec<_> = admitted.map(|seen| seen.candidate(now)).collect();
+        let admitted = self.device_set.admitted(place, rejections.devices, now, &self.weights);
+        let rest: Vec<_> = admitted.map(|view| view.candidate(now)).collect();
         for best in self.ranked(place, rest.into_iter(), turn)? {
-            let member = self.fleet.at(best.index, best.generation);
-            if let Some(lease) = self.hold(place, best.index, member, met) {
+            let member = self.device_set.at(best.index, best.generation);
+            if let Some(lease) = self.reserve_on(place, best.index, member, rejections) {
                 return Ok(Some(lease));
             }
         }
@@ -254,30 +267,36 @@ impl Placer {
     /// The slow path, when the known figures found no device: refreshes them and retries before it
     /// fails.
     #[cold]
-    fn place_slowly(&self, place: &Place, turn: u64, mut met: Met) -> Result<Lease, PlaceError> {
-        let mut now = self.find_out();
-        let mut lease = self.try_ranked(place, turn, now, &mut met)?;
-        if lease.is_none() && self.fleet.ask_others(place, place.needs()) {
-            (now, met) = (self.find_out(), Met::default());
-            lease = self.try_ranked(place, turn, now, &mut met)?;
+    fn place_slowly(
+        &self,
+        place: &Place,
+        turn: u64,
+        mut rejections: Rejections,
+    ) -> Result<Lease, PlaceError> {
+        let mut now = self.refresh();
+        let mut lease = self.try_ranked(place, turn, now, &mut rejections)?;
+        if lease.is_none() && self.device_set.reclaim_from_others(place, place.needs()) {
+            (now, rejections) = (self.refresh(), Rejections::default());
+            lease = self.try_ranked(place, turn, now, &mut rejections)?;
         }
-        lease.ok_or_else(|| self.nowhere(place, 1, &met))
+        lease.ok_or_else(|| self.no_fit(place, 1, &rejections))
     }
 
     /// Refreshes the figures of caches and driver. Returns the time.
-    fn find_out(&self) -> u64 {
-        let now = self.fleet.look();
-        self.fleet.sample(now);
-        (0..self.fleet.len())
-            .filter_map(|index| self.fleet.current(index))
-            .for_each(|member| member.count());
+    fn refresh(&self) -> u64 {
+        let now = self.device_set.poll();
+        self.device_set.sample(now);
+        (0..self.device_set.len())
+            .filter_map(|index| self.device_set.current(index))
+            .for_each(|member| member.count_caches());
         now
     }
 
-    fn nowhere(&self, place: &Place, shards: usize, met: &Met) -> PlaceError {
-        let unsaid = if shards > 1 { Why::Alone } else { Why::NotNamed };
-        let devices =
-            self.fleet.passed(place, |index, _| met.why(index).unwrap_or_else(|| unsaid.clone()));
+    fn no_fit(&self, place: &Place, shards: usize, rejections: &Rejections) -> PlaceError {
+        let default_reason = if shards > 1 { Why::Alone } else { Why::NotNamed };
+        let devices = self.device_set.rejected(place, |index, _| {
+            rejections.reason(index).unwrap_or_else(|| default_reason.clone())
+        });
         PlaceError::Nowhere(Box::new(Nowhere { requested: place.size(), shards, devices }))
     }
 
@@ -287,7 +306,7 @@ impl Placer {
     /// # Errors
     /// [`MemoryError::NoDevice`].
     pub fn drain(&self, device: DeviceId) -> Result<()> {
-        self.fleet.set_draining(device, true)
+        self.device_set.set_draining(device, true)
     }
 
     /// Makes a [drained](Placer::drain) device available for requests again.
@@ -295,7 +314,7 @@ impl Placer {
     /// # Errors
     /// [`MemoryError::NoDevice`].
     pub fn undrain(&self, device: DeviceId) -> Result<()> {
-        self.fleet.set_draining(device, false)
+        self.device_set.set_draining(device, false)
     }
 
     /// Replaces the pool of a lost device by `pool`, which the application opened after it had
@@ -308,15 +327,15 @@ impl Placer {
     /// [`MemoryError::NoDevice`] if the runtime does not have the device;
     /// [`MemoryError::BadSetting`] if it is not lost.
     pub fn restore(&self, pool: DevicePool) -> Result<u32> {
-        self.fleet.look();
-        self.fleet.restore(pool)
+        self.device_set.poll();
+        self.device_set.restore(pool)
     }
 
     /// Returns snapshots of all devices of this placer, including lost ones.
     pub fn devices(&self) -> impl ExactSizeIterator<Item = Device<'_>> {
-        let now = self.fleet.look();
-        let fleet = &self.fleet;
-        fleet.members().enumerate().map(move |(index, member)| Device {
+        let now = self.device_set.poll();
+        let device_set = &self.device_set;
+        device_set.members().enumerate().map(move |(index, member)| Device {
             seen: self.weigh(member.candidate(index, now, None)),
             health: member.health(),
             pool: &member.pool,
@@ -338,7 +357,7 @@ impl Placer {
     /// Returns the number of devices, including lost ones.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.fleet.len()
+        self.device_set.len()
     }
 }
 
@@ -346,7 +365,7 @@ impl fmt::Debug for Placer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Placer")
             .field("policy", &self.policy)
-            .field("fleet", &self.fleet)
+            .field("device_set", &self.device_set)
             .finish_non_exhaustive()
     }
 }

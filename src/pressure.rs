@@ -7,7 +7,7 @@
 //! | `keep_free` | devices: reads the driver's free memory and reacts |
 //! | `host` | the host: reads control groups, stalls and free memory, and reacts |
 //! | `report` | [`Pressure`]: what was seen and done |
-//! | `thread` | the watch thread |
+//! | `watch_thread` | the watch thread |
 //!
 //! Nothing here runs unless [`RuntimeBuilder::keep_free`](crate::RuntimeBuilder::keep_free) or
 //! [`RuntimeBuilder::watch_host`](crate::RuntimeBuilder::watch_host) enables it. A pure function
@@ -33,7 +33,7 @@ mod ceiling;
 mod host;
 mod keep_free;
 mod report;
-mod thread;
+mod watch_thread;
 
 pub use host::{HostHook, HostWatch};
 pub use report::{DevicePressure, DeviceReading, HostPressure, HostReading, Pressure};

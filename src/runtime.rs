@@ -5,7 +5,7 @@ mod budgets;
 use crate::{
     Placer, Policy,
     environment::{self, Environment, Fallback},
-    placement::{Fleet, MAX_DEVICES},
+    placement::{DeviceSet, MAX_DEVICES},
     pressure::{HostWatch, KeepFree, Pressure, WatchedDevice, WatchedHost},
     staging,
 };
@@ -22,7 +22,7 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology},
 };
-use budgets::{Above, Limits};
+use budgets::{DeviceLimits, ParentBudgets};
 use std::{fmt, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each device.
@@ -42,10 +42,10 @@ use std::{fmt, sync::Arc, time::Duration};
 /// ```
 #[derive(Clone)]
 pub struct Runtime {
-    inner: Arc<Inner>,
+    inner: Arc<RuntimeCore>,
 }
 
-struct Inner {
+struct RuntimeCore {
     /// The threads of both watches hold pools. They end before the pools are dropped.
     keep_free: Option<KeepFree>,
     watched_host: Option<WatchedHost>,
@@ -54,20 +54,20 @@ struct Inner {
     no_gpu: Option<NoGpu>,
     /// The pools as they were opened, before any was replaced.
     pools: Vec<DevicePool>,
-    fleet: Arc<Fleet>,
+    device_set: Arc<DeviceSet>,
     host: Host,
     /// First the pool for no particular node, then one for each node that is near a device.
     pinned: Vec<PinnedPool>,
     /// For each device, the index in `pinned` of the pool near it.
     near: Vec<usize>,
     /// Dropped last, after the pools have closed.
-    _reported: Option<ReportedAtEnd>,
+    _sim_report: Option<ReportOnDrop>,
 }
 
 /// A simulated machine that the runtime created. Its violations are reported when the runtime ends.
-struct ReportedAtEnd(Sim);
+struct ReportOnDrop(Sim);
 
-impl Drop for ReportedAtEnd {
+impl Drop for ReportOnDrop {
     fn drop(&mut self) {
         self.0.report();
     }
@@ -90,7 +90,7 @@ pub struct RuntimeBuilder {
     keep_free_may_stall: bool,
     watch_host: Option<HostWatch>,
     kernel: Kernel,
-    sampled: Duration,
+    sample_interval: Duration,
 }
 
 impl Default for RuntimeBuilder {
@@ -110,7 +110,7 @@ impl Default for RuntimeBuilder {
             keep_free_may_stall: false,
             watch_host: None,
             kernel: Kernel::new(),
-            sampled: Duration::from_millis(100),
+            sample_interval: Duration::from_millis(100),
         }
     }
 }
@@ -206,7 +206,7 @@ impl RuntimeBuilder {
     /// process allocates and releases is counted at once in any case.
     #[must_use]
     pub fn sample_every(mut self, interval: Duration) -> Self {
-        self.sampled = interval;
+        self.sample_interval = interval;
         self
     }
 
@@ -278,17 +278,17 @@ impl RuntimeBuilder {
             Some(driver) => Ok(driver),
             None => machine_driver(),
         };
-        let (driver, no_gpu, own) = match opened {
+        let (driver, no_gpu, sim_report) = match opened {
             Ok(driver) => (Some(driver), None, None),
             Err(why) if self.or_sim => {
-                if self.fallback.unwrap_or(environment.fallback) == Fallback::Tell {
-                    environment::tell_fallback(&why);
+                if self.fallback.unwrap_or(environment.fallback) == Fallback::Report {
+                    environment::report_fallback(&why);
                 }
                 let sim = match self.on_violation {
                     Some(what) => Sim::h200(1).on_violation(what),
                     None => Sim::h200(1),
                 };
-                (Some(sim.driver()), None, Some(ReportedAtEnd(sim)))
+                (Some(sim.driver()), None, Some(ReportOnDrop(sim)))
             }
             Err(why) => (None, Some(why), None),
         };
@@ -305,18 +305,19 @@ impl RuntimeBuilder {
             _ => no_gpu,
         };
         let infos = match &driver {
-            Some(driver) => chosen(&**driver, self.devices)?,
+            Some(driver) => select_devices(&**driver, self.devices)?,
             None => Vec::new(),
         };
         let topology = topology.with_devices(&infos);
-        let above = Above::read(driver.as_deref(), &infos, &topology)?;
+        let parents = ParentBudgets::read(driver.as_deref(), &infos, &topology)?;
         let (mut pools, mut watched) = (Vec::new(), Vec::new());
         if let Some(driver) = &driver {
             for info in &infos {
                 let mut config = self.pool.clone();
-                let limits = Limits { own: config.budget.take(), bytes: self.device_budget };
+                let limits =
+                    DeviceLimits { budget: config.budget.take(), bytes: self.device_budget };
                 let (budget, ceiling) =
-                    above.of_device(&**driver, info, limits, keep_free.is_some())?;
+                    parents.for_device(&**driver, info, limits, keep_free.is_some())?;
                 config.budget = budget;
                 let pool = DevicePool::open(driver.clone(), info.device, config)?;
                 if let Some(ceiling) = ceiling {
@@ -326,7 +327,7 @@ impl RuntimeBuilder {
                 pools.push(pool);
             }
         }
-        let (budget, host_ceiling) = above.of_pinned(self.pinned_budget, watch_host.is_some());
+        let (budget, host_ceiling) = parents.for_pinned(self.pinned_budget, watch_host.is_some());
         let (host, pinned, near) =
             pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
         let keep_free = match keep_free {
@@ -344,18 +345,19 @@ impl RuntimeBuilder {
             }
             _ => None,
         };
-        let fleet = Arc::new(Fleet::new(&pools, host.topology.clone(), self.sampled));
-        let inner = Inner {
+        let device_set =
+            Arc::new(DeviceSet::new(&pools, host.topology.clone(), self.sample_interval));
+        let inner = RuntimeCore {
             keep_free,
             watched_host,
             driver,
             no_gpu,
             pools,
-            fleet,
+            device_set,
             host,
             pinned,
             near,
-            _reported: own,
+            _sim_report: sim_report,
         };
         Ok(Runtime { inner: Arc::new(inner) })
     }
@@ -370,20 +372,20 @@ fn machine_driver() -> Result<Arc<dyn Driver>, NoGpu> {
 }
 
 /// Returns the requested devices, or all.
-fn chosen(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<DeviceInfo>> {
+fn select_devices(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<DeviceInfo>> {
     let count = driver.device_count().map_err(MemoryError::Driver)?;
     let devices = devices.unwrap_or_else(|| (0..count).map(DeviceId).collect());
     if devices.len() > MAX_DEVICES {
         let (name, value) = ("devices", devices.len().to_string());
         return Err(MemoryError::BadSetting { name, value, expected: "at most 64 of them" });
     }
-    let look = |device: DeviceId| {
+    let query = |device: DeviceId| {
         if device.0 >= count {
             return Err(MemoryError::NoDevice { asked: device.0, count });
         }
         driver.device_info(device).map_err(|e| MemoryError::driver(device, e))
     };
-    devices.into_iter().map(look).collect()
+    devices.into_iter().map(query).collect()
 }
 
 /// Creates a pinned pool for no particular node, and one for each node that is near a device.
@@ -447,7 +449,7 @@ impl Runtime {
     /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] with the reason, if there is no GPU.
     pub fn device(&self, index: usize) -> Result<&DevicePool> {
         self.inner
-            .fleet
+            .device_set
             .pool(index)
             .ok_or_else(|| self.missing(u32::try_from(index).unwrap_or(u32::MAX)))
     }
@@ -459,7 +461,7 @@ impl Runtime {
     /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] with the reason, if there is no GPU.
     pub fn by_ordinal(&self, device: DeviceId) -> Result<&DevicePool> {
         let index = self.inner.pools.iter().position(|pool| pool.device() == device);
-        let found = index.and_then(|index| self.inner.fleet.pool(index));
+        let found = index.and_then(|index| self.inner.device_set.pool(index));
         found.ok_or_else(|| self.missing(device.0))
     }
 
@@ -513,7 +515,7 @@ impl Runtime {
     /// Creates a placer that chooses devices by `policy`.
     #[must_use]
     pub fn placer(&self, policy: Policy) -> Placer {
-        Placer::new(self.inner.fleet.clone(), policy)
+        Placer::new(self.inner.device_set.clone(), policy)
     }
 
     /// Returns what the watches for [neighbour processes](RuntimeBuilder::keep_free) and for [the
@@ -560,7 +562,7 @@ impl Runtime {
     /// The error of the driver or of the kernel.
     pub fn quiet_point(&self) -> Result<u64> {
         if let Some(host) = self.inner.watched_host.as_ref().filter(|host| host.is_short()) {
-            return host.give_back();
+            return host.release_wanted();
         }
         for pool in &self.inner.pinned {
             pool.quiet_point()?;

@@ -45,11 +45,11 @@
 //! first `install`, since other libraries hold memory of the first pool. The process keeps the pool
 //! open, even after its [`Runtime`](crate::Runtime) has been dropped.
 
-mod routed;
+mod pool_route;
 
 pub use aquifer_host::staging::{
     Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, ShortWait, Sink,
     Source, StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install,
     installed,
 };
-pub use routed::{ROUTE_FROM, route};
+pub use pool_route::{ROUTE_FROM, route};

@@ -12,19 +12,19 @@ mod waiting;
 
 pub use waiting::Grouping;
 
-use super::{Candidate, Group, Lease, Met, PlaceError, Placer, Why};
+use super::{Candidate, Group, Lease, PlaceError, Placer, Rejections, Why};
 use aquifer_core::{MemoryError, Reservation};
 
 /// Bytes that a wait was granted, for one shard on a device.
-struct Granted {
+struct Grant {
     index: usize,
     generation: u32,
-    held: Reservation,
+    reservation: Reservation,
 }
 
 /// A device of a choice, and its number of shards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Part {
+struct ChosenDevice {
     index: usize,
     generation: u32,
     shards: usize,
@@ -32,7 +32,7 @@ struct Part {
 
 /// A device that could be part of a choice, and the number of shards it has room for.
 #[derive(Clone, Copy, Debug)]
-struct Choice<'a> {
+struct DeviceOption<'a> {
     device: Candidate<'a>,
     room: usize,
 }
@@ -40,7 +40,7 @@ struct Choice<'a> {
 /// Returns the first devices, in the given order, that together have room for all shards. If the
 /// group is on peers, each is a peer of every other. If it is packed, devices with the most room
 /// come first, so that the choice has as few devices as possible.
-fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
+fn choose(options: &mut Vec<DeviceOption<'_>>, group: &Group) -> Option<Vec<ChosenDevice>> {
     if group.packed {
         options.sort_by_key(|option| std::cmp::Reverse(option.room));
     }
@@ -51,35 +51,37 @@ fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
 /// Continues the search from `from`. If any two devices are peers, or devices form islands, it ends
 /// without backtracking. In general it is the search for a clique.
 fn search(
-    options: &[Choice<'_>],
+    options: &[DeviceOption<'_>],
     from: usize,
     group: &Group,
     missing: usize,
-    chosen: &mut Vec<Part>,
+    chosen: &mut Vec<ChosenDevice>,
 ) -> bool {
     if missing == 0 {
         return true;
     }
-    let of = |part: &Part| options.iter().find(|option| option.device.index == part.index);
-    let goes_with = |option: &Choice<'_>| {
-        let peers = |other: &Choice<'_>| {
+    let option_of =
+        |part: &ChosenDevice| options.iter().find(|option| option.device.index == part.index);
+    let is_compatible = |option: &DeviceOption<'_>| {
+        let peers = |other: &DeviceOption<'_>| {
             option.device.reaches(other.device.device) && other.device.reaches(option.device.device)
         };
-        !group.on_peers || chosen.iter().filter_map(of).all(peers)
+        !group.on_peers || chosen.iter().filter_map(option_of).all(peers)
     };
-    let rest: Vec<usize> = (from..options.len()).filter(|&at| goes_with(&options[at])).collect();
+    let rest: Vec<usize> =
+        (from..options.len()).filter(|&at| is_compatible(&options[at])).collect();
     let mut left: usize = rest.iter().map(|&at| options[at].room).fold(0, usize::saturating_add);
     for at in rest {
         if left < missing {
             return false;
         }
-        let Choice { device, room } = options[at];
+        let DeviceOption { device, room } = options[at];
         left -= room.min(left);
         let shards = room.min(missing);
         if shards == 0 {
             continue;
         }
-        chosen.push(Part { index: device.index, generation: device.generation, shards });
+        chosen.push(ChosenDevice { index: device.index, generation: device.generation, shards });
         if search(options, at + 1, group, missing - shards, chosen) {
             return true;
         }
@@ -99,16 +101,19 @@ impl Placer {
     }
 
     /// Returns whether there would be room if nothing were in use.
-    fn could_ever(&self, group: &Group) -> bool {
+    fn is_satisfiable(&self, group: &Group) -> bool {
         let suits = |candidate: &Candidate<'_>| group.each.suits(candidate);
         let mut options: Vec<_> = self
-            .fleet
+            .device_set
             .members()
             .enumerate()
             .filter(|(_, member)| member.health() != super::Health::Lost)
             .map(|(index, member)| member.candidate(index, 0, None))
             .filter(suits)
-            .map(|device| Choice { device, room: room(group, &device, device.total) })
+            .map(|device| DeviceOption {
+                device,
+                room: shards_that_fit(group, &device, device.total),
+            })
             .collect();
         choose(&mut options, group).is_some()
     }
@@ -117,97 +122,104 @@ impl Placer {
         &self,
         group: &Group,
         turn: u64,
-        granted: &mut Option<Granted>,
+        granted: &mut Option<Grant>,
     ) -> Result<Vec<Lease>, PlaceError> {
         if group.shards == 0 || group.each.size() == 0 {
             return Err(PlaceError::ZeroSize);
         }
-        let (mut now, priority) = (self.fleet.look(), group.each.priority_asked());
-        let mut met = Met::default();
+        let (mut now, priority) = (self.device_set.poll(), group.each.requested_priority());
+        let mut rejections = Rejections::default();
         // For each device, the number of shards that it could hold when it refused one.
-        let mut most = vec![usize::MAX; self.fleet.len()];
-        let mut fresh = false;
+        let mut max_shards = vec![usize::MAX; self.device_set.len()];
+        let mut refreshed = false;
         loop {
             // The group may use the bytes that a wait was granted.
-            let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
-            let serving =
-                self.fleet.serving(0).map(|(index, member)| member.candidate(index, now, priority));
-            let admitted = serving.filter(|c| group.each.admits(&with(*c, own)));
+            let own =
+                granted.as_ref().map(|granted| (granted.index, granted.reservation.remaining()));
+            let serving = self
+                .device_set
+                .serving(0)
+                .map(|(index, member)| member.candidate(index, now, priority));
+            let admitted = serving.filter(|c| group.each.admits(&with_grant(*c, own)));
             let ranked = self.ranked(&group.each, admitted, turn)?;
             let options = ranked.iter().map(|&device| {
-                let device = with(device, own);
-                Choice { room: room(group, &device, device.free).min(most[device.index]), device }
+                let device = with_grant(device, own);
+                DeviceOption {
+                    room: shards_that_fit(group, &device, device.free)
+                        .min(max_shards[device.index]),
+                    device,
+                }
             });
             let mut options: Vec<_> = options.filter(|option| option.room > 0).collect();
             let Some(parts) = choose(&mut options, group) else {
-                if fresh {
-                    return Err(self.nowhere(&group.each, group.shards, &met));
+                if refreshed {
+                    return Err(self.no_fit(&group.each, group.shards, &rejections));
                 }
                 // The known figures give no choice. Refresh them once, and make others release what
                 // they can.
-                fresh = true;
+                refreshed = true;
                 let all = group.each.size().saturating_mul(group.shards as u64);
-                self.fleet.ask_others(&group.each, all);
-                most.fill(usize::MAX);
-                met = Met::default();
-                now = self.find_out();
+                self.device_set.reclaim_from_others(&group.each, all);
+                max_shards.fill(usize::MAX);
+                rejections = Rejections::default();
+                now = self.refresh();
                 continue;
             };
-            match self.hold_all(group, &parts, granted) {
+            match self.reserve_all(group, &parts, granted) {
                 Ok(leases) => return Ok(leases),
-                Err((index, had, error)) => {
-                    most[index] = had;
-                    met.note(index, error);
+                Err((index, granted_shards, error)) => {
+                    max_shards[index] = granted_shards;
+                    rejections.add(index, error);
                 }
             }
         }
     }
 
     /// Reserves every part, in the order of indices, or none.
-    fn hold_all(
+    fn reserve_all(
         &self,
         group: &Group,
-        parts: &[Part],
-        granted: &mut Option<Granted>,
+        parts: &[ChosenDevice],
+        granted: &mut Option<Grant>,
     ) -> Result<Vec<Lease>, (usize, usize, MemoryError)> {
         let mut by_index: Vec<usize> = (0..parts.len()).collect();
         by_index.sort_by_key(|&at| parts[at].index);
-        let mut held: Vec<(usize, Reservation)> = Vec::with_capacity(group.shards);
+        let mut reservations: Vec<(usize, Reservation)> = Vec::with_capacity(group.shards);
         for at in by_index {
-            let Part { index, generation, shards } = parts[at];
-            let member = self.fleet.at(index, generation);
-            for had in 0..shards {
+            let ChosenDevice { index, generation, shards } = parts[at];
+            let member = self.device_set.at(index, generation);
+            for granted_shards in 0..shards {
                 let own = granted.take_if(|g| (g.index, g.generation) == (index, generation));
                 let reserved = match own {
-                    Some(granted) => Ok(granted.held),
-                    None => member.reserve(group.each.size(), group.each.priority_asked()),
+                    Some(granted) => Ok(granted.reservation),
+                    None => member.reserve(group.each.size(), group.each.requested_priority()),
                 };
                 match reserved {
-                    Ok(reserved) => held.push((at, reserved)),
+                    Ok(reserved) => reservations.push((at, reserved)),
                     Err(error) => {
-                        while held.pop().is_some() {}
-                        return Err((index, had, error));
+                        while reservations.pop().is_some() {}
+                        return Err((index, granted_shards, error));
                     }
                 }
             }
         }
         // Restore the policy's order.
-        held.sort_by_key(|(at, _)| *at);
+        reservations.sort_by_key(|(at, _)| *at);
         let lease = |(at, reserved): (usize, _)| {
-            self.fleet.lease(parts[at].index, parts[at].generation, reserved)
+            self.device_set.lease(parts[at].index, parts[at].generation, reserved)
         };
-        Ok(held.into_iter().map(lease).collect())
+        Ok(reservations.into_iter().map(lease).collect())
     }
 }
 
 /// Returns a device with the bytes already granted there added to its free bytes.
-fn with(device: Candidate<'_>, own: Option<(usize, u64)>) -> Candidate<'_> {
+fn with_grant(device: Candidate<'_>, own: Option<(usize, u64)>) -> Candidate<'_> {
     let more = own.filter(|(index, _)| *index == device.index).map_or(0, |(_, bytes)| bytes);
     Candidate { free: device.free.saturating_add(more), ..device }
 }
 
 /// Returns how many shards fit on a device of which `bytes` are free.
-fn room(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
+fn shards_that_fit(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
     if bytes < group.each.needs() || device.total < group.each.size() {
         return 0;
     }
@@ -235,7 +247,7 @@ mod tests {
             both.filter(|(a, _)| *a == at).map(|(_, b)| id(b)).collect()
         };
         let peers: Vec<_> = (0..room.len()).map(of).collect();
-        let option = |(at, &room): (usize, &usize)| Choice {
+        let option = |(at, &room): (usize, &usize)| DeviceOption {
             device: Candidate { peers: &peers[at], ..Candidate::new(at, id(at), 0, 0) },
             room,
         };
@@ -255,13 +267,13 @@ mod tests {
     }
 
     #[test]
-    fn a_packed_group_takes_as_few_as_can_be() {
+    fn a_packed_group_takes_as_few_devices_as_possible() {
         assert_eq!(pick(&[1, 3, 2], &[], &group(4).packed()), Some(vec![(1, 3), (2, 1)]));
         assert_eq!(pick(&[1, 3, 2], &[], &group(7).packed()), None);
     }
 
     #[test]
-    fn a_group_on_peers_goes_past_a_device_that_has_too_few() {
+    fn a_group_on_peers_skips_a_device_with_too_few_peers() {
         let islands = [(1, 2), (3, 4), (4, 5), (3, 5), (0, 3)];
         assert_eq!(pick(&[1; 6], &islands, &group(2).on_peers()), Some(vec![(0, 1), (3, 1)]));
         assert_eq!(
@@ -278,7 +290,7 @@ mod tests {
     proptest! {
         /// A choice is found exactly if one exists, checked against all subsets.
         #[test]
-        fn a_choice_is_found_wherever_there_is_one(
+        fn a_choice_is_found_exactly_if_one_exists(
             room in prop::collection::vec(0usize..4, 1..7),
             edges in prop::collection::vec(any::<bool>(), 49),
             shards in 1usize..8,
@@ -288,14 +300,14 @@ mod tests {
             let count = room.len();
             let peers: Vec<_> = (0..count).flat_map(|a| (a + 1..count).map(move |b| (a, b)))
                 .filter(|(a, b)| edges[a * 7 + b]).collect();
-            let mut asked = group(shards).on_peers();
-            asked.packed = packed;
+            let mut requested = group(shards).on_peers();
+            requested.packed = packed;
             let exists = (0u32..1 << count).any(|set| {
                 let within: Vec<_> = (0..count).filter(|at| set >> at & 1 == 1).collect();
                 let clique = within.iter().all(|a| within.iter().all(|b| a >= b || peers.contains(&(*a, *b))));
                 clique && within.iter().map(|&at| room[at]).sum::<usize>() >= shards
             });
-            let found = pick(&room, &peers, &asked);
+            let found = pick(&room, &peers, &requested);
             prop_assert_eq!(found.is_some(), exists);
             if let Some(found) = found {
                 prop_assert_eq!(found.iter().map(|(_, shards)| shards).sum::<usize>(), shards);

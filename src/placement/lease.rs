@@ -1,6 +1,6 @@
 //! Bytes reserved on a device until they are used.
 
-use super::fleet::{Fleet, Member};
+use super::device_set::{DeviceSet, Member};
 use aquifer_core::{DeviceId, Reservation, Result};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock};
 use aquifer_stream::Stream;
@@ -20,21 +20,26 @@ use std::{
 /// the lease returns [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), even if
 /// the device has been restored.
 pub struct Lease {
-    fleet: Arc<Fleet>,
+    device_set: Arc<DeviceSet>,
     index: usize,
     generation: u32,
     /// [`Reserved`] memory draws from it as it grows, and does not keep it alive.
-    held: Arc<Mutex<Reservation>>,
+    reservation: Arc<Mutex<Reservation>>,
 }
 
 impl Lease {
     #[inline]
-    pub(super) fn new(fleet: Arc<Fleet>, index: usize, generation: u32, held: Reservation) -> Self {
-        Self { fleet, index, generation, held: Arc::new(Mutex::new(held)) }
+    pub(super) fn new(
+        device_set: Arc<DeviceSet>,
+        index: usize,
+        generation: u32,
+        reservation: Reservation,
+    ) -> Self {
+        Self { device_set, index, generation, reservation: Arc::new(Mutex::new(reservation)) }
     }
 
     fn member(&self) -> &Member {
-        self.fleet.at(self.index, self.generation)
+        self.device_set.at(self.index, self.generation)
     }
 
     fn usable(&self) -> Result<&DevicePool> {
@@ -70,7 +75,7 @@ impl Lease {
     /// Returns the reserved bytes that are left.
     #[must_use]
     pub fn remaining(&self) -> u64 {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).remaining()
+        self.reservation.lock().unwrap_or_else(PoisonError::into_inner).remaining()
     }
 
     /// Returns a stream of the device, leased from its stream pool.
@@ -88,7 +93,7 @@ impl Lease {
     /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.usable()?.alloc_reserved(stream, request, &self.held)
+        self.usable()?.alloc_reserved(stream, request, &self.reservation)
     }
 
     /// Allocates a block whose memory never moves from the reservation: whole physical handles,
@@ -99,7 +104,7 @@ impl Lease {
     /// As [`DevicePool::alloc_stable`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
-        self.usable()?.alloc_stable_reserved(stream, request, &self.held)
+        self.usable()?.alloc_stable_reserved(stream, request, &self.reservation)
     }
 
     /// Reserves addresses for `max_len` elements without memory, like [`DevicePool::reserve`]. Each
@@ -121,7 +126,7 @@ impl Lease {
     /// As [`DevicePool::reserve`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     #[track_caller]
     pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
-        self.usable()?.reserve_drawing(stream, max_len, None, &self.held)
+        self.usable()?.reserve_drawing(stream, max_len, None, &self.reservation)
     }
 
     /// Like [`Lease::reserve`], but commits in steps of `step` bytes, rounded up to the device's
@@ -136,7 +141,7 @@ impl Lease {
         max_len: usize,
         step: u64,
     ) -> Result<Reserved<T>> {
-        self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.held)
+        self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.reservation)
     }
 
     /// Allocates a buffer from the reservation.

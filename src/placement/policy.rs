@@ -35,8 +35,8 @@ pub struct Candidate<'a> {
     pub peers: &'a [DeviceId],
     /// The weight under [`Policy::weighted`], else 1.
     pub weight: u32,
-    /// The distance from what the request is to be near, under [`Policy::Near`], else 0. Comparable
-    /// only within one request.
+    /// The distance from what the request is to be near, under [`Policy::Near`], else 0.
+    /// Comparable only within one request.
     pub far: u32,
     /// The age of the last sample of the driver's free memory and of the caches. The other figures
     /// are current.
@@ -62,17 +62,17 @@ impl Candidate<'_> {
 
 /// The figures of a device that built-in policies use. Each policy needs one or two of them, so a
 /// request computes only those for every device.
-pub(super) trait Seen: Copy {
+pub(super) trait PolicyInput: Copy {
     fn index(&self) -> usize;
     fn device(&self) -> DeviceId;
     fn free(&self) -> u64;
     fn total(&self) -> u64;
     fn compute_capability(&self) -> (u32, u32);
     fn weight(&self) -> u32;
-    fn far(&self) -> u32;
+    fn distance(&self) -> u32;
 }
 
-impl Seen for Candidate<'_> {
+impl PolicyInput for Candidate<'_> {
     fn index(&self) -> usize {
         self.index
     }
@@ -97,7 +97,7 @@ impl Seen for Candidate<'_> {
         self.weight
     }
 
-    fn far(&self) -> u32 {
+    fn distance(&self) -> u32 {
         self.far
     }
 }
@@ -145,13 +145,13 @@ impl Weights {
     }
 }
 
-type Order = dyn Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
+type OrderFn = dyn Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
 
 /// A custom policy of the program, for [`Policy::Custom`].
 #[derive(Clone)]
 pub struct Custom {
     pub(super) name: &'static str,
-    order: Arc<Order>,
+    order: Arc<OrderFn>,
 }
 
 impl fmt::Debug for Custom {
@@ -181,9 +181,9 @@ impl Custom {
 
 impl Policy {
     /// Creates a policy that takes devices in turn, in proportion to their weights. Of a device
-    /// with weight 3 and one with weight 1, the first is taken three times of four, and any run of
+    /// with weight 3 and one with weight 1, the first is chosen three times of four, and any run of
     /// requests is close to that ratio. A device that is not listed has weight 1. A device with
-    /// weight 0 is taken only if no other is admitted.
+    /// weight 0 is chosen only if no other is admitted.
     #[must_use]
     pub fn weighted(weights: impl IntoIterator<Item = (DeviceId, u32)>) -> Self {
         Self::Weighted(Weights(weights.into_iter().collect()))
@@ -239,31 +239,31 @@ impl Policy {
     /// Like [`pick`](Self::pick), for built-in policies, over an iterator in the order of device
     /// indices.
     #[inline]
-    pub(super) fn pick_from<S: Seen>(
+    pub(super) fn pick_from<S: PolicyInput>(
         &self,
         place: &Place,
-        seen: impl Iterator<Item = S> + Clone,
+        views: impl Iterator<Item = S> + Clone,
         turn: u64,
         devices: usize,
     ) -> Option<S> {
         match self {
             Self::RoundRobin => {
                 let first = (turn % devices.max(1) as u64) as usize;
-                lowest(seen, |s| {
+                lowest(views, |s| {
                     let index = s.index();
                     if index >= first { index - first } else { index + devices - first }
                 })
             }
-            Self::LeastLoaded => lowest(seen, |s| Load::of(s.free(), s.total())),
-            Self::MostFree => lowest(seen, |s| Reverse(s.free())),
-            Self::BestFit => lowest(seen, S::free),
-            Self::BestCompute => lowest(seen, |s| Reverse((s.compute_capability(), s.free()))),
-            Self::Weighted(_) => weighted(seen, turn),
-            Self::Affinity => match place.key_asked() {
-                Some(key) => lowest(seen, |s| Reverse(hash::score(key, s.device()))),
-                None => lowest(seen, |s| Reverse(s.free())),
+            Self::LeastLoaded => lowest(views, |s| Load::of(s.free(), s.total())),
+            Self::MostFree => lowest(views, |s| Reverse(s.free())),
+            Self::BestFit => lowest(views, S::free),
+            Self::BestCompute => lowest(views, |s| Reverse((s.compute_capability(), s.free()))),
+            Self::Weighted(_) => weighted(views, turn),
+            Self::Affinity => match place.requested_key() {
+                Some(key) => lowest(views, |s| Reverse(hash::score(key, s.device()))),
+                None => lowest(views, |s| Reverse(s.free())),
             },
-            Self::Near => lowest(seen, |s| (s.far(), Reverse(s.free()))),
+            Self::Near => lowest(views, |s| (s.distance(), Reverse(s.free()))),
             Self::Custom(_) => None,
         }
     }
@@ -300,18 +300,18 @@ impl PartialOrd for Load {
 
 /// Returns the first element with the lowest key.
 #[inline]
-fn lowest<S: Seen, K: PartialOrd>(
-    seen: impl Iterator<Item = S>,
+fn lowest<S: PolicyInput, K: PartialOrd>(
+    views: impl Iterator<Item = S>,
     key: impl Fn(&S) -> K,
 ) -> Option<S> {
     let mut best: Option<(K, S)> = None;
-    seen.for_each(|next| {
+    views.for_each(|next| {
         let key = key(&next);
         if best.as_ref().is_none_or(|(best, _)| key < *best) {
             best = Some((key, next));
         }
     });
-    best.map(|(_, taken)| taken)
+    best.map(|(_, chosen)| chosen)
 }
 
 /// 2⁶⁴ divided by the golden ratio: the constant whose multiples modulo 1 are spread most evenly.
@@ -320,20 +320,20 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Lays the weights end to end and returns the device at the turn's point. Points are multiples of
 /// the golden ratio, so every interval gets its share of the points in any run of turns (Weyl).
 #[inline]
-fn weighted<S: Seen>(seen: impl Iterator<Item = S> + Clone, turn: u64) -> Option<S> {
+fn weighted<S: PolicyInput>(views: impl Iterator<Item = S> + Clone, turn: u64) -> Option<S> {
     let mut total = 0;
-    seen.clone().for_each(|next| total += u64::from(next.weight()));
+    views.clone().for_each(|next| total += u64::from(next.weight()));
     let point = ((u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total)) >> 64) as u64;
-    let (mut end, mut taken, mut last) = (0, None, None);
-    seen.for_each(|next| {
+    let (mut end, mut chosen, mut last) = (0, None, None);
+    views.for_each(|next| {
         end += u64::from(next.weight());
-        if point < end && taken.is_none() {
-            taken = Some(next);
+        if point < end && chosen.is_none() {
+            chosen = Some(next);
         }
         last = Some(next);
     });
     // All weights are 0, or a device disappeared between the two passes.
-    taken.or(last)
+    chosen.or(last)
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ pub struct Place {
     bytes: u64,
     min_free: u64,
     /// Whether it has constraints that not all devices satisfy, besides those on free bytes.
-    choosy: bool,
+    restricted: bool,
     min_compute: (u32, u32),
     allowed: Option<Vec<DeviceId>>,
     excluded: Vec<DeviceId>,
@@ -49,7 +49,7 @@ impl Place {
         Self {
             bytes,
             min_free: 0,
-            choosy: false,
+            restricted: false,
             min_compute: (0, 0),
             allowed: None,
             excluded: Vec::new(),
@@ -69,26 +69,26 @@ impl Place {
     /// Requires this compute capability or a later one.
     #[must_use]
     pub fn min_compute(self, capability: (u32, u32)) -> Self {
-        Self { min_compute: capability, choosy: true, ..self }
+        Self { min_compute: capability, restricted: true, ..self }
     }
 
     /// Allows only these devices.
     #[must_use]
     pub fn only(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { allowed: Some(devices.into_iter().collect()), choosy: true, ..self }
+        Self { allowed: Some(devices.into_iter().collect()), restricted: true, ..self }
     }
 
     /// Excludes these devices.
     #[must_use]
     pub fn not_on(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { excluded: devices.into_iter().collect(), choosy: true, ..self }
+        Self { excluded: devices.into_iter().collect(), restricted: true, ..self }
     }
 
     /// Allows only devices that are among these, or whose kernels can reach their memory, for each
     /// of them.
     #[must_use]
     pub fn reaching(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { reaching: devices.into_iter().collect(), choosy: true, ..self }
+        Self { reaching: devices.into_iter().collect(), restricted: true, ..self }
     }
 
     /// Sets the priority of the charge and of the wait, instead of the budget's own. Higher
@@ -124,16 +124,16 @@ impl Place {
         self.bytes.max(self.min_free)
     }
 
-    pub(super) fn priority_asked(&self) -> Option<i32> {
+    pub(super) fn requested_priority(&self) -> Option<i32> {
         self.priority
     }
 
     #[inline]
-    pub(super) fn key_asked(&self) -> Option<u64> {
+    pub(super) fn requested_key(&self) -> Option<u64> {
         self.key
     }
 
-    pub(super) fn near_asked(&self) -> Near {
+    pub(super) fn requested_near(&self) -> Near {
         self.near
     }
 
@@ -147,17 +147,17 @@ impl Place {
     /// Returns whether it has constraints that not all devices satisfy, besides those on free
     /// bytes.
     #[inline]
-    pub(super) fn is_choosy(&self) -> bool {
-        self.choosy
+    pub(super) fn is_restricted(&self) -> bool {
+        self.restricted
     }
 
     /// Returns whether a device satisfies every constraint except those on free bytes.
     #[inline]
     pub(super) fn suits(&self, candidate: &Candidate<'_>) -> bool {
-        !self.choosy || self.fits_hints(candidate)
+        !self.restricted || self.meets_constraints(candidate)
     }
 
-    fn fits_hints(&self, candidate: &Candidate<'_>) -> bool {
+    fn meets_constraints(&self, candidate: &Candidate<'_>) -> bool {
         candidate.compute_capability >= self.min_compute
             && self.allowed.as_ref().is_none_or(|allowed| allowed.contains(&candidate.device))
             && !self.excluded.contains(&candidate.device)
@@ -168,12 +168,12 @@ impl Place {
     #[must_use]
     pub fn objection(&self, candidate: &Candidate<'_>) -> Option<Why> {
         let device = candidate.device;
-        let out = self.excluded.contains(&device)
+        let excluded = self.excluded.contains(&device)
             || self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&device));
         let (has, needs) = (candidate.compute_capability, self.min_compute);
-        let beyond = self.reaching.iter().find(|&&other| !candidate.reaches(other));
-        match beyond {
-            _ if out => Some(Why::Excluded),
+        let unreachable = self.reaching.iter().find(|&&other| !candidate.reaches(other));
+        match unreachable {
+            _ if excluded => Some(Why::Excluded),
             _ if has < needs => Some(Why::Compute { has, needs }),
             Some(&peer) => Some(Why::Unreachable { peer }),
             None if candidate.free < self.needs() => Some(Why::Free { needs: self.needs() }),

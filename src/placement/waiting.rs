@@ -4,7 +4,7 @@
 //! The other queue entries are then removed, and bytes that another queue has granted in the
 //! meantime go to its next waiter.
 
-use super::{Health, Lease, Met, Place, PlaceError, Placer};
+use super::{Health, Lease, Place, PlaceError, Placer, Rejections};
 use aquifer_core::{Charge, Reservation, budget::Waiting};
 use std::{
     fmt,
@@ -48,18 +48,19 @@ pub struct Placing {
     placer: Placer,
     place: Place,
     deadline: Option<Instant>,
-    lines: Vec<Line>,
+    entries: Vec<QueueEntry>,
     /// The turn of the policy, taken at the first poll.
     turn: Option<u64>,
-    /// The number under which its waker is registered with the fleet.
+    /// The number under which its waker is registered with the device set.
     watch: u64,
-    over: bool,
+    finished: bool,
 }
 
-struct Line {
-    index: usize,
-    generation: u32,
-    waiting: Waiting,
+/// A queue entry of a request at the budget of one device.
+pub(super) struct QueueEntry {
+    pub(super) index: usize,
+    pub(super) generation: u32,
+    pub(super) waiting: Waiting,
 }
 
 impl Placer {
@@ -80,22 +81,22 @@ impl Placer {
 
     /// Returns a future that waits as [`Placer::place_by`] does.
     pub fn place_async(&self, place: Place) -> Placing {
-        let (lines, watch) = (Vec::new(), self.fleet.watcher());
+        let (entries, watch) = (Vec::new(), self.device_set.watcher());
         Placing {
             placer: self.clone(),
             place,
             deadline: None,
-            lines,
+            entries,
             turn: None,
             watch,
-            over: false,
+            finished: false,
         }
     }
 }
 
-struct Sleeper(Thread);
+struct ThreadWaker(Thread);
 
-impl Wake for Sleeper {
+impl Wake for ThreadWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
@@ -104,7 +105,7 @@ impl Wake for Sleeper {
 /// Polls at each wake-up, each tick and at the deadline. The deadline is enforced by the future
 /// itself.
 pub(super) fn block_on<F: Future + Unpin>(mut future: F, deadline: Option<Instant>) -> F::Output {
-    let waker = Waker::from(Arc::new(Sleeper(thread::current())));
+    let waker = Waker::from(Arc::new(ThreadWaker(thread::current())));
     let mut context = Context::from_waker(&waker);
     loop {
         if let Poll::Ready(answer) = Pin::new(&mut future).poll(&mut context) {
@@ -129,30 +130,30 @@ impl Placing {
 
     /// Makes a lease of what one queue has granted, if the device is in service and the driver has
     /// the bytes.
-    fn take(&self, index: usize, generation: u32, charge: Charge) -> Option<Lease> {
-        let fleet = &self.placer.fleet;
-        let member = fleet.at(index, generation);
-        if !member.serves() || !member.is_covered() {
+    fn accept_grant(&self, index: usize, generation: u32, charge: Charge) -> Option<Lease> {
+        let device_set = &self.placer.device_set;
+        let member = device_set.at(index, generation);
+        if !member.is_serving() || !member.is_backed() {
             return None;
         }
-        let mut held = Reservation::from(charge);
+        let mut reservation = Reservation::from(charge);
         // `min_free` beyond the size was a condition only. It is not kept.
-        drop(held.draw(self.needs() - self.place.size()));
-        Some(fleet.lease(index, generation, held))
+        drop(reservation.draw(self.needs() - self.place.size()));
+        Some(device_set.lease(index, generation, reservation))
     }
 
     /// Polls every queue entry. Entries at devices out of service are dropped.
-    fn ask(&mut self, context: &mut Context<'_>) -> Option<Lease> {
-        for mut line in std::mem::take(&mut self.lines) {
-            if !self.placer.fleet.at(line.index, line.generation).serves() {
+    fn poll_queues(&mut self, context: &mut Context<'_>) -> Option<Lease> {
+        for mut entry in std::mem::take(&mut self.entries) {
+            if !self.placer.device_set.at(entry.index, entry.generation).is_serving() {
                 continue;
             }
-            match Pin::new(&mut line.waiting).poll(context) {
-                Poll::Pending => self.lines.push(line),
+            match Pin::new(&mut entry.waiting).poll(context) {
+                Poll::Pending => self.entries.push(entry),
                 Poll::Ready(Ok(charge)) => {
                     // The other entries, removed together with this one, are dropped when it
                     // serves.
-                    if let Some(lease) = self.take(line.index, line.generation, charge) {
+                    if let Some(lease) = self.accept_grant(entry.index, entry.generation, charge) {
                         return Some(lease);
                     }
                 }
@@ -165,74 +166,74 @@ impl Placing {
 
     /// Joins the queue of each suitable budget that lacks bytes. Returns whether a device could
     /// ever have room.
-    fn line_up(&mut self) -> bool {
-        let fleet = self.placer.fleet.clone();
-        let mut hope = false;
-        for (index, member) in fleet.members().enumerate() {
+    fn enqueue(&mut self) -> bool {
+        let device_set = self.placer.device_set.clone();
+        let mut satisfiable = false;
+        for (index, member) in device_set.members().enumerate() {
             let candidate = member.candidate(index, 0, None);
             let suits = self.place.suits(&candidate) && candidate.total >= self.needs();
             if !suits || member.health() == Health::Lost {
                 continue;
             }
-            hope = true;
-            let known = self.lines.iter().any(|line| line.index == index);
+            satisfiable = true;
+            let known = self.entries.iter().any(|entry| entry.index == index);
             if known
-                || !member.serves()
-                || member.budget().estimate(self.place.priority_asked()) >= self.needs()
+                || !member.is_serving()
+                || member.budget().estimate(self.place.requested_priority()) >= self.needs()
             {
                 continue;
             }
             let waiting = member.budget().charge_async(self.needs());
-            let waiting = match self.place.priority_asked() {
+            let waiting = match self.place.requested_priority() {
                 Some(priority) => waiting.with_priority(priority),
                 None => waiting,
             };
-            self.lines.push(Line { index, generation: member.generation, waiting });
+            self.entries.push(QueueEntry { index, generation: member.generation, waiting });
         }
-        hope
+        satisfiable
     }
 
     fn try_now(&mut self, context: &mut Context<'_>) -> Result<Option<Lease>, PlaceError> {
-        let fleet = self.placer.fleet.clone();
-        let now = self.placer.find_out();
-        if let Some(lease) = self.ask(context) {
+        let device_set = self.placer.device_set.clone();
+        let now = self.placer.refresh();
+        if let Some(lease) = self.poll_queues(context) {
             return Ok(Some(lease));
         }
         // Devices where the request is queued are skipped: its own queue entry would make them
         // refuse.
-        let refused = self.lines.iter().fold(0, |set, line| set | (1 << line.index));
-        let mut met = Met { refused, ..Met::default() };
+        let queued = self.entries.iter().fold(0, |set, entry| set | (1 << entry.index));
+        let mut rejections = Rejections { devices: queued, ..Rejections::default() };
         let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
-        if let Some(lease) = self.placer.try_ranked(&self.place, turn, now, &mut met)? {
+        if let Some(lease) = self.placer.try_ranked(&self.place, turn, now, &mut rejections)? {
             return Ok(Some(lease));
         }
-        let hope = self.line_up();
-        if let Some(lease) = self.ask(context) {
+        let satisfiable = self.enqueue();
+        if let Some(lease) = self.poll_queues(context) {
             return Ok(Some(lease));
         }
-        for line in &self.lines {
-            let member = fleet.at(line.index, line.generation);
+        for entry in &self.entries {
+            let member = device_set.at(entry.index, entry.generation);
             let lacks = self
                 .needs()
                 .saturating_sub(member.budget().limit().saturating_sub(member.budget().used()));
-            if lacks > 0 && member.holds_free() {
+            if lacks > 0 && member.has_cached() {
                 // What cannot be released now may be released at the next tick.
                 let _ = member.make_room(lacks);
             }
         }
-        let lined: Vec<_> =
-            self.lines.iter().map(|line| fleet.at(line.index, line.generation)).collect();
-        for member in lined {
+        let queued: Vec<_> =
+            self.entries.iter().map(|entry| device_set.at(entry.index, entry.generation)).collect();
+        for member in queued {
             let mut lease = None;
-            member.ask_others(self.needs(), || {
-                lease = self.ask(context);
+            member.reclaim_from_others(self.needs(), || {
+                lease = self.poll_queues(context);
                 lease.is_some()
             });
             if lease.is_some() {
                 return Ok(lease);
             }
         }
-        if hope { Ok(None) } else { Err(self.placer.nowhere(&self.place, 1, &met)) }
+        if satisfiable { Ok(None) } else { Err(self.placer.no_fit(&self.place, 1, &rejections)) }
     }
 }
 
@@ -241,35 +242,35 @@ impl Future for Placing {
 
     /// After it has returned `Ready`, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.over {
+        if self.finished {
             return Poll::Pending;
         }
         if self.place.size() == 0 {
-            self.over = true;
+            self.finished = true;
             return Poll::Ready(Err(PlaceError::ZeroSize));
         }
         // Registered before anything is read, so that no later change is missed.
-        self.placer.fleet.watch(self.watch, Some(context.waker()));
+        self.placer.device_set.watch(self.watch, Some(context.waker()));
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let answer = match self.try_now(context) {
             Ok(Some(lease)) => Ok(lease),
             Err(refused) => Err(refused),
             Ok(None) if late => {
                 // Its own queue entries would distort the reasons in the error.
-                self.lines.clear();
-                Err(self.placer.nowhere(&self.place, 1, &Met::default()))
+                self.entries.clear();
+                Err(self.placer.no_fit(&self.place, 1, &Rejections::default()))
             }
             Ok(None) => return Poll::Pending,
         };
-        self.over = true;
-        self.lines.clear();
+        self.finished = true;
+        self.entries.clear();
         Poll::Ready(answer)
     }
 }
 
 impl Drop for Placing {
     fn drop(&mut self) {
-        self.placer.fleet.watch(self.watch, None);
+        self.placer.device_set.watch(self.watch, None);
     }
 }
 
@@ -278,7 +279,7 @@ impl fmt::Debug for Placing {
         f.debug_struct("Placing")
             .field("place", &self.place)
             .field("deadline", &self.deadline)
-            .field("lines", &self.lines.len())
+            .field("entries", &self.entries.len())
             .finish_non_exhaustive()
     }
 }

@@ -4,7 +4,7 @@ use aquifer_core::Budget;
 
 /// The maximum number of consecutive readings. One is repeated if bytes were charged or released
 /// during it.
-const LOOKS: u32 = 4;
+const MAX_READINGS: u32 = 4;
 
 /// A budget above all charges of this process for one memory. Only the watch of that memory sets
 /// its limit, so that the limits below it stay the program's own.
@@ -27,33 +27,33 @@ impl Ceiling {
         &self.budget
     }
 
-    /// Reads the free bytes with `look` and sets the limit so that all but `keep` of them may be
-    /// taken. If less than `keep` is free, the limit lies below the used bytes, and the difference
-    /// must be released first.
+    /// Reads the free bytes with `read` and sets the limit so that all but `keep_free` of them may
+    /// be taken. If less than `keep_free` is free, the limit lies below the used bytes, and the
+    /// difference must be released first.
     ///
     /// Bytes charged or released during a reading are counted in neither sum or in both, so the
-    /// reading is repeated. If this happens in [all of them](LOOKS), our share lies between the
-    /// counts before and after, and the limit moves only as far as these bounds prove. Our own
+    /// reading is repeated. If this happens in [all of them](MAX_READINGS), our share lies between
+    /// the counts before and after, and the limit moves only as far as these bounds prove. Our own
     /// growth takes from one sum what it adds to the other and is no reason to refuse any.
     ///
     /// Bytes that were charged before a reading but not yet taken from the memory are in both sums.
     /// Until the next reading, too much may be granted by that amount.
     pub(crate) fn follow<T, E>(
         &self,
-        keep: u64,
-        mut look: impl FnMut() -> Result<(T, u64), E>,
+        keep_free: u64,
+        mut read: impl FnMut() -> Result<(T, u64), E>,
     ) -> Result<T, E> {
-        let mut looks = 0;
+        let mut readings = 0;
         let mut before = self.budget.used();
         loop {
-            let (read, free) = look()?;
+            let (value, free) = read()?;
             let after = self.budget.used();
-            looks += 1;
-            if before == after || looks == LOOKS {
-                let limit = |used: u64| used.saturating_add(free).saturating_sub(keep);
+            readings += 1;
+            if before == after || readings == MAX_READINGS {
+                let limit = |used: u64| used.saturating_add(free).saturating_sub(keep_free);
                 let (least, most) = (limit(before.min(after)), limit(before.max(after)));
                 self.set(self.budget.limit().clamp(least, most));
-                return Ok(read);
+                return Ok(value);
             }
             before = after;
         }
@@ -77,8 +77,8 @@ mod tests {
     use super::*;
     use aquifer_core::Charge;
 
-    fn follow(ceiling: &Ceiling, keep: u64, free: u64) -> u64 {
-        ceiling.follow(keep, || Ok::<_, ()>(((), free))).unwrap();
+    fn follow(ceiling: &Ceiling, keep_free: u64, free: u64) -> u64 {
+        ceiling.follow(keep_free, || Ok::<_, ()>(((), free))).unwrap();
         ceiling.budget().limit()
     }
 
@@ -119,9 +119,9 @@ mod tests {
     }
 
     #[test]
-    fn our_own_growth_during_looks_moves_no_limit() {
+    fn our_own_growth_during_readings_moves_no_limit() {
         for then_read in [false, true] {
-            for growths in [1, LOOKS - 1, LOOKS] {
+            for growths in [1, MAX_READINGS - 1, MAX_READINGS] {
                 let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());
                 assert_eq!(follow(&ceiling, 20, 100), 80);
                 assert_eq!(
@@ -137,20 +137,19 @@ mod tests {
     }
 
     #[test]
-    fn the_first_limit_is_right_where_a_look_is_undisturbed_and_else_by_no_more_than_came_during_one()
-     {
+    fn the_first_limit_is_exact_after_an_undisturbed_reading_and_else_off_by_at_most_one_growth() {
         for then_read in [false, true] {
-            for growths in [0, 1, LOOKS - 1, LOOKS] {
+            for growths in [0, 1, MAX_READINGS - 1, MAX_READINGS] {
                 let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());
                 let limit = follow_and_grow(&ceiling, &mut held, growths, then_read);
-                let most = if growths == LOOKS { 85 } else { 80 };
+                let most = if growths == MAX_READINGS { 85 } else { 80 };
                 assert!((80..=most).contains(&limit), "{limit} after {growths} growths");
             }
         }
     }
 
     #[test]
-    fn what_neighbours_take_and_what_is_released_during_looks_is_not_granted_twice() {
+    fn memory_taken_by_neighbours_or_released_during_readings_is_not_granted_twice() {
         let ceiling = Ceiling::new(None, "beside neighbours");
         let mut held = Some(ceiling.budget().charge(50).unwrap());
         let read = ceiling.follow(0, || {

@@ -10,7 +10,7 @@
 use super::{
     Ceiling,
     report::{HostPressure, HostReading, Pressure},
-    thread::{Next, Watch},
+    watch_thread::{Next, WatchThread},
 };
 use aquifer_core::{MemoryError, Result, budget::Level};
 use aquifer_host::{
@@ -27,17 +27,17 @@ use std::{
 };
 
 /// The interval of readings while the level is nominal.
-const EASY: Duration = Duration::from_secs(1);
+const NOMINAL_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of readings at higher levels.
-const TENSE: Duration = Duration::from_millis(250);
+const PRESSURE_INTERVAL: Duration = Duration::from_millis(250);
 /// Consecutive readings with a lower result after which the level falls by one.
-const CALM: u32 = 4;
-/// Stalls of this length within each `WITHIN` make the kernel signal at once. Unprivileged
+const CALM_READINGS: u32 = 4;
+/// Stalls of this length within each `STALL_WINDOW` make the kernel signal at once. Unprivileged
 /// processes need spans of two seconds.
-const STALLED: Duration = Duration::from_millis(200);
-const WITHIN: Duration = Duration::from_secs(2);
+const STALL_THRESHOLD: Duration = Duration::from_millis(200);
+const STALL_WINDOW: Duration = Duration::from_secs(2);
 /// How long reclaimers other than our pools may take.
-const PATIENCE: Duration = Duration::from_millis(100);
+const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The hook that is called when the level of the host has changed. Its arguments are the old level,
 /// the new level and the reading. It runs on the watch thread, with no lock held. A panic is
@@ -112,31 +112,31 @@ impl HostWatch {
     fn level(
         &self,
         now: Level,
-        all: u64,
+        total: u64,
         left: Option<u64>,
-        grown: GroupEvents,
-        told: &Told,
+        new_events: GroupEvents,
+        reading: &StallReading,
     ) -> Level {
-        let per_cent = |share: u64| all / 100 * share;
+        let per_cent = |share: u64| total / 100 * share;
         let below = |share: u64, at: Level| {
             let share = if now >= at { share + self.slack } else { share };
             left.is_some_and(|left| left < per_cent(share))
         };
         // The averages decay over ten seconds. A level ends when they fall to half of the
         // threshold.
-        let stalled = |seen: u32, threshold: u32, at: Level| {
+        let stalled = |share: u32, threshold: u32, at: Level| {
             let threshold = threshold * 100;
-            threshold > 0 && seen >= if now >= at { threshold / 2 } else { threshold }
+            threshold > 0 && share >= if now >= at { threshold / 2 } else { threshold }
         };
-        let Stalls { some, full, .. } = told.stalls;
+        let Stalls { some, full, .. } = reading.stalls;
         if below(self.critical_left, Level::Critical)
-            || grown.max + grown.oom + grown.oom_kill > 0
+            || new_events.max + new_events.oom + new_events.oom_kill > 0
             || stalled(full, self.full_stalls, Level::Critical)
         {
             Level::Critical
         } else if below(self.warning_left, Level::Warning)
-            || grown.high > 0
-            || told.alarm
+            || new_events.high > 0
+            || reading.alarm
             || stalled(some, self.some_stalls, Level::Warning)
         {
             Level::Warning
@@ -162,7 +162,7 @@ impl fmt::Debug for HostWatch {
 
 /// What a reading reports about stalls.
 #[derive(Clone, Copy, Default, Debug)]
-struct Told {
+struct StallReading {
     stalls: Stalls,
     /// Whether the kernel's alarm was triggered.
     alarm: bool,
@@ -170,7 +170,7 @@ struct Told {
 
 /// State between readings.
 #[derive(Clone, Copy, Debug)]
-struct Standing {
+struct LevelState {
     level: Level,
     /// Consecutive readings below the level.
     calm: u32,
@@ -179,39 +179,45 @@ struct Standing {
 
 /// The result of a reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Verdict {
+struct Assessment {
     level: Level,
     /// Bytes that are to be released.
     wanted: u64,
 }
 
-impl Standing {
+impl LevelState {
     fn start() -> Self {
         Self { level: Level::Nominal, calm: 0, events: None }
     }
 
-    /// Evaluates a reading. The level rises at once. It falls by one after [`CALM`] consecutive
-    /// lower readings.
-    fn judge(&mut self, watch: &HostWatch, all: u64, strain: &Strain, alarm: bool) -> Verdict {
+    /// Evaluates a reading. The level rises at once. It falls by one after [`CALM_READINGS`]
+    /// consecutive lower readings.
+    fn assess(
+        &mut self,
+        watch: &HostWatch,
+        total: u64,
+        strain: &Strain,
+        alarm: bool,
+    ) -> Assessment {
         let events = strain.events.value;
-        let grown = self
+        let new_events = self
             .events
             .zip(events)
-            .map_or(GroupEvents::default(), |(before, now)| grown(before, now));
+            .map_or(GroupEvents::default(), |(before, now)| new_events(before, now));
         self.events = events;
         let left = strain.headroom.bytes.value;
-        let told = Told { stalls: strain.stalls.value.unwrap_or_default(), alarm };
-        let seen = watch.level(self.level, all, left, grown, &told);
-        if seen < self.level {
+        let reading = StallReading { stalls: strain.stalls.value.unwrap_or_default(), alarm };
+        let level = watch.level(self.level, total, left, new_events, &reading);
+        if level < self.level {
             self.calm += 1;
-            if self.calm >= CALM {
+            if self.calm >= CALM_READINGS {
                 self.level = lower(self.level);
                 self.calm = 0;
             }
         } else {
-            (self.level, self.calm) = (seen, 0);
+            (self.level, self.calm) = (level, 0);
         }
-        let per_cent = |share: u64| all / 100 * share;
+        let per_cent = |share: u64| total / 100 * share;
         let short =
             left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
         let wanted = match self.level {
@@ -221,17 +227,17 @@ impl Standing {
             Level::Warning => short.max(per_cent(1)),
             Level::Critical => u64::MAX,
         };
-        Verdict { level: self.level, wanted }
+        Assessment { level: self.level, wanted }
     }
 }
 
-fn grown(before: GroupEvents, now: GroupEvents) -> GroupEvents {
-    let mut grown = GroupEvents::default();
-    grown.high = now.high.saturating_sub(before.high);
-    grown.max = now.max.saturating_sub(before.max);
-    grown.oom = now.oom.saturating_sub(before.oom);
-    grown.oom_kill = now.oom_kill.saturating_sub(before.oom_kill);
-    grown
+fn new_events(before: GroupEvents, now: GroupEvents) -> GroupEvents {
+    let mut new_events = GroupEvents::default();
+    new_events.high = now.high.saturating_sub(before.high);
+    new_events.max = now.max.saturating_sub(before.max);
+    new_events.oom = now.oom.saturating_sub(before.oom);
+    new_events.oom_kill = now.oom_kill.saturating_sub(before.oom_kill);
+    new_events
 }
 
 fn lower(level: Level) -> Level {
@@ -243,25 +249,25 @@ fn lower(level: Level) -> Level {
 
 /// Pinned memory that is released for the host.
 #[derive(Clone)]
-struct Pinned {
+struct PinnedMemory {
     /// The budget above all pinned memory.
     ceiling: Ceiling,
     pools: Vec<PinnedPool>,
 }
 
-impl Pinned {
+impl PinnedMemory {
     /// Releases up to `bytes`. Waits for the devices.
-    fn give(&self, bytes: u64) -> Result<u64> {
+    fn release(&self, bytes: u64) -> Result<u64> {
         if bytes == 0 {
             return Ok(0);
         }
         let budget = self.ceiling.budget();
         let before = budget.used();
         // Free slots and caches return to the pools first, so that their regions can be released.
-        budget.reclaim(bytes, Instant::now().checked_add(PATIENCE), None);
-        let (mut given, mut failed) = (before.saturating_sub(budget.used()), None);
+        budget.reclaim(bytes, Instant::now().checked_add(RECLAIM_TIMEOUT), None);
+        let (mut released, mut failed) = (before.saturating_sub(budget.used()), None);
         for pool in &self.pools {
-            let missing = bytes.saturating_sub(given);
+            let missing = bytes.saturating_sub(released);
             if missing == 0 {
                 break;
             }
@@ -269,31 +275,31 @@ impl Pinned {
             // released.
             let some = pool.stats().memory.cached.saturating_sub(missing);
             for keep in [usize::try_from(some).unwrap_or(usize::MAX), 0] {
-                if given >= bytes {
+                if released >= bytes {
                     break;
                 }
                 match pool.trim(keep) {
-                    Ok(bytes) => given += bytes,
+                    Ok(bytes) => released += bytes,
                     Err(error) => failed = Some(error),
                 }
             }
         }
-        failed.filter(|_| given == 0).map_or(Ok(given), Err)
+        failed.filter(|_| released == 0).map_or(Ok(released), Err)
     }
 }
 
 /// Watches the host until it is dropped.
 pub(crate) struct WatchedHost {
-    _watch: Watch,
-    pinned: Pinned,
-    seen: Arc<Mutex<Seen>>,
+    _watch: WatchThread,
+    pinned: PinnedMemory,
+    status: Arc<Mutex<HostStatus>>,
 }
 
-/// What was seen and done, and when.
+/// What was read and done, and when.
 #[derive(Default)]
-struct Seen {
+struct HostStatus {
     report: HostPressure,
-    read: Option<(Strain, Instant)>,
+    last_reading: Option<(Strain, Instant)>,
 }
 
 impl WatchedHost {
@@ -308,58 +314,58 @@ impl WatchedHost {
         ceiling: Ceiling,
         pools: Vec<PinnedPool>,
     ) -> Result<Self> {
-        let seen = Arc::new(Mutex::new(Seen::default()));
-        let pinned = Pinned { ceiling, pools };
+        let status = Arc::new(Mutex::new(HostStatus::default()));
+        let pinned = PinnedMemory { ceiling, pools };
         let alarm = alarm(kernel, &topology);
-        lock(&seen).report.alarmed = alarm.is_some();
-        let mut looker = Looker {
+        lock(&status).report.alarmed = alarm.is_some();
+        let mut monitor = HostMonitor {
             watch,
             topology,
-            standing: Standing::start(),
+            state: LevelState::start(),
             pinned: pinned.clone(),
-            seen: seen.clone(),
+            status: status.clone(),
         };
-        let watch = Watch::start(kernel, "aq-host", alarm, move |_, woken| {
+        let watch = WatchThread::start(kernel, "aq-host", alarm, move |_, woken| {
             if woken.over {
-                lock(&looker.seen).report.alarmed = false;
+                lock(&monitor.status).report.alarmed = false;
             }
-            match looker.look(woken.stalled) {
-                Ok(pause) => Next::In(pause),
+            match monitor.read(woken.stalled) {
+                Ok(pause) => Next::After(pause),
                 Err(error) => {
                     // Lifted before the end is reported: from here nothing limits pinned memory.
-                    looker.pinned.ceiling.lift();
-                    lock(&looker.seen).report.ended = Some(error);
-                    Next::Over
+                    monitor.pinned.ceiling.lift();
+                    lock(&monitor.status).report.ended = Some(error);
+                    Next::Stop
                 }
             }
         });
-        Ok(Self { _watch: watch.map_err(MemoryError::System)?, pinned, seen })
+        Ok(Self { _watch: watch.map_err(MemoryError::System)?, pinned, status })
     }
 
     /// Returns whether pinned memory should be released.
     pub(crate) fn is_short(&self) -> bool {
-        lock(&self.seen).report.wanted > 0
+        lock(&self.status).report.wanted > 0
     }
 
     /// Releases the bytes that the last reading called for. Waits for the devices.
     ///
     /// # Errors
     /// The error of the driver or of the kernel, if nothing could be released.
-    pub(crate) fn give_back(&self) -> Result<u64> {
-        let wanted = std::mem::take(&mut lock(&self.seen).report.wanted);
-        let given = self.pinned.give(wanted)?;
-        lock(&self.seen).report.given_back += given;
-        Ok(given)
+    pub(crate) fn release_wanted(&self) -> Result<u64> {
+        let wanted = std::mem::take(&mut lock(&self.status).report.wanted);
+        let released = self.pinned.release(wanted)?;
+        lock(&self.status).report.given_back += released;
+        Ok(released)
     }
 
     pub(crate) fn report(&self, pressure: &mut Pressure) {
-        let seen = lock(&self.seen);
-        let mut report = seen.report.clone();
+        let status = lock(&self.status);
+        let mut report = status.report.clone();
         let reading = |(strain, at): &(Strain, Instant)| HostReading {
             strain: strain.clone(),
             age: at.elapsed(),
         };
-        report.reading = seen.read.as_ref().map(reading);
+        report.reading = status.last_reading.as_ref().map(reading);
         pressure.host = Some(report);
     }
 }
@@ -367,69 +373,69 @@ impl WatchedHost {
 /// Returns an alarm on the first stall file that accepts one, the nearest group first.
 fn alarm(kernel: &Kernel, topology: &Topology) -> Option<StallAlarm> {
     let files = topology.stall_files().unwrap_or_default();
-    files.iter().find_map(|file| kernel.stall_alarm(file, STALLED, WITHIN).ok())
+    files.iter().find_map(|file| kernel.stall_alarm(file, STALL_THRESHOLD, STALL_WINDOW).ok())
 }
 
 /// The state of the watch thread.
-struct Looker {
+struct HostMonitor {
     watch: HostWatch,
     topology: Arc<Topology>,
-    standing: Standing,
-    pinned: Pinned,
-    seen: Arc<Mutex<Seen>>,
+    state: LevelState,
+    pinned: PinnedMemory,
+    status: Arc<Mutex<HostStatus>>,
 }
 
-impl Looker {
-    fn look(&mut self, alarm: bool) -> std::result::Result<Duration, TopologyError> {
-        let all = self.topology.host_memory()?.value.unwrap_or(0);
-        let before = self.standing.level;
+impl HostMonitor {
+    fn read(&mut self, alarm: bool) -> std::result::Result<Duration, TopologyError> {
+        let total = self.topology.host_memory()?.value.unwrap_or(0);
+        let before = self.state.level;
         let ceiling = &self.pinned.ceiling;
-        let critical = all / 100 * self.watch.critical_left;
+        let critical = total / 100 * self.watch.critical_left;
         // The figure is read within `follow`, so that the ceiling matches the count of that moment.
         let strain = ceiling.follow(critical, || {
             let strain = self.topology.strain()?;
             let left = strain.headroom.bytes.value.unwrap_or(u64::MAX);
             Ok::<_, TopologyError>((strain, left))
         })?;
-        let Verdict { level, wanted } = self.standing.judge(&self.watch, all, &strain, alarm);
+        let Assessment { level, wanted } = self.state.assess(&self.watch, total, &strain, alarm);
         {
-            let mut seen = lock(&self.seen);
-            seen.report.looks += 1;
-            seen.report.alarms += u64::from(alarm);
-            seen.report.rises += u64::from(level > before);
-            seen.report.level = level;
-            seen.report.wanted = wanted;
-            seen.read = Some((strain.clone(), Instant::now()));
+            let mut status = lock(&self.status);
+            status.report.looks += 1;
+            status.report.alarms += u64::from(alarm);
+            status.report.rises += u64::from(level > before);
+            status.report.level = level;
+            status.report.wanted = wanted;
+            status.last_reading = Some((strain.clone(), Instant::now()));
         }
         if level != before {
-            self.tell(before, level, &strain);
+            self.call_hook(before, level, &strain);
         }
         if level == Level::Critical && self.watch.may_stall {
-            let given = self.pinned.give(wanted).unwrap_or(0);
-            lock(&self.seen).report.given_back += given;
+            let released = self.pinned.release(wanted).unwrap_or(0);
+            lock(&self.status).report.given_back += released;
         }
-        Ok(if level == Level::Nominal { EASY } else { TENSE })
+        Ok(if level == Level::Nominal { NOMINAL_INTERVAL } else { PRESSURE_INTERVAL })
     }
 
-    fn tell(&self, before: Level, level: Level, strain: &Strain) {
+    fn call_hook(&self, before: Level, level: Level, strain: &Strain) {
         let Some(hook) = &self.watch.hook else { return };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| hook(before, level, strain))) {
             // The payload is leaked, since dropping it may panic again.
-            let _kept = ManuallyDrop::new(panic);
-            lock(&self.seen).report.panics += 1;
+            let _leaked = ManuallyDrop::new(panic);
+            lock(&self.status).report.panics += 1;
         }
     }
 }
 
-impl Drop for Looker {
+impl Drop for HostMonitor {
     /// Pinned pools outlive the watch and must not stay limited by its last reading.
     fn drop(&mut self) {
         self.pinned.ceiling.lift();
     }
 }
 
-fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
-    seen.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(status: &Mutex<HostStatus>) -> MutexGuard<'_, HostStatus> {
+    status.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -442,9 +448,9 @@ mod tests {
     /// A reading: the share left, `some` and `full`, each in per cent, and the counts of
     /// `memory.max` and `memory.high` events.
     #[derive(Clone, Copy)]
-    struct Read(u64, u32, u32, u64, u64);
+    struct Reading(u64, u32, u32, u64, u64);
 
-    fn strain(template: &Strain, Read(left, some, full, max, high): Read) -> Strain {
+    fn strain(template: &Strain, Reading(left, some, full, max, high): Reading) -> Strain {
         let mut strain = template.clone();
         strain.headroom.bytes = Found::known(ALL / 100 * left, Source::Nobody);
         let mut stalls = Stalls::default();
@@ -466,42 +472,45 @@ mod tests {
     }
 
     #[test]
-    fn each_source_raises_the_level_at_once_and_it_falls_by_steps_after_some_calm() {
+    fn each_source_raises_the_level_at_once_and_it_falls_stepwise_after_calm_readings() {
         use Level::{Critical, Nominal, Warning};
         let (watch, template) = (HostWatch::default(), any());
-        let calm = Read(50, 0, 0, 0, 0);
+        let calm = Reading(50, 0, 0, 0, 0);
         // Each step: a reading, whether the alarm went off, and the level after it.
         for (name, steps) in [
-            ("little is left", vec![(calm, false, Nominal), (Read(9, 0, 0, 0, 0), false, Warning)]),
-            ("hardly any is left", vec![(Read(4, 0, 0, 0, 0), false, Critical)]),
-            ("the edge itself is none", vec![(Read(10, 0, 0, 0, 0), false, Nominal)]),
-            ("some wait", vec![(Read(50, 10, 9, 0, 0), false, Warning)]),
-            ("all wait", vec![(Read(50, 10, 10, 0, 0), false, Critical)]),
-            ("the kernel tells", vec![(calm, true, Warning)]),
-            ("counts of before", vec![(Read(50, 0, 0, 7, 9), false, Nominal)]),
+            (
+                "little is left",
+                vec![(calm, false, Nominal), (Reading(9, 0, 0, 0, 0), false, Warning)],
+            ),
+            ("hardly any is left", vec![(Reading(4, 0, 0, 0, 0), false, Critical)]),
+            ("the edge itself is none", vec![(Reading(10, 0, 0, 0, 0), false, Nominal)]),
+            ("some wait", vec![(Reading(50, 10, 9, 0, 0), false, Warning)]),
+            ("all wait", vec![(Reading(50, 10, 10, 0, 0), false, Critical)]),
+            ("the kernel signals", vec![(calm, true, Warning)]),
+            ("counts of before", vec![(Reading(50, 0, 0, 7, 9), false, Nominal)]),
             (
                 "a limit is met",
                 vec![
-                    (Read(50, 0, 0, 7, 0), false, Nominal),
-                    (Read(50, 0, 0, 8, 0), false, Critical),
+                    (Reading(50, 0, 0, 7, 0), false, Nominal),
+                    (Reading(50, 0, 0, 8, 0), false, Critical),
                 ],
             ),
-            ("held up", vec![(calm, false, Nominal), (Read(50, 0, 0, 0, 1), false, Warning)]),
+            ("held up", vec![(calm, false, Nominal), (Reading(50, 0, 0, 0, 1), false, Warning)]),
             (
-                "within the slack it stays, and beyond it falls after four looks",
+                "within the slack it stays, and beyond it falls after four readings",
                 [
-                    vec![(Read(9, 0, 0, 0, 0), false, Warning)],
-                    vec![(Read(11, 0, 0, 0, 0), false, Warning); 8],
+                    vec![(Reading(9, 0, 0, 0, 0), false, Warning)],
+                    vec![(Reading(11, 0, 0, 0, 0), false, Warning); 8],
                 ]
                 .concat()
                 .into_iter()
-                .chain([(Read(12, 0, 0, 0, 0), false, Warning); 3])
-                .chain([(Read(12, 0, 0, 0, 0), false, Nominal)])
+                .chain([(Reading(12, 0, 0, 0, 0), false, Warning); 3])
+                .chain([(Reading(12, 0, 0, 0, 0), false, Nominal)])
                 .collect(),
             ),
             (
                 "by one at a time",
-                [(Read(4, 0, 0, 0, 0), false, Critical)]
+                [(Reading(4, 0, 0, 0, 0), false, Critical)]
                     .into_iter()
                     .chain([(calm, false, Critical); 3])
                     .chain([(calm, false, Warning); 4])
@@ -509,9 +518,9 @@ mod tests {
                     .collect(),
             ),
             (
-                "one that is no calm begins anew",
+                "a reading that is not calm restarts the count",
                 vec![
-                    (Read(9, 0, 0, 0, 0), false, Warning),
+                    (Reading(9, 0, 0, 0, 0), false, Warning),
                     (calm, false, Warning),
                     (calm, false, Warning),
                     (calm, true, Warning),
@@ -522,29 +531,29 @@ mod tests {
                 ],
             ),
         ] {
-            let mut standing = Standing::start();
+            let mut state = LevelState::start();
             for (step, (read, alarm, level)) in steps.into_iter().enumerate() {
-                let verdict = standing.judge(&watch, ALL, &strain(&template, read), alarm);
-                assert_eq!(verdict.level, level, "{name}, step {step}");
+                let assessment = state.assess(&watch, ALL, &strain(&template, read), alarm);
+                assert_eq!(assessment.level, level, "{name}, step {step}");
             }
         }
     }
 
     #[test]
-    fn what_is_wanted_is_what_is_missing_and_everything_when_critical() {
+    fn the_missing_bytes_are_wanted_and_all_bytes_if_the_level_is_critical() {
         let (watch, template) = (HostWatch::default(), any());
         let wanted = |read, alarm| {
-            Standing::start().judge(&watch, ALL, &strain(&template, read), alarm).wanted
+            LevelState::start().assess(&watch, ALL, &strain(&template, read), alarm).wanted
         };
-        assert_eq!(wanted(Read(50, 0, 0, 0, 0), false), 0);
+        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), false), 0);
         assert_eq!(
-            wanted(Read(9, 0, 0, 0, 0), false),
+            wanted(Reading(9, 0, 0, 0, 0), false),
             ALL / 100 * 3,
             "up to where the level falls"
         );
-        assert_eq!(wanted(Read(50, 0, 0, 0, 0), true), ALL / 100, "somebody else's stalls");
-        assert_eq!(wanted(Read(1, 0, 0, 0, 0), false), u64::MAX);
-        let unknown = Standing::start().judge(&watch, 0, &template, false);
-        assert_eq!(unknown.wanted, 0, "what nobody knows is no pressure");
+        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), true), ALL / 100, "stalls of other processes");
+        assert_eq!(wanted(Reading(1, 0, 0, 0, 0), false), u64::MAX);
+        let unknown = LevelState::start().assess(&watch, 0, &template, false);
+        assert_eq!(unknown.wanted, 0, "an unknown figure is no pressure");
     }
 }

@@ -9,7 +9,7 @@
 use super::{
     Ceiling,
     report::{DevicePressure, DeviceReading, Pressure},
-    thread::{Calls, Next, Watch},
+    watch_thread::{Next, StopFlag, WatchThread},
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_device::DevicePool;
@@ -23,14 +23,14 @@ use std::{
 };
 
 /// The interval of readings while the free memory changes, and the first one after that.
-const SHORTEST: Duration = Duration::from_millis(10);
+const MIN_INTERVAL: Duration = Duration::from_millis(10);
 /// The interval of readings while nothing changes.
-const LONGEST: Duration = Duration::from_millis(50);
+const MAX_INTERVAL: Duration = Duration::from_millis(50);
 /// Bytes released in one step. A concurrent allocation waits for at most one step, some 30 ms with
 /// handles of 2 MiB.
-const PIECE: u64 = 2 << 30;
+const STEP: u64 = 2 << 30;
 /// How long reclaimers that wait for the device may take, where stalls are allowed.
-const PATIENCE: Duration = Duration::from_millis(100);
+const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Returns the bytes beyond the mark at which a shortage ends. Another process needs slightly more
 /// than it allocates, for its context and for the driver's own tables.
@@ -38,17 +38,17 @@ fn slack(keep_free: u64) -> u64 {
     (keep_free / 16).clamp(32 << 20, 1 << 30).min(keep_free)
 }
 
-/// Returns the bytes to release, given the free bytes. `giving` is set if some have already been
+/// Returns the bytes to release, given the free bytes. `releasing` is set if some have already been
 /// released for this shortage, which ends only somewhat above the mark.
-pub(super) fn missing(keep_free: u64, free: u64, giving: bool) -> u64 {
+pub(super) fn missing(keep_free: u64, free: u64, releasing: bool) -> u64 {
     let enough = keep_free.saturating_add(slack(keep_free));
-    if free < keep_free || giving { enough.saturating_sub(free) } else { 0 }
+    if free < keep_free || releasing { enough.saturating_sub(free) } else { 0 }
 }
 
 /// Returns the interval after a reading, given the interval before it and whether anything has
 /// changed.
-fn pause(before: Duration, changed: bool) -> Duration {
-    if changed { SHORTEST } else { (before * 2).min(LONGEST) }
+fn next_interval(before: Duration, changed: bool) -> Duration {
+    if changed { MIN_INTERVAL } else { (before * 2).min(MAX_INTERVAL) }
 }
 
 /// A watched device.
@@ -62,13 +62,13 @@ pub(crate) struct WatchedDevice {
 
 /// Keeps memory of devices free for other processes until it is dropped.
 pub(crate) struct KeepFree {
-    watch: Watch,
+    watch: WatchThread,
     bytes: Arc<AtomicU64>,
-    seen: Vec<Arc<Mutex<Seen>>>,
+    status: Vec<Arc<Mutex<DeviceStatus>>>,
 }
 
-/// What was seen and done, and when.
-struct Seen {
+/// What was read and done, and when.
+struct DeviceStatus {
     report: DevicePressure,
     at: Option<Instant>,
 }
@@ -80,34 +80,34 @@ impl KeepFree {
     /// The system's error, if no more threads or files can be had.
     pub(crate) fn start(kernel: &Kernel, bytes: u64, devices: Vec<WatchedDevice>) -> Result<Self> {
         let bytes = Arc::new(AtomicU64::new(bytes));
-        let mut all: Vec<Looker> = devices.into_iter().map(Looker::new).collect();
-        let seen = all.iter().map(|looker| looker.seen.clone()).collect();
+        let mut all: Vec<DeviceMonitor> = devices.into_iter().map(DeviceMonitor::new).collect();
+        let status = all.iter().map(|monitor| monitor.status.clone()).collect();
         let mark = bytes.clone();
-        let watch = Watch::start(kernel, "aq-keep-free", None, move |calls, _| {
+        let watch = WatchThread::start(kernel, "aq-keep-free", None, move |stop, _| {
             // Relaxed: it guards no memory, and `set` wakes the thread after storing it.
             let keep_free = mark.load(Ordering::Relaxed);
-            all.retain_mut(|looker| looker.look(keep_free, calls));
-            all.iter().map(|looker| looker.pause).min().map_or(Next::Over, Next::In)
+            all.retain_mut(|monitor| monitor.run(keep_free, stop));
+            all.iter().map(|monitor| monitor.interval).min().map_or(Next::Stop, Next::After)
         });
-        Ok(Self { watch: watch.map_err(MemoryError::System)?, bytes, seen })
+        Ok(Self { watch: watch.map_err(MemoryError::System)?, bytes, status })
     }
 
     /// Sets how many bytes are kept free from now on.
     pub(crate) fn set(&self, bytes: u64) {
         self.bytes.store(bytes, Ordering::Relaxed);
-        self.watch.call();
+        self.watch.run_now();
     }
 
     pub(crate) fn report(&self, pressure: &mut Pressure) {
         let now = Instant::now();
         pressure.devices = self
-            .seen
+            .status
             .iter()
-            .map(|seen| {
-                let seen = lock(seen);
-                let mut report = seen.report.clone();
+            .map(|status| {
+                let status = lock(status);
+                let mut report = status.report.clone();
                 report.keep_free = self.bytes.load(Ordering::Relaxed);
-                if let (Some(reading), Some(at)) = (&mut report.reading, seen.at) {
+                if let (Some(reading), Some(at)) = (&mut report.reading, status.at) {
                     reading.age = now.saturating_duration_since(at);
                 }
                 report
@@ -117,54 +117,54 @@ impl KeepFree {
 }
 
 /// The watch of one device.
-struct Looker {
+struct DeviceMonitor {
     device: WatchedDevice,
-    seen: Arc<Mutex<Seen>>,
+    status: Arc<Mutex<DeviceStatus>>,
     /// The free bytes at the last reading.
     free: Option<u64>,
     /// Whether a shortage is being served.
-    giving: bool,
-    pause: Duration,
+    releasing: bool,
+    interval: Duration,
 }
 
-impl Looker {
+impl DeviceMonitor {
     fn new(device: WatchedDevice) -> Self {
         let report = DevicePressure::new(device.pool.device());
-        let seen = Arc::new(Mutex::new(Seen { report, at: None }));
-        Self { device, seen, free: None, giving: false, pause: SHORTEST }
+        let status = Arc::new(Mutex::new(DeviceStatus { report, at: None }));
+        Self { device, status, free: None, releasing: false, interval: MIN_INTERVAL }
     }
 
     /// Takes one reading and reacts to it. Returns whether there will be another one.
-    fn look(&mut self, keep_free: u64, calls: &Calls) -> bool {
-        let outcome = self.keep(keep_free, calls);
+    fn run(&mut self, keep_free: u64, stop: &StopFlag) -> bool {
+        let outcome = self.read_and_release(keep_free, stop);
         if let Err(error) = outcome {
             self.device.ceiling.lift();
-            let mut seen = lock(&self.seen);
-            seen.report.ended = Some(error);
-            seen.report.ceiling = u64::MAX;
+            let mut status = lock(&self.status);
+            status.report.ended = Some(error);
+            status.report.ceiling = u64::MAX;
         }
         outcome.is_ok()
     }
 
-    fn keep(&mut self, keep_free: u64, calls: &Calls) -> Result<(), DriverError> {
-        let (mut changed, mut given) = (false, false);
+    fn read_and_release(&mut self, keep_free: u64, stop: &StopFlag) -> Result<(), DriverError> {
+        let (mut changed, mut released) = (false, false);
         loop {
             let free = self.read(keep_free)?;
             let before = self.free.replace(free);
             changed |= before != Some(free);
-            let missing = if keep_free == 0 { 0 } else { missing(keep_free, free, self.giving) };
+            let missing = if keep_free == 0 { 0 } else { missing(keep_free, free, self.releasing) };
             {
-                let mut seen = lock(&self.seen);
-                seen.report.missing = missing;
-                seen.report.shortages += u64::from(missing > 0 && !self.giving);
+                let mut status = lock(&self.status);
+                status.report.missing = missing;
+                status.report.shortages += u64::from(missing > 0 && !self.releasing);
             }
-            self.giving = missing > 0;
+            self.releasing = missing > 0;
             // If memory was released but free memory did not grow, it was taken again at once. The
             // next attempt is made at the next reading.
-            let futile = given && before.is_some_and(|before| free <= before);
-            given = missing > 0 && !futile && !calls.stopped() && self.give(missing) > 0;
-            if !given {
-                self.pause = pause(self.pause, changed);
+            let futile = released && before.is_some_and(|before| free <= before);
+            released = missing > 0 && !futile && !stop.is_set() && self.release(missing) > 0;
+            if !released {
+                self.interval = next_interval(self.interval, changed);
                 return Ok(());
             }
         }
@@ -173,45 +173,46 @@ impl Looker {
     /// Queries the driver and moves the ceiling.
     fn read(&self, keep_free: u64) -> Result<u64, DriverError> {
         let WatchedDevice { pool, ceiling, .. } = &self.device;
-        let ask = || pool.driver().memory_info(pool.device()).map(|memory| (memory, memory.free));
+        let query = || pool.driver().memory_info(pool.device()).map(|memory| (memory, memory.free));
         let memory = if keep_free > 0 {
-            ceiling.follow(keep_free, ask)?
+            ceiling.follow(keep_free, query)?
         } else {
             ceiling.lift();
-            ask()?.0
+            query()?.0
         };
-        let mut seen = lock(&self.seen);
-        seen.at = Some(Instant::now());
-        seen.report.looks += 1;
-        seen.report.ceiling = ceiling.budget().limit();
+        let mut status = lock(&self.status);
+        status.at = Some(Instant::now());
+        status.report.looks += 1;
+        status.report.ceiling = ceiling.budget().limit();
         let (free, total) = (memory.free, memory.total);
-        seen.report.reading = Some(DeviceReading { free, total, age: Duration::ZERO });
+        status.report.reading = Some(DeviceReading { free, total, age: Duration::ZERO });
         Ok(free)
     }
 
     /// Releases some of the missing bytes. Returns how many.
-    fn give(&self, missing: u64) -> u64 {
+    fn release(&self, missing: u64) -> u64 {
         let now = Instant::now();
-        let deadline = if self.device.may_stall { now.checked_add(PATIENCE) } else { Some(now) };
-        let piece = missing.min(PIECE);
-        let room = self.device.pool.give_back(piece, deadline);
-        let given = piece.saturating_sub(room.missing);
-        let mut seen = lock(&self.seen);
-        seen.report.given_back += given;
-        seen.report.asked = room.tried;
-        given
+        let deadline =
+            if self.device.may_stall { now.checked_add(RECLAIM_TIMEOUT) } else { Some(now) };
+        let step = missing.min(STEP);
+        let room = self.device.pool.give_back(step, deadline);
+        let released = step.saturating_sub(room.missing);
+        let mut status = lock(&self.status);
+        status.report.given_back += released;
+        status.report.asked = room.tried;
+        released
     }
 }
 
-impl Drop for Looker {
+impl Drop for DeviceMonitor {
     /// What outlives the watch must not stay limited by its last reading.
     fn drop(&mut self) {
         self.device.ceiling.lift();
     }
 }
 
-fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
-    seen.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(status: &Mutex<DeviceStatus>) -> MutexGuard<'_, DeviceStatus> {
+    status.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -219,11 +220,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_missing_up_to_a_little_above_the_mark_and_only_once_below_it() {
+    fn a_shortage_begins_below_the_mark_and_ends_slightly_above_it() {
         const G: u64 = 1 << 30;
         const M: u64 = 1 << 20;
-        // Bytes to keep free, free bytes, already giving, and the expected missing bytes.
-        for (keep_free, free, giving, expected) in [
+        // Bytes to keep free, free bytes, already releasing, and the expected missing bytes.
+        for (keep_free, free, releasing, expected) in [
             (16 * G, 100 * G, false, 0),
             (16 * G, 16 * G, false, 0),
             (16 * G, 16 * G - 1, false, G + 1),
@@ -236,17 +237,21 @@ mod tests {
             // A mark below the minimum slack asks for at most twice itself.
             (M, 0, false, 2 * M),
         ] {
-            assert_eq!(missing(keep_free, free, giving), expected, "{keep_free} {free} {giving}");
+            assert_eq!(
+                missing(keep_free, free, releasing),
+                expected,
+                "{keep_free} {free} {releasing}"
+            );
         }
     }
 
     #[test]
-    fn looks_are_closest_while_something_changes() {
-        let mut pauses = vec![LONGEST];
+    fn readings_are_most_frequent_while_free_memory_changes() {
+        let mut intervals = vec![MAX_INTERVAL];
         for changed in [true, true, false, false, false, false, true] {
-            pauses.push(pause(*pauses.last().unwrap(), changed));
+            intervals.push(next_interval(*intervals.last().unwrap(), changed));
         }
-        let ms: Vec<u128> = pauses.iter().map(Duration::as_millis).collect();
+        let ms: Vec<u128> = intervals.iter().map(Duration::as_millis).collect();
         assert_eq!(ms, [50, 10, 10, 20, 40, 50, 50, 10]);
     }
 }

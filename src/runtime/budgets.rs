@@ -15,23 +15,23 @@ use aquifer_host::topology::Topology;
 const UNKNOWN_HOST: u64 = 16 << 30;
 
 /// The parents of all pool budgets.
-pub(super) struct Above {
+pub(super) struct ParentBudgets {
     /// The memory that the host shares with integrated devices.
     shared: Option<Budget>,
-    /// Host memory in bytes that the process may still take. Memory that a device counts as its own
-    /// is not included.
+    /// Host memory in bytes that the process may still take. Memory that a device counts as its
+    /// own is not included.
     left: u64,
 }
 
 /// What the program has set for a device's pool.
-pub(super) struct Limits {
+pub(super) struct DeviceLimits {
     /// The budget itself.
-    pub(super) own: Option<Budget>,
+    pub(super) budget: Option<Budget>,
     /// The limit of a budget to be created.
     pub(super) bytes: Option<u64>,
 }
 
-impl Above {
+impl ParentBudgets {
     /// Reads the limits of the machine. The limit of shared memory is the larger of the host's and
     /// the device's figure, since control groups do not count a device's share on every system.
     pub(super) fn read(
@@ -52,22 +52,23 @@ impl Above {
 
     /// Returns the budget of a device's pool, or `None` if the pool creates its own, and the
     /// ceiling above all budgets of the device.
-    pub(super) fn of_device(
+    pub(super) fn for_device(
         &self,
         driver: &dyn Driver,
         info: &DeviceInfo,
-        limits: Limits,
+        limits: DeviceLimits,
         watched: bool,
     ) -> Result<(Option<Budget>, Option<Ceiling>)> {
-        const BESIDE: &str = "the device beside its neighbours";
+        const CEILING_NAME: &str = "the device beside its neighbours";
         let shared = self.shared.as_ref().filter(|_| info.integrated);
-        if let Some(own) = limits.own {
+        if let Some(own) = limits.budget {
             // An empty budget gets no ceiling, so that the pool sees it and refuses it.
-            let ceiling = (watched && own.limit() > 0).then(|| Ceiling::new(Some(&own), BESIDE));
+            let ceiling =
+                (watched && own.limit() > 0).then(|| Ceiling::new(Some(&own), CEILING_NAME));
             let budget = ceiling.as_ref().map_or(own, |ceiling| ceiling.budget().clone());
             return Ok((Some(budget), ceiling));
         }
-        let ceiling = watched.then(|| Ceiling::new(shared, BESIDE));
+        let ceiling = watched.then(|| Ceiling::new(shared, CEILING_NAME));
         let Some(above) = ceiling.as_ref().map(Ceiling::budget).or(shared) else {
             return Ok((limits.bytes.map(|bytes| Budget::new(info.device.name(), bytes)), None));
         };
@@ -80,14 +81,18 @@ impl Above {
 
     /// Returns the budget of pinned memory, half of what is left unless set, and the ceiling above
     /// it if the host is watched.
-    pub(super) fn of_pinned(&self, bytes: Option<u64>, watched: bool) -> (Budget, Option<Ceiling>) {
-        const PINNED: &str = "pinned memory";
+    pub(super) fn for_pinned(
+        &self,
+        bytes: Option<u64>,
+        watched: bool,
+    ) -> (Budget, Option<Ceiling>) {
+        const POOL_NAME: &str = "pinned memory";
         let shared = self.shared.as_ref();
         let bytes = bytes.unwrap_or(self.left / 2);
         let ceiling = watched.then(|| Ceiling::new(shared, "what the host has left"));
         let budget = match ceiling.as_ref().map(Ceiling::budget).or(shared) {
-            Some(above) => above.child(PINNED, bytes),
-            None => Budget::new(PINNED, bytes),
+            Some(above) => above.child(POOL_NAME, bytes),
+            None => Budget::new(POOL_NAME, bytes),
         };
         (budget, ceiling)
     }

@@ -8,9 +8,8 @@
 //!   budgets share a root. In several queues at once, two groups could each hold what the other
 //!   needs.
 
-use super::{Granted, Group, Lease, PlaceError, Placer, Why};
-use crate::placement::waiting::block_on;
-use aquifer_core::budget::Waiting;
+use super::{Grant, Group, Lease, PlaceError, Placer, Why};
+use crate::placement::waiting::{QueueEntry, block_on};
 use std::{
     fmt,
     future::Future,
@@ -21,7 +20,7 @@ use std::{
 
 /// The maximum number of immediate grants in one poll. A device that is repeatedly emptied by
 /// others is left to the next poll.
-const GRANTS: usize = 4;
+const MAX_GRANTS: usize = 4;
 
 /// A group that waits for room. A `Future` that needs no async runtime.
 ///
@@ -48,19 +47,12 @@ pub struct Grouping {
     placer: Placer,
     group: Group,
     deadline: Option<Instant>,
-    line: Option<Line>,
+    entry: Option<QueueEntry>,
     /// The turn of the policy, taken at the first poll.
     turn: Option<u64>,
-    /// The number under which its waker is registered with the fleet.
+    /// The number under which its waker is registered with the device set.
     watch: u64,
-    over: bool,
-}
-
-/// A queue entry for the bytes of one shard.
-struct Line {
-    index: usize,
-    generation: u32,
-    waiting: Waiting,
+    finished: bool,
 }
 
 impl Placer {
@@ -83,15 +75,15 @@ impl Placer {
 
     /// Returns a future that waits as [`Placer::place_group_by`] does.
     pub fn place_group_async(&self, group: Group) -> Grouping {
-        let watch = self.fleet.watcher();
+        let watch = self.device_set.watcher();
         Grouping {
             placer: self.clone(),
             group,
             deadline: None,
-            line: None,
+            entry: None,
             turn: None,
             watch,
-            over: false,
+            finished: false,
         }
     }
 }
@@ -105,18 +97,18 @@ impl Grouping {
 
     /// Returns what the queue has granted, if its device is in service and the driver has the
     /// bytes. A finished queue entry is removed.
-    fn granted(&mut self, context: &mut Context<'_>) -> Option<Granted> {
-        let line = self.line.as_mut()?;
-        let (index, generation) = (line.index, line.generation);
-        let answer = Pin::new(&mut line.waiting).poll(context);
-        let member = self.placer.fleet.at(index, generation);
-        let serves = member.serves();
-        if answer.is_ready() || !serves {
-            self.line = None;
+    fn poll_grant(&mut self, context: &mut Context<'_>) -> Option<Grant> {
+        let entry = self.entry.as_mut()?;
+        let (index, generation) = (entry.index, entry.generation);
+        let answer = Pin::new(&mut entry.waiting).poll(context);
+        let member = self.placer.device_set.at(index, generation);
+        let serving = member.is_serving();
+        if answer.is_ready() || !serving {
+            self.entry = None;
         }
         match answer {
-            Poll::Ready(Ok(charge)) if serves && member.is_covered() => {
-                Some(Granted { index, generation, held: charge.into() })
+            Poll::Ready(Ok(charge)) if serving && member.is_backed() => {
+                Some(Grant { index, generation, reservation: charge.into() })
             }
             // Refused, or granted by a budget with room while the driver has none. The next sample
             // shows that.
@@ -126,14 +118,14 @@ impl Grouping {
 
     /// Joins the queue of the device that lacks bytes and has the most left. Keeps its entry if no
     /// other device has more.
-    fn line_up(&mut self, refused: &PlaceError) {
+    fn enqueue(&mut self, refused: &PlaceError) {
         let PlaceError::Nowhere(nowhere) = refused else { return };
-        let fleet = &self.placer.fleet;
-        let standing = self.line.as_ref().map(|line| line.index);
+        let device_set = &self.placer.device_set;
+        let current = self.entry.as_ref().map(|entry| entry.index);
         // Computed from the limit, since the group's own queue entry hides what the budget has
         // left.
         let left = |index: usize| {
-            let budget = fleet.current(index).map(|member| member.budget());
+            let budget = device_set.current(index).map(|member| member.budget());
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
         };
         let lacking = nowhere.devices.iter().enumerate();
@@ -141,38 +133,38 @@ impl Grouping {
             lacking.filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)));
         let best = lacking
             .map(|(index, _)| index)
-            .max_by_key(|&index| (left(index), standing == Some(index)));
+            .max_by_key(|&index| (left(index), current == Some(index)));
         // If no device lacks bytes, a device has to come back or a pool has to find room. The next
         // poll detects that.
-        let Some(index) = best.filter(|_| best != standing) else { return };
-        let Some(member) = fleet.current(index) else { return };
+        let Some(index) = best.filter(|_| best != current) else { return };
+        let Some(member) = device_set.current(index) else { return };
         let waiting = member.budget().charge_async(self.group.each.size());
-        let waiting = match self.group.each.priority_asked() {
+        let waiting = match self.group.each.requested_priority() {
             Some(priority) => waiting.with_priority(priority),
             None => waiting,
         };
-        self.line = Some(Line { index, generation: member.generation, waiting });
+        self.entry = Some(QueueEntry { index, generation: member.generation, waiting });
     }
 
     fn try_now(&mut self, context: &mut Context<'_>) -> Poll<Result<Vec<Lease>, PlaceError>> {
         let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
-        let mut granted = self.granted(context);
-        for _ in 0..GRANTS {
+        let mut granted = self.poll_grant(context);
+        for _ in 0..MAX_GRANTS {
             let refused = match self.placer.try_group(&self.group, turn, &mut granted) {
                 Err(refused @ PlaceError::Nowhere(_)) => refused,
                 other => return Poll::Ready(other),
             };
             drop(granted.take());
-            if !self.placer.could_ever(&self.group) {
+            if !self.placer.is_satisfiable(&self.group) {
                 return Poll::Ready(Err(refused));
             }
-            self.line_up(&refused);
-            let Some(line) = &self.line else { break };
-            let fleet = self.placer.fleet.clone();
-            let member = fleet.at(line.index, line.generation);
-            member.ask_others(self.group.each.size(), || {
-                granted = self.granted(context);
-                granted.is_some() || self.line.is_none()
+            self.enqueue(&refused);
+            let Some(entry) = &self.entry else { break };
+            let device_set = self.placer.device_set.clone();
+            let member = device_set.at(entry.index, entry.generation);
+            member.reclaim_from_others(self.group.each.size(), || {
+                granted = self.poll_grant(context);
+                granted.is_some() || self.entry.is_none()
             });
             if granted.is_none() {
                 break;
@@ -187,30 +179,30 @@ impl Future for Grouping {
 
     /// After it has returned `Ready`, it stays pending.
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.over {
+        if self.finished {
             return Poll::Pending;
         }
         // Registered before anything is read, so that no later change is missed.
-        self.placer.fleet.watch(self.watch, Some(context.waker()));
+        self.placer.device_set.watch(self.watch, Some(context.waker()));
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let answer = match self.try_now(context) {
             Poll::Ready(answer) => answer,
             Poll::Pending if late => {
                 // Its own queue entry would distort the reasons in the error.
-                self.line = None;
+                self.entry = None;
                 self.placer.place_group(&self.group)
             }
             Poll::Pending => return Poll::Pending,
         };
-        self.over = true;
-        self.line = None;
+        self.finished = true;
+        self.entry = None;
         Poll::Ready(answer)
     }
 }
 
 impl Drop for Grouping {
     fn drop(&mut self) {
-        self.placer.fleet.watch(self.watch, None);
+        self.placer.device_set.watch(self.watch, None);
     }
 }
 

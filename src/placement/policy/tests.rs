@@ -18,7 +18,7 @@ fn picks(policy: &Policy, candidates: &[Candidate<'_>], turns: u64, devices: usi
 }
 
 #[test]
-fn each_policy_takes_what_its_table_says() {
+fn each_policy_picks_the_device_of_its_table_row() {
     let mut some = candidates(&[50, 90, 20, 90, 70]);
     some[4].total = 71;
     some[2].compute_capability = (9, 0);
@@ -55,14 +55,14 @@ fn ties_go_to_the_lowest_index() {
 }
 
 #[test]
-fn round_robin_takes_each_in_turn_and_keeps_the_turn_of_those_it_skips() {
+fn round_robin_takes_devices_in_turn_and_skips_absent_ones() {
     let all = candidates(&[50; 3]);
     assert_eq!(picks(&Policy::RoundRobin, &all, 4, 3), [0, 1, 2, 0]);
     assert_eq!(picks(&Policy::RoundRobin, &all[1..], 4, 3), [1, 1, 2, 1]);
 }
 
 #[test]
-fn weights_are_kept_in_every_run_of_turns() {
+fn weights_hold_in_every_run_of_turns() {
     let mut all = candidates(&[50; 3]);
     for (candidate, weight) in all.iter_mut().zip([1, 5, 2]) {
         candidate.weight = weight;
@@ -91,7 +91,7 @@ fn a_device_without_weight_is_the_last_resort() {
 }
 
 #[test]
-fn whatever_a_program_answers_is_checked() {
+fn the_order_of_a_custom_policy_is_validated() {
     let all = candidates(&[50; 3]);
     let order = |named: &'static [u32]| {
         let policy =
@@ -107,7 +107,7 @@ fn whatever_a_program_answers_is_checked() {
 }
 
 #[test]
-fn every_hint_is_honoured() {
+fn every_constraint_is_enforced() {
     let [small, large] = candidates(&[10, 90])[..] else { unreachable!() };
     assert!(!Place::bytes(20).admits(&small) && Place::bytes(20).admits(&large));
     assert!(!one().min_free(95).admits(&large));
@@ -124,7 +124,7 @@ fn every_hint_is_honoured() {
 proptest! {
     /// Keys of a device that leaves move elsewhere and return with it; no other key moves.
     #[test]
-    fn a_changed_fleet_moves_only_the_keys_that_must_move(
+    fn a_removed_device_moves_only_its_own_keys(
         devices in prop::collection::btree_set(0u32..200, 2..20),
         leaves in any::<prop::sample::Index>(),
         keys in prop::collection::vec(any::<u64>(), 1..50),
@@ -142,7 +142,7 @@ proptest! {
 
     /// The pick is one of the candidates, and none is better by the policy's own measure.
     #[test]
-    fn what_is_picked_is_the_best_of_those_that_are_there(
+    fn the_pick_is_the_best_candidate(
         free in prop::collection::vec(0u64..100, 1..64),
         totals in prop::collection::vec(100u64..1000, 64),
         turn in any::<u64>(),

@@ -11,20 +11,20 @@ use std::{alloc::Layout, ops::Range, ptr::NonNull, sync::OnceLock};
 pub const ROUTE_FROM: usize = 16 << 10;
 
 /// The route, once it is registered. `None` if the process has no route left.
-static ROUTED: OnceLock<Option<RouteId>> = OnceLock::new();
+static ROUTE: OnceLock<Option<RouteId>> = OnceLock::new();
 
 /// The staging allocator as a route.
 #[derive(Debug)]
-struct ToPool {
+struct PoolRoute {
     pool: PinnedAllocator,
     window: Range<usize>,
     /// The process in which the pool's memory is mapped. A forked child does not have it.
     process: Process,
 }
 
-impl ToPool {
+impl PoolRoute {
     /// Returns whether this process has the pool's memory.
-    fn is_here(&self) -> bool {
+    fn has_memory(&self) -> bool {
         self.process.is_current()
     }
 
@@ -46,9 +46,9 @@ impl ToPool {
 // never moves. 3. only regions of pinned pools are ever mapped in the window, and each of their
 // allocators can deallocate a block of any of them. 4. the allocator's methods do not unwind. 5.
 // they use no thread-locals with destructors, and before `main` there is no route.
-unsafe impl Route for ToPool {
+unsafe impl Route for PoolRoute {
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
-        if !self.is_here() {
+        if !self.has_memory() {
             return None;
         }
         let block = self.pool.allocate(layout).ok()?;
@@ -56,7 +56,7 @@ unsafe impl Route for ToPool {
     }
 
     fn allocate_zeroed(&self, layout: Layout) -> Option<NonNull<u8>> {
-        if !self.is_here() {
+        if !self.has_memory() {
             return None;
         }
         let block = self.pool.allocate_zeroed(layout).ok()?;
@@ -65,7 +65,7 @@ unsafe impl Route for ToPool {
 
     unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
         // A forked child has nothing to free, and the pool's lock may have been held at the fork.
-        if !self.is_here() {
+        if !self.has_memory() {
             return;
         }
         // SAFETY: 1. the caller guarantees a live block of this route, with its layout.
@@ -73,7 +73,7 @@ unsafe impl Route for ToPool {
     }
 
     unsafe fn resize(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
-        if !self.is_here() {
+        if !self.has_memory() {
             return None;
         }
         if new.size() <= old.size() {
@@ -113,7 +113,7 @@ unsafe impl Route for ToPool {
 ///
 /// The first scope blocks while the pool allocates a region, if it has none yet.
 pub fn route<R>(work: impl FnOnce() -> R) -> R {
-    match ROUTED.get().copied().unwrap_or_else(make) {
+    match ROUTE.get().copied().unwrap_or_else(register) {
         Some(to) => aquifer_global::route(to, ROUTE_FROM, work),
         None => work(),
     }
@@ -122,15 +122,15 @@ pub fn route<R>(work: impl FnOnce() -> R) -> R {
 /// Registers the route at the first use after `install` at which the pool has memory or can
 /// allocate some.
 #[cold]
-fn make() -> Option<RouteId> {
+fn register() -> Option<RouteId> {
     let pool = super::installed()?;
     // The window is reserved together with the first region.
     if window::bounds().is_none() {
         pool.warm(ROUTE_FROM).ok()?;
     }
     let window = window::bounds()?;
-    *ROUTED.get_or_init(|| {
-        let to = ToPool { pool: pool.allocator(), window, process: Process::current() };
+    *ROUTE.get_or_init(|| {
+        let to = PoolRoute { pool: pool.allocator(), window, process: Process::current() };
         aquifer_global::register(Box::leak(Box::new(to))).ok()
     })
 }

@@ -16,35 +16,35 @@ use std::{
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Next {
     /// After this time, or when it is called.
-    In(Duration),
+    After(Duration),
     /// Never: the watch is over.
-    Over,
+    Stop,
 }
 
 /// The part of the watch that a reading may query.
 #[derive(Clone)]
-pub(super) struct Calls {
-    stop: Arc<AtomicBool>,
+pub(super) struct StopFlag {
+    flag: Arc<AtomicBool>,
 }
 
-impl Calls {
+impl StopFlag {
     /// Returns whether the watch is to end. A reading with several steps ends before its next step.
-    pub(super) fn stopped(&self) -> bool {
+    pub(super) fn is_set(&self) -> bool {
         // Relaxed: the flag guards no memory.
-        self.stop.load(Ordering::Relaxed)
+        self.flag.load(Ordering::Relaxed)
     }
 }
 
 /// A thread that runs a function repeatedly. Dropping the watch ends and joins the thread.
-pub(super) struct Watch {
-    calls: Calls,
+pub(super) struct WatchThread {
+    stop: StopFlag,
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
     /// The process of the thread. A forked child does not have it.
     process: Process,
 }
 
-impl Watch {
+impl WatchThread {
     /// Starts the thread. The kernel keeps 15 bytes of a name.
     ///
     /// # Errors
@@ -53,16 +53,16 @@ impl Watch {
         kernel: &Kernel,
         name: &str,
         mut alarm: Option<StallAlarm>,
-        mut look: impl FnMut(&Calls, Woken) -> Next + Send + 'static,
+        mut read: impl FnMut(&StopFlag, Woken) -> Next + Send + 'static,
     ) -> Result<Self, SystemError> {
         let bell = Arc::new(kernel.bell()?);
-        let calls = Calls { stop: Arc::default() };
-        let (inside, heard, system) = (calls.clone(), bell.clone(), kernel.clone());
+        let stop = StopFlag { flag: Arc::default() };
+        let (flag, waiting_bell, system) = (stop.clone(), bell.clone(), kernel.clone());
         let thread = kernel.spawn(name.to_owned(), move || {
             let mut woken = Woken::default();
-            while !inside.stopped() {
-                let Next::In(pause) = look(&inside, woken) else { return };
-                woken = system.wait(&heard, alarm.as_ref(), pause).unwrap_or_else(|_| {
+            while !flag.is_set() {
+                let Next::After(pause) = read(&flag, woken) else { return };
+                woken = system.wait(&waiting_bell, alarm.as_ref(), pause).unwrap_or_else(|_| {
                     // The kernel has no memory for a wait. A sleep needs none, and it is short so
                     // that a stop is not delayed.
                     thread::sleep(pause.min(Duration::from_millis(10)));
@@ -73,16 +73,16 @@ impl Watch {
                 }
             }
         })?;
-        Ok(Self { calls, bell, thread: Some(thread), process: Process::current() })
+        Ok(Self { stop, bell, thread: Some(thread), process: Process::current() })
     }
 
     /// Runs the next reading now.
-    pub(super) fn call(&self) {
+    pub(super) fn run_now(&self) {
         self.bell.ring();
     }
 }
 
-impl Drop for Watch {
+impl Drop for WatchThread {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if !self.process.is_current() {
@@ -91,7 +91,7 @@ impl Drop for Watch {
             let _kept = ManuallyDrop::new(thread);
             return;
         }
-        self.calls.stop.store(true, Ordering::Relaxed);
+        self.stop.flag.store(true, Ordering::Relaxed);
         self.bell.ring();
         // The last reference may be dropped by the function itself, on this thread.
         if let Some(thread) = thread.filter(|there| there.thread().id() != thread::current().id()) {
@@ -109,55 +109,61 @@ mod tests {
     const LONG: Duration = Duration::from_secs(3600);
 
     #[test]
-    fn it_looks_at_once_and_when_called_and_ends_when_dropped_however_long_it_would_wait() {
-        let (tell, told) = mpsc::channel();
-        let watch = Watch::start(&Kernel::new(), "aq-test", None, move |_, woken| {
-            tell.send((woken.rung, thread::current().name().map(str::to_owned))).unwrap();
-            Next::In(LONG)
+    fn the_watch_reads_at_start_and_on_request_and_ends_when_dropped_during_a_long_wait() {
+        let (sender, receiver) = mpsc::channel();
+        let watch = WatchThread::start(&Kernel::new(), "aq-test", None, move |_, woken| {
+            sender.send((woken.rung, thread::current().name().map(str::to_owned))).unwrap();
+            Next::After(LONG)
         })
         .unwrap();
-        assert_eq!(told.recv().unwrap(), (false, Some("aq-test".to_owned())));
-        watch.call();
-        assert!(told.recv().unwrap().0);
+        assert_eq!(receiver.recv().unwrap(), (false, Some("aq-test".to_owned())));
+        watch.run_now();
+        assert!(receiver.recv().unwrap().0);
         let begun = Instant::now();
         drop(watch);
         assert!(begun.elapsed() < Duration::from_secs(20));
-        assert!(told.recv().is_err(), "what the look held is gone when the drop returns");
+        assert!(
+            receiver.recv().is_err(),
+            "the reading function is dropped before the drop returns"
+        );
     }
 
     #[test]
-    fn one_that_ends_itself_or_is_dropped_from_inside_waits_for_nobody() {
-        drop(Watch::start(&Kernel::new(), "aq-test", None, |_, _| Next::Over).unwrap());
-        let (give, given) = mpsc::channel::<Watch>();
-        let (tell, told) = mpsc::channel();
-        let watch = Watch::start(&Kernel::new(), "aq-test", None, move |calls, _| {
-            drop(given.recv().unwrap());
-            tell.send(calls.stopped()).unwrap();
-            Next::In(LONG)
+    fn a_watch_that_stops_itself_or_is_dropped_on_its_own_thread_is_not_joined() {
+        drop(WatchThread::start(&Kernel::new(), "aq-test", None, |_, _| Next::Stop).unwrap());
+        let (handover, watch_receiver) = mpsc::channel::<WatchThread>();
+        let (sender, receiver) = mpsc::channel();
+        let watch = WatchThread::start(&Kernel::new(), "aq-test", None, move |stop, _| {
+            drop(watch_receiver.recv().unwrap());
+            sender.send(stop.is_set()).unwrap();
+            Next::After(LONG)
         });
-        give.send(watch.unwrap()).unwrap();
-        assert_eq!(told.recv(), Ok(true));
-        assert!(told.recv().is_err(), "it ended after that look");
+        handover.send(watch.unwrap()).unwrap();
+        assert_eq!(receiver.recv(), Ok(true));
+        assert!(receiver.recv().is_err(), "it ended after that reading");
     }
 
     #[test]
-    fn what_the_system_refuses_is_an_error_and_a_wait_that_fails_is_a_sleep() {
+    fn a_refused_system_call_is_an_error_and_a_failed_wait_becomes_a_sleep() {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
         for call in [SystemCall::Bell, SystemCall::Spawn] {
             faults.fail(call, 1, 11);
             assert_eq!(
-                Watch::start(&kernel, "aq-test", None, |_, _| Next::Over).err().unwrap().errno,
+                WatchThread::start(&kernel, "aq-test", None, |_, _| Next::Stop)
+                    .err()
+                    .unwrap()
+                    .errno,
                 11
             );
         }
         faults.fail_from(SystemCall::Wait, 1, 12);
-        let (tell, told) = mpsc::channel();
-        let watch = Watch::start(&kernel, "aq-test", None, move |_, _| {
-            let _ = tell.send(());
-            Next::In(LONG)
+        let (sender, receiver) = mpsc::channel();
+        let watch = WatchThread::start(&kernel, "aq-test", None, move |_, _| {
+            let _ = sender.send(());
+            Next::After(LONG)
         });
-        (0..3).for_each(|_| told.recv().unwrap());
+        (0..3).for_each(|_| receiver.recv().unwrap());
         drop(watch.unwrap());
     }
 }

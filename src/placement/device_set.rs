@@ -13,7 +13,7 @@
 //! generation in the same slot. Earlier generations remain linked before it, for leases that still
 //! exist.
 
-use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::Seen};
+use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::PolicyInput};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
 use aquifer_device::DevicePool;
 use aquifer_driver::losses;
@@ -65,9 +65,9 @@ pub(super) struct Member {
     state: AtomicU8,
     budget: Budget,
     /// Whether no other device's pool is charged to the same budget.
-    alone: bool,
+    exclusive_budget: bool,
     /// Whether another device's pool is charged to the same budget or below a common root.
-    shares: bool,
+    shares_root: bool,
     total: u64,
     /// The bytes in caches at the last count.
     cached: AtomicU64,
@@ -77,7 +77,7 @@ pub(super) struct Member {
     /// The driver's free bytes at the last sample. If the budget belongs to this device alone, the
     /// pool's physical bytes at that time are added.
     ceiling: AtomicU64,
-    /// The time of the last sample, in nanoseconds on the fleet's clock.
+    /// The time of the last sample, in nanoseconds on the device set's clock.
     sampled: AtomicU64,
     node: Option<NodeId>,
     /// The generation that replaced this one.
@@ -86,14 +86,14 @@ pub(super) struct Member {
 
 /// A snapshot of a device: its free bytes, and references to the rest.
 #[derive(Clone, Copy)]
-pub(super) struct Glimpse<'a> {
+pub(super) struct DeviceView<'a> {
     pub(super) member: &'a Member,
     pub(super) index: usize,
     free: u64,
     weights: &'a [u32],
 }
 
-impl<'a> Glimpse<'a> {
+impl<'a> DeviceView<'a> {
     /// Returns the full candidate.
     pub(super) fn candidate(&self, now: u64) -> Candidate<'a> {
         Candidate {
@@ -104,7 +104,7 @@ impl<'a> Glimpse<'a> {
     }
 }
 
-impl Seen for Glimpse<'_> {
+impl PolicyInput for DeviceView<'_> {
     #[inline]
     fn index(&self) -> usize {
         self.index
@@ -137,7 +137,7 @@ impl Seen for Glimpse<'_> {
 
     /// Policies that need the distance use full candidates.
     #[inline]
-    fn far(&self) -> u32 {
+    fn distance(&self) -> u32 {
         0
     }
 }
@@ -152,7 +152,7 @@ pub(super) enum Target {
 
 /// The devices of a runtime, shared by all of its placers.
 #[derive(Debug)]
-pub(crate) struct Fleet {
+pub(crate) struct DeviceSet {
     slots: Box<[Member]>,
     topology: Arc<Topology>,
     /// The interval of samples in nanoseconds.
@@ -178,8 +178,8 @@ impl Member {
     ) -> Self {
         let budget = pool.budget().clone();
         let top = budget.root();
-        let alone = !others.clone().any(|other| other.is(&budget));
-        let shares = others.clone().any(|other| other.root().is(&top));
+        let exclusive_budget = !others.clone().any(|other| other.is(&budget));
+        let shares_root = others.clone().any(|other| other.root().is(&top));
         let node = topology.node_of_device(pool.info()).ok().and_then(|found| found.value);
         Self {
             device: pool.device(),
@@ -190,8 +190,8 @@ impl Member {
             generation,
             state: AtomicU8::new(0),
             budget,
-            alone,
-            shares,
+            exclusive_budget,
+            shares_root,
             cached: AtomicU64::new(0),
             physical: AtomicU64::new(0),
             counted: AtomicU64::new(0),
@@ -220,15 +220,15 @@ impl Member {
     }
 
     /// Returns whether requests may be placed there.
-    pub(super) fn serves(&self) -> bool {
+    pub(super) fn is_serving(&self) -> bool {
         self.health() == Health::Serving && self.check().is_ok()
     }
 
     /// Returns the driver's free bytes at the last sample, less what was charged since.
     #[inline]
-    fn drivers(&self) -> u64 {
+    fn driver_free(&self) -> u64 {
         let ceiling = self.ceiling.load(Relaxed);
-        if self.alone { ceiling.saturating_sub(self.budget.used()) } else { ceiling }
+        if self.exclusive_budget { ceiling.saturating_sub(self.budget.used()) } else { ceiling }
     }
 
     /// Returns the budget that its bytes are charged to.
@@ -237,19 +237,21 @@ impl Member {
     }
 
     /// Returns whether its caches held anything at the last count.
-    pub(super) fn holds_free(&self) -> bool {
+    pub(super) fn has_cached(&self) -> bool {
         self.cached.load(Relaxed) > 0
     }
 
     /// Returns whether the driver has the bytes that are charged.
-    pub(super) fn is_covered(&self) -> bool {
+    pub(super) fn is_backed(&self) -> bool {
         let ceiling = self.ceiling.load(Relaxed).saturating_add(self.cached.load(Relaxed));
-        !self.alone || self.budget.used() <= ceiling
+        !self.exclusive_budget || self.budget.used() <= ceiling
     }
 
     #[inline]
     fn free(&self, priority: Option<i32>) -> u64 {
-        self.cached.load(Relaxed).saturating_add(self.budget.estimate(priority).min(self.drivers()))
+        self.cached
+            .load(Relaxed)
+            .saturating_add(self.budget.estimate(priority).min(self.driver_free()))
     }
 
     /// Returns the most bytes that its pool may have.
@@ -287,18 +289,18 @@ impl Member {
     #[cold]
     fn recount(&self, free: u64, place: &Place, now: u64) -> u64 {
         let physical = self.pool.physical();
-        let most = self.budget.estimate(place.priority_asked()).saturating_add(physical);
+        let most = self.budget.estimate(place.requested_priority()).saturating_add(physical);
         let known = physical == self.physical.load(Relaxed) && self.counted.load(Relaxed) == now;
         if known || most < place.needs() {
             return free;
         }
         self.counted.store(now, Relaxed);
-        self.count();
-        self.free(place.priority_asked())
+        self.count_caches();
+        self.free(place.requested_priority())
     }
 
     /// Counts what the caches hold. Makes no driver call.
-    pub(super) fn count(&self) {
+    pub(super) fn count_caches(&self) {
         let stats = self.pool.stats();
         self.physical.store(stats.physical, Relaxed);
         self.cached.store(stats.cached, Relaxed);
@@ -308,10 +310,10 @@ impl Member {
     fn sample(&self, now: u64) {
         let device = self.pool.device();
         let Ok(info) = self.pool.driver().memory_info(device) else { return };
-        self.count();
+        self.count_caches();
         // `ceiling` is free plus held. Bytes charged but not held yet are to come from the driver
         // as well.
-        let held = if self.alone { self.physical.load(Relaxed) } else { 0 };
+        let held = if self.exclusive_budget { self.physical.load(Relaxed) } else { 0 };
         self.ceiling.store(info.free.saturating_add(held), Relaxed);
         self.sampled.store(now, Relaxed);
     }
@@ -323,7 +325,7 @@ impl Member {
             Some(priority) => self.budget.charge_as(bytes, priority).map(Reservation::from),
         };
         match reserve() {
-            Ok(held) => Ok(held),
+            Ok(reservation) => Ok(reservation),
             Err(refused) => {
                 self.make_room(bytes.saturating_sub(refused.remaining))?;
                 Ok(reserve()?)
@@ -335,10 +337,10 @@ impl Member {
     /// caches of other devices, which are not among its own free bytes. Continues as long as this
     /// needs no waiting and until `enough` returns `true`. Returns whether there is enough.
     #[cold]
-    pub(super) fn ask_others(&self, bytes: u64, mut enough: impl FnMut() -> bool) -> bool {
+    pub(super) fn reclaim_from_others(&self, bytes: u64, mut enough: impl FnMut() -> bool) -> bool {
         // The deadline is now, so reclaimers that would wait are skipped.
         let now = Instant::now();
-        let mut asking = self.budget.asking(None);
+        let mut reclaim = self.budget.asking(None);
         // The budget also refuses bytes that earlier waiters are queued for. Reclaiming does not
         // help with those.
         let lacks = || {
@@ -349,7 +351,7 @@ impl Member {
             if enough() {
                 return true;
             }
-            if !self.shares || !lacks() || asking.for_charge(bytes, Some(now)).is_none() {
+            if !self.shares_root || !lacks() || reclaim.for_charge(bytes, Some(now)).is_none() {
                 return false;
             }
         }
@@ -359,19 +361,19 @@ impl Member {
     #[cold]
     pub(super) fn make_room(&self, bytes: u64) -> Result<()> {
         self.pool.trim(self.pool.stats().physical.saturating_sub(bytes))?;
-        self.count();
+        self.count_caches();
         Ok(())
     }
 }
 
-impl Fleet {
+impl DeviceSet {
     /// Creates the set of these pools' devices and takes the first sample of each.
     pub(crate) fn new(pools: &[DevicePool], topology: Arc<Topology>, interval: Duration) -> Self {
         let member = |(index, pool): (usize, &DevicePool)| {
             let others = pools.iter().enumerate().filter(move |(other, _)| *other != index);
             Member::new(pool.clone(), 1, others.map(|(_, other)| other.budget()), &topology)
         };
-        let fleet = Self {
+        let device_set = Self {
             slots: pools.iter().enumerate().map(member).collect(),
             topology,
             interval: u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX),
@@ -382,8 +384,8 @@ impl Fleet {
             wakers: Mutex::default(),
             watchers: AtomicU64::new(0),
         };
-        fleet.sample(fleet.now());
-        fleet
+        device_set.sample(device_set.now());
+        device_set
     }
 
     #[inline]
@@ -435,10 +437,10 @@ impl Fleet {
 
     /// Handles new device losses and takes a sample if it is due. Returns the time.
     #[inline]
-    pub(super) fn look(&self) -> u64 {
+    pub(super) fn poll(&self) -> u64 {
         let now = self.now();
         if losses() != self.losses.load(Acquire) {
-            self.note_losses();
+            self.record_losses();
         }
         if now.saturating_sub(self.sampled.load(Relaxed)) >= self.interval {
             self.sample(now);
@@ -447,7 +449,7 @@ impl Fleet {
     }
 
     #[cold]
-    fn note_losses(&self) {
+    fn record_losses(&self) {
         let count = losses();
         let mut found = false;
         for member in self.members() {
@@ -470,8 +472,8 @@ impl Fleet {
     #[cold]
     pub(super) fn sample(&self, now: u64) {
         /// Clears the flag, also when a pool or driver panics.
-        struct Turn<'a>(&'a AtomicBool);
-        impl Drop for Turn<'_> {
+        struct SamplingGuard<'a>(&'a AtomicBool);
+        impl Drop for SamplingGuard<'_> {
             fn drop(&mut self) {
                 self.0.store(false, Release);
             }
@@ -479,15 +481,15 @@ impl Fleet {
         if self.sampling.swap(true, AcqRel) {
             return;
         }
-        let turn = Turn(&self.sampling);
+        let guard = SamplingGuard(&self.sampling);
         self.sampled.store(now, Relaxed);
         for member in self.members().filter(|member| member.health() != Health::Lost) {
             member.sample(now);
         }
-        drop(turn);
+        drop(guard);
         // A device whose sample failed may be lost.
         if losses() != self.losses.load(Acquire) {
-            self.note_losses();
+            self.record_losses();
         }
     }
 
@@ -500,13 +502,13 @@ impl Fleet {
         tried: u64,
         now: u64,
         weights: &'a [u32],
-    ) -> impl Iterator<Item = Glimpse<'a>> + Clone {
+    ) -> impl Iterator<Item = DeviceView<'a>> + Clone {
         self.serving(tried).filter_map(move |(index, member)| {
-            let mut free = member.free(place.priority_asked());
-            if free < place.needs() || place.is_choosy() {
+            let mut free = member.free(place.requested_priority());
+            if free < place.needs() || place.is_restricted() {
                 free = member.admit(index, free, place, now)?;
             }
-            Some(Glimpse { member, index, free, weights })
+            Some(DeviceView { member, index, free, weights })
         })
     }
 
@@ -514,31 +516,31 @@ impl Fleet {
     #[inline]
     pub(super) fn serving(&self, tried: u64) -> impl Iterator<Item = (usize, &Member)> + Clone {
         self.slots.iter().enumerate().filter_map(move |(index, slot)| {
-            let serves = |member: &Member| member.state.load(Acquire) == 0;
+            let serving = |member: &Member| member.state.load(Acquire) == 0;
             // A generation that has been replaced was lost before.
-            let member = if serves(slot) {
+            let member = if serving(slot) {
                 slot
             } else {
-                Some(newest(slot)).filter(|newest| serves(newest))?
+                Some(newest(slot)).filter(|newest| serving(newest))?
             };
             (tried >> index & 1 == 0).then_some((index, member))
         })
     }
 
     /// Makes others release what a shared budget lacks for `bytes` on a device that suits `place`;
-    /// see [`Member::ask_others`]. Returns whether some device now has room.
+    /// see [`Member::reclaim_from_others`]. Returns whether some device now has room.
     #[cold]
-    pub(super) fn ask_others(&self, place: &Place, bytes: u64) -> bool {
-        let mut asked: Vec<&Budget> = Vec::new();
+    pub(super) fn reclaim_from_others(&self, place: &Place, bytes: u64) -> bool {
+        let mut visited: Vec<&Budget> = Vec::new();
         self.serving(0).any(|(index, member)| {
-            if asked.iter().any(|budget| budget.is(&member.budget)) {
+            if visited.iter().any(|budget| budget.is(&member.budget)) {
                 return false;
             }
-            asked.push(&member.budget);
+            visited.push(&member.budget);
             let suits = place.suits(&member.candidate(index, 0, None));
             suits
-                && member.shares
-                && member.ask_others(bytes, || member.budget.refusal(bytes).is_none())
+                && member.shares_root
+                && member.reclaim_from_others(bytes, || member.budget.refusal(bytes).is_none())
         })
     }
 
@@ -560,7 +562,7 @@ impl Fleet {
 
     /// Returns the distance of a device from `target`: 0 for the same place, and the largest value
     /// if it is unknown.
-    pub(super) fn far(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
+    pub(super) fn distance(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
         match target {
             Target::Anywhere => 0,
             Target::Node(to) => {
@@ -577,7 +579,7 @@ impl Fleet {
 
     /// Returns each device and the reason why it was not taken. `why` supplies the reason for
     /// devices that serve and satisfy the hints.
-    pub(super) fn passed(
+    pub(super) fn rejected(
         &self,
         place: &Place,
         mut why: impl FnMut(usize, &Candidate<'_>) -> Why,
@@ -586,7 +588,7 @@ impl Fleet {
         let members = self.members().enumerate();
         members
             .map(|(index, member)| {
-                let candidate = member.candidate(index, now, place.priority_asked());
+                let candidate = member.candidate(index, now, place.requested_priority());
                 let why = match member.health() {
                     Health::Lost => Why::Lost,
                     Health::Draining => Why::Draining,
@@ -636,7 +638,7 @@ impl Fleet {
         Ok(newest(last).generation)
     }
 
-    /// Returns a new number for [`Fleet::watch`].
+    /// Returns a new number for [`DeviceSet::watch`].
     pub(super) fn watcher(&self) -> u64 {
         self.watchers.fetch_add(1, Relaxed)
     }
@@ -676,9 +678,9 @@ impl Fleet {
         self: &Arc<Self>,
         index: usize,
         generation: u32,
-        held: Reservation,
+        reservation: Reservation,
     ) -> Lease {
-        Lease::new(self.clone(), index, generation, held)
+        Lease::new(self.clone(), index, generation, reservation)
     }
 }
 
