@@ -1,7 +1,7 @@
-//! What takes nothing from the host's heap, once as much has been done at once before: a block that
-//! other streams use, and a pass that looks for memory and gives it back.
+//! Tests that steady-state operation allocates nothing from the host's heap.
 //!
-//! A process of its own: installs a global allocator, which counts.
+//! Covered are blocks that other streams use, and a slow-path pass that finds and returns memory.
+//! The tests form a separate process because they install a counting global allocator.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for")]
 
 #[path = "../../../tests/support/counting.rs"]
@@ -19,20 +19,20 @@ use counting::{asked, uncounted};
 use support::{MIB, Rig};
 
 #[test]
-fn in_a_steady_state_blocks_that_other_streams_use_take_nothing_from_the_heap() {
-    // Nobody watches who has which block.
+fn a_steady_state_of_blocks_shared_by_streams_allocates_nothing_on_the_host() {
+    // The oracle does not track which block owns which bytes.
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);
     let rig = Rig::on(sim, 64, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
     let alloc = || rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
     let alone = asked(|| drop(alloc()));
-    // Each block is held back until the end of the round, and all go home together.
+    // The blocks are kept until the end of the round and are returned together.
     let used = asked(|| {
         for _ in 0..8 {
             alloc().record_use(&u, Access::Read).unwrap();
         }
-        // The driver's calls are its own affair.
+        // Allocations made by the driver are not counted.
         uncounted(|| {
             u.synchronize().unwrap();
             rig.pool.trim(u64::MAX).unwrap();
@@ -42,14 +42,14 @@ fn in_a_steady_state_blocks_that_other_streams_use_take_nothing_from_the_heap() 
     assert_eq!((alone, used), (0, 0));
 }
 
-/// A pool of two streams under 64 MiB, on a device that can map or one that cannot.
+/// Returns a pool with two streams and a 64 MiB limit, on a device with or without virtual memory.
 fn pool(maps: bool) -> (Rig, [Stream; 2]) {
     let mut config = SimConfig::h200(1);
     if !maps {
         config.devices = vec![DeviceConfig::without_virtual_memory()];
     }
     let sim = Sim::new(config).symbolic();
-    // Nobody watches who has which block.
+    // The oracle does not track which block owns which bytes.
     sim.oracle(false);
     let rig = Rig::on(sim, 64, |_| ());
     let streams = [rig.stream(), rig.stream()];
@@ -57,10 +57,10 @@ fn pool(maps: bool) -> (Rig, [Stream; 2]) {
 }
 
 #[test]
-fn in_a_steady_state_a_pass_that_looks_for_memory_takes_nothing_from_the_heap() {
+fn a_steady_state_search_for_memory_allocates_nothing_on_the_host() {
     for maps in [true, false] {
         let (rig, streams) = pool(maps);
-        // Pairs of blocks that go and pairs that stay: nothing between them can be given back.
+        // Freed blocks alternate with live ones, so no memory between them can be returned.
         let block = |n: usize| rig.pool.alloc(&streams[n % 2], Request::bytes(64 << 10)).unwrap();
         let mut blocks: Vec<_> = (0..900).map(block).collect();
         let mut n = 0;
@@ -78,12 +78,12 @@ fn in_a_steady_state_a_pass_that_looks_for_memory_takes_nothing_from_the_heap() 
 }
 
 #[test]
-fn in_a_steady_state_a_pass_that_gives_memory_back_takes_nothing_from_the_heap() {
+fn a_steady_state_release_of_memory_allocates_nothing_on_the_host() {
     for maps in [true, false] {
         let (rig, [s, u]) = pool(maps);
         drop([&s, &u, &s].map(|on| rig.pool.alloc(on, Request::bytes(4 * MIB)).unwrap()));
         [&s, &u].iter().for_each(|stream| stream.synchronize().unwrap());
-        // Up to the driver's call, which is its own affair, and back.
+        // Count up to the driver's call and after it. The call itself is not counted.
         let call = if maps { Call::Unmap } else { Call::MemFree };
         rig.sim.fail_every(call, 1, 999);
         let tried = asked(|| assert!(rig.pool.trim(0).is_err()));
@@ -94,9 +94,9 @@ fn in_a_steady_state_a_pass_that_gives_memory_back_takes_nothing_from_the_heap()
 }
 
 #[test]
-fn in_a_steady_state_a_block_that_has_to_be_looked_for_takes_nothing_from_the_heap() {
+fn a_steady_state_slow_path_allocates_nothing_on_the_host() {
     let (rig, streams) = pool(true);
-    // All that there may be: each stream has to take over what the other has left.
+    // All the memory that the limit allows: each stream has to take over what the other one freed.
     let taken = asked(|| {
         for stream in &streams {
             let block = rig.pool.alloc(stream, Request::bytes(64 * MIB)).unwrap();

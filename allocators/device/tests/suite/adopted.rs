@@ -1,5 +1,5 @@
-//! Another library's memory in our hands: in order with what that library does, on the way in and
-//! on the way out.
+//! Tests of memory adopted from another library: it is ordered with that library's work when it is
+//! taken over and when it is returned.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 #![allow(unsafe_code, reason = "plays another library")]
@@ -25,20 +25,20 @@ use std::{
 const GPU: DeviceId = DeviceId(0);
 const BYTES: u64 = 4096;
 
-/// A library of its own: a stream, and memory that it frees in that stream's order.
+/// A library with its own stream, which frees memory in the order of that stream.
 struct Library {
     sim: Sim,
     stream: RawStream,
     freed: Arc<AtomicU32>,
 }
 
-/// The library's own handle of a piece of memory.
+/// The library's handle of a piece of memory.
 struct Tensor {
     sim: Sim,
     stream: RawStream,
     range: DeviceRange,
     freed: Arc<AtomicU32>,
-    /// By an unmap or the like, or in stream order.
+    /// Whether the memory is freed immediately, as by an unmap, rather than in stream order.
     at_once: bool,
 }
 
@@ -55,17 +55,18 @@ impl Library {
         Tensor { sim, stream: self.stream, range, freed, at_once }
     }
 
-    /// A kernel of the library's.
+    /// Runs a kernel of the library.
     fn works_on(&self, range: DeviceRange) {
         self.sim.access(self.stream, range, Access::ReadWrite, None).unwrap();
     }
 
-    /// Handed over, as a library that is not known here would be.
+    /// Hands the tensor over as an unknown library would.
     fn external(&self, tensor: Tensor) -> External<u32, Tensor> {
         let (range, at_once) = (tensor.range, tensor.at_once);
         let alive: KeepAlive = Arc::new(());
         // SAFETY: 1. the tensor owns its range. 2. the library uses one stream. 3. it is freed in
-        // that stream's order, or says otherwise below. 4. the stream lives as long as the machine.
+        // that stream's order, or `at_once` is declared below. 4. the stream lives as long as the
+        // machine.
         let external = unsafe { External::new(range, self.stream, Some(alive), tensor) };
         if at_once { external.ending_at_once() } else { external }
     }
@@ -79,11 +80,11 @@ impl Drop for Tensor {
     fn drop(&mut self) {
         self.freed.fetch_add(1, Ordering::Relaxed);
         if self.at_once {
-            // SAFETY: 1. allocated for this tensor. 2. by the promise of who drops it; the oracle
-            // looks.
+            // SAFETY: 1. allocated for this tensor. 2. the code that drops it promises this, and
+            // the oracle checks it.
             unsafe { self.sim.driver().mem_free(GPU, self.range.address) }.unwrap();
         } else {
-            // A stream-ordered pool gives it to the next kernel of the stream.
+            // A stream-ordered pool would give this memory to the next kernel of the stream.
             self.sim.access(self.stream, self.range, Access::Write, None).unwrap();
         }
     }
@@ -93,7 +94,7 @@ fn rigs() -> impl Iterator<Item = Rig> {
     (0..24).map(|seed| Rig::on(Sim::h200(1).seeded(seed), 64, |_| ()))
 }
 
-/// Takes a tensor that its library has just written, and uses it on two streams of ours.
+/// Adopts a tensor that its library has just written, and uses it on two other streams.
 fn used(
     rig: &Rig,
     library: &Library,
@@ -111,7 +112,7 @@ fn used(
 }
 
 #[test]
-fn memory_is_in_order_with_its_library_on_the_way_in_and_out() {
+fn foreign_memory_is_ordered_with_its_library_on_adoption_and_return() {
     for rig in rigs() {
         let library = Library::new(&rig.sim);
         let (x, [s, _u]) = used(&rig, &library, false);
@@ -128,7 +129,7 @@ fn memory_is_in_order_with_its_library_on_the_way_in_and_out() {
 }
 
 #[test]
-fn dropped_it_is_freed_behind_every_use() {
+fn dropped_foreign_memory_is_freed_after_every_use() {
     for rig in rigs() {
         let library = Library::new(&rig.sim);
         let (x, _streams) = used(&rig, &library, false);
@@ -139,7 +140,7 @@ fn dropped_it_is_freed_behind_every_use() {
 }
 
 #[test]
-fn what_ends_at_once_is_freed_when_every_use_is_done() {
+fn foreign_memory_freed_immediately_waits_for_every_use() {
     for rig in rigs() {
         let library = Library::new(&rig.sim);
         let (x, _streams) = used(&rig, &library, true);
@@ -152,7 +153,7 @@ fn what_ends_at_once_is_freed_when_every_use_is_done() {
 }
 
 #[test]
-fn controls_without_the_waits_either_way_is_objected_to() {
+fn without_the_waits_the_oracle_reports_races_in_both_directions() {
     for rig in rigs() {
         let library = Library::new(&rig.sim);
         let tensor = library.tensor(false);
@@ -160,13 +161,13 @@ fn controls_without_the_waits_either_way_is_objected_to() {
         rig.sim.access(rig.stream().raw(), tensor.range, Access::Write, None).unwrap();
         assert!(!rig.sim.take_violations().is_empty(), "on the way in");
 
-        // The library drops its tensor itself, since it was handed no promise.
+        // The library drops its tensor itself, because it was handed no completion guarantee.
         let (x, _streams) = used(&rig, &library, false);
         library.works_on(x.range());
         assert!(!rig.sim.take_violations().is_empty(), "under way");
         drop(x);
 
-        // Memory that ends at once, and does not say so.
+        // This memory is freed immediately but does not declare it.
         let (x, _streams) = used(&rig, &library, false);
         let _so_far = rig.sim.take_violations();
         let mut tensor = x.into_inner().unwrap().into_guard();
@@ -177,7 +178,7 @@ fn controls_without_the_waits_either_way_is_objected_to() {
 }
 
 #[test]
-fn forgotten_it_is_leaked_and_never_races() {
+fn forgotten_foreign_memory_is_leaked_and_never_races() {
     for rig in rigs() {
         let library = Library::new(&rig.sim);
         let (x, _streams) = used(&rig, &library, false);
@@ -190,7 +191,7 @@ fn forgotten_it_is_leaked_and_never_races() {
 }
 
 #[test]
-fn an_open_use_keeps_it_until_it_ends() {
+fn an_open_use_keeps_foreign_memory_until_it_ends() {
     let rig = Rig::stepped(64);
     let library = Library::new(&rig.sim);
     let (x, [_, u]) = used(&rig, &library, false);
@@ -207,12 +208,12 @@ fn an_open_use_keeps_it_until_it_ends() {
 }
 
 #[test]
-fn a_wait_that_the_driver_refuses_keeps_it_too() {
+fn a_wait_refused_by_the_driver_keeps_foreign_memory() {
     let rig = Rig::stepped(64);
     let library = Library::new(&rig.sim);
     let (x, _streams) = used(&rig, &library, false);
-    // Each wait, not the next alone: what is kept is looked at by whoever drops another, on any
-    // thread of the process.
+    // Fail every wait and not only the next one: a drop on any thread of the process polls the kept
+    // memory.
     rig.sim.fail_every(Call::StreamWaitEvent, 1, 999);
     let x = x.into_inner().unwrap_err().value;
     drop(x);
@@ -223,28 +224,28 @@ fn a_wait_that_the_driver_refuses_keeps_it_too() {
     rig.assert_silent();
 }
 
-/// What was kept is freed, and what was dropped beside it: by this thread, or by one that had the
-/// list in hand.
+/// Asserts that the kept memory is freed, and also memory dropped beside it. Either this thread
+/// frees it or another thread that holds the list.
 #[track_caller]
 fn looked_at_again(rig: &Rig, library: &Library) {
     let (other, begun) = (Library::new(&rig.sim), Instant::now());
     while library.freed() < 2 {
         assert!(begun.elapsed() < PATIENCE, "{} of 2 are freed", library.freed());
         drop(used(rig, &other, false));
-        // That one may need the processor.
+        // The other thread may need the processor.
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(library.freed(), 2);
 }
 
 #[test]
-fn on_a_lost_device_it_goes_at_once() {
+fn foreign_memory_on_a_lost_device_is_dropped_immediately() {
     let rig = Rig::stepped(64);
     let library = Library::new(&rig.sim);
     let tensor = Arc::new(());
     let range =
         DeviceRange { device: GPU, address: rig.sim.driver().mem_alloc(GPU, 4).unwrap(), bytes: 4 };
-    // SAFETY: 1. to 4. nobody else knows the address; nothing frees it.
+    // SAFETY: 1. to 4. the address is known only here and is never freed.
     let external = unsafe {
         External::<u32, _>::new(range, library.stream, Some(Arc::new(())), tensor.clone())
     };
@@ -281,7 +282,7 @@ unsafe impl Foreign for Failing {
 }
 
 #[test]
-fn what_cannot_be_taken_in_or_given_back_is_handed_back_with_the_reason() {
+fn foreign_memory_that_cannot_be_adopted_is_returned_with_the_reason() {
     let rig = Rig::on(Sim::h200(2).stepped(), 64, |_| ());
     let s = rig.stream();
     let range = DeviceRange { device: GPU, address: 1 << 40, bytes: 64 };
@@ -300,7 +301,7 @@ fn what_cannot_be_taken_in_or_given_back_is_handed_back_with_the_reason() {
         declined(failing(DeviceRange { bytes: 3, ..range }, s.raw())),
         MemoryError::ZeroSize
     );
-    // Nobody has to keep a default stream alive.
+    // A default stream needs no object that keeps it alive.
     for default in [RawStream::legacy(GPU), RawStream::per_thread(GPU)] {
         // SAFETY: 1. to 4. nothing touches the range.
         let external =

@@ -1,5 +1,5 @@
-//! Every source of device memory refuses with one error, and a caller that follows its advice has
-//! the memory.
+//! Tests that all sources of device memory refuse with the same error, and that following its
+//! advice makes the request succeed.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig};
@@ -26,7 +26,7 @@ fn mapping() -> Sim {
     Sim::h200(1).symbolic()
 }
 
-/// A pool that never waits, under a budget of its own below another.
+/// Returns a pool that never waits, with its own budget below another one.
 fn rig(sim: Sim, limit_mib: u64, above_mib: u64) -> (Rig, Budget) {
     let above = Budget::new("the machine", above_mib * MIB);
     let own = above.child("device 0", limit_mib * MIB);
@@ -46,7 +46,7 @@ fn refused<T>(answer: Result<T>) -> OutOfMemory {
     }
 }
 
-/// What the text of an amount says, as its reader would set it.
+/// Returns the number of bytes that the text of an error states, as a reader would set it.
 fn as_written(bytes: u64) -> u64 {
     let text = Bytes(bytes).rounded_up().to_string();
     let (number, unit) = text.split_once(' ').unwrap();
@@ -91,7 +91,7 @@ const TAKES: [Takes; 4] = [
 ];
 
 #[test]
-fn limits_that_are_raised_as_advised_let_the_request_through() {
+fn limits_raised_as_advised_admit_the_request() {
     for (limit, above) in [(64, 96), (64, 64), (96, 64), (1024, 1100)] {
         for (way, take) in TAKES.iter().enumerate() {
             for ask in [22 * MIB, 30 * MIB + 1, 63 * MIB + 12_345, 70 * MIB, 1500 * MIB] {
@@ -99,10 +99,10 @@ fn limits_that_are_raised_as_advised_let_the_request_through() {
                 for sim in sims {
                     let (rig, above) = rig(sim, limit, above);
                     let (s, u) = (rig.stream(), rig.stream());
-                    // The size of its slots is that of the limit at its first use.
+                    // The first use fixes the slot size from the limit.
                     let _parkable = rig.pool.parkable(Tag::named("parkable")).ok();
-                    // Live blocks of odd sizes with free ones between them, until nothing more
-                    // fits.
+                    // Live blocks of odd sizes with free ranges between them, until no further
+                    // block fits.
                     let mut live = Vec::new();
                     while let Ok(block) = rig.pool.alloc(&s, Request::bytes(3 * MIB + 700_000)) {
                         live.push(block);
@@ -132,7 +132,7 @@ fn limits_that_are_raised_as_advised_let_the_request_through() {
 }
 
 #[test]
-fn as_much_as_is_advised_to_be_freed_lets_the_request_through() {
+fn freeing_the_advised_amount_admits_the_request() {
     for sim in [mapping(), plain()] {
         let (rig, _) = rig(sim, 256, 256);
         let s = rig.stream();
@@ -155,7 +155,7 @@ fn as_much_as_is_advised_to_be_freed_lets_the_request_through() {
 }
 
 #[test]
-fn the_stream_that_is_advised_to_be_synchronised_lets_the_request_through() {
+fn synchronising_the_advised_stream_admits_the_request() {
     let rig = Rig::on(Sim::h200(1).stepped(), 64, |config| {
         (config.wait, config.adoption) = (Duration::ZERO, Adoption::DoneOnly);
     });
@@ -171,7 +171,7 @@ fn the_stream_that_is_advised_to_be_synchronised_lets_the_request_through() {
 }
 
 #[test]
-fn more_than_the_device_has_is_refused_as_such_and_costs_nobody_the_cache() {
+fn a_request_larger_than_the_device_is_refused_and_trims_no_cache() {
     for budget in [64 * MIB, u64::MAX] {
         for (way, take) in TAKES.iter().enumerate() {
             let rig = Rig::on(mapping(), 64, |config| {
@@ -214,7 +214,7 @@ fn every_source_of_device_memory_refuses_with_the_same_error() {
         refused(direct.allocate(&s, ask)),
         refused(bypass.pool.alloc(&bypass.stream(), ask)),
     ];
-    // The driver's own pool has a maximum of its own.
+    // The driver's own pool has a separate maximum.
     assert_eq!(refused(ordered.allocate(&s, ask)).place, "device 0");
     for error in errors {
         assert!(matches!(error.remedy(), Remedy::RaiseLimit { .. }), "{error}");
@@ -222,10 +222,10 @@ fn every_source_of_device_memory_refuses_with_the_same_error() {
     }
 }
 
-/// Blocks whose last use is over are free at the next request, though a refused request never
+/// Blocks whose last use has ended are free for the next request, although a refused request never
 /// reaches the pool.
 #[test]
-fn a_limit_over_a_pool_locks_nobody_out_after_a_use_on_a_second_stream() {
+fn a_limit_above_a_pool_admits_requests_after_a_use_on_a_second_stream() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
     let limit = Limit::new(rig.pool.clone(), Budget::new("tenant", 8 * MIB));

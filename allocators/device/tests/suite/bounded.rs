@@ -1,5 +1,5 @@
-//! What goes round and round comes to rest: neither memory nor the calls that are made for it grow
-//! with the rounds.
+//! Tests that repeated rounds reach a steady state: neither memory nor driver calls grow with the
+//! number of rounds.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range};
@@ -8,11 +8,11 @@ use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{sync::Barrier, thread};
 
-/// Random numbers, the same each time.
+/// A deterministic random number generator.
 struct Random(u64);
 
 impl Random {
-    /// From 1 to `most`.
+    /// Returns a number from 1 to `most`.
     fn up_to(&mut self, most: u64) -> u64 {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -20,19 +20,20 @@ impl Random {
     }
 }
 
-/// Rounds on a device that runs `lag` rounds behind the host: each stream takes blocks of some MiB,
-/// which another one uses, and all of them go. Answers with the bytes that a round asks for at
-/// once, and the most that were held.
+/// Runs rounds on a device that lags `lag` rounds behind the host.
+///
+/// In each round every stream allocates blocks of some MiB, another stream uses them, and all are
+/// freed. Returns the bytes that a round requests in total, and the largest number of bytes held.
 fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize) -> (u64, u64) {
     const ROUNDS: usize = 40;
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 100 << 10, |_| ());
     let streams: Vec<Stream> = (0..streams).map(|_| rig.stream()).collect();
     let mut random = Random(7);
     let most = sizes.end() - sizes.start() + 1;
-    // The same sizes in each round, in another order and on other streams.
+    // Each round has the same sizes in a different order and on different streams.
     let sizes: Vec<u64> = (0..24).map(|_| (sizes.start() + random.up_to(most) - 1) * MIB).collect();
     let pending = || streams.iter().map(|s| rig.sim.pending(s.raw())).collect::<Vec<_>>();
-    // Work that each stream was given in each round.
+    // Work queued on each stream in each round.
     let mut queued: Vec<Vec<usize>> = Vec::new();
     for round in 0..ROUNDS {
         let before = pending();
@@ -52,7 +53,7 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
         }
         drop(live);
         queued.push(pending().iter().zip(before).map(|(now, before)| now - before).collect());
-        // All but the work of the last rounds runs.
+        // Run all work except that of the last rounds.
         let behind =
             |at: usize| queued.iter().rev().take(lag).map(|round| round[at]).sum::<usize>();
         let late = |at: usize| rig.sim.pending(streams[at].raw()) > behind(at);
@@ -62,21 +63,23 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
     (sizes.iter().sum(), rig.pool.stats().peak_physical)
 }
 
-/// What sixteen threads with a stream each have done in a round, all together.
+/// Totals of one round of sixteen threads with a stream each.
 #[derive(Clone, Copy, Debug)]
 struct Counts {
-    /// Ranges taken over from another stream's cache.
+    /// Ranges taken over from the cache of another stream.
     taken: u64,
     moved: u64,
     /// Calls that map memory.
     mapped: u64,
 }
 
-/// Allocations in a round, of all threads.
+/// Allocations in one round by all threads.
 const OPERATIONS: u64 = 16 * 500;
 
-/// Ten rounds of sixteen threads that each hold sixteen blocks of up to 1 MiB, some 130 MiB in all,
-/// and exchange them at random, under a limit in MiB.
+/// Runs ten rounds of sixteen threads under a limit in MiB.
+///
+/// Each thread holds sixteen blocks of up to 1 MiB, about 130 MiB in all, and replaces them at
+/// random.
 fn sixteen_threads(limit: u64) -> Vec<Counts> {
     const THREADS: u64 = 16;
     const ROUNDS: usize = 10;
@@ -123,19 +126,19 @@ fn sixteen_threads(limit: u64) -> Vec<Counts> {
     each.collect()
 }
 
-/// What the last five of ten rounds have counted, in which nothing new is asked for.
+/// Returns the total over the last five of ten rounds, which request nothing new.
 fn late(rounds: &[Counts], of: impl Fn(&Counts) -> u64) -> u64 {
     rounds[5..].iter().map(of).sum()
 }
 
 #[test]
-fn rounds_on_a_device_that_lags_behind_do_not_take_more_and_more_memory() {
-    // Large blocks, for which others' idle memory is looked at early, and small ones.
+fn rounds_on_a_lagging_device_use_bounded_memory() {
+    // Large blocks, for which idle memory of other streams is tried early, and small ones.
     for sizes in [16..=48, 1..=8, 1..=48] {
         for streams in 2..=4 {
             for lag in [4, 40] {
                 let (need, held) = lagging_rounds(streams, sizes.clone(), lag);
-                // Twice what has ever been in use, and a handle or two.
+                // Twice the largest amount ever in use, and one or two handles.
                 assert!(
                     held <= need / 4 * 9,
                     "{streams} streams, {sizes:?} MiB, {lag} rounds behind: {need} bytes are needed, {held} were held"
@@ -146,7 +149,7 @@ fn rounds_on_a_device_that_lags_behind_do_not_take_more_and_more_memory() {
 }
 
 #[test]
-fn sixteen_threads_with_a_stream_each_do_not_take_ranges_from_each_other_for_ever() {
+fn sixteen_threads_with_a_stream_each_stop_taking_over_ranges() {
     for limit in [1000, 4000] {
         let rounds = sixteen_threads(limit);
         assert!(
@@ -157,12 +160,12 @@ fn sixteen_threads_with_a_stream_each_do_not_take_ranges_from_each_other_for_eve
 }
 
 #[test]
-fn sixteen_threads_near_the_limit_come_to_rest_with_what_they_have() {
+fn sixteen_threads_near_the_limit_reach_a_steady_state() {
     for limit in [200, 260] {
         let rounds = sixteen_threads(limit);
         let calls = |round: &Counts| round.mapped + round.moved;
         let all: u64 = rounds.iter().map(calls).sum();
-        // Each handle is mapped once, and few of them again.
+        // Each handle is mapped once, and few are mapped again.
         assert!(all <= limit / 2 + 20 && late(&rounds, calls) <= 20, "{limit} MiB: {rounds:?}");
     }
 }

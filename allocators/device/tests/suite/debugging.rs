@@ -1,5 +1,8 @@
-//! With debugging on, what is wrong with a block is found, told with its lines, and harms nobody;
-//! what is right is left alone; and with debugging off nothing is different.
+//! Tests of the debugging modes.
+//!
+//! - Faults of blocks are found, reported with their source lines, and harm no other block.
+//! - Correct code is not reported.
+//! - With debugging off, behaviour does not change.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -35,7 +38,7 @@ fn only(set: impl FnOnce(&mut Debugging)) -> Debugging {
     debug
 }
 
-/// A kernel that writes one byte, wherever.
+/// Queues a kernel that writes one byte at any address.
 fn write(sim: &Sim, stream: &Stream, address: u64, value: u8) {
     let at = DeviceRange { device: DeviceId(0), address, bytes: 1 };
     let kernel =
@@ -49,7 +52,7 @@ fn one(mut findings: Vec<Finding>) -> Finding {
     findings.remove(0)
 }
 
-/// The oracle has seen this, and nothing else.
+/// Asserts that the oracle found violations of this kind and no others.
 #[track_caller]
 fn assert_violations(rig: &Rig, kind: ViolationKind) {
     let found = rig.sim.take_violations();
@@ -74,7 +77,7 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
         let freed = line!() + 1;
         rig.pool.free(block);
         assert!(rig.pool.findings().is_empty(), "a free looks at nothing");
-        // The next allocation lets it out.
+        // The next allocation releases the block from quarantine.
         drop(rig.pool.alloc(&s, Request::bytes(1)).unwrap());
         let finding = one(rig.pool.findings());
         match finding.fault {
@@ -101,7 +104,7 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
 }
 
 #[test]
-fn a_buffer_is_told_by_the_line_that_asked_for_it_through_wrappers_too() {
+fn a_buffer_is_named_by_its_allocation_line_through_wrappers_too() {
     let rig = rig(Sim::h200(1), 64, only(|d| d.leaks = true));
     let s = rig.stream();
     let limit = Limit::new(rig.pool.clone(), Budget::new("a tenant", MIB));
@@ -121,7 +124,7 @@ fn a_check_finds_a_broken_guard_of_a_live_block_once_and_leaves_the_block_alone(
     let mut x: DeviceBuffer<u8> = rig.pool.buffer(&s, 1000).unwrap();
     s.fill(&mut x, 9).unwrap();
     assert!(rig.pool.check().unwrap().is_empty());
-    // Still queued when the check is asked for.
+    // The write is still queued when the check begins.
     write(&rig.sim, &s, x.block().address() + 1003, 1);
     let finding = one(rig.pool.check().unwrap());
     assert!(matches!(finding.fault, Fault::Overrun { offset: 1003, found: 1 }), "{finding:?}");
@@ -156,7 +159,7 @@ fn guards_lie_next_to_the_block_and_keep_its_alignment() {
 // ---- poison and quarantine
 
 #[test]
-fn what_was_never_written_and_what_was_freed_reads_as_poison() {
+fn unwritten_and_freed_memory_reads_as_poison() {
     let rig = rig(Sim::h200(1), 64, only(|d| d.poison = true));
     let s = rig.stream();
     let mut x: DeviceBuffer<u8> = rig.pool.buffer(&s, 5000).unwrap();
@@ -172,7 +175,7 @@ fn what_was_never_written_and_what_was_freed_reads_as_poison() {
 }
 
 #[test]
-fn a_kernel_that_writes_after_the_free_is_found_on_the_way_out_of_quarantine() {
+fn a_write_after_the_free_is_found_when_the_block_leaves_quarantine() {
     let rig = rig(Sim::stepped(Sim::h200(1)), 64, only(|d| d.quarantine = MIB));
     let s = rig.stream();
     let line = line!() + 1;
@@ -215,7 +218,7 @@ fn a_check_finds_a_late_write_in_quarantine_and_keeps_it_there() {
 }
 
 #[test]
-fn the_stack_of_a_plain_drop_is_told_where_stacks_are_asked_for() {
+fn the_stack_of_a_plain_drop_is_reported_if_stacks_are_enabled() {
     let rig = rig(Sim::h200(1), 64, only(|d| (d.canaries, d.backtraces) = (true, true)));
     let s = rig.stream();
     let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
@@ -238,7 +241,7 @@ fn a_quarantine_keeps_its_bound_and_lets_the_oldest_out_first() {
         let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
         addresses.push(block.address());
         drop(block);
-        // One more than the bound, until the next allocation.
+        // One block above the bound is allowed until the next allocation.
         assert!(rig.pool.stats().pending <= 5 * MIB, "{:?}", rig.pool.stats());
     }
     for (i, address) in addresses.iter().enumerate() {
@@ -273,7 +276,7 @@ fn a_quarantine_without_a_bound_gives_way_to_every_request_and_ends_with_its_poo
 }
 
 #[test]
-fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
+fn a_quarantine_is_released_before_the_pool_refuses_or_calls_the_application() {
     #[derive(Debug)]
     struct Never;
     impl aquifer_device::Reclaim for Never {
@@ -296,7 +299,7 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
     for round in 0..10 {
         let stream = if round % 2 == 0 { &s } else { &u };
         let block = rig.pool.alloc(stream, Request::bytes(10 * MIB)).unwrap();
-        // Of another stream too, whose use is not over at the free.
+        // A second stream also uses the block, and this use is not over at the free.
         let used = block.prepare(&u, Access::Read).unwrap();
         drop(block);
         used.finish().unwrap();
@@ -307,9 +310,9 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
 }
 
 #[test]
-fn under_pressure_other_streams_are_waited_for_and_a_refusal_says_what_is_held_back() {
+fn under_pressure_the_pool_waits_for_other_streams_and_a_refusal_reports_pending_bytes() {
     for adoption in [Adoption::Wait, Adoption::Never] {
-        // Work runs when somebody waits for it, or as time passes where the host only looks.
+        // Work runs when the host waits for it, or as time passes where the host only polls.
         let sim = if adoption == Adoption::Wait {
             Sim::h200(1).stepped()
         } else {
@@ -406,7 +409,7 @@ fn an_open_use_keeps_the_block_from_being_filled_looked_at_and_reused() {
 }
 
 #[test]
-fn blocks_with_open_uses_outlive_the_pool_and_go_home_with_them() {
+fn blocks_with_open_uses_outlive_the_pool_and_return_with_them() {
     let rig = rig(Sim::h200(1), 64, Debugging::all());
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     let (s, u) = (rig.stream(), rig.stream());
@@ -465,7 +468,7 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
             fills(driver.calls()),
             before.iter().find(|(call, _)| *call == Call::Fill).map_or(0, |c| c.1)
         );
-        // SAFETY: 1. the free was the last to need it.
+        // SAFETY: 1. the free was the last call to need it.
         unsafe { driver.stream_destroy(raw) }.unwrap();
         let before = driver.calls().made();
         assert!(rig.pool.check().unwrap().is_empty());
@@ -479,7 +482,7 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
 }
 
 #[test]
-fn a_block_that_cannot_be_read_back_gets_one_more_try_and_then_keeps_nobody_up() {
+fn a_block_that_cannot_be_read_back_is_retried_once_and_then_released() {
     let rig = rig(Sim::h200(1), 64, only(|d| d.canaries = true));
     let s = rig.stream();
     rig.sim.fail_every(Call::CopyToHost, 1, 2);
@@ -536,7 +539,7 @@ fn live_blocks_are_reported_by_line_largest_first_and_again_when_the_pool_closes
 }
 
 #[test]
-fn without_leaks_asked_for_there_is_no_report() {
+fn without_the_leak_mode_there_is_no_report() {
     assert!(Rig::new(64).pool.leaks().is_none());
     assert!(rig(Sim::h200(1), 64, only(|d| d.poison = true)).pool.leaks().is_none());
 }
@@ -544,7 +547,7 @@ fn without_leaks_asked_for_there_is_no_report() {
 // ---- where findings go
 
 #[test]
-fn a_finding_is_listed_recorded_and_told_to_the_hook_whose_panic_ends_there() {
+fn a_finding_is_listed_recorded_and_passed_to_the_hook_whose_panic_is_caught() {
     let ring = Arc::new(RingSink::new(100));
     let rig = Rig::on(Sim::h200(1), 64, |config| {
         config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
@@ -567,7 +570,7 @@ fn a_finding_is_listed_recorded_and_told_to_the_hook_whose_panic_ends_there() {
 // ---- settings
 
 #[test]
-fn off_makes_the_same_driver_calls_and_hands_out_the_same_addresses_as_ever() {
+fn with_debugging_off_driver_calls_and_addresses_do_not_change() {
     let run = |debug: Debugging| {
         let rig = rig(Sim::h200(1).seeded(3), 32, debug);
         let (s, u) = (rig.stream(), rig.stream());
@@ -580,8 +583,7 @@ fn off_makes_the_same_driver_calls_and_hands_out_the_same_addresses_as_ever() {
             addresses.extend([a.block().address(), b.block().address()]);
         }
         rig.pool.trim(0).unwrap();
-        // Where the range as a whole lies is the kernel's choice, which depends on what others have
-        // mapped.
+        // The kernel chooses the position of the whole range, depending on the existing mappings.
         let first = addresses[0];
         addresses.iter_mut().for_each(|address| *address = address.wrapping_sub(first));
         (addresses, rig.sim.driver().calls().made())
@@ -595,7 +597,7 @@ fn off_makes_the_same_driver_calls_and_hands_out_the_same_addresses_as_ever() {
 }
 
 #[test]
-fn bypass_goes_with_poison_overlap_and_leaks_and_refuses_what_would_blind_the_memory_checker() {
+fn bypass_allows_poison_overlap_and_leaks_and_refuses_modes_that_blind_the_memory_checker() {
     let open = |debug: Debugging| {
         let mut config = PoolConfig::with_budget(Budget::new("the device", 16 * MIB));
         (config.bypass, config.debug) = (true, debug);
@@ -619,14 +621,14 @@ fn bypass_goes_with_poison_overlap_and_leaks_and_refuses_what_would_blind_the_me
     x.block().prepare(&u, Access::Read).unwrap().finish().unwrap();
     drop(x);
     assert_eq!(pool.stats().blocks, 0);
-    // More than fits beside what waits for its other stream.
+    // More memory than fits beside the block that waits for its other stream.
     drop(pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
     pool.trim(0).unwrap();
     assert_eq!((pool.stats().physical, pool.budget().used()), (0, 0));
     assert!(sim.violations().is_empty());
 }
 
-/// Runs one of the ignored tests below in a process of its own; answers with what it wrote.
+/// Runs one of the ignored tests below in a separate process and returns its output.
 fn child(name: &str, value: &str) -> (String, String) {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args([
@@ -661,7 +663,7 @@ fn child_overruns() {
 }
 
 #[test]
-fn the_environment_switches_on_what_it_names_and_tells_whoever_has_no_hook() {
+fn the_environment_enables_the_named_modes_and_prints_findings_without_a_hook() {
     for list in ["canaries", "all", "poison,quarantine=1MiB,canaries"] {
         let (told, errors) = child("child_overruns", list);
         assert!(told.contains("found 1\n"), "{list}: {told}");
@@ -679,7 +681,7 @@ fn the_environment_switches_on_what_it_names_and_tells_whoever_has_no_hook() {
 }
 
 #[test]
-fn a_list_that_cannot_be_followed_is_an_error_of_open() {
+fn an_invalid_list_of_modes_is_an_error_of_open() {
     for list in ["banana", "poison,", "quarantine=64MB", "canaries poison", "all=1"] {
         let (told, _) = child("child_overruns", list);
         let refused = format!("refused: AQUIFER_DEBUG is {list:?}; it can be poison");
@@ -687,9 +689,9 @@ fn a_list_that_cannot_be_followed_is_an_error_of_open() {
     }
 }
 
-// ---- nothing is lost
+// ---- no bytes are lost
 
-/// A program of correct code on two streams, with everything on.
+/// Runs correct code on two streams with all debugging modes on.
 fn program(rig: &Rig, seed: u64, rounds: u32) {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut random = move |below: u64| {
@@ -839,7 +841,7 @@ fn a_lost_device_loses_the_blocks_and_nothing_else() {
 }
 
 #[test]
-fn threads_free_while_others_check_and_every_block_goes_home() {
+fn threads_free_while_others_check_and_every_block_is_returned() {
     let rig = rig(Sim::h200(1), 256, everything());
     std::thread::scope(|scope| {
         for id in 0..4u64 {

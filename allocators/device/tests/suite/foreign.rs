@@ -1,4 +1,4 @@
-//! Streams of other libraries, which come and go without the pool.
+//! Tests of streams of other libraries, which are created and destroyed without the pool.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "takes in a stream")]
 
@@ -9,14 +9,14 @@ use aquifer_driver::{Access, KeepAlive, Operand, RawStream, sim::Sim};
 use aquifer_stream::Life;
 use std::{sync::Arc, time::Duration};
 
-/// A stream that some other library made.
+/// Returns a stream made by another library.
 fn foreign(sim: &Sim) -> (RawStream, KeepAlive) {
     let raw = sim.driver().stream_create(aquifer_driver::DeviceId(0), 0).unwrap();
     (raw, Arc::new(()))
 }
 
 #[test]
-fn a_stream_that_is_let_go_of_and_taken_in_again_is_waited_for_again() {
+fn a_stream_released_and_adopted_again_is_waited_for_again() {
     let rig = Rig::stepped(8);
     let s = rig.stream();
     let (foreign, alive) = foreign(&rig.sim);
@@ -25,8 +25,7 @@ fn a_stream_that_is_let_go_of_and_taken_in_again_is_waited_for_again() {
         block.order(foreign, Some(alive.clone()), Access::Write).unwrap();
         rig.sim.access(foreign, range(&block), Access::Write, Some(block.generation())).unwrap();
         drop(block);
-        // Has to wait for the foreign stream, on the device. Then nobody notes that stream any
-        // more.
+        // This waits for the foreign stream on the device. Afterwards no block records that stream.
         drop(rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap());
     }
     assert_eq!(rig.pool.stats().host_waits, 0);
@@ -34,7 +33,7 @@ fn a_stream_that_is_let_go_of_and_taken_in_again_is_waited_for_again() {
 }
 
 #[test]
-fn what_a_retired_stream_has_freed_is_held_back_while_another_stream_uses_it_and_no_longer() {
+fn memory_freed_by_a_retired_stream_is_pending_only_while_another_stream_uses_it() {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
     let (s, u) = (rig.stream(), rig.stream());
     // SAFETY: 1. a stream of this device. 2. it is never destroyed.
@@ -45,7 +44,7 @@ fn what_a_retired_stream_has_freed_is_held_back_while_another_stream_uses_it_and
     used.finish().unwrap();
     drop(block);
     foreign.retire().unwrap();
-    // Nobody can make the retired stream wait, and that is not the caller's affair.
+    // No other stream can make the retired stream wait, which does not fail the caller.
     let refused = rig.pool.alloc(&s, Request::bytes(6 * MIB)).map(drop);
     assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
     rig.sim.run_all();

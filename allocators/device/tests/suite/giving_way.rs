@@ -1,5 +1,5 @@
-//! What pools under one root of budgets do for each other when one of them has no room: who is
-//! asked, for what, and that every byte is accounted for whatever goes wrong meanwhile.
+//! Tests of reclaim between pools under one root budget: which pools are asked, for how much, and
+//! that every byte is accounted for whatever fails meanwhile.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE};
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A pool on device 0 under this budget.
+/// Opens a pool on device 0 under this budget.
 fn open(sim: &Sim, budget: &Budget, set: impl FnOnce(&mut PoolConfig)) -> DevicePool {
     open_on(sim, 0, budget, set)
 }
@@ -29,7 +29,7 @@ fn open_on(
     DevicePool::open(sim.driver(), DeviceId(device), config).unwrap()
 }
 
-/// Has a pool's caches hold so many MiB.
+/// Leaves this many MiB idle in the caches of a pool.
 fn idle(pool: &DevicePool, mib: u64) {
     drop(pool.alloc(&pool.stream().unwrap(), Request::bytes(mib * MIB)).unwrap());
     assert_eq!(pool.stats().physical, mib * MIB);
@@ -55,7 +55,7 @@ fn assert_clean(sim: &Sim, budget: &Budget) {
 }
 
 #[test]
-fn every_way_of_allocating_takes_what_lies_idle_in_another_pool() {
+fn every_allocation_method_reclaims_idle_memory_of_another_pool() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let (ours, theirs) = (open(&sim, &budget, |_| ()), open(&sim, &budget, |_| ()));
@@ -64,7 +64,7 @@ fn every_way_of_allocating_takes_what_lies_idle_in_another_pool() {
     let ways: [&dyn Fn(); 4] = [
         &|| drop(ours.alloc(&s, whole).unwrap()),
         &|| {
-            // Part of it is reserved.
+            // Part of the memory is reserved.
             let held = Mutex::new(budget.reserve(2 * MIB).unwrap());
             drop(ours.alloc_reserved(&s, whole, &held).unwrap());
         },
@@ -84,7 +84,7 @@ fn every_way_of_allocating_takes_what_lies_idle_in_another_pool() {
 }
 
 #[test]
-fn no_more_is_taken_from_others_than_is_missing() {
+fn reclaim_takes_no_more_from_other_pools_than_is_missing() {
     let sim = Sim::h200(1).symbolic();
     let budget = Budget::new("both", 64 * MIB);
     let (ours, theirs) = (open(&sim, &budget, |_| ()), open(&sim, &budget, |_| ()));
@@ -95,7 +95,7 @@ fn no_more_is_taken_from_others_than_is_missing() {
 }
 
 #[test]
-fn a_limit_of_a_tenant_costs_nobody_else_and_the_refusal_names_the_tenant() {
+fn a_tenants_limit_reclaims_from_no_other_pool_and_the_refusal_names_the_tenant() {
     let sim = Sim::h200(1);
     let root = Budget::new("device 0", 64 * MIB);
     let tenant = root.child("tenant", 16 * MIB);
@@ -141,7 +141,7 @@ fn a_refusal_names_the_budget_above_that_has_no_room_in_figures_of_the_whole_req
 }
 
 #[test]
-fn what_the_driver_refuses_comes_from_pools_of_that_device_whatever_their_budget() {
+fn memory_the_driver_refuses_is_reclaimed_from_pools_of_that_device_under_any_budget() {
     let sim = Sim::h200(2).symbolic().capacity(64 * MIB);
     let root = Budget::unlimited("process");
     let [a, b, far] = ["a", "b", "far"].map(|name| root.child(name, 1 << 40));
@@ -158,7 +158,7 @@ fn what_the_driver_refuses_comes_from_pools_of_that_device_whatever_their_budget
 }
 
 #[test]
-fn what_another_pool_is_still_using_is_waited_for_by_who_has_time() {
+fn a_request_with_time_waits_for_memory_in_use_by_another_pool() {
     for (wait, served) in [(Duration::ZERO, false), (Duration::MAX, true)] {
         let sim = Sim::h200(1).stepped();
         let budget = Budget::new("both", 16 * MIB);
@@ -175,7 +175,7 @@ fn what_another_pool_is_still_using_is_waited_for_by_who_has_time() {
 }
 
 #[test]
-fn the_quarantine_of_another_pool_gives_way() {
+fn the_quarantine_of_another_pool_is_reclaimed() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let ours = open(&sim, &budget, |_| ());
@@ -190,7 +190,7 @@ fn the_quarantine_of_another_pool_gives_way() {
 }
 
 #[test]
-fn the_drivers_own_pool_asks_as_well_as_it_is_asked() {
+fn the_drivers_own_pool_reclaims_and_is_reclaimed_from() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 64 * MIB);
     let streams = StreamPool::new(sim.driver(), DeviceId(0), 8);
@@ -208,7 +208,7 @@ fn the_drivers_own_pool_asks_as_well_as_it_is_asked() {
 }
 
 #[test]
-fn what_the_driver_will_not_take_back_stays_charged_and_goes_with_the_next_trim() {
+fn memory_whose_release_fails_stays_charged_until_the_next_trim() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let ours = open(&sim, &budget, |config| config.wait = Duration::ZERO);
@@ -222,7 +222,7 @@ fn what_the_driver_will_not_take_back_stays_charged_and_goes_with_the_next_trim(
     assert!(take(&ours, 12).is_ok(), "nor is it lost");
     theirs.trim(0).unwrap();
     ours.trim(0).unwrap();
-    // A handle that is unmapped and not released is nobody's, and the device's all the same.
+    // A handle that is unmapped but not released has no owner, yet still occupies the device.
     idle(&theirs, 12);
     sim.fail_every(Call::HandleRelease, 1, 999);
     assert!(take(&ours, 12).is_err());
@@ -237,7 +237,7 @@ fn what_the_driver_will_not_take_back_stays_charged_and_goes_with_the_next_trim(
 }
 
 #[test]
-fn an_offer_waits_for_no_driver_call_and_nobody_else_waits_for_one_that_is_asked() {
+fn an_offer_waits_for_no_driver_call_and_a_reclaim_in_progress_blocks_no_other_pool() {
     let sim = Sim::h200(1).symbolic();
     let budget = Budget::new("both", 32 * MIB);
     let ours = open(&sim, &budget, |config| config.wait = Duration::from_secs(60));
@@ -251,12 +251,12 @@ fn an_offer_waits_for_no_driver_call_and_nobody_else_waits_for_one_that_is_asked
         let stalled = sim.stall(Call::HandleRelease);
         let asks = scope.spawn(|| take(&ours, 20).map(drop));
         assert!(stalled.wait_for(1, PATIENCE), "it asks the other pool, which asks the driver");
-        // Both hot paths, both pools' books, and the budget.
+        // This covers the fast paths and the statistics of both pools, and the budget.
         drop(ours.alloc(&s, Request::bytes(MIB)).unwrap());
         drop(theirs.alloc(&u, Request::bytes(MIB / 2)).unwrap());
         drop(budget.charge(1));
         assert!(ours.stats().physical + theirs.stats().physical > 0);
-        // One who is short too, and has no time.
+        // Another pool is short as well and has no time to wait.
         let room = budget.make_room(32 * MIB, Some(Instant::now()), None);
         assert!(room.missing > 0);
         drop(stalled);
@@ -270,7 +270,7 @@ fn idle_more(pool: &DevicePool, mib: u64) {
 }
 
 #[test]
-fn a_pool_that_is_gone_is_asked_no_more_and_was_not_kept_by_its_budget() {
+fn a_dropped_pool_is_not_asked_again_and_its_budget_does_not_keep_it_alive() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let ours = open(&sim, &budget, |config| config.wait = Duration::ZERO);
@@ -287,7 +287,7 @@ fn a_pool_that_is_gone_is_asked_no_more_and_was_not_kept_by_its_budget() {
 }
 
 #[test]
-fn memory_for_a_foreign_library_is_the_drivers_when_it_has_been_given_back() {
+fn memory_for_a_foreign_library_is_returned_to_the_driver() {
     let sim = Sim::h200(1).stepped();
     let budget = Budget::new("device 0", 64 * MIB);
     let (ours, theirs) = (open(&sim, &budget, |_| ()), open(&sim, &budget, |_| ()));
@@ -306,10 +306,11 @@ fn memory_for_a_foreign_library_is_the_drivers_when_it_has_been_given_back() {
     assert!(sim.violations().is_empty());
 }
 
-/// Two pools under a budget that is too small, threads on both that take and let go: every request
-/// ends, nobody is refused for what lies idle in the other pool, and at the end every byte is back.
+/// Two pools under a budget that is too small, with threads on both that allocate and free: every
+/// request ends, no request is refused while memory lies idle in the other pool, and at the end
+/// every byte is returned.
 #[test]
-fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread() {
+fn pools_that_reclaim_from_each_other_on_many_threads_lose_no_byte_and_do_not_deadlock() {
     let sim = Sim::h200(1).symbolic();
     let budget = Budget::new("both", 48 * MIB);
     let pools = [0, 1].map(|_| open(&sim, &budget, |config| config.wait = PATIENCE));
@@ -319,7 +320,7 @@ fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread(
             scope.spawn(move || {
                 let s = pool.stream().unwrap();
                 for round in 0..60 {
-                    // All four together hold 40 of the 48 MiB at most.
+                    // All four threads together hold at most 40 of the 48 MiB.
                     let block = pool.alloc(&s, Request::bytes((2 + (round + at) % 5 * 2) * MIB));
                     assert!(block.is_ok(), "{}", block.unwrap_err());
                     assert!(budget.used() <= 48 * MIB);

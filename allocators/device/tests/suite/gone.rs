@@ -1,5 +1,5 @@
-//! Streams that are gone: what they had is the others' without anybody being short, and nothing of
-//! them adds up.
+//! Tests of streams that have been dropped: their memory serves other streams before any is short,
+//! and no state accumulates.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
@@ -23,16 +23,16 @@ fn write(rig: &Rig, stream: &Stream, block: &Block) {
 
 fn adopt(rig: &Rig, life: Life) -> (Stream, RawStream) {
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
-    // SAFETY: 1. a stream of this driver. 2. the tests keep what `life` says.
+    // SAFETY: 1. a stream of this driver. 2. the tests follow `life`.
     (unsafe { rig.pool.streams().adopt(raw, life) }.unwrap(), raw)
 }
 
 fn destroy(rig: &Rig, raw: RawStream) {
-    // SAFETY: 1. the test's own, which nobody calls for from here on.
+    // SAFETY: 1. the stream belongs to the test and is not used from here on.
     unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
 }
 
-/// How many caches the pool has, of streams that live and that do not.
+/// Returns the number of caches of the pool, for live and for dropped streams.
 fn caches(rig: &Rig) -> usize {
     let told = rig.pool.alloc(&rig.stream(), Request::bytes(1 << 45)).unwrap_err();
     let aquifer_core::MemoryError::OutOfMemory(told) = told else { panic!("{told:?}") };
@@ -40,7 +40,7 @@ fn caches(rig: &Rig) -> usize {
 }
 
 #[test]
-fn what_a_stream_that_is_gone_had_serves_the_others_before_there_is_new_memory() {
+fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
     for retired in [true, false] {
         for adoption in [Adoption::Wait, Adoption::Never] {
             let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |config| config.adoption = adoption);
@@ -78,7 +78,7 @@ fn what_a_stream_that_is_gone_had_serves_the_others_before_there_is_new_memory()
 }
 
 #[test]
-fn what_comes_home_after_its_stream_is_gone_serves_the_others_too() {
+fn blocks_returned_after_their_stream_is_dropped_serve_other_streams() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
     let (u, (s, raw)) = (rig.stream(), adopt(&rig, Life::Retired));
     let blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
@@ -94,7 +94,7 @@ fn what_comes_home_after_its_stream_is_gone_serves_the_others_too() {
 }
 
 #[test]
-fn a_device_that_cannot_map_hands_segments_on_when_their_stream_is_gone() {
+fn a_device_without_mappings_passes_on_the_segments_of_dropped_streams() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config).symbolic(), 1024, |_| ());
@@ -110,7 +110,7 @@ fn a_device_that_cannot_map_hands_segments_on_when_their_stream_is_gone() {
 }
 
 #[test]
-fn work_of_a_stream_that_is_gone_is_done_before_its_memory_is_anybody_elses() {
+fn memory_of_a_dropped_stream_is_reused_only_after_its_work() {
     for adoption in [Adoption::Wait, Adoption::DoneOnly] {
         let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 64, |config| {
             (config.adoption, config.wait) = (adoption, Duration::ZERO);
@@ -134,8 +134,8 @@ fn work_of_a_stream_that_is_gone_is_done_before_its_memory_is_anybody_elses() {
     }
 }
 
-/// Ten thousand streams of a kind live after each other. What is left in the end, and was there at
-/// most.
+/// Runs ten thousand streams of one kind one after the other, and compares what remains at the end
+/// with the peak.
 fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
     let (mut events, mut streams, mut physical) = (0, 0, 0);
     for nth in 0..10_000 {
@@ -158,7 +158,7 @@ fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
 }
 
 #[test]
-fn ten_thousand_streams_that_come_and_go_leave_no_more_than_a_few_do() {
+fn ten_thousand_short_lived_streams_leave_no_more_than_a_few() {
     for mapping in [true, false] {
         for life in [Life::Retired, Life::Fenced] {
             let mut config = SimConfig::h200(1);
@@ -186,10 +186,10 @@ fn ten_thousand_streams_that_come_and_go_leave_no_more_than_a_few_do() {
 }
 
 #[test]
-fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few_do() {
+fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 4096, |config| config.streams = 2);
     ten_thousand(&rig, |nth| {
-        // At the cap, so that a stream of another kind gives way.
+        // At the cap, so that a stream of another kind is evicted.
         let kind = Lease::default().priority(-(nth as i32 % 3));
         let s = rig.pool.streams().lease_as(kind).unwrap();
         let blocks = [take(&rig, &s, 3), take(&rig, &s, 1)];
@@ -198,7 +198,7 @@ fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few_do() {
 }
 
 #[test]
-fn threads_that_come_and_go_with_their_default_streams_leave_no_caches() {
+fn ended_threads_leave_no_caches_of_their_default_streams() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
     for _ in 0..200 {
         thread::scope(|scope| {
@@ -215,7 +215,7 @@ fn threads_that_come_and_go_with_their_default_streams_leave_no_caches() {
 }
 
 #[test]
-fn streams_come_and_go_on_several_threads_while_others_take_what_they_leave() {
+fn threads_create_and_drop_streams_while_others_take_over_their_memory() {
     for seed in 0..4 {
         let ring = Arc::new(RingSink::new(1 << 16));
         let rig = Rig::on(Sim::h200(1).symbolic().seeded(seed), 256, |config| {
@@ -232,7 +232,7 @@ fn streams_come_and_go_on_several_threads_while_others_take_what_they_leave() {
                             (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
                         blocks.iter().for_each(|block| write(rig, &s, block));
                         if nth % 3 == 0 {
-                            // Comes home when its stream is long gone.
+                            // Blocks returned long after their stream was dropped.
                             late.extend(blocks.pop());
                         }
                         drop(blocks);

@@ -1,5 +1,6 @@
-//! Launches of graphs over their own memory: in order with whatever touches it, beside everything
-//! else. The oracle watches, and the controls show what it sees where the pool is not told.
+//! Tests of graph launches over the graph's own memory: each launch is ordered with every other use
+//! of that memory. The oracle checks this, and the controls show what it reports when the pool is
+//! not informed.
 #![expect(unsafe_code, reason = "captures, and launches by hand for the controls")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,10 +12,10 @@ use aquifer_stream::Stream;
 
 const LEN: usize = 4096;
 
-/// Orders in which queues may run.
+/// The number of queue orders to try.
 const SEEDS: u64 = 40;
 
-/// Whether every byte is this one.
+/// Returns whether every byte equals `byte`.
 fn all(bytes: &[u8], byte: u8) -> bool {
     bytes.iter().all(|&b| b == byte)
 }
@@ -23,7 +24,8 @@ fn seeded(seed: u64) -> Rig {
     Rig::on(Sim::h200(1).seeded(seed), 64, |_| ())
 }
 
-/// A graph that copies its first block to its second, by way of one that is freed within it.
+/// Captures a graph that copies its first block to its second through a temporary block freed
+/// within it.
 fn copies(
     rig: &Rig,
     graphs: &GraphPool,
@@ -44,7 +46,7 @@ fn copies(
 }
 
 #[test]
-fn launches_are_in_order_with_uses_of_the_graph_s_blocks_on_any_stream() {
+fn launches_are_ordered_with_uses_of_the_graphs_blocks_on_any_stream() {
     for seed in 0..SEEDS {
         let rig = seeded(seed);
         let [s, u, v, w] = [0; 4].map(|_| rig.stream());
@@ -54,7 +56,7 @@ fn launches_are_in_order_with_uses_of_the_graph_s_blocks_on_any_stream() {
         for round in 0..6_u8 {
             u.fill(&mut from, round).unwrap();
             graph.launch(if round % 2 == 0 { &v } else { &s }).unwrap();
-            // A copy that is still queued when the next launch comes.
+            // The copy is still queued when the next launch comes.
             let mut copy = rig.bytes(&w, LEN as u64);
             w.copy(&to, &mut copy).unwrap();
             seen.push(copy);
@@ -98,7 +100,7 @@ fn graphs_that_share_a_pool_run_one_after_the_other_and_in_order_with_their_bloc
         for round in 0..4 {
             s.fill(&mut a, round).unwrap();
             first.launch(&s).unwrap();
-            // The second one's blocks lie where the first one's temporary does.
+            // The blocks of the second graph lie where the temporary block of the first one lies.
             u.fill(&mut c, 100 + round).unwrap();
             second.launch(&u).unwrap();
             assert!(all(&read(&u, &d), 100 + round) && all(&read(&s, &b), round), "seed {seed}");
@@ -151,12 +153,12 @@ fn a_capture_that_forks_and_joins_uses_blocks_of_both_streams_in_order() {
                 u.wait_for(s)?;
                 let mut b = rig.pool.buffer::<u8>(&u, LEN)?;
                 u.copy(&a, &mut b)?;
-                // `a` is used on `u`: what comes next on `s` lies elsewhere, or the branches would
-                // race.
+                // `a` is used on `u`. The next allocation on `s` lies elsewhere, otherwise the
+                // branches would race.
                 drop(a);
                 let mut c = rig.pool.buffer::<u8>(s, LEN)?;
                 s.fill(&mut c, 1)?;
-                // Without a word from the user: a copy on `s` from a block of `u`'s.
+                // The user declares nothing here: a copy on `s` from a block of `u`.
                 s.copy(&b, &mut c)?;
                 drop(b);
                 Ok(c)
@@ -226,7 +228,7 @@ fn queued_launches_keep_the_memory_of_a_graph_that_is_gone() {
 }
 
 #[test]
-fn a_graph_is_dropped_while_somebody_captures_and_breaks_nothing() {
+fn dropping_a_graph_during_another_capture_breaks_nothing() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -234,7 +236,7 @@ fn a_graph_is_dropped_while_somebody_captures_and_breaks_nothing() {
     u.driver().capture_begin(u.raw(), CaptureMode::Global).unwrap();
     drop((graph, blocks));
     let made = u.driver().capture_end(u.raw()).unwrap();
-    // SAFETY: 1. known here alone.
+    // SAFETY: 1. known only here.
     unsafe { u.driver().graph_destroy(made) }.unwrap();
     rig.assert_silent();
 }
@@ -262,22 +264,22 @@ fn a_capture_that_fails_leaves_no_graph_and_a_stream_that_runs() {
     rig.assert_silent();
 }
 
-/// Captures by hand, and answers with what can be launched by hand.
+/// Captures without the pool and returns a graph that can be launched without it.
 fn by_hand(s: &Stream, work: impl FnOnce()) -> RawGraphExec {
     let driver = s.driver();
     driver.capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
     work();
     let graph = driver.capture_end(s.raw()).unwrap();
     let exec = driver.graph_instantiate(graph).unwrap();
-    // SAFETY: 1. known here alone.
+    // SAFETY: 1. known only here.
     unsafe { driver.graph_destroy(graph) }.unwrap();
     exec
 }
 
-/// The control: memory of a capture that goes back to the cache it came from, since nobody
-/// announced the capture.
+/// The control: the capture is not announced, so memory of the capture returns to the cache it came
+/// from.
 #[test]
-fn a_replay_over_memory_that_was_given_back_early_is_a_violation() {
+fn a_replay_over_memory_returned_early_is_a_violation() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let mut at = 0;
@@ -290,17 +292,16 @@ fn a_replay_over_memory_that_was_given_back_early_is_a_violation() {
     assert_eq!(theirs.block().address(), at);
     s.fill(&mut theirs, 2).unwrap();
     rig.assert_silent();
-    // SAFETY: 1. mapped. 2. deliberately not: it is another's by now.
+    // SAFETY: 1. mapped. 2. deliberately broken: another block owns the memory by now.
     unsafe { rig.sim.driver().graph_launch(exec, s.raw()) }.unwrap();
     assert!(all(&read(&s, &theirs), 1), "and the bytes are wrong");
     let found = rig.sim.take_violations();
     assert!(!found.is_empty(), "the oracle saw nothing");
 }
 
-/// The control: launches by hand of two graphs that share a pool, on two streams that nobody
-/// orders.
+/// The control: two graphs that share a pool are launched directly on two unordered streams.
 #[test]
-fn launches_that_nobody_orders_are_a_violation() {
+fn unordered_launches_are_a_violation() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -314,18 +315,18 @@ fn launches_that_nobody_orders_are_a_violation() {
         exec
     });
     for (exec, on) in execs.into_iter().zip([&s, &u]) {
-        // SAFETY: 1. mapped. 2. deliberately not: the launches write the same bytes.
+        // SAFETY: 1. mapped. 2. deliberately broken: the launches write the same bytes.
         unsafe { rig.sim.driver().graph_launch(exec, on.raw()) }.unwrap();
     }
     rig.sim.run_all();
     assert!(!rig.sim.take_violations().is_empty(), "the oracle saw nothing");
-    // The pool knows nothing of the launches, and its end adds to what they did.
+    // The pool does not track these launches, so dropping it would add further violations.
     rig.sim.oracle(false);
 }
 
-/// The control: a use of the graph's block that nobody orders with a launch.
+/// The control: a use of the graph's block is not ordered with a launch.
 #[test]
-fn a_launch_by_hand_beside_a_use_of_its_block_is_a_violation_unless_it_is_noted() {
+fn a_direct_launch_beside_a_use_of_its_block_is_a_violation_unless_noted() {
     for noted in [false, true] {
         let rig = Rig::stepped(64);
         let (s, u) = (rig.stream(), rig.stream());
@@ -350,8 +351,7 @@ fn a_launch_by_hand_beside_a_use_of_its_block_is_a_violation_unless_it_is_noted(
         used.finish().unwrap();
         rig.sim.run_all();
         assert_eq!(rig.sim.take_violations().is_empty(), noted);
-        // The pool knows nothing of the launch that was not noted, and its end adds to what that
-        // did.
+        // The pool does not track the unnoted launch, so dropping it would add further violations.
         rig.sim.oracle(noted);
     }
 }

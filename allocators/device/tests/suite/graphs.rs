@@ -1,5 +1,5 @@
-//! A graph's memory is the graph's: nobody else is given it, and it stays where it is, until the
-//! graph and its last launch are done.
+//! Tests of the memory of graphs: it serves no other stream and keeps its place until the graph and
+//! its last launch are done.
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -34,7 +34,7 @@ fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
     rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
 }
 
-/// A device that cannot map.
+/// Returns a device without virtual memory.
 fn plain() -> Sim {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
@@ -45,16 +45,16 @@ fn kinds() -> [Rig; 2] {
     [Rig::new(256), Rig::on(plain(), 256, |_| ())]
 }
 
-/// What a capture leaves: the announcement's end.
+/// Ends the capture and its announcement, and returns the captured memory.
 fn captured(rig: &Rig, s: &Stream, announced: Announced) -> aquifer_device::Captured {
     let graph = end(s);
-    // SAFETY: 1. nobody else knows it.
+    // SAFETY: 1. known only here.
     unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
     announced.end()
 }
 
 #[test]
-fn only_streams_that_take_part_in_an_announced_capture_draw_from_its_memory() {
+fn only_streams_of_an_announced_capture_allocate_from_its_memory() {
     for rig in kinds() {
         let (s, joined, other) = (rig.stream(), rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
@@ -130,7 +130,7 @@ fn captures_are_announced_by_a_filter_over_handles_and_blocks_go_by_address() {
 }
 
 #[test]
-fn a_stream_reuses_what_it_freed_in_its_capture_and_nobody_else_does() {
+fn a_stream_alone_reuses_what_it_freed_in_its_capture() {
     for rig in kinds() {
         let (s, u) = (rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
@@ -154,7 +154,7 @@ fn a_stream_reuses_what_it_freed_in_its_capture_and_nobody_else_does() {
 }
 
 #[test]
-fn what_another_captured_stream_uses_is_held_back_until_the_capture_has_ended() {
+fn a_block_used_by_another_captured_stream_is_pending_until_the_capture_ends() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -183,7 +183,7 @@ fn what_another_captured_stream_uses_is_held_back_until_the_capture_has_ended() 
 }
 
 #[test]
-fn a_block_from_outside_that_is_freed_within_a_capture_is_settled_after_it() {
+fn an_outside_block_freed_within_a_capture_is_collected_after_it() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -201,7 +201,7 @@ fn a_block_from_outside_that_is_freed_within_a_capture_is_settled_after_it() {
     s.synchronize().unwrap();
     rig.pool.trim(0).unwrap();
     assert_eq!((rig.pool.stats().pending, rig.pool.stats().physical), (0, 0));
-    // SAFETY: 1. nobody else knows it.
+    // SAFETY: 1. known only here.
     unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
     rig.assert_silent();
 }
@@ -211,7 +211,7 @@ fn an_eager_stream_that_is_fenced_at_each_free_goes_on_after_its_capture() {
     let rig = Rig::new(64);
     let own = rig.stream();
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
-    // SAFETY: 1. made just now. 2. destroyed by nobody.
+    // SAFETY: 1. made just now. 2. never destroyed.
     let s = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
     let graphs = rig.pool.graph_pool().unwrap();
     let outside = alloc(&rig, &s, MIB);
@@ -228,7 +228,7 @@ fn an_eager_stream_that_is_fenced_at_each_free_goes_on_after_its_capture() {
 }
 
 #[test]
-fn several_captures_that_share_a_pool_take_no_more_than_the_largest_and_others_get_nothing_of_it() {
+fn captures_that_share_a_pool_take_no_more_than_the_largest_and_serve_no_other_stream() {
     for rig in kinds() {
         let (s, u) = (rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
@@ -248,7 +248,7 @@ fn several_captures_that_share_a_pool_take_no_more_than_the_largest_and_others_g
         }
         rig.pool.trim(0).unwrap();
         assert_eq!(rig.pool.stats().physical, held, "a trim takes nothing that launches write");
-        // Ordinary blocks in a budget that the graphs' free memory stands in.
+        // Ordinary blocks under a budget to which the free memory of graphs is charged.
         let refused = rig.pool.alloc(&s, Request::bytes(250 * MIB)).unwrap_err();
         let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused}") };
         assert_eq!((refused.graphs, refused.cached), (held, 0));
@@ -263,7 +263,7 @@ fn several_captures_that_share_a_pool_take_no_more_than_the_largest_and_others_g
 }
 
 #[test]
-fn memory_goes_when_handles_graphs_blocks_and_the_last_launch_on_every_stream_are_gone() {
+fn memory_is_released_after_handles_graphs_blocks_and_the_last_launch() {
     let rig = Rig::stepped(64);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -296,7 +296,7 @@ fn memory_goes_when_handles_graphs_blocks_and_the_last_launch_on_every_stream_ar
 }
 
 #[test]
-fn where_nobody_sees_the_launches_the_device_is_waited_for_and_never_while_somebody_captures() {
+fn after_untracked_launches_the_pool_synchronises_the_device_but_never_during_a_capture() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -322,7 +322,7 @@ fn where_nobody_sees_the_launches_the_device_is_waited_for_and_never_while_someb
 }
 
 #[test]
-fn memory_that_the_driver_keeps_for_a_graph_goes_when_the_driver_says_so() {
+fn memory_kept_by_the_driver_for_a_graph_is_released_when_the_driver_reports_it() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let graphs = rig.pool.graph_pool().unwrap();
@@ -333,14 +333,14 @@ fn memory_that_the_driver_keeps_for_a_graph_goes_when_the_driver_says_so() {
     announced.end().keep_until_released(graph).unwrap();
     let exec = rig.sim.driver().graph_instantiate(graph).unwrap();
     drop(graphs);
-    // SAFETY: 1. nobody else knows it.
+    // SAFETY: 1. known only here.
     unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.pool.stats().graphs, 2 * MIB, "the executable may be launched");
-    // SAFETY: 1. nobody else knows it.
+    // SAFETY: 1. known only here.
     unsafe { rig.sim.driver().graph_exec_destroy(exec) }.unwrap();
-    // By this thread's trim, or by the next one where another thread, which looks for all pools,
-    // has it in hand.
+    // The memory goes by this thread's trim, or by the next one if another thread that collects for
+    // all pools holds it.
     let begun = Instant::now();
     while rig.pool.trim(0).is_ok() && rig.pool.stats().physical > 0 {
         assert!(begun.elapsed() < PATIENCE, "{:?}", rig.pool.stats());
@@ -351,7 +351,7 @@ fn memory_that_the_driver_keeps_for_a_graph_goes_when_the_driver_says_so() {
 }
 
 #[test]
-fn what_the_pool_does_meanwhile_breaks_no_capture_of_any_mode() {
+fn pool_operations_break_no_capture_of_any_mode() {
     for mode in MODES {
         for rig in [
             Rig::new(32),
@@ -412,7 +412,7 @@ fn a_growth_that_fails_changes_nothing_and_the_capture_goes_on() {
 }
 
 #[test]
-fn what_cannot_be_announced_or_captured_is_refused_by_name() {
+fn invalid_announcements_and_captures_are_refused_by_name() {
     let rig = Rig::on(Sim::h200(2), 64, |_| ());
     let s = rig.stream();
     let graphs = rig.pool.graph_pool().unwrap();
@@ -422,7 +422,7 @@ fn what_cannot_be_announced_or_captured_is_refused_by_name() {
     assert_eq!(graphs.announce(&s).err(), Some(twice.clone()));
     assert_eq!(other.announce(&s).err(), Some(twice));
     begin(&s, CaptureMode::Global);
-    // A query that is not relaxed breaks it.
+    // A query in a capture mode other than relaxed invalidates the capture.
     assert!(rig.sim.driver().stream_query(s.raw()).is_err());
     let broken = MemoryError::CaptureInvalidated { stream: s.raw().handle() };
     assert_eq!(rig.pool.alloc(&s, Request::bytes(1)).err(), Some(broken));
@@ -451,7 +451,7 @@ fn one_thread_ends_an_announcement_that_another_has_made() {
 }
 
 #[test]
-fn after_the_last_announcement_blocks_come_straight_out_of_caches_again() {
+fn after_the_last_announcement_the_fast_path_serves_again() {
     let rig = Rig::on(Sim::h200(1), 64, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
     drop(alloc(&rig, &s, 4096));
@@ -471,7 +471,7 @@ fn after_the_last_announcement_blocks_come_straight_out_of_caches_again() {
 }
 
 #[test]
-fn what_is_captured_for_a_tag_or_reserved_is_counted_as_ever() {
+fn captured_memory_for_tags_and_reservations_is_counted_as_usual() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let tag = Tag::named("weights of a graph");
@@ -493,7 +493,7 @@ fn what_is_captured_for_a_tag_or_reserved_is_counted_as_ever() {
 }
 
 #[test]
-fn a_closed_pool_leaves_nothing_when_its_last_graph_is_gone() {
+fn a_closed_pool_leaves_nothing_after_its_last_graph() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let graphs = rig.pool.graph_pool().unwrap();
@@ -518,7 +518,7 @@ fn a_closed_pool_leaves_nothing_when_its_last_graph_is_gone() {
 }
 
 #[test]
-fn a_capture_whose_end_is_refused_is_ended_by_the_next_try() {
+fn a_capture_whose_end_is_refused_is_ended_by_the_next_attempt() {
     let rig = Rig::new(256);
     let graphs = rig.pool.graph_pool().unwrap();
     let s = rig.stream();
@@ -532,7 +532,7 @@ fn a_capture_whose_end_is_refused_is_ended_by_the_next_try() {
     assert_eq!(rig.sim.outstanding().graphs, 0);
     capture(&s).unwrap();
 
-    // Refused for good, it stays open, and the stream is not leased while it is.
+    // A capture that can never be ended stays open, and its stream is not leased meanwhile.
     rig.sim.fail_every(Call::CaptureEnd, 1, 999);
     assert!(capture(&s).is_err());
     rig.sim.clear_failures();

@@ -1,4 +1,4 @@
-//! How large handles are, where they go, and what a move leaves behind.
+//! Tests of handles: their sizes, where they are mapped, and what a move leaves behind.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE, Rig, range};
@@ -10,8 +10,8 @@ use std::{thread, time::Duration};
 
 const GIB: u64 = 1 << 30;
 
-/// A device of 1 TiB: handles are as large as on no device that there is. Runs nothing by itself,
-/// and gives up at once.
+/// Returns a device of 1 TiB, on which handles have their largest size. It runs no work by itself,
+/// and requests do not wait.
 fn vast(limit_mib: u64) -> Rig {
     let sim = Sim::h200(1).symbolic().stepped().capacity(1 << 40);
     Rig::on(sim, limit_mib, |config| config.wait = Duration::ZERO)
@@ -35,7 +35,7 @@ fn handles_get_small_as_the_limit_comes_near() {
     let rig = vast(1 << 20);
     let s = rig.stream();
     let mut live = Vec::new();
-    // What is left when a block of 128 MiB comes, and the handles that back it.
+    // What is left when a block of 128 MiB is requested, and the handles that back it.
     for (left, handles) in [
         (512 * GIB, 2),
         (256 * GIB, 2),
@@ -52,11 +52,11 @@ fn handles_get_small_as_the_limit_comes_near() {
 }
 
 #[test]
-fn what_lies_free_counts_as_left() {
+fn free_memory_counts_as_left() {
     let rig = vast(1 << 20);
     let s = rig.stream();
     drop(take(&rig, &s, 64 << 10));
-    // Of the 320 GiB 256 are not there yet, and 64 are free.
+    // Of the 320 GiB, 256 GiB are not allocated yet and 64 GiB are free.
     rig.budget.set_limit(256 * GIB - 64 * GIB);
     rig.budget.set_limit(256 * GIB);
     let before = made(&rig, Call::HandleCreate);
@@ -66,10 +66,10 @@ fn what_lies_free_counts_as_left() {
 }
 
 #[test]
-fn large_handles_are_given_back_first_and_a_small_one_where_little_is_asked() {
+fn large_handles_are_released_first_and_a_small_one_for_a_small_request() {
     let rig = vast(1 << 20);
     let s = rig.stream();
-    // 16 handles of 64 MiB, and behind them 64 of 2 MiB.
+    // 16 handles of 64 MiB, followed by 64 of 2 MiB.
     let large = take(&rig, &s, 1024);
     rig.budget.set_limit(rig.budget.used() + 128 * MIB);
     let small = take(&rig, &s, 128);
@@ -86,8 +86,8 @@ fn large_handles_are_given_back_first_and_a_small_one_where_little_is_asked() {
     assert_eq!(rig.budget.used(), 0);
 }
 
-/// Two handles of 64 MiB that are free, and live ones beside each. No block of 70 MiB finds room
-/// but beyond the last, which misses three slots.
+/// Leaves two free handles of 64 MiB with a live block beside each. A block of 70 MiB fits only
+/// beyond the last handle, where three slots are missing.
 fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 2] {
     let [a, b, c, d] = [0; 4].map(|_| take(rig, stream, 64));
     if used {
@@ -101,7 +101,7 @@ fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 2] {
 }
 
 #[test]
-fn a_handle_that_fits_nowhere_is_melted_and_its_charge_never_leaves_the_budget() {
+fn a_handle_that_fits_nowhere_is_released_while_its_charge_is_kept() {
     let rig = vast(1 << 20);
     let s = rig.stream();
     let _live = two_large_ones(&rig, &s, false);
@@ -124,7 +124,7 @@ fn a_handle_that_fits_nowhere_is_melted_and_its_charge_never_leaves_the_budget()
 }
 
 #[test]
-fn a_handle_under_queued_work_is_neither_melted_nor_unmapped() {
+fn a_handle_under_queued_work_is_neither_released_nor_unmapped() {
     let rig = vast(1 << 20);
     let s = rig.stream();
     let live = two_large_ones(&rig, &s, true);
@@ -137,8 +137,7 @@ fn a_handle_under_queued_work_is_neither_melted_nor_unmapped() {
     rig.assert_silent();
 }
 
-/// Four handles of 2 MiB in a row, of which two lie free apart from each other under work that has
-/// not run.
+/// Leaves two free handles among four of 2 MiB in a row, not adjacent, under work that has not run.
 fn two_in_use(rig: &Rig, stream: &Stream) -> [Block; 2] {
     let [a, b, c, d] = [0; 4].map(|_| take(rig, stream, 2));
     for free in [a, c] {
@@ -165,7 +164,7 @@ fn a_mapping_stays_under_queued_work_after_its_handle_has_moved() {
 }
 
 #[test]
-fn the_rest_of_a_moved_handle_waits_like_the_block_that_it_was_moved_for() {
+fn the_rest_of_a_moved_handle_waits_like_the_block_it_was_moved_for() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 8, |config| config.wait = Duration::ZERO);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
     let _live = two_in_use(&rig, &s);
@@ -185,12 +184,12 @@ fn one_small_block_pins_one_handle_and_no_more() {
     let s = rig.stream();
     let whole = take(&rig, &s, 512);
     drop(whole);
-    // Under each of these lies another handle.
+    // Each of these lies on a handle of its own.
     let (small, large) = (rig.pool.alloc(&s, Request::bytes(1)).unwrap(), take(&rig, &s, 300));
     drop(large);
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.budget.used(), 2 * MIB);
-    // And all others can go where a block needs them.
+    // All other handles can move to where a block needs them.
     rig.budget.set_limit(66 * MIB);
     let held = take(&rig, &s, 64);
     assert_eq!(rig.budget.used(), 66 * MIB);
@@ -199,8 +198,8 @@ fn one_small_block_pins_one_handle_and_no_more() {
 
 #[test]
 fn failure_of_any_call_while_moving_loses_nothing() {
-    // Those that end a handle are left out: what the driver will not have back is held, and
-    // charged, for good.
+    // Calls that end a handle are left out: a handle that the driver refuses to release stays held
+    // and charged for good.
     let calls = [
         Call::HandleCreate,
         Call::Map,
@@ -221,7 +220,8 @@ fn failure_of_any_call_while_moving_loses_nothing() {
     }
 }
 
-/// Moves handles that are done, in use, and too large for where they go, and one call of it fails.
+/// Moves handles that are done, in use, and too large for their destination, while one driver call
+/// fails.
 fn fail_while_moving(call: Call, nth: u64, code: u32) {
     let rig = vast(1 << 20);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());

@@ -1,5 +1,5 @@
-//! The block that was freed last waits in front of its stream's heap, and nobody can tell but by
-//! the clock.
+//! Tests that the block freed last, which waits in front of its stream's heap, behaves like any
+//! other free memory except in speed.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use crate::support::{MIB, Rig, range};
@@ -13,7 +13,7 @@ fn writes(rig: &Rig, stream: &Stream, block: &Block) {
 }
 
 #[test]
-fn it_is_given_out_again_where_it_was_and_is_free_by_every_figure_meanwhile() {
+fn the_last_freed_block_is_reused_in_place_and_counts_as_free_meanwhile() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let other = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
@@ -34,7 +34,7 @@ fn it_is_given_out_again_where_it_was_and_is_free_by_every_figure_meanwhile() {
 }
 
 #[test]
-fn a_request_for_somebody_else_or_with_a_larger_alignment_is_counted_and_placed_as_its_own() {
+fn a_request_with_another_tag_or_larger_alignment_is_counted_and_placed_separately() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let (a, b) = (Tag::named("a"), Tag::named("b"));
@@ -46,7 +46,7 @@ fn a_request_for_somebody_else_or_with_a_larger_alignment_is_counted_and_placed_
             _ => u64::MAX,
         })
     };
-    // Something below it, so that it lies at no multiple of a page.
+    // A block below it makes its address unaligned to a page.
     let below = rig.pool.alloc(&s, Request::bytes(MIB + 512)).unwrap();
     drop(rig.pool.alloc(&s, Request::bytes(MIB).tag(a)).unwrap());
     let held = rig.pool.alloc(&s, Request::bytes(MIB).tag(b)).unwrap();
@@ -59,13 +59,13 @@ fn a_request_for_somebody_else_or_with_a_larger_alignment_is_counted_and_placed_
 }
 
 #[test]
-fn others_have_its_memory_in_order_with_what_its_stream_did() {
+fn other_streams_reuse_the_last_freed_block_in_order_with_its_stream() {
     let rig = Rig::stepped(8);
     let (s, t) = (rig.stream(), rig.stream());
     let first = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
     writes(&rig, &s, &first);
     drop(first);
-    // That is fenced and known to be done: a proof which does not cover the work that counts.
+    // The block is fenced and known to be done, but this proof does not cover the work that counts.
     for _ in 0..2 {
         rig.pool.trim(u64::MAX).unwrap();
         rig.sim.run_all();
@@ -80,7 +80,7 @@ fn others_have_its_memory_in_order_with_what_its_stream_did() {
 }
 
 #[test]
-fn its_memory_is_trimmed_and_a_bare_address_that_is_out_no_more_is_refused() {
+fn the_last_freed_block_is_trimmed_and_its_bare_address_is_refused() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();

@@ -1,8 +1,8 @@
-//! A launch takes all of its blocks or none.
+//! Tests that a launch takes all of its blocks or none.
 //!
-//! - A refusal at any point leaves no use noted: whoever comes next finds every block as it was.
-//! - A block listed twice is one, with both kinds of access.
-//! - What is forgotten is leaked, and never given out under the work.
+//! - A refusal at any point leaves no use recorded: the next caller finds every block unchanged.
+//! - A block listed twice counts as one, with both kinds of access.
+//! - A forgotten launch leaks its blocks, which are never reused under its work.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts a stream")]
 
@@ -16,12 +16,12 @@ use aquifer_driver::{
 use aquifer_stream::{Launch, Life, Stream};
 use std::{mem::ManuallyDrop, time::Duration};
 
-/// Whether a write can be prepared at once: no use is open.
+/// Returns whether a write can be prepared immediately, which means that no use is open.
 fn free(block: &Block, on: &Stream) -> bool {
     block.prepare(on, Access::Write).map(aquifer_stream::Use::abort).is_ok()
 }
 
-/// A kernel that writes the second of its blocks.
+/// Queues a kernel that reads the first block and writes the second one.
 fn add(rig: &Rig, on: &Stream, from: &Block, to: &Block) {
     let kernel = Kernel::new("add")
         .reads(range(from), Some(from.generation()))
@@ -99,7 +99,7 @@ fn a_busy_block_refuses_the_whole_launch_wherever_it_stands() {
         drop(held);
         assert!(blocks.iter().all(|block| free(block, &s)));
     }
-    // And one that is ready refuses others.
+    // A ready launch also refuses others.
     let ready = blocks
         .iter()
         .fold(Launch::on(&u), |launch, block| launch.reads(block))
@@ -129,7 +129,7 @@ fn a_wait_that_fails_refuses_the_whole_launch() {
             if let Err(error) = refused {
                 assert!(matches!(error, MemoryError::Driver(_)), "{error:?}");
             } else {
-                // There were events left from before.
+                // Events are left from earlier calls.
                 assert_eq!(call, Call::EventCreate);
             }
             assert!(free(&a, &s) && free(&b, &v), "{call:?} {nth}");
@@ -195,7 +195,7 @@ fn a_strict_launch_refuses_bytes_listed_twice_and_takes_parts_that_do_not_overla
         strict().reads(&low).reads(&middle).reads(&buffer).preflight().unwrap().commit().unwrap();
         Launch::on(&u).reads(&low).writes(&middle).preflight().unwrap().commit().unwrap();
     }
-    // What was refused left nothing behind.
+    // The refused launch left nothing behind.
     let part = buffer.slice_mut(0..1).unwrap();
     part.order(s.raw(), None, Access::Write).unwrap();
 }
@@ -254,8 +254,8 @@ fn a_launch_on_a_stream_that_is_fenced_at_once_records_one_event() {
     }
 }
 
-/// A launch on one part, or one that writes what another reads, says nothing of how long the
-/// other's borrow lasts.
+/// A launch on one part, or one that writes what another reads, does not end the borrow of the
+/// other.
 #[test]
 fn a_launch_ends_no_borrow_of_another_part_nor_of_a_reader() {
     for part in [true, false] {
@@ -278,7 +278,7 @@ fn a_launch_ends_no_borrow_of_another_part_nor_of_a_reader() {
             use_on_v(reader.range(), Access::Read);
         }
         drop(buffer);
-        // What `u` waited for runs with this, and what was queued on `v` after it does not.
+        // The work that `u` waited for runs here. Work queued on `v` after it does not.
         u.synchronize().unwrap();
         let again = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
         rig.sim.access(s.raw(), range(&again), Access::Write, Some(again.generation())).unwrap();

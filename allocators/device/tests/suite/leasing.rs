@@ -1,4 +1,5 @@
-//! What streams share of what is free, when they do, and whom they wait for then.
+//! Tests of free memory that streams share: what is shared, under which conditions, and which waits
+//! this causes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range};
@@ -17,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Calls that have to do with memory. Those for events are not among them.
+/// Driver calls that concern memory. Those for events are not included.
 const MEMORY: [Call; 6] = [
     Call::HandleCreate,
     Call::HandleRelease,
@@ -27,7 +28,7 @@ const MEMORY: [Call; 6] = [
     Call::MemAlloc,
 ];
 
-/// A pool on a device that runs nothing by itself, and that gives up at once.
+/// Returns a pool on a device that runs no work by itself. Requests do not wait.
 fn still(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1).symbolic().stepped(), limit_mib, |config| config.wait = Duration::ZERO)
 }
@@ -36,7 +37,7 @@ fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
     rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
 }
 
-/// Queues a kernel that writes the whole block, on the block's stream.
+/// Queues a kernel that writes the whole block on the block's stream.
 fn write(rig: &Rig, stream: &Stream, block: &Block) {
     rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
 }
@@ -45,13 +46,15 @@ fn calls(rig: &Rig, which: &[Call]) -> u64 {
     which.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
 }
 
-/// Every call that the driver has got.
+/// Returns the number of all driver calls.
 fn all_calls(rig: &Rig) -> u64 {
     calls(rig, Call::ALL)
 }
 
-/// Two streams that each hold twenty blocks of 1 MiB, of which the first has freed every other one.
-/// So ten handles of the first are half free, and no handle is wholly free.
+/// Creates two streams with twenty blocks of 1 MiB each, of which the first has freed every other
+/// one.
+///
+/// Ten handles of the first stream are then half free, and no handle is wholly free.
 fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>) {
     let rig = Rig::on(Sim::h200(1).symbolic(), limit_mib, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
@@ -68,7 +71,7 @@ fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>)
 }
 
 #[test]
-fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
+fn streams_share_whole_units_above_half_of_the_budget_and_parts_below() {
     let (rig, _s, u, _blocks, holes) = half_free(64);
     let held = rig.budget.used();
     let shared = take(&rig, &u, 1);
@@ -98,9 +101,8 @@ fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
 }
 
 #[test]
-fn while_memory_is_ample_a_stream_takes_from_another_only_large_blocks_that_there_was_room_for_before()
- {
-    // A small block is not worth what it would cost the other stream.
+fn while_memory_is_ample_a_stream_takes_over_only_large_blocks() {
+    // Taking a small block is not worth the cost for the other stream.
     for (mib, freed, more, taken_over) in [
         (16, 1, 4, false),
         (16, 1, 0, true),
@@ -112,7 +114,7 @@ fn while_memory_is_ample_a_stream_takes_from_another_only_large_blocks_that_ther
     ] {
         let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
-        // Free of each other's reach, and done.
+        // The blocks are not adjacent, and their work is done.
         let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, mib)).collect();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
         let _more = (more > 0).then(|| take(&rig, &u, more));
@@ -150,8 +152,8 @@ fn a_block_of_one_stream_on_bytes_of_another_waits_for_it_on_the_device() {
 }
 
 #[test]
-fn a_range_of_the_commons_waits_for_everybody_who_used_it() {
-    // Whose part comes last must not matter.
+fn a_shared_free_range_waits_for_every_stream_that_used_it() {
+    // The result must not depend on which part is done last.
     for late in [0, 1] {
         let rig = still(4);
         let streams = [rig.stream(), rig.stream()];
@@ -176,7 +178,7 @@ fn a_range_of_the_commons_waits_for_everybody_who_used_it() {
 }
 
 #[test]
-fn a_part_taken_out_of_the_commons_leaves_the_rest_waiting_for_everybody_as_before() {
+fn a_part_taken_from_a_shared_free_range_leaves_the_dependencies_of_the_rest() {
     let rig = still(8);
     let streams = [rig.stream(), rig.stream()];
     let takers = [rig.stream(), rig.stream(), rig.stream()];
@@ -189,7 +191,7 @@ fn a_part_taken_out_of_the_commons_leaves_the_rest_waiting_for_everybody_as_befo
     for (taker, mib) in takers.iter().zip([3, 2, 3]) {
         let part = take(&rig, taker, mib);
         write(&rig, taker, &part);
-        // The next comes while this is live.
+        // The next part is taken while this one is live.
         parts.push(part);
     }
     assert_eq!(rig.pool.stats().host_waits, 0);
@@ -198,7 +200,7 @@ fn a_part_taken_out_of_the_commons_leaves_the_rest_waiting_for_everybody_as_befo
 }
 
 #[test]
-fn what_is_ready_is_taken_before_anything_that_has_to_be_waited_for() {
+fn ready_memory_is_taken_before_memory_that_needs_a_wait() {
     let rig = still(8);
     let (s, u) = (rig.stream(), rig.stream());
     let (low, high) = (take(&rig, &s, 4), take(&rig, &u, 4));
@@ -214,7 +216,7 @@ fn what_is_ready_is_taken_before_anything_that_has_to_be_waited_for() {
 }
 
 #[test]
-fn nobody_waits_for_what_an_isolated_stream_has_freed_before_it_is_done() {
+fn memory_freed_by_an_isolated_stream_is_reused_only_when_done() {
     let rig = still(8);
     let isolated = rig.pool.streams().lease_isolated().unwrap();
     let (s, u) = (rig.stream(), rig.stream());
@@ -226,7 +228,7 @@ fn nobody_waits_for_what_an_isolated_stream_has_freed_before_it_is_done() {
     for asking in [&s, &u, &isolated] {
         let asked = rig.pool.alloc(asking, Request::bytes(4 * MIB));
         if asking.raw() == isolated.raw() {
-            // In order with itself it may have it again.
+            // The stream may reuse it, because it is ordered with itself.
             assert_eq!(asked.unwrap().address(), address);
         } else {
             assert!(matches!(asked, Err(MemoryError::OutOfMemory(_))));
@@ -240,7 +242,7 @@ fn nobody_waits_for_what_an_isolated_stream_has_freed_before_it_is_done() {
 }
 
 #[test]
-fn what_streams_bring_together_is_all_there() {
+fn memory_that_streams_share_is_complete() {
     let (rig, s, u, [kept, others], _) = half_free(64);
     let spanned = |rig: &Rig| {
         let stats = rig.pool.stats();
@@ -252,7 +254,7 @@ fn what_streams_bring_together_is_all_there() {
     drop(take(&rig, &s, 1));
     assert_eq!(spanned(&rig), before);
     drop((kept, others));
-    // All of it in one piece, wherever it was.
+    // All of it as one block, wherever it was.
     let whole = take(&rig, &u, before / MIB);
     assert_eq!((whole.capacity(), spanned(&rig)), (before, before));
     assert_eq!(rig.pool.stats().moves, 0);
@@ -262,13 +264,13 @@ fn what_streams_bring_together_is_all_there() {
 }
 
 #[test]
-fn a_trim_leaves_what_is_not_done_in_the_commons_too() {
+fn a_trim_keeps_shared_free_ranges_that_are_not_done() {
     let rig = still(8);
     let (s, u) = (rig.stream(), rig.stream());
     let (a, b) = (take(&rig, &s, 4), take(&rig, &u, 4));
     write(&rig, &s, &a);
     drop(a);
-    // Brings it to the commons, and is refused.
+    // This adds the memory to the shared free list and is refused.
     assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
     assert_eq!(rig.pool.trim(0), Ok(0));
     assert_eq!(rig.budget.used(), 8 * MIB);
@@ -279,12 +281,12 @@ fn a_trim_leaves_what_is_not_done_in_the_commons_too() {
 }
 
 #[test]
-fn a_stream_that_shares_with_nobody_is_served_by_its_cache_however_little_is_left() {
+fn an_isolated_stream_is_served_by_its_cache_near_the_limit() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| config.adoption = Adoption::Never);
     let (s, u) = (rig.stream(), rig.stream());
     let _others = take(&rig, &u, 6);
     drop(take(&rig, &s, 6));
-    // A look that fails, so that all that is decided has been.
+    // A failed slow path, so that every decision has been made.
     assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_err());
     let before = all_calls(&rig);
     for mib in [1, 2, 6] {
@@ -294,7 +296,7 @@ fn a_stream_that_shares_with_nobody_is_served_by_its_cache_however_little_is_lef
 }
 
 #[test]
-fn a_device_without_mappings_serves_a_stream_out_of_its_own_cache_however_little_is_left() {
+fn a_device_without_mappings_serves_a_stream_from_its_cache_near_the_limit() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config).symbolic(), 128, |config| config.wait = Duration::ZERO);
@@ -309,14 +311,15 @@ fn a_device_without_mappings_serves_a_stream_out_of_its_own_cache_however_little
 }
 
 #[test]
-fn a_small_block_is_placed_where_its_alignment_is_wherever_that_is_free() {
+fn a_small_block_is_placed_at_any_free_aligned_address() {
     for pooled in [false, true] {
         let rig = Rig::on(Sim::h200(1).symbolic(), 4, |config| config.wait = Duration::ZERO);
         let (s, u) = (rig.stream(), rig.stream());
         let half = |stream: &Stream, part: u64| {
             rig.pool.alloc(stream, Request::bytes(part * MIB / 16).align(512)).unwrap()
         };
-        // What is free begins an eighth of a MiB after a whole one, and is one long.
+        // The free range begins an eighth of a MiB above a multiple of one MiB, and is one MiB
+        // long.
         let (_first, free, _rest) = (half(&s, 2), half(&s, 16), half(&s, 14));
         let _others = half(&u, 32);
         drop(free);
@@ -328,7 +331,7 @@ fn a_small_block_is_placed_where_its_alignment_is_wherever_that_is_free() {
     }
 }
 
-/// Offers nothing, and counts how often it was asked.
+/// A reclaimer that offers nothing and counts its calls.
 #[derive(Debug, Default)]
 struct Nothing(AtomicU64);
 
@@ -345,7 +348,7 @@ impl Reclaim for Nothing {
 }
 
 #[test]
-fn a_request_that_nobody_else_is_in_the_way_of_is_refused_after_one_run_of_the_chain() {
+fn a_request_without_competitors_is_refused_after_one_slow_path() {
     let handler = Arc::new(Nothing::default());
     let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| {
         config.wait = Duration::ZERO;
@@ -357,17 +360,19 @@ fn a_request_that_nobody_else_is_in_the_way_of_is_refused_after_one_run_of_the_c
     assert_eq!(handler.0.load(Ordering::Relaxed), 1);
 }
 
-/// A program that repeats itself: which of so many places a step allocates or frees, and how much.
+/// A program that repeats itself: each step allocates or frees at one of a number of places.
 struct Loop {
     places: usize,
-    /// Places in turn, each with its stream and its bytes.
+    /// Steps in order, each with its place, stream and bytes.
     steps: Vec<(usize, usize, u64)>,
     peak: u64,
 }
 
 impl Loop {
-    /// A training step of random sizes: each layer leaves what the way back needs, in reverse
-    /// order, and has something of its own meanwhile on each stream.
+    /// Builds a training step of random sizes.
+    ///
+    /// Each layer leaves what the backward pass needs, which is freed in reverse order, and has
+    /// temporary blocks on each stream meanwhile.
     fn training(mut seed: u64, streams: usize) -> Self {
         const LAYERS: usize = 24;
         let mut random = move |below: u64| {
@@ -379,7 +384,7 @@ impl Loop {
         let mut steps = Vec::new();
         let layers = || (0..LAYERS).chain((0..LAYERS).rev()).enumerate();
         for (at, layer) in layers() {
-            // What streams other than the first do is short.
+            // Blocks on streams other than the first are short-lived.
             for stream in 0..streams {
                 steps.push((LAYERS + stream, stream, random(8 * MIB)));
             }
@@ -401,7 +406,7 @@ impl Loop {
         Self { places, steps, peak }
     }
 
-    /// One round: in the end nothing is live.
+    /// Runs one round. No block is live at its end.
     fn run(&self, rig: &Rig, streams: &[Stream]) -> Result<(), MemoryError> {
         let mut live: Vec<_> = (0..self.places).map(|_| None).collect();
         for &(place, stream, bytes) in &self.steps {
@@ -415,7 +420,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Twenty rounds under a limit, by what each has added to `counted`.
+    /// Runs twenty rounds under a limit, and returns what each has added to `counted`.
     fn rounds(
         &self,
         streams: usize,
@@ -434,7 +439,7 @@ impl Loop {
         rounds
     }
 
-    /// The smallest limit that all rounds complete under: the edge.
+    /// Returns the smallest limit under which all rounds complete.
     fn edge(&self, streams: usize) -> u64 {
         let from = self.peak.div_ceil(2 * MIB);
         (from..)
@@ -445,8 +450,7 @@ impl Loop {
 }
 
 #[test]
-fn a_training_step_on_one_stream_makes_no_driver_call_after_its_second_round_near_the_edge_or_far_from_it()
- {
+fn a_training_step_on_one_stream_makes_no_driver_call_after_two_rounds() {
     for seed in 0..20 {
         let step = Loop::training(seed, 1);
         let edge = step.edge(1);
@@ -459,10 +463,11 @@ fn a_training_step_on_one_stream_makes_no_driver_call_after_its_second_round_nea
 }
 
 #[test]
-fn blocks_of_one_size_go_round_several_streams_with_no_memory_call_after_the_second_round() {
+fn blocks_of_one_size_circulate_among_streams_without_memory_calls_after_two_rounds() {
     for streams in 1..5 {
         for places in [1, 3, 8] {
-            // Each place is of another stream every time, so memory goes from stream to stream.
+            // Each place belongs to another stream every time, so memory moves from stream to
+            // stream.
             let steps = (0..streams * places).map(|at| (at % places, at % streams, 4 * MIB));
             let peak = places as u64 * 4 * MIB;
             let round = Loop { places, steps: steps.collect(), peak };
@@ -477,14 +482,14 @@ fn blocks_of_one_size_go_round_several_streams_with_no_memory_call_after_the_sec
 }
 
 #[test]
-fn where_memory_was_enough_before_and_lies_badly_new_memory_is_a_hole_that_lasts() {
-    // The second is more than was ever in use: as much as is missing.
+fn growth_because_of_fragmentation_leaves_a_reusable_hole() {
+    // The second needs more than was ever in use, so the pool grows by what is missing.
     for (mib, grown) in [(16, 16), (24, 16)] {
         let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
         drop(take(&rig, &u, 2));
         let mut blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 8)).collect();
-        // Two holes of eight: one between others, and one in front of what is nobody's.
+        // Two holes of eight: one between live blocks, and one in front of memory without an owner.
         drop((blocks.remove(1), blocks.pop()));
         let held = rig.budget.used();
         let _block = take(&rig, &s, mib);
@@ -493,7 +498,7 @@ fn where_memory_was_enough_before_and_lies_badly_new_memory_is_a_hole_that_lasts
     }
 }
 
-/// Numbers in no order, the same each time.
+/// A deterministic sequence of pseudo-random numbers.
 struct Sequence(u64);
 
 impl Sequence {
@@ -504,8 +509,8 @@ impl Sequence {
     }
 }
 
-/// Blocks of half a MiB to 256 MiB come and go on four streams, some 40 of them live; at the end
-/// all are freed.
+/// Allocates and frees blocks of half a MiB to 256 MiB on four streams, with about 40 live at a
+/// time. At the end all are freed.
 fn round(rig: &Rig, streams: &[Stream], seed: u64, doublings: u64) {
     let (mut next, mut live) = (Sequence(seed), Vec::new());
     for at in 0..600 {
@@ -523,7 +528,7 @@ fn round(rig: &Rig, streams: &[Stream], seed: u64, doublings: u64) {
 }
 
 #[test]
-fn rounds_that_are_alike_come_to_rest_and_make_do_with_what_there_is() {
+fn similar_rounds_reach_a_steady_state_without_growth() {
     for seed in 0..8 {
         let rig = Rig::on(Sim::h200(1).symbolic(), 100_000, |_| ());
         let streams: Vec<_> = (0..4).map(|_| rig.stream()).collect();
@@ -534,7 +539,7 @@ fn rounds_that_are_alike_come_to_rest_and_make_do_with_what_there_is() {
                 calls(&rig, &MEMORY) - before
             })
             .collect();
-        // Nothing, but that a hole is missing now and then.
+        // No call at all, except that a hole is missing in a few rounds.
         let quiet = each[2..].iter().filter(|&&made| made == 0).count();
         assert!(quiet >= 8 && each[2..].iter().sum::<u64>() * 8 < each[0], "seed {seed}: {each:?}");
         let stats = rig.pool.stats();

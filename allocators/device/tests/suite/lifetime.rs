@@ -1,4 +1,4 @@
-//! A block's bytes are its own until its last use is done, on whatever stream, and not for longer.
+//! Tests that a block owns its bytes exactly until its last use on any stream is done.
 
 use crate::support::{MIB, Rig, range, read};
 use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
@@ -30,7 +30,7 @@ fn rounds_on_one_stream_without_host_waits_read_back_the_last_pattern() {
 }
 
 #[test]
-fn races_between_streams_clobber_nothing_and_memory_is_reused_all_the_same() {
+fn racing_streams_corrupt_nothing_and_memory_is_reused() {
     for seed in 0..8 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 32, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
@@ -54,17 +54,17 @@ fn races_between_streams_clobber_nothing_and_memory_is_reused_all_the_same() {
     }
 }
 
-/// What the test above would look like to a pool that is told nothing: the bytes are wrong, and the
-/// oracle says so.
+/// The control for the test above: the pool is not informed of the use, the bytes are wrong, and
+/// the oracle reports it.
 #[test]
-fn without_a_noted_use_the_same_program_is_corrupted_and_reported() {
+fn without_recorded_uses_the_same_program_is_corrupted_and_reported() {
     let rig = Rig::stepped(32);
     let (s, u) = (rig.stream(), rig.stream());
     let mut a = rig.bytes(&s, MIB);
     s.fill(&mut a, 1).unwrap();
     let b = rig.bytes(&u, MIB);
     u.wait_for(&s).unwrap();
-    // A copy on `u` behind the pool's back.
+    // A copy on `u` that the pool does not know about.
     let (from, to) = (range(a.block()), range(b.block()));
     let copy = aquifer_driver::sim::Kernel::new("untold").reads(from, None).writes(to, None).run(
         |memory| {
@@ -83,7 +83,7 @@ fn without_a_noted_use_the_same_program_is_corrupted_and_reported() {
 }
 
 #[test]
-fn a_block_with_an_open_use_is_passed_over_until_the_use_is_finished() {
+fn a_block_with_an_open_use_is_skipped_until_the_use_is_finished() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
     let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
@@ -101,14 +101,14 @@ fn a_block_with_an_open_use_is_passed_over_until_the_use_is_finished() {
 }
 
 #[test]
-fn memory_of_a_use_on_its_own_stream_that_ends_after_the_free_goes_to_others_behind_its_work() {
+fn memory_of_a_use_that_ends_after_the_free_is_reused_after_its_work() {
     let rig = Rig::stepped(4);
     let (s, u) = (rig.stream(), rig.stream());
     let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
     let (whole, generation) = (range(&block), block.generation());
     let used = block.prepare(&s, Access::Write).unwrap();
     drop(block);
-    // An event behind the free, and ahead of the work.
+    // An event recorded after the free and before the work.
     s.timeline().fence(s.timeline().open()).unwrap();
     rig.sim.access(s.raw(), whole, Access::Write, Some(generation)).unwrap();
     used.finish().unwrap();
@@ -129,10 +129,9 @@ fn a_forgotten_use_keeps_the_bytes_for_good_and_never_races() {
     assert_eq!(refused.pending, 6 * MIB);
 }
 
-/// Nobody looks at the pending blocks of a pool that has been closed, unless whoever ends the use
-/// sends them home.
+/// A closed pool does not poll its pending blocks, so the end of a use must return them.
 #[test]
-fn a_use_that_ends_after_its_pool_has_closed_takes_the_last_of_it_down() {
+fn a_use_that_ends_after_its_pool_has_closed_releases_the_pool() {
     for finish in [true, false] {
         let rig = Rig::stepped(8);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
@@ -160,9 +159,9 @@ fn a_use_that_ends_after_its_pool_has_closed_takes_the_last_of_it_down() {
     }
 }
 
-/// The pool's end looked at what was pending then, and this block was not.
+/// Closing the pool collected what was pending then. This block was not pending.
 #[test]
-fn a_block_that_is_freed_after_its_pool_has_closed_takes_the_last_of_it_down_with_its_uses() {
+fn a_block_freed_after_its_pool_has_closed_releases_the_pool_after_its_uses() {
     for open in [false, true] {
         let rig = Rig::stepped(8);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
@@ -183,7 +182,7 @@ fn a_block_that_is_freed_after_its_pool_has_closed_takes_the_last_of_it_down_wit
 }
 
 #[test]
-fn a_use_that_ends_after_the_drivers_own_resource_is_gone_gives_its_block_back() {
+fn a_use_that_ends_after_the_drivers_own_resource_is_dropped_returns_its_block() {
     let sim = Sim::h200(1).stepped();
     let streams = StreamPool::new(sim.driver(), DeviceId(0), 4);
     let budget = Budget::new("the device", 64 * MIB);
@@ -319,7 +318,7 @@ fn blocks_may_outlive_their_pool_and_the_last_one_returns_everything() {
     assert!(sim.violations().is_empty());
 }
 
-/// What panics when it is dropped.
+/// A value whose destructor panics.
 struct Rude;
 impl Drop for Rude {
     #[expect(clippy::panic, reason = "what is tested")]
@@ -329,7 +328,7 @@ impl Drop for Rude {
 }
 
 #[test]
-fn what_is_kept_until_a_free_may_panic_when_it_goes() {
+fn a_value_kept_until_a_free_may_panic_when_dropped() {
     let rig = Rig::new(64);
     let (s, other) = (rig.stream(), rig.stream());
     for used_elsewhere in [false, true] {
@@ -351,7 +350,7 @@ fn what_is_kept_until_a_free_may_panic_when_it_goes() {
 }
 
 #[test]
-fn a_pool_that_is_closed_within_a_host_callback_is_given_back_later() {
+fn a_pool_closed_within_a_host_callback_is_released_later() {
     for pending in [false, true] {
         let Rig { sim, pool, budget } = Rig::new(64);
         let (s, other) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -361,13 +360,13 @@ fn a_pool_that_is_closed_within_a_host_callback_is_given_back_later() {
         }
         drop(block);
         let stream = other.raw();
-        // Every call is refused within one, those that wait for work as well.
+        // Within a callback every driver call is refused, including those that wait for work.
         let mut held = Some((pool, s, other));
         let close = Callback::new("close", move || drop(held.take()));
         let ran = sim.host_callback(stream, close).unwrap();
         sim.run_all();
         assert!(ran.has_run() && budget.used() > 0, "it could not be ended there");
-        // The next pool has it ended.
+        // The next pool completes the release.
         drop(Rig::new(64));
         assert_eq!(budget.used(), 0);
         drop(ran);

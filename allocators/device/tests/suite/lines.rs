@@ -1,4 +1,5 @@
-//! What the oracle finds is named by the lines of the program, and never by lines of this library.
+//! Tests that violations of the oracle are reported with source lines of the program and never with
+//! lines of this library.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig};
@@ -10,12 +11,13 @@ use aquifer_driver::{
 };
 use aquifer_stream::{Grid, Stream};
 
-/// A stream that the library knows nothing of writes a range, and nothing orders that.
+/// Writes a range on a stream that is unknown to the library and not ordered with anything.
 fn stray(rig: &Rig, on: RawStream, range: DeviceRange) {
     rig.sim.access(on, range, Access::Write, None).unwrap();
 }
 
-/// All that was found is between lines of this file. The lines of the later parties.
+/// Asserts that all violations are between lines of this file, and returns the lines of the later
+/// accesses.
 #[track_caller]
 fn later(found: &[Violation]) -> Vec<u32> {
     assert!(!found.is_empty(), "nothing was found");
@@ -27,7 +29,7 @@ fn later(found: &[Violation]) -> Vec<u32> {
     found.iter().map(|violation| violation.later.site.line()).collect()
 }
 
-/// A call, and its line.
+/// A call that returns its own line.
 type Call = fn(&Stream, &mut DeviceBuffer<u8>, &mut DeviceBuffer<u8>) -> u32;
 
 fn grid() -> Grid {
@@ -87,7 +89,7 @@ fn copies_and_fills_are_named_by_their_callers_lines() {
 }
 
 #[test]
-fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode() {
+fn operations_of_a_pool_are_named_by_the_callers_line_under_every_mode() {
     for debug in [Debugging::default(), Debugging::all()] {
         for kind in 0..4 {
             let opened = line!() + 1;
@@ -106,8 +108,7 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             };
             drop(parkable);
             let at = block.range();
-            // A plain drop has no line: what touches the memory afterwards is told the line that
-            // made it.
+            // A plain drop has no line, so a later access is reported with the allocation's line.
             drop(block);
             stray(&rig, raw, at);
             let found = rig.sim.take_violations();
@@ -120,7 +121,7 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             );
             assert!(after.work.contains("drop"), "{}", found[0]);
             later(&found);
-            // Its end unmaps what the stray stream has written.
+            // Dropping the pool unmaps what the stray stream has written.
             let sim = rig.sim.clone();
             drop((rig, s));
             for violation in sim.take_violations() {
@@ -137,7 +138,7 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
 }
 
 #[test]
-fn findings_and_violations_have_one_number_for_a_stream() {
+fn findings_and_violations_name_a_stream_by_the_same_number() {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.debug = Debugging::all());
     let (_first, s) = (rig.stream(), rig.stream());
     let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();

@@ -1,5 +1,5 @@
-//! Streams and memory of two simulated machines have nothing to do with each other: every function
-//! that takes a stream refuses one of another machine with a typed error, and nothing changes.
+//! Tests that streams and memory of two simulated machines are separate: every function that takes
+//! a stream refuses one of another machine with a typed error and changes nothing.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use crate::support::{self, Rig};
@@ -8,7 +8,7 @@ use aquifer_device::{Direct, Request};
 use aquifer_driver::Access;
 use aquifer_stream::{Launch, Stream};
 
-/// What a call answers with for a stream of another machine.
+/// Asserts that a call refused a stream of another machine.
 #[track_caller]
 fn refused<T>(what: &str, answer: Result<T>) {
     match answer.map(drop) {
@@ -19,8 +19,8 @@ fn refused<T>(what: &str, answer: Result<T>) {
     }
 }
 
-/// Streams of a machine: a leased one, and the default stream that all machines have under one
-/// handle.
+/// Returns streams of a machine: a leased one, and the default stream, which has the same handle on
+/// all machines.
 fn streams(rig: &Rig) -> [Stream; 2] {
     [rig.stream(), rig.pool.streams().legacy_default().unwrap()]
 }

@@ -1,5 +1,5 @@
-//! Every mistake under every mode of debugging: what is found without a mode is found with it, and
-//! each mode finds what it promises.
+//! Tests every mistake under every debugging mode: a fault found without a mode is found with it,
+//! and each mode finds what it promises.
 #![expect(unsafe_code, reason = "captures by hand, and parks")]
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
@@ -12,18 +12,18 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 
-/// What a mistake comes to.
+/// How a mistake is detected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Told {
-    /// The oracle names a violation of this kind.
+    /// The oracle reports a violation of this kind.
     Oracle(ViolationKind),
-    /// The pool has a finding of this kind: the name of the fault.
+    /// The pool has a finding of this kind, given as the name of the fault.
     Finding(&'static str),
     /// A call is refused as a double free.
     DoubleFree,
-    /// A call is refused as one for an address that is no block's.
+    /// A call is refused because the address is no block's.
     Foreign,
-    /// The list of live blocks has so many bytes more.
+    /// The list of live blocks has this many bytes more.
     Leak(u64),
 }
 use Told::{DoubleFree, Finding, Foreign, Leak, Oracle};
@@ -31,7 +31,7 @@ use Told::{DoubleFree, Finding, Foreign, Leak, Oracle};
 const LATE: Told = Oracle(ViolationKind::UseAfterFree);
 const OUTSIDE: Told = Oracle(ViolationKind::OutsideBlock);
 
-/// A mode, by name.
+/// Returns the modes by name.
 fn modes() -> Vec<(&'static str, PoolConfig)> {
     let mode = |set: &dyn Fn(&mut PoolConfig)| {
         let mut config = PoolConfig::default();
@@ -85,7 +85,7 @@ fn leaked(rig: &Rig) -> Vec<Told> {
         .collect()
 }
 
-/// A mistake, what it comes to without any mode, and what it comes to as well under some.
+/// A mistake, how it is detected without any mode, and additionally under some modes.
 struct Mistake {
     name: &'static str,
     make: fn(&Rig) -> Vec<Told>,
@@ -147,7 +147,7 @@ fn mistakes() -> Vec<Mistake> {
                 block.record_use(&u, aquifer_driver::Access::Read).unwrap();
                 drop(block);
                 u.synchronize().unwrap();
-                // The pool looks, and takes the block into quarantine.
+                // The pool collects the block and moves it to quarantine.
                 drop(rig.pool.alloc(&s, Request::bytes(1 << 16)).unwrap());
                 write(&rig.sim, &s, address + 100);
                 Vec::new()
@@ -178,7 +178,7 @@ fn mistakes() -> Vec<Mistake> {
                 let s = rig.stream();
                 let _first = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
                 let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                // Without guards it is the other block's last byte, or has no owner.
+                // Without guards the byte is the last of another block, or has no owner.
                 if rig.pool.stats().live > 2 * 4096 {
                     write(&rig.sim, &s, block.address() - 1);
                 }
@@ -318,7 +318,7 @@ fn mistakes() -> Vec<Mistake> {
                 let kept = rig.pool.alloc(&s, Request::bytes(6000)).unwrap();
                 assert_eq!(graphs.stats().blocks, 1);
                 let graph = rig.sim.driver().capture_end(s.raw()).unwrap();
-                // SAFETY: 1. it is known here alone.
+                // SAFETY: 1. known only here.
                 unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
                 drop(announced.end());
                 let told = leaked(rig);
@@ -332,7 +332,7 @@ fn mistakes() -> Vec<Mistake> {
     ]
 }
 
-/// What is told of a mistake under a mode, all means together.
+/// Returns every detection of a mistake under a mode.
 fn told(mistake: &Mistake, config: &PoolConfig) -> Vec<Told> {
     let mut config = config.clone();
     let rig = Rig::on(Sim::h200(1), 256, |of_rig| {
@@ -354,7 +354,7 @@ fn told(mistake: &Mistake, config: &PoolConfig) -> Vec<Told> {
 }
 
 #[test]
-fn no_mode_finds_less_than_none_and_each_finds_what_it_promises() {
+fn every_mode_finds_what_is_found_without_it_and_what_it_promises() {
     let modes = modes();
     let mut wrong = Vec::new();
     for mistake in mistakes() {

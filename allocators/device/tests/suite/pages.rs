@@ -1,9 +1,9 @@
-//! Runs of pages in a block of device memory.
+//! Tests of runs of pages in a block of device memory.
 //!
-//! - The lowest run is taken, views never reach beyond their pages, and another arena's pages are
+//! - The lowest run is taken, views never reach beyond their pages, and pages of another arena are
 //!   refused.
-//! - Pages go round at once, and whoever has them next comes after everybody who had them before,
-//!   on whatever stream.
+//! - Freed pages are reused immediately, and the next owner is ordered after all earlier users on
+//!   any stream.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::support::{self, Rig};
@@ -91,9 +91,9 @@ fn pages_of_another_arena_are_refused_and_come_back() {
     assert_eq!(theirs.free_pages(), 4);
 }
 
-/// Work is queued and runs later, in every order that streams leave open.
+/// Work is queued and runs later, in every order that the streams allow.
 #[test]
-fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
+fn the_next_owner_of_freed_pages_is_ordered_after_all_users() {
     for seed in 0..60 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
         let streams: Vec<_> = (0..3).map(|_| rig.stream()).collect();
@@ -106,7 +106,7 @@ fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
             let all = 0..pages.bytes();
             one.fill(&mut arena.view_mut(&mut pages, all).unwrap(), round).unwrap();
             if let Some((before, _)) = held.back() {
-                // Reads one run and writes another of the same block, elsewhere.
+                // This reads one run and writes another one of the same block.
                 let from = arena.view(before, 0..100).unwrap();
                 other.copy(&from, &mut arena.view_mut(&mut pages, 0..100).unwrap()).unwrap();
                 other.fill(&mut arena.view_mut(&mut pages, 0..100).unwrap(), round).unwrap();
@@ -136,9 +136,9 @@ fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
     }
 }
 
-/// Each view is lent to a stream of its own, and both are used in turns.
+/// Each view is lent to a stream of its own, and the two are used alternately.
 #[test]
-fn views_of_two_runs_that_are_used_at_once_are_noted_until_both_are_over() {
+fn views_of_two_runs_used_together_are_recorded_until_both_end() {
     for seed in 0..60 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
         let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
@@ -166,7 +166,7 @@ fn views_of_two_runs_that_are_used_at_once_are_noted_until_both_are_over() {
 }
 
 #[test]
-fn a_write_of_freed_pages_that_goes_round_their_views_is_seen_to_race() {
+fn a_write_of_freed_pages_that_bypasses_views_is_reported_as_a_race() {
     let rig = Rig::stepped(16);
     let (s, u) = (rig.stream(), rig.stream());
     let arena = DevicePages::new(&rig.pool, &s, 2, PAGE).unwrap();
@@ -180,9 +180,9 @@ fn a_write_of_freed_pages_that_goes_round_their_views_is_seen_to_race() {
     assert!(!rig.sim.violations().is_empty(), "or the test above proves nothing");
 }
 
-/// A kernel that is given a table of offsets finds its pages by itself.
+/// A kernel with a table of offsets finds its pages by itself.
 #[test]
-fn a_use_of_all_pages_comes_after_those_of_each_and_before_the_next() {
+fn a_use_of_all_pages_is_ordered_after_earlier_uses_of_each_and_before_later_ones() {
     for seed in 0..30 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
         let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());

@@ -1,5 +1,5 @@
-//! Parked memory: gone from the device and from the budget, kept on the host, back at the same
-//! addresses.
+//! Tests of parked memory: it leaves the device and the budget, is kept on the host, and is
+//! restored at the same addresses.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
 
@@ -29,7 +29,7 @@ fn tag() -> Tag {
     Tag::named("sleeper")
 }
 
-/// A pool whose parkable memory comes in slots of 4 MiB.
+/// Returns a pool whose parkable memory has slots of 4 MiB.
 fn rig(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1), limit_mib, |config| {
         config.handle_bytes = SLOT;
@@ -38,8 +38,8 @@ fn rig(limit_mib: u64) -> Rig {
 }
 
 fn park(rig: &Rig, how: Park) -> Result<ParkReport, MemoryError> {
-    // SAFETY: 1. and 2. each test says what it has queued before, and queues nothing meanwhile but
-    // what is refused.
+    // SAFETY: 1. and 2. each test states what it has queued before, and queues nothing meanwhile
+    // except work that is refused.
     unsafe { rig.pool.park(tag(), how) }
 }
 
@@ -47,7 +47,7 @@ fn saved() -> Park {
     Park::save_in(Global)
 }
 
-/// What block `n` holds at `at`.
+/// Returns the byte of block `n` at offset `at`.
 fn pattern(n: usize, at: usize) -> u8 {
     (n * 31 + at * 7 + (at >> 9)) as u8
 }
@@ -70,14 +70,14 @@ fn address(buffer: &DeviceBuffer<u8>) -> u64 {
     buffer.range().address
 }
 
-/// Blocks of many sizes, some of which share slots and some of which span several.
+/// Block sizes of which some share slots and some span several.
 const SIZES: [usize; 9] = [1, 512, 700, 1 << 20, 513, 5 << 20, 4096, (4 << 20) - 512, 100_000];
 
 fn several(stream: &Stream, parkable: &Parkable) -> Vec<DeviceBuffer<u8>> {
     SIZES.iter().enumerate().map(|(n, &bytes)| filled(stream, parkable, n, bytes)).collect()
 }
 
-/// Fails the test where anything is left of the pool.
+/// Fails the test if any memory of the pool remains.
 #[track_caller]
 fn assert_nothing_left(rig: &Rig) {
     rig.pool.trim(0).unwrap();
@@ -91,7 +91,7 @@ fn assert_nothing_left(rig: &Rig) {
 }
 
 #[test]
-fn what_is_parked_is_gone_from_the_device_and_comes_back_byte_for_byte_where_it_was() {
+fn parked_memory_leaves_the_device_and_is_restored_byte_for_byte_in_place() {
     let rig = rig(64);
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();
@@ -130,7 +130,7 @@ fn what_is_parked_is_gone_from_the_device_and_comes_back_byte_for_byte_where_it_
 }
 
 #[test]
-fn what_is_dropped_with_the_park_takes_no_host_memory_and_its_addresses_can_be_written_again() {
+fn discarded_memory_takes_no_host_memory_and_its_addresses_can_be_written_again() {
     let rig = rig(64);
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();
@@ -146,7 +146,7 @@ fn what_is_dropped_with_the_park_takes_no_host_memory_and_its_addresses_can_be_w
 }
 
 #[test]
-fn every_use_of_a_parked_block_is_refused_and_says_whose_it_is() {
+fn every_use_of_a_parked_block_is_refused_with_its_tag() {
     let rig = rig(64);
     let (s, u) = (rig.stream(), rig.stream());
     let parkable = rig.pool.parkable(tag()).unwrap();
@@ -170,7 +170,7 @@ fn every_use_of_a_parked_block_is_refused_and_says_whose_it_is() {
     }
     assert_eq!(park(&rig, saved()).err(), parked, "twice");
     assert!(parkable.is_parked());
-    // A launch that was refused has left nothing noted of its other operands.
+    // A refused launch has recorded no use of its other operands.
     s.fill(&mut b, 1).unwrap();
     rig.pool.resume(tag(), None).unwrap();
     assert!(!parkable.is_parked());
@@ -213,8 +213,8 @@ fn a_prepared_use_refuses_the_park_and_changes_nothing_and_queued_work_is_waited
     assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address: block.address() }));
     s.fill(&mut first, 6).unwrap();
     used.finish().unwrap();
-    // Nobody runs the device's work, so it is not done by the deadline, on the home stream or
-    // another.
+    // The device runs no work, so it is not done by the deadline, on the owner stream or on another
+    // one.
     let held = rig.budget.used();
     assert_eq!(park(&rig, saved().by(Instant::now())), Err(MemoryError::TimedOut));
     rig.sim.run_all();
@@ -296,10 +296,10 @@ fn other_tags_keep_what_they_have_and_allocate_meanwhile() {
 }
 
 #[test]
-fn a_parked_block_may_be_dropped_and_its_bytes_go_from_the_host_and_do_not_come_back() {
+fn a_dropped_parked_block_frees_its_host_memory_and_is_not_restored() {
     #[derive(Clone, Default)]
     struct Counting(Arc<AtomicUsize>);
-    // SAFETY: 1. as the global allocator's, whose answers these are.
+    // SAFETY: 1. those of the global allocator, which returns these blocks.
     unsafe impl Allocator for Counting {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             self.0.fetch_add(layout.size(), Ordering::Relaxed);
@@ -307,14 +307,14 @@ fn a_parked_block_may_be_dropped_and_its_bytes_go_from_the_host_and_do_not_come_
         }
         unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
             self.0.fetch_sub(layout.size(), Ordering::Relaxed);
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. guaranteed by the caller.
             unsafe { Global.deallocate(start, layout) }
         }
     }
     let rig = rig(512);
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();
-    // Two pieces of host memory: the first block fills one and a part of the other.
+    // Two blocks of host memory: the first device block fills one and part of the other.
     let large = filled(&s, &parkable, 0, 65 << 20);
     let mut small: Vec<_> = (1..4).map(|n| filled(&s, &parkable, n, 1 << 20)).collect();
     let host = Counting::default();
@@ -339,7 +339,7 @@ fn a_parked_block_may_be_dropped_and_its_bytes_go_from_the_host_and_do_not_come_
 }
 
 #[test]
-fn a_tag_that_has_nothing_parks_nothing_and_what_is_awake_is_not_resumed() {
+fn an_empty_tag_parks_nothing_and_resident_memory_is_not_resumed() {
     let rig = rig(64);
     let unknown = park(&rig, saved()).unwrap();
     assert_eq!((unknown.blocks, unknown.released, unknown.kept.shared), (0, 0, 0));
@@ -355,7 +355,7 @@ fn a_tag_that_has_nothing_parks_nothing_and_what_is_awake_is_not_resumed() {
 }
 
 #[test]
-fn what_others_have_taken_meanwhile_refuses_the_resume_until_they_give_it_back() {
+fn memory_taken_by_others_refuses_the_resume_until_it_is_returned() {
     let rig = rig(32);
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();
@@ -371,7 +371,7 @@ fn what_others_have_taken_meanwhile_refuses_the_resume_until_they_give_it_back()
     refused(Some(Instant::now() + Duration::from_millis(5)));
     assert!(parkable.is_parked());
     assert_eq!(rig.budget.used(), 16 * MIB, "all or nothing");
-    // Whoever waits in line has it when it comes back.
+    // A request in the wait queue gets the memory when it is returned.
     let waiter = {
         let pool = rig.pool.clone();
         thread::spawn(move || pool.resume(tag(), Some(Instant::now() + Duration::from_secs(60))))
@@ -383,7 +383,7 @@ fn what_others_have_taken_meanwhile_refuses_the_resume_until_they_give_it_back()
     rig.pool.trim(0).unwrap();
     assert_eq!(waiter.join().unwrap().unwrap().taken, 20 * MIB);
     assert_filled(&s, &buffer, 2);
-    // What lies idle in caches makes room by itself.
+    // Memory idle in caches is reclaimed automatically.
     park(&rig, saved()).unwrap();
     drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
     rig.pool.resume(tag(), None).unwrap();
@@ -392,7 +392,7 @@ fn what_others_have_taken_meanwhile_refuses_the_resume_until_they_give_it_back()
 }
 
 #[test]
-fn each_call_that_the_driver_refuses_leaves_the_blocks_awake_or_parked_and_the_next_try_succeeds() {
+fn a_failed_driver_call_leaves_blocks_resident_or_parked_and_the_next_attempt_succeeds() {
     const REFUSED: u32 = 999;
     let calls = [
         Call::CopyToHost,
@@ -455,16 +455,16 @@ fn each_call_that_the_driver_refuses_leaves_the_blocks_awake_or_parked_and_the_n
 }
 
 #[test]
-fn an_allocator_that_has_only_small_memory_is_asked_for_less_and_one_that_has_none_refuses() {
+fn a_park_falls_back_to_smaller_host_blocks_and_fails_without_any() {
     #[derive(Clone)]
     struct UpTo(usize);
-    // SAFETY: 1. as the global allocator's, whose answers these are.
+    // SAFETY: 1. those of the global allocator, which returns these blocks.
     unsafe impl Allocator for UpTo {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() > self.0 { Err(AllocError) } else { Global.allocate(layout) }
         }
         unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. guaranteed by the caller.
             unsafe { Global.deallocate(start, layout) }
         }
     }
@@ -482,16 +482,16 @@ fn an_allocator_that_has_only_small_memory_is_asked_for_less_and_one_that_has_no
 }
 
 #[test]
-fn an_allocator_that_panics_refuses_and_the_blocks_stay_awake() {
+fn a_panicking_allocator_refuses_the_park_and_the_blocks_stay_resident() {
     struct Panics(AtomicBool);
-    // SAFETY: 1. as the global allocator's, where it answers.
+    // SAFETY: 1. those of the global allocator, where it returns a block.
     unsafe impl Allocator for Panics {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             assert!(!self.0.load(Ordering::Relaxed), "on purpose");
             Global.allocate(layout)
         }
         unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. guaranteed by the caller.
             unsafe { Global.deallocate(start, layout) };
             panic!("on purpose");
         }
@@ -503,7 +503,7 @@ fn an_allocator_that_panics_refuses_and_the_blocks_stay_awake() {
     let refused = park(&rig, Park::save_in(Panics(AtomicBool::new(true))));
     assert!(matches!(refused, Err(MemoryError::System(_))), "{refused:?}");
     assert!(!parkable.is_parked());
-    // One that panics when memory goes back to it has it back all the same.
+    // An allocator that panics in `deallocate` has still received its memory.
     park(&rig, Park::save_in(Panics(AtomicBool::new(false)))).unwrap();
     rig.pool.resume(tag(), None).unwrap();
     all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
@@ -527,7 +527,7 @@ fn a_capture_refuses_the_park_and_stays_whole() {
 }
 
 #[test]
-fn a_device_that_is_lost_ends_parked_memory_without_a_trace() {
+fn a_lost_device_ends_parked_memory_and_leaves_nothing() {
     for parked in [false, true] {
         let rig = rig(64);
         let s = rig.stream();
@@ -555,7 +555,7 @@ fn a_device_that_is_lost_ends_parked_memory_without_a_trace() {
 }
 
 #[test]
-fn a_pool_that_closes_leaves_parked_blocks_parked_and_they_end_in_any_order() {
+fn a_closed_pool_keeps_parked_blocks_parked_and_they_end_in_any_order() {
     for parkable_first in [true, false] {
         let Rig { sim, pool, budget } = rig(64);
         let s = pool.stream().unwrap();
@@ -597,7 +597,7 @@ fn devices_that_cannot_map_say_so() {
 }
 
 #[test]
-fn nearly_all_of_eight_gibibytes_of_weights_and_cache_goes_in_few_calls() {
+fn nearly_all_of_eight_gibibytes_is_parked_in_few_calls() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 100 << 10, |_| ());
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();
@@ -622,21 +622,21 @@ fn nearly_all_of_eight_gibibytes_of_weights_and_cache_goes_in_few_calls() {
 }
 
 #[test]
-fn parkable_memory_is_used_again_and_given_back_when_nothing_lives_in_it() {
+fn parkable_memory_is_reused_and_released_when_empty() {
     let rig = rig(16);
     let (s, u) = (rig.stream(), rig.stream());
     let parkable = rig.pool.parkable(tag()).unwrap();
     let first = filled(&s, &parkable, 0, 3 << 20);
     let there = address(&first);
     drop(first);
-    // The stream that freed it has it at once, another when it is done.
+    // The stream that freed it reuses it immediately, another stream when the work is done.
     let again = filled(&s, &parkable, 1, 3 << 20);
     assert_eq!((address(&again), rig.budget.used()), (there, 4 * MIB));
     drop(again);
     let third = filled(&u, &parkable, 2, 3 << 20);
     assert_eq!((address(&third), rig.budget.used()), (there, 4 * MIB));
     drop(third);
-    // All of the budget's is to be had by the caches, once they are short.
+    // The caches can use all memory of the budget once they are short.
     let stable = rig.pool.alloc_stable(&s, Request::bytes(16 * MIB)).unwrap();
     assert_eq!((rig.budget.used(), parkable.stats().physical), (16 * MIB, 0));
     drop((stable, parkable));
@@ -644,7 +644,7 @@ fn parkable_memory_is_used_again_and_given_back_when_nothing_lives_in_it() {
 }
 
 #[test]
-fn what_others_have_freed_is_waited_for_where_there_is_no_more_memory() {
+fn a_parkable_request_waits_for_memory_freed_by_other_streams_when_short() {
     for adoption in [Adoption::Wait, Adoption::DoneOnly, Adoption::Never] {
         let rig = Rig::on(Sim::h200(1).seeded(7), 8, |config| {
             config.handle_bytes = SLOT;
@@ -664,7 +664,7 @@ fn what_others_have_freed_is_waited_for_where_there_is_no_more_memory() {
 }
 
 #[test]
-fn a_block_of_the_caches_has_what_parkable_memory_has_free() {
+fn a_block_of_the_caches_gets_free_parkable_memory() {
     let rig = rig(16);
     let s = rig.stream();
     let parkable = rig.pool.parkable(tag()).unwrap();

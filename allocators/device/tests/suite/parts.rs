@@ -1,8 +1,8 @@
-//! Parts of buffers.
+//! Tests of parts of buffers.
 //!
-//! - A part lies where its elements do, whatever it is a part of.
-//! - A use of a part is one of its whole block, and lasts as long as the part is borrowed, whatever
-//!   is done with others.
+//! - A part lies where its elements lie, whatever it is a part of.
+//! - A use of a part is a use of its whole block. It lasts as long as the part is borrowed,
+//!   regardless of other parts.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::support::{MIB, Rig, read};
@@ -48,7 +48,7 @@ fn parts_of_parts_lie_where_their_elements_do() {
 
 #[test]
 #[expect(clippy::reversed_empty_ranges, reason = "a range that is refused")]
-fn what_reaches_past_a_part_is_refused_with_its_figures() {
+fn a_range_beyond_a_part_is_refused_with_its_bounds() {
     let rig = Rig::new(8);
     let s = rig.stream();
     let mut x: DeviceBuffer<u32> = rig.pool.buffer(&s, 100).unwrap();
@@ -70,7 +70,7 @@ fn what_reaches_past_a_part_is_refused_with_its_figures() {
 }
 
 #[test]
-fn chunks_go_over_every_element_once() {
+fn chunks_visit_every_element_once() {
     let rig = Rig::new(8);
     let s = rig.stream();
     for (len, chunk) in [(10usize, 3usize), (9, 3), (1, 5), (7, 1), (7, usize::MAX)] {
@@ -92,7 +92,7 @@ fn chunks_go_over_every_element_once() {
 }
 
 #[test]
-fn a_type_that_does_not_fit_the_bytes_is_refused_and_the_buffer_handed_back() {
+fn a_cast_to_a_type_that_does_not_fit_is_refused_and_returns_the_buffer() {
     let rig = Rig::new(8);
     let s = rig.stream();
     let x: DeviceBuffer<u8> = rig.pool.buffer(&s, 1002).unwrap();
@@ -119,10 +119,10 @@ fn a_type_that_does_not_fit_the_bytes_is_refused_and_the_buffer_handed_back() {
     assert_eq!(DeviceBuffer::<f64>::from_block(block).unwrap().len(), 8);
 }
 
-/// Both parts are lent, each to a stream of its own, and used in turns; then the buffer is dropped,
-/// and its bytes go round.
+/// Both parts are lent, each to a stream of its own, and used alternately. Then the buffer is
+/// dropped and its bytes are reused.
 #[test]
-fn parts_that_are_lent_to_two_streams_are_noted_until_both_are_back() {
+fn parts_lent_to_two_streams_are_recorded_until_both_are_returned() {
     for seed in 0..60 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
         let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
@@ -132,7 +132,7 @@ fn parts_that_are_lent_to_two_streams_are_noted_until_both_are_back() {
             {
                 let (mut a, mut b) = x.split_at_mut(1000).unwrap();
                 a.order_mut(u.raw(), None, Access::ReadWrite).unwrap();
-                // Waits for `u`, as a use of the whole; the borrow of `a` goes on.
+                // Waits for `u`, as a use of the whole buffer. The borrow of `a` continues.
                 b.order_mut(v.raw(), None, Access::ReadWrite).unwrap();
                 for _ in 0..2 {
                     rig.sim.access(u.raw(), a.range(), Access::Write, None).unwrap();
@@ -147,9 +147,9 @@ fn parts_that_are_lent_to_two_streams_are_noted_until_both_are_back() {
     }
 }
 
-/// The same by threads, each with its own part and stream.
+/// The same with threads, each with its own part and stream.
 #[test]
-fn threads_fill_their_parts_of_one_buffer_and_all_of_it_is_there() {
+fn threads_fill_their_parts_of_one_buffer_completely() {
     for seed in 0..8 {
         let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
         let s = rig.stream();

@@ -1,4 +1,4 @@
-//! Whose kernels may touch a pool's memory.
+//! Tests which devices can access a pool's memory.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use crate::support::{MIB, Rig, range};
@@ -13,7 +13,7 @@ use aquifer_stream::{Stream, StreamPool};
 const OWN: DeviceId = DeviceId(0);
 const OTHER: DeviceId = DeviceId(1);
 
-/// Whether a kernel of the other device may touch a range of `home`'s, when all that was queued
+/// Returns whether a kernel of the other device may access a range of `home`, when all work queued
 /// before is done.
 fn is_reached(rig: &Rig, home: &Stream, range: DeviceRange) -> bool {
     home.timeline().synchronize().unwrap();
@@ -40,7 +40,7 @@ fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
         &s,
         DeviceRange { device: OWN, address: stable.address(), bytes: MIB }
     ));
-    // Handles that moved are mapped anew.
+    // Handles that moved are mapped again.
     drop(block);
     let larger = rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
     assert!(is_reached(&rig, &s, range(&larger)));
@@ -55,7 +55,7 @@ fn memory_is_closed_to_devices_that_were_not_named() {
 }
 
 #[test]
-fn peers_that_cannot_be_are_refused_before_there_is_memory() {
+fn impossible_peers_are_refused_before_memory_is_allocated() {
     let open = |sim: &Sim, config| DevicePool::open(sim.driver(), OWN, config).map(drop);
     let naming = |peer| {
         let mut config = PoolConfig::default();
@@ -80,6 +80,6 @@ fn peers_that_cannot_be_are_refused_before_there_is_memory() {
         open(&Sim::h200(2), bypass),
         Err(MemoryError::BadSetting { name: "peers", .. })
     ));
-    // Itself is no other.
+    // A device is not its own peer.
     assert!(open(&Sim::h200(1), naming(OWN)).is_ok());
 }

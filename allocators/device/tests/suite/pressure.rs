@@ -1,5 +1,5 @@
-//! What happens when memory is short, in which order, and what an allocation costs the others
-//! meanwhile.
+//! Tests of the steps taken when memory is short, their order, and what an allocation costs other
+//! callers meanwhile.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{self, MIB, PATIENCE, Rig, range};
@@ -23,7 +23,7 @@ use std::{
 };
 
 #[test]
-fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing() {
+fn a_fragmented_cache_serves_a_large_block_by_moving_handles() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let blocks: Vec<_> =
@@ -43,7 +43,7 @@ fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing(
 }
 
 #[test]
-fn memory_that_is_still_in_use_is_moved_behind_a_wait_of_the_device_and_never_of_the_host() {
+fn memory_in_use_is_moved_after_a_device_side_wait() {
     let rig = Rig::stepped(32);
     let (s, u) = (rig.stream(), rig.stream());
     let mut a = rig.bytes(&s, 20 * MIB);
@@ -51,7 +51,7 @@ fn memory_that_is_still_in_use_is_moved_behind_a_wait_of_the_device_and_never_of
     s.fill(&mut a, 1).unwrap();
     s.fill(&mut keep, 2).unwrap();
     drop(a);
-    // `s` has run nothing yet: all that is free may still be written.
+    // `s` has run nothing yet, so work may still write all the free memory.
     let mut b = rig.bytes(&u, 24 * MIB);
     u.fill(&mut b, 3).unwrap();
     let stats = rig.pool.stats();
@@ -63,7 +63,7 @@ fn memory_that_is_still_in_use_is_moved_behind_a_wait_of_the_device_and_never_of
 }
 
 #[test]
-fn one_stream_takes_over_what_another_has_finished_with() {
+fn one_stream_takes_over_memory_another_has_finished_with() {
     let rig = Rig::new(32);
     let (s, u) = (rig.stream(), rig.stream());
     drop(rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap());
@@ -90,7 +90,7 @@ fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
         Err(MemoryError::OutOfMemory(_))
     ));
     assert!(rig.pool.alloc(&s, Request::bytes(24 * MIB)).is_ok(), "its own it may have");
-    // What is done goes through the driver, before anybody is refused.
+    // The driver completes the work before any request is refused.
     rig.sim.run_all();
     let before = rig.sim.driver().calls().get(Call::HandleCreate);
     assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
@@ -103,7 +103,7 @@ fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
 }
 
 #[test]
-fn done_only_takes_what_is_done_and_nothing_else() {
+fn done_only_takes_only_memory_that_is_done() {
     let rig = Rig::on(Sim::h200(1).stepped(), 32, |c| {
         c.adoption = Adoption::DoneOnly;
         c.wait = Duration::ZERO;
@@ -120,7 +120,7 @@ fn done_only_takes_what_is_done_and_nothing_else() {
 }
 
 #[test]
-fn an_allocation_that_finds_no_room_says_who_holds_it_and_what_to_do() {
+fn a_refusal_names_the_holders_of_memory_and_a_remedy() {
     let rig = Rig::on(Sim::h200(1), 16, |c| c.wait = Duration::ZERO);
     let s = rig.stream();
     let _kv = rig.pool.alloc(&s, Request::bytes(9 * MIB).tag(Tag::named("kv-cache"))).unwrap();
@@ -140,7 +140,7 @@ out of memory on device 0: 10.00 MiB requested
 }
 
 #[test]
-fn requests_that_make_no_sense_are_told_apart_and_change_nothing() {
+fn invalid_requests_are_distinguished_and_change_nothing() {
     let rig = Rig::new(16);
     let s = rig.stream();
     let ask = |request: Request| rig.pool.alloc(&s, request).map(drop);
@@ -171,7 +171,7 @@ fn requests_that_make_no_sense_are_told_apart_and_change_nothing() {
     ));
 }
 
-/// Gives one block back at each call.
+/// A handler that frees one block at each call.
 #[derive(Debug)]
 struct Evict(Mutex<Vec<aquifer_device::Block>>, AtomicUsize);
 
@@ -191,7 +191,7 @@ impl Reclaim for Evict {
 }
 
 #[test]
-fn a_handler_is_asked_until_there_is_room_and_no_longer() {
+fn a_handler_is_called_until_there_is_room() {
     let evict = Arc::new(Evict(Mutex::default(), AtomicUsize::new(0)));
     let rig = Rig::new(16);
     let _registration = rig.budget.on_need(&evict);
@@ -205,7 +205,7 @@ fn a_handler_is_asked_until_there_is_room_and_no_longer() {
 }
 
 #[test]
-fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
+fn a_pool_that_shares_a_budget_releases_its_cache_for_another() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let first =
@@ -221,7 +221,7 @@ fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
 }
 
 #[test]
-fn the_drivers_own_pool_gives_up_its_reserve_for_ours() {
+fn the_drivers_own_pool_releases_its_reserve_for_another_pool() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 64 * MIB);
     let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
@@ -237,7 +237,7 @@ fn the_drivers_own_pool_gives_up_its_reserve_for_ours() {
 }
 
 #[test]
-fn an_allocation_waits_for_queued_work_only_when_nothing_else_is_left() {
+fn an_allocation_waits_for_queued_work_only_as_a_last_resort() {
     let rig = Rig::on(Sim::h200(1).stepped(), 16, |c| {
         c.adoption = Adoption::DoneOnly;
         c.wait = Duration::MAX;
@@ -253,11 +253,11 @@ fn an_allocation_waits_for_queued_work_only_when_nothing_else_is_left() {
 }
 
 #[test]
-fn a_thread_that_waits_for_the_device_stops_no_other_from_allocating() {
+fn a_thread_waiting_for_the_device_blocks_no_other_allocation() {
     for call in [Call::HandleCreate, Call::EventRecord, Call::SetAccess] {
         let rig = Rig::new(64);
         let (s, u) = (rig.stream(), rig.stream());
-        // Between two that live, so that nothing larger can have it.
+        // Between two live blocks, so that no larger request can use it.
         let mut blocks: Vec<_> =
             (0..3).map(|_| rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap()).collect();
         drop(blocks.remove(1));
@@ -303,7 +303,7 @@ fn threads_that_free_against_a_reaper_lose_no_byte() {
 }
 
 #[test]
-fn a_trim_returns_what_is_done_down_to_what_is_to_be_kept_and_finds_nothing_the_second_time() {
+fn a_trim_releases_done_memory_down_to_its_target_once() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let live = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
@@ -321,7 +321,7 @@ fn a_trim_that_fails_keeps_the_rest_charged_and_the_next_one_drains_it() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
     let first = rig.pool.alloc(&s, Request::bytes(8 * MIB));
-    // In between, so that it takes two calls.
+    // A live block in between makes the trim take two calls.
     let kept = rig.pool.alloc(&s, Request::bytes(2 * MIB)).unwrap();
     drop((first, rig.pool.alloc(&u, Request::bytes(20 * MIB))));
     rig.sim.fail(Call::Unmap, 2, 999);
@@ -335,7 +335,7 @@ fn a_trim_that_fails_keeps_the_rest_charged_and_the_next_one_drains_it() {
 }
 
 #[test]
-fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
+fn a_device_without_mappings_grows_by_segments_and_releases_them_whole() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config), 128, |_| ());
@@ -357,7 +357,7 @@ fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
     rig.assert_silent();
 }
 
-/// Refuses everything, and counts.
+/// A handler that refuses everything and counts its calls.
 #[derive(Debug)]
 struct Refuses(AtomicUsize);
 
@@ -384,7 +384,7 @@ impl Opaque for Refuses {
 }
 
 #[test]
-fn a_limit_rolls_back_when_the_layer_below_fails_and_never_asks_it_for_what_it_refuses() {
+fn a_limit_rolls_back_when_its_inner_source_fails_and_does_not_call_it_when_refusing() {
     let rig = Rig::new(16);
     let s = rig.stream();
     let below = Arc::new(Refuses(AtomicUsize::new(0)));
@@ -396,7 +396,7 @@ fn a_limit_rolls_back_when_the_layer_below_fails_and_never_asks_it_for_what_it_r
 }
 
 #[test]
-fn a_limit_is_released_when_the_memory_is_really_free_and_not_before() {
+fn a_limit_is_released_only_when_the_memory_is_free() {
     let rig = Rig::stepped(16);
     let (s, u) = (rig.stream(), rig.stream());
     let limit = Limit::new(rig.pool.clone(), Budget::new("tenant", MIB));
@@ -414,7 +414,7 @@ fn a_limit_is_released_when_the_memory_is_really_free_and_not_before() {
 }
 
 #[test]
-fn a_failure_callback_decides_how_often_to_try() {
+fn a_failure_callback_decides_the_number_of_attempts() {
     let rig = Rig::new(16);
     let s = rig.stream();
     let below = Arc::new(Refuses(AtomicUsize::new(0)));
@@ -452,7 +452,7 @@ fn every_event_of_a_pool_is_recorded_in_order() {
 }
 
 #[test]
-fn the_drivers_own_allocators_keep_account_and_give_back_everything() {
+fn the_drivers_own_allocators_count_and_release_everything() {
     let sim = Sim::h200(1).stepped();
     let budget = Budget::new("the device", 64 * MIB);
     let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
@@ -481,7 +481,7 @@ fn the_drivers_own_allocators_keep_account_and_give_back_everything() {
 }
 
 #[test]
-fn with_blocks_apart_a_trim_and_a_drop_give_back_what_a_use_had_held() {
+fn with_dedicated_blocks_a_trim_and_a_drop_release_memory_after_its_uses() {
     let sim = Sim::h200(1);
     let rig = Rig::on(sim.clone(), 16, |c| c.bypass = true);
     let (s, u) = (rig.stream(), rig.stream());
@@ -504,7 +504,7 @@ fn with_blocks_apart_a_trim_and_a_drop_give_back_what_a_use_had_held() {
 }
 
 #[test]
-fn a_free_that_the_driver_refuses_stays_charged_and_is_tried_again() {
+fn a_free_that_the_driver_refuses_stays_charged_and_is_retried() {
     let sim = Sim::h200(1);
     let budget = Budget::new("the device", 64 * MIB);
     let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
@@ -517,7 +517,7 @@ fn a_free_that_the_driver_refuses_stays_charged_and_is_tried_again() {
     assert_eq!(budget.used(), 0);
 }
 
-/// Lets a call of the driver's go on when it is asked for memory, of which it has none.
+/// A handler that resumes a stalled driver call and frees nothing.
 #[derive(Debug)]
 struct LetGo(Mutex<Option<StallGuard>>);
 
@@ -534,7 +534,7 @@ impl Reclaim for LetGo {
 }
 
 #[test]
-fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_as_out_of_memory() {
+fn memory_being_released_by_another_thread_is_waited_for_before_out_of_memory() {
     let let_go = Arc::new(LetGo(Mutex::default()));
     let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = PATIENCE);
     let _registration = rig.budget.on_need(&let_go);
@@ -544,7 +544,7 @@ fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_a
     let slow = rig.sim.stall(Call::HandleRelease);
     thread::scope(|scope| {
         scope.spawn(|| rig.pool.trim(0).unwrap());
-        // All of it is out of the cache, and charged.
+        // All of it has left the cache and is still charged.
         assert!(slow.wait_for(1, PATIENCE));
         *let_go.0.lock().unwrap() = Some(slow);
         rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
@@ -564,9 +564,9 @@ impl Random {
     }
 }
 
-/// Whatever was allocated before, on how many streams, and in which handles it is held.
+/// This holds for any earlier allocations, number of streams and handle sizes.
 #[test]
-fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
+fn with_nothing_live_the_whole_budget_can_be_allocated() {
     for seed in 0..300 {
         let mut random = Random(seed);
         let plain = seed % 4 == 3;
@@ -587,7 +587,7 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
         for _ in 0..6 {
             let mut live = Vec::new();
             if vast {
-                // What large handles are made under.
+                // The limit under which large handles are created.
                 rig.budget.set_limit(1 << 40);
             }
             for _ in 0..random.below(40) {
@@ -597,7 +597,7 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
                 if random.below(3) == 0 && !live.is_empty() {
                     drop(live.swap_remove(random.below(live.len() as u64) as usize));
                 }
-                // Leaves gaps between handles.
+                // This leaves gaps between handles.
                 if random.below(4) == 0 {
                     let held = rig.budget.used();
                     rig.pool.trim(held - random.below(held + 1)).unwrap();
@@ -608,7 +608,7 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
                 rig.budget.set_limit((rig.budget.used() + (random.below(8) << 21)).max(2 * MIB));
             }
             let whole = rig.budget.limit() / (2 * MIB) * 2 * MIB;
-            // Without mappings a block may need the room of its alignment besides.
+            // Without mappings a block may also need room for its alignment.
             let most = if plain { whole - 2 * MIB } else { whole };
             for bytes in [most, 1 + random.below(most), most] {
                 let answer = rig.pool.alloc(stream(&mut random), Request::bytes(bytes));
@@ -619,10 +619,10 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
     }
 }
 
-/// Three handles of 64 MiB with gaps of 16 MiB between them: every window over two of them and
-/// their gaps takes half of the third, which then cannot go where memory is missing.
+/// Three handles of 64 MiB with gaps of 16 MiB between them. A window over two of them and their
+/// gaps takes half of the third handle, which then cannot move to where memory is missing.
 #[test]
-fn handles_that_lie_apart_and_in_each_others_way_are_given_back_before_anybody_is_refused() {
+fn scattered_handles_are_released_before_a_request_is_refused() {
     let rig = Rig::on(Sim::h200(1).symbolic().capacity(1 << 40), 1 << 20, |config| {
         config.wait = Duration::ZERO;
     });
@@ -639,7 +639,7 @@ fn handles_that_lie_apart_and_in_each_others_way_are_given_back_before_anybody_i
 }
 
 #[test]
-fn a_request_that_would_not_fit_anyway_costs_nobody_the_cache() {
+fn a_request_that_can_never_fit_trims_no_cache() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
     let _live = rig.pool.alloc(&s, Request::bytes(32 * MIB)).unwrap();
@@ -650,10 +650,9 @@ fn a_request_that_would_not_fit_anyway_costs_nobody_the_cache() {
     assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
 }
 
-/// Equal streams near the limit, each with room of its own that no single one of the others' is as
-/// large as.
+/// Equal streams near the limit. No single stream has enough room for the request.
 #[test]
-fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
+fn equal_streams_share_memory_near_the_limit_without_moving_a_handle() {
     for count in [2, 4, 8, 16] {
         let rig = Rig::on(Sim::h200(1).symbolic(), count * 8, |_| ());
         let streams: Vec<_> = (0..count).map(|_| rig.stream()).collect();
@@ -665,7 +664,7 @@ fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
                     .collect::<Vec<_>>()
             })
             .collect();
-        // Half of each: every other MiB, so that no handle is free.
+        // Free half of each stream's memory: every other MiB, so that no handle is free.
         live.iter_mut().for_each(|blocks| {
             let mut nth = 0;
             blocks.retain(|_| {
@@ -673,7 +672,7 @@ fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
                 nth % 2 == 0
             });
         });
-        // One takes what all have left.
+        // One stream takes what all streams have freed.
         let taken: Vec<_> = (0..count * 4)
             .map(|_| rig.pool.alloc(&streams[0], Request::bytes(MIB)).unwrap())
             .collect();

@@ -1,4 +1,4 @@
-//! Blocks that are out as bare addresses.
+//! Tests of blocks that were turned into bare addresses.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range};
@@ -21,7 +21,7 @@ impl Random {
 }
 
 #[test]
-fn an_address_that_was_asked_for_is_one_that_a_block_was_turned_into() {
+fn only_addresses_of_released_blocks_are_accepted() {
     let rig = Rig::on(Sim::h200(1), 64, |_| ());
     let (stream, other) = (rig.stream(), rig.stream());
     for round in 0..3 {
@@ -67,7 +67,7 @@ fn peaks_are_counted_from_the_last_reset() {
     drop(kept);
 }
 
-/// More streams than an entry of the directory names, whose small blocks come from all over.
+/// Uses more streams than an entry of the directory can name, with small blocks from all of them.
 fn random_mix(seed: u64, streams: usize) {
     let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
     let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
@@ -110,7 +110,7 @@ fn random_mix(seed: u64, streams: usize) {
                 }
             }
             8 => {
-                // Owned by a token, inside a block, or nobody's at all.
+                // An address owned by a token, one inside a block, or one without an owner.
                 let owned = held.first().map_or(0x1000, |block| block.address());
                 for address in [owned, owned + 512, owned + 1, 0, u64::MAX, random.below(1 << 47)] {
                     if !out.contains_key(&address) {
@@ -150,14 +150,14 @@ fn random_mix(seed: u64, streams: usize) {
 }
 
 #[test]
-fn addresses_come_back_once_and_nothing_else_is_taken_for_one() {
+fn an_address_is_accepted_once_and_no_other_value_is() {
     for seed in 0..40 {
         random_mix(seed, 1 + seed as usize % 7);
     }
 }
 
 #[test]
-fn an_address_keeps_what_was_noted_of_its_block() {
+fn an_address_keeps_the_uses_recorded_for_its_block() {
     let rig = Rig::stepped(64);
     let (s, other) = (rig.stream(), rig.stream());
     let block = rig.pool.alloc(&s, Request::bytes(MIB).tag(Tag::OTHER)).unwrap();
@@ -187,7 +187,7 @@ fn an_address_of_another_pool_is_foreign() {
 }
 
 #[test]
-fn a_bypassed_block_comes_back_from_its_address_too() {
+fn a_bypassed_block_is_recovered_from_its_address() {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.bypass = true);
     let s = rig.stream();
     let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
@@ -211,7 +211,7 @@ fn an_address_outlives_its_stream() {
     rig.assert_silent();
 }
 
-/// Twice the same of a pool whose blocks are its own, are checked, or are the driver's.
+/// Runs the check twice for pools with their own blocks, checked blocks and driver blocks.
 fn each_kind(check: impl Fn(&Rig)) {
     check(&Rig::new(64));
     check(&Rig::on(Sim::h200(1), 64, |config| config.debug.leaks = true));
@@ -219,7 +219,7 @@ fn each_kind(check: impl Fn(&Rig)) {
 }
 
 #[test]
-fn a_use_noted_through_an_address_holds_its_memory_back() {
+fn a_use_recorded_through_an_address_keeps_its_memory_pending() {
     let rig = Rig::stepped(64);
     let (s, other) = (rig.stream(), rig.stream());
     let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
@@ -235,7 +235,7 @@ fn a_use_noted_through_an_address_holds_its_memory_back() {
 }
 
 #[test]
-fn a_block_that_is_looked_at_ends_with_the_last_look() {
+fn a_borrowed_block_ends_with_its_last_borrow() {
     each_kind(|rig| {
         let s = rig.stream();
         let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();

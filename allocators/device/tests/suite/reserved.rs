@@ -1,5 +1,5 @@
-//! Addresses that stay, memory that comes and goes behind them, and a charge for exactly what is
-//! there.
+//! Tests of reserved addresses: the addresses stay, memory is committed and decommitted behind
+//! them, and exactly the committed memory is charged.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 
@@ -31,7 +31,7 @@ fn range_of(reserved: &Reserved<u8>, range: Range<usize>) -> DeviceRange {
 }
 
 #[test]
-fn addresses_cost_nothing_and_commits_exactly_their_steps() {
+fn reserved_addresses_are_not_charged_and_commits_charge_exactly_their_steps() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let mut r = rig.pool.reserve::<u8>(&s, 1 << 36).unwrap();
@@ -61,7 +61,7 @@ fn addresses_cost_nothing_and_commits_exactly_their_steps() {
 }
 
 #[test]
-fn steps_are_the_pools_handles_or_those_asked_for() {
+fn steps_have_the_pools_handle_size_or_the_requested_one() {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.handle_bytes = 4 * MIB);
     let s = rig.stream();
     let mut r = rig.pool.reserve::<u8>(&s, 100).unwrap();
@@ -76,7 +76,7 @@ fn steps_are_the_pools_handles_or_those_asked_for() {
 }
 
 #[test]
-fn a_slice_names_the_first_part_that_has_no_memory() {
+fn a_refused_slice_names_its_first_uncommitted_part() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let mut r = rig.pool.reserve::<u32>(&s, 8 * STEP).unwrap();
@@ -98,7 +98,7 @@ fn a_slice_names_the_first_part_that_has_no_memory() {
 }
 
 #[test]
-fn only_whole_steps_inside_the_range_go_and_the_rest_keeps_its_bytes() {
+fn decommit_releases_only_whole_steps_and_the_rest_keeps_its_bytes() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP + 5).unwrap();
@@ -123,7 +123,7 @@ fn only_whole_steps_inside_the_range_go_and_the_rest_keeps_its_bytes() {
 }
 
 #[test]
-fn decommit_waits_for_no_one_and_unmaps_nothing_before_its_work_is_done() {
+fn decommit_never_waits_and_unmaps_only_after_the_work_is_done() {
     let rig = Rig::stepped(32);
     let (s, u) = (rig.stream(), rig.stream());
     let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
@@ -147,7 +147,7 @@ fn decommit_waits_for_no_one_and_unmaps_nothing_before_its_work_is_done() {
     rig.assert_silent();
 }
 
-/// What the test above would look like without the wait.
+/// The control for the test above, without the wait.
 #[test]
 #[expect(unsafe_code, reason = "breaks the promise on purpose")]
 fn an_unmap_under_queued_work_is_reported() {
@@ -156,13 +156,13 @@ fn an_unmap_under_queued_work_is_reported() {
     let mut r = rig.pool.reserve::<u8>(&s, STEP).unwrap();
     r.commit_to(STEP).unwrap();
     fill(&s, &mut r, 0..STEP, 1);
-    // SAFETY: 1. broken on purpose: the simulated machine reports it.
+    // SAFETY: 1. deliberately broken: the simulated machine reports it.
     unsafe { rig.sim.driver().unmap(DeviceId(0), r.address(), STEP as u64) }.unwrap();
     assert_eq!(rig.sim.violations()[0].kind, ViolationKind::UnmapInFlight);
 }
 
 #[test]
-fn what_is_committed_again_before_it_went_is_the_same_memory_in_order() {
+fn a_commit_before_the_pending_unmap_restores_the_same_memory_in_order() {
     let rig = Rig::on(Sim::h200(1).stepped(), 4, |config| config.wait = Duration::ZERO);
     let (s, u) = (rig.stream(), rig.stream());
     let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
@@ -189,7 +189,7 @@ fn what_is_committed_again_before_it_went_is_the_same_memory_in_order() {
 }
 
 #[test]
-fn uses_of_what_stays_are_known_after_a_part_has_gone() {
+fn uses_of_the_remaining_part_are_kept_after_a_partial_decommit() {
     let rig = Rig::stepped(8);
     let (s, u) = (rig.stream(), rig.stream());
     let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
@@ -275,7 +275,7 @@ fn a_commit_that_fails_halfway_changes_nothing() {
 }
 
 #[test]
-fn what_cannot_be_undone_stays_charged_and_comes_back() {
+fn a_step_that_cannot_be_rolled_back_stays_charged_and_is_reused() {
     let rig = Rig::on(Sim::h200(1), 32, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
     let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
@@ -293,7 +293,7 @@ fn what_cannot_be_undone_stays_charged_and_comes_back() {
 }
 
 #[test]
-fn a_commit_beyond_the_budget_is_refused_whole_after_everything_was_tried() {
+fn a_commit_beyond_the_budget_is_refused_whole_after_reclaim() {
     let rig = Rig::new(8);
     let s = rig.stream();
     drop(rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap());
@@ -316,7 +316,7 @@ fn a_commit_beyond_the_budget_is_refused_whole_after_everything_was_tried() {
 }
 
 #[test]
-fn it_grows_while_other_streams_work_on_what_is_committed() {
+fn reserved_memory_grows_while_other_streams_use_committed_parts() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let mut r = rig.pool.reserve::<u8>(&s, 16 * STEP).unwrap();
@@ -335,7 +335,7 @@ fn it_grows_while_other_streams_work_on_what_is_committed() {
 }
 
 #[test]
-fn it_may_outlive_its_pool_and_takes_everything_down() {
+fn reserved_memory_may_outlive_its_pool_and_then_releases_everything() {
     let rig = Rig::new(32);
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     let s = rig.stream();
@@ -353,7 +353,7 @@ fn it_may_outlive_its_pool_and_takes_everything_down() {
 }
 
 #[test]
-fn what_makes_no_sense_or_cannot_be_had_is_refused() {
+fn invalid_and_unsatisfiable_reservations_are_refused() {
     let rig = Rig::on(Sim::h200(2), 8, |_| ());
     let s = rig.stream();
     assert_eq!(rig.pool.reserve::<u8>(&s, 0).unwrap_err(), MemoryError::ZeroSize);

@@ -1,5 +1,5 @@
-//! What a pool keeps of what lies idle, and what it never gives back: the release threshold, the
-//! warm reserve, and the cap on each stream's cache.
+//! Tests of how much idle memory a pool keeps: the release threshold, the warm reserve, and the cap
+//! on each stream's cache.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range, read};
@@ -12,7 +12,7 @@ use aquifer_driver::{
 use aquifer_stream::Stream;
 use std::{any::Any, time::Duration};
 
-/// Calls that have to do with memory. Those for events are not among them.
+/// Driver calls that concern memory. Those for events are not included.
 const MEMORY: [Call; 6] = [
     Call::HandleCreate,
     Call::HandleRelease,
@@ -34,14 +34,14 @@ fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
     rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
 }
 
-/// Blocks of 4 MiB, all live at once, and then none.
+/// Allocates blocks of 4 MiB, all live at once, and frees them.
 fn fill(rig: &Rig, stream: &Stream, blocks: u64) {
     let held: Vec<_> = (0..blocks).map(|_| take(rig, stream, 4)).collect();
     drop(held);
 }
 
 #[test]
-fn what_lies_idle_above_the_threshold_goes_at_the_next_slow_path_and_all_is_kept_without_one() {
+fn idle_memory_above_the_threshold_is_released_at_the_next_slow_path() {
     for (threshold, held) in
         [(u64::MAX, 44), (40 * MIB, 44), (39 * MIB, 42), (16 * MIB, 20), (0, 4)]
     {
@@ -64,7 +64,7 @@ fn what_lies_idle_above_the_threshold_goes_at_the_next_slow_path_and_all_is_kept
 }
 
 #[test]
-fn a_trim_holds_the_threshold_whatever_it_is_told_to_keep() {
+fn a_trim_enforces_the_threshold_whatever_its_target() {
     let rig = rig(1024, |config| config.release_threshold = 8 * MIB);
     let s = rig.stream();
     let _live = take(&rig, &s, 4);
@@ -76,7 +76,7 @@ fn a_trim_holds_the_threshold_whatever_it_is_told_to_keep() {
 }
 
 #[test]
-fn nothing_above_the_threshold_goes_before_its_work_is_done() {
+fn memory_above_the_threshold_is_released_only_when_its_work_is_done() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1024, |config| {
         (config.release_threshold, config.adoption) = (0, Adoption::DoneOnly);
     });
@@ -97,8 +97,8 @@ fn nothing_above_the_threshold_goes_before_its_work_is_done() {
 fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
     for streams in 2..5 {
         for threshold in [0, 1, 4, 10, 14, 31, 32, 33] {
-            // Each place is of another stream every time, and all memory is shared, so each
-            // allocation is a slow path.
+            // Each place belongs to another stream every time and all memory is shared, so each
+            // allocation takes the slow path.
             let rig = rig(32, |config| config.release_threshold = threshold * MIB);
             let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
             let round = || {
@@ -107,7 +107,7 @@ fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
                     let held: Vec<_> =
                         (0..8).map(|n| take(&rig, &streams[(at + n) % streams.len()], 4)).collect();
                     drop(held);
-                    // The low point.
+                    // The point of lowest use.
                     drop(take(&rig, &streams[(at + 1) % streams.len()], 1));
                 }
                 memory_calls(&rig) - before
@@ -120,7 +120,7 @@ fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
 }
 
 #[test]
-fn what_a_program_never_needs_again_stays_given_back_though_it_grows_by_a_little() {
+fn memory_no_longer_needed_stays_released_while_the_program_grows_slightly() {
     let rig = rig(1024, |config| config.release_threshold = 4 * MIB);
     let (s, u) = (rig.stream(), rig.stream());
     fill(&rig, &s, 64);
@@ -134,7 +134,7 @@ fn what_a_program_never_needs_again_stays_given_back_though_it_grows_by_a_little
 }
 
 #[test]
-fn a_refusal_while_giving_back_fails_no_request_and_loses_no_byte() {
+fn a_failed_release_fails_no_request_and_loses_no_byte() {
     for nth in 1..4 {
         let rig = rig(1024, |config| config.release_threshold = 0);
         let (s, u) = (rig.stream(), rig.stream());
@@ -151,7 +151,7 @@ fn a_refusal_while_giving_back_fails_no_request_and_loses_no_byte() {
 }
 
 #[test]
-fn a_device_that_cannot_map_gives_back_above_the_threshold_only_at_a_trim() {
+fn a_device_without_mappings_enforces_the_threshold_only_at_a_trim() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig =
@@ -186,7 +186,7 @@ fn a_warm_reserve_is_mapped_ahead_and_serves_any_stream_without_a_memory_call() 
 }
 
 #[test]
-fn neither_a_trim_nor_the_threshold_takes_the_reserve() {
+fn neither_a_trim_nor_the_threshold_releases_the_reserve() {
     let rig =
         rig(1024, |config| (config.warm_reserve, config.release_threshold) = (32 * MIB, 32 * MIB));
     let (s, u) = (rig.stream(), rig.stream());
@@ -203,14 +203,14 @@ fn neither_a_trim_nor_the_threshold_takes_the_reserve() {
 }
 
 #[test]
-fn pressure_takes_the_reserve() {
+fn pressure_releases_the_reserve() {
     // A stable block, which has a handle of its own.
     let rig = rig(32, |config| config.warm_reserve = 32 * MIB);
     let s = rig.stream();
     let stable = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
     assert_eq!(rig.pool.stats().physical, 32 * MIB);
     drop(stable);
-    // A block, which needs what is idle in another place.
+    // A block that needs the memory idle elsewhere.
     drop(take(&rig, &s, 32));
     // Another pool under the same budget.
     let config = PoolConfig::with_budget(rig.budget.clone());
@@ -226,13 +226,13 @@ fn pressure_takes_the_reserve() {
 }
 
 #[test]
-fn a_reserve_that_cannot_be_had_changes_nothing() {
+fn a_reserve_that_cannot_be_allocated_changes_nothing() {
     for call in [Call::HandleCreate, Call::Map, Call::SetAccess] {
         for code in [2, 999] {
             let rig = rig(1024, |_| ());
             let s = rig.stream();
             let _live = take(&rig, &s, 4);
-            // Out of memory is tried in smaller handles before it is believed.
+            // Out of memory is retried with smaller handles first.
             (1..200).for_each(|nth| rig.sim.fail(call, nth, code));
             assert!(rig.pool.warm(64 * MIB).is_err(), "{call:?}");
             assert_eq!(
@@ -286,13 +286,13 @@ fn settings_that_contradict_each_other_are_refused_by_name() {
 }
 
 #[test]
-fn what_a_stream_has_idle_above_its_cap_serves_the_others_and_the_rest_is_its_own() {
+fn idle_memory_above_a_streams_cap_serves_other_streams() {
     for adoption in [Adoption::Wait, Adoption::Never] {
         for (cap, grown) in [(u64::MAX, 24), (40 * MIB, 24), (28 * MIB, 12), (8 * MIB, 0), (0, 0)] {
             let rig = rig(1024, |config| (config.stream_cache, config.adoption) = (cap, adoption));
             let (s, u) = (rig.stream(), rig.stream());
             fill(&rig, &s, 10);
-            // Finds what is over the cap, and may take part of it.
+            // This finds the memory above the cap and may take part of it.
             let mut live = vec![take(&rig, &u, 4)];
             live.extend((0..5).map(|_| take(&rig, &u, 4)));
             assert_eq!(
@@ -300,7 +300,7 @@ fn what_a_stream_has_idle_above_its_cap_serves_the_others_and_the_rest_is_its_ow
                 (40 + grown) * MIB,
                 "a cap of {cap}, {adoption:?}"
             );
-            // What is within the cap is where it was.
+            // Memory within the cap is where it was.
             let before = rig.sim.driver().calls().made();
             let own = (cap.min(40 * MIB) / (4 * MIB)).min(10);
             live.extend((0..own).map(|_| take(&rig, &s, 4)));
@@ -311,7 +311,7 @@ fn what_a_stream_has_idle_above_its_cap_serves_the_others_and_the_rest_is_its_ow
 }
 
 #[test]
-fn what_is_over_the_cap_stays_its_streams_until_its_work_is_done() {
+fn memory_above_the_cap_stays_with_its_stream_until_its_work_is_done() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1024, |config| {
         (config.stream_cache, config.adoption) = (0, Adoption::Never);
         config.wait = Duration::ZERO;
@@ -346,7 +346,7 @@ fn a_loop_over_its_cap_makes_no_memory_call_after_its_second_round() {
     }
 }
 
-/// A pool on a device that can map, and one on a device that cannot.
+/// Returns a pool on a device with mappings and one on a device without them.
 fn on_each_device() -> [Rig; 2] {
     [DeviceConfig::h200(), DeviceConfig::without_virtual_memory()].map(|device| {
         let mut config = SimConfig::h200(1);
@@ -356,7 +356,7 @@ fn on_each_device() -> [Rig; 2] {
 }
 
 #[test]
-fn one_trim_gives_back_what_a_dropped_stream_left() {
+fn one_trim_releases_the_memory_of_a_dropped_stream() {
     for used_by_another in [false, true] {
         for rig in on_each_device() {
             let (s, u) = (rig.stream(), rig.stream());
@@ -377,12 +377,13 @@ fn one_trim_gives_back_what_a_dropped_stream_left() {
 }
 
 #[test]
-fn one_trim_gives_back_blocks_that_others_kept_until_they_were_free() {
+fn one_trim_releases_blocks_kept_by_other_blocks() {
     for rig in on_each_device() {
         let (s, u) = (rig.stream(), rig.stream());
         let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
         let mut kept: Box<dyn Any + Send + Sync> = Box::new(stable);
-        // Each is used by another stream, keeps the one before, and lies in memory of its own.
+        // Each block is used by another stream, keeps the previous one, and lies in memory of its
+        // own.
         for _ in 0..3 {
             let mut block = take(&rig, &s, 40);
             block.keep_until_free(kept);

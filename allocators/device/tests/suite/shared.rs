@@ -1,5 +1,5 @@
-//! What may be sent to another thread and shared with one, and what a lost device does to
-//! everybody.
+//! Tests of what may be sent to another thread or shared between threads, and of what a lost device
+//! means for all users.
 
 use crate::support::{MIB, Rig};
 use aquifer_core::{MemoryError, Result};
@@ -24,7 +24,7 @@ fn blocks_streams_and_pools_can_be_sent_and_shared() {
 }
 
 #[test]
-fn a_block_may_be_freed_by_another_thread_than_asked_for_it() {
+fn a_block_may_be_freed_by_another_thread() {
     let rig = Rig::new(16);
     let s = rig.stream();
     for _ in 0..4 {
@@ -36,13 +36,13 @@ fn a_block_may_be_freed_by_another_thread_than_asked_for_it() {
 }
 
 #[test]
-fn threads_that_take_from_each_other_are_not_told_that_memory_is_out() {
+fn threads_that_take_over_memory_from_each_other_get_no_out_of_memory() {
     const THREADS: u64 = 16;
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);
     let rig = Rig::on(sim, 64 << 10, |_| ());
     let together = Barrier::new(THREADS as usize);
-    // Each stream frees what others are looking at, over and over.
+    // Each stream repeatedly frees memory that other streams search.
     let live_and_let_go = |number: u64, stream: &Stream| -> Result<()> {
         let mut live = Vec::new();
         for step in 0..100 {
@@ -63,7 +63,7 @@ fn threads_that_take_from_each_other_are_not_told_that_memory_is_out() {
                 together.wait();
                 (0..400).try_for_each(|_| {
                     live_and_let_go(number, &stream)?;
-                    // Everybody has to look for memory again.
+                    // Every stream has to search for memory again.
                     rig.pool.trim(0).map(drop)
                 })
             })
@@ -75,7 +75,7 @@ fn threads_that_take_from_each_other_are_not_told_that_memory_is_out() {
 }
 
 #[test]
-fn a_lost_device_is_told_and_everything_can_still_be_dropped() {
+fn a_lost_device_is_reported_and_everything_can_still_be_dropped() {
     let rig = Rig::on(Sim::h200(1).stepped(), 16, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());

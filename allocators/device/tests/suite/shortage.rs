@@ -1,4 +1,4 @@
-//! Out of memory is answered only when giving back all that lies idle would not have made room.
+//! Tests that out of memory is returned only if releasing all idle memory would not have made room.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range};
@@ -17,7 +17,7 @@ fn plain() -> Sim {
     Sim::new(config)
 }
 
-/// Pools of one device, each under the budget beside it, that never wait on the host.
+/// Opens pools on one device, each under the budget given for it, that never wait on the host.
 fn pools<const N: usize>(sim: &Sim, budgets: [&Budget; N]) -> [DevicePool; N] {
     budgets.map(|budget| {
         let mut config = PoolConfig::with_budget(budget.clone());
@@ -26,7 +26,7 @@ fn pools<const N: usize>(sim: &Sim, budgets: [&Budget; N]) -> [DevicePool; N] {
     })
 }
 
-/// Leaves a free block in the cache of `pool` whose last use was on another stream than its own.
+/// Leaves a free block in the cache of `pool` that was last used on a stream other than its own.
 /// Returns the two streams.
 fn leave_a_block_that_another_stream_used(pool: &DevicePool, bytes: u64) -> [Stream; 2] {
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -38,7 +38,7 @@ fn leave_a_block_that_another_stream_used(pool: &DevicePool, bytes: u64) -> [Str
 }
 
 #[test]
-fn a_neighbour_gives_idle_memory_whose_last_use_was_on_another_stream() {
+fn idle_memory_last_used_on_another_stream_is_reclaimed_from_a_neighbour() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 64 * MIB);
     let [first, second] = pools(&sim, [&budget, &budget]);
@@ -48,7 +48,7 @@ fn a_neighbour_gives_idle_memory_whose_last_use_was_on_another_stream() {
 }
 
 #[test]
-fn one_trim_gives_back_memory_whose_last_use_was_on_another_stream() {
+fn one_trim_releases_memory_last_used_on_another_stream() {
     for sim in [Sim::h200(1), plain()] {
         let rig = Rig::on(sim, 64, |_| ());
         let _streams = leave_a_block_that_another_stream_used(&rig.pool, 30 * MIB);
@@ -59,7 +59,7 @@ fn one_trim_gives_back_memory_whose_last_use_was_on_another_stream() {
 }
 
 #[test]
-fn one_trim_gives_back_segments_that_a_stream_inherited() {
+fn one_trim_releases_segments_that_a_stream_inherited() {
     let rig = Rig::on(plain(), 160, |_| ());
     let s = rig.stream();
     {
@@ -78,7 +78,7 @@ fn one_trim_gives_back_segments_that_a_stream_inherited() {
     rig.assert_silent();
 }
 
-/// A pool with 40 MiB idle under a limit that was lowered to 24 MiB meanwhile.
+/// Returns a pool with 40 MiB idle whose limit was then lowered to 24 MiB.
 fn over_its_limit(sim: Sim) -> Rig {
     let rig = Rig::on(sim, 64, |config| config.wait = Duration::ZERO);
     drop(rig.pool.alloc(&rig.stream(), Request::bytes(40 * MIB)).unwrap());
@@ -87,7 +87,7 @@ fn over_its_limit(sim: Sim) -> Rig {
 }
 
 #[test]
-fn a_limit_that_was_lowered_below_idle_memory_refuses_no_stable_block() {
+fn a_limit_lowered_below_idle_memory_refuses_no_stable_block() {
     for sim in [Sim::h200(1), plain()] {
         let rig = over_its_limit(sim);
         let s = rig.stream();
@@ -98,7 +98,7 @@ fn a_limit_that_was_lowered_below_idle_memory_refuses_no_stable_block() {
 }
 
 #[test]
-fn a_limit_that_was_lowered_below_idle_memory_refuses_no_reserved_memory() {
+fn a_limit_lowered_below_idle_memory_refuses_no_reserved_memory() {
     let rig = over_its_limit(Sim::h200(1));
     let s = rig.stream();
     let mut memory: Reserved<u8> = rig.pool.reserve(&s, 8 << 20).unwrap();
@@ -108,7 +108,7 @@ fn a_limit_that_was_lowered_below_idle_memory_refuses_no_reserved_memory() {
 }
 
 #[test]
-fn a_limit_that_was_lowered_below_idle_memory_refuses_no_parkable_block() {
+fn a_limit_lowered_below_idle_memory_refuses_no_parkable_block() {
     let rig = over_its_limit(Sim::h200(1));
     let s = rig.stream();
     let parkable = rig.pool.parkable(Tag::named("weights")).unwrap();
@@ -119,7 +119,7 @@ fn a_limit_that_was_lowered_below_idle_memory_refuses_no_parkable_block() {
 
 #[test]
 #[expect(unsafe_code, reason = "captures a graph")]
-fn a_limit_that_was_lowered_below_idle_memory_refuses_no_memory_of_graphs() {
+fn a_limit_lowered_below_idle_memory_refuses_no_graph_memory() {
     for sim in [Sim::h200(1), plain()] {
         let rig = over_its_limit(sim);
         let s = rig.stream();
@@ -133,7 +133,7 @@ fn a_limit_that_was_lowered_below_idle_memory_refuses_no_memory_of_graphs() {
 }
 
 #[test]
-fn a_limit_that_was_lowered_below_idle_memory_refuses_no_block_of_the_caches() {
+fn a_limit_lowered_below_idle_memory_refuses_no_block_of_the_caches() {
     for adoption in [Adoption::Never, Adoption::DoneOnly, Adoption::Wait] {
         let rig = Rig::on(Sim::h200(1), 64, |config| {
             (config.wait, config.adoption) = (Duration::ZERO, adoption);
@@ -145,15 +145,16 @@ fn a_limit_that_was_lowered_below_idle_memory_refuses_no_block_of_the_caches() {
     }
 }
 
-/// Both budgets lack something: what only this pool can give, and what only its neighbour can.
+/// Both budgets are short: one of memory that only this pool can release, the other of memory that
+/// only its neighbour can.
 #[test]
-fn a_pool_gives_its_own_idle_memory_where_its_own_limit_refuses_and_its_neighbours_give_the_rest() {
+fn a_pool_releases_its_own_idle_memory_for_its_limit_and_reclaims_the_rest() {
     let sim = Sim::h200(1);
     let device = Budget::new("device 0", 20 * MIB);
     let own = device.child("its own", 20 * MIB);
     let [pool, neighbour] = pools(&sim, [&own, &device]);
     let (s, u) = (pool.stream().unwrap(), neighbour.stream().unwrap());
-    // Ten MiB idle, in handles that cannot serve a block of sixteen alone.
+    // Ten MiB idle, in handles that cannot serve a block of sixteen MiB alone.
     drop(pool.alloc(&s, Request::bytes(10 * MIB)).unwrap());
     drop(neighbour.alloc(&u, Request::bytes(10 * MIB)).unwrap());
     assert_eq!(device.used(), 20 * MIB);
@@ -170,7 +171,7 @@ fn refuse(rig: &Rig, call: Call) {
     rig.sim.fail_every(call, 1, 999);
 }
 
-/// Ends a pool, and says whether all that it had from the driver is back.
+/// Drops a pool and asserts that all its memory was returned to the driver.
 fn assert_all_back(rig: Rig) {
     let Rig { sim, pool, budget } = rig;
     drop(pool);
@@ -205,7 +206,7 @@ fn a_handle_whose_release_is_refused_is_reported_as_stranded_and_released_by_the
 }
 
 #[test]
-fn a_release_that_is_refused_once_delays_nothing() {
+fn a_release_refused_once_delays_nothing() {
     let rig = Rig::new(16);
     drop(rig.pool.alloc(&rig.stream(), Request::bytes(4 * MIB)).unwrap());
     rig.sim.fail(Call::HandleRelease, 1, 999);
@@ -214,7 +215,7 @@ fn a_release_that_is_refused_once_delays_nothing() {
 }
 
 #[test]
-fn a_request_has_the_memory_whose_release_was_refused_before() {
+fn a_request_gets_memory_whose_release_was_refused() {
     let rig = Rig::new(16);
     let s = rig.stream();
     drop(rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap());
@@ -280,7 +281,7 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
                 sim.outstanding()
             );
             sim.clear_failures();
-            // One may free what another lies in.
+            // Freeing one may free memory that another lies in.
             while leftovers::count(&sim.driver()) > 0 {
                 leftovers::sweep(&sim.driver()).unwrap();
             }
@@ -291,7 +292,7 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
     }
 }
 
-/// Leaves a block that lies on the default stream of a thread which has ended since.
+/// Leaves a block on the default stream of a thread that has ended.
 fn of_a_thread_that_ended(rig: &Rig, make: fn(&Rig, &Stream) -> Block) -> Block {
     thread::scope(|scope| {
         scope.spawn(|| make(rig, &rig.pool.streams().thread_default().unwrap())).join().unwrap()
@@ -336,7 +337,7 @@ fn a_trim_gives_back_the_blocks_of_threads_that_have_ended() {
 }
 
 #[test]
-fn a_block_that_an_ended_threads_stream_used_last_is_had_again() {
+fn a_block_last_used_by_an_ended_threads_stream_is_reused() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let mut buffer = rig.bytes(&s, 20 * MIB);
@@ -349,7 +350,7 @@ fn a_block_that_an_ended_threads_stream_used_last_is_had_again() {
 }
 
 #[test]
-fn a_tenants_budget_is_back_at_nothing_after_all_is_dropped_and_trimmed() {
+fn a_tenants_budget_returns_to_zero_after_drop_and_trim() {
     let rig = Rig::new(64);
     let s = rig.stream();
     let tenant = Budget::new("tenant a", 32 * MIB);

@@ -1,5 +1,5 @@
-//! A stable block's memory stays where it is until the last who keeps its address is gone, and then
-//! goes wholly.
+//! Tests of stable blocks: their memory stays in place until the last holder of the address is
+//! dropped, and is then released as a whole.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{self, MIB, Rig};
@@ -57,7 +57,7 @@ fn a_stable_block_is_one_handle_charged_whole_and_goes_at_the_next_trim() {
 }
 
 #[test]
-fn while_a_token_lives_nothing_is_unmapped_recycled_or_uncharged() {
+fn nothing_is_unmapped_recycled_or_uncharged_while_a_token_lives() {
     let rig = Rig::new(32);
     let s = rig.stream();
     let mut block = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
@@ -86,7 +86,7 @@ fn while_a_token_lives_nothing_is_unmapped_recycled_or_uncharged() {
     rig.assert_silent();
 }
 
-/// What the tests above would look like to a pool that did not wait: both lines are named.
+/// The control for the tests above, for a pool that does not wait: both lines are reported.
 #[test]
 #[expect(unsafe_code, reason = "breaks the promise on purpose")]
 fn an_unmap_under_a_token_is_reported_with_both_lines() {
@@ -97,7 +97,7 @@ fn an_unmap_under_a_token_is_reported_with_both_lines() {
     let registered = line!() - 1;
     let entered = aquifer_driver::site::enter();
     let unmapped = line!() - 1;
-    // SAFETY: 1. nothing is queued, so that only the registration is broken, on purpose.
+    // SAFETY: 1. nothing is queued, so only the registration is broken, on purpose.
     unsafe { rig.sim.driver().unmap(DeviceId(0), block.address(), 4 * MIB) }.unwrap();
     drop(entered);
     let found = rig.sim.take_violations();
@@ -110,7 +110,7 @@ fn an_unmap_under_a_token_is_reported_with_both_lines() {
 }
 
 #[test]
-fn freed_memory_waits_for_the_uses_of_other_streams_and_nobody_waits_for_it() {
+fn freed_stable_memory_is_pending_until_other_streams_finish_without_blocking() {
     let rig = Rig::stepped(32);
     let (s, u) = (rig.stream(), rig.stream());
     let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
@@ -129,8 +129,8 @@ fn freed_memory_waits_for_the_uses_of_other_streams_and_nobody_waits_for_it() {
 }
 
 #[test]
-fn memory_that_left_is_waited_for_before_an_allocation_is_refused() {
-    // Work runs while somebody looks.
+fn departed_memory_is_waited_for_before_an_allocation_is_refused() {
+    // Work runs while the host polls.
     let rig = Rig::on(Sim::h200(1).seeded(1), 8, |_| ());
     let s = rig.stream();
     let mut block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
@@ -144,7 +144,7 @@ fn memory_that_left_is_waited_for_before_an_allocation_is_refused() {
 }
 
 #[test]
-fn a_stable_block_takes_what_caches_hold_free() {
+fn a_stable_block_takes_free_memory_of_the_caches() {
     let rig = Rig::new(16);
     let s = rig.stream();
     drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
@@ -160,7 +160,7 @@ fn a_stable_block_takes_what_caches_hold_free() {
 }
 
 #[test]
-fn exported_memory_is_the_same_bytes_elsewhere_and_stays_with_whoever_has_it() {
+fn exported_memory_is_shared_by_bytes_and_lives_until_its_last_importer() {
     let rig = exporting(32);
     let other = DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
     let s = rig.stream();
@@ -168,7 +168,7 @@ fn exported_memory_is_the_same_bytes_elsewhere_and_stays_with_whoever_has_it() {
     fill(&s, &mut ours, 0x33);
     let exported = ours.export().unwrap();
     assert_eq!(exported.bytes(), 4 * MIB);
-    // As it comes out of a socket.
+    // The form in which it is received from a socket.
     let sent =
         Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
     #[expect(unsafe_code, reason = "imports")]
@@ -207,7 +207,7 @@ fn an_import_is_no_use_of_the_memory_and_orders_nothing() {
     fill(&s, &mut ours, 1);
     let exported = ours.export().unwrap();
     #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. the work through it waits for `s`, or breaks that on purpose.
+    // SAFETY: 1. the work through it waits for `s`, or omits this on purpose.
     let mut theirs = unsafe { rig.pool.import(&u, &exported) }.unwrap();
     rig.assert_silent();
     u.wait_for(&s).unwrap();
@@ -234,7 +234,7 @@ fn export_is_refused_where_the_device_or_the_pool_cannot() {
     assert_eq!(block.export().unwrap_err(), MemoryError::Unsupported { feature });
     let sent = Exported::from_fd(File::open("/dev/zero").unwrap().into(), 2 * MIB);
     #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. nobody works with it.
+    // SAFETY: 1. the memory is not used.
     let refused = unsafe { rig.pool.import(&s, &sent) }.unwrap_err();
     assert!(matches!(refused, MemoryError::Driver(e) if e.call == Call::HandleImport.name()));
     let before = rig.sim.outstanding();
@@ -243,7 +243,7 @@ fn export_is_refused_where_the_device_or_the_pool_cannot() {
     let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
     let fd = block.export().unwrap().into_fd().unwrap();
     #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. nobody works with it.
+    // SAFETY: 1. the memory is not used.
     let refused = unsafe { rig.pool.import(&s, &Exported::from_fd(fd, 4 * MIB)) }.unwrap_err();
     assert!(matches!(refused, MemoryError::Driver(_)), "a wrong number of bytes: {refused:?}");
     assert_eq!(rig.sim.outstanding(), before, "nothing of a refused import is left");
@@ -267,7 +267,7 @@ fn a_fabric_takes_names_where_the_device_has_one() {
 }
 
 #[test]
-fn devices_without_virtual_memory_and_bypass_have_stable_allocations_of_the_drivers() {
+fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let without = Rig::on(Sim::new(config), 16, |_| ());
@@ -289,7 +289,7 @@ fn devices_without_virtual_memory_and_bypass_have_stable_allocations_of_the_driv
         s.synchronize().unwrap();
         assert_eq!(rig.pool.trim(0), Ok(0));
         drop(token);
-        // Not on the way of an allocation, since the free waits for the device.
+        // The allocation itself does not do this, since the free waits for the device.
         drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
         assert!(rig.pool.trim(0).unwrap() >= MIB + 512);
         assert_eq!(rig.budget.used(), 0);
@@ -298,7 +298,7 @@ fn devices_without_virtual_memory_and_bypass_have_stable_allocations_of_the_driv
 }
 
 #[test]
-fn with_exports_bypass_maps_handles_all_the_same() {
+fn with_exports_bypass_still_maps_handles() {
     let rig = Rig::on(Sim::h200(1), 16, |config| {
         config.bypass = true;
         config.export = ExportTypes::POSIX_FD.with_rdma();
@@ -308,7 +308,7 @@ fn with_exports_bypass_maps_handles_all_the_same() {
 }
 
 #[test]
-fn the_last_of_pool_block_and_token_takes_everything_down() {
+fn the_last_of_pool_block_and_token_releases_everything() {
     for order in 0..3 {
         let rig = exporting(32);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
@@ -368,7 +368,7 @@ fn each_call_that_fails_leaves_everything_as_it_was() {
 }
 
 #[test]
-fn what_the_driver_does_not_take_back_stays_charged_and_is_tried_again() {
+fn stable_memory_whose_release_fails_stays_charged_and_is_retried() {
     for call in [Call::Unmap, Call::AddressFree] {
         let rig = Rig::new(16);
         let s = rig.stream();
@@ -383,7 +383,7 @@ fn what_the_driver_does_not_take_back_stays_charged_and_is_tried_again() {
         drop((s, rig));
         assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
     }
-    // Memory is held until its release, and not only until its unmap.
+    // Memory is held until its handle is released, and not only until it is unmapped.
     let rig = Rig::new(16);
     let s = rig.stream();
     drop(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
@@ -440,12 +440,13 @@ fn a_stream_or_a_block_of_another_device_is_refused() {
     assert_eq!(rig.pool.alloc_stable(&t, Request::bytes(MIB)).unwrap_err(), wrong);
     let exported = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap().export().unwrap();
     #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. nobody works with it.
+    // SAFETY: 1. the memory is not used.
     let refused = unsafe { other.import(&t, &exported) }.unwrap_err();
     assert_eq!(refused, MemoryError::WrongDevice { expected: DeviceId(1), actual: DeviceId(0) });
 }
 
-/// Nobody can wait for a stream that captures; what others have freed is waited for all the same.
+/// No wait can be made for a capturing stream. The pool still waits for memory that other streams
+/// have freed.
 #[test]
 fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_captures() {
     for reserved in [false, true] {
@@ -458,7 +459,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
                     .access(stream.raw(), range, Access::Write, Some(block.generation()))
                     .unwrap();
             };
-            // Of the stream that captures: a block of the caches, or one that has left.
+            // A block of the capturing stream: one of the caches, or one that has left them.
             let theirs = if left {
                 rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap().into_block()
             } else {
@@ -475,7 +476,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
             } else {
                 rig.pool.alloc_stable(&u, Request::bytes(12 * MIB)).unwrap();
             }
-            // And what cannot be waited for is told as no room.
+            // Memory that cannot be waited for is reported as no room.
             let refused = rig.pool.alloc_stable(&u, Request::bytes(16 * MIB)).map(drop);
             assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
             rig.sim.driver().capture_end(s.raw()).unwrap();
@@ -485,7 +486,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
 }
 
 #[test]
-fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers() {
+fn departed_memory_is_waited_for_in_one_slow_path_after_the_handlers() {
     #[derive(Debug, Default)]
     struct Asked(std::sync::atomic::AtomicU64);
     impl aquifer_device::Reclaim for Asked {
@@ -521,7 +522,7 @@ fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers()
 }
 
 #[test]
-fn a_refusal_names_who_holds_stable_and_reserved_memory_beside_blocks() {
+fn a_refusal_names_the_holders_of_stable_and_reserved_memory() {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
     let (net, cache) = (aquifer_core::Tag::named("network"), aquifer_core::Tag::named("kv-cache"));

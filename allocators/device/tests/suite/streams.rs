@@ -1,11 +1,11 @@
-//! What a stream's kind changes for the memory that is used on it, each beside a program that does
-//! without.
+//! Tests of how a stream's kind affects the memory used on it, each beside a control without that
+//! kind.
 //!
-//! - Work of isolated streams never comes to wait for other work because of memory.
-//! - A foreign stream that goes without notice is fenced while it is there; one that is retired is
-//!   waited for.
-//! - A thread's default stream is another stream on each thread, and known by the events that the
-//!   thread itself records.
+//! - Work of isolated streams never waits for other work because of memory.
+//! - A foreign stream that may be destroyed without notice is fenced while it exists. One that is
+//!   retired is waited for.
+//! - A thread's default stream is a different stream on each thread, and is tracked by events that
+//!   the thread itself records.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
@@ -21,7 +21,8 @@ use std::{sync::mpsc, thread, time::Duration};
 
 const BIG: u64 = 6 * MIB;
 
-/// Kernels of two processes that wait for each other: those of one name, on the two ranks' devices.
+/// Kernels of two processes that wait for each other: those with the same name on the devices of
+/// the two ranks.
 struct Ranks {
     sim: Sim,
     pools: [DevicePool; 2],
@@ -38,7 +39,7 @@ impl Ranks {
         Self { sim, pools }
     }
 
-    /// Queues one rank's part of a collective: it ends when the other rank's part has begun.
+    /// Queues one rank's part of a collective, which ends when the other rank's part has begun.
     fn collective(&self, name: u64, rank: usize, stream: &Stream) {
         let part = |rank: usize| 0x1000 * name + 8 * rank as u64;
         self.sim.write_value(stream.raw(), part(rank), 1).unwrap();
@@ -46,8 +47,8 @@ impl Ranks {
     }
 }
 
-/// Two ranks queue two collectives in opposite orders on a stream each, which is right. What the
-/// memory of the first has held, the second asks for.
+/// Two ranks queue two collectives in opposite orders on a stream each, which is correct. The
+/// second requests memory that the first has held.
 fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
     let ranks = Ranks::new();
     let streams =
@@ -64,12 +65,12 @@ fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
     ranks.sim.run_all();
     let stuck = streams.iter().flatten().map(|stream| ranks.sim.pending(stream.raw())).sum();
     if stuck == 0 {
-        // Then the memory can be had.
+        // Then the memory can be allocated.
         for rank in [0, 1] {
             drop(ranks.pools[rank].alloc(&streams[rank][1 - rank], Request::bytes(BIG)).unwrap());
         }
     } else {
-        // Nothing can wait for these any more.
+        // No later work can wait for these.
         ranks.sim.lose_device(DeviceId(0));
         ranks.sim.lose_device(DeviceId(1));
     }
@@ -86,14 +87,14 @@ fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
 }
 
 #[test]
-fn on_other_streams_the_same_collectives_wait_for_each_other_for_ever() {
+fn on_ordinary_streams_the_same_collectives_deadlock() {
     let (stuck, blocks) = two_collectives(Lease::default());
     assert!(stuck > 0);
     assert!(blocks.iter().all(Result::is_ok), "each was given memory behind the other");
 }
 
 #[test]
-fn an_isolated_stream_is_made_to_wait_for_no_use_of_its_own_blocks_and_nobody_for_its() {
+fn an_isolated_stream_neither_waits_for_uses_of_its_blocks_nor_delays_others() {
     for (home, user) in [(true, false), (false, true)] {
         let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
         let lease = |isolated: bool| {
@@ -116,7 +117,7 @@ fn an_isolated_stream_is_made_to_wait_for_no_use_of_its_own_blocks_and_nobody_fo
 }
 
 #[test]
-fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stays_whole() {
+fn the_pool_does_not_wait_for_memory_during_a_capture_and_keeps_it_valid() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 8, |config| {
         config.wait = Duration::from_millis(20);
     });
@@ -138,13 +139,13 @@ fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stay
     rig.assert_silent();
 }
 
-/// A block that a foreign stream uses, whose owner then destroys it. What the next one is called
-/// who gets the handle.
+/// Uses a block on a foreign stream, whose owner then destroys it. Its handle is given to the next
+/// stream.
 fn foreign_use(life: Life, retire: bool) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let (s, driver) = (rig.stream(), rig.sim.driver());
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
-    // SAFETY: 1. a stream of this driver. 2. the callers say whether `life` is kept.
+    // SAFETY: 1. a stream of this driver. 2. the callers state whether they follow `life`.
     let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
     let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
     let used = block.prepare(&foreign, Access::Write).unwrap();
@@ -156,12 +157,12 @@ fn foreign_use(life: Life, retire: bool) -> Rig {
     rig
 }
 
-/// The same with a block that belongs to the foreign stream.
+/// The same with a block that is owned by the foreign stream.
 fn foreign_home(life: Life, retire: bool) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let (s, driver) = (rig.stream(), rig.sim.driver());
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
-    // SAFETY: 1. a stream of this driver. 2. the callers say whether `life` is kept.
+    // SAFETY: 1. a stream of this driver. 2. the callers state whether they follow `life`.
     let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
     let block = rig.pool.alloc(&foreign, Request::bytes(BIG)).unwrap();
     rig.sim.access(raw, range(&block), Access::Write, Some(block.generation())).unwrap();
@@ -177,13 +178,14 @@ fn go(rig: &Rig, foreign: Stream, raw: RawStream, retire: bool) {
         foreign.retire().unwrap();
     }
     while rig.sim.step(raw) {}
-    // SAFETY: 1. the test's own, which nobody calls for from here on, if `life` has been kept.
+    // SAFETY: 1. the stream belongs to the test and is not used from here on, if `life` has been
+    // followed.
     unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
     assert_eq!(rig.sim.driver().stream_create(DeviceId(0), 0).unwrap(), raw, "handles come back");
 }
 
 #[test]
-fn only_a_stream_that_every_thread_may_call_for_is_told_as_a_home() {
+fn only_streams_usable_by_every_thread_are_reported_as_owners() {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let s = rig.stream();
     let buffer = rig.bytes(&s, MIB);
@@ -204,14 +206,14 @@ fn only_a_stream_that_every_thread_may_call_for_is_told_as_a_home() {
         foreign.retire().unwrap();
         assert_eq!(block.home_stream(), None, "its owner may destroy it now");
         drop(block);
-        // SAFETY: 1. the test's own, retired, and no block is left on it.
+        // SAFETY: 1. the stream belongs to the test, is retired, and has no blocks left.
         unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
     }
     rig.assert_silent();
 }
 
 #[test]
-fn a_foreign_stream_that_is_fenced_may_go_at_any_time() {
+fn a_fenced_foreign_stream_may_be_destroyed_at_any_time() {
     for rig in [foreign_use(Life::Fenced, false), foreign_home(Life::Fenced, false)] {
         rig.assert_silent();
         let sim = rig.sim.clone();
@@ -221,25 +223,25 @@ fn a_foreign_stream_that_is_fenced_may_go_at_any_time() {
 }
 
 #[test]
-fn a_foreign_stream_that_is_retired_is_waited_for_and_may_go() {
+fn a_retired_foreign_stream_is_waited_for_and_may_be_destroyed() {
     for rig in [foreign_use(Life::Retired, true), foreign_home(Life::Retired, true)] {
         rig.assert_silent();
     }
 }
 
 #[test]
-fn a_foreign_stream_that_is_neither_is_taken_for_the_one_that_got_its_handle() {
+fn a_foreign_stream_that_is_neither_is_confused_with_the_next_owner_of_its_handle() {
     for rig in [foreign_use(Life::Retired, false), foreign_home(Life::Retired, false)] {
         let found = rig.sim.violations();
         let is_reuse = |kind| matches!(kind, ViolationKind::Reuse | ViolationKind::UnmapInFlight);
         assert!(found.iter().any(|fault| is_reuse(fault.kind)), "{found:?}");
-        // The pool's end adds to it.
+        // Dropping the pool would add further violations.
         rig.sim.oracle(false);
     }
 }
 
-/// What ends a thread's use of a block: told to the pool by the thread, or an event that the main
-/// thread records on the same handle, which on the main thread is another stream.
+/// How a thread's use of a block ends: the thread reports it to the pool, or the main thread
+/// records an event on the same handle, which is another stream there.
 #[derive(PartialEq)]
 enum Ending {
     ByItsThread,
@@ -276,7 +278,7 @@ fn a_thread_uses_a_block(ending: &Ending) -> Rig {
 }
 
 #[test]
-fn a_threads_default_stream_is_known_by_the_events_that_its_thread_records() {
+fn a_threads_default_stream_is_tracked_by_events_of_its_thread() {
     let rig = a_thread_uses_a_block(&Ending::ByItsThread);
     rig.assert_silent();
     assert_eq!(rig.pool.stats().host_waits, 0);
@@ -286,12 +288,12 @@ fn a_threads_default_stream_is_known_by_the_events_that_its_thread_records() {
 fn an_event_recorded_on_the_same_handle_by_another_thread_orders_nothing() {
     let rig = a_thread_uses_a_block(&Ending::ByHandle);
     assert!(rig.sim.violations().iter().any(|fault| fault.kind == ViolationKind::Reuse));
-    // The pool's end adds to it.
+    // Dropping the pool would add further violations.
     rig.sim.oracle(false);
 }
 
 #[test]
-fn what_is_freed_on_a_threads_default_stream_may_be_taken_over_when_the_thread_is_gone() {
+fn memory_freed_on_a_threads_default_stream_is_reusable_after_the_thread_ended() {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -312,7 +314,7 @@ fn what_is_freed_on_a_threads_default_stream_may_be_taken_over_when_the_thread_i
 }
 
 #[test]
-fn what_another_thread_frees_for_a_threads_default_stream_is_held_back_until_that_thread_fences() {
+fn a_free_by_another_thread_is_pending_until_the_owning_thread_fences() {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
     let (give, take) = mpsc::channel::<Block>();
@@ -327,7 +329,7 @@ fn what_another_thread_frees_for_a_threads_default_stream_is_held_back_until_tha
                 .unwrap();
             give.send(block).unwrap();
             go_on.recv().unwrap();
-            // Any free of its own covers the other.
+            // A free by the thread itself also covers the other one.
             drop(rig.pool.alloc(&own, Request::bytes(MIB)).unwrap());
         });
         drop(take.recv().unwrap());

@@ -1,5 +1,5 @@
-//! What a tenant and a tag are promised: their live bytes, exactly, whoever frees them and
-//! wherever.
+//! Tests of the accounting of tenants and tags: their live bytes are exact, for frees on any thread
+//! or pool.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::support::{MIB, Rig, range};
@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What leases have spare is nobody's.
+/// Returns the live bytes without the spare bytes of leases.
 fn live(budget: &Budget) -> u64 {
     budget.used() - budget.spare()
 }
@@ -73,7 +73,7 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
 }
 
 #[test]
-fn live_bytes_end_with_the_block_on_any_thread_though_others_use_its_memory_still() {
+fn live_bytes_end_with_the_block_even_while_others_use_its_memory() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let a = Budget::new("tenant a", 8 * MIB);
@@ -85,7 +85,7 @@ fn live_bytes_end_with_the_block_on_any_thread_though_others_use_its_memory_stil
     prepared.finish().unwrap();
     thread::scope(|scope| scope.spawn(move || drop(x)).join()).unwrap();
     assert_eq!((live(&a), rig.pool.stats().pending), (0, 6 * MIB));
-    // And an error knows whose work it is.
+    // An error also names the tenant.
     let told = refused(tenant.alloc(&s, Request::bytes(9 * MIB)));
     let in_use: Vec<_> = told.in_use.iter().map(|user| (user.stream, user.bytes)).collect();
     assert_eq!(in_use, [(u.number(), 6 * MIB)]);
@@ -129,12 +129,12 @@ fn bare_addresses_stable_blocks_buffers_and_wrapped_pools_end_their_live_bytes_o
 }
 
 #[test]
-fn a_tag_is_limited_from_then_on_beside_its_tenant_and_can_be_limited_anew() {
+fn a_tag_limit_applies_beside_its_tenant_and_can_be_changed() {
     let rig = Rig::new(256);
     let s = rig.stream();
     let (tag, other) = (Tag::named("kv-cache"), Tag::named("weights"));
     let alloc = |mib: u64, tag| rig.pool.alloc(&s, Request::bytes(mib * MIB).tag(tag));
-    // Freed last, and so waiting in front of the cache for the same request.
+    // Freed last, and therefore kept in front of the cache for the same request.
     drop(alloc(20, tag).unwrap());
     let before = alloc(6, tag).unwrap();
     let budget = rig.pool.limit_tag(tag, 10 * MIB);
@@ -186,7 +186,7 @@ fn one_tenant_has_one_limit_over_several_pools_and_none_in_the_tree_that_pools_a
 }
 
 #[test]
-fn whoever_said_that_it_can_free_a_tenants_bytes_is_asked_before_the_tenant_is_refused() {
+fn a_registered_reclaimer_is_called_before_its_tenant_is_refused() {
     #[derive(Debug)]
     struct Evicts(Mutex<Vec<Block>>);
     impl Reclaim for Evicts {
@@ -215,7 +215,7 @@ fn whoever_said_that_it_can_free_a_tenants_bytes_is_asked_before_the_tenant_is_r
 }
 
 #[test]
-fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
+fn threads_of_one_tenant_use_its_last_byte_and_leave_nothing() {
     const LIMIT: u64 = 4 * MIB;
     let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
     let a = Budget::new("tenant a", LIMIT);
@@ -238,8 +238,8 @@ fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
                     if next(3) > 0 {
                         let bytes = 1 + next(300 << 10);
                         if let Ok(block) = tenant.alloc(&s, Request::bytes(bytes)) {
-                            // Counted when it is granted at the latest, and until right before it
-                            // is given back.
+                            // Counted at the latest when it is granted, until right before it is
+                            // returned.
                             most.fetch_max(
                                 sum.fetch_add(bytes, Ordering::SeqCst) + bytes,
                                 Ordering::SeqCst,
@@ -281,7 +281,7 @@ fn parkable_blocks_and_committed_steps_are_under_the_limit_of_their_tag_and_leav
     assert_eq!(live(&limit), 3 * MIB, "addresses are no bytes");
     cache.commit_to(4 << 20).unwrap();
     assert_eq!(live(&limit), 7 * MIB);
-    // All of what is missing or nothing.
+    // A commit gets all that is missing or nothing.
     let told = refused(cache.commit_to(8 << 20));
     assert_eq!((told.refused.unwrap().requested, told.of_live_bytes), (4 * MIB, true));
     assert_eq!((live(&limit), cache.committed().first().cloned()), (7 * MIB, Some(0..4 << 20)));
@@ -292,7 +292,7 @@ fn parkable_blocks_and_committed_steps_are_under_the_limit_of_their_tag_and_leav
     cache.commit_to(4 << 20).unwrap();
     drop(block);
     assert_eq!(live(&limit), 4 * MIB);
-    // What the driver refuses is not charged.
+    // Memory that the driver refuses is not charged.
     rig.sim.fail_every(Call::HandleCreate, 1, 999);
     cache.commit_to(8 << 20).unwrap_err();
     rig.sim.clear_failures();

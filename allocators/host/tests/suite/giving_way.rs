@@ -150,7 +150,7 @@ fn an_application_is_asked_by_a_pinned_pool_and_the_refusal_says_so() {
 }
 
 #[test]
-fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread() {
+fn pools_that_reclaim_from_each_other_on_many_threads_lose_no_byte_and_do_not_deadlock() {
     let budget = Budget::new("pinned", 3 * REGION);
     let host = support::host();
     let pools = [0, 1].map(|_| {

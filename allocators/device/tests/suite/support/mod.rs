@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers that the tests of this crate share.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses some of it, and in tests")]
 
 use aquifer_core::Budget;
@@ -8,7 +8,7 @@ use aquifer_stream::Stream;
 use std::time::Duration;
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// Longer than anything takes that does not hang, on whatever machine.
+/// Longer than any operation takes on any machine, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A pool on a simulated device, under a limit in MiB.
@@ -19,12 +19,12 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// With bytes, work running as it is queued.
+    /// Creates a pool on a machine that stores bytes and runs work as it is queued.
     pub(crate) fn new(limit_mib: u64) -> Self {
         Self::on(Sim::h200(1), limit_mib, |_| ())
     }
 
-    /// With work that runs only when somebody waits for it.
+    /// Creates a pool on a machine that runs work only when the host waits for it.
     pub(crate) fn stepped(limit_mib: u64) -> Self {
         Self::on(Sim::h200(1).stepped(), limit_mib, |_| ())
     }
@@ -45,7 +45,7 @@ impl Rig {
         self.pool.buffer(stream, bytes as usize).unwrap()
     }
 
-    /// The oracle has seen nothing wrong.
+    /// Asserts that the oracle found no violation.
     #[track_caller]
     pub(crate) fn assert_silent(&self) {
         let violations = self.sim.violations();
@@ -57,7 +57,7 @@ pub(crate) fn range(block: &Block) -> DeviceRange {
     DeviceRange { device: block.device(), address: block.address(), bytes: block.bytes() }
 }
 
-/// What is on the device, by way of a copy.
+/// Reads a buffer on the device by a copy.
 pub(crate) fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
     let mut back = vec![0; buffer.len()];
     stream.scope(|c| c.download(buffer, &mut back)).unwrap().unwrap();
