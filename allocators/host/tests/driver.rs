@@ -1,7 +1,7 @@
-//! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails,
-//! and copies that are on their way while their blocks are freed.
+//! Tests of regions and pools over a simulated GPU: who pins and in which pieces, what happens when
+//! pinning fails, and blocks freed under copies in flight.
 //!
-//! A process of its own: counts what is retired in the process.
+//! The tests form a separate process because they count what is retired in the process.
 #![expect(unsafe_code, reason = "queues copies by hand")]
 
 #[path = "suite/support/mod.rs"]
@@ -45,7 +45,7 @@ fn budget() -> Budget {
     Budget::new("pinned", 64 * MIB as u64)
 }
 
-/// 8 MiB in registrations of 2.
+/// Requests 8 MiB in registrations of 2 MiB.
 fn request() -> RegionRequest {
     let mut request = RegionRequest::bytes(8 * MIB);
     request.registration = 2 * MIB;
@@ -92,7 +92,7 @@ fn a_region_is_registered_in_pieces_and_each_is_ended() {
 }
 
 #[test]
-fn a_registration_that_fails_takes_back_those_before_and_leaves_the_driver_to_allocate() {
+fn a_failed_registration_is_rolled_back_and_the_driver_allocates_instead() {
     for nth in 1..=4 {
         let (sim, host) = machine();
         let budget = budget();
@@ -122,7 +122,7 @@ fn a_registration_that_fails_takes_back_those_before_and_leaves_the_driver_to_al
 }
 
 #[test]
-fn with_no_way_to_pin_it_is_pageable_and_says_so_or_an_error_if_that_was_required() {
+fn without_pinning_a_region_is_reported_as_pageable_or_refused_if_pinning_is_required() {
     let (sim, host) = machine();
     let budget = budget();
     sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
@@ -156,7 +156,7 @@ fn write_combined_memory_comes_from_the_driver() {
 }
 
 #[test]
-fn write_combined_memory_that_is_not_to_be_had_is_cached_and_says_so() {
+fn unavailable_write_combined_memory_is_cached_and_reported() {
     let (sim, host) = machine();
     let mut request = request();
     request.pinning = Pinning::Required;
@@ -202,7 +202,7 @@ fn mapped_memory_has_an_address_on_the_device_and_pageable_memory_has_none() {
 }
 
 #[test]
-fn registrations_stay_within_what_the_kernel_pins_at_once_and_the_report_says_so() {
+fn registrations_stay_within_the_kernels_pin_limit_and_the_report_states_it() {
     let (sim, host) = machine();
     let (_, faults) = support::faulty_host();
     let host = Host { kernel: aquifer_host::kernel::Kernel::with_faults(faults.clone()), ..host };
@@ -234,7 +234,7 @@ fn registrations_stay_within_what_the_kernel_pins_at_once_and_the_report_says_so
 }
 
 #[test]
-fn a_strict_region_is_looked_at_before_the_driver_is_asked_and_after() {
+fn a_strict_region_is_verified_before_and_after_the_driver_call() {
     let (sim, host) = machine();
     let Some(node) = support::some_node(&host.topology) else {
         println!("skipped: a kernel without NUMA");
@@ -259,7 +259,7 @@ fn a_strict_region_is_looked_at_before_the_driver_is_asked_and_after() {
 }
 
 #[test]
-fn each_system_call_that_fails_on_the_way_leaves_no_registration_and_no_charge() {
+fn a_failed_system_call_leaves_no_registration_and_no_charge() {
     for call in SystemCall::ALL {
         for nth in 1..4 {
             let sim = Sim::h200(1);
@@ -280,7 +280,7 @@ fn each_system_call_that_fails_on_the_way_leaves_no_registration_and_no_charge()
 }
 
 #[test]
-fn what_the_driver_will_not_end_stays_mapped_and_charged_until_it_does() {
+fn a_region_whose_unregistration_fails_stays_mapped_and_charged() {
     let (sim, host) = machine();
     let budget = budget();
     let mut region = Region::new(&host, &budget, &request()).unwrap();
@@ -299,7 +299,7 @@ fn what_the_driver_will_not_end_stays_mapped_and_charged_until_it_does() {
 }
 
 #[test]
-fn a_quiet_point_tries_again_and_counts_only_what_has_ended() {
+fn a_quiet_point_retries_and_counts_only_what_has_ended() {
     let (sim, host) = machine();
     let budget = budget();
     Region::new(&host, &budget, &request()).unwrap().retire();
@@ -312,7 +312,7 @@ fn a_quiet_point_tries_again_and_counts_only_what_has_ended() {
 }
 
 #[test]
-fn pinned_memory_of_a_lost_device_is_given_back_through_another_that_lives() {
+fn pinned_memory_of_a_lost_device_is_released_through_another_device() {
     let sim = Sim::h200(2);
     let host = support::host().with_driver(sim.driver(), GPU);
     let budget = budget();
@@ -324,7 +324,7 @@ fn pinned_memory_of_a_lost_device_is_given_back_through_another_that_lives() {
         sim.lose_device(GPU);
         region.close().unwrap();
         assert_eq!(budget.used(), 0);
-        // And memory is pinned through it from now on.
+        // Memory is pinned through this device from now on.
         let region = Region::new(&host, &budget, &request).unwrap();
         assert!(region.is_pinned());
         drop(region);
@@ -344,7 +344,7 @@ fn a_driver_that_has_gone_at_exit_is_no_error() {
 }
 
 #[test]
-fn growing_and_trimming_do_not_break_somebodys_capture() {
+fn growing_and_trimming_break_no_capture() {
     let (sim, host) = machine();
     let driver = sim.driver();
     let stream = driver.stream_create(GPU, 0).unwrap();
@@ -363,7 +363,7 @@ fn the_last_free_of_a_closed_pool_waits_for_no_device_and_a_quiet_point_ends_wha
     let mut left = AllocVec::new_in(pool.allocator());
     left.push(7u8);
     drop(pool);
-    // No quiet point of another test's may come between.
+    // No quiet point of another test may come between.
     let stalled = sim.stall(Call::HostUnregister);
     drop(left);
     assert!(budget.used() > 0, "registered, and so charged");
@@ -383,7 +383,8 @@ fn no_lock_is_held_while_the_driver_registers() {
     thread::scope(|scope| {
         let grower = scope.spawn(|| pool.buffer::<u8>(5 * MIB).map(drop));
         assert!(stalled.wait_for(1, support::PATIENCE));
-        // While it hangs there, others allocate and free what the pool has, and look at it.
+        // While the registration hangs, other threads allocate, free, and read the pool's
+        // statistics.
         for _ in 0..100 {
             drop(pool.buffer::<u8>(MIB).unwrap());
         }
@@ -404,7 +405,7 @@ fn a_flight_that_is_dropped_keeps_its_bytes_until_it_has_landed() {
     from.resize(3 * MIB, 0xab_u8);
     drop(stream.upload(from, &mut target).unwrap());
     assert_eq!(pool.stats().memory.pending, 3 * MIB as u64);
-    // A block that would not fit beside it grows the pool instead.
+    // A block that does not fit beside it grows the pool instead.
     let mut other = pool.buffer::<u8>(3 * MIB).unwrap();
     other.fill(0xcd);
     assert_eq!(pool.stats().regions, 2);
@@ -457,7 +458,7 @@ fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
 }
 
 #[test]
-fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() {
+fn the_oracle_reports_a_block_freed_under_an_unrecorded_copy() {
     if aquifer_core::sanitizer::IS_BUILT_IN {
         return println!(
             "skipped: the copy reads what is nobody's, and AddressSanitizer ends the process for it"
@@ -470,8 +471,8 @@ fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() 
     let target = driver.mem_alloc(GPU, 4096).unwrap();
     let mut block = pool.buffer::<u8>(4096).unwrap();
     let address = NonNull::from(&mut block[..]).cast();
-    // SAFETY: 1. both sides are there. 2. broken on purpose: the block is freed while the copy is
-    // queued, and the simulator's bytes are the pool's still.
+    // SAFETY: 1. both sides are allocated. 2. deliberately broken: the block is freed while the
+    // copy is queued, and the simulator still sees the pool's bytes.
     unsafe { driver.copy_to_device(stream, target, address, 4096).unwrap() };
     drop(block);
     let found = sim.violations();
@@ -485,7 +486,7 @@ fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() 
 }
 
 #[test]
-fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out_when_not() {
+fn a_vector_that_grows_under_a_copy_is_safe_if_recorded_and_reported_if_not() {
     for (size, told) in [(3000, true), (3000, false), (400_000, true), (400_000, false)] {
         let (sim, host) = machine();
         let driver = sim.driver();
@@ -495,10 +496,10 @@ fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out
         let mut vec = AllocVec::new_in(pool.allocator());
         vec.resize(size, 7_u8);
         let block = NonNull::from(&mut vec[0]);
-        // Nothing grows in place with this above it.
+        // With this block above it, the vector cannot grow in place.
         let above = pool.buffer::<u8>(size).unwrap();
-        // SAFETY: 1. both sides are there. 2. the vector leaves its block while the copy is queued:
-        // that is what is tested.
+        // SAFETY: 1. both sides are allocated. 2. the vector leaves its block while the copy is
+        // queued, which is what is tested.
         unsafe { driver.copy_to_device(stream, target, block, size).unwrap() };
         let gate = support::Latch::shut();
         if told {
@@ -506,7 +507,7 @@ fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out
         }
         vec.reserve_exact(8 * size);
         assert_ne!(NonNull::from(&mut vec[0]), block);
-        // Whoever has the old block now writes to it.
+        // The next owner of the old block writes to it.
         let mut others: Vec<_> = (0..4).map(|_| pool.buffer::<u8>(size).unwrap()).collect();
         others.iter_mut().for_each(|other| other.fill(9));
         driver.stream_synchronize(stream).unwrap();
@@ -542,7 +543,8 @@ fn no_block_crosses_from_one_registration_to_the_next() {
     let mut blocks = Vec::new();
     for size in [1_500_000, 700_000, 1 << 20, 2 << 20, 300_000, 5 << 20] {
         let block = pool.allocate(Layout::from_size_align(size, 16).unwrap()).unwrap();
-        // SAFETY: 1. both sides stay until the device is idle, below. 2. nothing else touches them.
+        // SAFETY: 1. both sides live until the device is idle, below. 2. nothing else accesses
+        // them.
         let copied = unsafe { driver.copy_to_device(stream, target, block.cast(), size) };
         assert!(copied.is_ok(), "a block of {size} bytes lies in two registrations: {copied:?}");
         blocks.push(block);

@@ -1,7 +1,7 @@
-//! What takes nothing from the host's heap, once as much has been done at once before: looking for
-//! gates that have opened, and telling others what could be had.
+//! Tests that polling gates and reporting reclaimable memory allocate nothing from the host's heap
+//! in the steady state.
 //!
-//! A process of its own: installs a global allocator, which counts.
+//! The tests form a separate process because they install a counting global allocator.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and frees by hand")]
 
 #[path = "../../../tests/support/counting.rs"]
@@ -21,25 +21,25 @@ use std::{
 use support::{Latch, MIB, host};
 
 #[test]
-fn in_a_steady_state_looking_whether_gates_have_opened_takes_nothing_from_the_heap() {
+fn a_steady_state_poll_of_gates_allocates_nothing_on_the_heap() {
     let budget = Budget::new("test", 8 * MIB as u64);
     let mut config = PinnedConfig::default();
     (config.pinning, config.chunk, config.patience) = (Pinning::Off, 8 * MIB, Duration::ZERO);
-    // So that each allocation looks.
+    // Without magazines each allocation polls gates.
     config.magazines = false;
     let pool = PinnedPool::new(&host(), &budget, config).unwrap();
     let allocator = pool.allocator();
     let layout = Layout::from_size_align(64 << 10, 64).unwrap();
     let pair = |layout| {
         let block = allocator.allocate(layout).unwrap().cast();
-        // SAFETY: 1. taken just now, with this layout.
+        // SAFETY: 1. allocated just now with this layout.
         unsafe { allocator.deallocate(block, layout) };
     };
     let gate = Latch::shut();
     for _ in 0..50 {
         let block = allocator.allocate(layout).unwrap().cast();
         allocator.defer(block, gate.clone()).unwrap();
-        // SAFETY: 1. taken just now, with this layout.
+        // SAFETY: 1. allocated just now with this layout.
         unsafe { allocator.deallocate(block, layout) };
     }
     assert_eq!(pool.stats().memory.pending, 50 * layout.size() as u64);

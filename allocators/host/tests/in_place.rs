@@ -1,6 +1,6 @@
-//! Memory of other people's that is pinned where it lies.
+//! Tests of foreign memory that is pinned in place.
 //!
-//! A process of its own: counts what is retired in the process.
+//! The tests form a separate process because they count what is retired in the process.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "makes mappings of every kind, and queues copies by hand")]
 
@@ -39,7 +39,7 @@ use support::{
 
 const PAGE: usize = 4096;
 
-/// What is retired or stranded is the process's.
+/// The counts of retired and stranded memory belong to the process, so tests run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 struct Machine {
@@ -68,7 +68,7 @@ impl Machine {
     }
 }
 
-/// A mapping made by hand.
+/// A mapping made directly by `mmap`.
 struct Map {
     at: NonNull<u8>,
     len: usize,
@@ -77,7 +77,7 @@ struct Map {
 impl Map {
     fn new(len: usize, access: i32, flags: i32, file: Option<&File>) -> Option<Self> {
         let file = file.map_or(-1, AsRawFd::as_raw_fd);
-        // SAFETY: 1. no address is asked for.
+        // SAFETY: 1. no address is requested.
         let at = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, file, 0) };
         (at != libc::MAP_FAILED).then(|| Self { at: NonNull::new(at.cast()).unwrap(), len })
     }
@@ -91,16 +91,16 @@ impl Map {
         )
     }
 
-    /// Pages of its own, which no other memory shares.
+    /// Maps pages that no other memory shares.
     fn filled(len: usize, byte: u8) -> Self {
         let map = Self::anonymous(len, WRITE, 0).unwrap();
-        // SAFETY: 1. mapped writable, and nobody else's.
+        // SAFETY: 1. mapped writable, and owned by this value alone.
         unsafe { map.at.write_bytes(byte, len) };
         map
     }
 
     fn slice(&self) -> &[u8] {
-        // SAFETY: 1. mapped readable by every test that asks. 2. nobody writes it meanwhile.
+        // SAFETY: 1. mapped readable by every test that calls this. 2. it is not written meanwhile.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.len) }
     }
 }
@@ -112,8 +112,8 @@ impl Drop for Map {
     }
 }
 
-// SAFETY: 1. a mapping stays until it is dropped, and is this owner's alone. 2. so nobody writes
-// it.
+// SAFETY: 1. a mapping stays until it is dropped, and has this owner only. 2. it is therefore not
+// written.
 unsafe impl Pinnable for Map {
     type Item = u8;
     fn items(&self) -> &[u8] {
@@ -124,7 +124,8 @@ unsafe impl Pinnable for Map {
 // SAFETY: 1. the same bytes. Only writable ones are written here.
 unsafe impl PinnableMut for Map {
     fn items_mut(&mut self) -> &mut [u8] {
-        // SAFETY: 1. mapped, and writable wherever a test asks. 2. nobody else has it.
+        // SAFETY: 1. mapped, and writable wherever a test calls this. 2. this owner has exclusive
+        // access.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 }
@@ -135,8 +136,7 @@ unsafe impl Send for Map {}
 const READ: i32 = libc::PROT_READ;
 const WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
-/// A file of a file system that is none of memory, with bytes in it; `None` where there is none
-/// such.
+/// Returns a file with contents on a file system that is not in memory, or `None` if there is none.
 fn file(bytes: usize) -> Option<File> {
     let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
     let path = path.join(format!("in-place-{}-{bytes}", std::process::id()));
@@ -151,7 +151,7 @@ fn file(bytes: usize) -> Option<File> {
 }
 
 #[test]
-fn a_vector_is_pinned_in_whole_pages_charged_and_given_back_as_it_was() {
+fn a_vector_is_pinned_in_whole_pages_charged_and_returned_unchanged() {
     let m = machine();
     let data: Vec<u32> = (0..3 << 18).collect();
     let at = data.as_ptr() as usize;
@@ -175,7 +175,7 @@ fn a_vector_is_pinned_in_whole_pages_charged_and_given_back_as_it_was() {
 }
 
 #[test]
-fn it_flies_and_what_is_dropped_on_the_way_is_ended_after_it_has_landed() {
+fn memory_dropped_during_its_copy_is_unregistered_after_the_copy() {
     let m = machine();
     let (_streams, stream) = stream(&m.sim);
     let mut target = OnDevice::new(m.sim.driver(), MIB as u64);
@@ -185,7 +185,7 @@ fn it_flies_and_what_is_dropped_on_the_way_is_ended_after_it_has_landed() {
     let down = stream.download(&target, down).unwrap().wait().unwrap();
     assert_eq!(down.items(), up.items());
     drop(down);
-    // Dropped while it flies: the memory, its charge and its registration stay.
+    // Dropped during the copy: the memory, its charge and its registration stay.
     drop(stream.upload(up, &mut target).unwrap());
     assert_eq!((m.sim.outstanding().registrations, end_retired()), (1, 0));
     assert!(m.budget.used() >= MIB as u64 && retired_bytes() == m.budget.used());
@@ -198,7 +198,7 @@ fn it_flies_and_what_is_dropped_on_the_way_is_ended_after_it_has_landed() {
 }
 
 #[test]
-fn a_region_flies_too_and_waits_for_its_copy_wherever_it_is_left() {
+fn a_region_dropped_during_a_copy_waits_for_the_copy() {
     let m = machine();
     let (_streams, stream) = stream(&m.sim);
     let mut target = OnDevice::new(m.sim.driver(), 2 * MIB as u64);
@@ -212,7 +212,7 @@ fn a_region_flies_too_and_waits_for_its_copy_wherever_it_is_left() {
     region().retire();
     assert_eq!((m.sim.outstanding().registrations, end_retired()), (2, 4 * MIB as u64));
     assert!(m.is_clean());
-    // A budget that would refuse has it done.
+    // A budget that refuses causes the retired memory to be collected.
     let small = Budget::new("pinned", 2 * MIB as u64);
     let request = aquifer_host::region::RegionRequest::bytes(2 * MIB);
     aquifer_host::region::Region::new(&m.host, &small, &request).unwrap().retire();
@@ -267,20 +267,19 @@ fn two_registrations_never_share_a_page() {
             );
             refused += 1;
         }
-        // The next page is free, and the driver has been asked for nothing that it would have
-        // refused.
+        // The next page is free, and the driver received no call that it would have refused.
         pin(&all[2 * PAGE..], &mut || ()).unwrap();
     })
     .unwrap();
     assert_eq!((refused, m.sim.driver().calls().get(Call::HostRegister)), (4, 2));
     assert!(m.is_clean());
-    // What lies in a region is pinned by that.
+    // Memory inside a region is already pinned.
     let request = aquifer_host::region::RegionRequest::bytes(MIB);
     let region = aquifer_host::region::Region::new(&m.host, &m.budget, &request).unwrap();
     let error = pin(region.bytes(), &mut || ()).unwrap_err();
     assert!(matches!(error.cause, Cause::AlreadyPinned(_)));
     drop(region);
-    // And what another library has registered is told the same way.
+    // Memory registered by another library is reported in the same way.
     let driver = m.sim.driver();
     // SAFETY: 1. the map outlives the registration.
     unsafe { driver.host_register(GPU, map.at, PAGE, flags).unwrap() };
@@ -291,7 +290,7 @@ fn two_registrations_never_share_a_page() {
 }
 
 #[test]
-fn memory_of_every_kind_that_can_be_pinned_is() {
+fn every_pinnable_kind_of_memory_is_pinned() {
     let m = machine();
     let anonymous = Map::anonymous(MIB, WRITE, 0).unwrap();
     assert_eq!(m.pin(anonymous).unwrap().ground(), Ground::Anonymous);
@@ -301,7 +300,7 @@ fn memory_of_every_kind_that_can_be_pinned_is() {
     let mapped = Map::new(MIB, WRITE, libc::MAP_SHARED, Some(&memory)).unwrap();
     assert_eq!(m.pin(mapped).unwrap().ground(), Ground::Memory);
     match Map::anonymous(2 * MIB, WRITE, libc::MAP_HUGETLB) {
-        // Reserved without a promise: there may be no page behind it.
+        // Reserved without `MAP_NORESERVE` guarantees, so there may be no page behind it.
         Some(huge) if m.host.topology.free_huge_pages(None, 2 << 20).unwrap().value > Some(0) => {
             assert_eq!(m.pin(huge).unwrap().ground(), Ground::HugeTlb);
         }
@@ -317,7 +316,7 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
         println!("skipped: the build folder lies in memory");
         return;
     };
-    // SAFETY: 1. nobody else has the file.
+    // SAFETY: 1. the file is used only here.
     let map = unsafe { FileMap::new(&m.host.kernel, &file) }.unwrap();
     let pinned = m.pin(map).unwrap();
     assert_eq!((pinned.ground(), pinned.items().len()), (Ground::File, MIB + 123));
@@ -330,7 +329,7 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
     let expected: Vec<u8> = (0..MIB + 123).map(|i| (i % 251) as u8).collect();
     assert_eq!(m.sim.read_back(target.range).unwrap(), expected);
     assert_eq!(m.sim.violations(), []);
-    // The driver was told: a copy into it is refused, and reported.
+    // The driver knows that it is read-only: a copy into it is refused and reported.
     let at = NonNull::from(pinned.items()).cast();
     assert!(
         // SAFETY: 1. both sides are there; the copy is refused.
@@ -338,7 +337,7 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
     );
     assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::WriteToReadOnly);
     drop(pinned);
-    // A driver that cannot do it is told as it is, and nothing stays.
+    // A driver without this feature is reported as such, and nothing remains.
     m.sim.fail(Call::HostRegister, 1, 801);
     // SAFETY: as above.
     let map = unsafe { FileMap::new(&m.host.kernel, &file) }.unwrap();
@@ -349,7 +348,7 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
 }
 
 #[test]
-fn what_a_driver_would_refuse_copy_or_hang_on_is_refused_before_it_is_asked() {
+fn memory_unsuited_to_the_driver_is_refused_before_the_driver_call() {
     let m = machine();
     let unfit = |memory: Map, expected: Unfit| {
         let error = m.pin(memory).map(drop).unwrap_err();
@@ -374,7 +373,7 @@ fn what_a_driver_would_refuse_copy_or_hang_on_is_refused_before_it_is_asked() {
     }
     unfit(Map::anonymous(MIB, READ, 0).unwrap(), Unfit::Protected);
     let holed = Map::anonymous(MIB, WRITE, 0).unwrap();
-    // SAFETY: 1. inside our own mapping, which nobody looks into any more.
+    // SAFETY: 1. inside a mapping of this test that is no longer read.
     unsafe { libc::munmap(holed.at.add(MIB / 2).as_ptr().cast(), PAGE) };
     unfit(holed, Unfit::Mixed);
     assert_eq!(m.sim.driver().calls().get(Call::HostRegister), 0);
@@ -406,7 +405,7 @@ fn more_than_the_kernel_pins_at_once_is_refused_and_nothing_is_touched() {
     );
 }
 
-/// Memory that tells when it goes.
+/// Memory that records when it is dropped.
 struct Watched(Map, Arc<AtomicBool>);
 
 impl Drop for Watched {
@@ -415,7 +414,7 @@ impl Drop for Watched {
     }
 }
 
-// SAFETY: 1. and 2. the mapping's, which nobody else has.
+// SAFETY: 1. and 2. those of the mapping, which has no other owner.
 unsafe impl Pinnable for Watched {
     type Item = u8;
     fn items(&self) -> &[u8] {
@@ -445,7 +444,7 @@ fn memory_stays_with_a_registration_that_the_driver_will_not_end() {
 }
 
 #[test]
-fn what_is_forgotten_is_leaked_and_stays_pinned() {
+fn a_forgotten_registration_is_leaked_and_stays_pinned() {
     let m = machine();
     let gone = Arc::new(AtomicBool::new(false));
     let _forgotten = ManuallyDrop::new(m.pin(Watched(Map::filled(MIB, 1), gone.clone())).unwrap());
@@ -456,17 +455,17 @@ fn what_is_forgotten_is_leaked_and_stays_pinned() {
 }
 
 #[test]
-fn workers_take_pages_that_are_not_there_and_keep_those_that_are() {
+fn workers_populate_missing_pages_and_keep_present_ones() {
     let m = machine();
     let map = Map::anonymous(80 * MIB, WRITE, 0).unwrap();
-    // SAFETY: 1. mapped writable, and nobody else's.
+    // SAFETY: 1. mapped writable, and used only here.
     unsafe { map.at.write(42) };
     let pinned = m.pin(map).unwrap();
     assert_eq!(m.faults.made(SystemCall::Populate), 3, "a piece each");
     assert_eq!(support::present(pinned.registered().unwrap()), 80 * MIB / PAGE);
     assert_eq!((pinned.items()[0], pinned.items()[1]), (42, 0));
     drop(pinned);
-    // A kernel that cannot leaves it to the driver.
+    // A kernel without this feature leaves the population to the driver.
     m.faults.fail_from(SystemCall::Populate, 1, libc::EINVAL);
     let pinned = m.pin(vec![1u8; MIB]).unwrap();
     assert_eq!(pinned.shortfalls()[0].step, Step::Populate);
@@ -486,7 +485,7 @@ fn without_a_driver_nothing_can_be_pinned_and_the_memory_comes_back() {
 }
 
 #[test]
-fn a_memory_file_is_zero_sealed_and_read_by_whoever_has_it() {
+fn a_memory_file_is_zeroed_sealed_and_readable_by_every_holder() {
     let file = Kernel::new().memory_file(MIB, MapPages::Ordinary).unwrap();
     let mut file = File::from(file);
     assert_eq!(file.set_len(0).unwrap_err().raw_os_error(), Some(libc::EPERM));

@@ -1,14 +1,15 @@
-//! Every step of making and ending pinned memory, and every way it can fail.
+//! Tests of every step of creating and releasing pinned memory, and of every way in which it can
+//! fail.
 //!
-//! A clean run counts the calls that a kind of region makes; then each of them fails, once and from
-//! then on, with each of a few errors, alone and together with the way back. Whatever happens:
+//! A clean run counts the calls that a kind of region makes. Then each of them fails, once and from
+//! then on, with each of a few errors, alone and together with the rollback. The invariants are:
 //!
-//! - what was made is charged for exactly its bytes, is there in whole, and is pinned if that was
-//!   required;
-//! - what was refused leaves nothing: no charge, no registration, no memory in the window;
-//! - what driver or kernel would not take back stays charged until they do.
+//! - Memory that was created is charged for exactly its bytes, is completely present, and is pinned
+//!   if that was required.
+//! - A refusal leaves nothing: no charge, no registration, no memory in the window.
+//! - Memory that the driver or kernel refuses to release stays charged until they release it.
 //!
-//! A process of its own: counts what the process has mapped in the window.
+//! The tests form a separate process because they count what the process has mapped in the window.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
 #[path = "suite/support/mod.rs"]
@@ -39,7 +40,7 @@ const CODES: [u32; 4] = [1, 2, 712, 999];
 const DRIVER_CALLS: [Call; 4] =
     [Call::HostRegister, Call::HostUnregister, Call::HostAlloc, Call::HostFree];
 
-/// What is made.
+/// The kind of memory that is created.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
     Plain(Pinning),
@@ -93,7 +94,7 @@ impl Made {
         matches!(self, Self::Region(region) if region.report().pages == PageTier::DriverChosen)
     }
 
-    /// What must be charged for it, and what must be there.
+    /// Returns the pages that must be charged and present.
     fn pages(&self) -> Span {
         match self {
             Self::Region(region) => region.span(),
@@ -108,11 +109,11 @@ struct Machine {
     host: Host,
     faults: Arc<Faults>,
     budget: Budget,
-    /// A file that another process made.
+    /// A file that another process created.
     file: OwnedFd,
 }
 
-/// A machine that claims a pool of huge pages, which it does not have.
+/// Returns a machine that claims a pool of huge pages without having one.
 fn boastful() -> Topology {
     let root = std::env::temp_dir().join(format!("aquifer-boast-{}", std::process::id()));
     let pool = root.join("sys/kernel/mm/hugepages/hugepages-2048kB");
@@ -175,7 +176,7 @@ impl Machine {
         }
     }
 
-    /// One life under the faults that are planned, and what must be true of it.
+    /// Creates and drops one object under the planned faults, and checks the invariants.
     fn live(&self, kind: Kind, what: &str) {
         let made = self.make(kind);
         match made {
@@ -186,7 +187,7 @@ impl Machine {
                     pages.len as u64,
                     "{what}: charged for what is there"
                 );
-                // The simulated driver's own memory comes when it is touched.
+                // Memory of the simulated driver is populated when it is touched.
                 if !made.is_the_drivers() {
                     assert_eq!(support::present(pages), pages.len / 4096, "{what}: there in whole");
                 }
@@ -222,7 +223,7 @@ impl Machine {
     }
 }
 
-/// Bytes of the window that hold memory.
+/// Returns the bytes of the window that hold memory.
 fn mapped_in_window() -> usize {
     let Some(bounds) = window::bounds() else { return 0 };
     let span = Span { start: bounds.start, len: bounds.len() };
@@ -230,7 +231,7 @@ fn mapped_in_window() -> usize {
     entries.iter().filter(|entry| entry.writable).map(|entry| entry.span.len).sum()
 }
 
-/// One test, since the window and what is stranded are the process's.
+/// One test, because the window and the stranded memory belong to the process.
 #[test]
 fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
     let machines = [support::topology(), boastful()];
@@ -243,7 +244,7 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
         let made = clean.sim.driver().calls().made();
         let driver = DRIVER_CALLS
             .map(|call| (call, made.iter().find(|(c, _)| *c == call).map_or(0, |c| c.1)));
-        // What a fall-back calls is called in no clean run.
+        // No clean run makes the calls of a fall-back.
         let system = system.iter().map(|&(call, made)| (call, made.clamp(1, 5)));
         let driver = driver.map(|(call, made)| (call, made.max(1)));
 
@@ -270,7 +271,7 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
             for nth in 1..=times {
                 for code in CODES {
                     for lasting in [false, true] {
-                        // The way back, too: not at all, by the kernel, by the driver.
+                        // The rollback fails as well: not at all, in the kernel, or in the driver.
                         for back in 0..3 {
                             let machine = Machine::new(kind, &machines);
                             if lasting {

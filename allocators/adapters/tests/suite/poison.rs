@@ -126,6 +126,6 @@ fn child() {
 }
 
 #[test]
-fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
+fn only_accesses_to_memory_without_an_owner_are_reported() {
     faults::assert_each_is_found(&FAULTS, "poison::child", &["after_its_gate_opened"]);
 }

@@ -1,5 +1,5 @@
-//! Thread magazines in front of the pinned pool: what they hold is counted, comes back when
-//! somebody else needs it, and never hands one block to two.
+//! Tests of thread magazines in front of the pinned pool: their blocks are counted, are reclaimed
+//! when another thread needs them, and have one owner each.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
 
@@ -41,7 +41,7 @@ fn bytes(size: usize) -> Layout {
     Layout::from_size_align(size, 16).unwrap()
 }
 
-/// Ends threads that go on until they are told, also where another has found something.
+/// Stops threads that run until told to, also when another thread has failed.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -54,7 +54,7 @@ impl Drop for Stop<'_> {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct At(NonNull<u8>);
 
-// SAFETY: 1. an address; who uses it answers for that.
+// SAFETY: 1. only an address; its user is responsible for access.
 unsafe impl Send for At {}
 // SAFETY: 1. as above.
 unsafe impl Sync for At {}
@@ -64,11 +64,11 @@ fn take(allocator: &PinnedAllocator, size: usize) -> Option<At> {
 }
 
 fn give(allocator: &PinnedAllocator, at: At, size: usize) {
-    // SAFETY: 1. the tests free what they took, or see that it is refused.
+    // SAFETY: 1. the tests free what they allocated, or check that it is refused.
     unsafe { allocator.deallocate(at.0, bytes(size)) };
 }
 
-/// Without the kernel's barrier there are no magazines, and nothing here to see.
+/// Returns whether the kernel's barrier exists. Without it there are no magazines to test.
 fn has_magazines() -> bool {
     let there = support::host().kernel.offers_barrier();
     if !there {
@@ -82,7 +82,7 @@ fn has_magazines() -> bool {
 }
 
 #[test]
-fn what_threads_keep_at_hand_is_counted_as_cached_and_found_again() {
+fn blocks_in_magazines_are_counted_as_cached_and_reused() {
     if !has_magazines() {
         return;
     }
@@ -111,7 +111,7 @@ fn what_threads_keep_at_hand_is_counted_as_cached_and_found_again() {
 }
 
 #[test]
-fn it_keeps_the_contract_of_allocators_with_magazines_and_without() {
+fn the_allocator_contract_holds_with_and_without_magazines() {
     let mut without = config();
     without.magazines = false;
     for config in [config(), without] {
@@ -125,7 +125,7 @@ fn it_keeps_the_contract_of_allocators_with_magazines_and_without() {
 }
 
 #[test]
-fn a_pool_may_do_without_and_one_that_is_recorded_does() {
+fn a_pool_may_disable_magazines_and_a_recorded_pool_does() {
     let mut without = config();
     without.magazines = false;
     let (pool, _budget) = pool_of(without, 64 * MIB);
@@ -161,7 +161,7 @@ fn rounding_wastes_at_most_three_parts_in_a_hundred_over_random_sizes() {
 }
 
 #[test]
-fn a_trim_and_a_growth_take_what_threads_keep_that_do_nothing() {
+fn a_trim_and_a_growth_reclaim_magazines_of_idle_threads() {
     if !has_magazines() {
         return;
     }
@@ -175,7 +175,7 @@ fn a_trim_and_a_growth_take_what_threads_keep_that_do_nothing() {
             held.into_iter().for_each(|at| give(&allocator, at, MIB - 4096));
             kept.wait();
             done.wait();
-            // It goes on as if nothing had been.
+            // The thread continues as before.
             let at = take(&allocator, 64).unwrap();
             give(&allocator, at, 64);
         });
@@ -192,7 +192,7 @@ fn a_trim_and_a_growth_take_what_threads_keep_that_do_nothing() {
 }
 
 #[test]
-fn a_thread_that_ends_leaves_what_it_kept_to_the_pool() {
+fn an_ended_thread_leaves_its_magazines_to_the_pool() {
     let (pool, budget) = small_pool();
     let allocator = pool.allocator();
     thread::spawn(move || {
@@ -211,7 +211,7 @@ fn a_thread_that_ends_leaves_what_it_kept_to_the_pool() {
 }
 
 #[test]
-fn a_thread_that_begins_takes_over_what_one_that_ended_kept() {
+fn a_new_thread_takes_over_the_magazines_of_an_ended_one() {
     const THREADS: u64 = 400;
     if !has_magazines() {
         return;
@@ -225,14 +225,14 @@ fn a_thread_that_begins_takes_over_what_one_that_ended_kept() {
         };
         thread::spawn(pair).join().unwrap();
     }
-    // Threads of other tests take some of the numbers.
+    // Threads of other tests take some of the thread numbers.
     let stats = pool.stats();
     assert!(stats.locked < THREADS, "the lock was taken {} times", stats.locked);
     assert_eq!((stats.memory.allocations, stats.memory.frees), (THREADS, THREADS));
 }
 
-/// Takes and gives random sizes on some threads, and answers with how often the lock was taken in
-/// an operation once all have what they need.
+/// Allocates and frees random sizes on several threads. Returns how often an operation took the
+/// lock in the steady state.
 fn locked_per_operation(threads: usize, most: usize, live: usize) -> f64 {
     const OPERATIONS: usize = 30_000;
     let (pool, _budget) = pool_of(config(), 2 << 30);
@@ -274,7 +274,7 @@ fn locked_per_operation(threads: usize, most: usize, live: usize) -> f64 {
 }
 
 #[test]
-fn threads_that_take_and_give_random_sizes_hardly_ever_meet_at_the_lock() {
+fn threads_with_random_sizes_rarely_take_the_lock() {
     if !has_magazines() {
         return;
     }
@@ -290,7 +290,7 @@ fn threads_that_take_and_give_random_sizes_hardly_ever_meet_at_the_lock() {
 }
 
 #[test]
-fn blocks_that_one_thread_takes_and_another_gives_back_go_round_past_the_lock() {
+fn blocks_freed_by_another_thread_circulate_without_the_lock() {
     const BLOCKS: u64 = 4000;
     if !has_magazines() {
         return;
@@ -311,7 +311,7 @@ fn blocks_that_one_thread_takes_and_another_gives_back_go_round_past_the_lock() 
 }
 
 #[test]
-fn what_lies_between_threads_makes_room_without_their_leave() {
+fn magazines_in_the_depot_are_reclaimed_without_their_threads() {
     if !has_magazines() {
         return;
     }
@@ -329,7 +329,7 @@ fn what_lies_between_threads_makes_room_without_their_leave() {
 }
 
 #[test]
-fn a_thread_that_only_frees_gives_back_many_at_a_time() {
+fn a_thread_that_only_frees_returns_blocks_in_batches() {
     if !has_magazines() {
         return;
     }
@@ -353,10 +353,10 @@ fn a_thread_that_only_frees_gives_back_many_at_a_time() {
 }
 
 #[test]
-fn blocks_that_magazines_pass_on_suit_whoever_asks_for_a_line() {
+fn blocks_passed_on_by_magazines_keep_cache_line_alignment() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
-    // A slab whose end is no multiple of a line lies before it.
+    // A slab before it ends at no multiple of a cache line.
     let _slot = take(&allocator, 48).unwrap();
     for size in [100_000, 2 * MIB] {
         let at = take(&allocator, size).unwrap();
@@ -364,7 +364,7 @@ fn blocks_that_magazines_pass_on_suit_whoever_asks_for_a_line() {
         let layout = Layout::from_size_align(size, 64).unwrap();
         let block = allocator.allocate(layout).unwrap();
         assert!(block.cast::<u8>().addr().get().is_multiple_of(64), "{size}");
-        // SAFETY: 1. just allocated so.
+        // SAFETY: 1. just allocated with this layout.
         unsafe { allocator.deallocate(block.cast(), layout) };
     }
 }
@@ -396,24 +396,24 @@ fn destructors_of_thread_locals_may_allocate_and_free() {
 }
 
 #[test]
-fn a_second_free_is_refused_wherever_the_block_is_by_then() {
+fn a_second_free_is_refused_wherever_the_block_is() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
     for size in [64, 100_000] {
         let before = pool.stats().refused_frees;
         let at = take(&allocator, size).unwrap();
         give(&allocator, at, size);
-        // In this thread's magazine, by this thread and by another.
+        // Into this thread's magazine, by this thread and by another one.
         give(&allocator, at, size);
         thread::scope(|scope| scope.spawn(|| give(&allocator, at, size)).join()).unwrap();
-        // Inside a block, and longer than it.
+        // An address inside a block, and a size longer than the block.
         let live = take(&allocator, size).unwrap();
         // SAFETY: 1. inside the block.
         give(&allocator, At(unsafe { live.0.add(16) }), 16);
         give(&allocator, live, 1 << 20);
         give(&allocator, live, size);
         pool.trim(MIB).unwrap();
-        // Back in the pool's books.
+        // The block is back in the pool's own state.
         give(&allocator, at, size);
         assert_eq!(pool.stats().refused_frees - before, 5);
         assert!(pool.is_consistent());
@@ -434,7 +434,7 @@ fn a_block_of_another_pool_is_refused_by_its_address() {
 }
 
 #[test]
-fn a_small_block_with_a_gate_goes_past_the_magazine_and_stays_as_it_is() {
+fn a_small_block_with_a_gate_bypasses_the_magazine_and_keeps_its_bytes() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
     let warm = take(&allocator, 1000).unwrap();
@@ -447,13 +447,13 @@ fn a_small_block_with_a_gate_goes_past_the_magazine_and_stays_as_it_is() {
     assert_eq!(pool.stats().memory.pending, 1024);
     let held: Vec<_> = (0..1000).map(|_| take(&allocator, 1000).unwrap()).collect();
     assert!(!held.contains(&at), "given out while a copy may be on its way");
-    // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
+    // SAFETY: 1. pending, so still mapped and unwritten as promised.
     assert!((0..1000).all(|n| unsafe { at.0.add(n).read() } == 0xab));
     give(&allocator, at, 1000);
     assert_eq!(pool.stats().refused_frees, 1);
     held.into_iter().for_each(|at| give(&allocator, at, 1000));
     gate.open();
-    // Magazines serve from here on, and somebody still looks.
+    // Magazines serve from here on, and gates are still polled.
     for _ in 0..1000 {
         let at = take(&allocator, 1000).unwrap();
         give(&allocator, at, 1000);
@@ -463,7 +463,7 @@ fn a_small_block_with_a_gate_goes_past_the_magazine_and_stays_as_it_is() {
 }
 
 #[test]
-fn a_vector_that_grows_with_a_copy_on_its_way_leaves_the_old_bytes_where_they_are() {
+fn a_vector_that_grows_under_a_copy_keeps_the_old_bytes_in_place() {
     let (pool, _budget) = small_pool();
     for size in [500, 60_000, 300_000] {
         let mut vec = AllocVec::new_in(pool.allocator());
@@ -482,7 +482,7 @@ fn a_vector_that_grows_with_a_copy_on_its_way_leaves_the_old_bytes_where_they_ar
             // SAFETY: 1. alive, of that size.
             unsafe { at.0.write_bytes(0xff, size) };
         }
-        // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
+        // SAFETY: 1. pending, so still mapped and unwritten as promised.
         assert!((0..size).all(|n| unsafe { old.add(n).read() } == 0x5a), "{size}");
         others.into_iter().for_each(|at| give(&pool.allocator(), at, size));
         gate.open();
@@ -498,7 +498,7 @@ fn blocks_grow_and_shrink_where_they_are_if_there_is_room() {
         [(1001, 1024), (1024, 3), (60_000, 61_440), (2 * MIB, 3 * MIB), (3 * MIB, 70_000)]
     {
         let at = take(&allocator, from).unwrap();
-        // SAFETY: 1. alive, with its own layout; the new size is on the right side of it.
+        // SAFETY: 1. alive, with its own layout; the new size is valid for the operation.
         let resized = unsafe {
             if to > from {
                 allocator.grow(at.0, bytes(from), bytes(to))
@@ -514,7 +514,7 @@ fn blocks_grow_and_shrink_where_they_are_if_there_is_room() {
 }
 
 #[test]
-fn a_closed_pool_takes_what_other_threads_keep_and_serves_them_no_more() {
+fn a_closed_pool_reclaims_magazines_of_other_threads_and_serves_none() {
     let (pool, budget) = small_pool();
     let allocator = pool.allocator();
     let (kept, closed) = (Barrier::new(2), Barrier::new(2));
@@ -531,14 +531,14 @@ fn a_closed_pool_takes_what_other_threads_keep_and_serves_them_no_more() {
         assert_eq!(budget.used(), 0);
         closed.wait();
     });
-    // The next pool on the shell begins with empty magazines.
+    // The next pool that reuses the core begins with empty magazines.
     let (next, _budget) = small_pool();
     assert_eq!(take(&allocator, 64), None);
     assert_eq!((next.stats().in_magazines, next.stats().memory.blocks), (0, 0));
 }
 
 #[test]
-fn a_barrier_that_is_refused_leaves_blocks_where_they_are_until_one_is_had() {
+fn a_refused_barrier_leaves_blocks_in_magazines_until_one_succeeds() {
     if !has_magazines() {
         return;
     }
@@ -559,7 +559,7 @@ fn a_barrier_that_is_refused_leaves_blocks_where_they_are_until_one_is_had() {
 }
 
 #[test]
-fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
+fn threads_that_pass_blocks_during_trims_never_share_one() {
     const THREADS: usize = 4;
     let rounds = 20_000;
     let (pool, budget) = pool_of(config(), 256 * MIB);
@@ -582,7 +582,8 @@ fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
             workers.push(scope.spawn(move || {
                 let check = |(at, size, stamp): (At, usize, u8)| {
                     for n in [0, size / 2, size - 1] {
-                        // SAFETY: 1. alive, of that size, and ours since it was sent.
+                        // SAFETY: 1. alive, of that size, and owned by this thread since it was
+                        // sent.
                         assert_eq!(unsafe { at.0.add(n).read() }, stamp, "two owners of one block");
                     }
                     give(&allocator, at, size);
@@ -597,7 +598,7 @@ fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
                         unsafe { at.0.add(n).write(stamp) };
                     }
                     if round % 3 == 0 {
-                        // A full channel is no reason to wait: the block goes back here.
+                        // A full channel does not block: the block is freed here.
                         if let Err(full) = next.try_send((at, size, stamp)) {
                             let (std::sync::mpsc::TrySendError::Full(held)
                             | std::sync::mpsc::TrySendError::Disconnected(held)) = full;
@@ -651,7 +652,7 @@ fn a_pool_that_grows_at_quiet_points_refuses_until_one_and_keeps_ahead() {
 }
 
 #[test]
-fn what_is_to_stay_warm_no_trim_gives_back() {
+fn a_trim_keeps_the_warm_reserve() {
     let mut config = config();
     config.reserve = 4 * MIB;
     let (pool, _budget) = pool_of(config, 64 * MIB);
@@ -662,7 +663,7 @@ fn what_is_to_stay_warm_no_trim_gives_back() {
 }
 
 #[test]
-fn one_may_take_only_what_is_there_or_wait_for_it_until_a_time() {
+fn a_request_may_take_existing_memory_only_or_wait_until_a_deadline() {
     let (pool, _budget) = pool_of(config(), 4 * MIB);
     let allocator = pool.allocator();
     assert!(pool.try_allocate(bytes(64)).is_err(), "nothing is there, and it does not grow");
@@ -676,7 +677,7 @@ fn one_may_take_only_what_is_there_or_wait_for_it_until_a_time() {
             && begun.elapsed() >= Duration::from_millis(20)
     );
     assert_eq!(pool.stats().memory.failures, 3);
-    // What can never be is not waited for.
+    // A request that can never be met does not wait.
     let end = Instant::now() + Duration::from_secs(600);
     assert!(matches!(pool.allocate_until(bytes(1 << 50), end), Err(MemoryError::TooLarge { .. })));
     thread::scope(|scope| {
@@ -692,7 +693,7 @@ fn one_may_take_only_what_is_there_or_wait_for_it_until_a_time() {
 }
 
 #[test]
-fn a_shell_whose_threads_could_not_be_told_of_the_end_is_not_used_again_before_they_are() {
+fn a_pool_core_is_reused_only_after_its_threads_are_notified() {
     if !has_magazines() {
         return;
     }
@@ -704,7 +705,7 @@ fn a_shell_whose_threads_could_not_be_told_of_the_end_is_not_used_again_before_t
     pool.trim(0).unwrap();
     faults.fail_from(SystemCall::Barrier, 1, libc::EPERM);
     drop(pool);
-    // One of these has the shell, unless it waits. They count from zero either way.
+    // One of these reuses the core, unless it must wait. They count from zero in either case.
     let fresh: Vec<_> = (0..4).map(|_| small_pool().0).collect();
     assert!(fresh.iter().all(|pool| pool.stats().memory.frees == 0 && pool.is_consistent()));
     faults.clear();
@@ -712,27 +713,27 @@ fn a_shell_whose_threads_could_not_be_told_of_the_end_is_not_used_again_before_t
 }
 
 #[test]
-fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it() {
+fn a_forked_child_gets_nothing_from_its_parents_pool_and_waits_for_no_lock() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
-    // One that the thread's magazine would serve at once, and one that is live.
+    // One block that the thread's magazine would serve at once, and one that is live.
     give(&allocator, take(&allocator, 100).unwrap(), 100);
     let live = take(&allocator, 100).unwrap();
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let _stop = Stop(&stop);
-        // Holds the books most of the time, also when the process forks.
+        // Holds the pool's lock most of the time, also when the process forks.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 let _stats = pool.stats();
             }
         });
         for _ in 0..20 {
-            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
-            // `_exit`.
+            // SAFETY: 1. the child uses only memory, which the C library prepares for it, and
+            // leaves by `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
-                // SAFETY: 1. takes a number. A child that waits is ended by it.
+                // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
                 unsafe { libc::alarm(120) };
                 let nothing = take(&allocator, 100).is_none() && take(&allocator, MIB).is_none();
                 give(&allocator, live, 100);
@@ -742,7 +743,7 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
                 let (own, _budget) = small_pool();
                 let own = own.allocator();
                 let served = take(&own, 100).is_some_and(|at| {
-                    // SAFETY: 1. the block is this process's, and has as many bytes.
+                    // SAFETY: 1. the block belongs to this process and has this many bytes.
                     unsafe { at.0.write_bytes(7, 100) };
                     give(&own, at, 100);
                     true
@@ -752,7 +753,7 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
                 unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
             }
             let mut status = -1;
-            // SAFETY: 1. the child is this process's, and the status a local.
+            // SAFETY: 1. the child belongs to this process, and the status is a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             assert_eq!(
                 (waited, status),
@@ -768,13 +769,13 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
 }
 
 #[test]
-fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at() {
+fn a_forked_child_creates_its_own_pool_whatever_its_parents_threads_did() {
     // From here on forks wait.
     drop(small_pool());
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let _stop = Stop(&stop);
-        // Has what all pools of a process share in hand most of the time, also when the process
+        // Holds the state that all pools of a process share most of the time, also when the process
         // forks.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
@@ -782,11 +783,11 @@ fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at()
             }
         });
         for _ in 0..40 {
-            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
-            // `_exit`.
+            // SAFETY: 1. the child uses only memory, which the C library prepares for it, and
+            // leaves by `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
-                // SAFETY: 1. takes a number. A child that waits is ended by it.
+                // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
                 unsafe { libc::alarm(60) };
                 let (own, _budget) = small_pool();
                 let served = take(&own.allocator(), 100).is_some();
@@ -794,7 +795,7 @@ fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at()
                 unsafe { libc::_exit(i32::from(!served)) };
             }
             let mut status = -1;
-            // SAFETY: 1. the child is this process's, and the status a local.
+            // SAFETY: 1. the child belongs to this process, and the status is a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             assert_eq!(
                 (waited, status),

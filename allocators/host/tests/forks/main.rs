@@ -1,6 +1,6 @@
-//! The tests of what threads have in hand while the process forks, and the rest of their topics.
+//! Tests of state that threads hold while the process forks, and related tests.
 //!
-//! A process of its own: its tests fork, and a child has no thread of its parent but one.
+//! They form a separate process because they fork, and a child has only one thread of its parent.
 
 mod magazines;
 mod recording;

@@ -1,4 +1,4 @@
-//! What is recorded of pinned memory, also in a child of a fork.
+//! Tests of recording pinned memory, including in a forked child.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks, and frees blocks by the allocator trait")]
 
@@ -22,7 +22,7 @@ fn file(name: &str) -> PathBuf {
     env::temp_dir().join(format!("aquifer-{name}-{}.csv", process::id()))
 }
 
-/// The rows without their times.
+/// Returns the rows without their times.
 fn rows(path: &Path) -> Vec<String> {
     let text = fs::read_to_string(path).unwrap();
     text.lines().skip(1).map(|row| row.split_once(',').unwrap().1.to_owned()).collect()
@@ -36,17 +36,18 @@ fn pool(recorder: &Arc<Recorder>) -> PinnedPool {
 }
 
 #[test]
-fn a_block_that_is_resized_where_it_is_is_recorded_as_another() {
+fn a_block_resized_in_place_is_recorded_as_another_block() {
     let path = file("resized");
     let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
     let pool = pool(&recorder);
     let (old, new) =
         (Layout::from_size_align(3000, 16).unwrap(), Layout::from_size_align(2900, 16).unwrap());
     let block = pool.allocate(old).unwrap().cast();
-    // SAFETY: 1. the block is this allocator's, of that layout, and the new one is smaller.
+    // SAFETY: 1. the block belongs to this allocator and has that layout, and the new one is
+    // smaller.
     let block = unsafe { pool.allocator().shrink(block, old, new) }.unwrap().cast();
     assert_eq!(pool.stats().memory.requested, 2900);
-    // SAFETY: 1. the block is this allocator's and of that layout. It is not used again.
+    // SAFETY: 1. the block belongs to this allocator and has that layout. It is not used again.
     unsafe { pool.allocator().deallocate(block, new) };
     let told = rows(&path);
     fs::remove_file(path).unwrap();
@@ -65,16 +66,16 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
         recorder.record(recorder.ticket(), event);
     };
     let kept = pool.buffer::<u8>(100).unwrap();
-    // A thread that has begun to record does not go on in the child.
+    // A thread that has begun to record does not continue in the child.
     let begun = recorder.ticket();
-    // SAFETY: 1. the child uses memory and files, which the C library makes fit for it, and leaves
+    // SAFETY: 1. the child uses memory and files, which the C library prepares for it, and leaves
     // by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
         unsafe { libc::alarm(120) };
         record(0x1000);
-        // The parent's memory is not here, nor is its life.
+        // The parent's memory does not exist here, nor does its lifetime.
         drop(kept);
         let name = format!("{}.{}.csv", path.file_stem().unwrap().to_str().unwrap(), process::id());
         let own = path.with_file_name(name);
@@ -84,7 +85,7 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
         unsafe { libc::_exit(if right && removed { 0 } else { 1 }) };
     }
     let mut status = -1;
-    // SAFETY: 1. the child is this process's, and the status a local.
+    // SAFETY: 1. the child belongs to this process, and the status is a local.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
     recorder.record(begun, recorder.event(Action::Fail, Place::Host(None), 0, 0, 9, Tag::NONE));

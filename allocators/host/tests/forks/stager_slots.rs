@@ -1,5 +1,5 @@
-//! A stager's slots: who hands them to the driver, who gets those that are idle, and what a forked
-//! child has of them.
+//! Tests of a stager's slots: which worker hands them to the driver, who reuses idle ones, and what
+//! a forked child sees of them.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks")]
 
@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A stager for a machine with more processors than this one may have.
+/// Creates a stager for a machine with more processors than this one may have.
 fn on_many_processors(rig: &Rig, workers: usize) -> Stager {
     let host =
         Host::new(support::fixture("two-socket"), System::new()).with_driver(rig.sim.driver(), GPU);
@@ -41,7 +41,7 @@ fn eventually(what: impl Fn() -> bool) -> bool {
     what()
 }
 
-/// Counts how often it is read.
+/// A source that counts how often it is read.
 struct Counting(Vec<u8>, AtomicUsize);
 
 impl Source for Counting {
@@ -52,7 +52,7 @@ impl Source for Counting {
 }
 
 #[test]
-fn while_the_driver_keeps_one_worker_the_others_fill_all_their_slots() {
+fn while_one_worker_is_blocked_in_the_driver_the_others_fill_all_their_slots() {
     let rig = Rig::new();
     let stager = on_many_processors(&rig, 4);
     let source = Arc::new(Counting(pattern(40 * SLOT, 3), AtomicUsize::new(0)));
@@ -60,7 +60,7 @@ fn while_the_driver_keeps_one_worker_the_others_fill_all_their_slots() {
         let held = rig.sim.stall(Call::CopyToDevice);
         let ticket = stager.read(source.clone(), 0, rig.operand(40 * SLOT)).unwrap();
         assert!(held.wait_for(1, PATIENCE));
-        // Two each, and one of the one that is kept.
+        // Two slots each, and one of the worker that is blocked.
         let filled = || source.1.load(Ordering::Relaxed);
         assert!(
             eventually(|| filled() >= 7),
@@ -75,8 +75,8 @@ fn while_the_driver_keeps_one_worker_the_others_fill_all_their_slots() {
     rig.assert_all_given_back();
 }
 
-/// A pool whose budget has room for one region, and a stager that has all of it in slots that are
-/// idle.
+/// Returns a pool whose budget has room for one region, and a stager whose idle slots hold all of
+/// it.
 fn full(rig: &Rig, budget: &Budget) -> (PinnedPool, Stager) {
     let host = Host::new(support::topology(), System::new()).with_driver(rig.sim.driver(), GPU);
     let mut pinned = pinned();
@@ -90,7 +90,7 @@ fn full(rig: &Rig, budget: &Budget) -> (PinnedPool, Stager) {
 }
 
 #[test]
-fn idle_slots_go_to_who_asks_their_pool_for_memory_that_there_is_no_more_of() {
+fn idle_slots_are_reclaimed_by_their_pool_when_it_is_short() {
     let rig = Rig::new();
     let budget = Budget::new("one region", 2 << 20);
     let (pool, stager) = full(&rig, &budget);
@@ -109,7 +109,7 @@ fn idle_slots_go_to_who_asks_their_pool_for_memory_that_there_is_no_more_of() {
 }
 
 #[test]
-fn a_region_of_idle_slots_goes_to_others_under_the_budget() {
+fn a_region_of_idle_slots_is_reclaimed_by_other_pools_under_the_budget() {
     let rig = Rig::new();
     let budget = Budget::new("one region", 2 << 20);
     let (pool, stager) = full(&rig, &budget);
@@ -149,11 +149,11 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
     let held = rig.sim.stall(Call::CopyToDevice);
     let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
     assert!(held.wait_for(1, PATIENCE));
-    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+    // SAFETY: 1. the child uses only memory, which the C library prepares for it, and leaves by
     // `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
         unsafe { libc::alarm(120) };
         let elsewhere =
             |error: &StageError| matches!(error, StageError::Memory(MemoryError::OtherProcess));
@@ -161,7 +161,7 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
         let long = stager.scope(|s| s.upload(&up[..x.len()], &mut x).map(drop)).unwrap();
         let small = std::mem::take(&mut small).unwrap();
         let permits: Vec<_> = (0..20).map(|_| stager.permit()).collect();
-        // Never dropped: an operand asks the simulator, whose lock the parent's thread may have
+        // Never dropped: an operand calls the simulator, whose lock the parent's thread may have
         // held.
         let failed = ManuallyDrop::new(block_on(stager.ready()).upload(vec![1], small));
         let right = [
@@ -182,7 +182,7 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
         unsafe { libc::_exit(wrong.map_or(0, |wrong| 1 + wrong as i32)) };
     }
     let mut status = -1;
-    // SAFETY: 1. the child is this process's, and the status a local.
+    // SAFETY: 1. the child belongs to this process, and the status is a local.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
     drop(held);

@@ -1,5 +1,5 @@
-//! Workers: where they run, what becomes of jobs that panic, time out or are given up, and of
-//! workers that die.
+//! Tests of workers: where they run, jobs that panic, time out or are cancelled, and workers that
+//! die.
 #![expect(
     clippy::panic,
     clippy::unwrap_used,
@@ -35,21 +35,21 @@ fn one_worker() -> Workers {
     Workers::with_threads(&support::topology(), Kernel::new(), NonZeroUsize::MIN)
 }
 
-/// Longer than anything takes that does not hang, on a machine that is busy with other things.
+/// Longer than any operation takes on a busy machine, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn soon() -> Option<Instant> {
     Some(Instant::now() + PATIENCE)
 }
 
-/// The CPUs that the calling thread is bound to, by the kernel's word.
+/// Returns the CPUs to which the calling thread is bound according to the kernel.
 fn my_cpus() -> Bitmap {
     let status = fs::read_to_string("/proc/thread-self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     Bitmap::parse_list(list).unwrap()
 }
 
-/// Runs into its own panic when somebody drops it.
+/// A value whose destructor panics.
 struct Bomb;
 impl Drop for Bomb {
     fn drop(&mut self) {
@@ -75,9 +75,9 @@ fn each_piece_runs_once_and_results_come_in_order() {
     assert_eq!(none.wait(soon()).unwrap(), [0; 0]);
 }
 
-/// A plain first touch is a preference: a kernel that holds some of a node back gives pages of the
-/// next, and says nothing. So nearly all pages must be there, of more than it could hold back;
-/// regions ask where theirs really are.
+/// A plain first touch is only a preference: a kernel that reserves part of a node silently uses
+/// the next one. The test therefore expects nearly all pages there, of more than the kernel could
+/// reserve. Regions query where their pages are.
 #[test]
 fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
     const SPANS: usize = 8;
@@ -90,7 +90,7 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
         let (mut there, mut all) = (0, 0);
         for _ in 0..SPANS {
             let fresh = kernel.reserve(NonZeroUsize::new(4 * support::MIB).unwrap()).unwrap();
-            // SAFETY: 1. reserved above; nobody else knows of it.
+            // SAFETY: 1. reserved above, and known only here.
             unsafe { kernel.map(fresh, MapPages::Ordinary).unwrap() };
             let toucher = kernel.clone();
             let bound = workers.run(Some(node.id), soon(), move || {
@@ -103,7 +103,7 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
             let placed = kernel.nodes_of(&pages).unwrap();
             there += placed.iter().filter(|&&n| n == node.id.0 as i32).count();
             all += pages.len();
-            // A small node has room for one at a time.
+            // A small node has room for one mapping at a time.
             // SAFETY: 1. mapped above; the worker is done with it.
             unsafe { kernel.unmap(fresh).unwrap() };
         }
@@ -153,7 +153,7 @@ fn a_worker_that_dies_is_replaced_also_while_jobs_wait() {
         })
         .unwrap();
     at_it.wait();
-    // Nobody wants the bomb any more, so the worker drops it, and dies of that while another job is
+    // The job is no longer wanted, so the worker drops the bomb and dies of it while another job is
     // queued.
     drop(job);
     let next = workers.submit(None, 1, None, |_| 7).unwrap();
@@ -165,8 +165,7 @@ fn a_worker_that_dies_is_replaced_also_while_jobs_wait() {
 #[test]
 fn after_its_deadline_a_job_begins_no_piece_and_its_results_free_themselves() {
     let workers = one_worker();
-    // On a busy machine a deadline passes before the worker runs, and then there is no piece to
-    // outlast it.
+    // On a busy machine a deadline passes before the worker runs, and then no piece outlasts it.
     let outlasted = [50, 500, 5_000, 50_000].into_iter().any(|millis| {
         let begun = Arc::new(AtomicUsize::new(0));
         let result = Arc::new(());
@@ -182,9 +181,9 @@ fn after_its_deadline_a_job_begins_no_piece_and_its_results_free_themselves() {
             })
             .unwrap();
         assert_eq!(job.wait(Some(deadline)), Err(JobError::TimedOut { done: 0, pieces: 5 }));
-        // Nobody hears it where no piece began.
+        // The receiver is gone if no piece began.
         let _ = release.send(());
-        // The worker is at the next job only when the last is over.
+        // The worker reaches the next job only when the last one is over.
         assert_eq!(workers.run(None, soon(), || 7), Ok(7));
         let begun = begun.load(Ordering::Relaxed);
         assert!(begun <= 1, "{begun} pieces, all but the first after the deadline");
@@ -234,8 +233,8 @@ fn a_prefix_can_be_waited_for_and_taken_while_the_rest_runs() {
 }
 
 #[test]
-fn a_cancelled_job_is_settled_when_nobody_is_at_it() {
-    // More than are run while this thread waits for a processor.
+fn a_cancelled_job_is_settled_when_no_worker_runs_it() {
+    // More pieces than run while this thread waits for a processor.
     const PIECES: usize = 100_000;
     let workers = one_worker();
     let held = Arc::new(());
@@ -306,7 +305,7 @@ fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so_while_it_lives() {
             matches!(told, Some(WorkerError::Bind { node: n, error }) if n == node && error.errno == errno),
             "{told:?}"
         );
-        // It dies of what it made, and its successor is bound.
+        // The worker dies of its result, and its successor is bound.
         let (at_it, begun) = mpsc::channel();
         let (release, released) = mpsc::channel::<()>();
         let released = std::sync::Mutex::new(released);
@@ -349,8 +348,7 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
 }
 
 #[test]
-fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_for_one_that_is_free()
-{
+fn a_job_gets_an_idle_worker_before_a_new_thread_is_started() {
     let workers = Workers::new(&support::topology(), Kernel::new());
     for _ in 0..100 {
         assert_eq!(workers.run(None, soon(), || 7), Ok(7));
@@ -377,7 +375,7 @@ fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_fo
 #[test]
 fn a_time_limit_counts_from_the_first_pieces_begin() {
     let workers = one_worker();
-    // One that counted from anywhere else would have passed each time; this one has where the
+    // A limit counted from any other moment would pass each time. This one passes only if the
     // worker waits for a processor.
     let kept = [100, 1_000, 10_000].into_iter().map(Duration::from_millis).any(|limit| {
         let (release, released) = mpsc::channel::<()>();
@@ -386,7 +384,7 @@ fn a_time_limit_counts_from_the_first_pieces_begin() {
             .submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok())
             .unwrap();
         let patient = workers.submit(None, 1, limit, |_| 7).unwrap();
-        // Longer than the limit, behind the other.
+        // Longer than the limit, queued behind the other job.
         thread::sleep(limit + limit / 4);
         release.send(()).unwrap();
         assert_eq!(first.wait(soon()).unwrap(), [true]);
@@ -396,7 +394,7 @@ fn a_time_limit_counts_from_the_first_pieces_begin() {
 }
 
 #[test]
-fn who_waits_for_a_job_that_outlasts_its_limit_is_told_though_it_had_not_begun_when_the_wait_did() {
+fn a_waiter_learns_that_a_job_outlasted_its_limit_even_if_it_began_later() {
     let workers = one_worker();
     let (release, released) = mpsc::channel::<()>();
     let released = Arc::new(std::sync::Mutex::new(released));
@@ -425,17 +423,17 @@ fn who_waits_for_a_job_that_outlasts_its_limit_is_told_though_it_had_not_begun_w
 }
 
 #[test]
-fn a_forked_child_is_told_that_the_workers_are_not_its_own_and_waits_for_nothing() {
+fn a_forked_child_is_refused_its_parents_workers_and_waits_for_nothing() {
     let workers = one_worker();
     let (release, released) = mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
     let job =
         workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
-    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+    // SAFETY: 1. the child uses only memory, which the C library prepares for it, and leaves by
     // `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
         unsafe { libc::alarm(120) };
         let refused = workers.submit(None, 1, None, |_| ()).map(drop) == Err(WorkerError::Forked);
         let nobody =
@@ -451,7 +449,7 @@ fn a_forked_child_is_told_that_the_workers_are_not_its_own_and_waits_for_nothing
         unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
     }
     let mut status = -1;
-    // SAFETY: 1. the child is this process's, and the status a local.
+    // SAFETY: 1. the child belongs to this process, and the status is a local.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
     release.send(()).unwrap();

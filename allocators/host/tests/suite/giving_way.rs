@@ -1,4 +1,4 @@
-//! What pinned pools under one budget do for each other and for others, and what that waits for.
+//! Tests of reclaim between pinned pools under one budget, and of the waits this causes.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -36,11 +36,11 @@ fn bytes(size: usize) -> Layout {
 }
 
 fn free(pool: &PinnedPool, block: NonNull<[u8]>, layout: Layout) {
-    // SAFETY: 1. alive, with its own layout, and given back once.
+    // SAFETY: 1. alive, with its own layout, and freed once.
     unsafe { pool.allocator().deallocate(block.cast(), layout) };
 }
 
-/// Has a pool hold a region that is wholly free.
+/// Leaves a wholly free region in a pool.
 fn idle(pool: &PinnedPool) {
     let block = pool.allocate(bytes(4 * MIB)).unwrap();
     free(pool, block, bytes(4 * MIB));
@@ -59,7 +59,7 @@ fn with_driver(sim: &Sim) -> Host {
 }
 
 #[test]
-fn pageable_regions_of_one_pool_go_for_another_though_nobody_has_time() {
+fn pageable_regions_are_reclaimed_for_another_pool_without_waiting() {
     let budget = Budget::new("pinned", REGION + REGION / 2);
     let [ours, theirs] = [0, 1].map(|_| pool(&support::host(), &budget, |_| ()));
     for _ in 0..3 {
@@ -77,7 +77,7 @@ fn pageable_regions_of_one_pool_go_for_another_though_nobody_has_time() {
 }
 
 #[test]
-fn pinned_regions_go_only_for_who_may_wait_for_the_device() {
+fn pinned_regions_are_reclaimed_only_for_requests_that_may_wait_for_the_device() {
     let sim = Sim::h200(1);
     let host = with_driver(&sim);
     let budget = Budget::new("pinned", REGION + REGION / 2);
@@ -99,7 +99,7 @@ fn pinned_regions_go_only_for_who_may_wait_for_the_device() {
 }
 
 #[test]
-fn what_is_in_use_kept_or_for_quiet_points_only_is_not_given_to_others() {
+fn regions_in_use_reserved_or_limited_to_quiet_points_are_not_reclaimed() {
     let budget = Budget::new("pinned", 16 * REGION);
     let host = support::host();
     let kept = pool(&host, &budget, |config| config.reserve = 4 * MIB);
@@ -123,7 +123,7 @@ fn what_is_in_use_kept_or_for_quiet_points_only_is_not_given_to_others() {
 }
 
 #[test]
-fn an_application_is_asked_by_a_pinned_pool_and_the_refusal_says_so() {
+fn a_pinned_pool_calls_the_application_and_the_refusal_reports_it() {
     struct Spill(Mutex<Option<Charge>>);
     impl Reclaim for Spill {
         fn name(&self) -> &'static str {

@@ -1,4 +1,4 @@
-//! What may still be taken of the host's memory, and how scarce it is, from made-up machines.
+//! Tests of the available host memory and its scarcity, on synthetic machines.
 
 use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
@@ -12,7 +12,7 @@ fn file(path: &str) -> Source {
     Source::File(path.into())
 }
 
-/// `Node 0 MemFree: 4096 kB` and its like.
+/// Returns lines like `Node 0 MemFree: 4096 kB`.
 fn meminfo(node: u32, fields: &[(&str, u64)]) -> String {
     fields
         .iter()
@@ -20,7 +20,8 @@ fn meminfo(node: u32, fields: &[(&str, u64)]) -> String {
         .collect()
 }
 
-/// One node of 64 GiB, of which 40 are free, 8 hold files that were read once, and 4 files in use.
+/// Returns a machine with one node of 64 GiB: 40 are free, 8 hold files that were read once, and 4
+/// hold files in use.
 fn machine(name: &str) -> Machine {
     let machine = Machine::new(name);
     machine.write("sys/devices/system/node/online", "0\n");
@@ -36,7 +37,7 @@ fn machine(name: &str) -> Machine {
     machine
 }
 
-/// The process is in this group of version 2.
+/// Places the process in this group of version 2.
 fn in_group(machine: &Machine, group: &str) {
     machine.write("proc/self/cgroup", &format!("0::{group}\n"));
     machine.write("proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
@@ -50,10 +51,10 @@ fn limit(machine: &Machine, group: &str, max: &str, current: u64, stat: &str) {
 }
 
 #[test]
-fn without_a_group_the_nodes_say_and_page_cache_counts_as_far_as_it_comes_back() {
+fn without_a_group_the_nodes_count_with_reclaimable_page_cache() {
     let machine = machine("no-group");
     let headroom = machine.read().headroom().unwrap();
-    // 40 free, 8 read once, half of 4 in use, half of 1 of the kernel's own.
+    // 40 free, 8 read once, half of 4 in use, and half of 1 of the kernel's own.
     let nodes = Found::known(50 * GIB + GIB / 2, file("/sys/devices/system/node"));
     assert_eq!((headroom.bytes, headroom.nodes), (nodes.clone(), nodes));
     assert_eq!(headroom.group, Found::unknown(file("/proc/self/cgroup")));
@@ -81,11 +82,11 @@ fn a_group_tighter_than_the_machine_leaves_what_its_limit_does() {
     assert_eq!(headroom.bytes, Found::known(5 * GIB, file("/sys/fs/cgroup/job/memory.max")));
     assert_eq!(headroom.nodes.value, Some(50 * GIB + GIB / 2));
     assert_eq!(machine.read().host_memory().unwrap().value, Some(8 * GIB));
-    // Where threads are held up counts as much as where they are killed.
+    // The limit that throttles threads counts as much as the one that kills them.
     machine.write("sys/fs/cgroup/job/memory.high", &format!("{}\n", 6 * GIB));
     let headroom = machine.read().headroom().unwrap();
     assert_eq!(headroom.bytes, Found::known(3 * GIB, file("/sys/fs/cgroup/job/memory.high")));
-    // Above its limit, as it may be when that was lowered.
+    // Above its limit, as happens when the limit is lowered.
     limit(&machine, "/job", &GIB.to_string(), 3 * GIB, "");
     assert_eq!(machine.read().headroom().unwrap().bytes.value, Some(0));
 }
@@ -122,7 +123,7 @@ fn a_group_that_is_full_of_page_cache_has_room() {
     limit(&machine, "/job", &(8 * GIB).to_string(), 8 * GIB, &stat);
     let headroom = machine.read().headroom().unwrap();
     assert_eq!(headroom.bytes.value, Some(5 * GIB + 512 * MIB + 256 * MIB));
-    // Counters are read at different moments: more to reclaim than is used is all of it.
+    // Counters are read at different moments: if more is reclaimable than used, all of it is.
     limit(&machine, "/job", &(8 * GIB).to_string(), GIB, &stat);
     assert_eq!(machine.read().headroom().unwrap().bytes.value, Some(8 * GIB));
 }
@@ -170,7 +171,7 @@ fn huge_pages_are_counted_apart_and_a_devices_memory_not_at_all() {
     let headroom = host.headroom().unwrap();
     assert_eq!((headroom.nodes.value, headroom.huge_pages), (Some(50 * GIB + GIB / 2), GIB));
     assert_eq!(host.host_memory().unwrap().value, Some(64 * GIB));
-    // No nodes: the machine's pools.
+    // Without nodes, the pools of the machine count.
     machine.write("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "1\n");
     let without = machine.read().without_nodes().headroom().unwrap();
     assert_eq!((without.bytes.value, without.huge_pages), (None, 2 * MIB));
@@ -214,7 +215,7 @@ fn stalls_and_events_are_told_by_the_group_and_those_above_and_read_anew() {
 }
 
 #[test]
-fn what_makes_no_sense_is_an_error_that_names_the_file() {
+fn an_invalid_value_is_an_error_that_names_the_file() {
     let machine = machine("nonsense");
     in_group(&machine, "/");
     for (path, text, sane) in [

@@ -1,6 +1,8 @@
-//! Where pages are, by the report and by the kernel: the one must equal the other page for page,
-//! whatever was asked for. On machines with several nodes this shows what is asked; on one node,
-//! that nothing is claimed that is not so.
+//! Tests that the reported placement of pages equals the kernel's answer page for page, for every
+//! request.
+//!
+//! Machines with several nodes show that placement works. Machines with one node show that the
+//! report claims nothing false.
 #![expect(clippy::unwrap_used, reason = "a page that cannot be asked about is a failed test")]
 
 use crate::support::{self, MIB};
@@ -12,7 +14,8 @@ use aquifer_host::{
 };
 use std::collections::BTreeMap;
 
-/// Base pages on each node, by the kernel's own answer for each; those that it does not tell apart.
+/// Returns the number of base pages on each node according to the kernel, and of those without an
+/// answer.
 fn asked(span: Span, topology: &Topology) -> (BTreeMap<NodeId, u64>, u64) {
     let page = usize::try_from(topology.page_size().value.unwrap()).unwrap();
     let pages: Vec<usize> = (span.start..span.end()).step_by(page).collect();
@@ -76,7 +79,7 @@ fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
 }
 
 #[test]
-fn a_region_larger_than_its_node_spills_says_where_and_is_refused_where_that_is_not_wanted() {
+fn a_region_larger_than_its_node_spills_with_a_report_or_is_refused_if_strict() {
     const SMALL: u64 = 128 << 20;
     let host = support::host();
     let of_size = |size: fn(u64) -> bool| {
@@ -107,7 +110,7 @@ fn a_region_larger_than_its_node_spills_says_where_and_is_refused_where_that_is_
 }
 
 #[test]
-fn memory_wanted_on_a_node_without_any_is_looked_for_by_distance() {
+fn memory_for_a_node_without_memory_is_found_by_distance() {
     let host = support::host();
     let topology = &host.topology;
     if topology.nodes().iter().all(|node| node.memory != Some(0)) {
@@ -120,7 +123,7 @@ fn memory_wanted_on_a_node_without_any_is_looked_for_by_distance() {
             topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near.id) <= far(n.id))
         );
         println!("near: memory for {} is on {}", node.id, near.id);
-        // What the kernel does with first touch from there is the same.
+        // The kernel places pages in the same way on a first touch from there.
         let budget = Budget::new("pinned", 4 * MIB as u64);
         let region =
             Region::new(&host, &budget, &request(4 * MIB, near.id, true, PageTier::Base)).unwrap();

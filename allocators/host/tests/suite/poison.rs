@@ -1,7 +1,7 @@
-//! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it
-//! in.
+//! Tests that `AddressSanitizer` stops accesses to memory of a pool that has no owner. `ci/asan`
+//! builds with it.
 //!
-//! Each fault is a process of its own, which has to end by it.
+//! Each fault runs in a separate process, which must end because of it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod with_sanitizer {
@@ -32,11 +32,10 @@ mod with_sanitizer {
         Layout::from_size_align(len, 16).unwrap()
     }
 
-    /// Reads a byte, whether it may or not.
+    /// Reads a byte, whether allowed or not.
     fn look(block: NonNull<[u8]>, at: usize) -> u8 {
         #[expect(unsafe_code, reason = "reads where nothing should be read")]
-        // SAFETY: 1. the region is mapped as long as its pool is there, and a byte may have any
-        // value.
+        // SAFETY: 1. the region is mapped while its pool lives, and a byte may have any value.
         unsafe {
             block.cast::<u8>().add(at).read_volatile()
         }
@@ -44,7 +43,7 @@ mod with_sanitizer {
 
     fn free(pool: &PinnedPool, block: NonNull<[u8]>, layout: Layout) {
         #[expect(unsafe_code, reason = "frees a block")]
-        // SAFETY: 1. the pool's, with this layout.
+        // SAFETY: 1. allocated by the pool with this layout.
         unsafe {
             pool.allocator().deallocate(block.cast(), layout);
         }
@@ -63,7 +62,8 @@ mod with_sanitizer {
         }
     }
 
-    /// Each touches what is nobody's, but for the first, which touches all that is its own.
+    /// Each fault touches memory without an owner, except for the first, which touches only its
+    /// own.
     const FAULTS: [Fault; 5] = [
         (faults::NONE, || {
             let pool = pool();
@@ -111,7 +111,7 @@ mod with_sanitizer {
     }
 
     #[test]
-    fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
+    fn only_accesses_to_memory_without_an_owner_are_reported() {
         faults::assert_each_is_found(
             &FAULTS,
             "poison::with_sanitizer::child",

@@ -1,4 +1,5 @@
-//! The pinned pool without a driver: blocks, reuse behind gates, growth, budget, the end.
+//! Tests of the pinned pool without a driver: blocks, reuse after gates, growth, budget and
+//! shutdown.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
 
@@ -38,14 +39,14 @@ fn bytes(size: usize) -> Layout {
     Layout::from_size_align(size, 16).unwrap()
 }
 
-/// A block that is filled with a pattern, and checked when it is given back.
+/// A block that is filled with a pattern, which is checked when it is freed.
 struct Block {
     at: NonNull<u8>,
     layout: Layout,
     pattern: u8,
 }
 
-// SAFETY: 1. the block is its owner's alone, as a `Box` is.
+// SAFETY: 1. the block has a single owner, as a `Box` has.
 unsafe impl Send for Block {}
 
 impl Block {
@@ -71,7 +72,7 @@ impl Block {
 
     fn resize(&mut self, allocator: &PinnedAllocator, layout: Layout) -> bool {
         let (old, grows) = (self.layout, layout.size() >= self.layout.size());
-        // SAFETY: 1. alive, with its own layout; the new one is on the right side of it.
+        // SAFETY: 1. alive, with its own layout; the new layout is valid for the operation.
         let answer = unsafe {
             if grows {
                 allocator.grow(self.at, old, layout)
@@ -161,7 +162,7 @@ fn threads_share_a_pool_and_lose_nothing() {
                 for round in 0..500usize {
                     let layout = bytes(1 + (round * 7919 + usize::from(id) * 104_729) % 1000);
                     let block = Block::new(&allocator, layout, id).unwrap();
-                    // Half of them are freed by another thread.
+                    // Another thread frees half of them.
                     if round % 2 == 0 { give.send(block).unwrap() } else { block.free(&allocator) }
                 }
             });
@@ -207,15 +208,15 @@ fn collections_live_in_it_and_outlive_the_pool() {
 }
 
 #[test]
-fn a_stale_allocator_is_refused_by_the_shells_next_pool() {
-    // Shells are used again, so sooner or later one of these meets its successor's.
+fn a_stale_allocator_is_refused_by_the_next_pool_of_its_core() {
+    // Cores of pools are reused, so one of these stale handles sooner or later meets its successor.
     let stale: Vec<_> = (0..4).map(|_| small_pool(8 * MIB).0.allocator()).collect();
     let (pool, _budget) = small_pool(8 * MIB);
     let block = pool.allocator().allocate(bytes(64)).unwrap();
     for allocator in &stale {
         assert!(allocator.allocate(bytes(64)).is_err());
         assert!(allocator.defer(block.cast(), Latch::shut()).is_err());
-        // SAFETY: 1. of another generation, so it is refused: that is what is tested.
+        // SAFETY: 1. of another generation, so it is refused, which is what is tested.
         unsafe { allocator.deallocate(block.cast(), bytes(64)) };
     }
     assert_eq!(pool.stats().memory.blocks, 1);
@@ -225,13 +226,13 @@ fn a_stale_allocator_is_refused_by_the_shells_next_pool() {
 }
 
 #[test]
-fn a_block_freed_behind_a_gate_is_nobodys_until_it_opens() {
+fn a_block_freed_behind_a_gate_is_not_reused_until_the_gate_opens() {
     let (pool, _budget) = small_pool(4 * MIB);
     let allocator = pool.allocator();
     let gate = Latch::shut();
     let block = Block::new(&allocator, bytes(3 * MIB), 0xab).unwrap();
     let at = block.at;
-    // Also by an address inside it.
+    // Also an address inside the block.
     // SAFETY: 1. inside the block.
     let inside = unsafe { at.add(4097) };
     allocator.defer(inside, gate.clone()).unwrap();
@@ -242,7 +243,7 @@ fn a_block_freed_behind_a_gate_is_nobodys_until_it_opens() {
         Block::new(&allocator, bytes(2 * MIB), 1).is_none(),
         "given out while a copy may be on its way"
     );
-    // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
+    // SAFETY: 1. pending, so still mapped and unwritten as promised.
     assert!((0..3 * MIB).step_by(4096).all(|n| unsafe { at.add(n).read() } == 0xab));
     gate.open();
     let again = Block::new(&allocator, bytes(3 * MIB), 2).unwrap();
@@ -252,7 +253,7 @@ fn a_block_freed_behind_a_gate_is_nobodys_until_it_opens() {
 }
 
 #[test]
-fn a_free_never_asks_a_gate_and_an_allocation_asks_a_few() {
+fn a_free_polls_no_gate_and_an_allocation_polls_a_few() {
     let (pool, _budget) = small_pool(64 * MIB);
     let allocator = pool.allocator();
     let gate = Latch::shut();
@@ -297,7 +298,7 @@ fn a_shrinking_block_with_a_gate_keeps_its_tail() {
 }
 
 #[test]
-fn a_pool_closed_with_copies_on_their_way_goes_when_they_are_done() {
+fn a_pool_closed_during_copies_is_released_when_they_are_done() {
     let (pool, budget) = small_pool(8 * MIB);
     let allocator = pool.allocator();
     let gate = Latch::shut();
@@ -308,7 +309,7 @@ fn a_pool_closed_with_copies_on_their_way_goes_when_they_are_done() {
     drop(pool);
     pool::sweep();
     assert_eq!(budget.used(), 4 * MIB as u64, "the region stays while its bytes may be read");
-    // SAFETY: 1. pending, so still mapped: that is the promise.
+    // SAFETY: 1. pending, so still mapped as promised.
     assert_eq!(unsafe { at.add(MIB - 1).read() }, 9);
     gate.open();
     support::sweep_out(&budget);
@@ -327,8 +328,8 @@ fn double_frees_foreign_pointers_and_wrong_layouts_are_counted_and_change_nothin
     pending.free(&allocator);
     let before = pool.stats();
     let mut stack = [0u8; 64];
-    // SAFETY: 1. none of these is a block of the allocator's with that layout: refusing them is
-    // what is tested, and the bytes are not touched.
+    // SAFETY: 1. none of these is a block of the allocator with that layout. The test checks that
+    // they are refused, and the bytes are not accessed.
     unsafe {
         allocator.deallocate(at, bytes(100_000));
         allocator.deallocate(pending_at, bytes(100));
@@ -352,7 +353,7 @@ fn zero_sized_huge_and_over_aligned_requests_follow_the_contract() {
     let allocator = pool.allocator();
     let none = allocator.allocate(Layout::from_size_align(0, 4096).unwrap()).unwrap();
     assert!(none.is_empty() && none.cast::<u8>().addr().get().is_multiple_of(4096));
-    // SAFETY: 1. what was answered, with its layout.
+    // SAFETY: 1. the returned block with its layout.
     unsafe { allocator.deallocate(none.cast(), Layout::from_size_align(0, 4096).unwrap()) };
     assert_eq!(pool.stats().memory.physical, 0, "nothing was taken for nothing");
     for size in [isize::MAX as usize - 4095, 1 << 50, 128 * MIB] {
@@ -413,7 +414,7 @@ fn the_budget_is_exact_and_a_smaller_region_and_free_regions_make_room() {
     let allocator = pool.allocator();
     let first = Block::new(&allocator, bytes(4 * MIB), 1).unwrap();
     let second = Block::new(&allocator, bytes(4 * MIB), 2).unwrap();
-    // A chunk would not fit under the budget; a region of the request's own size does.
+    // A chunk would not fit under the budget, but a region of the request's size does.
     let third = Block::new(&allocator, bytes(2 * MIB), 3).unwrap();
     assert_eq!((budget.used(), budget.remaining()), (10 * MIB as u64, 0));
     match pool.allocate(bytes(1)) {
@@ -426,7 +427,7 @@ fn the_budget_is_exact_and_a_smaller_region_and_free_regions_make_room() {
         other => panic!("{other:?}"),
     }
     assert_eq!(pool.stats().memory.failures, 1);
-    // Two free regions of 4 MiB, which a block of 7 MiB fits in neither of.
+    // Two free regions of 4 MiB, too small for a block of 7 MiB.
     first.free(&allocator);
     second.free(&allocator);
     let large = Block::new(&allocator, bytes(7 * MIB), 4).unwrap();
@@ -438,7 +439,7 @@ fn the_budget_is_exact_and_a_smaller_region_and_free_regions_make_room() {
 }
 
 #[test]
-fn an_allocation_that_would_fail_waits_for_pending_blocks_as_long_as_it_may() {
+fn a_failing_allocation_waits_for_pending_blocks_up_to_its_time_limit() {
     let budget = Budget::new("pinned", 4 * MIB as u64);
     let mut config = config();
     config.patience = Duration::from_secs(60);
@@ -451,7 +452,7 @@ fn an_allocation_that_would_fail_waits_for_pending_blocks_as_long_as_it_may() {
     block.free(&allocator);
     let again = thread::scope(|scope| {
         scope.spawn(|| {
-            // Not before somebody waits, unless nobody ever does.
+            // Not before a thread waits, unless none does within the time limit.
             let end = Instant::now() + patience;
             while pool.stats().memory.host_waits == 0 && Instant::now() < end {
                 thread::yield_now();
@@ -465,7 +466,7 @@ fn an_allocation_that_would_fail_waits_for_pending_blocks_as_long_as_it_may() {
 }
 
 #[test]
-fn warming_takes_what_is_missing_at_once() {
+fn warming_allocates_what_is_missing_immediately() {
     let (pool, budget) = small_pool(64 * MIB);
     pool.warm(20 * MIB).unwrap();
     assert_eq!(budget.used(), 20 * MIB as u64);
@@ -480,7 +481,7 @@ fn warming_takes_what_is_missing_at_once() {
 }
 
 #[test]
-fn buffers_are_zeroed_typed_and_say_that_nothing_pins_them_here() {
+fn buffers_are_zeroed_typed_and_reported_as_pageable() {
     let (pool, _budget) = small_pool(16 * MIB);
     let mut dirty = PinnedBuf::<u8>::new_in(&pool, 4096).unwrap();
     dirty.fill(0xff);
@@ -503,7 +504,7 @@ fn buffers_are_zeroed_typed_and_say_that_nothing_pins_them_here() {
 }
 
 #[test]
-fn every_step_is_told_to_the_recorder_in_order() {
+fn every_step_is_recorded_in_order() {
     let ring = Arc::new(RingSink::new(64));
     let mut config = config();
     config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
@@ -533,7 +534,7 @@ fn every_step_is_told_to_the_recorder_in_order() {
     assert!(ring.take().iter().all(|event| event.place == Place::Host(None)));
 }
 
-/// Has another thread give all that is free back whenever the pool has grown.
+/// Has another thread trim all free memory whenever the pool has grown.
 #[derive(Debug, Default)]
 struct Trims(Mutex<Option<PinnedPool>>);
 
@@ -545,14 +546,14 @@ impl Sink for Trims {
         }
     }
 
-    /// In no order: what that thread gives back is told meanwhile.
+    /// The result has no fixed order, because that thread reports its frees meanwhile.
     fn reserve(&self) -> Option<u64> {
         Some(0)
     }
 }
 
 #[test]
-fn what_was_grown_for_a_request_serves_it_whoever_gives_back_what_is_free() {
+fn memory_grown_for_a_request_serves_it_despite_concurrent_trims() {
     let (budget, trims) = (Budget::new("pinned", 16 * MIB as u64), Arc::new(Trims::default()));
     let mut config = config();
     config.recorder = Some(Arc::new(Recorder::new(trims.clone())));
@@ -568,7 +569,7 @@ fn what_was_grown_for_a_request_serves_it_whoever_gives_back_what_is_free() {
 }
 
 #[test]
-fn settings_that_cannot_be_followed_are_reported() {
+fn impossible_settings_are_reported() {
     for wrong in [0, MIB, 1 << 40] {
         let mut config = config();
         config.chunk = wrong;
@@ -611,7 +612,7 @@ fn a_growth_that_fails_at_any_system_call_changes_nothing() {
 }
 
 #[test]
-fn times_that_no_clock_can_tell_are_waited_for_like_long_ones() {
+fn time_limits_beyond_the_clocks_range_count_as_long_ones() {
     let host = support::host();
     let mut config = config();
     (config.patience, config.deadline) = (Duration::MAX, Some(Duration::MAX));

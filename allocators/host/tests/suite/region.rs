@@ -1,4 +1,4 @@
-//! Regions: each step, its failure and its fall-back, and the way back.
+//! Tests of regions: each step, its failure and fall-back, and the release.
 
 use crate::support::{self, MIB};
 use aquifer_core::{Budget, MemoryError};
@@ -72,7 +72,7 @@ fn every_page_of_a_strict_region_is_on_its_node() {
             (Some(node.id), 0, 0)
         );
         assert_eq!(placement.on_node(), 8 * MIB as u64 / 4096);
-        // The report equals what the kernel says when it is asked again.
+        // The report equals the kernel's answer when it is queried again.
         let pages: Vec<usize> = (region.span().start..region.span().end()).step_by(4096).collect();
         let placed = host.kernel.nodes_of(&pages).unwrap();
         assert!(placed.iter().all(|&n| n == node.id.0 as i32), "{}: {placed:?}", node.id);
@@ -261,7 +261,7 @@ fn a_deadline_ends_it_and_memory_and_charge_follow() {
     request.deadline = Some(Instant::now());
     let late = Region::new(&host, &budget, &request).unwrap_err();
     assert_eq!((late.step, late.cause), (Step::Populate, Cause::TimedOut));
-    // A worker may be at a piece still; the memory goes with its last reference.
+    // A worker may still run a piece. The memory is released with its last reference.
     let patience = Instant::now() + support::PATIENCE;
     while budget.used() > 0 && Instant::now() < patience {
         std::thread::yield_now();
@@ -334,8 +334,8 @@ fn huge_pages_that_take_longer_than_base_pages_are_given_up_for_the_rest() {
     let region = Region::new(&host, &budget(), &request).unwrap();
     assert_eq!((stalled(region.report()), faults.made(SystemCall::NoHugePage)), (None, 0));
     drop(region);
-    // The first piece of eight seems to take ten minutes; the second is tried in base pages, which
-    // the rest have then.
+    // The first piece of eight seems to take ten minutes. The second is tried with base pages,
+    // which the rest then use.
     faults.seem_to_take(SystemCall::Populate, 1, slow);
     faults.seem_to_take(SystemCall::Populate, pieces - 1, quick);
     let region = Region::new(&host, &budget(), &request).unwrap();
@@ -343,7 +343,7 @@ fn huge_pages_that_take_longer_than_base_pages_are_given_up_for_the_rest() {
     assert_eq!(faults.made(SystemCall::NoHugePage), pieces - 1);
     assert_eq!(support::present(region.span()), 4096);
     drop(region);
-    // Where base pages are as slow, huge ones are kept.
+    // If base pages are as slow, huge ones are kept.
     faults.seem_to_take(SystemCall::Populate, pieces, slow);
     let region = Region::new(&host, &budget(), &request).unwrap();
     assert_eq!((stalled(region.report()), faults.made(SystemCall::NoHugePage)), (None, pieces));
@@ -376,7 +376,7 @@ fn huge_pages_of_a_gibibyte_come_from_their_pool_or_lesser_ones_instead() {
 
 #[test]
 fn a_pool_of_huge_pages_that_breaks_its_promise_is_left_for_ordinary_pages() {
-    // A machine that claims a pool: the first mapping of huge pages fails on one without.
+    // A machine that claims a pool: on a machine without one the first mapping of huge pages fails.
     let root = std::env::temp_dir().join(format!("aquifer-huge-{}", std::process::id()));
     let pool = root.join("sys/kernel/mm/hugepages/hugepages-2048kB");
     std::fs::create_dir_all(&pool).unwrap();

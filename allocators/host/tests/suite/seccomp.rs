@@ -1,9 +1,10 @@
-//! A sandbox whose filter refuses what places memory, as containers' do: pinned memory is had all
-//! the same, its place is told as far as it is known, and what cannot be kept is refused.
+//! Tests under a sandbox whose filter refuses system calls that place memory, as containers do.
+//! Pinned memory is still allocated, its placement is reported as far as it is known, and
+//! requirements that cannot be met are refused.
 //!
-//! A filter holds for the thread that installs it and for all that thread starts, and cannot be
-//! taken off. So each test does its work in a thread of its own, whose workers then are under the
-//! filter too.
+//! A filter applies to the thread that installs it and to all threads started by it, and cannot be
+//! removed. Each test therefore runs in a thread of its own, whose workers are under the filter as
+//! well.
 #![expect(unsafe_code, reason = "installs a filter")]
 #![expect(clippy::print_stdout, reason = "a helper says what is skipped")]
 
@@ -22,20 +23,20 @@ use aquifer_host::{
 use nix::libc::{self, c_int, c_long, sock_filter, sock_fprog};
 use std::{mem::offset_of, thread};
 
-/// Setting policies and asking about them.
+/// System calls that set and query policies.
 const POLICY: [c_long; 3] = [libc::SYS_mbind, libc::SYS_set_mempolicy, libc::SYS_get_mempolicy];
-/// What Docker and others refuse, for want of `CAP_SYS_NICE`.
+/// System calls that Docker and others refuse without `CAP_SYS_NICE`.
 const MEMORY: [c_long; 4] =
     [libc::SYS_mbind, libc::SYS_set_mempolicy, libc::SYS_get_mempolicy, libc::SYS_move_pages];
 
-/// Makes each of `calls` fail with `errno` in this thread and those that it starts.
+/// Makes each of `calls` fail with `errno` in this thread and in those that it starts.
 fn refuse(calls: &[c_long], errno: c_int) {
     #[cfg(target_arch = "x86_64")]
     const ARCHITECTURE: u32 = 0xc000_003e;
     #[cfg(target_arch = "aarch64")]
     const ARCHITECTURE: u32 = 0xc000_00b7;
     let load = |at: usize| statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32);
-    // An instruction for another architecture's numbers, two for each call, and the answers.
+    // One instruction for other architectures, two for each call, and the results.
     let mut program = vec![
         load(offset_of!(libc::seccomp_data, arch)),
         unless_equal(ARCHITECTURE, 2 * calls.len() as u8 + 1),
@@ -49,7 +50,7 @@ fn refuse(calls: &[c_long], errno: c_int) {
     let filter = sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     // SAFETY: 1. takes numbers only.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
-    // SAFETY: 1. the program has as many instructions as it says, and the kernel copies it.
+    // SAFETY: 1. the program has as many instructions as stated, and the kernel copies it.
     let installed =
         unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
     assert_eq!(installed, 0, "{}", std::io::Error::last_os_error());
@@ -59,7 +60,8 @@ fn statement(code: u32, k: u32) -> sock_filter {
     sock_filter { code: code as u16, jt: 0, jf: 0, k }
 }
 
-/// Goes on to the next instruction where the word that was loaded is `k`, else past so many.
+/// Continues with the next instruction if the loaded word is `k`, and otherwise skips `past`
+/// instructions.
 fn unless_equal(k: u32, past: u8) -> sock_filter {
     sock_filter { code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, jt: 0, jf: past, k }
 }
@@ -79,7 +81,8 @@ fn under(calls: &'static [c_long], errno: c_int, work: impl FnOnce(&Sim, &Host) 
     }
 }
 
-/// The nodes on which memory can be touched first; none, with a word, on a kernel without NUMA.
+/// Returns the nodes on which a first touch is possible. On a kernel without NUMA it returns none
+/// and prints a message.
 fn nodes() -> Vec<NodeId> {
     let topology = support::topology();
     let nodes: Vec<_> = topology
@@ -131,7 +134,7 @@ fn where_policies_are_refused_pinned_memory_is_on_its_node_by_first_touch() {
                 assert!(fell_short(report, Step::Policy, errno), "{report:?}");
                 assert!(matches!(report.pinned_by, PinnedBy::Registration(_)));
                 assert_eq!(report.placement.by, PlacedBy::FirstTouch);
-                // The kernel's word on every page: asking is not refused here.
+                // The kernel's answer for every page, which is not refused here.
                 let pages: Vec<usize> =
                     (region.span().start..region.span().end()).step_by(4096).collect();
                 let placed = Kernel::new().nodes_of(&pages).unwrap();
@@ -147,7 +150,7 @@ fn where_policies_are_refused_pinned_memory_is_on_its_node_by_first_touch() {
 }
 
 #[test]
-fn where_pages_cannot_be_asked_about_either_their_place_is_unknown_and_strict_is_refused() {
+fn without_page_queries_the_placement_is_unknown_and_strict_is_refused() {
     for node in nodes() {
         for errno in [libc::EPERM, libc::ENOSYS] {
             under(&MEMORY, errno, move |sim, host| {

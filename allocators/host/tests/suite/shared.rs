@@ -1,4 +1,4 @@
-//! Regions that several processes map and register.
+//! Tests of regions that several processes map and register.
 #![expect(unsafe_code, reason = "looks into memory that others have too")]
 
 use crate::support::{self, MIB};
@@ -62,7 +62,7 @@ fn a_region_is_shared_with_another_process_that_registers_it_too() {
     assert!(sim.outstanding().is_empty() && budget.used() == 0);
 }
 
-/// What the test above runs in another process; by itself it has nothing to do.
+/// The part of the test above that runs in another process. Run directly, it does nothing.
 #[test]
 fn the_other_process() {
     if env::var_os(CHILD).is_none() {
@@ -70,7 +70,7 @@ fn the_other_process() {
     }
     let (sim, host, budget) = machine();
     let file = stdin().as_fd().try_clone_to_owned().unwrap();
-    // What the request says of bytes does not matter: the file knows.
+    // The size in the request is ignored in favour of the file's size.
     let mut theirs = SharedRegion::open(&host, &budget, file, &request(1)).unwrap();
     assert_eq!((theirs.span().len, budget.used()), (5 * MIB, 5 * MIB as u64));
     assert_eq!(theirs.report().placement.by, PlacedBy::Nobody, "their maker placed the pages");
@@ -101,21 +101,21 @@ fn its_size_is_sealed_and_a_file_whose_size_is_not_is_refused() {
 }
 
 #[test]
-fn the_memory_outlives_its_maker_while_somebody_has_it() {
+fn shared_memory_outlives_its_creator_while_it_is_mapped() {
     let (_sim, host, budget) = machine();
     let mut ours = SharedRegion::new(&host, &budget, &request(2 * MIB)).unwrap();
-    // SAFETY: 1. nobody else has it yet.
+    // SAFETY: 1. no other process has it yet.
     unsafe { ours.bytes_mut() }.fill(9);
     let file = ours.as_fd().try_clone_to_owned().unwrap();
     ours.close().unwrap();
     assert_eq!(budget.used(), 0, "a file is no mapping of ours");
     let theirs = SharedRegion::open(&host, &budget, file, &request(1)).unwrap();
-    // SAFETY: 1. nobody else has it any more.
+    // SAFETY: 1. no other process has it any more.
     assert!(unsafe { theirs.bytes() }.iter().all(|&byte| byte == 9));
 }
 
 #[test]
-fn there_is_no_falling_back_to_memory_that_nobody_else_could_map() {
+fn a_shared_region_never_falls_back_to_private_memory() {
     let (sim, host, budget) = machine();
     sim.fail_every(aquifer_driver::Call::HostRegister, 1, 2);
     let region = SharedRegion::new(&host, &budget, &request(2 * MIB)).unwrap();
@@ -139,13 +139,13 @@ fn there_is_no_falling_back_to_memory_that_nobody_else_could_map() {
 fn an_old_kernel_writes_no_zeros_over_what_others_wrote() {
     let (_sim, host, budget) = machine();
     let mut ours = SharedRegion::new(&host, &budget, &request(2 * MIB)).unwrap();
-    // SAFETY: 1. nobody else has it yet.
+    // SAFETY: 1. no other process has it yet.
     unsafe { ours.bytes_mut() }.fill(9);
     let (old, faults) = support::faulty_host();
     faults.fail_from(SystemCall::Populate, 1, libc::EINVAL);
     let file = ours.as_fd().try_clone_to_owned().unwrap();
     let _ = SharedRegion::open(&old, &budget, file, &request(1));
-    // SAFETY: 1. nobody writes it now.
+    // SAFETY: 1. it is not written now.
     assert!(unsafe { ours.bytes() }.iter().all(|&byte| byte == 9));
 }
 
@@ -153,7 +153,7 @@ fn an_old_kernel_writes_no_zeros_over_what_others_wrote() {
 fn a_pool_or_a_scope_pins_no_region_a_second_time() {
     let (_sim, host, budget) = machine();
     let ours = SharedRegion::new(&host, &budget, &request(2 * MIB)).unwrap();
-    // SAFETY: 1. nobody writes it.
+    // SAFETY: 1. it is not written.
     let bytes = unsafe { ours.bytes() };
     let again = aquifer_host::region::scope(&host, &budget, bytes, HostFlags::default(), |_| ());
     assert!(matches!(again.unwrap_err().cause, Cause::AlreadyPinned(_)));

@@ -1,5 +1,5 @@
-//! Staged transfers on a simulated device: that the bytes arrive, in order with everything else,
-//! and that whoever waits learns of it.
+//! Tests of staged transfers on a simulated device: the bytes arrive, in order with all other work,
+//! and each waiter is notified.
 #![expect(unsafe_code, reason = "ends a graph")]
 
 use crate::rig::{self, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
@@ -24,7 +24,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Nothing, direct ones, ones of a chunk, and ones of many slots; none a round number.
+/// Empty, direct, one chunk, and many slots. No size is a round number.
 const SIZES: [usize; 9] =
     [0, 1, 511, KIB, KIB + 1, 8 * KIB + 3, SLOT - 1, 5 * SLOT + 77, 1000 * KIB + 13];
 
@@ -108,7 +108,7 @@ fn without_the_order_the_simulator_objects() {
     }
 }
 
-/// What the driver has been called for by now.
+/// Returns the driver calls made so far.
 fn made(rig: &Rig) -> Vec<(Call, u64)> {
     rig.sim.driver().calls().made()
 }
@@ -138,7 +138,7 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
                 })
                 .filter(|&(_, count)| count > 0)
                 .collect();
-            // That nobody captures, the copy, and the wait, which is by a word.
+            // The query whether a capture is open, the copy, and the wait through a memory word.
             let mut expected =
                 vec![(Call::StreamIsCapturing, 1), (Call::StreamWriteValue, 1), (copy, 1)];
             let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
@@ -176,7 +176,7 @@ fn the_first_short_waits_take_turns_and_all_others_are_of_one_kind() {
                 assert!(by_word[128..].iter().all(|&one| one == by_word[128]), "{by_word:?}");
             }
         }
-        // Where there is no word to write, the stream is waited for, whatever was said.
+        // Without a word to write, the stream is waited for, whatever the setting.
         rig.sim.fail_every(Call::StreamWriteValue, 1, 801);
         rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
         rig.sim.clear_failures();
@@ -221,7 +221,7 @@ fn transfers_record_the_same_events_again_and_again() {
     for _ in 0..60 {
         rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
     }
-    // One for each slot, and for each lane and the home stream one more than is on its way.
+    // One event for each slot, and one more than in flight for each lane and the owner stream.
     let config = rig.stager.config();
     let most = (config.up_workers + 1) * (config.slots + 1) + 2;
     let events = rig.sim.driver().calls().get(Call::EventCreate);
@@ -243,7 +243,7 @@ fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole(
             "{size} bytes: {refused:?}"
         );
         let graph = rig.sim.driver().capture_end(rig.home.raw()).unwrap();
-        // SAFETY: 1. nobody else has the handle.
+        // SAFETY: 1. the handle is known only here.
         unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
         rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
         assert!(rig.bytes(&x) == up);
@@ -253,7 +253,7 @@ fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole(
 }
 
 #[test]
-fn a_short_transfer_whose_home_captures_meanwhile_is_told_and_what_the_graph_touches_is_nobodys() {
+fn a_short_transfer_captured_midway_is_reported_and_its_memory_stays_with_the_graph() {
     for (size, copy) in
         [(KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToHost)]
     {
@@ -281,7 +281,7 @@ fn a_short_transfer_whose_home_captures_meanwhile_is_told_and_what_the_graph_tou
                     None => while driver.calls().get(next) == made {},
                 }
                 let graph = driver.capture_end(home).unwrap();
-                // SAFETY: 1. nobody else has the handle.
+                // SAFETY: 1. the handle is known only here.
                 unsafe { driver.graph_destroy(graph) }.unwrap();
                 drop(at_wait);
                 transfer.join().unwrap().unwrap()
@@ -433,7 +433,7 @@ fn one_direction_goes_on_while_the_other_is_held_up() {
 }
 
 #[test]
-fn what_is_owned_comes_back() {
+fn owned_sides_are_returned() {
     let rig = Rig::new();
     let up = pattern(7 * SLOT + 9, 6);
     let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
@@ -456,7 +456,7 @@ fn each_wait_can_be_tried_timed_and_awaited() {
     assert!(!ticket.is_done());
     let ticket = ticket.try_wait().unwrap_err();
     let mut ticket = ticket.wait_until(Instant::now() + Duration::from_millis(5)).unwrap_err();
-    // A wait that is given up loses nothing.
+    // A wait that is dropped loses nothing.
     let mut context = Context::from_waker(Waker::noop());
     assert!(matches!(Pin::new(&mut ticket).poll(&mut context), Poll::Pending));
     drop(held);
@@ -466,7 +466,7 @@ fn each_wait_can_be_tried_timed_and_awaited() {
     assert!(matches!(again.error, StageError::Taken) && again.back.is_none());
     drop(ticket);
 
-    // And inside of a scope.
+    // The same inside a scope.
     let mut y = x;
     rig.stager
         .scope(|s| {
@@ -481,7 +481,7 @@ fn each_wait_can_be_tried_timed_and_awaited() {
 }
 
 #[test]
-fn a_forgotten_ticket_leaks_and_harms_nobody() {
+fn a_forgotten_ticket_leaks_and_corrupts_nothing() {
     let rig = Rig::new();
     let up = pattern(5 * SLOT, 6);
     let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
@@ -495,7 +495,7 @@ fn a_forgotten_ticket_leaks_and_harms_nobody() {
     rig.assert_silent();
 }
 
-/// A vector that tells when it is dropped.
+/// A vector that records when it is dropped.
 struct Watched(Vec<u8>, Arc<AtomicUsize>);
 
 impl Drop for Watched {
@@ -505,7 +505,7 @@ impl Drop for Watched {
 }
 
 #[expect(unsafe_code, reason = "implements a buffer")]
-// SAFETY: 1. a vector's bytes do not move with it.
+// SAFETY: 1. moving a vector does not move its bytes.
 unsafe impl aquifer_host::HostBuffer for Watched {
     type Item = u8;
     fn elements(&mut self) -> std::ptr::NonNull<[u8]> {
@@ -581,7 +581,8 @@ fn a_scope_that_unwinds_waits_for_its_transfers_first() {
         })
     }));
     assert!(unwound.is_err());
-    // Nobody reads them any more: the simulator would see a slot filled from them, and Miri a race.
+    // The bytes are no longer read. Otherwise the simulator would see a slot filled from them, and
+    // Miri a race.
     up.fill(0);
     rig.fill(&mut x, 3);
     rig.sim.run_all();
@@ -603,7 +604,7 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
             }
         }
     }
-    /// Has its readers wait for each other.
+    /// A source whose readers wait for each other.
     struct Together(std::sync::Barrier, AtomicUsize);
     impl Source for Together {
         fn read_at(&self, _: u64, into: &mut [u8]) -> io::Result<usize> {
@@ -619,7 +620,7 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
     let rig = Rig::with(config);
     let outcome = Mutex::new(None);
     {
-        // The worker, and whoever waits: one alone would wait for ever.
+        // The worker and the waiting thread: one alone would wait for ever.
         let source = Arc::new(Together(std::sync::Barrier::new(2), AtomicUsize::new(0)));
         let ticket = rig.stager.read(source, 0, rig.operand(200 * SLOT)).unwrap();
         let unwound = catch_unwind(AssertUnwindSafe(|| {
@@ -633,7 +634,7 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
 }
 
 #[test]
-fn a_scope_answers_with_what_ended_a_transfer_early() {
+fn a_scope_returns_the_error_that_ended_a_transfer_early() {
     let rig = Rig::new();
     let mut x = rig.operand(40 * SLOT);
     let up = pattern(40 * SLOT, 6);
@@ -650,7 +651,7 @@ fn a_scope_answers_with_what_ended_a_transfer_early() {
 }
 
 #[test]
-fn no_more_are_under_way_than_may_be() {
+fn transfers_in_flight_never_exceed_their_limit() {
     let mut config = config();
     config.depth = 2;
     let rig = Rig::with(config);
@@ -699,7 +700,7 @@ fn memory_that_cannot_be_pinned_is_no_obstacle() {
 #[test]
 fn one_lane_serves_all_where_there_is_memory_for_no_more() {
     let rig = Rig::new();
-    // All but one lane's worth of the budget is somebody else's.
+    // All of the budget but one lane's share is charged elsewhere.
     let mut config = config();
     config.slot = 512 * KIB;
     let stager = {

@@ -1,5 +1,5 @@
-//! Staged transfers while things go wrong: each driver call refused in turn, devices lost, a driver
-//! that will not say what is done.
+//! Tests of staged transfers under faults: each driver call refused in turn, lost devices, and a
+//! driver that does not report completion.
 
 use crate::rig::{GPU, KIB, PATIENCE, Plain, Rig, SLOT, config, pattern, pinned};
 use aquifer_core::MemoryError;
@@ -9,7 +9,7 @@ use std::{io, thread, time::Instant};
 
 const REFUSED: u32 = 999;
 
-/// What a transfer makes.
+/// The driver calls of a transfer.
 const CALLS: [Call; 15] = [
     Call::StreamCreate,
     Call::StreamId,
@@ -28,7 +28,7 @@ const CALLS: [Call; 15] = [
     Call::CopyToHost,
 ];
 
-/// Up and down again, and whether both went well.
+/// Uploads and downloads again, and returns the first error.
 fn round(rig: &Rig, size: usize, seed: u8) -> Result<(), StageError> {
     let up = pattern(size, seed);
     let mut x = rig.operand(size);
@@ -39,13 +39,13 @@ fn round(rig: &Rig, size: usize, seed: u8) -> Result<(), StageError> {
         .and_then(|taken| taken)
         .and_then(|()| rig.stager.scope(|s| s.download(&x, &mut down).map(drop)))
         .and_then(|taken| taken);
-    // It went well only if it did.
+    // A success must mean that all bytes arrived.
     assert!(outcome.is_err() || down == up, "bytes are missing, and nobody was told");
     outcome
 }
 
 #[test]
-fn each_call_that_fails_is_told_and_the_next_transfer_goes_well() {
+fn a_failed_driver_call_is_reported_and_the_next_transfer_succeeds() {
     for size in [KIB, 6 * KIB, 6 * SLOT] {
         for call in CALLS {
             for nth in [1, 2, 3, 5, 8, 13, 21] {
@@ -57,7 +57,7 @@ fn each_call_that_fails_is_told_and_the_next_transfer_goes_well() {
                 }
                 rig.sim.clear_failures();
                 round(&rig, size, 2).unwrap();
-                // A handle that the driver would not end is the driver's.
+                // A handle that the driver refuses to destroy stays with the driver.
                 if !matches!(call, Call::StreamDestroy | Call::EventDestroy) {
                     rig.assert_all_given_back();
                 }
@@ -74,8 +74,7 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
             rig.stager.warm().unwrap();
             rig.sim.fail_every(call, every, REFUSED);
             for seed in 0..4 {
-                // Operands wait for the device themselves when they go, and clear failures for
-                // that.
+                // Operands wait for the device when they are dropped, and clear failures for that.
                 let _told = round(&rig, 6 * SLOT, seed);
                 rig.sim.fail_every(call, every, REFUSED);
             }
@@ -88,7 +87,7 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
     }
 }
 
-/// Whatever says that work is done.
+/// Calls that report completion of work.
 const SAY_DONE: [Call; 5] = [
     Call::EventSynchronize,
     Call::EventQuery,
@@ -97,8 +96,8 @@ const SAY_DONE: [Call; 5] = [
     Call::DeviceSynchronize,
 ];
 
-/// An upload that ends with the driver's refusal, since failures were planned when its first copy
-/// was about to be queued.
+/// Starts an upload that ends with a refusal of the driver, planned when its first copy was about
+/// to be queued.
 #[allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 fn refused_upload(rig: &Rig, plan: impl FnOnce(&Sim)) -> Failed<(Vec<u8>, Plain)> {
     let up = pattern(6 * SLOT, 1);
@@ -126,7 +125,8 @@ fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
     assert!(memory.pending > 0, "{memory:?}");
     rig.sim.clear_failures();
     let (_, mut x) = failed.back.unwrap();
-    // Whoever uses the operand next comes after the copies, though nobody has seen them done.
+    // The next user of the operand is ordered after the copies, though their completion was not
+    // observed.
     rig.fill(&mut x, 7);
     rig.sim.run_all();
     assert!(rig.bytes(&x).iter().all(|&byte| byte == 7));
@@ -145,7 +145,7 @@ fn an_operand_comes_back_only_when_no_copy_touches_it_however_often_the_driver_r
         for call in SAY_DONE {
             (1..=8).for_each(|nth| sim.fail(call, nth, REFUSED));
         }
-        // Nor can the operand's own stream be held back.
+        // The operand's own stream cannot be delayed either.
         sim.fail_every(Call::StreamWaitEvent, 1, REFUSED);
     });
     rig.sim.clear_failures();
@@ -178,7 +178,7 @@ fn a_slot_that_a_short_transfer_used_goes_back_only_when_its_copy_is_known_to_be
     rig.assert_all_given_back();
 }
 
-/// Loses the device when somebody reads a byte.
+/// A source that loses the device when a byte is read.
 struct Fatal {
     sim: Sim,
     at: u64,
@@ -205,7 +205,7 @@ fn a_lost_device_ends_every_transfer_with_that_error_and_all_can_be_dropped() {
         let mut x = rig.operand(40 * SLOT);
         let answer = rig.stager.scope(|s| s.read(&source, 0, &mut x).map(drop));
         assert!(answer.unwrap_err().is_device_lost());
-        // Done before it, or told.
+        // Either done before the loss, or reported.
         if let Err(failed) = other.wait() {
             assert!(failed.error.is_device_lost(), "{failed}");
             assert!(failed.back.is_some());
@@ -227,7 +227,7 @@ fn a_lost_device_ends_every_transfer_with_that_error_and_all_can_be_dropped() {
 }
 
 #[test]
-fn a_driver_call_that_hangs_holds_nobody_up_who_does_not_need_it() {
+fn a_hanging_driver_call_delays_no_unrelated_transfer() {
     let rig = Rig::new();
     let held = rig.sim.stall(Call::EventSynchronize);
     let ticket = rig.stager.upload(pattern(9 * SLOT, 1), rig.operand(9 * SLOT)).unwrap();
@@ -254,7 +254,7 @@ fn a_driver_call_that_hangs_holds_nobody_up_who_does_not_need_it() {
 }
 
 #[test]
-fn late_completion_is_no_excuse_for_early_reuse() {
+fn slots_are_not_reused_before_late_completion() {
     for seed in 0..12 {
         let rig = Rig::on(Sim::h200(1).seeded(seed).paced(16), GPU, config(), pinned());
         let mut x = rig.operand(20 * SLOT);

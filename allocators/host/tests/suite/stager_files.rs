@@ -1,5 +1,5 @@
-//! Staged transfers from sources and to sinks: files, and whatever reads less than it is asked for,
-//! fails or panics.
+//! Tests of staged transfers from sources and to sinks: files, and sources that read less than
+//! requested, fail or panic.
 
 use crate::rig::{KIB, Rig, SLOT, pattern};
 use aquifer_host::{FileSource, ReadMode, Sink, Source, StageError};
@@ -12,13 +12,13 @@ use std::{
 };
 
 type Accident = fn() -> io::Result<usize>;
-/// Whether an error is the one that an accident must be told by.
+/// Returns whether an error is the one expected for a fault.
 type Told = fn(&StageError) -> bool;
 
-/// Bytes of a pattern, in odd pieces, with accidents.
+/// A source of patterned bytes in odd pieces, with faults.
 struct Odd {
     bytes: Vec<u8>,
-    /// The accident happens at reads of this byte.
+    /// The fault happens at a read of this byte.
     at: u64,
     accident: Accident,
     reads: AtomicU64,
@@ -79,7 +79,7 @@ fn a_source_may_read_less_than_it_was_asked_for_and_be_interrupted() {
             .flat_map(|row| source.bytes[row * 4000 + 300..row * 4000 + 1000].to_vec())
             .collect();
         assert!(rig.bytes(&column) == expected, "aligned to {align}");
-        // By a ticket.
+        // Through a ticket.
         let whole = source.bytes[..bytes].to_vec();
         let ticket = rig.stager.read(Arc::new(source), 0, x).unwrap();
         let x = ticket.wait().unwrap();
@@ -90,7 +90,7 @@ fn a_source_may_read_less_than_it_was_asked_for_and_be_interrupted() {
 }
 
 #[test]
-fn what_goes_wrong_in_a_source_is_told_and_ends_its_transfer_alone() {
+fn a_fault_of_a_source_is_reported_and_ends_only_its_transfer() {
     let accidents: [(Accident, Told); 3] = [
         (
             || Err(io::ErrorKind::PermissionDenied.into()),
@@ -162,14 +162,14 @@ fn a_file_is_read_from_anywhere_through_the_cache_and_past_it() {
 
 #[test]
 fn a_file_system_without_direct_reads_is_read_all_the_same() {
-    // Files of the kernel's have none.
+    // Files of the kernel have no direct reads.
     let source = FileSource::open("/proc/self/stat", ReadMode::Direct).unwrap();
     let mut bytes = [0; 4096];
     assert!(source.read_at(0, &mut bytes).unwrap() > 0);
     assert_eq!(source.mode(), ReadMode::Cached);
 }
 
-/// Takes bytes in odd pieces, with accidents.
+/// A sink that takes bytes in odd pieces, with faults.
 struct Taken {
     bytes: Mutex<Vec<u8>>,
     at: u64,
@@ -193,7 +193,7 @@ impl Sink for Taken {
 }
 
 #[test]
-fn what_is_on_the_device_is_written_to_a_file() {
+fn device_memory_is_written_to_a_file() {
     let rig = Rig::new();
     let bytes = pattern(7 * SLOT + 5, 3);
     let mut x = rig.operand(bytes.len());
@@ -211,7 +211,7 @@ fn what_is_on_the_device_is_written_to_a_file() {
 }
 
 #[test]
-fn what_goes_wrong_in_a_sink_is_told() {
+fn a_fault_of_a_sink_is_reported() {
     let accidents: [(Accident, Told); 4] = [
         (|| Ok(1), |_| false),
         (

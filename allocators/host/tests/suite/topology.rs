@@ -1,4 +1,4 @@
-//! Topology from fixtures, and from the machine that runs the tests.
+//! Tests of the topology, from fixtures and from the machine that runs the tests.
 #![expect(clippy::unwrap_used, reason = "a fixture that cannot be read is a failed test")]
 
 use crate::machine::Machine;
@@ -54,10 +54,10 @@ fn the_last_level_cache_is_the_smallest_of_the_cpus_that_are_ours() {
         let path = "/sys/devices/system/cpu/cpu20/cache/index3/size";
         assert_eq!(found.source, Source::File(path.into()));
     }
-    // A node without CPUs for us, or that is not there.
+    // A node without usable CPUs, or one that does not exist.
     assert_eq!(parts.last_level_cache(Some(NodeId(0))).unwrap().value, None);
     assert_eq!(parts.last_level_cache(Some(NodeId(9))).unwrap().value, None);
-    // CPU 6 says 300M, and CPU 7 nothing.
+    // CPU 6 reports 300M and CPU 7 nothing.
     assert_eq!(read("cpuset-container").last_level_cache(None).unwrap().value, None);
     let nonsense = read("long-pci-domain").last_level_cache(None).unwrap_err();
     assert!(matches!(nonsense, TopologyError::Number { text, .. } if text == "huge"));
@@ -89,8 +89,7 @@ fn a_device_is_placed_by_the_driver_then_by_pci_and_never_by_guess() {
         by_address.source,
         Source::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into())
     );
-    // −1, a node that is not online, a device that is not there, an address that is none, nothing
-    // at all.
+    // −1, a node that is not online, a missing device, an invalid address, and an empty file.
     for (node, pci) in [
         (None, Some("0000:00:02.0")),
         (None, Some("0000:5e:00.0")),
@@ -158,7 +157,7 @@ fn a_container_sees_only_what_it_may_use() {
 }
 
 #[test]
-fn what_is_missing_is_unknown_and_what_makes_no_sense_is_an_error() {
+fn missing_files_are_unknown_and_invalid_ones_are_errors() {
     let bare = read("no-numa");
     assert!(bare.nodes().is_empty() && bare.huge_pools().is_empty());
     assert_eq!(bare.cpus_allowed().value, None);
@@ -204,13 +203,13 @@ fn two_reads_see_two_machines_since_nothing_is_cached() {
         (before.nodes().len(), before.nodes()[0].allowed_cpus.to_string().as_str()),
         (1, "0-3")
     );
-    // A CPU goes, a node comes, the cpuset changes, a device is plugged in elsewhere.
+    // A CPU goes offline, a node appears, the cpuset changes, and a device moves to another slot.
     machine.write("sys/devices/system/node/online", "0-1\n");
     machine.write("sys/devices/system/node/node0/cpulist", "0-2\n");
     machine.write("proc/self/status", "Cpus_allowed_list:\t2-5\nMems_allowed_list:\t1\n");
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "1\n");
     machine.write("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "7\n");
-    // What is asked of an old answer about things that change is read now.
+    // A query of an earlier snapshot about changing values reads them now.
     assert_eq!(before.allowed_cpus(NodeId(0)).unwrap().value.unwrap().to_string(), "2");
     assert_eq!(before.free_huge_pages(None, 2 << 20).unwrap().value, Some(7));
     let pci = "0000:01:00.0".parse().unwrap();
@@ -323,7 +322,7 @@ fn memory_of_a_gpu_is_never_taken_for_the_hosts() {
     assert!(
         matches!(&theirs.device_memory.source, Source::File(path) if path.ends_with("has_generic_initiator"))
     );
-    // The driver's word, the kernel's, and a firmware that puts the device on its own memory.
+    // The driver's answer, the kernel's, and a firmware that places the device on its own memory.
     let mut device = gpu(Some(0), Some("0009:01:00.0"));
     device.memory_node = Some(1);
     assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(0)));
@@ -397,7 +396,7 @@ fn a_device_that_shares_the_hosts_memory_does_not_take_its_node_away() {
 }
 
 #[test]
-fn windows_kernel_is_known_by_its_name_and_has_no_nodes() {
+fn the_wsl_kernel_is_recognised_by_its_name_and_has_no_nodes() {
     let topology = read("wsl");
     assert_eq!(topology.is_wsl(), &Found::known(true, Source::File("/proc/version".into())));
     assert!(topology.nodes().is_empty());

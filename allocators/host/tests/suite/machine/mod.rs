@@ -1,4 +1,4 @@
-//! Machines that a test makes up.
+//! Synthetic machines for tests.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses some of it, to test")]
 
 use aquifer_host::topology::Topology;
@@ -18,7 +18,7 @@ impl Machine {
         fs::write(path, text).unwrap();
     }
 
-    /// Writes a file that may be being read.
+    /// Replaces a file that may be read at the same time.
     pub(crate) fn swap(&self, path: &str, text: &str) {
         self.write("next", text);
         let path = self.0.join(path);

@@ -24,12 +24,12 @@ use std::{
 };
 
 pub(crate) const GPU: DeviceId = DeviceId(0);
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const SLOT: usize = 64 * KIB;
 
-/// Slots so small that little data fills many.
+/// Returns settings with slots so small that little data fills many.
 pub(crate) fn config() -> StagerConfig {
     let mut config = StagerConfig::default();
     (config.up_workers, config.down_workers) = (3, 2);
@@ -87,7 +87,7 @@ impl Rig {
         Plain::new(self, bytes)
     }
 
-    /// A kernel on the operand's home stream that fills it with a byte.
+    /// Queues a kernel on the operand's owner stream that fills it with a byte.
     pub(crate) fn fill(&self, x: &mut Plain, byte: u8) {
         x.order_mut(self.home.raw(), None, Access::Write).unwrap();
         let fill =
@@ -95,13 +95,13 @@ impl Rig {
         self.sim.launch(self.home.raw(), fill).unwrap();
     }
 
-    /// A kernel on the operand's home stream that reads it.
+    /// Queues a kernel on the operand's owner stream that reads it.
     pub(crate) fn look(&self, x: &Plain) {
         x.order(self.home.raw(), None, Access::Read).unwrap();
         self.sim.launch(self.home.raw(), Kernel::new("look").reads(x.range, None)).unwrap();
     }
 
-    /// What is on the device now.
+    /// Returns the current bytes on the device.
     pub(crate) fn bytes(&self, x: &Plain) -> Vec<u8> {
         self.sim.read_back(x.range).unwrap()
     }
@@ -112,13 +112,13 @@ impl Rig {
         assert!(violations.is_empty(), "{}", violations[0]);
     }
 
-    /// Ends everything. Nothing may be left with the driver or the budget.
+    /// Drops everything and asserts that nothing remains with the driver or the budget.
     #[track_caller]
     pub(crate) fn assert_all_given_back(self) {
         self.assert_silent();
         let Self { sim, budget, pool, streams, stager, home } = self;
         drop((stager, home, streams));
-        // A worker may be about to let go of the last transfer.
+        // A worker may be about to drop the last transfer.
         let deadline = std::time::Instant::now() + PATIENCE;
         drop(pool);
         while budget.used() > 0 || !sim.outstanding().is_empty() {
@@ -136,21 +136,21 @@ impl Rig {
     }
 }
 
-/// Bytes that differ from their neighbours, and from those of another seed.
+/// Returns bytes that differ from their neighbours and from those of another seed.
 pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
     (0..bytes).map(|at| (at * 7 + at / 251) as u8 ^ seed).collect()
 }
 
-/// Device memory of its own, whose uses are noted.
+/// A device allocation whose uses are recorded.
 #[derive(Debug)]
 pub(crate) struct Plain {
     pub(crate) range: DeviceRange,
     streams: StreamPool,
     home: Stream,
     uses: UseList,
-    /// Whether somebody asks who comes after whom.
+    /// Whether the operand orders its uses.
     pub(crate) ordered: bool,
-    /// Whether it says where it lives.
+    /// Whether the operand names its owner stream.
     pub(crate) homely: bool,
     sim: Sim,
 }
@@ -177,7 +177,7 @@ impl Drop for Plain {
     fn drop(&mut self) {
         self.sim.clear_failures();
         let driver = self.sim.driver();
-        // A lost device has nothing left to wait for, or to free.
+        // A lost device has nothing left to wait for or to free.
         if driver.device_synchronize(self.range.device).is_ok() {
             // SAFETY: 1. allocated by `new`. 2. nothing uses it: the device is idle.
             unsafe { driver.mem_free(self.range.device, self.range.address) }.unwrap();
@@ -185,9 +185,9 @@ impl Drop for Plain {
     }
 }
 
-// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list
-// orders uses, and the memory is given to nobody else; broken on purpose where a test leaves the
-// order out. 3. the home is leased while the operand lives.
+// SAFETY: 1. its own allocation until the drop, which waits for the device. 2. the list orders
+// uses, and the memory has no other user; deliberately broken where a test omits the order. 3. the
+// owner stream is leased while the operand lives.
 unsafe impl Operand for Plain {
     fn range(&self) -> DeviceRange {
         self.range
@@ -206,7 +206,7 @@ unsafe impl Operand for Plain {
     }
 }
 
-// SAFETY: 1. nobody else has the allocation.
+// SAFETY: 1. the allocation has no other owner.
 unsafe impl OperandMut for Plain {}
 
 impl Typed for Plain {
@@ -216,7 +216,7 @@ impl Typed for Plain {
     }
 }
 
-/// Wakes the thread that polls.
+/// A waker that unparks the polling thread.
 struct Unpark(Thread);
 
 impl Wake for Unpark {
@@ -225,7 +225,7 @@ impl Wake for Unpark {
     }
 }
 
-/// The smallest runtime there is.
+/// Runs a future to its end on this thread.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut future = pin!(future);
@@ -235,7 +235,7 @@ pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
             return output;
         }
         assert!(std::time::Instant::now() < deadline, "nobody woke the future");
-        // Not longer, so that the test fails where nobody wakes it.
+        // The time limit lets the test fail if no waker is called.
         thread::park_timeout(PATIENCE);
     }
 }

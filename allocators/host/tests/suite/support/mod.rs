@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers that the tests of this crate share.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
@@ -21,13 +21,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longer than anything takes that does not hang, on a machine that is busy with other things.
+/// Longer than any operation takes on a busy machine, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Less than a huge page, in bytes, so that nothing rounds it up.
+/// Less than a huge page, so that sizes in it are not rounded up.
 pub(crate) const MIB: usize = 1 << 20;
 
-/// The machine that runs the tests, whatever the environment says.
+/// Returns the machine that runs the tests, whatever the environment states.
 pub(crate) fn topology() -> Topology {
     Topology::read_under(Path::new("/")).unwrap()
 }
@@ -37,7 +37,7 @@ pub(crate) fn fixture(name: &str) -> Topology {
         .unwrap()
 }
 
-/// A node of this machine that has CPUs and memory for us; `None` on a kernel without NUMA.
+/// Returns a node of this machine with usable CPUs and memory, or `None` on a kernel without NUMA.
 pub(crate) fn some_node(topology: &Topology) -> Option<NodeId> {
     topology
         .nodes()
@@ -50,31 +50,31 @@ pub(crate) fn host() -> Host {
     Host::new(topology(), Kernel::new())
 }
 
-/// A machine whose system calls fail by plan.
+/// Returns a machine whose system calls fail by plan.
 pub(crate) fn faulty_host() -> (Host, Arc<Faults>) {
     let faults = Arc::new(Faults::new());
     (Host::new(topology(), Kernel::with_faults(faults.clone())), faults)
 }
 
-/// How many of a span's pages are there, and on which nodes.
+/// Returns how many pages of a span are present, and on which nodes.
 pub(crate) fn present(span: Span) -> usize {
     let pages: Vec<usize> = (span.start..span.end()).step_by(4096).collect();
     Kernel::new().nodes_of(&pages).unwrap().iter().filter(|&&node| node >= 0).count()
 }
 
-/// Sweeps until nothing is charged any more.
+/// Sweeps until nothing is charged.
 #[track_caller]
 pub(crate) fn sweep_out(budget: &Budget) {
     given_back(budget, pool::sweep);
 }
 
-/// Has what driver or kernel kept tried again until nothing is charged any more.
+/// Retries what the driver or the kernel kept until nothing is charged.
 #[track_caller]
 pub(crate) fn retry_out(budget: &Budget) {
     given_back(budget, || _ = retry_stranded());
 }
 
-/// What is left is the process's: another test's thread may have it in hand.
+/// Remaining memory belongs to the process: the thread of another test may be processing it.
 #[track_caller]
 fn given_back(budget: &Budget, give_back: impl Fn()) {
     let deadline = Instant::now() + PATIENCE;
@@ -90,7 +90,7 @@ fn given_back(budget: &Budget, give_back: impl Fn()) {
 pub(crate) struct Latch {
     open: Mutex<bool>,
     changed: Condvar,
-    /// How often it was asked.
+    /// How often it was polled.
     pub(crate) asked: AtomicUsize,
 }
 

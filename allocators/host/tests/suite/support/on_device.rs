@@ -26,15 +26,15 @@ impl OnDevice {
 
 impl Drop for OnDevice {
     fn drop(&mut self) {
-        // The driver waits for the device, but the oracle wants the host to have waited.
+        // The driver waits for the device, but the oracle requires a host wait.
         self.driver.device_synchronize(GPU).unwrap();
-        // SAFETY: 1. from this driver, once. 2. nothing is queued any more.
+        // SAFETY: 1. allocated by this driver and freed once. 2. nothing is queued any more.
         unsafe { self.driver.mem_free(GPU, self.range.address).unwrap() };
     }
 }
 
-// SAFETY: 1. an allocation of its own. 2. the test uses it from one stream, whose order is enough,
-// and keeps it until the device is idle.
+// SAFETY: 1. its own allocation. 2. the test uses it from one stream, whose order is enough, and
+// keeps it until the device is idle.
 unsafe impl Operand for OnDevice {
     fn range(&self) -> DeviceRange {
         self.range
@@ -49,7 +49,7 @@ unsafe impl Operand for OnDevice {
     }
 }
 
-// SAFETY: 1. nobody else has the allocation.
+// SAFETY: 1. the allocation has no other owner.
 unsafe impl OperandMut for OnDevice {}
 
 impl Typed for OnDevice {
@@ -59,7 +59,7 @@ impl Typed for OnDevice {
     }
 }
 
-/// A stream, and the pool that it goes back to.
+/// Returns a stream, and the pool to which it returns.
 pub(crate) fn stream(sim: &Sim) -> (StreamPool, Stream) {
     let streams = StreamPool::new(sim.driver(), GPU, 4);
     let stream = streams.lease().unwrap();
