@@ -1,6 +1,6 @@
-//! Budgets in children of a fork.
+//! Tests of budgets in children of a fork.
 //!
-//! A process of its own: forks while its other threads charge.
+//! The tests form a separate process because they fork while other threads charge.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![expect(unsafe_code, reason = "forks")]
 
@@ -12,7 +12,7 @@ use std::{
     thread,
 };
 
-/// Ends the threads of a scope, also when its test fails.
+/// Stops the threads of a scope, also when its test fails.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -22,7 +22,7 @@ impl Drop for Stop<'_> {
 }
 
 #[test]
-fn a_forked_child_charges_whatever_its_parents_threads_were_at_and_finds_whole_figures() {
+fn a_forked_child_charges_and_finds_consistent_figures() {
     forks::hold_budgets();
     let stop = AtomicBool::new(false);
     let (root, other) = (Budget::new("process", 1 << 30), Budget::new("another tree", 1 << 30));
@@ -31,7 +31,7 @@ fn a_forked_child_charges_whatever_its_parents_threads_were_at_and_finds_whole_f
     thread::scope(|scope| {
         let _stop = Stop(&stop);
         for budget in [&pool, &pool, &other] {
-            // Has the lock most of the time, also when the process forks.
+            // Holds the lock most of the time, also when the process forks.
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     let held: Vec<_> = (0..50).map_while(|_| budget.charge(64).ok()).collect();
@@ -43,7 +43,7 @@ fn a_forked_child_charges_whatever_its_parents_threads_were_at_and_finds_whole_f
             // SAFETY: 1. the child allocates nothing, and leaves by `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
-                // SAFETY: 1. takes a number. A child that waits is ended by it.
+                // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
                 unsafe { libc::alarm(20) };
                 let charged = pool.charge(1000).is_ok_and(|charge| charge.bytes() == 1000);
                 let whole = pool.used() == root.used() && pool.used() >= standing.bytes();
@@ -52,7 +52,7 @@ fn a_forked_child_charges_whatever_its_parents_threads_were_at_and_finds_whole_f
                 unsafe { libc::_exit(i32::from(!(charged && whole && also))) };
             }
             let mut status = -1;
-            // SAFETY: 1. the child is this process's, and the status a local.
+            // SAFETY: 1. the child belongs to this process, and the status is a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             assert_eq!(
                 (waited, status),

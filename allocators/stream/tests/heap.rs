@@ -1,6 +1,6 @@
-//! Noting uses takes nothing from the host's heap once it has begun.
+//! Tests that recording uses allocates nothing from the host's heap in the steady state.
 //!
-//! A process of its own: installs a global allocator, which counts.
+//! The tests form a separate process because they install a counting global allocator.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and adopts a stream")]
 
 #[path = "../../../tests/support/counting.rs"]
@@ -14,10 +14,10 @@ use counting::asked;
 use support::Rig;
 
 #[test]
-fn in_a_steady_state_uses_by_two_streams_take_nothing_from_the_heap() {
+fn a_steady_state_of_uses_by_two_streams_allocates_nothing_on_the_heap() {
     let rig = Rig::new(4);
     let home = rig.adopt(rig.foreign(), Life::Retired).unwrap();
-    // So that there is nothing to wait for: the driver's calls are its own affair.
+    // There is then nothing to wait for, since the driver's calls are not counted.
     home.clone().retire().unwrap();
     let (u, v) = (rig.lease(), rig.lease());
     let (home, u, v) = (home.timeline(), u.timeline(), v.timeline());
@@ -36,7 +36,7 @@ fn in_a_steady_state_uses_by_two_streams_take_nothing_from_the_heap() {
         uses.clear();
     });
     assert_eq!((prepared, at_home, recorded, freed), (0, 0, 0, 0));
-    // The count counts.
+    // The control: the allocator counts.
     assert_eq!(asked(|| drop(std::hint::black_box(Box::new(1)))), 100);
 }
 

@@ -1,5 +1,5 @@
-//! Every interleaving of the protocols between threads and streams, each beside a variant that is
-//! wrong and is found out.
+//! Every interleaving of the protocols between threads and streams, each beside an incorrect
+//! variant that the model must reject.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-stream --test loom
 //! --release`.
@@ -8,14 +8,14 @@
 //! |---|---|
 //! | the lock | `the_lock_lets_one_thread_in…` |
 //! | epochs: close, record, publish | `closing_before_recording…`, `two_fences_at_once…` |
-//! | epochs: what is done | `whoever_sees_an_epoch_done…` |
+//! | epochs: what is done | `seeing_an_epoch_done…` |
 //! | uses: the end and the free | `the_end_of_a_use_and_the_free…`, `the_last_use_and_the_close…` |
 //! | uses: exclusion, and what a wait forgets | `a_prepared_write_excludes…`, `a_wait_clears…` |
 //! | retirement of a handle | `a_fence_and_a_retirement…`, `a_retirement_that_fails…` |
 //! | adoption: detach, fence, wait | `a_range_is_detached…` |
-//! | the commons | `what_is_brought_to_the_commons…` |
-//! | memory in hand, and refusals | `memory_in_hand_is_announced…` |
-//! | attention, and the end of a cache | `a_closed_pool_asks_for_attention…`, `whoever_has_pending_blocks…` |
+//! | the shared free list | `what_is_brought_to_the_commons…` |
+//! | memory being moved, and refusals | `memory_in_hand_is_announced…` |
+//! | attention, and the end of a cache | `a_closed_pool_asks_for_attention…`, `threads_that_process_pending…` |
 //!
 //! The last four are protocols of the device's crate over this one's lock and epochs. That crate
 //! has locks of the standard library's beside them, so its code does not run in a model, and they
@@ -37,7 +37,7 @@ use std::sync::{
     atomic::{AtomicU32 as StdU32, Ordering as StdOrdering},
 };
 
-/// What a driver does with two threads that queue on one stream: it takes them one at a time.
+/// A driver with two threads that queue on one stream: it accepts them one at a time.
 #[derive(Clone, Copy, PartialEq)]
 enum Queued {
     Work,
@@ -53,8 +53,8 @@ fn enqueue(queue: &Queue, item: Queued) -> usize {
     queue.len() - 1
 }
 
-/// One thread queues work and frees its block; another fences. Wherever the two meet, an event that
-/// claims to prove the block's epoch lies behind the block's work.
+/// One thread queues work and frees its block while another one fences. An event that claims to
+/// prove the block's epoch must always lie after the block's work.
 fn an_event_never_proves_work_queued_after_it(record_first: bool) {
     loom::model(move || {
         let queue = loom::sync::Arc::new(Queue::new(Vec::new()));
@@ -136,7 +136,7 @@ fn the_lock_lets_one_thread_in_at_a_time_and_shows_it_what_the_last_one_wrote() 
 #[derive(Clone, Copy, PartialEq)]
 enum Announce {
     Counted,
-    /// Looks first whether it may, and counts itself then.
+    /// Checks permission first and increments the count afterwards.
     LookThenCount,
 }
 
@@ -170,7 +170,7 @@ fn nobody_calls_for_a_handle_that_is_gone(how: Announce) {
         while count.load(Ordering::Acquire) > 0 {
             thread::yield_now();
         }
-        // Its owner destroys it.
+        // The owner destroys it.
         gone.store(true, Ordering::Release);
         calling.join().unwrap();
     });
@@ -188,7 +188,7 @@ fn looking_before_counting_is_a_race() {
 }
 
 #[test]
-fn a_retirement_that_fails_lets_whoever_waited_in() {
+fn a_failed_retirement_admits_waiting_calls() {
     loom::model(|| {
         let retirement = loom::sync::Arc::new(Retirement::new());
         let other = {
@@ -201,7 +201,8 @@ fn a_retirement_that_fails_lets_whoever_waited_in() {
     });
 }
 
-/// A block's home, a stream that uses it, and its bytes, on a device where nothing runs by itself.
+/// A block's owner stream, a stream that uses it, and its bytes, on a device that runs nothing by
+/// itself.
 struct Rig {
     sim: Sim,
     home: Stream,
@@ -228,7 +229,7 @@ impl Rig {
     }
 }
 
-/// A block is freed while its user ends a use: its memory is not given out before the user's work
+/// A block is freed while its user ends a use. Its memory must not be reused before the user's work
 /// is done.
 fn a_freed_block_is_held_back(look_at_open: bool) {
     loom::model(move || {
@@ -276,7 +277,8 @@ impl LastUse for Told {
     }
 }
 
-/// A pool closes while the last use of a block ends: either it sees that, or it is told.
+/// A pool closes while the last use of a block ends. Either the pool sees the end, or it is
+/// notified.
 fn a_closed_pool_hears_of_the_last_use(trust_the_first_look: bool) {
     loom::model(move || {
         let rig = Rig::new();
@@ -309,7 +311,7 @@ fn looking_before_asking_to_be_told_is_a_race() {
     a_closed_pool_hears_of_the_last_use(true);
 }
 
-/// Two threads prepare a write of a block that nobody has used before.
+/// Two threads prepare a write of a block that has not been used before.
 fn one_of_two_writers_wins(one_account: bool) {
     loom::model(move || {
         let rig = StdArc::new(Rig::new());
@@ -344,7 +346,7 @@ fn two_accounts_of_one_block_exclude_nothing() {
     one_of_two_writers_wins(false);
 }
 
-/// The home stream waits for a use, and forgets it, while the same stream notes another.
+/// The owner stream waits for a use and forgets it, while the same stream records another one.
 fn what_is_noted_during_a_wait_is_kept(forget_all: bool) {
     loom::model(move || {
         let rig = StdArc::new(Rig::new());
@@ -352,8 +354,8 @@ fn what_is_noted_during_a_wait_is_kept(forget_all: bool) {
         let (home, user) = (rig.home.timeline(), rig.user.timeline());
         rig.write(&rig.user);
         list.record(home, user, Access::Read).unwrap();
-        // The model does not see the lock in the driver that orders a record with work queued after
-        // it, so the event is there before the threads start.
+        // The model does not include the driver's lock that orders a record with work queued after
+        // it, so the event exists before the threads start.
         user.fence(user.open()).unwrap();
         let using = {
             let (rig, list) = (rig.clone(), list.clone());
@@ -387,10 +389,10 @@ fn clearing_more_than_was_waited_for_is_a_race() {
     what_is_noted_during_a_wait_is_kept(true);
 }
 
-/// What the host has read of the device before it says that an epoch is done is there for whoever
-/// sees that it is.
+/// Data that the host read before it reported an epoch as done is visible to every thread that sees
+/// the epoch as done.
 #[test]
-fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
+fn seeing_an_epoch_done_implies_seeing_earlier_reads() {
     loom::model(|| {
         let epochs = loom::sync::Arc::new(Epochs::<usize>::new());
         let seen = loom::sync::Arc::new(loom::cell::UnsafeCell::new(false));
@@ -398,7 +400,7 @@ fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
         let polling = {
             let (epochs, seen) = (epochs.clone(), seen.clone());
             thread::spawn(move || {
-                // SAFETY: 1. what this test is about: the model fails where two accesses are not
+                // SAFETY: 1. this is what the test checks: the model fails if two accesses are not
                 // ordered.
                 seen.with_mut(|seen| unsafe { *seen = true });
                 drop(epochs.finish(stamp));
@@ -415,8 +417,8 @@ fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
 /// A stream's cache of one range: the epoch that covers its last use, while it is free.
 type Cache = Spin<Option<u64>>;
 
-/// A stream frees a range and may have it again, while another takes it over behind an event. The
-/// model of `Mapped::claim` in the device's crate, and of the waits after it.
+/// A stream frees a range and may allocate it again, while another one takes it over after an
+/// event. Models `Mapped::claim` of the device crate, and the waits after it.
 fn what_is_taken_over_is_not_touched_by_work_queued_later(detach_first: bool) {
     loom::model(move || {
         let queue = loom::sync::Arc::new(Queue::new(Vec::new()));
@@ -464,17 +466,17 @@ fn fencing_what_is_still_in_its_cache_is_a_race() {
     what_is_taken_over_is_not_touched_by_work_queued_later(false);
 }
 
-/// How a range goes from a cache to the commons.
+/// How a range moves from a cache to the shared free list.
 #[derive(Clone, Copy, PartialEq)]
 enum Bring {
-    /// Out of the one, then into the other.
+    /// Removed from the cache, then added to the list.
     Moved,
-    /// Into the commons while the cache has it still.
+    /// Added to the list while it is still in the cache.
     Copied,
 }
 
-/// One thread brings what is free in a stream's cache to the commons, from which another takes it,
-/// while its stream allocates. The model of `Mapped::pool_together` and `Mapped::lowest`.
+/// One thread moves the free range of a stream's cache to the shared free list, from which another
+/// one takes it, while its stream allocates. Models `Mapped::pool_together` and `Mapped::lowest`.
 fn a_range_has_one_owner(how: Bring) {
     loom::model(move || {
         let cache = loom::sync::Arc::new(Cache::new(Some(1)));
@@ -515,8 +517,8 @@ fn a_range_in_a_cache_and_in_the_commons_is_a_race() {
     a_range_has_one_owner(Bring::Copied);
 }
 
-/// One thread takes a range out of a cache and puts it back, while another looks for memory and is
-/// refused. The model of `Transit` and of `had_traffic`.
+/// One thread takes a range out of a cache and returns it, while another one searches for memory
+/// and is refused. Models `Transit` and `had_traffic`.
 fn a_refusal_has_seen_all_there_is(announce_first: bool) {
     loom::model(move || {
         let (departed, arrived) =
@@ -560,16 +562,16 @@ fn memory_taken_before_it_is_announced_is_missed() {
     a_refusal_has_seen_all_there_is(false);
 }
 
-/// A cache's service for a pool, as far as it decides when that is over. The model of `State` in
-/// the device's crate.
+/// A cache's service for a pool, reduced to what decides its end. Models `State` of the device
+/// crate.
 #[derive(Default)]
 struct Service {
     blocks: u32,
     pending: u32,
-    /// Threads that have taken the pending blocks in hand.
+    /// Threads that process the pending blocks.
     settling: u32,
     closed: bool,
-    /// That a free has more to do than to give its bytes back.
+    /// Whether a free has more to do than to return its bytes.
     attention: bool,
     ended: u32,
 }
@@ -581,8 +583,8 @@ impl Service {
     }
 }
 
-/// A pool closes while the last block of a cache comes home: one of the two ends the cache's
-/// service.
+/// A pool closes while the last block of a cache is returned. Exactly one of the two ends the
+/// service of the cache.
 fn the_last_block_and_the_close_see_each_other(one_look: bool) {
     loom::model(move || {
         let service = loom::sync::Arc::new(Spin::new(Service { blocks: 1, ..Service::default() }));
@@ -626,7 +628,7 @@ fn asking_for_attention_after_the_look_is_a_race() {
     the_last_block_and_the_close_see_each_other(false);
 }
 
-/// A pool closes while a thread has pending blocks in hand: they come home to a cache that still
+/// A pool closes while a thread processes pending blocks. They are returned to a cache that still
 /// serves them.
 fn blocks_in_hand_keep_their_cache(counted: bool) {
     loom::model(move || {
@@ -656,12 +658,12 @@ fn blocks_in_hand_keep_their_cache(counted: bool) {
 }
 
 #[test]
-fn whoever_has_pending_blocks_in_hand_is_counted() {
+fn threads_that_process_pending_blocks_are_counted() {
     blocks_in_hand_keep_their_cache(true);
 }
 
 #[test]
 #[should_panic(expected = "a block came home to nobody")]
-fn pending_blocks_in_hand_that_nobody_counts_are_a_race() {
+fn uncounted_processing_of_pending_blocks_is_a_race() {
     blocks_in_hand_keep_their_cache(false);
 }

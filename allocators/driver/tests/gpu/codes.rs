@@ -1,8 +1,8 @@
-//! What the driver answers to calls that make no sense, and whether the simulated one answers the
+//! Tests of the driver's results for invalid calls, and of whether the simulated driver returns the
 //! same.
 //!
-//! Not asked is what the driver answers by what happens to lie next door: to map, unmap or open
-//! across the end of a range. The simulated driver refuses that.
+//! Calls across the end of a range (map, unmap, set access) are not tested: their result depends on
+//! the neighbouring memory. The simulated driver refuses them.
 
 use super::{
     host::Pages,
@@ -14,10 +14,10 @@ use aquifer_driver::{
 };
 use std::sync::Arc;
 
-/// More than any device or host has.
+/// More bytes than any device or host has.
 const ABSURD: u64 = 1 << 46;
 
-/// Every answer, by what was asked.
+/// Every result with the name of its call.
 struct Answers(Vec<(&'static str, u32)>);
 
 impl Answers {
@@ -30,8 +30,8 @@ impl Answers {
     }
 }
 
-/// Asks for what makes no sense. Each group leaves nothing behind, whatever is refused and whatever
-/// is let through.
+/// Makes invalid calls. Each group leaves nothing behind, whether its calls are refused or
+/// accepted.
 fn ask(driver: &Arc<dyn Driver>) -> Answers {
     let mut answers = Answers(Vec::new());
     devices_and_memory(driver, &mut answers);
@@ -44,7 +44,7 @@ fn ask(driver: &Arc<dyn Driver>) -> Answers {
     answers
 }
 
-/// What the driver looks at when a graph is instantiated whose memory is not mapped any more.
+/// Tests what the driver checks when it instantiates a graph whose memory is no longer mapped.
 fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let granule = driver.device_info(DEVICE).unwrap().granularity;
     if granule == 0 {
@@ -57,8 +57,8 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let handle = driver.handle_create(DEVICE, granule).unwrap();
     let rows = Rows { width: 64, height: 4 };
     let at = |start| Pitched { start, pitch: 64 };
-    // SAFETY: throughout: 1. nothing is launched, so that nothing is touched. 2. each object goes
-    // once.
+    // SAFETY: throughout: 1. nothing is launched, so nothing is accessed. 2. each object is
+    // destroyed once.
     unsafe {
         driver.map(range, granule, handle).unwrap();
         driver.set_access(range, granule, &[DEVICE]).unwrap();
@@ -119,8 +119,8 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let event = driver.event_create(DEVICE).unwrap();
     // Other tests of this process make calls meanwhile, so nothing is captured in global mode.
     let begin = || driver.capture_begin(a.raw, CaptureMode::ThreadLocal);
-    // SAFETY: throughout: 1. the block lives until the device is idle. 2. one stream has it. 3.
-    // handles that end are used no more.
+    // SAFETY: throughout: 1. the block lives until the device is idle. 2. one stream uses it. 3.
+    // destroyed handles are not used again.
     unsafe {
         let fill = |stream: &OwnStream| driver.fill(stream.raw, block, 1, 4096);
         let end = |answers: &mut Answers, what, stream: &OwnStream| {
@@ -221,8 +221,8 @@ fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let at = |start, pitch| Pitched { start, pitch };
     let rows = Rows { width: 64, height: 4 };
     let (no_width, no_height) = (Rows { width: 0, height: 4 }, Rows { width: 64, height: 0 });
-    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. What a call's other
-    // conditions forbid is done on purpose.
+    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. Other conditions of a call
+    // are deliberately broken.
     unsafe {
         let copy = |to, from, rows| driver.copy_2d_on_device(stream.raw, to, from, rows);
         answers.note("rows: copy", copy(at(block + 4096, 100), at(block, 64), rows));
@@ -269,15 +269,15 @@ fn devices_and_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     answers.note("stream on a device that is not there", driver.stream_create(nowhere, 0));
     answers.note("memory on a device that is not there", driver.mem_alloc(nowhere, 4096));
     answers.note("allocate nothing", driver.mem_alloc(DEVICE, 0));
-    // SAFETY: 1. broken on purpose: nothing lies at address 0. 2. so nothing uses it.
+    // SAFETY: 1. deliberately broken: nothing lies at address 0. 2. so nothing uses it.
     answers.note("free nothing", unsafe { driver.mem_free(DEVICE, 0) });
     answers.note("allocate too much", driver.mem_alloc(DEVICE, ABSURD));
     let block = driver.mem_alloc(DEVICE, 4096).unwrap();
-    // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing is queued.
+    // SAFETY: 1. deliberately broken: the address starts no allocation. 2. nothing is queued.
     answers.note("free the middle of a block", unsafe { driver.mem_free(DEVICE, block + 256) });
     // SAFETY: 1. the block came from the driver. 2. nothing is queued.
     answers.note("free a block", unsafe { driver.mem_free(DEVICE, block) });
-    // SAFETY: 1. broken on purpose: it has been freed.
+    // SAFETY: 1. deliberately broken: it has been freed.
     answers.note("free a block again", unsafe { driver.mem_free(DEVICE, block) });
 }
 
@@ -295,13 +295,13 @@ fn pools(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     answers
         .note("pool: allocate beyond its maximum", driver.pool_alloc(pool, stream.raw, 128 << 20));
     let block = driver.pool_alloc(pool, stream.raw, 4096).unwrap();
-    // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing uses it.
+    // SAFETY: 1. deliberately broken: the address starts no allocation. 2. nothing uses it.
     answers.note("pool: free the middle of a block", unsafe {
         driver.pool_free(stream.raw, block + 256)
     });
     // SAFETY: 1. it came from the pool. 2. nothing uses it.
     answers.note("pool: free a block", unsafe { driver.pool_free(stream.raw, block) });
-    // SAFETY: 1. broken on purpose: it has been freed.
+    // SAFETY: 1. deliberately broken: it has been freed.
     answers.note("pool: free a block again", unsafe { driver.pool_free(stream.raw, block) });
     stream.synchronize();
     // SAFETY: 1. the pool is this function's own.
@@ -329,8 +329,8 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         driver.handle_create(DEVICE, granule).unwrap(),
         driver.handle_create(DEVICE, 2 * granule).unwrap(),
     );
-    // SAFETY: throughout: 1. nothing is queued on any stream. What a call's other conditions forbid
-    // is done on purpose.
+    // SAFETY: throughout: 1. nothing is queued on any stream. Other conditions of a call are
+    // deliberately broken.
     unsafe {
         answers.note("map off the granule", driver.map(range + granule / 2, granule, one));
         answers.note("map nothing", driver.map(range, 0, one));
@@ -382,7 +382,7 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let pages = Pages::new(BYTES);
     answers.note("pin nothing", driver.host_alloc(DEVICE, 0, flags));
     // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised.
-    // 2. nobody else touches them. What a call's other conditions forbid is done on purpose.
+    // 2. nothing else accesses them. Other conditions of a call are deliberately broken.
     unsafe {
         answers.note("register nothing", driver.host_register(DEVICE, pages.at, 0, flags));
         answers.note("unregister what is not", driver.host_unregister(DEVICE, pages.at));
@@ -415,8 +415,8 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         driver.mem_free(DEVICE, block).unwrap();
     }
     let own = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
-    // SAFETY: 1. it came from the driver, but for the second time, which is on purpose. 2. nothing
-    // is queued.
+    // SAFETY: 1. it came from the driver, except for the second, deliberately broken call. 2.
+    // nothing is queued.
     unsafe {
         answers.note("unregister the driver's own", driver.host_unregister(DEVICE, own));
         answers.note("register the driver's own", driver.host_register(DEVICE, own, BYTES, flags));
@@ -426,7 +426,7 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
 }
 
 #[test]
-fn what_callers_rely_on_is_refused_by_its_code() {
+fn invalid_calls_are_refused_with_the_codes_that_callers_rely_on() {
     let Some(driver) = driver() else { return };
     let answers = ask(&driver);
     for (what, code) in &answers.0 {

@@ -1,7 +1,7 @@
-//! Captures, graphs and their release.
+//! Tests of captures, graphs and their release.
 //!
-//! Captures are in thread-local or relaxed mode, unless a test asks for the other and has the
-//! device to itself: in global mode the calls of every other test of this process would break them.
+//! Captures are in thread-local or relaxed mode, unless a test needs global mode and has the device
+//! to itself: in global mode the calls of every other test of this process would break them.
 
 use super::support::{DEVICE, OwnStream, driver, read_back, write};
 use aquifer_driver::{
@@ -51,11 +51,11 @@ fn order(driver: &Arc<dyn Driver>, first: RawStream, then: RawStream) {
     let event = driver.event_create(DEVICE).unwrap();
     driver.event_record(event, first).unwrap();
     driver.stream_wait_event(then, event).unwrap();
-    // SAFETY: 1. nobody else has it; who waits goes on waiting.
+    // SAFETY: 1. known only here. A queued wait for it continues.
     unsafe { driver.event_destroy(event) }.unwrap();
 }
 
-/// Blocks that go when the device is idle.
+/// Blocks that are freed when the device is idle.
 struct Blocks<'a> {
     driver: &'a Arc<dyn Driver>,
     at: [u64; 3],
@@ -104,7 +104,7 @@ fn what_is_captured_runs_at_each_launch_on_whatever_stream() {
         assert_eq!(read_back(&driver, stream.raw, z, BYTES as usize), vec![byte; BYTES as usize]);
         assert_eq!(read_back(&driver, stream.raw, y, 8), [9; 8]);
     }
-    // Two launches that nothing orders but that they are of one executable.
+    // Two launches that are ordered only because they share an executable.
     launch(&driver, exec, s.raw).unwrap();
     launch(&driver, exec, u.raw).unwrap();
     destroy_exec(&driver, exec);
@@ -214,7 +214,7 @@ fn thread_local_captures_are_broken_by_their_own_thread_and_relaxed_ones_by_none
             Err(error) => assert!(breaks && error.code == 901, "{what}: {error}"),
         }
     }
-    // SAFETY: 1. nobody else has it.
+    // SAFETY: 1. known only here.
     unsafe { driver.event_destroy(event) }.unwrap();
 }
 
@@ -236,7 +236,7 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
         driver.set_access(range, granule, &[DEVICE]).unwrap();
         handle
     };
-    // SAFETY: throughout: 1. what is unmapped is not used by anything that is queued. 2. handles go
+    // SAFETY: throughout: 1. unmapped memory is not used by queued work. 2. handles are released
     // once.
     let unmap = |handle| unsafe {
         driver.unmap(DEVICE, range, granule).unwrap();
@@ -246,11 +246,11 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
     let first = map();
     fill(&driver, s.raw, range, 5);
     let graph = driver.capture_end(s.raw).unwrap();
-    // A fill over what is mapped nowhere is refused here, with 1.
+    // A fill over unmapped memory is refused here, with code 1.
     let exec = driver.graph_instantiate(graph).unwrap();
     destroy(&driver, graph);
     unmap(first);
-    // The addresses are what a graph keeps, and other memory lies there now.
+    // A graph keeps addresses, and other memory is mapped there now.
     let second = map();
     launch(&driver, exec, s.raw).unwrap();
     assert_eq!(read_back(&driver, s.raw, range, BYTES as usize), vec![5; BYTES as usize]);

@@ -1,4 +1,4 @@
-//! Pinned memory, and copies from and to it.
+//! Tests of pinned memory, and of copies from and to it.
 
 use super::support::{DEVICE, OwnStream, driver, read_back};
 use aquifer_driver::HostFlags;
@@ -52,8 +52,8 @@ fn pinned_memory_of_the_driver_goes_there_and_back() {
     for flags in [HostFlags::default(), combined] {
         let up = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
         let down = driver.host_alloc(DEVICE, BYTES, HostFlags::default()).unwrap();
-        // SAFETY: 1. both are writable for `BYTES`, and nobody else's. 2. the host waits before it
-        // looks.
+        // SAFETY: 1. both are writable for `BYTES`, and belong to this test. 2. the host waits
+        // before it reads.
         unsafe {
             up.write_bytes(0x3C, BYTES);
             driver.copy_to_device(stream.raw, block, up, BYTES).unwrap();
@@ -87,12 +87,12 @@ fn a_registration_is_pinned_until_it_ends() {
         unsafe { driver.host_register(DEVICE, pages.at, BYTES, HostFlags::default()) }.unwrap_err();
     assert_eq!((again.code, again.name), (712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"));
     let block = driver.mem_alloc(DEVICE, BYTES as u64).unwrap();
-    // SAFETY: 1. both live until the stream is idle. 2. nobody touches them meanwhile.
+    // SAFETY: 1. both live until the stream is idle. 2. nothing else accesses them meanwhile.
     unsafe { driver.copy_to_device(stream.raw, block, pages.at, BYTES) }.unwrap();
     assert!(read_back(&driver, stream.raw, block, BYTES).iter().all(|&byte| byte == 0x5D));
     // SAFETY: 1. it starts a registration. 2. the stream is idle.
     unsafe { driver.host_unregister(DEVICE, pages.at) }.unwrap();
-    // SAFETY: 1. it starts none, which is what is asked.
+    // SAFETY: 1. it starts no registration, which is what is tested.
     let gone = unsafe { driver.host_unregister(DEVICE, pages.at) }.unwrap_err();
     assert_eq!(gone.code, 713);
     // SAFETY: 1. the block is this test's own. 2. the stream is idle.
@@ -111,7 +111,7 @@ fn a_copy_across_two_registrations_is_refused_and_breaks_nothing() {
         // SAFETY: 1. the pages live until both registrations have ended.
         unsafe { driver.host_register(DEVICE, half, BYTES / 2, HostFlags::default()) }.unwrap();
     }
-    // SAFETY: 1. both sides live until the stream is idle. 2. nobody touches them meanwhile.
+    // SAFETY: 1. both sides live until the stream is idle. 2. nothing else accesses them meanwhile.
     let (up, down) = unsafe {
         let up = driver.copy_to_device(stream.raw, block, pages.at, BYTES);
         (up, driver.copy_to_host(stream.raw, pages.at, block, BYTES))

@@ -1,10 +1,10 @@
-//! Memory that is exported and imported again.
+//! Tests of memory that is exported and imported.
 
 use super::support::{DEVICE, OwnStream, driver, read_back};
 use aquifer_driver::{Driver, ExportTypes};
 use std::{os::fd::AsFd, sync::Arc};
 
-/// The granularity, or `None` and a line where the device cannot export.
+/// Returns the granularity, or `None` with a message if the device cannot export.
 fn granularity(driver: &Arc<dyn Driver>) -> Option<u64> {
     let info = driver.device_info(DEVICE).unwrap();
     if !info.virtual_memory || !info.export_types.posix_fd {
@@ -55,7 +55,7 @@ fn memory_that_was_not_made_for_it_is_not_exported() {
     let handle = driver.handle_create(DEVICE, granule).unwrap();
     let refused = driver.handle_export(handle).unwrap_err();
     let file = std::fs::File::open("/dev/zero").unwrap();
-    // SAFETY: 1. nobody works with the memory.
+    // SAFETY: 1. the memory is not used.
     let no_memory = unsafe { driver.handle_import(DEVICE, file.as_fd()) }.unwrap_err();
     println!("export of plain memory: {refused}; import of another file: {no_memory}");
     assert_eq!(refused.code, 1);

@@ -1,4 +1,4 @@
-//! Our memory in cudarc's hands.
+//! Tests of memory lent to cudarc.
 
 use super::{
     gpu,
@@ -20,19 +20,18 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The least that an operand can be: one user at a time, and whoever comes next waits for the one
-/// before.
+/// A minimal operand: it has one user at a time, and the next user waits for the last one.
 struct Floats {
     driver: Arc<dyn Driver>,
     address: u64,
     len: usize,
     last: Mutex<RawStream>,
-    /// Refuse streams that nobody keeps alive, as a pool does.
+    /// Whether to refuse streams without a keep-alive, as a pool does.
     strict: bool,
     kept: Mutex<Vec<KeepAlive>>,
 }
 
-// SAFETY: 1. the allocation is this value's alone. 2. the next user waits for the last one,
+// SAFETY: 1. the allocation belongs to this value alone. 2. the next user waits for the last one,
 // whatever the access; streams are kept alive; Drop waits for the device.
 unsafe impl Operand for Floats {
     fn range(&self) -> DeviceRange {
@@ -50,7 +49,7 @@ unsafe impl Operand for Floats {
         let event = self.driver.event_create(DEVICE)?;
         self.driver.event_record(event, *last)?;
         self.driver.stream_wait_event(stream, event)?;
-        // SAFETY: 1. the event is private to this call. Who waits for it goes on waiting.
+        // SAFETY: 1. the event is private to this call. A queued wait for it continues.
         unsafe { self.driver.event_destroy(event) }?;
         self.kept.lock().unwrap().extend(alive);
         *last = stream;
@@ -58,7 +57,7 @@ unsafe impl Operand for Floats {
     }
 }
 
-// SAFETY: 1. nobody else has the allocation.
+// SAFETY: 1. the allocation has no other owner.
 unsafe impl OperandMut for Floats {}
 
 impl Typed for Floats {
@@ -75,7 +74,7 @@ impl Floats {
         Self { driver: driver.clone(), address, len, last, strict, kept }
     }
 
-    /// What it holds, after everything else.
+    /// Returns the contents after all earlier work.
     fn read(&self, stream: &OwnStream) -> Vec<f32> {
         self.order(stream.raw, None, Access::Read).unwrap();
         let bytes = read_back(&self.driver, stream.raw, self.address, 4 * self.len);
@@ -118,11 +117,11 @@ fn a_kernel_of_cudarc_runs_on_lent_memory_in_order() {
             let config = LaunchConfig::for_num_elems(LEN as u32);
             let mut launch = cu.launch_builder(&scale);
             launch.arg(&mut lent).arg(&2.0f32).arg(&(LEN as u32)).arg(&0u64);
-            // SAFETY: 1. the kernel takes a float pointer, a float, a count and a time, and touches
-            // so many elements.
+            // SAFETY: 1. the kernel takes a float pointer, a float, a count and a time, and
+            // accesses this many elements.
             unsafe { launch.launch(config) }.unwrap();
         }
-        // Our stream reads right behind the kernel, with no word from the host.
+        // The owner's stream reads directly after the kernel, without a host wait.
         let expected = 2.0f32.powi(round);
         assert!(x.read(&s).iter().all(|&value| value == expected), "round {round}");
     }

@@ -1,6 +1,6 @@
-//! The CUDA driver on a real GPU, every call of it, through `Arc<dyn Driver>`.
+//! Tests of every call of the CUDA driver on a real GPU, through `Arc<dyn Driver>`.
 //!
-//! Without a GPU each test says `skipped: …`; with `AQUIFER_REQUIRE_GPU=1` that is a failure.
+//! Without a GPU each test prints `skipped: …`. With `AQUIFER_REQUIRE_GPU=1` that is a failure.
 #![cfg_attr(
     feature = "cuda",
     expect(

@@ -1,4 +1,4 @@
-//! Devices, streams, events, and what they order.
+//! Tests of devices, streams and events, and of the order that they establish.
 
 use super::support::{DEVICE, OwnStream, cuda, driver, read_back, write};
 use aquifer_driver::{Call, CaptureMode, DeviceId, Driver, HostFlags, Relaxed};
@@ -66,8 +66,8 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
     let block = driver.mem_alloc(DEVICE, LARGEST as u64).unwrap();
     let host = driver.host_alloc(DEVICE, LARGEST, HostFlags::default()).unwrap();
     let word = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
-    // SAFETY: throughout: 1. the memory lives until the end, and is this test's own. 2. one stream;
-    // the host looks at what it has waited for.
+    // SAFETY: throughout: 1. the memory lives until the end, and belongs to this test. 2. one
+    // stream; the host reads what it has waited for.
     unsafe {
         let word_of = AtomicU32::from_ptr(word.cast().as_ptr());
         word_of.store(u32::MAX - 50, Ordering::Relaxed);
@@ -80,7 +80,7 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
             assert_eq!(word.load(Ordering::Acquire), value);
             seen
         };
-        // Other tests hold some of them up: the best of a few goes counts.
+        // Other tests delay some of the runs, so the best of a few counts.
         let mut most = 0;
         for _ in 0..5 {
             let mut seen = 0;
@@ -126,11 +126,11 @@ fn an_event_orders_two_streams_without_the_host() {
     let last = driver.mem_alloc(DEVICE, u64::from(ROUNDS)).unwrap();
     for round in 0..ROUNDS {
         // SAFETY: 1. both blocks live until the end. 2. each stream waits for the other's event
-        // before it touches them.
+        // before it accesses them.
         unsafe { driver.fill(s.raw, block, round + 1, BYTES) }.unwrap();
         driver.event_record(filled, s.raw).unwrap();
         driver.stream_wait_event(u.raw, filled).unwrap();
-        // The last byte to be filled is the one that is taken.
+        // The copy takes the byte that is filled last.
         // SAFETY: 1. and 2. as above.
         unsafe { driver.copy_on_device(u.raw, last + u64::from(round), block + BYTES - 1, 1) }
             .unwrap();
@@ -164,7 +164,7 @@ fn not_ready_is_an_answer() {
         unsafe { driver.fill(stream.raw, block, byte, BYTES) }.unwrap();
     }
     driver.event_record(event, stream.raw).unwrap();
-    // 32 GiB of fills take milliseconds, the two questions a microsecond.
+    // 32 GiB of fills take milliseconds, and the two queries a microsecond.
     assert!(!driver.event_query(event).unwrap());
     assert!(!driver.stream_query(stream.raw).unwrap());
     stream.synchronize();
@@ -233,7 +233,7 @@ fn a_context_that_another_library_made_current_stays_current() {
     use cudarc::driver::{CudaContext, result, sys};
     type Create = unsafe extern "C" fn(*mut sys::CUcontext, u32, sys::CUdevice) -> u32;
     let Some(driver) = driver() else { return };
-    // A thread that has none keeps the one it is given.
+    // A thread without a context keeps the one that it is given.
     std::thread::scope(|scope| {
         scope.spawn(|| {
             assert!(result::ctx::get_current().unwrap().is_none());
@@ -244,7 +244,7 @@ fn a_context_that_another_library_made_current_stays_current() {
             let primary = CudaContext::new(0).unwrap();
             let mut context = std::ptr::null_mut();
             // SAFETY: 1. the type is the one that cuda.h declares for this symbol. 2. `context` is
-            // writable. 3. it is this thread's to give away.
+            // writable. 3. this thread may release it.
             let other = unsafe {
                 let create = *sys::culib().get::<Create>(b"cuCtxCreate_v2\0").unwrap();
                 assert_eq!(create(&raw mut context, 0, primary.cu_device()), 0);

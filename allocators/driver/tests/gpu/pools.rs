@@ -1,4 +1,4 @@
-//! Whole allocations, and the driver's own pools.
+//! Tests of single allocations, and of the driver's own pools.
 
 use super::support::{DEVICE, OwnStream, driver, read_back};
 

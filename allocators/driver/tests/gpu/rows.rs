@@ -1,5 +1,5 @@
-//! Copies and fills that go row by row, fills with elements of several bytes, and copies between
-//! two devices.
+//! Tests of copies and fills by rows, fills with elements of several bytes, and copies between two
+//! devices.
 
 use super::{
     host::Pages,
@@ -14,7 +14,7 @@ fn at(start: u64, pitch: u64) -> Pitched<u64> {
     Pitched { start, pitch }
 }
 
-/// The rows of `from` put into `to`.
+/// Returns `to` with the rows of `from` copied into it.
 fn expected(
     mut to: Vec<u8>,
     to_pitch: usize,
@@ -29,7 +29,7 @@ fn expected(
     to
 }
 
-/// Two blocks of a mebibyte, which end with the test.
+/// Two blocks of one MiB, which are freed with the test.
 struct Blocks {
     driver: Arc<dyn Driver>,
     stream: OwnStream,
@@ -72,8 +72,8 @@ fn rows_go_up_across_and_down_from_pinned_and_pageable_memory() {
         }
         pages.slice().copy_from_slice(&counted);
         let rows = Rows { width: 300, height: 700 };
-        // SAFETY: 1. 700 rows at a pitch of at most 1024 lie in each mebibyte, all of which live
-        // on. 2. one stream, and the host waits before it looks.
+        // SAFETY: 1. 700 rows at a pitch of at most 1024 lie in each MiB, all of which live on. 2.
+        // one stream, and the host waits before it reads.
         unsafe {
             driver.fill(s, x, 0xaa, BYTES as u64).unwrap();
             driver.fill(s, y, 0xbb, BYTES as u64).unwrap();
@@ -155,8 +155,8 @@ fn bytes_go_from_one_device_to_another() {
     assert!(blocks.read(y) == counted);
     let mut back = vec![0u8; BYTES];
     let far = driver.stream_create(other, 0).unwrap();
-    // SAFETY: 1. the block is idle and lives on; the stream is this test's own, and ended once. 2.
-    // nothing else runs.
+    // SAFETY: 1. the block is idle and lives on; the stream belongs to this test and is destroyed
+    // once. 2. nothing else runs.
     unsafe {
         driver.copy_to_host(far, NonNull::from(&mut back[..]).cast(), there, BYTES).unwrap();
         driver.stream_synchronize(far).unwrap();

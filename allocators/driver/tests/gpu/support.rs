@@ -1,4 +1,4 @@
-//! A device to test on, or a word on why there is none.
+//! A device to test on, or the reason why there is none.
 
 use super::gpu::skip;
 use aquifer_driver::{DeviceId, Driver, RawStream, cuda::CudaDriver};
@@ -7,7 +7,7 @@ use std::{ptr::NonNull, sync::Arc};
 /// The device that the tests run on.
 pub(crate) const DEVICE: DeviceId = DeviceId(0);
 
-/// The driver, or `None` and a line that says why the test does nothing.
+/// Returns the driver, or `None` with a message that states why the test does nothing.
 pub(crate) fn cuda() -> Option<Arc<CudaDriver>> {
     match CudaDriver::open() {
         Ok(driver) => Some(driver),
@@ -18,12 +18,12 @@ pub(crate) fn cuda() -> Option<Arc<CudaDriver>> {
     }
 }
 
-/// The same as pools use it.
+/// Returns the driver as pools use it.
 pub(crate) fn driver() -> Option<Arc<dyn Driver>> {
     cuda().map(|driver| driver as Arc<dyn Driver>)
 }
 
-/// A stream that ends with the test.
+/// A stream that is destroyed with the test.
 pub(crate) struct OwnStream {
     driver: Arc<dyn Driver>,
     pub(crate) raw: RawStream,
@@ -56,7 +56,7 @@ pub(crate) fn read_back(
 ) -> Vec<u8> {
     let mut back = vec![0u8; bytes];
     // SAFETY: 1. `back` is writable and the caller's range mapped until the synchronisation below.
-    // 2. nobody else has either.
+    // 2. nothing else uses either.
     unsafe { driver.copy_to_host(stream, NonNull::from(&mut back[..]).cast(), from, bytes) }
         .unwrap();
     driver.stream_synchronize(stream).unwrap();
@@ -66,7 +66,7 @@ pub(crate) fn read_back(
 /// Writes bytes to device memory, and waits until they are there.
 pub(crate) fn write(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, bytes: &[u8]) {
     // SAFETY: 1. `bytes` is readable and the caller's range mapped until the synchronisation below.
-    // 2. nobody else has either.
+    // 2. nothing else uses either.
     unsafe { driver.copy_to_device(stream, to, NonNull::from(bytes).cast(), bytes.len()) }.unwrap();
     driver.stream_synchronize(stream).unwrap();
 }

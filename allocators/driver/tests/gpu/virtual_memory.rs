@@ -1,10 +1,11 @@
-//! Address ranges and physical handles.
+//! Tests of address ranges and physical handles.
 
 use super::support::{DEVICE, OwnStream, driver, read_back};
 use aquifer_driver::{Driver, PhysicalHandle};
 use std::sync::Arc;
 
-/// The granularity, or `None` and a line where the device has no virtual memory management.
+/// Returns the granularity, or `None` with a message if the device has no virtual memory
+/// management.
 fn granularity(driver: &Arc<dyn Driver>) -> Option<u64> {
     let info = driver.device_info(DEVICE).unwrap();
     if !info.virtual_memory {
@@ -14,7 +15,7 @@ fn granularity(driver: &Arc<dyn Driver>) -> Option<u64> {
     Some(info.granularity)
 }
 
-/// Maps a handle and lets the device use it.
+/// Maps a handle and gives the device access.
 fn map(driver: &Arc<dyn Driver>, address: u64, bytes: u64, handle: PhysicalHandle) {
     // SAFETY: 1. every test maps where it has nothing mapped.
     unsafe { driver.map(address, bytes, handle) }.unwrap();
@@ -112,8 +113,8 @@ fn contents_move_with_the_handle() {
         let at = range + (7 - u64::from(i)) * granule;
         assert!(read_back(&driver, stream.raw, at, granule as usize).iter().all(|&byte| byte == i));
     }
-    // One call takes several whole mappings away.
-    // SAFETY: 1. the stream has been synchronised, and everything is this test's own.
+    // One call unmaps several whole mappings.
+    // SAFETY: 1. the stream has been synchronised, and everything belongs to this test.
     unsafe {
         driver.unmap(DEVICE, range + 4 * granule, 4 * granule).unwrap();
         for handle in handles {

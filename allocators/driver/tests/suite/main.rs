@@ -1,4 +1,4 @@
-//! The tests of this crate that can run in one process.
+//! The tests of this crate that can share one process.
 
 #[macro_use]
 mod sim_fixtures;

@@ -1,4 +1,5 @@
-//! The simulated driver refuses, and lets through, what the driver does, by the same codes.
+//! Tests that the simulated driver refuses and accepts the same calls as the real one, with the
+//! same codes.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -31,7 +32,7 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
         assert_eq!(code(d.address_reserve(GPU, 0, 0)), 1);
         assert_eq!(code(d.address_reserve(GPU, GRANULE, 3)), 1);
         assert_eq!(code(d.handle_create(GPU, GRANULE / 2)), 1);
-        // SAFETY: none of these means anything; the simulator must refuse, not crash.
+        // SAFETY: none of these calls is valid; the simulator must refuse without crashing.
         unsafe {
             assert_eq!(code(d.mem_free(GPU, 0x1000)), 1);
             assert_eq!(code(d.pool_free(a, 0x1000)), 1);
@@ -60,7 +61,7 @@ fn mapping_follows_the_rules_of_the_driver() {
         let d = &m.driver;
         let (range, small, large) =
             (m.reserve(4 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
-        // SAFETY: what is wrong is refused; what is right is not touched by any work.
+        // SAFETY: invalid calls are refused, and no work accesses the memory of valid ones.
         unsafe {
             assert_eq!(code(d.map(range, GRANULE, large)), 801, "a handle is mapped whole");
             assert_eq!(code(d.map(range, 2 * GRANULE, small)), 801, "and no more than it");
@@ -109,7 +110,7 @@ fn an_unmap_passes_over_holes() {
     everywhere(|m| {
         let (d, range, one, two) =
             (&m.driver, m.reserve(6 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
-        // SAFETY: no work touches any of it.
+        // SAFETY: no work accesses any of it.
         unsafe {
             d.unmap(GPU, range, 6 * GRANULE).unwrap();
             d.map(range + GRANULE, GRANULE, one).unwrap();
@@ -166,7 +167,7 @@ fn an_unmap_across_a_hole_finds_the_work_behind_it() {
         m.map(range + 2 * GRANULE, handle);
         let (_, earlier) =
             at!(m.write(a, DeviceRange { device: GPU, address: range + 2 * GRANULE, bytes: 1 }));
-        // SAFETY: 1. Broken on purpose; the simulator reports it.
+        // SAFETY: 1. Deliberately broken; the simulator reports it.
         let (_, later) = at!(unsafe { m.driver.unmap(GPU, range, 3 * GRANULE) }.unwrap());
         m.first(ViolationKind::UnmapInFlight, FILE, Some(earlier), later);
     });
@@ -198,7 +199,7 @@ fn pinned_memory_ends_as_it_began_and_where_it_began() {
         let mut own = [0_u8; 64];
         let own = NonNull::from(&mut own).cast::<u8>();
         let pinned = m.pinned(4096);
-        // SAFETY: none of it is touched; what is wrong is refused.
+        // SAFETY: none of it is accessed; invalid calls are refused.
         unsafe {
             assert_eq!(code(d.host_device_address(GPU, own)), 1, "not pinned");
             d.host_register(GPU, own, 32, flags).unwrap();

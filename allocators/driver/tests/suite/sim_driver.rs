@@ -1,5 +1,5 @@
-//! The simulated driver answers as the driver does: capacity, pools, captures, failures, and what
-//! is held.
+//! Tests that the simulated driver behaves as the real one: capacity, pools, captures, failures,
+//! and held resources.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -102,10 +102,10 @@ fn devices_reach_each_other_where_they_are_peers_and_were_given_access() {
         assert_eq!(given.map_err(|error| error.code), if peers { Ok(()) } else { Err(217) });
         m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
         assert_eq!(m.sim.take_violations().is_empty(), peers);
-        // A copy between devices goes either way: the driver stages it where it must.
+        // A copy between devices works in either direction: the driver stages it where needed.
         let far = m.driver.mem_alloc(SECOND, GRANULE).unwrap();
         m.driver.device_synchronize(SECOND).unwrap();
-        // SAFETY: 1. Both are there. 2. One stream.
+        // SAFETY: 1. Both are mapped. 2. One stream.
         unsafe {
             m.driver.fill(a, far, 3, GRANULE).unwrap();
             m.driver.copy_on_device(a, x.address, far, GRANULE).unwrap();
@@ -121,7 +121,7 @@ fn an_event_belongs_to_its_device() {
     let m = Machine::new(Sim::h200(2).symbolic());
     let (a, event) = (m.stream(), m.driver.event_create(SECOND).unwrap());
     assert_eq!(code(m.driver.event_record(event, a)), 400);
-    // But any stream may wait for it.
+    // Any stream may wait for it, however.
     let b = m.driver.stream_create(SECOND, 0).unwrap();
     m.driver.event_record(event, b).unwrap();
     m.driver.stream_wait_event(a, event).unwrap();
@@ -194,7 +194,7 @@ fn what_is_held_is_counted_and_nothing_is_when_all_is_back() {
         let (y, z) = (m.alloc(1), d.pool_alloc(pool, stream, 1).unwrap());
         let host = m.pinned(1);
         let own = NonNull::from(Box::leak(Box::new(0_u8)));
-        // SAFETY: `own` is never freed; the rest is given back below, used by nobody.
+        // SAFETY: `own` is never freed; the rest is freed below and not used.
         unsafe {
             d.host_register(GPU, own, 1, HostFlags::default()).unwrap();
             let held = m.sim.outstanding();
@@ -275,8 +275,7 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
 
 #[test]
 fn nothing_races_with_what_a_lost_device_had_queued() {
-    // Memory that is written on one stream, freed, and given to another that has waited for
-    // nothing.
+    // Memory that is written on one stream, freed, and given to another one that has not waited.
     let handed_over = |lost: bool| {
         let m = Machine::new(Sim::h200(1).stepped());
         let (a, b, range) = (m.stream(), m.stream(), m.alloc(64));
@@ -408,7 +407,7 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
     m.driver.capture_begin(a, CaptureMode::Relaxed).unwrap();
     assert_eq!(code(m.driver.stream_query(a)), 900);
     assert_eq!(code(m.end_capture(a)), 901);
-    // Nor does the driver tell its number then; that of another stream it tells.
+    // The driver does not return its number then, but it returns that of another stream.
     m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
     m.driver.stream_id(m.stream()).unwrap();
     assert_eq!(code(m.driver.stream_id(a)), 900);
@@ -423,9 +422,9 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
 fn a_wait_by_a_word_is_a_wait_for_the_stream_and_its_word_is_pinned() {
     let m = Machine::new(Sim::h200(1).stepped());
     let (a, x, pinned) = (m.stream(), m.alloc(64), m.pinned(64));
-    // SAFETY: 1. 64 bytes that are pinned, this test's own.
+    // SAFETY: 1. 64 pinned bytes that belong to this test.
     let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
-    // SAFETY: 1. one thread at a time waits by a word, and both are there until the end.
+    // SAFETY: 1. one thread at a time waits by a word, and both live until the end.
     let watch = |word: &AtomicU32| unsafe { m.driver.stream_watch(a, word, 7) };
     let fill = || {
         // SAFETY: 1. mapped, until the end. 2. one stream.
@@ -451,7 +450,7 @@ fn a_wait_by_a_word_is_a_wait_for_the_stream_and_its_word_is_pinned() {
 #[test]
 fn each_thread_has_its_own_default_stream() {
     let m = symbolic();
-    // SAFETY: 1. The per-thread default stream is always there.
+    // SAFETY: 1. The per-thread default stream always exists.
     let own = unsafe { RawStream::from_raw(GPU, 2) };
     let here = m.driver.stream_id(own).unwrap();
     let there = std::thread::scope(|scope| {
@@ -472,7 +471,7 @@ fn driver_time_is_modelled_by_the_table() {
     assert_eq!(m.sim.modelled_ns() - before, 500 + 17_300 + 12_000);
     let before = m.sim.modelled_ns();
     m.sim.fail(Call::Map, 1, 1);
-    // SAFETY: 1. Nothing is there.
+    // SAFETY: 1. Nothing is mapped there.
     assert_eq!(code(unsafe { m.driver.map(range, GRANULE, handle) }), 1);
     assert_eq!(m.sim.modelled_ns(), before, "a call that fails costs nothing");
     let mut config = SimConfig::h200(1);

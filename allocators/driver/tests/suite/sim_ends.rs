@@ -1,4 +1,4 @@
-//! Ranges at the end of the address space.
+//! Tests of ranges at the end of the address space.
 
 use aquifer_driver::{
     Access, BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostAccess, HostFlags, Ownership,
@@ -22,7 +22,8 @@ fn work_on_a_range_past_the_last_address_is_reported_and_does_not_run() {
         }
         let kernel = Kernel::new("past the end").writes(range, None);
         sim.launch(stream, kernel.run(|memory| memory.write(0)[0] = 1)).unwrap();
-        // SAFETY: 1. the host sides are whole; what the device cannot reach is not touched.
+        // SAFETY: 1. the host sides are complete; memory that the device cannot reach is not
+        // accessed.
         #[expect(unsafe_code, reason = "copies to addresses that are not there")]
         unsafe {
             let mut word = [0_u8; 8];
@@ -60,7 +61,7 @@ fn a_graph_over_a_range_past_the_last_address_is_reported_at_its_launch_and_does
         sim.launch(stream, kernel.run(|memory| memory.write(0)[0] = 1)).unwrap();
         let graph = driver.capture_end(stream).unwrap();
         let exec = driver.graph_instantiate(graph).unwrap();
-        // SAFETY: 1. what the graph touches is not there, and so is not touched.
+        // SAFETY: 1. the memory of the graph does not exist and is therefore not accessed.
         #[expect(unsafe_code, reason = "launches a graph")]
         unsafe {
             driver.graph_launch(exec, stream).unwrap();

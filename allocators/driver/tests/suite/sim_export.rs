@@ -1,4 +1,4 @@
-//! Memory that others are given, and addresses that others keep.
+//! Tests of exported memory and of registered addresses.
 #![expect(
     unsafe_code,
     reason = "makes driver calls whose conditions the tests meet, or break on purpose"
@@ -14,7 +14,7 @@ use std::{fs::File, os::fd::AsFd, sync::Arc};
 const DEVICE: DeviceId = DeviceId(0);
 const GRANULE: u64 = 2 << 20;
 
-/// An address with the memory of `handle` behind it.
+/// Returns an address at which the memory of `handle` is mapped.
 fn map(driver: &Arc<dyn Driver>, handle: PhysicalHandle) -> u64 {
     let address = driver.address_reserve(DEVICE, GRANULE, 0).unwrap();
     // SAFETY: 1. nothing is mapped in a range that has just been reserved.
@@ -76,7 +76,7 @@ fn memory_is_exported_only_as_it_was_made_to_be() {
     let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
     assert_eq!(driver.handle_export(handle).unwrap_err().code, 1, "made for the fabric alone");
     let name = driver.handle_export_fabric(handle).unwrap();
-    // SAFETY: 1. nobody works with the memory.
+    // SAFETY: 1. the memory is not used.
     assert!(unsafe { driver.handle_import_fabric(DEVICE, &name) }.is_ok());
 }
 
@@ -88,7 +88,7 @@ fn files_and_names_of_others_are_refused() {
     let other = Sim::h200(1).driver();
     let file = File::open("/dev/zero").unwrap();
     for fd in [file.as_fd(), elsewhere.as_fd()] {
-        // SAFETY: 1. nobody works with the memory.
+        // SAFETY: 1. the memory is not used.
         assert_eq!(unsafe { other.handle_import(DEVICE, fd) }.unwrap_err().code, 1);
     }
 }
@@ -107,7 +107,7 @@ fn a_mapping_that_goes_or_comes_under_a_registration_is_reported_with_both_lines
     drop(entered);
     let entered = aquifer_driver::site::enter();
     let moved = line!() - 1;
-    // SAFETY: 1. nothing is queued; the registration is broken on purpose.
+    // SAFETY: 1. nothing is queued; the registration is deliberately broken.
     unsafe {
         driver.unmap(DEVICE, address, GRANULE).unwrap();
         driver.map(address, GRANULE, handle).unwrap();
@@ -131,8 +131,8 @@ fn an_allocation_freed_under_a_registration_is_reported() {
     let address = driver.mem_alloc(DEVICE, 4096).unwrap();
     let range = DeviceRange { device: DEVICE, address, bytes: 4096 };
     driver.observer().unwrap().registered(range);
-    // SAFETY: 1. from `mem_alloc`, and freed once. 2. nothing is queued; the registration is broken
-    // on purpose.
+    // SAFETY: 1. from `mem_alloc`, and freed once. 2. nothing is queued; the registration is
+    // deliberately broken.
     unsafe { driver.mem_free(DEVICE, address) }.unwrap();
     assert_eq!(sim.violations()[0].kind, ViolationKind::MovedWhileRegistered);
 }

@@ -1,4 +1,4 @@
-//! Each fault that a program can commit is reported, with both parties and their lines.
+//! Tests that each fault of a program is reported with both parties and their lines.
 #![allow(unsafe_code, reason = "commits on purpose what unsafe calls forbid")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -106,14 +106,14 @@ fn a_use_after_free_is_found_even_in_order() {
 fn the_drivers_own_allocations_are_owned_too() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(100));
-        // SAFETY: 1. It was allocated, and is used afterwards on purpose.
+        // SAFETY: 1. It was allocated. The later use is deliberate.
         let (_, earlier) = at!(unsafe { m.driver.mem_free(GPU, x.address) }.unwrap());
         let (_, later) = at!(m.sim.access(a, x, Access::Read, None).unwrap());
         m.only(ViolationKind::UseAfterFree, FILE, earlier, later);
 
         let pool = m.driver.pool_create(GPU, 0).unwrap();
         let address = m.driver.pool_alloc(pool, a, 100).unwrap();
-        // SAFETY: 1. It was allocated, and is used afterwards on purpose.
+        // SAFETY: 1. It was allocated. The later use is deliberate.
         let (_, earlier) = at!(unsafe { m.driver.pool_free(a, address) }.unwrap());
         let y = DeviceRange { device: GPU, address, bytes: 100 };
         let (_, later) = at!(m.sim.access(a, y, Access::Write, None).unwrap());
@@ -122,7 +122,7 @@ fn the_drivers_own_allocations_are_owned_too() {
 }
 
 #[test]
-fn a_pending_block_is_its_users_alone() {
+fn a_pending_block_is_accessible_only_to_its_users() {
     everywhere(|m| {
         let (a, b) = (m.stream(), m.stream());
         let (x, _) = m.granule();
@@ -147,7 +147,7 @@ fn a_stale_kernel_on_a_block_that_belongs_to_another_is_found_even_in_order() {
         let stale = Kernel::new("stale").writes(x, Some(1));
         let (_, later) = at!(m.sim.launch(a, stale).unwrap());
         m.only(ViolationKind::StaleBlock { declared: 1, live: 2 }, FILE, earlier, later);
-        // And the block's own work is not blamed for it.
+        // The block's own work is not reported for it.
         m.sim.access(a, x, Access::ReadWrite, Some(2)).unwrap();
         m.silent();
     });
@@ -231,7 +231,7 @@ fn a_host_map_with_only_a_gpu_side_wait_before_it_is_found() {
         m.order(a, b);
         m.unmap(x.address);
         let handle = m.handle(GRANULE);
-        // The unmap is a fault of its own; the map is another.
+        // The unmap is a separate fault from the map.
         let _ = m.sim.take_violations();
         let (_, later) = at!(m.map(x.address, handle));
         m.first(ViolationKind::MapInFlight, FILE, Some(earlier), later);
@@ -257,7 +257,7 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
         let (a, x, host) = (m.stream(), m.alloc(4096), m.pinned(4096));
         let address = host.as_ptr() as u64;
         let (_, earlier) =
-            // SAFETY: 1. Both are there, 4096 bytes long. 2. is broken on purpose.
+            // SAFETY: 1. Both exist and are 4096 bytes long. 2. deliberately broken.
             at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         m.sim.host_read(address, 4096);
         m.silent();
@@ -289,7 +289,7 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
         let (_, earlier) =
             // SAFETY: 1. Both are there, 4096 bytes long.
             at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
-        // SAFETY: 2. is broken on purpose; the driver waits for the device.
+        // SAFETY: 2. deliberately broken; the driver waits for the device.
         let (_, later) = at!(unsafe { m.driver.host_free(GPU, host) }.unwrap());
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
 
@@ -299,11 +299,11 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
         unsafe { m.driver.host_register(GPU, host, 4096, HostFlags::default()) }.unwrap();
         // SAFETY: 1. Both are there, 4096 bytes long.
         let (_, earlier) = at!(unsafe { m.driver.copy_to_host(a, host, x.address, 4096) }.unwrap());
-        // SAFETY: 2. is broken on purpose; the driver waits for the device.
+        // SAFETY: 2. deliberately broken; the driver waits for the device.
         let (_, later) = at!(unsafe { m.driver.host_unregister(GPU, host) }.unwrap());
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
 
-        // A pool that takes a block back tells the same.
+        // A pool that takes a block back reports the same.
         let host = m.pinned(4096);
         let (_, earlier) =
             // SAFETY: 1. Both are there, 4096 bytes long.
@@ -377,7 +377,7 @@ fn memory_freed_under_queued_work_is_found() {
     everywhere(|m| {
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(4096));
         let (_, earlier) = at!(m.sim.access(a, x, Access::Write, None).unwrap());
-        // SAFETY: 2. is broken on purpose.
+        // SAFETY: 2. deliberately broken.
         let (_, later) = at!(unsafe { m.driver.mem_free(GPU, x.address) }.unwrap());
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
 
@@ -386,7 +386,7 @@ fn memory_freed_under_queued_work_is_found() {
         let y = DeviceRange { device: GPU, address, bytes: 100 };
         m.order(a, b);
         let (_, earlier) = at!(m.sim.access(b, y, Access::Read, None).unwrap());
-        // SAFETY: 2. is broken on purpose: `a` does not wait for `b`.
+        // SAFETY: 2. deliberately broken: `a` does not wait for `b`.
         let (_, later) = at!(unsafe { m.driver.pool_free(a, address) }.unwrap());
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
     });

@@ -1,5 +1,5 @@
-//! What a launched graph does out of turn is reported, with the lines of the capture, the launch
-//! and the other party.
+//! Tests that unordered work of a launched graph is reported with the lines of the capture, the
+//! launch and the other party.
 #![allow(unsafe_code, reason = "commits on purpose what unsafe calls forbid")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -29,7 +29,7 @@ fn fill(m: &Machine, stream: RawStream, range: DeviceRange) {
     unsafe { m.driver.fill_with(stream, range.address, Pattern::Byte(1), range.bytes) }.unwrap();
 }
 
-/// The line that launched the graph of a violation's later party.
+/// Returns the line that launched the graph of a violation's later party.
 fn launched(fault: &Violation) -> Option<u32> {
     let text = fault.to_string();
     let line = fault.later.launch.map(|site| site.line());
@@ -71,7 +71,7 @@ fn a_launch_races_with_work_that_nothing_orders_with_it_before_and_after() {
         assert_eq!(launched(&fault), Some(launch));
         let (_, after) = at!(m.sim.access(b, x, Access::Read, None).unwrap());
         m.only(ViolationKind::WriteRead, FILE, captured, after);
-        // And with an order there is nothing to say.
+        // With an order there is no violation.
         m.order(a, b);
         m.read(b, x);
         m.order(b, a);
@@ -122,12 +122,12 @@ fn memory_freed_after_the_capture_is_still_written_by_a_launch() {
 }
 
 #[test]
-fn memory_that_is_anothers_by_now_is_still_written_by_a_launch() {
+fn memory_with_a_new_owner_is_still_written_by_a_launch() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(64));
         live(m, x, a, 1);
         let mut captured = 0;
-        // A fill names no block: it means the one that was there when it was captured.
+        // A fill names no block: it means the one that existed when it was captured.
         let exec = m.exec(a, || captured = at!(fill(m, a, x)).1);
         note(m, x, Ownership::Free);
         let (_, given) = at!(live(m, x, a, 2));
@@ -135,7 +135,7 @@ fn memory_that_is_anothers_by_now_is_still_written_by_a_launch() {
         let fault =
             m.only(ViolationKind::StaleBlock { declared: 1, live: 2 }, FILE, given, captured);
         assert_eq!(launched(&fault), Some(launch));
-        // Not so one that is captured now.
+        // This does not apply to a fill captured now.
         let exec = m.exec(a, || fill(m, a, x));
         m.launch(exec, a);
         m.silent();
@@ -143,7 +143,7 @@ fn memory_that_is_anothers_by_now_is_still_written_by_a_launch() {
 }
 
 #[test]
-fn a_part_that_is_anothers_by_now_is_enough() {
+fn a_part_with_a_new_owner_is_enough() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(256));
         let part = |offset, bytes| DeviceRange { address: x.address + offset, bytes, ..x };
@@ -160,14 +160,14 @@ fn a_part_that_is_anothers_by_now_is_enough() {
 }
 
 #[test]
-fn what_is_kept_for_a_graph_it_may_write_whatever_has_been_noted_there() {
+fn a_graph_may_write_memory_kept_for_it_whatever_is_recorded_there() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(256));
         let part = |offset, bytes| DeviceRange { address: x.address + offset, bytes, ..x };
         observer(m).kept_for_graphs(x, 7);
         let mut captured = 0;
         let exec = m.exec(a, || {
-            // Two blocks of the graph's, one after the other at the same place.
+            // Two blocks of the graph, one after the other at the same address.
             live(m, part(0, 64), a, 1);
             captured = at!(fill(m, a, part(0, 64))).1;
             note(m, part(0, 64), Ownership::Free);
@@ -178,14 +178,14 @@ fn what_is_kept_for_a_graph_it_may_write_whatever_has_been_noted_there() {
         note(m, part(0, 64), Ownership::Free);
         m.launch(exec, a);
         m.silent();
-        // Nobody else may.
+        // Other work may not.
         let (_, later) = at!(m.sim.access(a, part(0, 64), Access::Read, None).unwrap());
         let found = m.sim.take_violations();
         assert_eq!(
             (found[0].kind, found[0].later.site.line()),
             (ViolationKind::UseAfterFree, later)
         );
-        // What another keeps, or nobody, is not this graph's.
+        // Memory kept for another graph, or for none, does not belong to this graph.
         observer(m).kept_for_graphs(part(0, 64), 8);
         m.launch(exec, a);
         assert_eq!(m.sim.take_violations().len(), 2, "both nodes");
@@ -233,7 +233,7 @@ fn a_block_given_out_in_a_capture_is_no_use_of_its_memory_until_the_launch() {
             captured = at!(fill(m, a, x)).1;
         });
         m.silent();
-        // Launched elsewhere than captured: what counts is who used the bytes before.
+        // Launched on another stream than captured: the last users of the bytes count.
         m.launch(exec, b);
         m.only(ViolationKind::WriteWrite, FILE, before, captured);
         m.order(b, c);
@@ -278,8 +278,8 @@ fn a_mapping_that_is_gone_is_met_by_the_launch() {
         );
         assert_eq!(launched(&found[0]), Some(launch));
         m.driver.stream_synchronize(a).unwrap();
-        // Mapped again, it is well again; and taken away under a launch that the host has not
-        // waited for, it is not.
+        // Mapping it again makes the launch valid. Unmapping it under a launch that the host has
+        // not waited for is a fault.
         m.map(x.address, handle);
         m.launch(exec, b);
         m.silent();

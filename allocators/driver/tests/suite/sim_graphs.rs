@@ -1,4 +1,4 @@
-//! Captures, and the graphs that they make, do what a driver's do.
+//! Tests that captures and graphs behave as those of the real driver.
 #![allow(
     unsafe_code,
     reason = "the tests answer for the memory that their copies and launches name"
@@ -30,7 +30,7 @@ fn try_launch(m: &Machine, exec: RawGraphExec, stream: RawStream) -> Result<(), 
 }
 
 fn end(m: &Machine, exec: RawGraphExec) {
-    // SAFETY: 1. Tests use it again only to be refused.
+    // SAFETY: 1. Tests use it again only in calls that are refused.
     unsafe { m.driver.graph_exec_destroy(exec) }.unwrap();
 }
 
@@ -108,7 +108,7 @@ fn what_follows_a_launch_waits_for_every_branch_and_what_precedes_it_is_waited_f
             m.order(b, a);
             m.write(a, y);
         });
-        // Neither stream of the capture has to be that of the launch.
+        // The launch may be on a stream that took no part in the capture.
         let other = m.stream();
         m.write(other, x);
         m.launch(exec, other);
@@ -132,7 +132,7 @@ fn launches_of_one_executable_follow_one_another_on_whatever_stream() {
         m.launch(exec, b);
         m.launch(exec, a);
         m.silent();
-        // A stream in the place of one that has gone is as any other.
+        // A stream that takes the place of a destroyed one behaves like any other.
         m.sim.run_all();
         // SAFETY: 1. Not used again.
         unsafe { m.driver.stream_destroy(a) }.unwrap();
@@ -163,7 +163,7 @@ fn a_stepped_launch_runs_node_by_node_its_branches_too() {
 }
 
 #[test]
-fn a_stream_tells_which_capture_it_takes_part_in() {
+fn a_stream_reports_its_capture() {
     let m = bytes();
     let (a, b, c) = (m.stream(), m.stream(), m.stream());
     let status = |stream| m.driver.capture_status(stream);
@@ -175,7 +175,7 @@ fn a_stream_tells_which_capture_it_takes_part_in() {
     assert!(matches!(first, CaptureStatus::Active { .. }));
     assert_eq!(status(b), Ok(first), "it has joined");
     assert_ne!(first, other);
-    // A merge breaks both.
+    // A merge breaks both captures.
     assert_eq!(code(m.driver.stream_wait_event(c, m.fence(b))), 902);
     for stream in [a, b, c] {
         assert_eq!(status(stream), Ok(CaptureStatus::Invalidated));
@@ -192,7 +192,7 @@ fn a_stream_tells_which_capture_it_takes_part_in() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_by_its_code() {
+fn invalid_graph_calls_are_refused_with_their_codes() {
     let m = bytes();
     let (a, b, x) = (m.stream(), m.stream(), m.alloc(4));
     assert_eq!(code(m.driver.capture_begin(m.sim.legacy_stream(GPU), CaptureMode::Global)), 900);
@@ -201,7 +201,7 @@ fn what_makes_no_sense_is_refused_by_its_code() {
     assert_eq!(code(m.driver.capture_begin(a, CaptureMode::ThreadLocal)), 401);
     let wrong = std::thread::scope(|scope| scope.spawn(|| m.driver.capture_end(a)).join().unwrap());
     assert_eq!(code(wrong), 908);
-    // Work of a stream that took part, and is not waited for.
+    // Work of a stream that took part but is not joined.
     m.order(a, b);
     m.write(b, x);
     assert_eq!(code(m.driver.capture_end(a)), 904);
@@ -210,7 +210,7 @@ fn what_makes_no_sense_is_refused_by_its_code() {
     assert_eq!(code(m.driver.capture_end(b)), 903);
     assert_eq!(code(m.driver.capture_end(a)), 901, "and that breaks it");
     assert_eq!(m.driver.capture_status(b), Ok(CaptureStatus::None), "that ends it too");
-    // A stream that took part without work needs no joining.
+    // A stream that took part without work needs no join.
     m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
     let event = m.fence(a);
     m.driver.stream_wait_event(b, event).unwrap();
@@ -292,7 +292,7 @@ fn a_graph_and_its_executables_end_apart_and_launches_end_by_themselves() {
     let exec = m.driver.graph_instantiate(graph).unwrap();
     assert_eq!((m.sim.outstanding().graphs, m.sim.outstanding().graph_execs), (1, 1));
     assert_eq!(m.sim.outstanding().streams, 2, "branches are no streams of the program's");
-    // SAFETY: 1. Used below only to be refused.
+    // SAFETY: 1. Used below only in calls that are refused.
     unsafe { m.driver.graph_destroy(graph) }.unwrap();
     assert_eq!(m.sim.graph_nodes(graph), None);
     assert_eq!(code(m.driver.graph_instantiate(graph)), 1);
@@ -307,7 +307,7 @@ fn a_graph_and_its_executables_end_apart_and_launches_end_by_themselves() {
 }
 
 #[test]
-fn a_release_is_told_once_graph_executables_and_launches_are_done() {
+fn a_release_is_reported_once_graph_executables_and_launches_are_done() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(4));
         let graph = captured(m, a, || m.write(a, x));
@@ -341,7 +341,7 @@ fn a_release_is_told_once_graph_executables_and_launches_are_done() {
             m.sim.run_all();
         }
         assert_eq!(told.load(Ordering::Relaxed), 1);
-        // And the host knows: nobody has to wait for a stream.
+        // The host knows it without waiting for a stream.
         let y = m.stream();
         m.write(y, x);
         m.silent();
@@ -401,7 +401,7 @@ fn a_captured_copy_reads_the_host_when_it_is_launched_pinned_or_not() {
     let mut own = [1_u8; 4];
     let pageable = std::ptr::NonNull::from(&mut own).cast::<u8>();
     for host in [pinned, pageable] {
-        // SAFETY: 1. and 2. Both live, and nobody else touches them.
+        // SAFETY: 1. and 2. Both live, and nothing else accesses them.
         unsafe { host.write_bytes(1, 4) };
         let exec = m.exec(a, || {
             // SAFETY: 1. and 2. as above, and `x` is mapped.
@@ -461,7 +461,7 @@ fn a_call_that_fails_changes_nothing() {
     assert_eq!(m.sim.read_back(x), Some(vec![5; 4]));
     end(&m, exec);
     m.sim.fail(Call::GraphDestroy, 1, 2);
-    // SAFETY: 1. It is refused, and the second time the last.
+    // SAFETY: 1. The first call is refused and the second is the last.
     assert_eq!(code(unsafe { m.driver.graph_destroy(graph) }), 2);
     // SAFETY: 1. as above.
     unsafe { m.driver.graph_destroy(graph) }.unwrap();
@@ -499,7 +499,7 @@ fn a_lost_device_drops_launches_and_tells_the_release_of_what_had_ended() {
 }
 
 #[test]
-fn a_launch_that_is_held_up_holds_up_nobody_else() {
+fn a_delayed_launch_delays_no_other_work() {
     let m = bytes();
     let (a, b, x) = (m.stream(), m.stream(), m.alloc(4));
     let exec = m.exec(a, || m.write(a, x));

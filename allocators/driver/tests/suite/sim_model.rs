@@ -1,6 +1,8 @@
-//! The oracle against a plain search: random programs, every action a node of a graph, every
-//! promised order an edge, and a race wherever two accesses meet that no path joins. The oracle
-//! keeps no graph, and must say the same.
+//! Compares the oracle with a plain search over random programs.
+//!
+//! In the search every action is a node of a graph and every guaranteed order is an edge. Two
+//! conflicting accesses race if no path joins them. The oracle keeps no graph and must report the
+//! same.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::sim_fixtures::{GPU, Machine};
@@ -9,7 +11,7 @@ use aquifer_driver::{
     sim::{Sim, ViolationKind},
 };
 
-/// Everything that happens, in the order in which the host asked for it.
+/// All actions, in the order in which the host requested them.
 #[derive(Default)]
 struct Graph {
     /// For each node, whether each earlier node comes before it.
@@ -17,7 +19,7 @@ struct Graph {
 }
 
 impl Graph {
-    /// A node behind these, and behind all that they are behind.
+    /// Adds a node after the given ones, and after all their predecessors.
     fn add(&mut self, after: &[Option<usize>]) -> usize {
         let mut before = vec![false; self.before.len()];
         for &node in after.iter().flatten() {
@@ -54,7 +56,7 @@ impl Random {
 const STREAMS: usize = 4;
 const EVENTS: usize = 3;
 
-/// Runs one program until its first race. How many accesses it made, and whether it raced.
+/// Runs one program until its first race. Returns the number of its accesses, and whether it raced.
 fn program(sim: Sim, seed: u64) -> (usize, bool) {
     let mut random = Random(seed);
     let m = Machine::new(sim);
@@ -64,7 +66,8 @@ fn program(sim: Sim, seed: u64) -> (usize, bool) {
 
     let mut graph = Graph::default();
     let mut made: Vec<Made> = Vec::new();
-    // The last node of the host, of each stream, and behind which each event was recorded.
+    // The last node of the host and of each stream, and the node after which each event was
+    // recorded.
     let mut host: Option<usize> = None;
     let mut tails = [None; STREAMS];
     let mut recorded = [None; EVENTS];
@@ -98,7 +101,7 @@ fn program(sim: Sim, seed: u64) -> (usize, bool) {
                 m.sim.step(streams[s]);
             }
             _ => {
-                // One's own part, or anybody's behind a fence that is rarely forgotten.
+                // The stream's own part, or any part after a fence that is rarely omitted.
                 let own = random.below(3) > 0;
                 let from = if own { s as u64 * 16 } else { random.below(64) };
                 let to = if own { from + 16 } else { (from + 1 + random.below(32)).min(64) };
@@ -170,7 +173,7 @@ fn the_oracle_finds_the_first_race_of_a_program_and_nothing_before_it() {
         accesses += made;
         raced += usize::from(race);
     }
-    // The programs are worth something: both kinds are there, and they are not all over at once.
+    // The programs must cover both cases and must not all end early.
     assert!(raced > 300 && programs as usize - raced > 100, "{raced} raced");
     assert!(accesses > 6 * programs as usize, "{accesses} accesses");
 }

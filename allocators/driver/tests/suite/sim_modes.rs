@@ -1,4 +1,4 @@
-//! What lies behind addresses, and when work runs.
+//! Tests of what memory addresses stand for, and of when work runs.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -24,13 +24,13 @@ fn stepped() -> Machine {
     Machine::new(Sim::h200(1).capacity(256 << 20).stepped())
 }
 
-/// A buffer of the program's, and its address.
+/// Returns the address of a buffer of the program.
 fn buffer(bytes: &mut [u8]) -> NonNull<u8> {
     NonNull::from(bytes).cast()
 }
 
 #[test]
-fn builders_change_what_they_say_and_nothing_else() {
+fn builders_change_only_the_named_setting() {
     let sim = Sim::h200(2).symbolic().stepped().capacity(1 << 30).host_agents(3);
     let config = sim.config();
     assert_eq!(
@@ -71,7 +71,7 @@ fn copies_and_fills_and_kernels_move_bytes() {
             m.driver.copy_to_host(a, buffer(&mut down), x.address, 1000).unwrap();
         }
         m.driver.stream_synchronize(a).unwrap();
-        // One byte of x, then what add made of y.
+        // One byte of x, then the result of `add` for y.
         let expected: Vec<u8> =
             std::iter::once(0).chain((0..999).map(|n: u32| (n as u8).wrapping_add(7))).collect();
         assert_eq!(down, expected);
@@ -96,7 +96,7 @@ fn a_copy_from_pageable_memory_takes_the_bytes_of_the_call() {
 fn a_copy_from_pinned_memory_takes_the_bytes_of_its_turn() {
     let m = stepped();
     let (a, x, host) = (m.stream(), m.alloc(8), m.pinned(8));
-    // SAFETY: 1. Both are 8 bytes long. 2. is broken on purpose, on one thread.
+    // SAFETY: 1. Both are 8 bytes long. 2. deliberately broken, on one thread.
     unsafe {
         m.driver.copy_to_device(a, x.address, host, 8).unwrap();
         host.as_ptr().write_bytes(3, 8);
@@ -224,7 +224,7 @@ fn work_of_a_destroyed_stream_still_runs() {
     assert_eq!(m.stream().handle(), a.handle(), "and its number comes back then");
 }
 
-/// What ran, in order, of a program of four streams that share nothing.
+/// Runs a program of four independent streams and returns the order of its work.
 fn order_of(seed: u64) -> Vec<u64> {
     let m = Machine::new(Sim::h200(1).seeded(seed));
     let ran = Arc::new(Mutex::new(Vec::new()));
@@ -305,7 +305,7 @@ fn a_thread_that_waits_is_woken_by_the_work_of_another() {
             let waiter = scope.spawn(|| m.driver.stream_synchronize(b));
             std::thread::sleep(Duration::from_millis(5));
             assert!(!waiter.is_finished());
-            // Where nothing runs by itself, the thread that waits runs this.
+            // On a machine that runs nothing by itself, the waiting thread runs this.
             m.sim.write_value(a, flag.address, 1).unwrap();
             let deadline = Instant::now() + PATIENCE;
             while !waiter.is_finished() && Instant::now() < deadline {
@@ -392,7 +392,7 @@ fn without_the_oracle_bytes_are_still_kept_from_faulty_work() {
     m.sim.oracle(false);
     let a = m.stream();
     let nothing = DeviceRange { device: GPU, address: m.reserve(GRANULE), bytes: 8 };
-    // SAFETY: 1. is broken on purpose: the simulator must refuse.
+    // SAFETY: 1. deliberately broken: the simulator must refuse.
     unsafe { m.driver.fill(a, nothing.address, 1, 8) }.unwrap();
     m.sim
         .launch(a, Kernel::new("wild").writes(nothing, None).run(|memory| memory.write(0).fill(1)))
@@ -409,7 +409,7 @@ fn the_longest_path_grows_by_what_is_held_up_and_by_nothing_else() {
         m.read(b, x);
     }
     assert_eq!(m.sim.longest_path(), 3, "side by side");
-    // Behind the third of `a`: the fourth of `b` holds nobody up, what comes behind the wait does.
+    // After the third of `a`: the fourth of `b` delays nothing, but the work after the wait does.
     let event = m.fence(a);
     for _ in 0..4 {
         m.read(a, x);
@@ -420,7 +420,7 @@ fn the_longest_path_grows_by_what_is_held_up_and_by_nothing_else() {
     m.order(a, b);
     m.read(b, x);
     assert_eq!(m.sim.longest_path(), 8);
-    // A wait for what has run already is none.
+    // A wait for completed work has no cost.
     let c = m.stream();
     m.sim.run_all();
     m.order(b, c);
@@ -429,7 +429,7 @@ fn the_longest_path_grows_by_what_is_held_up_and_by_nothing_else() {
 }
 
 #[test]
-fn what_the_host_waited_for_comes_before_all_that_it_queues() {
+fn work_the_host_waited_for_precedes_all_that_it_queues() {
     let waits: [fn(&Machine, RawStream); 3] = [
         |m, a| m.driver.stream_synchronize(a).unwrap(),
         |m, a| m.driver.event_synchronize(m.fence(a)).unwrap(),
@@ -443,7 +443,7 @@ fn what_the_host_waited_for_comes_before_all_that_it_queues() {
         wait(&m, a);
         m.read(b, x);
         assert_eq!(m.sim.longest_path(), 3);
-        // A second look finds nothing to wait for, and a query never waits.
+        // A second query finds nothing to wait for, and a query never waits.
         m.sim.run_all();
         wait(&m, b);
         assert!(m.driver.stream_query(b).unwrap());
@@ -462,7 +462,7 @@ fn a_paced_device_falls_behind_and_catches_up_when_asked() {
             m.read(a, x);
             sum += m.sim.pending(a);
         }
-        // Whoever asks again and again lets time pass.
+        // Repeated polling lets time pass.
         let event = m.fence(a);
         assert!((0..10_000).any(|_| m.driver.event_query(event).unwrap()), "{pace}");
         sum / 2000

@@ -1,5 +1,5 @@
-//! What happens with violations that no test takes: on standard error, by a panic, by the status of
-//! the process.
+//! Tests of violations that no test takes: they are printed on standard error, raised as a panic,
+//! or returned as the exit status.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{
@@ -13,7 +13,7 @@ use std::{
     sync::OnceLock,
 };
 
-/// Two streams, and a write that nothing orders before a read.
+/// Queues a write on one stream and an unordered read on another.
 fn race(sim: &Sim) {
     let driver = sim.driver();
     let (a, b) = (
@@ -29,13 +29,13 @@ fn race(sim: &Sim) {
     sim.access(b, range, Access::Read, None).unwrap();
 }
 
-/// Where this file says `text` first, as a report names it.
+/// Returns the first place of `text` in this file, as a report names it.
 fn site(text: &str) -> String {
     let before = include_str!("sim_reports.rs").lines().position(|line| line.contains(text));
     format!("sim_reports.rs:{}", before.unwrap() + 1)
 }
 
-/// Runs `child` in a process of its own.
+/// Runs `child` in a separate process.
 fn run(what: &str, variable: Option<&str>) -> (Output, String) {
     let mut command = Command::new(env::current_exe().unwrap());
     command
@@ -50,7 +50,7 @@ fn run(what: &str, variable: Option<&str>) -> (Output, String) {
     (output, text)
 }
 
-/// What the other tests run, each in a process of its own.
+/// The programs of the other tests, each run in a separate process.
 #[test]
 #[ignore = "run by the others, in processes of their own"]
 fn child() {
@@ -82,7 +82,7 @@ fn child() {
 }
 
 #[test]
-fn what_nobody_takes_is_written_when_the_machine_ends_with_both_lines() {
+fn violations_not_taken_are_printed_with_both_lines_when_the_machine_ends() {
     let (output, text) = run("dropped", None);
     assert!(output.status.success(), "{text}");
     assert!(text.contains("aquifer: the simulated GPU found 1 violation\n"), "{text}");
@@ -101,7 +101,7 @@ fn a_machine_that_is_never_dropped_reports_when_the_process_ends() {
 }
 
 #[test]
-fn what_has_been_taken_or_written_is_not_written_again() {
+fn violations_taken_or_printed_are_not_printed_again() {
     assert!(!run("taken", None).1.contains("violation"));
     assert_eq!(run("reported", None).1.matches("1 violation").count(), 1);
     let (_, text) = run("one more", None);
@@ -138,7 +138,7 @@ fn the_environment_chooses_where_the_program_does_not() {
 }
 
 #[test]
-fn a_value_of_the_environment_that_says_nothing_is_told_once_and_nothing_is_hidden() {
+fn an_invalid_environment_value_is_reported_once_and_hides_nothing() {
     let (output, text) = run("dropped", Some("loud"));
     assert!(output.status.success());
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Copies and fills that go row by row, and fills with elements of several bytes: what they move,
-//! what is refused, and what the oracle makes of each row.
+//! Tests of copies and fills by rows, and of fills with elements of several bytes: their results,
+//! refusals, and the oracle's view of each row.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -19,13 +19,13 @@ fn host(bytes: &mut [u8], pitch: u64) -> Pitched<NonNull<u8>> {
     Pitched { start: NonNull::from(bytes).cast(), pitch }
 }
 
-/// What a machine with bytes has at an address.
+/// Returns the contents at an address on a machine that stores bytes.
 fn read(m: &Machine, x: DeviceRange) -> Option<Vec<u8>> {
     m.driver.device_synchronize(x.device).unwrap();
     m.sim.read_back(x)
 }
 
-/// The rows of `from` put into `to`, as a copy should.
+/// Returns `to` with the rows of `from` copied into it.
 fn expected(
     mut to: Vec<u8>,
     to_pitch: usize,
@@ -74,8 +74,8 @@ fn rows_of_pinned_memory_are_read_when_their_turn_comes() {
     let m = Machine::new(aquifer_driver::sim::Sim::h200(1).stepped());
     let (a, x, pinned) = (m.stream(), m.alloc(32), m.pinned(64));
     let mut pageable = [1_u8; 32];
-    // SAFETY: 1. all of it is there until the host has waited. 2. the late write is on purpose, on
-    // one thread.
+    // SAFETY: 1. all of it lives until the host has waited. 2. the late write is deliberate, on one
+    // thread.
     unsafe {
         let from = Pitched { start: pinned, pitch: 8 };
         m.driver.copy_2d_to_device(a, at(x.address, 5), from, ROWS).unwrap();
@@ -126,7 +126,7 @@ fn pitches_and_addresses_that_cannot_be_are_refused_and_nothing_is_queued() {
         let mut bytes = [0_u8; 64];
         let before = m.sim.accesses_checked();
         let (start, d) = (x.address, &m.driver);
-        // SAFETY: what is wrong is refused, and what has no bytes touches none.
+        // SAFETY: invalid calls are refused, and empty ones access nothing.
         unsafe {
             let refused = [
                 d.copy_2d_to_device(a, at(start, 4), host(&mut bytes, 5), ROWS),
@@ -158,7 +158,7 @@ fn pitches_and_addresses_that_cannot_be_are_refused_and_nothing_is_queued() {
 fn two_streams_may_have_the_two_halves_of_every_row() {
     everywhere(|m| {
         let (a, b, x, y) = (m.stream(), m.stream(), m.alloc(64), m.alloc(64));
-        // SAFETY: 1. rows of 4 at a pitch of 8 lie in the 64 bytes. 2. the streams touch different
+        // SAFETY: 1. rows of 4 at a pitch of 8 lie in the 64 bytes. 2. the streams access different
         // bytes.
         unsafe {
             let rows = Rows { width: 4, height: 8 };
@@ -176,7 +176,7 @@ fn a_row_that_another_stream_has_is_a_race() {
         let rows = Rows { width: 4, height: 8 };
         let fifth = x.address + 4 * 8 + 3;
         let to = at(x.address, 8);
-        // SAFETY: 1. all of it lies in the 64 bytes. 2. broken on purpose.
+        // SAFETY: 1. all of it lies in the 64 bytes. 2. deliberately broken.
         let ((), wrote) = at!(unsafe { m.driver.fill_2d(a, to, Pattern::Byte(1), rows) }.unwrap());
         // SAFETY: as above.
         let ((), read) = at!(unsafe { m.driver.copy_on_device(b, y.address, fifth, 2) }.unwrap());
@@ -191,7 +191,7 @@ fn rows_of_the_host_are_held_against_its_own_accesses_and_registrations() {
         let from = Pitched { start: pinned, pitch: 8 };
         let rows = Rows { width: 4, height: 8 };
         let to = at(x.address, 8);
-        // SAFETY: 1. and 2. both sides are there; what the host says it does is checked only.
+        // SAFETY: 1. and 2. both sides live; the declared host accesses are only checked.
         let ((), copied) = at!(unsafe { m.driver.copy_2d_to_device(a, to, from, rows) }.unwrap());
         let start = pinned.as_ptr() as u64;
         m.sim.host_write(start + 4, 4);
@@ -200,7 +200,7 @@ fn rows_of_the_host_are_held_against_its_own_accesses_and_registrations() {
         m.only(ViolationKind::ReadWrite, FILE, copied, wrote);
         m.driver.stream_synchronize(a).unwrap();
 
-        // The last row reaches past the registration's end by one byte.
+        // The last row ends one byte beyond the registration.
         let past = Pitched { start: pinned, pitch: 20 };
         let rows = Rows { width: 5, height: 4 };
         // SAFETY: refused.
@@ -211,11 +211,11 @@ fn rows_of_the_host_are_held_against_its_own_accesses_and_registrations() {
 }
 
 #[test]
-fn rows_of_nobodys_memory_are_reported_and_not_touched() {
+fn rows_of_unowned_memory_are_reported_and_not_accessed() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(1 << 20));
         let beyond = Rows { width: 16, height: (64 << 20) / 4096 };
-        // SAFETY: 1. broken on purpose: the rows reach far past the block. 2. one stream.
+        // SAFETY: 1. deliberately broken: the rows reach far beyond the block. 2. one stream.
         unsafe { m.driver.fill_2d(a, at(x.address, 4096), Pattern::Byte(1), beyond) }.unwrap();
         m.driver.stream_synchronize(a).unwrap();
         assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::Unmapped);

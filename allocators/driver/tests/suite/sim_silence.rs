@@ -1,4 +1,5 @@
-//! Every edge of the table orders, every non-edge does not, and programs that are right are silent.
+//! Tests that every ordering operation orders, that no other operation does, and that correct
+//! programs cause no violation.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -9,7 +10,7 @@ use aquifer_driver::{
 };
 use std::ptr::NonNull;
 
-/// Streams, a block that the first writes, and pinned and pageable memory.
+/// Streams, a block that the first one writes, and pinned and pageable memory.
 struct Scene<'a> {
     m: &'a Machine,
     a: RawStream,
@@ -20,7 +21,7 @@ struct Scene<'a> {
     pageable: NonNull<u8>,
 }
 
-/// Whether `order` orders a write on stream `a` before a read on stream `b`, everywhere alike.
+/// Asserts in every mode whether `order` orders a write on stream `a` before a read on stream `b`.
 #[track_caller]
 fn orders(expected: bool, order: impl Fn(&Scene<'_>)) {
     everywhere(|m| {
@@ -42,7 +43,7 @@ fn orders(expected: bool, order: impl Fn(&Scene<'_>)) {
         let found = m.sim.take_violations();
         assert_eq!(found.is_empty(), expected, "{:?}: {found:?}", m.sim.config());
         assert!(found.iter().all(|fault| fault.kind == ViolationKind::WriteRead), "{found:?}");
-        // Nothing queued may outlive `own`.
+        // No queued work may outlive `own`.
         m.driver.device_synchronize(GPU).unwrap();
     });
 }
@@ -135,7 +136,7 @@ fn an_event_synchronisation_orders() {
 #[test]
 fn a_device_synchronisation_orders_even_a_stream_that_is_gone() {
     orders(true, |s| {
-        // SAFETY: 1. Nobody uses it afterwards.
+        // SAFETY: 1. It is not used afterwards.
         unsafe { s.m.driver.stream_destroy(s.a) }.unwrap();
         s.m.driver.device_synchronize(GPU).unwrap();
     });

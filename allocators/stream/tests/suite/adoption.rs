@@ -1,4 +1,5 @@
-//! Streams of other libraries: believed as far as their owner's promise goes, and no further.
+//! Tests of streams of other libraries: the pool relies on their owner's promise and on nothing
+//! more.
 
 use crate::support::{GPU, PATIENCE, Plain, Rig, within};
 use aquifer_core::{DeviceId, MemoryError};
@@ -33,7 +34,7 @@ fn the_legacy_default_stream_is_one_under_both_its_handles_and_on_every_thread()
             thread::scope(|scope| scope.spawn(|| rig.pool.timeline(raw, None)).join().unwrap());
         assert!(Arc::ptr_eq(&here, legacy.timeline()) && Arc::ptr_eq(&there.unwrap(), &here));
     }
-    // Nobody can destroy it, so it is never out of use.
+    // It can never be destroyed, so it stays in use.
     rig.launch(&legacy);
     legacy.clone().retire().unwrap();
     assert!(!legacy.timeline().is_retired());
@@ -42,7 +43,7 @@ fn the_legacy_default_stream_is_one_under_both_its_handles_and_on_every_thread()
 }
 
 #[test]
-fn each_thread_has_a_default_stream_of_its_own_which_no_other_may_call_for() {
+fn each_thread_has_its_own_default_stream_for_which_no_other_thread_may_call() {
     let rig = Rig::stepped(4);
     let (home, mine) = (rig.lease(), rig.pool.thread_default().unwrap());
     assert_eq!(rig.pool.thread_default().unwrap(), mine);
@@ -66,7 +67,7 @@ fn each_thread_has_a_default_stream_of_its_own_which_no_other_may_call_for() {
             let soon = std::time::Instant::now();
             assert_eq!(mine.timeline().wait(epoch, Some(soon)), Err(refused));
             assert_eq!(rig.sim.pending(RawStream::per_thread(GPU)), 0, "that of this thread");
-            // The device can be waited for by anybody.
+            // Every thread can wait for the device.
             assert_eq!(mine.timeline().wait(epoch, None), Ok(true));
             theirs.retire().unwrap();
         });
@@ -172,7 +173,7 @@ fn a_handle_that_comes_back_is_not_taken_for_the_stream_that_had_it() {
 }
 
 #[test]
-fn a_stream_that_nobody_notes_any_more_is_forgotten() {
+fn a_stream_without_recorded_uses_is_forgotten() {
     let rig = Rig::new(4);
     let foreign = rig.foreign();
     drop(rig.adopt(foreign, Life::Retired).unwrap());
@@ -181,7 +182,7 @@ fn a_stream_that_nobody_notes_any_more_is_forgotten() {
 }
 
 #[test]
-fn a_retired_stream_is_waited_for_and_never_called_for_again() {
+fn a_retired_stream_is_waited_for_and_never_used_in_a_call() {
     let rig = Rig::stepped(4);
     let home = rig.lease();
     let mut memory = Plain::new(&rig, &home, 4096);
@@ -210,7 +211,7 @@ fn a_retired_stream_is_waited_for_and_never_called_for_again() {
 }
 
 #[test]
-fn a_retired_stream_that_would_have_to_wait_says_that_it_is_gone() {
+fn a_wait_on_a_retired_stream_is_refused_as_gone() {
     let rig = Rig::stepped(4);
     let home = rig.lease();
     let foreign = rig.foreign();
@@ -261,7 +262,7 @@ fn a_retirement_that_fails_leaves_the_stream_as_it_was() {
     assert_eq!(adopted.is_idle(), Ok(true));
 }
 
-/// Were it retired, the next who leases it would have a stream that nobody waits for.
+/// If it were retired, its next lease would return a stream that is never waited for.
 #[test]
 fn a_leased_stream_is_synchronised_when_retired_and_lives_on() {
     let rig = Rig::stepped(1);
@@ -307,7 +308,7 @@ fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
     let noted = uses.take(home);
     assert_eq!(recorded(), before + 1, "the borrow ends with the block");
 
-    // Its owner destroys it, and everything can be known all the same.
+    // Its owner destroys it, and its work is still known to be done.
     rig.destroy(foreign);
     rig.sim.run_all();
     on.poll().unwrap();
@@ -328,7 +329,7 @@ fn other_streams_have_no_event_recorded_for_a_use() {
 }
 
 #[test]
-fn what_keeps_a_stream_alive_is_kept_until_its_last_use_is_let_go_of() {
+fn the_keep_alive_of_a_stream_lives_until_its_last_use_is_dropped() {
     let rig = Rig::stepped(4);
     let (home, foreign) = (rig.lease(), rig.foreign());
     let alive = Arc::new("the other library's stream");
@@ -346,13 +347,13 @@ fn what_keeps_a_stream_alive_is_kept_until_its_last_use_is_let_go_of() {
     assert_eq!(rig.made(Call::StreamDestroy), 0);
 }
 
-/// The last owner of another library's stream may do anything when it goes.
+/// The last owner of another library's stream may run any code when it is dropped.
 #[test]
 fn no_lock_is_held_while_what_kept_a_stream_alive_is_dropped() {
     struct Asks(Rig);
     impl Drop for Asks {
         fn drop(&mut self) {
-            // Would wait for ever behind a lock that its dropper holds.
+            // This would wait for ever behind a lock held by the thread that drops it.
             drop(self.0.pool.lease());
             let foreign = self.0.foreign();
             drop(self.0.adopt(foreign, Life::Retired));
@@ -366,7 +367,7 @@ fn no_lock_is_held_while_what_kept_a_stream_alive_is_dropped() {
             let asks = Asks(Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
             let adopted = rig.adopt(foreign, Life::KeptAlive(Arc::new(asks))).unwrap();
             adopted.clone().retire().unwrap();
-            // Another account of the same stream, made while the first one is still held.
+            // A second timeline of the same stream, created while the first one is still held.
             let again = rig.adopt(foreign, Life::Retired).unwrap();
             assert_ne!(again, adopted);
             drop(adopted);

@@ -1,10 +1,9 @@
-//! A graph that is being captured is neither broken by what is asked of its streams, nor taken for
-//! work that runs.
+//! Tests of streams during a graph capture: calls neither break the capture nor treat captured work
+//! as running.
 //!
-//! - An event recorded in a capture advances no epoch: its epoch stays without a proof until the
-//!   stream is fenced after.
-//! - Who asks for a wait that cannot be is told so, and no call is made that would break the
-//!   capture.
+//! - An event recorded in a capture advances no epoch. The epoch has no proof until the stream is
+//!   fenced after the capture.
+//! - A wait that is impossible is refused, without a call that would break the capture.
 
 #![expect(unsafe_code, reason = "lends leaked bytes to copies")]
 
@@ -18,10 +17,10 @@ use std::{
     time::Instant,
 };
 
-/// Bytes that are never given back.
+/// Bytes that are never freed.
 struct Host(&'static mut [u8]);
 
-// SAFETY: 1. initialised, and elsewhere. 2. leaked.
+// SAFETY: 1. initialised, and outside the value. 2. leaked.
 unsafe impl HostOwned for Host {
     type Item = u8;
     fn bytes(&mut self) -> NonNull<[u8]> {
@@ -40,7 +39,7 @@ fn capturing(stream: &Stream) -> MemoryError {
 }
 
 #[test]
-fn a_stream_is_leased_or_taken_in_while_another_captures_and_breaks_nothing() {
+fn leasing_or_adopting_a_stream_breaks_no_other_streams_capture() {
     for mode in MODES {
         let rig = Rig::stepped(1);
         let (s, driver) = (rig.lease(), rig.sim.driver());
@@ -49,7 +48,7 @@ fn a_stream_is_leased_or_taken_in_while_another_captures_and_breaks_nothing() {
         rig.launch(&s);
         // SAFETY: 1. it is destroyed at the end.
         let taken = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
-        // SAFETY: 1. as above. Known already, it is asked whether it is the same.
+        // SAFETY: 1. as above. The stream is known, so it is only checked to be the same one.
         let again = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
         assert_eq!(rig.end_capture(s.raw()), Ok(1));
         drop((taken, again));
@@ -59,7 +58,7 @@ fn a_stream_is_leased_or_taken_in_while_another_captures_and_breaks_nothing() {
 }
 
 #[test]
-fn a_stream_that_captures_is_taken_in_and_found_again_and_its_capture_is_whole() {
+fn adopting_a_capturing_stream_keeps_its_capture_valid() {
     for mode in MODES {
         for life in [Life::Retired, Life::Fenced] {
             let rig = Rig::stepped(1);
@@ -71,12 +70,12 @@ fn a_stream_that_captures_is_taken_in_and_found_again_and_its_capture_is_whole()
             assert!(Arc::ptr_eq(&rig.pool.timeline(foreign, None).unwrap(), new.timeline()));
             rig.launch(&new);
             assert_eq!(rig.end_capture(foreign), Ok(1));
-            // Now it tells. One that may have been destroyed without a word meanwhile is not taken
-            // for the same.
+            // The stream now answers. One that may have been destroyed without notice is not taken
+            // for the same stream.
             let later = rig.adopt(foreign, life.clone()).unwrap();
             assert_eq!(later == new, matches!(life, Life::Retired), "{life:?}");
             assert!(later.timeline().id().is_some());
-            // One that is known stays what it is while it captures.
+            // A known stream keeps its identity while it captures.
             driver.capture_begin(foreign, mode).unwrap();
             assert_eq!(rig.adopt(foreign, life.clone()), Ok(later.clone()));
             assert_eq!(rig.end_capture(foreign), Ok(0));
@@ -112,7 +111,8 @@ fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_
     }
 }
 
-/// Whoever takes a block as free because of a captured event takes it while its kernel is queued.
+/// A caller that treats a block as free because of a captured event would reuse it while its kernel
+/// is queued.
 #[test]
 fn a_capture_that_begins_under_a_fence_is_seen_after_the_record() {
     let rig = Rig::stepped(2);
@@ -145,7 +145,7 @@ fn an_event_that_turns_out_to_be_captured_is_taken_back() {
     rig.launch(&s);
     let epoch = s.timeline().open();
     assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded));
-    // As if a capture had begun and ended around the record, between the two looks.
+    // As if a capture had begun and ended around the record, between the two queries.
     rig.sim.fail(Call::EventQuery, 1, 907);
     s.timeline().poll().unwrap();
     assert!(!s.timeline().is_fenced(epoch));
@@ -199,7 +199,7 @@ fn a_capture_forks_and_joins_by_waits_between_its_streams() {
 }
 
 #[test]
-fn a_use_that_ends_in_a_capture_is_held_back_until_the_stream_is_fenced_after_it() {
+fn a_use_that_ends_in_a_capture_is_pending_until_a_later_fence() {
     let rig = Rig::stepped(3);
     let (home, u) = (rig.lease(), rig.lease());
     rig.sim.driver().capture_begin(u.raw(), CaptureMode::Relaxed).unwrap();
@@ -218,7 +218,7 @@ fn a_use_that_ends_in_a_capture_is_held_back_until_the_stream_is_fenced_after_it
 }
 
 #[test]
-fn nobody_can_fence_the_legacy_stream_while_one_that_is_ordered_with_it_captures() {
+fn the_legacy_stream_cannot_be_fenced_while_a_stream_ordered_with_it_captures() {
     let sim = Sim::h200(1).symbolic();
     let blocking = sim.blocking_stream(DeviceId(0)).unwrap();
     let legacy = sim.legacy_stream(DeviceId(0));
@@ -231,7 +231,7 @@ fn nobody_can_fence_the_legacy_stream_while_one_that_is_ordered_with_it_captures
     assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
 }
 
-/// A graph would read or write what was borrowed at every launch, long after it went back.
+/// A graph would access the borrowed memory at every launch, long after the borrow has ended.
 #[test]
 fn copies_that_borrow_or_own_their_host_side_are_refused_in_a_capture() {
     for mode in MODES {
@@ -273,7 +273,7 @@ fn a_scope_whose_stream_begins_to_capture_behind_its_copies_ends_after_the_captu
             captured.wait();
             let before = looks();
             captured.wait();
-            // Not before the scope has asked at its end.
+            // Not before the scope has queried the stream at its end.
             while looks() == before {
                 std::thread::yield_now();
             }

@@ -1,4 +1,5 @@
-//! Copies between operands that a program makes itself, and what is noted of their uses.
+//! Tests of copies between operands made directly by a program, and of the uses that are recorded
+//! for them.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(unsafe_code, reason = "implements an operand")]
 
@@ -15,10 +16,10 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::{Grid, UseList};
 
-/// A window on device memory that others may lie over, as no operand should.
+/// A view of device memory that may overlap others, which no operand should.
 struct Window(DeviceRange);
 
-// SAFETY: 1. broken on purpose, for what is refused; 2. one stream only.
+// SAFETY: 1. deliberately broken, for calls that are refused. 2. one stream only.
 unsafe impl Operand for Window {
     fn range(&self) -> DeviceRange {
         self.0
@@ -28,7 +29,7 @@ unsafe impl Operand for Window {
     }
 }
 
-// SAFETY: 1. broken on purpose.
+// SAFETY: 1. deliberately broken.
 unsafe impl OperandMut for Window {}
 
 impl Typed for Window {
@@ -55,7 +56,7 @@ fn a_copy_within_itself_is_refused_and_one_beside_it_is_not() {
     s.copy(&window(0, 50), &mut window(50, 50)).unwrap();
     s.copy(&window(50, 50), &mut window(0, 50)).unwrap();
 
-    // Rows span from the first one's start to the last one's end, which may be less than their
+    // Rows span from the start of the first to the end of the last, which may be less than their
     // side.
     let grid = Grid::new(5, 5).source_pitch(10).target_pitch(10);
     assert_eq!(s.copy_2d(&window(0, 100), &mut window(44, 56), grid), overlap(0, 44, 45));
@@ -78,7 +79,7 @@ fn a_borrow_beside_others_waits_for_them_and_ends_none() {
     lend(&uses, &u);
     rig.launch(&u);
     lend(&uses, &v);
-    // What `u` queues now is a use still: its borrow has not ended.
+    // Work that `u` queues now is still a use, because its borrow has not ended.
     let before = u.timeline().open();
     u.timeline().fence(before).unwrap();
     rig.launch(&u);
@@ -86,7 +87,7 @@ fn a_borrow_beside_others_waits_for_them_and_ends_none() {
     assert_eq!(left.iter().count(), 2);
     let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
     assert!(of_u.epoch().unwrap() > before, "stamped when all borrows were over");
-    // Whoever is alone ends them, as the control.
+    // The control: a single borrow ends them.
     lend(&uses, &u);
     uses.lend(1, home.timeline(), v.timeline(), Access::Write).unwrap();
     let after = u.timeline().open();
@@ -114,10 +115,10 @@ fn borrows_of_one_kind_by_one_stream_are_noted_once_however_many_they_are() {
     rig.sim.run_all();
 }
 
-/// Whatever says that work is done.
+/// Calls that report completion of work.
 const SAY_DONE: [Call; 4] =
     [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
-/// No code of a lost device.
+/// Not a code of a lost device.
 const REFUSED: u32 = 999;
 const CHILD: &str = "AQUIFER_SCOPE_CHILD";
 
@@ -158,7 +159,7 @@ fn a_scope_on_a_lost_device_returns_at_once() {
         rig.sim.lose_device(GPU);
     });
     assert_eq!(told, Err(MemoryError::DeviceLost { device: GPU }));
-    // And with a driver that is gone, as at the end of a process.
+    // Also with a driver that has shut down, as at the end of a process.
     let rig = Rig::on(Sim::h200(1).stepped(), 2);
     let s = rig.lease();
     SAY_DONE.into_iter().for_each(|call| rig.sim.fail_every(call, 1, 4));
@@ -184,7 +185,7 @@ fn a_process_whose_copies_cannot_be_waited_for_ends_with_a_message() {
     assert!(!String::from_utf8_lossy(&child.stdout).contains("returned"));
 }
 
-/// What the test above runs in another process; by itself it has nothing to do.
+/// The part of the test above that runs in another process. Run directly, it does nothing.
 #[test]
 fn the_process_that_cannot_wait() {
     if env::var_os(CHILD).is_none() {

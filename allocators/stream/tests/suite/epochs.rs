@@ -1,5 +1,7 @@
-//! What is known of a stream's past only grows, and is never more than an event has proved. Every
-//! interleaving is tried in `loom.rs`; here is what each operation does.
+//! Tests of epochs: what is known to be done only grows, and never exceeds what an event has
+//! proved.
+//!
+//! `loom.rs` tries every interleaving. This file tests each operation.
 
 use aquifer_stream::Epochs;
 use std::{sync::Arc, thread};
@@ -55,7 +57,7 @@ fn done_only_grows() {
 }
 
 #[test]
-fn what_one_thread_has_seen_done_no_thread_sees_undone() {
+fn an_epoch_seen_done_by_one_thread_is_done_for_all() {
     let epochs = Epochs::<u64>::new();
     thread::scope(|scope| {
         for thread in 0..4 {

@@ -1,8 +1,9 @@
-//! Streams are leased to one holder each, never beyond the cap, and come back.
+//! Tests of stream leases: each stream has one holder, the cap is never exceeded, and streams are
+//! returned.
 //!
-//! - A stream is in one lease at a time, and comes back with the last clone of it.
-//! - An id is good for its lease, in its pool, and for nothing else.
-//! - A refusal, the pool's or the driver's, changes nothing.
+//! - A stream is in one lease at a time, and is returned with the last clone of it.
+//! - An id is valid for its lease, in its pool, and for nothing else.
+//! - A refusal by the pool or the driver changes nothing.
 
 use crate::support::{GPU, PATIENCE, Rig, within};
 use aquifer_core::MemoryError;
@@ -47,7 +48,7 @@ fn at_the_cap_and_not_before_a_lease_is_refused_with_the_cap() {
 }
 
 #[test]
-fn a_stream_comes_back_with_the_last_clone_of_its_lease_and_is_used_again() {
+fn a_stream_is_returned_with_the_last_clone_of_its_lease_and_reused() {
     let rig = Rig::new(4);
     let first = rig.lease();
     let (raw, clone) = (first.raw(), first.clone());
@@ -131,9 +132,8 @@ fn at_the_cap_an_idle_stream_of_another_priority_gives_way() {
 }
 
 #[test]
-fn a_driver_that_makes_no_stream_leaves_the_pool_as_it_was() {
-    // When a stream is made, or looked at; where there is room, or an idle stream would have to
-    // give way.
+fn a_failed_stream_creation_leaves_the_pool_unchanged() {
+    // When a stream is created or queried, with free capacity or with an idle stream to replace.
     for call in [Call::StreamCreate, Call::StreamId] {
         for give_way in [false, true] {
             let rig = Rig::new(1);
@@ -147,7 +147,8 @@ fn a_driver_that_makes_no_stream_leaves_the_pool_as_it_was() {
             assert_eq!((error.code, error.call), (OUT_OF_MEMORY, call.name()));
             assert_eq!(rig.pool.leased(), 0);
             assert_eq!(rig.sim.outstanding(), before, "{call:?}, {give_way}");
-            // What gave way is still there, and the place of what was not made too.
+            // The replaced stream still exists, and the capacity for the one that was not created
+            // is free.
             drop(rig.lease());
             drop(rig.pool.lease_with_priority(-5).unwrap());
             rig.assert_all_given_back();
@@ -206,7 +207,7 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
             let (rig, held, refused) = (&rig, &held, &refused);
             scope.spawn(move || {
                 for round in 0..400 {
-                    // Two priorities, so that streams also give way to each other.
+                    // Two priorities, so that streams also replace each other.
                     match rig.pool.lease_with_priority(-((thread + round / 64) % 2)) {
                         Ok(stream) => {
                             assert!(
@@ -235,9 +236,9 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
 }
 
 #[test]
-fn leasing_and_adopting_at_once_do_not_wait_for_each_other_for_ever() {
+fn leasing_and_adopting_concurrently_do_not_deadlock() {
     let rig = Rig::new(4);
-    // So that taking one more in is not over in no time.
+    // Enough known streams make an adoption take some time.
     let known: Vec<_> =
         (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
     let (pool, other) = (rig.pool.clone(), Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
@@ -303,7 +304,7 @@ fn an_isolated_lease_gets_an_isolated_stream_and_no_other_lease_does() {
 
 #[test]
 #[expect(unsafe_code, reason = "adopts a stream")]
-fn an_adopted_stream_is_isolated_from_the_moment_that_somebody_says_so() {
+fn an_adopted_stream_is_isolated_once_it_is_declared_so() {
     let rig = Rig::new(1);
     let foreign = rig.foreign();
     let before = rig.adopt(foreign, Life::Retired).unwrap();
@@ -326,7 +327,7 @@ fn a_stream_that_still_captures_is_not_leased_and_gives_way_when_there_is_no_oth
     let second = rig.lease();
     assert_ne!(second.raw(), raw, "it captures");
     assert_eq!(second.timeline().is_capturing(), Ok(false));
-    // Once the capture is over it is as good as any.
+    // After the capture it can be leased like any other.
     rig.end_capture(raw).unwrap();
     let third = rig.lease();
     assert_eq!(third.raw(), raw);
@@ -353,7 +354,7 @@ fn a_driver_that_cannot_say_whether_a_stream_captures_leases_none_and_loses_none
 }
 
 #[test]
-fn a_pool_without_a_cap_takes_streams_in() {
+fn a_pool_without_leases_adopts_streams() {
     let rig = Rig::new(u32::MAX);
     let (legacy, own) = (rig.pool.legacy_default().unwrap(), rig.pool.thread_default().unwrap());
     assert_ne!(legacy.raw(), own.raw());

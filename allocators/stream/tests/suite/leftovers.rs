@@ -1,4 +1,4 @@
-//! Objects that the driver would not destroy are destroyed later.
+//! Tests that objects whose destruction the driver refused are destroyed later.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::support::{self, Rig};
@@ -7,7 +7,7 @@ use aquifer_driver::{Call, leftovers};
 const REFUSED: u32 = 999;
 
 #[test]
-fn what_the_driver_would_not_destroy_is_counted_and_destroyed_later() {
+fn objects_the_driver_refused_to_destroy_are_counted_and_destroyed_later() {
     let rig = Rig::new(2);
     let s = rig.lease();
     rig.launch(&s);
@@ -23,7 +23,7 @@ fn what_the_driver_would_not_destroy_is_counted_and_destroyed_later() {
         sim.outstanding()
     );
     assert_eq!(leftovers::count(&sim.driver()), 2);
-    // The next stream of any pool tries again.
+    // Creating a stream in any pool retries.
     let other = Rig { pool: aquifer_stream::StreamPool::new(sim.driver(), support::GPU, 1), sim };
     let s = other.lease();
     assert_eq!((other.sim.outstanding().streams, other.sim.outstanding().events), (2, 0));

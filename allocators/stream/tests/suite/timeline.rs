@@ -1,8 +1,9 @@
-//! A stream's past, as its timeline tells it.
+//! Tests of a stream's timeline.
 //!
-//! - An event is recorded when somebody asks, once for what one event can prove.
-//! - What is told to be done is done, stays so, and a refusal of the driver's tells nothing.
-//! - Events go round; one that somebody may still wait for is left alone; none is left at the end.
+//! - An event is recorded on request, once for what one event can prove.
+//! - Work reported as done is done and stays so. A refusal by the driver proves nothing.
+//! - Events are reused. An event with a possible waiter is not recorded again. None remains at the
+//!   end.
 #![expect(unsafe_code, reason = "waits by a word of pinned memory")]
 
 use crate::support::{GPU, PATIENCE, Rig, within};
@@ -17,7 +18,7 @@ use std::{
 
 const UNKNOWN: u32 = 999;
 
-/// Queues work and answers with the epoch that covers it.
+/// Queues work and returns the epoch that covers it.
 fn work(rig: &Rig, stream: &Stream) -> u64 {
     rig.launch(stream);
     stream.timeline().open()
@@ -111,7 +112,7 @@ fn more_streams_than_are_remembered_are_waited_for_all_the_same() {
     let epochs: Vec<_> = others.iter().map(|s| work(&rig, s)).collect();
     for _ in 0..2 {
         for (s, &epoch) in others.iter().zip(&epochs) {
-            // Forgetting one costs a wait, never the order.
+            // Forgetting one costs a wait but never the order.
             u.timeline().wait_for(s.timeline(), epoch).unwrap();
         }
     }
@@ -148,7 +149,7 @@ fn polling_stops_at_the_first_event_that_has_not_passed() {
 }
 
 #[test]
-fn events_go_round() {
+fn events_are_reused() {
     let rig = Rig::stepped(1);
     let s = rig.lease();
     for _ in 0..100 {
@@ -157,7 +158,7 @@ fn events_go_round() {
         assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     }
     assert_eq!(rig.made(Call::EventCreate), 1);
-    // Of a great many at once some are kept and the others destroyed.
+    // Of many events at once, some are kept and the others destroyed.
     for _ in 0..200 {
         let epoch = work(&rig, &s);
         s.timeline().fence(epoch).unwrap();
@@ -171,7 +172,7 @@ fn events_go_round() {
 }
 
 #[test]
-fn an_event_that_somebody_still_waits_for_is_not_recorded_again() {
+fn an_event_with_a_waiter_is_not_recorded_again() {
     let rig = Rig::stepped(1);
     let s = rig.lease();
     let first = work(&rig, &s);
@@ -180,7 +181,7 @@ fn an_event_that_somebody_still_waits_for_is_not_recorded_again() {
     let waiter = s.clone();
     let waiting = thread::spawn(move || waiter.timeline().wait(first, None));
     assert!(slow.wait_for(1, PATIENCE));
-    // Meanwhile another thread sees that the event has passed.
+    // Meanwhile another thread sees that the event has completed.
     rig.sim.run_all();
     s.timeline().poll().unwrap();
     assert!(s.timeline().is_done(first));
@@ -300,7 +301,7 @@ fn a_wait_by_a_word_tells_what_the_wait_behind_it_meets_and_proves_nothing_then(
     let s = rig.lease();
     let driver = rig.sim.driver();
     let pinned = driver.host_alloc(GPU, 64, HostFlags::default()).unwrap();
-    // SAFETY: 1. 64 bytes that are pinned, this test's own, until the end.
+    // SAFETY: 1. 64 pinned bytes that belong to this test until the end.
     let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
     // SAFETY: 1. as above; one thread waits.
     let wait = || unsafe { s.timeline().synchronize_by(word) };
@@ -323,12 +324,12 @@ fn a_wait_by_a_word_tells_what_the_wait_behind_it_meets_and_proves_nothing_then(
     rig.end_capture(s.raw()).unwrap();
     wait().unwrap();
     assert_eq!(rig.sim.pending(s.raw()), 0);
-    // SAFETY: 1. nobody waits by it any more.
+    // SAFETY: 1. no wait uses it any more.
     unsafe { driver.host_free(GPU, pinned) }.unwrap();
 }
 
 #[test]
-fn a_capture_that_somebody_has_open_survives_every_wait_and_look() {
+fn an_open_capture_survives_every_wait_and_query() {
     let rig = Rig::stepped(2);
     let (s, capturing) = (rig.lease(), rig.lease());
     rig.sim.driver().capture_begin(capturing.raw(), CaptureMode::Global).unwrap();
@@ -368,7 +369,7 @@ fn on_a_lost_device_waits_say_so_and_an_abandoned_stream_holds_nothing_back() {
 fn a_stream_that_can_be_waited_for_is_waited_for_and_not_abandoned() {
     let rig = Rig::stepped(1);
     let s = rig.lease();
-    // Wait by wait the driver has fewer means left.
+    // With each wait, fewer methods of the driver are left.
     for refused in
         [&[][..], &[Call::StreamSynchronize], &[Call::StreamSynchronize, Call::EventSynchronize]]
     {
@@ -407,7 +408,7 @@ fn a_point_stays_shut_until_it_is_reached_and_its_work_is_done() {
 }
 
 #[test]
-fn a_point_covers_what_is_queued_before_it_and_not_what_is_queued_after_somebody_has_looked() {
+fn a_point_covers_work_queued_before_it_and_not_after_its_first_poll() {
     let rig = Rig::stepped(1);
     let s = rig.lease();
     rig.launch(&s);

@@ -1,8 +1,10 @@
-//! Who may use a block with whom, and what has to be waited for.
+//! Tests of block uses: which may overlap, and which must be waited for.
 //!
-//! - A write excludes, reads share; what conflicts and is stamped is waited for, on the device.
-//! - A use is held back until it has ended, and covered by the epoch in which it ended.
-//! - A refusal leaves no note.
+//! - A write excludes all others, and reads share. A conflicting use that has ended is waited for
+//!   on the device.
+//! - A use keeps its block pending until it has ended, and is covered by the epoch in which it
+//!   ended.
+//! - A refusal records nothing.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{self, Rig};
@@ -43,7 +45,7 @@ impl<'a> Block<'a> {
         self.uses.record(self.home.timeline(), on.timeline(), access).unwrap();
     }
 
-    /// The block is freed.
+    /// Takes the uses of the block, as its free does.
     fn take(&mut self) -> Uses {
         self.uses.take(self.home.timeline())
     }
@@ -102,11 +104,11 @@ fn of_threads_that_prepare_a_write_at_once_one_wins() {
 }
 
 #[test]
-fn a_reader_waits_for_writers_and_a_writer_for_everybody() {
+fn a_reader_waits_for_writers_and_a_writer_for_all_users() {
     let rig = Rig::stepped(4);
     let block = Block::new(&rig);
     let (u, v) = (rig.lease(), rig.lease());
-    // Each also waits for the block's own stream.
+    // Each also waits for the block's owner stream.
     block.prepare(&u, Access::Read).unwrap().finish().unwrap();
     assert_eq!(block.waits(), 1);
     block.prepare(&v, Access::Read).unwrap().finish().unwrap();
@@ -149,7 +151,7 @@ fn a_use_is_covered_by_the_epoch_in_which_it_ended() {
     let u = rig.lease();
     let held = block.prepare(&u, Access::Read).unwrap();
     u.timeline().fence(u.timeline().open()).unwrap();
-    // Its work is queued behind that event.
+    // Its work is queued after that event.
     rig.launch(&u);
     let ended = u.timeline().open();
     held.finish().unwrap();
@@ -179,8 +181,7 @@ fn a_use_that_is_held_when_its_block_is_freed_is_open_until_it_ends() {
     assert!(all_done(&noted));
 }
 
-/// Its stream is in order with itself; what is told of the free says nothing about work that is
-/// queued later.
+/// A stream is ordered with itself, but the free says nothing about work that is queued later.
 #[test]
 fn a_use_on_the_home_stream_that_ends_after_the_free_holds_the_block_until_its_work_is_done() {
     let rig = Rig::stepped(4);
@@ -241,7 +242,7 @@ fn one_note_is_enough_for_one_stream_and_kind_of_access() {
 }
 
 #[test]
-fn what_is_done_or_the_home_streams_own_holds_nothing_back() {
+fn completed_uses_and_those_of_the_owner_stream_keep_nothing_pending() {
     let rig = Rig::new(4);
     let mut block = Block::new(&rig);
     let u = rig.lease();
@@ -277,7 +278,7 @@ fn uses_that_end_one_after_the_other_stay_one_note() {
 }
 
 #[test]
-fn what_the_home_stream_has_waited_for_is_forgotten_and_nothing_else() {
+fn exactly_the_uses_the_owner_stream_waited_for_are_forgotten() {
     let rig = Rig::stepped(4);
     let mut block = Block::new(&rig);
     let (u, v) = (rig.lease(), rig.lease());
@@ -287,7 +288,7 @@ fn what_the_home_stream_has_waited_for_is_forgotten_and_nothing_else() {
     let left: Vec<_> = block.take().iter().map(|n| n.on().clone()).collect();
     assert_eq!(left.len(), 1, "the writer has been waited for");
     assert_eq!(left[0].id(), v.timeline().id(), "a read that came later has not");
-    // A wait that is refused makes nothing forgotten, nor does another stream's.
+    // A refused wait forgets nothing, nor does the wait of another stream.
     block.record(&u, Access::Write);
     rig.launch(&u);
     rig.sim.fail(Call::StreamWaitEvent, 1, 999);
@@ -296,7 +297,7 @@ fn what_the_home_stream_has_waited_for_is_forgotten_and_nothing_else() {
     assert_eq!(block.take().iter().count(), 1);
 }
 
-/// It waits for the epoch that it saw; a use that was noted during the wait is another.
+/// The stream waits for the epoch that it saw. A use recorded during the wait is not covered.
 #[test]
 fn a_use_noted_while_the_home_stream_waits_is_kept() {
     let rig = Rig::stepped(4);
@@ -317,7 +318,7 @@ fn a_use_noted_while_the_home_stream_waits_is_kept() {
 }
 
 #[test]
-fn whoever_asks_is_told_when_the_last_open_use_of_a_freed_block_ends_and_not_before() {
+fn a_watcher_is_notified_when_the_last_open_use_of_a_freed_block_ends() {
     #[derive(Default)]
     struct Told(AtomicU32);
     impl LastUse for Told {
@@ -348,7 +349,7 @@ fn a_block_that_is_given_up_with_an_open_use_leaves_its_account_to_the_use() {
     let u = rig.lease();
     let held = block.prepare(&u, Access::Write).unwrap();
     drop(block.take());
-    // Had the account gone to the next block, the end of this use would end one of that.
+    // If the next block reused the list, the end of this use would end one of that block.
     let next = Block { rig: &rig, home: block.home.clone(), uses: UseList::new() };
     let excluding = next.prepare(&u, Access::Write).unwrap();
     drop(held);
@@ -392,7 +393,7 @@ fn uses_that_are_taken_over_are_taken_with_the_block_again() {
 }
 
 #[test]
-fn what_is_queued_for_uses_that_came_along_is_waited_for() {
+fn work_queued_for_inherited_uses_is_waited_for() {
     let rig = Rig::stepped(4);
     let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
     let (other, third) = (rig.lease(), rig.lease());
@@ -406,9 +407,9 @@ fn what_is_queued_for_uses_that_came_along_is_waited_for() {
     assert_eq!(lender.waits() - before, 2, "for each of the two");
 }
 
-/// The lender's own stream is in order with itself, and not with what was the other's.
+/// The lender's stream is ordered with itself, but not with the work of the borrower's stream.
 #[test]
-fn the_stream_that_memory_was_lent_on_to_is_another_to_its_lender() {
+fn a_lender_treats_the_stream_it_lent_to_as_another_stream() {
     let rig = Rig::stepped(3);
     let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
     let open = lent_on.prepare(&lent_on.home, Access::Write).unwrap();
@@ -422,7 +423,7 @@ fn the_stream_that_memory_was_lent_on_to_is_another_to_its_lender() {
 }
 
 #[test]
-fn a_use_that_came_along_and_ends_on_the_lenders_stream_after_the_free_is_stamped() {
+fn an_inherited_use_that_ends_on_the_lenders_stream_after_the_free_is_stamped() {
     for lender_has_its_own in [true, false] {
         let rig = Rig::stepped(4);
         let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));

@@ -16,10 +16,10 @@ use std::{ptr::NonNull, sync::Arc, time::Duration};
 
 pub const GPU: DeviceId = DeviceId(0);
 pub const GRANULE: u64 = 2 << 20;
-/// Longer than anything takes that does not hang, on whatever machine.
+/// Longer than any operation takes on any machine, unless it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs an expression as this line's doing, and answers with its value and the line.
+/// Runs an expression under this source line, and returns its value and the line.
 macro_rules! at {
     ($work:expr) => {{
         let _site = aquifer_driver::site::enter();
@@ -47,14 +47,14 @@ impl Machine {
         DeviceRange { device: GPU, address: self.driver.mem_alloc(GPU, bytes).unwrap(), bytes }
     }
 
-    /// An event behind all that is queued on a stream.
+    /// Returns an event recorded after all work queued on a stream.
     pub fn fence(&self, stream: RawStream) -> RawEvent {
         let event = self.driver.event_create(stream.device()).unwrap();
         self.driver.event_record(event, stream).unwrap();
         event
     }
 
-    /// Ends a capture. How many nodes its graph has.
+    /// Ends a capture and returns the number of nodes of its graph.
     pub fn end_capture(&self, stream: RawStream) -> Result<u64, DriverError> {
         let graph = self.driver.capture_end(stream)?;
         let nodes = self.sim.graph_nodes(graph).unwrap();
@@ -63,7 +63,7 @@ impl Machine {
         Ok(nodes)
     }
 
-    /// Captures what `work` queues on a stream, into something that can be launched.
+    /// Captures what `work` queues on a stream, and returns an executable.
     pub fn exec(&self, stream: RawStream, work: impl FnOnce()) -> RawGraphExec {
         self.driver.capture_begin(stream, CaptureMode::ThreadLocal).unwrap();
         work();
@@ -79,7 +79,7 @@ impl Machine {
         unsafe { self.driver.graph_launch(exec, stream) }.unwrap();
     }
 
-    /// Makes one stream wait for all that is queued on another.
+    /// Makes one stream wait for all work queued on another.
     pub fn order(&self, first: RawStream, then: RawStream) {
         self.driver.stream_wait_event(then, self.fence(first)).unwrap();
     }
@@ -92,7 +92,7 @@ impl Machine {
         self.driver.handle_create(GPU, bytes).unwrap()
     }
 
-    /// One granule, mapped in a range of its own and open.
+    /// Returns one granule, mapped in a range of its own with access.
     pub fn granule(&self) -> (DeviceRange, PhysicalHandle) {
         let handle = self.handle(GRANULE);
         let address = self.reserve(GRANULE);
@@ -111,7 +111,7 @@ impl Machine {
         unsafe { self.driver.unmap(GPU, address, GRANULE) }.unwrap();
     }
 
-    /// Pinned memory of the driver's.
+    /// Allocates pinned memory of the driver.
     pub fn pinned(&self, bytes: usize) -> NonNull<u8> {
         self.driver.host_alloc(GPU, bytes, aquifer_driver::HostFlags::default()).unwrap()
     }
@@ -130,7 +130,7 @@ impl Machine {
         assert!(found.is_empty(), "{:?}: {}", self.sim.config(), found[0]);
     }
 
-    /// Takes what was found, which must be one fault of this kind between these two lines of
+    /// Takes the violations, which must be one fault of this kind between these two lines of
     /// `file`.
     #[track_caller]
     pub fn only(&self, kind: ViolationKind, file: &str, earlier: u32, later: u32) -> Violation {
@@ -141,7 +141,7 @@ impl Machine {
         fault
     }
 
-    /// Takes what was found, the first of which must be of this kind between these two lines.
+    /// Takes the violations, the first of which must be of this kind between these two lines.
     #[track_caller]
     pub fn first(
         &self,
@@ -170,7 +170,7 @@ fn check(fault: &Violation, kind: ViolationKind, file: &str, earlier: Option<u32
     }
 }
 
-/// Both modes with every schedule: what the oracle says depends on neither.
+/// Runs a test in both modes with every schedule: the oracle's findings depend on neither.
 pub fn everywhere(test: impl Fn(&Machine)) {
     let bytes = || Sim::h200(1).capacity(256 << 20);
     let symbolic = || Sim::h200(1).symbolic();

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers that the tests of this crate share.
 #![allow(dead_code, reason = "each test binary uses some of it")]
 #![allow(
     clippy::unwrap_used,
@@ -17,7 +17,7 @@ use aquifer_stream::{Life, Stream, StreamPool, UseList};
 use std::{sync::mpsc, thread, time::Duration};
 
 pub(crate) const GPU: DeviceId = DeviceId(0);
-/// Longer than anything takes that does not hang, on whatever machine.
+/// Longer than any operation takes on any machine, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A pool of streams on a simulated device.
@@ -27,21 +27,22 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// Ends a capture. How many nodes its graph has.
+    /// Ends a capture and returns the number of nodes of its graph.
     pub(crate) fn end_capture(&self, stream: RawStream) -> Result<u64, DriverError> {
         let graph = self.sim.driver().capture_end(stream)?;
         let nodes = self.sim.graph_nodes(graph).unwrap();
-        // SAFETY: 1. The handle was this function's own.
+        // SAFETY: 1. The handle is known only here.
         unsafe { self.sim.driver().graph_destroy(graph) }?;
         Ok(nodes)
     }
 
-    /// With work that runs as it is queued.
+    /// Creates a pool on a machine that runs work as it is queued.
     pub(crate) fn new(cap: u32) -> Self {
         Self::on(Sim::h200(1).symbolic(), cap)
     }
 
-    /// With work that runs only when somebody waits for it, or the test says so.
+    /// Creates a pool on a machine that runs work only when the host waits for it or the test
+    /// requests it.
     pub(crate) fn stepped(cap: u32) -> Self {
         Self::on(Sim::h200(1).symbolic().stepped(), cap)
     }
@@ -55,21 +56,20 @@ impl Rig {
         self.pool.lease().unwrap()
     }
 
-    /// A stream that some other library made.
+    /// Returns a stream made by another library.
     pub(crate) fn foreign(&self) -> RawStream {
         self.sim.driver().stream_create(GPU, 0).unwrap()
     }
 
-    /// That library destroys it.
+    /// Destroys a stream as that library would.
     pub(crate) fn destroy(&self, stream: RawStream) {
-        // SAFETY: 1. the test's own stream, which nothing names from here on but tests for exactly
-        // that.
+        // SAFETY: 1. the test's own stream, used from here on only by tests of exactly that.
         unsafe { self.sim.driver().stream_destroy(stream) }.unwrap();
     }
 
     pub(crate) fn adopt(&self, stream: RawStream, life: Life) -> Result<Stream> {
         // SAFETY: 1. a stream of the pool's driver, or a handle that must be refused. 2. the test
-        // keeps `life`.
+        // follows `life`.
         unsafe { self.pool.adopt(stream, life) }
     }
 
@@ -78,12 +78,12 @@ impl Rig {
         self.sim.launch(stream.raw(), Kernel::new("work")).unwrap();
     }
 
-    /// Tries to queue work on a device that is lost.
+    /// Tries to queue work on a lost device.
     pub(crate) fn launch_refused(&self, stream: &Stream) {
         self.sim.launch(stream.raw(), Kernel::new("work")).unwrap_err();
     }
 
-    /// How often a call has been made.
+    /// Returns how often a call has been made.
     pub(crate) fn made(&self, call: Call) -> u64 {
         self.sim.driver().calls().get(call)
     }
@@ -97,7 +97,7 @@ impl Rig {
     }
 }
 
-/// Runs `work` on a thread of its own, and fails the test instead of hanging with it.
+/// Runs `work` on a separate thread, and fails the test instead of hanging with it.
 #[track_caller]
 pub(crate) fn within<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
     let (tell, told) = mpsc::channel();
@@ -105,7 +105,7 @@ pub(crate) fn within<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'stati
     told.recv_timeout(PATIENCE).expect("this should have come back by now, with an answer")
 }
 
-/// Device memory outside any pool, whose uses are noted.
+/// Device memory outside any pool, whose uses are recorded.
 pub(crate) struct Plain {
     range: DeviceRange,
     streams: StreamPool,
@@ -130,8 +130,8 @@ impl Drop for Plain {
     }
 }
 
-// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list
-// orders uses, and the memory is given to nobody else.
+// SAFETY: 1. its own allocation until the drop, which waits for the device. 2. the list orders
+// uses, and the memory has no other user.
 unsafe impl Operand for Plain {
     fn range(&self) -> DeviceRange {
         self.range
@@ -143,7 +143,7 @@ unsafe impl Operand for Plain {
     }
 }
 
-// SAFETY: 1. nobody else has the allocation.
+// SAFETY: 1. the allocation has no other owner.
 unsafe impl OperandMut for Plain {}
 
 impl Typed for Plain {
