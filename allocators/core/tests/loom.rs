@@ -60,7 +60,7 @@ fn no_node_is_seen_above_its_limit_and_of_two_that_do_not_both_fit_one_wins() {
 }
 
 #[test]
-fn a_charge_that_is_refused_above_refuses_nobody_below() {
+fn a_charge_refused_at_an_ancestor_refuses_no_other_charge_below() {
     model(|| {
         let root = Budget::new("root", 100);
         let tenant = root.child("tenant", 110);
@@ -77,7 +77,7 @@ fn a_charge_that_is_refused_above_refuses_nobody_below() {
 }
 
 #[test]
-fn of_two_who_reserve_the_same_nodes_in_other_orders_one_has_both() {
+fn one_of_two_reservations_of_the_same_nodes_in_different_orders_gets_both() {
     model(|| {
         let root = Budget::new("root", 100);
         let (left, right) = (root.child("left", 80), root.child("right", 80));
@@ -96,7 +96,7 @@ fn of_two_who_reserve_the_same_nodes_in_other_orders_one_has_both() {
 }
 
 #[test]
-fn whoever_gets_in_line_while_bytes_come_back_is_served() {
+fn a_waiter_that_queues_during_a_release_is_served() {
     model(|| {
         let root = Budget::new("root", 100);
         let tenant = root.child("tenant", 100);
@@ -109,7 +109,7 @@ fn whoever_gets_in_line_while_bytes_come_back_is_served() {
 }
 
 #[test]
-fn of_two_who_wait_each_is_served_whoever_looks() {
+fn two_waiters_are_each_served_whichever_thread_polls() {
     model(|| {
         let root = Budget::new("root", 100);
         let most = root.charge(100).unwrap();
@@ -141,7 +141,7 @@ fn a_wait_that_is_dropped_while_it_is_granted_passes_the_bytes_on() {
     });
 }
 
-/// Gives back all it has when it is asked.
+/// Returns all it has when it is asked.
 struct Cache(Mutex<Option<Charge>>);
 
 impl Reclaim for Cache {
@@ -161,7 +161,7 @@ impl Reclaim for Cache {
 }
 
 #[test]
-fn what_is_asked_back_reaches_whoever_gets_in_line_meanwhile() {
+fn reclaimed_bytes_reach_a_waiter_that_queues_meanwhile() {
     model(|| {
         let root = Budget::new("root", 100);
         let (kept, cache) = (root.charge(20).unwrap(), root.child("cache", 100));
@@ -171,7 +171,7 @@ fn what_is_asked_back_reaches_whoever_gets_in_line_meanwhile() {
             let root = root.clone();
             thread::spawn(move || drop(root.charge_by(50, None).unwrap()))
         };
-        // Whether the waiter stands in line by now or not, it is served of this.
+        // Whether or not the waiter is queued by now, this serves it.
         let room = root.make_room(50, None, None);
         assert!(room.tried.iter().map(|tried| tried.gave).sum::<u64>() <= 60);
         waiter.join().unwrap();
@@ -181,7 +181,7 @@ fn what_is_asked_back_reaches_whoever_gets_in_line_meanwhile() {
 }
 
 #[test]
-fn what_a_lease_makes_spare_reaches_whoever_gets_in_line_meanwhile() {
+fn spare_bytes_of_a_lease_reach_a_waiter_that_queues_meanwhile() {
     model(|| {
         let root = Budget::new("root", 100);
         let lease = root.lease(40);
@@ -226,7 +226,7 @@ fn a_lease_that_closes_while_its_bytes_come_back_keeps_none() {
         drop(tenant);
         let closer = thread::spawn(move || drop(lease));
         drop(live);
-        // Takes back what is spare, of a lease that may be closing.
+        // This reclaims the spare bytes of a lease that may be closing.
         drop(root.charge(100));
         closer.join().unwrap();
         assert_eq!((root.used(), root.children().count()), (0, 0));
@@ -244,14 +244,14 @@ fn a_node_leaves_once_whether_the_last_handle_or_the_last_byte_goes_first() {
         drop(tenant);
         other.join().unwrap();
         assert_eq!((root.figures().held, root.children().count()), (0, 0));
-        // Whoever comes next has it alone.
+        // The next child owns it alone.
         let next = root.child("next", 5);
         assert_eq!((next.guarantee(), root.children().count()), (0, 1));
     });
 }
 
 #[test]
-fn what_is_told_last_is_the_level_that_stands() {
+fn the_last_reported_level_is_the_current_one() {
     model(|| {
         let root = Budget::new("root", 100);
         root.set_levels(Levels { soft: 10, critical: 90, slack: 0 });
@@ -274,7 +274,7 @@ fn what_is_told_last_is_the_level_that_stands() {
     });
 }
 
-/// One slot: whoever comes second finds the first one done, half way, or not begun.
+/// One slot: the second thread finds the first one done, half way, or not begun.
 #[test]
 fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
     let event = |number: u64| Event {
@@ -302,7 +302,7 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
         let seen = check(ring.take());
         filler.join().unwrap();
         let seen = seen + check(ring.take());
-        // Of the second round's event, if its slot was busy, the third round tells.
+        // If its slot was busy, the third round reports the event of the second one.
         ring.record(&event(3));
         let seen = seen + check(ring.take());
         assert_eq!(seen + ring.dropped(), 3);

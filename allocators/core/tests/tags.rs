@@ -1,7 +1,7 @@
-//! A name has one tag in the process, a scope tags what its own thread does, and neither is lost by
-//! a panic.
+//! Tests that a name has one tag in the process, that a scope tags only its own thread, and that
+//! both survive a panic.
 //!
-//! A process of its own: uses up all tags.
+//! The tests form a separate process because they use up all tags.
 
 use aquifer_core::{Tag, tagged};
 use std::{
@@ -11,7 +11,7 @@ use std::{
     thread,
 };
 
-/// Eight threads name the same things at once. Done before anything else: one of the tests uses up
+/// Eight threads name the same things at once. This runs first, because one of the tests uses up
 /// all tags.
 static NAMED: LazyLock<Vec<Vec<Tag>>> = LazyLock::new(|| {
     thread::scope(|scope| {
@@ -37,7 +37,7 @@ fn threads_that_name_one_thing_at_once_get_one_tag() {
 }
 
 #[test]
-fn the_two_tags_that_nobody_named_have_names_all_the_same() {
+fn the_two_predefined_tags_have_names() {
     assert_eq!((Tag::NONE.name(), Tag::OTHER.name()), ("untagged", "other"));
     assert_eq!((Tag::NONE.index(), Tag::OTHER.index()), (0, 1));
     assert_eq!(Tag::from_index(Tag::OTHER.index()), Some(Tag::OTHER));

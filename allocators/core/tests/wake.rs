@@ -1,7 +1,7 @@
-//! The thread that wakes tasks: there is none before it is needed, one then, and a gate that panics
-//! stops no other wait.
+//! Tests of the thread that wakes tasks: it is started on demand, there is only one, and a gate
+//! that panics stops no other wait.
 //!
-//! A process of its own: counts the process's threads.
+//! The tests form a separate process because they count the threads of the process.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_core::{
@@ -70,7 +70,7 @@ fn poll(future: &mut Opened, times: &Arc<Times>) -> Poll<Result<(), MemoryError>
     Pin::new(future).poll(&mut Context::from_waker(&Waker::from(times.clone())))
 }
 
-/// One test, since the thread is the process's.
+/// One test, because the thread belongs to the process.
 #[test]
 #[cfg_attr(miri, ignore = "counts threads by /proc")]
 fn one_thread_is_started_by_the_first_future_that_waits_and_serves_all() {
@@ -95,14 +95,14 @@ fn one_thread_is_started_by_the_first_future_that_waits_and_serves_all() {
     assert_eq!(poll(&mut waits[1], &times[1]), Poll::Ready(Ok(())));
     assert_eq!(times.each_ref().map(|times| times.0.load(Ordering::SeqCst)), [0, 1, 0, 1]);
 
-    // What is dropped is not asked about again.
+    // A dropped wait is not polled again.
     waits.clear();
     until(|| Arc::strong_count(&gates[0]) == 1);
     let asked = gates[0].asked.load(Ordering::SeqCst);
     thread::sleep(Duration::from_millis(5));
     assert_eq!(gates[0].asked.load(Ordering::SeqCst), asked);
 
-    // The thread sleeps now, and serves the next.
+    // The thread sleeps now, and serves the next wait.
     let mut next = Opened::of(gates[2].clone());
     assert!(poll(&mut next, &times[2]).is_pending());
     gates[2].open.store(true, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! What an arena promises.
+//! Tests of the guarantees of an arena.
 
 use allocator_api2::{
     alloc::{Allocator, Global},
@@ -16,7 +16,7 @@ use std::{
 };
 
 #[test]
-fn it_takes_nothing_before_the_first_allocation_and_nothing_for_blocks_of_no_bytes() {
+fn an_arena_takes_no_memory_before_its_first_nonempty_allocation() {
     let below = Counted::new(Global);
     let arena = Arena::new_in(&below);
     arena.alloc(());
@@ -85,7 +85,7 @@ fn when_the_allocator_below_is_short_chunks_get_smaller() {
     assert!(arena.try_alloc([0u8; 800]).is_ok());
     assert!(arena.try_alloc([0u8; 100]).is_ok());
     assert!(arena.try_alloc([0u8; 101]).is_err());
-    // Spares are given back for a request that none of them fits.
+    // Spare chunks are returned for a request that none of them fits.
     assert!(arena.reset().is_ok());
     assert!(arena.try_alloc([0u8; 900]).is_ok());
 }
@@ -126,14 +126,14 @@ fn the_last_block_grows_shrinks_and_comes_back_in_place() {
 
 #[test]
 fn a_block_at_the_end_of_a_chunk_does_not_grow_into_the_next_one() {
-    // Chunks taken from another arena lie side by side, and each block fills one exactly.
+    // Chunks taken from another arena are adjacent, and each block fills one exactly.
     let below = Arena::with_settings_in(ArenaSettings::new().first_chunk(1 << 12), Global);
     let arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(64), &below);
     let full = Layout::from_size_align(64, 16).unwrap();
     let (first, second) = (arena.alloc_layout(full), arena.alloc_layout(full));
     assert_eq!(first.addr().get() + 64, second.addr().get());
     release(&&arena, second, full);
-    // Now the next free byte follows the first block, but it is another chunk's.
+    // The next free byte now follows the first block, but it belongs to another chunk.
     let grown = grow(&&arena, first, full, Layout::from_size_align(65, 16).unwrap()).unwrap();
     assert_ne!(grown, first);
     assert!(arena.stats().chunks == 3 && arena.owns(grown));
@@ -157,7 +157,7 @@ fn absurd_requests_are_refused() {
     assert!(
         arena.try_alloc_layout(Layout::from_size_align(isize::MAX as usize, 1).unwrap()).is_err()
     );
-    // Miri has no such alignments.
+    // Miri does not support such alignments.
     let align = if cfg!(miri) { 1 } else { 1 << 40 };
     assert!(arena.try_alloc_layout(Layout::from_size_align(2 << 20, align).unwrap()).is_err());
     assert!(arena.try_alloc_slice_fill_with(usize::MAX, |_| 0u64).is_err());
@@ -410,18 +410,18 @@ fn grow<A: Allocator>(
     old: Layout,
     new: Layout,
 ) -> Option<NonNull<u8>> {
-    // SAFETY: the tests hand in blocks of this allocator with their layouts, and larger new ones.
+    // SAFETY: the tests pass blocks of this allocator with their layouts, and larger new ones.
     unsafe { allocator.grow(block, old, new) }.ok().map(NonNull::cast)
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
-    // SAFETY: the tests hand in blocks of this allocator with their layouts, and forget them.
+    // SAFETY: the tests pass blocks of this allocator with their layouts, and forget them.
     unsafe { allocator.deallocate(block, layout) };
 }
 
 #[test]
-fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
+fn chunks_kept_by_a_reset_are_returned_for_a_block_that_needs_the_whole_limit() {
     let below = Counted::new(Global);
     let settings = ArenaSettings::new().first_chunk(1024).limit(2048);
     let mut arena = Arena::with_settings_in(settings, &below);
@@ -429,7 +429,7 @@ fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
     assert_eq!(arena.reset(), Ok(()));
     assert_eq!((arena.stats().chunks, below.stats().live), (1, 1024));
     let start = arena.mark();
-    // Takes something and gives it back, which must not be forgotten either.
+    // This allocates a block and frees it, which must not be lost either.
     drop(Box::new_in([1u8; 1010], &arena));
     arena.alloc([2u8; 2048]);
     assert_eq!(
@@ -438,8 +438,8 @@ fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
     );
     assert!(arena.try_alloc(0u8).is_err());
     #[expect(unsafe_code, reason = "rewinds")]
-    // SAFETY: the mark is this arena's, nothing was reset since, and nothing of what was handed out
-    // is used any more.
+    // SAFETY: the mark is this arena's, nothing was reset since, and no block allocated since is
+    // used any more.
     unsafe {
         arena.rewind(start);
     }
@@ -468,7 +468,7 @@ fn an_arena_that_is_reset_after_each_few_blocks_settles_in_one_chunk() {
 }
 
 #[test]
-fn a_scope_whose_first_chunk_made_way_and_came_second_goes_back_to_nothing() {
+fn a_scope_whose_first_chunk_was_replaced_rewinds_to_nothing() {
     let settings = ArenaSettings::new().first_chunk(128).max_chunk(128);
     let mut arena = Arena::with_settings_in(settings, Global);
     arena.alloc(0u8);
@@ -483,7 +483,7 @@ fn a_scope_whose_first_chunk_made_way_and_came_second_goes_back_to_nothing() {
 }
 
 #[test]
-fn chunks_that_no_allocator_has_are_asked_for_smaller() {
+fn chunks_that_cannot_be_allocated_are_requested_smaller() {
     for bytes in [usize::MAX, usize::MAX / 2, isize::MAX as usize - 3] {
         let settings = ArenaSettings::new().first_chunk(bytes).max_chunk(bytes);
         let arena =

@@ -48,7 +48,7 @@ struct Block {
     start: NonNull<u8>,
     layout: Layout,
     fill: u8,
-    /// Marks that stood when it was allocated: a rewind to one of them keeps it.
+    /// The number of marks at its allocation: a rewind to one of them keeps the block.
     depth: usize,
 }
 
@@ -96,9 +96,9 @@ impl Model {
         self.blocks.push(Block { start, layout, fill: self.fills, depth: self.marks.len() });
     }
 
-    /// Keeps what another block became. Bytes that it had are not written again: a device may be
-    /// reading them. What has changed does not outlive a mark that stood meanwhile, even if it
-    /// began before.
+    /// Keeps the block that another one was resized to. Its earlier bytes are not written again,
+    /// because a device may read them. A resized block does not outlive a mark that existed at the
+    /// resize, even if it began before it.
     fn keep_changed(&mut self, start: NonNull<u8>, layout: Layout, old: &Block) {
         let had = old.layout.size().min(layout.size());
         assert!(bytes(start, had).iter().all(|&byte| byte == old.fill));
@@ -208,7 +208,7 @@ impl Model {
                 self.held.retain(|held| !held.opened);
             }
             Step::Replace => {
-                // Dropped with gates closed and blocks live.
+                // Dropped with closed gates and live blocks.
                 self.blocks.clear();
                 self.marks.clear();
                 self.arena = arena(&self.pool, self.limit);

@@ -1,4 +1,4 @@
-//! What a cache keeps, and for whom.
+//! Tests of which blocks a cache keeps, and which callers they serve.
 
 use crate::support::{Latch, Owned};
 use allocator_api2::{
@@ -31,7 +31,7 @@ fn a_loop_of_the_same_sizes_settles() {
 }
 
 #[test]
-fn it_keeps_no_more_than_its_room_and_gives_all_back() {
+fn a_cache_keeps_no_more_than_its_capacity_and_returns_all() {
     let below = Owned::with_room(usize::MAX);
     let cached = Cached::with_room(below.clone(), 1000);
     let lists: std::vec::Vec<_> =
@@ -49,10 +49,10 @@ fn it_keeps_no_more_than_its_room_and_gives_all_back() {
 }
 
 #[test]
-fn a_layout_that_is_no_longer_asked_for_makes_way() {
+fn a_layout_no_longer_requested_is_evicted() {
     let below = Owned::with_room(usize::MAX);
     let cached = Cached::new(below.clone());
-    // More sizes than there are places, several for each: what was kept first goes.
+    // More sizes than slots, several for each: the oldest cached block is returned.
     let most = if cfg!(miri) { 80 } else { 399 };
     for size in 1..=most {
         for _ in 0..if cfg!(miri) { 3 } else { 20 } {
@@ -67,7 +67,7 @@ fn a_layout_that_is_no_longer_asked_for_makes_way() {
 }
 
 #[test]
-fn when_the_allocator_below_is_short_what_is_kept_goes_back_first() {
+fn cached_blocks_are_returned_first_when_the_upstream_is_short() {
     let budget = Budget::new("cached", 1000);
     let cached = Cached::new(Limit::new(Global, budget.clone()));
     drop(Vec::<u8, _>::with_capacity_in(900, &cached));
@@ -123,7 +123,8 @@ fn blocks_travel_between_threads_and_none_is_lost() {
     assert_eq!(below.stats().live, 0);
 }
 
-/// Two threads share a slot when there are more of them than slots; whoever finds it taken goes by.
+/// Several threads share a slot if there are more threads than slots. A thread that finds its slot
+/// taken bypasses it.
 #[test]
 fn many_threads_at_a_time() {
     let cached = Cached::new(Counted::new(Global));
@@ -144,7 +145,7 @@ fn many_threads_at_a_time() {
     assert_eq!(cached.inner().stats().blocks as usize, cached.stats().blocks);
 }
 
-/// Allocates from the cache above it while it is asked: what a global allocator's tables do.
+/// Allocates from the cache above it during a call, as the tables of a global allocator do.
 struct Reentrant;
 
 #[expect(unsafe_code, reason = "implements the allocator traits")]
@@ -167,7 +168,7 @@ mod reentrant {
 
             unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
                 ABOVE.with_borrow(|above| above.iter().for_each(|above| drop(Box::new_in(1u64, above))));
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { Below::deallocate(&Global, block, layout) };
             }
         }
@@ -175,7 +176,7 @@ mod reentrant {
 }
 
 #[test]
-fn an_allocator_below_that_comes_back_is_served() {
+fn a_reentrant_upstream_is_served() {
     let cached = Cached::with_room(Reentrant, 200);
     reentrant::ABOVE.set(Some(cached.clone()));
     for size in [8, 150, 300, 150, 8, 400] {
@@ -194,13 +195,13 @@ fn all_zero(block: NonNull<[u8]>) -> bool {
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
-    // SAFETY: the tests hand in a live block of this layout and forget it.
+    // SAFETY: the tests pass a live block of this layout and forget it.
     unsafe { allocator.deallocate(block, layout) };
 }
 
-/// Four places of 64 bytes, the lowest free one first. A growth moves and a shrinkage stays;
-/// between the two a hook may act as another thread does while the call that moved a block is still
-/// on its way back.
+/// Four slots of 64 bytes, of which the lowest free one is used. A growth moves a block and a
+/// shrink keeps it in place. Between the two a hook may act as another thread does before the call
+/// that moved the block returns.
 #[expect(unsafe_code, reason = "implements the allocator traits")]
 #[expect(clippy::unwrap_used, reason = "a helper of a test that fails is a failed test")]
 mod places {
@@ -230,7 +231,7 @@ mod places {
             Self { memory, taken, gates, refuses: Cell::new(false), moved: RefCell::new(None) }
         }
 
-        /// Runs `hook` once, when a growth has given the old place up and has not returned yet.
+        /// Runs `hook` once, when a growth has freed the old slot and has not returned yet.
         pub(super) fn when_moved(&self, hook: impl FnOnce() + 'static) {
             *self.moved.borrow_mut() = Some(std::boxed::Box::new(hook));
         }
@@ -257,7 +258,8 @@ mod places {
     }
 
     impl_allocator! {
-        // SAFETY: a place is handed out once at a time, and not while a gate of its is shut; it lives as long as all do.
+        // SAFETY: a place is handed out once at a time, and not while one of its gates is closed;
+        // it lives as long as all do.
         unsafe impl [] for Places {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 let mut taken = self.taken.borrow_mut();
@@ -280,7 +282,7 @@ mod places {
                 let moved = self.allocate(new)?;
                 // SAFETY: both are places of at least as many bytes.
                 unsafe { moved.cast::<u8>().copy_from_nonoverlapping(block, old.size()) };
-                // SAFETY: the caller hands it over.
+                // SAFETY: the caller passes ownership.
                 unsafe { self.deallocate(block, old) };
                 let hook = self.moved.take();
                 hook.into_iter().for_each(|hook| hook());
@@ -293,7 +295,7 @@ mod places {
         }
     }
 
-    // SAFETY: a place with a shut gate is not handed out.
+    // SAFETY: a place with a closed gate is not handed out.
     unsafe impl DeferReuse for Places {
         fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
             let place = self.place(address);
@@ -312,7 +314,7 @@ fn grow<A: Allocator>(
     old: Layout,
     new: Layout,
 ) -> Result<NonNull<u8>, allocator_api2::alloc::AllocError> {
-    // SAFETY: the tests hand in a live block of the layout `old`.
+    // SAFETY: the tests pass a live block of the layout `old`.
     unsafe { allocator.grow(block, old, new) }.map(NonNull::cast)
 }
 
@@ -367,6 +369,6 @@ fn shrink<A: Allocator>(
     old: Layout,
     new: Layout,
 ) -> Result<NonNull<u8>, allocator_api2::alloc::AllocError> {
-    // SAFETY: the tests hand in a live block of the layout `old`.
+    // SAFETY: the tests pass a live block of the layout `old`.
     unsafe { allocator.shrink(block, old, new) }.map(NonNull::cast)
 }

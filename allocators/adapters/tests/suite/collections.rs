@@ -1,4 +1,5 @@
-//! Collections, trait objects and another library's arena over what is here.
+//! Tests of collections, trait objects and another library's arena over the allocators of this
+//! crate.
 
 use allocator_api2::{
     alloc::{Allocator, Global},
@@ -14,10 +15,10 @@ use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::{HashMap, HashSet};
 use std::{cell::Cell, fmt::Debug};
 
-/// Miri takes its time.
+/// Fewer under Miri, which is slow.
 const SOME: u32 = if cfg!(miri) { 10 } else { 100 };
 
-/// One of everything, dropped at the end.
+/// Uses one collection of each kind, and drops them at the end.
 fn collections<A: Allocator + Clone>(allocator: &A) {
     let mut list = Vec::new_in(allocator.clone());
     list.extend(0..5 * SOME);
@@ -96,8 +97,8 @@ fn over_an_arena_a_scope_and_bumpalo() {
     collections(&&over);
 }
 
-/// bump-scope takes its chunks from ours, and so finds all that an allocator has to keep:
-/// alignment, sizes beyond what was asked for, chunks given back one by one.
+/// bump-scope takes its chunks from these allocators. This tests alignment, sizes beyond the
+/// requested one, and chunks returned one by one.
 #[test]
 fn bump_scope_takes_its_chunks_from_here() {
     let below = Counted::new(Global);
@@ -124,7 +125,7 @@ fn bump_scope_takes_its_chunks_from_here() {
     assert!(arena.stats().allocated > 0);
 }
 
-/// And the other way round: its arena keeps the contract under our wrappers.
+/// The other direction: its arena keeps the allocator contract under the wrappers of this crate.
 #[test]
 fn bump_scope_is_an_upstream() {
     let bump: Bump = Bump::new();

@@ -1,5 +1,5 @@
-//! Every wrapper over every other one keeps the allocator contract, with enough memory below and
-//! with too little, and gives back all that it took; and a deferral reaches through each of them.
+//! Tests that every wrapper over every other one keeps the allocator contract, with and without
+//! enough upstream memory, and returns all that it took. A deferral reaches through each of them.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -16,11 +16,11 @@ use aquifer_core::{Budget, DeferReuse, Gate, Tag};
 use std::{alloc::Layout, ptr::NonNull};
 
 const THRESHOLD: usize = if cfg!(miri) { 20 } else { 300 };
-/// Too little for what the suite holds at a time.
+/// Less than the suite holds at a time.
 const SHORT: usize = if cfg!(miri) { 800 } else { 20_000 };
 
-/// One layer over an allocator. The layers that take a second allocator get one with room of its
-/// own.
+/// Adds one layer over an allocator. Layers that take a second allocator get one with its own
+/// capacity.
 macro_rules! layer {
     (Limit, $below:expr) => {
         Limit::new($below, Budget::new("compose", 10 * SHORT as u64))
@@ -58,10 +58,10 @@ fn suite() -> Suite {
 
 fn passes<A: Allocator + Clone>(allocator: &A, what: &str) {
     let suite = suite().impossible((!cfg!(miri)).then_some(1 << 40));
-    // Clones show what one alone does too; under Miri that has to do.
+    // Clones exercise the same code, which suffices under Miri.
     let alone = (!cfg!(miri)).then(|| suite.seed(1).check(allocator));
     for found in alone.into_iter().chain([suite.seed(2).check_clone(allocator)]) {
-        // Where nothing was served there was no room; others of the same layers show more.
+        // Without room nothing was served. Other combinations of the same layers test more.
         assert!(
             found.is_ok() || found.map_err(|found| found.fault) == Err(Fault::NothingServed),
             "{what}: {found:?}"
@@ -69,7 +69,7 @@ fn passes<A: Allocator + Clone>(allocator: &A, what: &str) {
     }
 }
 
-/// And when all has been given back, there is something to be had.
+/// Tests the contract, and that memory is available again at the end.
 fn conforms<A: Allocator + Owns + Clone>(allocator: &A, what: &str) {
     passes(allocator, what);
     let block = allocator.allocate(Layout::new::<[u64; 4]>());
@@ -86,7 +86,7 @@ macro_rules! over_all {
         }
     )*};
     (@each $outer:ident: $($inner:ident)*) => {$(
-        // Miri looks at the accesses, which are the same with too little.
+        // Miri checks accesses, which are the same with too little memory.
         for room in [usize::MAX, SHORT].into_iter().take(if cfg!(miri) { 1 } else { 2 }) {
             let below = Owned::with_room(room);
             let stack = layer!($outer, layer!($inner, below.clone()));
@@ -125,7 +125,7 @@ fn an_arena_between_any_two() {
 
 const LAYOUT: Layout = Layout::new::<[u64; 8]>();
 
-/// A block that is freed while a device may read it stays as it is and goes to nobody.
+/// A block freed while a device may read it keeps its bytes and is not reused.
 fn holds_back<A: DeferReuse>(allocator: &A, below: &Gated, what: &str) {
     let block = allocator.allocate(LAYOUT).unwrap().cast::<u8>();
     fill(block, 0x5A);
@@ -170,7 +170,8 @@ macro_rules! hold_back {
         let what = stringify!($layer);
         holds_back(&gated!($layer, below.clone()), &below, what);
         assert_eq!(below.reap(), (0, 0), "{what}");
-        // A guard shows what the layer below it does to freed bytes; a cache, what the one above does.
+        // A guard shows what the layer below does to freed bytes, and a cache what the layer above
+        // does.
         holds_back(&Guarded::new(gated!($layer, below.clone())), &below, what);
         holds_back(&Cached::new(gated!($layer, below.clone())), &below, what);
         holds_back(&gated!($layer, Cached::new(Guarded::new(below.clone()))), &below, what);
@@ -193,14 +194,14 @@ fn bumpalo_is_an_upstream_of_each() {
         })*};
     }
     over_bumpalo!(Limit Counted Tagged Segregate SegregateLarge Guarded Cached);
-    // A fallback has to know whose a block is, which a guard does for any allocator.
+    // A fallback must find the owner of a block, which a guard does for any allocator.
     let bump = bumpalo::Bump::new();
     assert_eq!(suite().check_clone(&Fallback::new(Guarded::new(&bump), Global)), Ok(()));
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
-    // SAFETY: the tests hand in a live block of this layout and forget it.
+    // SAFETY: the tests pass a live block of this layout and forget it.
     unsafe { allocator.deallocate(block, layout) };
 }
 
@@ -212,7 +213,7 @@ fn fill(block: NonNull<u8>, with: u8) {
 
 #[expect(unsafe_code, reason = "reads a block")]
 fn filled(block: NonNull<u8>, with: u8) -> bool {
-    // SAFETY: a block of `LAYOUT` that is held back, so it is still there.
+    // SAFETY: a block of `LAYOUT` that is held by its gate, so it still exists.
     unsafe { NonNull::slice_from_raw_parts(block, LAYOUT.size()).as_ref() }
         .iter()
         .all(|&byte| byte == with)

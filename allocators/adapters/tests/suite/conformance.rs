@@ -1,7 +1,7 @@
-//! Everything here that is an allocator keeps the allocator contract, and so do those it is built
-//! on.
+//! Tests that every allocator of this crate, and those it is built on, keeps the allocator
+//! contract.
 //!
-//! This is the suite run on allocators that are right; `planted.rs` runs it on ten that are wrong.
+//! Here the suite runs on correct allocators. `planted.rs` runs it on ten incorrect ones.
 
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{
@@ -13,7 +13,7 @@ use bumpalo::Bump;
 
 const SEEDS: u64 = if cfg!(miri) { 1 } else { 6 };
 
-/// Short under Miri, but where something has to fill up.
+/// Returns a suite that is short under Miri, except where something must fill up.
 fn suite() -> Suite {
     if cfg!(miri) { Suite::new().operations(30).alignment(4) } else { Suite::new() }
 }
@@ -76,7 +76,7 @@ fn a_scope() {
 }
 
 #[test]
-fn a_limit_in_whose_way_the_suite_comes() {
+fn a_limit_that_the_suite_reaches() {
     let budget = Budget::new("suite", if cfg!(miri) { 500 } else { 40_000 });
     conforms(&Limit::new(Global, budget.clone()));
     assert_eq!(budget.used(), 0, "all blocks went back, so all bytes did");
@@ -118,14 +118,14 @@ fn a_stack_of_everything() {
 }
 
 #[test]
-fn an_allocator_that_serves_nothing_has_shown_nothing() {
+fn an_allocator_that_serves_nothing_does_not_pass() {
     let nothing = Limit::new(Global, Budget::new("nothing", 0));
     let found = Suite::new().check(&nothing);
     assert_eq!(found.map_err(|violation| violation.fault), Err(Fault::NothingServed));
 }
 
 #[test]
-fn a_violation_says_how_to_see_it_again() {
+fn a_violation_reports_how_to_reproduce_it() {
     let found = Violation { seed: 7, operation: 12, fault: Fault::NothingServed };
     assert_eq!(
         found.to_string(),

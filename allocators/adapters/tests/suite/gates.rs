@@ -179,13 +179,13 @@ fn a_forgotten_arena_keeps_the_promise() {
     let busy = Arena::with_settings_in(SETTINGS, pool.clone());
     busy.alloc_slice_fill_with(1000, |_| 0xEEu8);
     assert!(read(start, 200).iter().all(|&byte| byte == 9));
-    // Given back for the sake of a clean end; nothing else may hold it.
+    // Freed so that the test ends cleanly; nothing else may hold it.
     latch.open();
     take_back(arena);
 }
 
 #[test]
-fn an_address_that_was_not_handed_out_is_refused_and_holds_nothing() {
+fn an_unallocated_address_is_refused_and_holds_nothing() {
     let pool = Gated::default();
     let arena = Arena::with_settings_in(SETTINGS, pool.clone());
     let other = [0u8; 4];
@@ -213,7 +213,7 @@ fn gates_that_have_opened_do_not_pile_up() {
         assert_eq!((&arena).defer(address(sent), latch.clone()), Ok(()));
         latch.open();
     }
-    // One handle here, one in the allocator below; the arena keeps the last one at most.
+    // One handle here and one in the upstream allocator. The arena keeps at most the last one.
     assert!(latches[..99].iter().all(|latch| Arc::strong_count(latch) == 2));
 }
 
@@ -300,7 +300,7 @@ impl DeferIn for Arena<Gated> {
     }
 }
 
-/// Reads as a device would: without owning anything.
+/// Reads as a device would, without ownership.
 #[expect(unsafe_code, reason = "reads a block that was dropped but is held")]
 fn read<'a>(start: NonNull<u8>, len: usize) -> &'a [u8] {
     // SAFETY: a closed gate keeps the bytes allocated and unchanged, which is what is tested.

@@ -1,4 +1,4 @@
-//! What a guard finds, and what it leaves alone.
+//! Tests of which faults a guard finds, and which operations it does not affect.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -20,7 +20,7 @@ fn guard() -> Guard {
     Guarded::new(Counted::new(Global))
 }
 
-/// A block of `size` bytes, of which one may reach the bytes around as well.
+/// Returns a block of `size` bytes whose pointer may also reach the bytes around it.
 fn block(guard: &Guard, size: usize, align: usize) -> (NonNull<u8>, Layout) {
     let layout = Layout::from_size_align(size, align).unwrap();
     (guard.allocate(layout).unwrap().cast(), layout)
@@ -65,7 +65,7 @@ fn a_write_before_a_block_is_found() {
 }
 
 #[test]
-fn growing_and_shrinking_look_as_well_and_always_move() {
+fn growing_and_shrinking_check_the_guards_and_always_move() {
     let guard = guard();
     let mut list: Vec<u8, _> = Vec::with_capacity_in(10, &guard);
     list.extend([1; 10]);
@@ -89,7 +89,7 @@ fn a_second_free_and_a_foreign_one_are_refused() {
     let mut stray = 0u64;
     let stray = NonNull::from(&mut stray).cast::<u8>();
     release(&guard, (stray, Layout::new::<u64>()));
-    // SAFETY: none: it is no block, and refusing it is what is tested.
+    // SAFETY: deliberately broken: it is no block, and the refusal is what is tested.
     let grown = unsafe { guard.grow(stray, Layout::new::<u64>(), Layout::new::<[u64; 2]>()) };
     assert!(grown.is_err());
     let no_block = |block: NonNull<u8>| Finding::NoBlock { address: block.addr().get() };
@@ -99,7 +99,7 @@ fn a_second_free_and_a_foreign_one_are_refused() {
 }
 
 #[test]
-fn a_wrong_layout_is_told_and_the_right_one_is_used() {
+fn a_wrong_layout_is_reported_and_the_right_one_is_used() {
     let guard = guard();
     let (start, layout) = block(&guard, 40, 8);
     let wrong = Layout::new::<u64>();
@@ -123,7 +123,7 @@ fn fresh_bytes_are_poison_and_zeroed_ones_are_zero() {
     release(&guard, (zeroed.cast(), Layout::new::<[u8; 40]>()));
 }
 
-/// Notes whether a block that comes back has 40 bytes in a row that say they were freed.
+/// Records whether a returned block has 40 consecutive bytes of the freed pattern.
 #[derive(Default)]
 struct Looks {
     poisoned: Cell<bool>,
@@ -146,7 +146,7 @@ unsafe impl Allocator for &Looks {
 }
 
 #[test]
-fn bytes_are_poison_when_they_go_down() {
+fn bytes_are_poison_when_returned_to_the_upstream() {
     let below = Looks::default();
     let guard = Guarded::new(&below);
     let layout = Layout::new::<[u8; 40]>();

@@ -1,4 +1,4 @@
-//! What an arena of pages promises.
+//! Tests of the guarantees of an arena of pages.
 
 use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Global;
@@ -61,7 +61,7 @@ fn pages_of_another_arena_are_refused_and_come_back() {
 }
 
 #[test]
-fn it_takes_one_block_and_gives_it_back_and_makes_none_that_cannot_be() {
+fn a_page_arena_takes_one_block_returns_it_and_refuses_impossible_sizes() {
     let below = Counted::new(Global);
     let arena = PageArena::new_in(3, 1 << 12, &below).unwrap();
     assert_eq!((below.stats().live, below.stats().blocks), (3 << 12, 1));
@@ -78,7 +78,7 @@ fn it_takes_one_block_and_gives_it_back_and_makes_none_that_cannot_be() {
 }
 
 #[test]
-fn pages_that_a_device_reads_are_taken_again_when_its_gate_is_open() {
+fn pages_read_by_a_device_are_reused_when_its_gate_is_open() {
     let below = Gated::default();
     let arena = PageArena::new_in(2, 256, below.clone()).unwrap();
     let (mut first, second) = (arena.take(1).unwrap(), arena.take(1).unwrap());
@@ -95,7 +95,7 @@ fn pages_that_a_device_reads_are_taken_again_when_its_gate_is_open() {
         "nobody wrote meanwhile"
     );
     assert_eq!(arena.take(1), Err(PageError::Full { pages: 1, free: 0, waiting: 1 }));
-    // The arena goes, the block stays until the device is done.
+    // The arena is dropped, and the block stays until the device is done.
     drop(arena);
     assert_eq!(below.reap(), (0, 1));
     two.open();
@@ -103,7 +103,7 @@ fn pages_that_a_device_reads_are_taken_again_when_its_gate_is_open() {
 }
 
 #[test]
-fn pages_that_the_allocator_below_cannot_hold_back_come_back() {
+fn pages_whose_upstream_supports_no_gates_are_returned() {
     let arena = PageArena::new_in(2, 256, Gated::default()).unwrap();
     let theirs = PageArena::new(2, 256).unwrap().take(1).unwrap();
     let refused = arena.free_after(theirs, Latch::closed()).unwrap_err();
@@ -140,7 +140,8 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Against a list of booleans: the lowest run that is long enough, never one that is taken, and every free page counted.
+    /// Compares with a list of booleans: the lowest run that is long enough is taken, no page is
+    /// taken twice, and every free page is counted.
     #[test]
     fn it_behaves_as_a_row_of_flags(
         count in 1..200usize,

@@ -1,7 +1,8 @@
-//! The conformance suite finds what is wrong with allocators that break one rule each.
+//! Tests that the conformance suite finds the fault of allocators that break one rule each.
 //!
-//! Each lays its blocks in a buffer that outlives them all, so that what is a broken promise stays
-//! defined: no block is ever really freed, and two that overlap are two pointers into one buffer.
+//! Each allocator places its blocks in a buffer that outlives them all, so that a broken guarantee
+//! stays defined behaviour: no block is really freed, and two overlapping blocks are two pointers
+//! into one buffer.
 
 #![expect(unsafe_code, reason = "allocators, broken on purpose")]
 
@@ -34,28 +35,28 @@ enum Bug {
 }
 
 const ROOM: usize = if cfg!(miri) { 1 << 16 } else { 1 << 20 };
-/// Blocks are this much longer than asked, so that there is a range of sizes that fit them.
+/// Blocks are this much longer than requested, so that a range of sizes fits them.
 const SLACK: usize = 8;
 
-/// First fit over a buffer, right but for its bug.
+/// A first-fit allocator over a buffer, correct except for its planted bug.
 struct Planted {
     bug: Bug,
     heap: Rc<Heap>,
-    /// Blocks that this very clone handed out.
+    /// Blocks allocated by this clone.
     mine: RefCell<Vec<usize>>,
     is_clone: bool,
 }
 
 struct Heap {
     base: NonNull<u8>,
-    /// Live blocks in the order of their offsets: start, bytes reserved, size asked for.
+    /// Live blocks in the order of their offsets: start, reserved bytes, requested size.
     live: RefCell<Vec<(usize, usize, usize)>>,
     calls: Cell<u32>,
 }
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: the buffer came from a box of this type, and all that pointed into it has gone
+        // SAFETY: the buffer came from a box of this type, and all pointers into it were dropped
         // before.
         drop(unsafe { Box::from_raw(self.base.cast::<[u8; ROOM]>().as_ptr()) });
     }
@@ -68,7 +69,7 @@ impl Planted {
         Self { bug, heap: Rc::new(heap), mine: RefCell::default(), is_clone: false }
     }
 
-    /// Now and then: a bug that shows at once would be found by anything.
+    /// Returns `true` at random. A bug that shows at every call would be found too easily.
     fn now_and_then(&self) -> bool {
         self.heap.calls.set(self.heap.calls.get() + 1);
         self.heap.calls.get().is_multiple_of(5)
@@ -100,7 +101,7 @@ impl Planted {
     }
 
     fn forget(&self, block: NonNull<u8>) {
-        // A block of no bytes lies nowhere in the buffer.
+        // An empty block lies nowhere in the buffer.
         let start = block.addr().get().wrapping_sub(self.heap.base.addr().get());
         self.heap.live.borrow_mut().retain(|&(live, ..)| live != start);
     }
@@ -112,9 +113,8 @@ impl Clone for Planted {
     }
 }
 
-// SAFETY: none: all but one of these break the promise, which is what they are for. No reference is
-// made to a block here, and the buffer outlives its blocks, so the worst that follows is a wrong
-// byte.
+// SAFETY: deliberately broken by all but one of these. No reference to a block is made here, and
+// the buffer outlives its blocks, so the worst effect is a wrong byte.
 unsafe impl Allocator for Planted {
     fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
         if layout.size() == 0 {
@@ -171,7 +171,7 @@ unsafe impl Allocator for Planted {
         if self.bug == Bug::FreeWritesNeighbour {
             let after = start + layout.size() + SLACK;
             if after < ROOM {
-                // SAFETY: an offset in the buffer, of whomever.
+                // SAFETY: an offset in the buffer, in any block.
                 unsafe { self.heap.base.add(after).write(0) };
             }
         }
@@ -204,7 +204,7 @@ unsafe impl Allocator for Planted {
         old: Layout,
         new: Layout,
     ) -> Result<NonNull<[u8]>, AllocError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let grown = unsafe { self.grow(block, old, new) }?;
         let clean = if self.bug == Bug::DirtyGrowZeroed { old.size() + 1 } else { old.size() };
         if clean < grown.len() {
@@ -233,8 +233,8 @@ unsafe impl Allocator for Planted {
     }
 }
 
-/// What the suite says about an allocator with this bug, at the first seed at which it says
-/// anything.
+/// Returns the fault that the suite reports for an allocator with this bug, at the first seed that
+/// reports any.
 fn found(bug: Bug) -> Option<Fault> {
     let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
     let mut found = (0..8).filter_map(|seed| {

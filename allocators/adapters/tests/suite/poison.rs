@@ -1,7 +1,7 @@
-//! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody.
-//! `ci/asan` builds it in.
+//! Tests that `AddressSanitizer` stops accesses to arena memory that is not allocated. `ci/asan`
+//! builds with it.
 //!
-//! Each fault is a process of its own, which has to end by it.
+//! Each fault runs in a separate process, which must end because of it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::faults::{self, Fault};
@@ -19,16 +19,16 @@ fn block<A: Allocator>(arena: &Arena<A>, len: usize) -> NonNull<u8> {
     arena.allocate(Layout::from_size_align(len, 1).unwrap()).unwrap().cast()
 }
 
-/// Reads a byte, whether it may or not.
+/// Reads a byte, whether allowed or not.
 fn look(block: NonNull<u8>, at: usize) -> u8 {
     #[expect(unsafe_code, reason = "reads where nothing should be read")]
-    // SAFETY: 1. the chunk is mapped as long as its arena is there, and a byte may have any value.
+    // SAFETY: 1. the chunk is mapped while its arena lives, and a byte may have any value.
     unsafe {
         block.add(at).read_volatile()
     }
 }
 
-/// Each touches what is nobody's, but for the first, which touches all that is its own.
+/// Each fault touches memory without an owner, except for the first, which touches only its own.
 const FAULTS: [Fault; 9] = [
     (faults::NONE, || {
         let below = Counted::new(Global);
@@ -62,7 +62,7 @@ const FAULTS: [Fault; 9] = [
         let arena = small();
         let free = block(&arena, 24);
         #[expect(unsafe_code, reason = "frees a block")]
-        // SAFETY: 1. the arena's, with this layout.
+        // SAFETY: 1. allocated by the arena with this layout.
         unsafe {
             (&arena).deallocate(free, Layout::from_size_align(24, 1).unwrap());
         }

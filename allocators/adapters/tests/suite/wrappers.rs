@@ -1,4 +1,4 @@
-//! What each wrapper adds, to the byte.
+//! Tests of what each wrapper adds, to the byte.
 
 use allocator_api2::{
     alloc::{Allocator, Global},
@@ -9,7 +9,7 @@ use aquifer_adapters::{Arena, ArenaSettings, Counted, Fallback, Limit, Tagged};
 use aquifer_core::{Budget, Tag, impl_allocator};
 use std::{alloc::Layout, cell::Cell, ptr::NonNull, thread};
 
-/// Gives more than was asked for, notes the current tag, and refuses when told to.
+/// An allocator that returns more than requested, records the current tag, and refuses on request.
 #[derive(Default)]
 struct Generous {
     refuse: Cell<bool>,
@@ -25,12 +25,13 @@ fn with_extra(layout: Layout) -> Option<Layout> {
 #[expect(unsafe_code, reason = "implements the allocator traits")]
 mod generous {
     use super::*;
-    // The bodies below are expanded for other `Allocator` traits too, and `Global` is of this one.
+    // The bodies below are also expanded for other `Allocator` traits, and `Global` implements this
+    // one.
     use allocator_api2::alloc::Allocator as Below;
 
     impl_allocator! {
-        // SAFETY: blocks are the global allocator's, with `EXTRA` bytes more; the layout they were asked for with follows
-        // from any that fits, since callers here use no size in between.
+        // SAFETY: blocks are the global allocator's, with `EXTRA` bytes more. The requested layout
+        // follows from any that fits, since callers here use no size in between.
         unsafe impl [] for Generous {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 self.tag.set(Some(Tag::current()));
@@ -43,7 +44,7 @@ mod generous {
 
             unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
                 if let Some(larger) = with_extra(layout) {
-                    // SAFETY: the block was asked for with this layout.
+                    // SAFETY: the block was requested with this layout.
                     unsafe { Below::deallocate(&Global, block, larger) };
                 }
             }
@@ -62,24 +63,24 @@ const TWO_KIB: Layout = match Layout::from_size_align(2048, 8) {
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn grow<A: Allocator>(allocator: &A, block: NonNull<u8>) -> Option<NonNull<[u8]>> {
-    // SAFETY: the tests hand in a live block of `KIB`.
+    // SAFETY: the tests pass a live block of `KIB`.
     unsafe { allocator.grow(block, KIB, TWO_KIB) }.ok()
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn shrink<A: Allocator>(allocator: &A, block: NonNull<u8>) -> Option<NonNull<[u8]>> {
-    // SAFETY: the tests hand in a live block of `TWO_KIB`.
+    // SAFETY: the tests pass a live block of `TWO_KIB`.
     unsafe { allocator.shrink(block, TWO_KIB, KIB) }.ok()
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
 fn free<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
-    // SAFETY: the tests hand in a live block of this layout and forget it.
+    // SAFETY: the tests pass a live block of this layout and forget it.
     unsafe { allocator.deallocate(block, layout) };
 }
 
 #[test]
-fn a_limit_charges_exactly_what_was_asked_for() {
+fn a_limit_charges_exactly_the_requested_size() {
     let budget = Budget::new("test", 3072);
     let limit = Limit::new(Generous::default(), budget.clone());
     let first = limit.allocate(KIB).unwrap();
@@ -209,7 +210,7 @@ fn a_tagged_allocator_shows_its_tag_below_and_restores_the_scope() {
 }
 
 #[test]
-fn a_fallback_sends_each_block_home_and_moves_what_the_first_cannot_grow() {
+fn a_fallback_returns_each_block_to_its_owner_and_moves_what_the_first_cannot_grow() {
     let arena = Arena::with_settings_in(ArenaSettings::new().limit(1500), Global);
     let second = Counted::new(Global);
     let both = Fallback::new(&arena, &second);

@@ -1,5 +1,5 @@
-//! One body is an allocator of every kind that this build has: of allocator-api2 0.2, of its 0.4
-//! with the feature, and of the standard library's where the compiler has it.
+//! Tests that one implementation serves every allocator trait of this build: allocator-api2 0.2,
+//! its 0.4 with the feature, and the standard library's where the compiler has it.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use aquifer_core::impl_allocator;
@@ -14,7 +14,8 @@ use std::{
 struct Counting(Cell<usize>);
 
 impl_allocator! {
-    // SAFETY: blocks are the global allocator's, given back with the layout they were taken with, since they are exact.
+    // SAFETY: blocks are the global allocator's, freed with the layout they were allocated with,
+    // since sizes are exact.
     unsafe impl ['c] for &'c Counting {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
@@ -30,14 +31,14 @@ impl_allocator! {
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             if layout.size() > 0 {
                 self.0.set(self.0.get() - 1);
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { dealloc(block.as_ptr(), layout) };
             }
         }
     }
 }
 
-/// A vector of vectors, which grow, shrink and go.
+/// Uses a vector of vectors, which grow, shrink and are dropped.
 macro_rules! serves {
     ($name:ident, $($vec:ident)::+) => {
         #[test]

@@ -1,4 +1,4 @@
-//! What a budget promises, to the byte.
+//! Tests of the guarantees of a budget, to the byte.
 
 use aquifer_core::{Budget, Charge, OutOfBudget};
 use proptest::prelude::*;
@@ -96,7 +96,7 @@ fn charges_of_two_budgets_do_not_merge() {
     assert_eq!((charge.bytes(), a.used()), (7, 7));
 }
 
-/// An account kept as the difference of two readings of a shared counter drifts here.
+/// An account kept as the difference of two readings of a shared counter would drift here.
 #[test]
 fn concurrent_charges_of_many_sizes_leave_exactly_nothing_and_never_pass_the_limit() {
     let budget = Budget::new("b", 1000);
@@ -149,7 +149,7 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// used = the sum over charges, and a charge is granted exactly when it fits.
+    /// `used` equals the sum of all charges, and a charge is granted exactly when it fits.
     #[test]
     fn any_program_of_charges_adds_up(ops in ops()) {
         let budget = Budget::new("b", 100);

@@ -1,5 +1,5 @@
-//! What asking one at a time promises: everybody who has something is asked, nobody waits in a
-//! circle or asks for ever.
+//! Tests of reclaim, one reclaimer at a time: every reclaimer with an offer is called, and neither
+//! deadlock nor livelock occurs.
 #![expect(clippy::unwrap_used, reason = "a test's own helpers")]
 
 use aquifer_core::{
@@ -16,17 +16,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A pool in small: bytes that are in use, and bytes that lie idle and are charged all the same.
+/// A minimal pool: bytes in use, and idle bytes that are charged as well.
 struct Pool {
     name: &'static str,
     budget: Budget,
     idle: Mutex<Vec<Charge>>,
     place: Option<Place>,
     waits: bool,
-    /// At most so many charges a time.
+    /// At most this many charges are returned per call.
     step: usize,
     times: AtomicU64,
-    /// Held by the test to keep it from answering.
+    /// Held by the test to delay the answer.
     gate: Mutex<()>,
     inside: AtomicBool,
     registration: OnceLock<Registration>,
@@ -56,7 +56,7 @@ impl Pool {
         self.idle.lock().unwrap().push(self.budget.charge(bytes).unwrap());
     }
 
-    /// A charge, by asking others for it.
+    /// Charges bytes, and reclaims from others if needed.
     fn take(&self, bytes: u64, deadline: Option<Instant>) -> Option<Charge> {
         let mut asking = self.budget.asking(self.registration.get());
         loop {
@@ -100,8 +100,7 @@ impl Reclaim for Pool {
 }
 
 #[test]
-fn one_that_gives_a_little_at_a_time_is_asked_until_there_is_room_and_one_that_gives_nothing_once()
-{
+fn a_reclaimer_is_called_until_there_is_room_and_only_once_if_it_returns_nothing() {
     let budget = Budget::new("both", 100);
     let stingy = Pool::new("stingy", &budget, |pool| pool.step = 1);
     (0..10).for_each(|_| stingy.fill(10));
@@ -127,10 +126,10 @@ fn one_that_gives_a_little_at_a_time_is_asked_until_there_is_room_and_one_that_g
 }
 
 #[test]
-fn one_that_has_come_to_more_since_it_was_asked_is_asked_again() {
+fn a_reclaimer_whose_offer_grew_is_called_again() {
     let budget = Budget::new("both", 100);
     let cache = Pool::new("cache", &budget, |_| ());
-    /// Lets go of blocks, which only come into the cache by that.
+    /// Frees blocks, which puts them into the cache.
     struct App(Arc<Pool>, Mutex<Vec<Charge>>);
     impl Reclaim for App {
         fn name(&self) -> &'static str {
@@ -155,7 +154,7 @@ fn one_that_has_come_to_more_since_it_was_asked_is_asked_again() {
 }
 
 #[test]
-fn one_that_waits_is_asked_last_and_only_by_who_has_time() {
+fn a_waiting_reclaimer_is_called_last_and_only_by_requests_with_time() {
     let budget = Budget::new("both", 100);
     let slow = Pool::new("slow", &budget, |pool| pool.waits = true);
     let quick = Pool::new("quick", &budget, |_| ());
@@ -169,8 +168,8 @@ fn one_that_waits_is_asked_last_and_only_by_who_has_time() {
 }
 
 #[test]
-fn one_that_gave_nothing_without_waiting_is_asked_again_by_who_has_time() {
-    /// Can give what it has only if it may wait for it.
+fn a_reclaimer_that_returned_nothing_without_waiting_is_called_again_with_time() {
+    /// Can return its bytes only if it may wait for them.
     struct Busy(Mutex<Option<Charge>>);
     impl Reclaim for Busy {
         fn name(&self) -> &'static str {
@@ -198,7 +197,7 @@ fn one_that_gave_nothing_without_waiting_is_asked_again_by_who_has_time() {
 }
 
 #[test]
-fn a_charge_above_a_limit_costs_nobody_anything() {
+fn a_charge_above_a_limit_reclaims_nothing() {
     let root = Budget::new("root", 100);
     let cache = Pool::new("cache", &root, |_| ());
     cache.fill(90);
@@ -209,7 +208,7 @@ fn a_charge_above_a_limit_costs_nobody_anything() {
 }
 
 #[test]
-fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() {
+fn memory_refused_by_a_driver_is_reclaimed_from_its_device_across_the_tree() {
     let root = Budget::new("process", 1000);
     let [a, b, host] = ["device 0", "device 1", "host"].map(|name| root.child(name, 1000));
     let on = |device| move |pool: &mut Pool| pool.place = Some(Place::Device(DeviceId(device)));
@@ -233,7 +232,7 @@ fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() 
 }
 
 #[test]
-fn one_that_another_thread_is_asking_is_waited_for_and_not_taken_for_nobody() {
+fn a_reclaimer_in_use_by_another_thread_is_waited_for() {
     let budget = Budget::new("both", 100);
     let cache = Pool::new("cache", &budget, |_| ());
     (0..10).for_each(|_| cache.fill(10));
@@ -244,9 +243,9 @@ fn one_that_another_thread_is_asking_is_waited_for_and_not_taken_for_nobody() {
         while !cache.inside.load(SeqCst) {
             thread::yield_now();
         }
-        // It has time, and finds nobody else.
+        // It has time, and finds no other reclaimer.
         let second = scope.spawn(|| askers[1].take(50, None));
-        // One that has none is answered at once.
+        // A request without time is refused immediately.
         assert!(askers[1].take(50, Some(Instant::now())).is_none());
         drop(closed);
         let both = [first, second].map(|thread| thread.join().unwrap().unwrap());
@@ -255,9 +254,9 @@ fn one_that_another_thread_is_asking_is_waited_for_and_not_taken_for_nobody() {
 }
 
 #[test]
-fn two_that_ask_each_other_from_within_wait_for_nobody() {
+fn reclaimers_that_reclaim_from_each_other_do_not_deadlock() {
     let budget = Budget::new("both", 100);
-    /// Asks for room before it gives any.
+    /// Requests room before it returns any.
     struct Greedy(Budget, AtomicU64);
     impl Reclaim for Greedy {
         fn name(&self) -> &'static str {
@@ -287,11 +286,11 @@ fn two_that_ask_each_other_from_within_wait_for_nobody() {
     assert!(both.iter().all(|one| one.1.load(SeqCst) > 0));
 }
 
-/// Two pools under one budget that holds what one of them wants: each takes the other's, over and
-/// over, from two threads. Every request ends, and who is refused has lost to one who was served
+/// Two pools under one budget that holds what one of them needs repeatedly take from each other on
+/// two threads. Every request ends, and a refused request lost against one that was served
 /// meanwhile.
 #[test]
-fn of_two_pools_that_take_from_each_other_one_always_has_what_it_asked_for() {
+fn one_of_two_pools_that_reclaim_from_each_other_is_always_served() {
     let budget = Budget::new("both", 100);
     let pools = [Pool::new("a", &budget, |_| ()), Pool::new("b", &budget, |_| ())];
     let served = AtomicU64::new(0);

@@ -1,4 +1,4 @@
-//! What leases promise: limits on live bytes that are exact, though what is spare is paid for.
+//! Tests of leases: limits on live bytes are exact, although spare bytes are charged.
 
 use aquifer_core::{Budget, budget::Leased};
 use std::{
@@ -49,9 +49,9 @@ fn live_bytes_are_granted_to_the_last_byte_whatever_other_leases_have_spare() {
     drop((rest, exact));
 }
 
-/// Bytes that are spare where the first node refuses are not those that the next one lacks.
+/// Spare bytes at the node that refuses first do not help the next node.
 #[test]
-fn what_is_spare_at_every_level_is_taken_back_before_a_refusal() {
+fn spare_bytes_at_every_level_are_reclaimed_before_a_refusal() {
     let root = Budget::new("root", 400);
     let (pool, other) = (root.child("pool", 300), root.child("other", 400));
     let leases = [pool.lease(100), other.lease(100)];
@@ -62,7 +62,7 @@ fn what_is_spare_at_every_level_is_taken_back_before_a_refusal() {
 }
 
 #[test]
-fn a_lowered_limit_takes_back_what_is_spare_before_it_tells_an_excess() {
+fn a_lowered_limit_reclaims_spare_bytes_before_it_reports_an_excess() {
     let tenant = Budget::new("tenant", 1000);
     let lease = tenant.lease(300);
     let live = lease.charge(100).unwrap();
@@ -90,7 +90,7 @@ fn charges_outlive_their_lease_and_then_go_back_to_the_budget() {
 }
 
 #[test]
-fn bytes_that_live_ones_give_back_reach_whoever_waits() {
+fn released_live_bytes_reach_waiters() {
     let root = Budget::new("root", 1000);
     let lease = root.child("tenant", 1000).lease(400);
     let (live, rest) = (lease.charge(300).unwrap(), root.charge(300).unwrap());
@@ -110,9 +110,9 @@ fn bytes_that_live_ones_give_back_reach_whoever_waits() {
     assert_eq!(root.used(), 0);
 }
 
-/// What is spare elsewhere is not in the way yet when somebody gets in line, and will be.
+/// Spare bytes elsewhere are not in the way when a waiter queues, but will be.
 #[test]
-fn whoever_waits_for_one_node_finds_nothing_spare_at_the_next() {
+fn a_waiter_for_one_node_finds_no_spare_bytes_at_the_next() {
     let root = Budget::new("root", 100);
     let (tenant, other) = (root.child("tenant", 50), root.child("other", 100));
     let lease = other.lease(50);
@@ -137,8 +137,8 @@ fn a_large_lease_holds_all_bytes_there_are() {
     assert_eq!(root.used(), 0);
 }
 
-/// Live bytes never pass the limit, nothing that fits is refused where nobody else charges, and
-/// nothing is left.
+/// Live bytes never exceed the limit, no request that fits is refused without other charges, and
+/// nothing remains.
 #[test]
 fn threads_with_leases_leave_exactly_nothing() {
     let root = Budget::new("root", 4000);

@@ -1,5 +1,5 @@
-//! What levels and reclaim promise: every change told once, in order, with no lock held, whatever a
-//! hook does.
+//! Tests of pressure levels and reclaim: every change is reported once, in order, with no lock
+//! held, whatever a hook does.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test's own helpers")]
 
 use aquifer_core::{
@@ -59,7 +59,7 @@ fn a_level_rises_above_its_threshold_and_falls_only_below_the_slack() {
 }
 
 #[test]
-fn a_threshold_below_an_earlier_peak_is_told_too() {
+fn a_threshold_below_an_earlier_peak_is_reported() {
     let budget = Budget::new("b", 100);
     drop(budget.charge(100).unwrap());
     budget.set_levels(Levels { soft: 40, critical: 60, slack: 10 });
@@ -86,7 +86,7 @@ fn thresholds_that_move_change_the_level_too() {
 }
 
 #[test]
-fn a_hook_that_calls_back_and_panics_harms_nobody() {
+fn a_hook_that_calls_back_and_panics_affects_no_other_caller() {
     use Level::{Critical, Nominal};
     let root = Budget::new("root", 100);
     let budget = root.child("b", 100);
@@ -97,7 +97,8 @@ fn a_hook_that_calls_back_and_panics_harms_nobody() {
     let _first = budget.on_level(Arc::new(move |budget: &Budget, change: LevelChange| {
         let _inside = inside.try_lock().expect("no hook runs within itself");
         if change.to > Nominal {
-            // Gives back, which changes the level again; charges, sets limits, and listens.
+            // The hook releases a charge, which changes the level again, charges, sets limits and
+            // registers hooks.
             let kept = std::mem::take(&mut *nested.lock().unwrap());
             drop(kept);
             drop(budget.charge(1));
@@ -117,7 +118,7 @@ fn a_hook_that_calls_back_and_panics_harms_nobody() {
 }
 
 #[test]
-fn what_a_hook_hears_last_is_the_level_that_stands() {
+fn the_last_level_a_hook_receives_is_the_current_one() {
     let budget = Budget::new("b", 1000);
     budget.set_levels(Levels { soft: 300, critical: 600, slack: 20 });
     let (heard, _registration) = listen(&budget);
@@ -143,7 +144,7 @@ fn what_a_hook_hears_last_is_the_level_that_stands() {
     assert_eq!(heard.last().map_or(Level::Nominal, |last| last.1), Level::Nominal);
 }
 
-/// Gives back what it holds, a charge at a time, for a price.
+/// Returns its charges one at a time, at a cost.
 struct Cache {
     name: &'static str,
     budget: Budget,
@@ -170,7 +171,7 @@ impl Reclaim for Cache {
     }
 
     fn reclaim(&self, bytes: u64, _: Option<Instant>) {
-        // It asks for room itself, and is not asked in turn.
+        // It requests room itself, and is not called in turn.
         if self.nasty {
             let _ = self.budget.make_room(bytes, None, None);
         }
@@ -186,7 +187,7 @@ impl Reclaim for Cache {
 }
 
 #[test]
-fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
+fn the_cheapest_useful_reclaimer_is_called_first_and_only_the_measured_gain_counts() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 100), root.child("b", 60));
     let dear = Cache::new("dear", &a, 9, &[10, 20]);
@@ -198,7 +199,7 @@ fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
             "liar"
         }
         fn offer(&self) -> Offer {
-            // For what is missing it is neither the cheapest nor the dearest.
+            // For the missing bytes it is neither the cheapest nor the most expensive.
             Offer { bytes: 1000, cost: Duration::from_micros(100) }
         }
         fn reclaim(&self, _: u64, _: Option<Instant>) {}
@@ -209,10 +210,10 @@ fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
     let names = |tried: &[aquifer_core::error::Tried]| {
         tried.iter().map(|t| (t.step, t.gave)).collect::<Vec<_>>()
     };
-    // The tenant's own limit is in the way: only its own caches can help.
+    // The tenant's own limit refuses, so only its own caches can help.
     let room = b.make_room(25, None, Some(&asker));
     assert_eq!((room.missing, names(&room.tried)), (0, vec![("cheap", 5)]));
-    // Now the root is.
+    // Here the root refuses.
     let rest = root.charge(35).unwrap();
     let room = b.make_room(25, None, Some(&asker));
     assert_eq!(
@@ -227,7 +228,7 @@ fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
 }
 
 #[test]
-fn a_limit_that_is_lowered_asks_for_the_excess_and_tells_what_is_left_of_it() {
+fn a_lowered_limit_reclaims_the_excess_and_reports_the_rest() {
     let root = Budget::new("root", 100);
     let mut cache = Cache::new("cache", &root, 1, &[10, 10, 10]);
     Arc::get_mut(&mut cache).unwrap().nasty = true;
@@ -243,7 +244,7 @@ fn a_limit_that_is_lowered_asks_for_the_excess_and_tells_what_is_left_of_it() {
 }
 
 #[test]
-fn bytes_are_asked_for_though_nothing_refuses_and_as_far_as_they_are_there() {
+fn bytes_are_reclaimed_on_request_as_far_as_available() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 100), root.child("b", 100));
     let dear = Cache::new("dear", &a, 9, &[10, 10]);

@@ -1,4 +1,4 @@
-//! What reserving several nodes at once promises: all or nothing, whatever the nodes have in
+//! Tests of reservations of several nodes at once: all or nothing, whatever the nodes have in
 //! common.
 
 use aquifer_core::{
@@ -7,7 +7,7 @@ use aquifer_core::{
 };
 use std::{sync::Barrier, thread};
 
-/// A machine of 100 bytes, and two devices of 80.
+/// Returns a machine of 100 bytes, and two devices of 80.
 fn machine() -> [Budget; 3] {
     let machine = Budget::new("the machine", 100);
     let (left, right) = (machine.child("left", 80), machine.child("right", 80));
@@ -33,14 +33,14 @@ fn parts_are_granted_in_their_order_the_same_node_twice_and_none_at_all_too() {
 }
 
 #[test]
-fn a_refusal_names_the_node_with_all_that_was_asked_of_it_and_leaves_no_trace() {
+fn a_refusal_names_the_node_with_its_whole_request_and_changes_nothing() {
     let [machine, left, right] = machine();
     for node in [&machine, &left, &right] {
         node.set_levels(Levels { soft: 50, critical: 70, slack: 30 });
     }
     right.set_guarantee(40).unwrap();
     let before = [&machine, &left, &right].map(|node| node.figures());
-    // Each fits alone, and the first two together.
+    // Each part fits alone, and the first two fit together.
     let refused = Budget::reserve_all(&[(&right, 30), (&left, 60), (&right, 20)]).unwrap_err();
     assert_eq!((refused.budget, refused.requested, refused.current), ("the machine", 110, 0));
     assert_eq!(
@@ -61,7 +61,7 @@ fn a_refusal_names_the_node_with_all_that_was_asked_of_it_and_leaves_no_trace() 
 }
 
 #[test]
-fn of_several_roots_what_one_has_granted_goes_back_when_another_refuses() {
+fn a_grant_of_one_root_is_returned_when_another_refuses() {
     let (one, two) = (Budget::new("one", 10), Budget::new("two", 10));
     let refused = Budget::reserve_all(&[(&one, 5), (&two, 11), (&one, 5)]).unwrap_err();
     assert_eq!((refused.budget, refused.requested), ("two", 11));
@@ -71,7 +71,7 @@ fn of_several_roots_what_one_has_granted_goes_back_when_another_refuses() {
 }
 
 #[test]
-fn what_leases_have_spare_is_taken_before_anything_is_refused() {
+fn spare_bytes_of_leases_are_reclaimed_before_a_refusal() {
     let [machine, left, right] = machine();
     let leases = [left.lease(20), right.lease(20)];
     drop([leases[0].charge(1).unwrap(), leases[1].charge(1).unwrap()]);
@@ -81,7 +81,7 @@ fn what_leases_have_spare_is_taken_before_anything_is_refused() {
 }
 
 #[test]
-fn whoever_waits_has_what_a_reservation_of_several_gives_back() {
+fn waiters_get_the_bytes_of_a_released_joint_reservation() {
     let [machine, left, right] = machine();
     let all = Budget::reserve_all(&[(&left, 50), (&right, 50)]).unwrap();
     let begun = Barrier::new(2);
@@ -102,7 +102,7 @@ fn whoever_waits_has_what_a_reservation_of_several_gives_back() {
 }
 
 #[test]
-fn of_two_that_do_not_both_fit_one_is_granted_whole_each_time() {
+fn one_of_two_conflicting_joint_reservations_is_granted_whole() {
     let [machine, left, right] = machine();
     let begun = Barrier::new(2);
     for _ in 0..if cfg!(miri) { 20 } else { 500 } {

@@ -1,10 +1,10 @@
-//! What a tree of budgets promises: limits and guarantees at every node, refusals that name one,
-//! bytes that add up.
+//! Tests of trees of budgets: limits and guarantees at every node, refusals that name a node, and
+//! consistent totals.
 
 use aquifer_core::{Budget, Charge};
 use std::{sync::Barrier, thread};
 
-/// Process, device, pool, tenant.
+/// Returns four nested budgets: process, device, pool, tenant.
 fn four() -> [Budget; 4] {
     let process = Budget::new("process", 1000);
     let device = process.child("device", 800);
@@ -52,7 +52,7 @@ fn a_refusal_names_the_lowest_node_without_room_with_its_figures_and_changes_not
 }
 
 #[test]
-fn a_guarantee_is_set_aside_from_the_start_and_had_whatever_siblings_charge() {
+fn a_guarantee_is_reserved_from_the_start_and_available_whatever_siblings_charge() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 100), root.child("b", 100));
     a.set_guarantee(30).unwrap();
@@ -65,7 +65,7 @@ fn a_guarantee_is_set_aside_from_the_start_and_had_whatever_siblings_charge() {
     drop(most);
     let more = a.charge(70).unwrap();
     assert_eq!(b.charge(1).unwrap_err().budget, "root");
-    // What is used beyond the guarantee goes back to all; what is guaranteed does not.
+    // Bytes used beyond the guarantee return to all siblings. Guaranteed ones do not.
     drop((own, more));
     assert_eq!(b.remaining(), 70);
     a.set_guarantee(0).unwrap();
@@ -153,7 +153,7 @@ fn a_free_that_failed_stays_charged_and_counted_until_it_is_done() {
     assert_eq!((error, stranded.bytes(), all[0].used()), ("still busy", 40, 40));
     assert_eq!(stranded.retry(|| Ok::<_, ()>(7)).unwrap(), 7);
     assert_eq!((used(&all), all[0].stranded()), (vec![0; 4], 0));
-    // Whoever loses track of one leaves the memory charged: it is still held.
+    // A stranded charge leaves the memory charged, because it is still held.
     drop(all[3].charge(5).unwrap().strand());
     assert_eq!((used(&all), all[1].stranded()), (vec![5; 4], 5));
 }
@@ -183,7 +183,7 @@ fn bytes_outlive_their_budget_and_a_budget_its_parents_handle() {
 }
 
 #[test]
-fn a_budget_in_the_place_of_one_that_is_gone_has_nothing_of_it() {
+fn a_budget_that_reuses_a_slot_inherits_nothing() {
     let root = Budget::new("root", 100);
     for round in 0..3u64 {
         let child = root.child(["a", "b", "c"][round as usize], 10 + round);
@@ -218,16 +218,16 @@ fn charges_of_nothing_split_and_merge_without_losing_their_budget() {
     assert_eq!((root.used(), root.children().count()), (0, 0));
 }
 
-/// Whatever is refused on the way up is never seen: no node is above its limit at any instant, no
-/// charge that fits is refused for another that does not, and nothing is left.
+/// A charge refused at an ancestor is never visible below: no node exceeds its limit at any
+/// instant, no charge that fits is refused because of one that does not, and nothing remains.
 #[test]
 fn threads_at_every_level_leave_exactly_nothing_and_no_node_is_ever_above_its_limit() {
     let root = Budget::new("root", 1000);
     let pools = [root.child("p", 700), root.child("q", 700)];
     let tenants: Vec<_> = (0..4).map(|i| pools[i % 2].child("tenant", 400)).collect();
     tenants[0].set_guarantee(100).unwrap();
-    // Nobody else charges here, and its bytes are guaranteed: whatever the others are refused, this
-    // never is.
+    // This node has no other user and its bytes are guaranteed: it is never refused, whatever the
+    // others do.
     let sure = root.child("sure", 50);
     sure.set_guarantee(50).unwrap();
     let start = Barrier::new(6);
@@ -265,7 +265,8 @@ fn threads_at_every_level_leave_exactly_nothing_and_no_node_is_ever_above_its_li
         s.spawn(|| {
             start.wait();
             for round in 0..if cfg!(miri) { 20 } else { 2_000 } {
-                // Up and down, but never below what may be used already: that is another test.
+                // Raised and lowered, but never below what may be in use, which another test
+                // covers.
                 tenants[1].set_limit(400 + round % 2);
                 let _ = tenants[2].set_guarantee(round % 50);
                 drop(pools[round as usize % 2].child("passing", 10).charge(3));

@@ -1,5 +1,5 @@
-//! What waiting for bytes promises: by priority, then in order, never lost, by thread and by
-//! future.
+//! Tests of waiting for bytes: by priority, then in order, without lost wakeups, for threads and
+//! futures.
 
 use aquifer_core::{Budget, Charge, OutOfBudget, budget::Waiting};
 use std::{
@@ -22,7 +22,7 @@ impl Wake for Count {
     }
 }
 
-/// A wait that is polled by hand.
+/// A wait that is polled directly.
 struct Polled {
     waiting: Waiting,
     wakes: Arc<Count>,
@@ -78,7 +78,7 @@ fn waits_are_served_in_order_and_a_smaller_one_behind_does_not_pass() {
 }
 
 #[test]
-fn higher_priorities_are_served_first_and_pass_those_who_wait() {
+fn higher_priorities_are_served_first_and_pass_earlier_waiters() {
     let root = Budget::new("root", 100);
     let (low, high) = (root.child("low", 100), root.child("high", 100));
     low.set_priority(-1);
@@ -98,7 +98,7 @@ fn higher_priorities_are_served_first_and_pass_those_who_wait() {
 }
 
 #[test]
-fn a_wait_for_one_node_does_not_hold_up_those_who_do_not_need_its_room() {
+fn a_wait_for_one_node_does_not_delay_waiters_of_other_nodes() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 50), root.child("b", 100));
     b.set_guarantee(10).unwrap();
@@ -113,7 +113,7 @@ fn a_wait_for_one_node_does_not_hold_up_those_who_do_not_need_its_room() {
         assert!(polled.poll().unwrap().is_ok());
     }
     drop(other);
-    // What is guaranteed takes nothing from whoever waits.
+    // Guaranteed bytes take nothing from waiters.
     let (most, mut big) = (root.charge(50).unwrap(), wait(&root, 60));
     drop(b.charge(10).unwrap());
     assert!(b.charge(11).is_err());
@@ -122,7 +122,7 @@ fn a_wait_for_one_node_does_not_hold_up_those_who_do_not_need_its_room() {
 }
 
 #[test]
-fn what_could_never_be_had_is_refused_at_once_also_when_that_becomes_so() {
+fn an_impossible_request_is_refused_immediately_or_when_it_becomes_impossible() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 80), root.child("b", 100));
     b.set_guarantee(40).unwrap();
@@ -182,11 +182,11 @@ fn a_deadline_ends_a_wait_with_the_refusal_of_that_moment_and_lets_the_next_go_o
 fn a_deadline_that_has_passed_in_line_ends_the_wait_of_its_thread_and_of_those_behind() {
     let budget = Budget::new("b", 100);
     let most = budget.charge(90).unwrap();
-    // Nobody polls this one again.
+    // This wait is not polled again.
     let soon = Instant::now() + Duration::from_millis(5);
     let mut forgotten = Polled::new(budget.charge_async(50).until(soon));
     if forgotten.poll().is_none() {
-        // And whoever stands behind it has no deadline, and nobody gives anything back.
+        // The waiter behind it has no deadline, and no bytes are released.
         assert_eq!(budget.charge_by(10, None).unwrap().bytes(), 10);
         assert!(forgotten.poll().unwrap().is_err());
     }
@@ -197,7 +197,7 @@ fn a_deadline_that_has_passed_in_line_ends_the_wait_of_its_thread_and_of_those_b
 }
 
 #[test]
-fn raising_a_limit_and_lowering_a_guarantee_serve_those_who_wait() {
+fn raising_a_limit_and_lowering_a_guarantee_serve_waiters() {
     let root = Budget::new("root", 100);
     let (a, b) = (root.child("a", 100), root.child("b", 100));
     let most = root.charge(50).unwrap();
@@ -233,7 +233,7 @@ fn a_reservation_is_waited_for_as_a_charge_is() {
 }
 
 #[test]
-fn a_release_is_not_lost_on_somebody_who_only_counts_those_who_wait() {
+fn a_release_is_not_lost_on_a_thread_that_only_counts_waiters() {
     let (budget, stop) = (Budget::new("b", 1), AtomicBool::new(false));
     thread::scope(|s| {
         s.spawn(|| {
@@ -262,10 +262,10 @@ fn a_release_is_not_lost_on_somebody_who_only_counts_those_who_wait() {
     });
 }
 
-/// A waker may be anything: one that drops a charge, polls, waits and panics when it is woken or
-/// when it goes.
+/// A waker may run any code: this one drops a charge, polls, waits and panics when it is woken or
+/// dropped.
 #[test]
-fn a_waker_that_calls_back_and_panics_harms_nobody() {
+fn a_waker_that_calls_back_and_panics_affects_no_other_waiter() {
     struct Nasty(Budget, Mutex<Vec<Charge>>);
     impl Wake for Nasty {
         fn wake(self: Arc<Self>) {
@@ -299,10 +299,10 @@ fn a_waker_that_calls_back_and_panics_harms_nobody() {
     assert_eq!((budget.used(), budget.waiting()), (0, 0));
 }
 
-/// Many threads wait for more than there is, some with deadlines, some by futures that are dropped
-/// half way.
+/// Many threads wait for more bytes than exist, some with deadlines, and some with futures that are
+/// dropped half way.
 #[test]
-fn whoever_waits_is_served_or_refused_and_nothing_is_left() {
+fn every_waiter_is_served_or_refused_and_nothing_remains() {
     let root = Budget::new("root", 100);
     let tenants: Vec<_> = (0..4).map(|i| root.child("tenant", 60 + 10 * i)).collect();
     let (granted, late) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -319,7 +319,7 @@ fn whoever_waits_is_served_or_refused_and_nothing_is_left() {
                     let (tenant, bytes) =
                         (&tenants[(state >> 60) as usize % 4], 1 + (state >> 40) % 60);
                     if round % 7 == 6 {
-                        // Takes a place, and gives it up without having looked again.
+                        // Takes a place in the queue and leaves it without another poll.
                         let mut passing = Polled::new(tenant.charge_async(bytes));
                         drop(passing.poll());
                     }

@@ -1,4 +1,4 @@
-//! Records arrive whole, in order, and nowhere else.
+//! Tests that event records arrive complete, in order, and only at their sink.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
 use aquifer_core::{
@@ -71,9 +71,9 @@ fn of_two_recorders_with_one_ring_nothing_is_lost() {
     );
 }
 
-/// Each event's fields say the same, so one that was put together from two would show.
+/// All fields of an event are equal, so one assembled from two events would be noticed.
 #[test]
-fn a_ring_that_is_emptied_while_threads_fill_it_tells_whole_events_and_counts_the_others() {
+fn a_ring_drained_while_threads_fill_it_returns_whole_events_and_counts_the_others() {
     let (threads, each) = (3u64, if cfg!(miri) { 60 } else { 20_000 });
     let ring = Arc::new(RingSink::new(if cfg!(miri) { 8 } else { 64 }));
     let recorder = Recorder::new(ring.clone());
@@ -98,7 +98,7 @@ fn a_ring_that_is_emptied_while_threads_fill_it_tells_whole_events_and_counts_th
         }
         seen
     });
-    // A place whose slot was busy is passed over one round later.
+    // A place whose slot was busy is skipped one round later.
     let last = (0..64).map(|at| {
         recorder.event(Action::Free, PLACE, at, u64::from(at), u64::from(at) + 1, Tag::NONE)
     });
@@ -109,7 +109,7 @@ fn a_ring_that_is_emptied_while_threads_fill_it_tells_whole_events_and_counts_th
 
 #[test]
 fn events_of_many_threads_arrive_in_the_order_of_their_tickets() {
-    // Each event carries its place as its address.
+    // Each event carries its position as its address.
     let each = if cfg!(miri) { 25 } else { 500 };
     let ring = Arc::new(RingSink::new(4 * each));
     let recorder = Recorder::new(ring.clone());
@@ -210,7 +210,7 @@ fn a_block_ends_in_the_trace_when_another_has_its_address() {
     let told = rows(&path);
     fs::remove_file(&path).unwrap();
     let expected = ["a,1,1,3", "f,1,1,3", "c,1,1,3", "a,2,2,3", "f,2,2,3", "c,2,2,3", "a,3,3,3"];
-    // The end of the one before comes ahead of the next.
+    // The end of the previous block comes before the next block.
     assert_eq!(told, expected.map(|row| format!("{row},cached,0,")));
 }
 

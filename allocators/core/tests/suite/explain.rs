@@ -1,4 +1,4 @@
-//! What an error says to the person who reads it, and to a program.
+//! Tests of the text and the JSON of an error.
 
 use aquifer_core::{
     Budget, DriverError, MemoryError, OutOfBudget, OutOfMemory, Tag,
@@ -34,7 +34,7 @@ fn full() -> OutOfMemory {
 }
 
 #[test]
-fn the_text_names_who_refused_the_largest_holders_what_was_tried_and_one_action() {
+fn the_text_names_the_refusing_node_the_largest_holders_the_attempts_and_one_action() {
     let expected = include_str!("../golden/out_of_memory.txt").trim_end();
     assert_eq!(MemoryError::OutOfMemory(Box::new(full())).to_string(), expected);
 }
@@ -55,7 +55,7 @@ fn the_json_holds_every_figure_under_its_name() {
 }
 
 #[test]
-fn names_that_json_has_signs_for_are_written_so_that_it_can_be_read() {
+fn names_with_special_characters_are_escaped_in_json() {
     let mut error = OutOfMemory::new("a \"place\"\\\n\u{1}é".into(), 1);
     error.tenants = vec![TenantHolding { name: "\t", live: 0, limit: u64::MAX }];
     let json = error.to_json();
@@ -70,7 +70,7 @@ fn names_that_json_has_signs_for_are_written_so_that_it_can_be_read() {
 }
 
 #[test]
-fn a_limit_on_live_bytes_says_so_and_whose_it_is() {
+fn a_limit_on_live_bytes_is_reported_with_its_owner() {
     let tenant = Budget::new("tenant-a", 8 << 30);
     let _most = tenant.charge(7 << 30);
     let mut error = OutOfMemory::new("device 0".into(), 2 << 30);

@@ -1,5 +1,4 @@
-//! An id is good in the space that minted it, in the generation it was minted for, and says nothing
-//! to anybody else.
+//! Tests that an id is valid only in the space and for the generation that created it.
 
 use aquifer_core::{DeviceId, Id, IdSpace};
 use std::{
@@ -7,7 +6,7 @@ use std::{
     thread,
 };
 
-/// A kind that is none of the things that ids are asked to be.
+/// A kind that implements none of the traits that ids must have.
 struct Bare(#[expect(dead_code, reason = "only its lack of traits matters")] Vec<u8>);
 
 #[test]
@@ -22,7 +21,7 @@ fn an_id_resolves_to_its_slot_and_generation_in_its_own_space() {
 }
 
 #[test]
-fn no_space_believes_an_id_of_another() {
+fn a_space_refuses_an_id_of_another() {
     let (ours, theirs) = (IdSpace::<Bare>::new(), IdSpace::<Bare>::default());
     let (mine, other) = (ours.mint(3, 1), theirs.mint(3, 1));
     assert_eq!(theirs.resolve(mine), None);
@@ -62,8 +61,7 @@ fn spaces_made_by_many_threads_are_all_distinct() {
     assert_eq!(firsts.len(), 1600);
 }
 
-/// A name must not take a permission with it: an id of something that is bound to a thread may be
-/// sent.
+/// An id carries no permission: an id of an object that is bound to a thread may be sent.
 #[test]
 fn an_id_can_go_where_what_it_names_cannot() {
     fn goes_anywhere<T: Send + Sync + Copy + 'static>(_: T) {}

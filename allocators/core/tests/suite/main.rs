@@ -1,4 +1,4 @@
-//! The tests of this crate that can run in one process.
+//! The tests of this crate that can share one process.
 
 mod adapter;
 mod budget;

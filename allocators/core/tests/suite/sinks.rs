@@ -1,5 +1,5 @@
-//! What a sink does is its own affair: a panic in it and events that it makes itself neither lose
-//! an event nor change their order.
+//! Tests that a sink that panics or records events itself neither loses events nor changes their
+//! order.
 #![expect(clippy::unwrap_used, reason = "in tests")]
 
 use aquifer_core::{
@@ -17,7 +17,7 @@ fn event(recorder: &Recorder, bytes: u64) -> Event {
     recorder.event(Action::Allocate, Place::Device(DeviceId(0)), 0, 0, bytes, Tag::NONE)
 }
 
-/// Keeps what it is told, and does something at each.
+/// Keeps the events it receives, and runs an action at each.
 struct Hook {
     told: Mutex<Vec<u64>>,
     recorder: OnceLock<Weak<Recorder>>,
@@ -45,10 +45,10 @@ fn hook(act: fn(&Hook, u64)) -> (Arc<Hook>, Arc<Recorder>) {
 }
 
 #[test]
-fn a_sink_that_panics_is_told_the_next_event_and_those_that_waited() {
+fn a_sink_that_panics_receives_later_and_pending_events() {
     let (hook, recorder) = hook(|_, bytes| assert_ne!(bytes, 1, "a sink of the user's"));
     let tickets: Vec<_> = (0..4).map(|_| recorder.ticket()).collect();
-    // The first panics with two behind it.
+    // The first one panics with two events behind it.
     for (bytes, ticket) in tickets.into_iter().enumerate().rev() {
         recorder.record(ticket, event(&recorder, bytes as u64));
     }
@@ -57,7 +57,7 @@ fn a_sink_that_panics_is_told_the_next_event_and_those_that_waited() {
 }
 
 #[test]
-fn a_sink_that_has_places_and_panics_does_not_unwind_into_the_pool() {
+fn a_panicking_sink_with_locations_does_not_unwind_into_the_pool() {
     #[derive(Debug)]
     struct Panics(RingSink);
     impl Sink for Panics {
@@ -81,7 +81,7 @@ fn a_sink_that_has_places_and_panics_does_not_unwind_into_the_pool() {
 }
 
 #[test]
-fn a_sink_may_make_events_itself_and_they_come_after_the_one_it_is_told() {
+fn events_recorded_by_a_sink_come_after_the_one_it_receives() {
     let (done, over) = mpsc::channel();
     let (hook, recorder) = hook(|hook, bytes| {
         if bytes < 3 {

@@ -214,8 +214,8 @@ fn mapping_calls_do_not_order() {
     });
 }
 
-/// A legacy copy or fill is ordered with blocking streams, so the question is what it teaches the
-/// host: `a` blocks, and `b` does not.
+/// A legacy copy or fill is ordered with blocking streams. The question is therefore what the host
+/// knows afterwards: `a` blocks, and `b` does not.
 #[track_caller]
 fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
     everywhere(|m| {
@@ -241,7 +241,7 @@ fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
 #[test]
 fn synchronous_copies_to_the_host_order() {
     teaches(true, |s| {
-        // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
+        // SAFETY: 1. Both are 4096 bytes long, and nothing else accesses them meanwhile.
         unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap();
     });
     teaches(true, |s| {
@@ -253,7 +253,7 @@ fn synchronous_copies_to_the_host_order() {
 #[test]
 fn synchronous_copies_to_the_device_order_from_pinned_memory_only() {
     teaches(true, |s| {
-        // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
+        // SAFETY: 1. Both are 4096 bytes long, and nothing else accesses them meanwhile.
         unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap();
     });
     teaches(false, |s| {
@@ -273,7 +273,7 @@ fn synchronous_copies_and_fills_on_the_device_do_not_order() {
 #[test]
 fn an_asynchronous_copy_into_pageable_memory_orders_and_into_pinned_does_not() {
     orders(true, |s| {
-        // SAFETY: 1. Both are 4096 bytes long. 2. Nobody touches them meanwhile.
+        // SAFETY: 1. Both are 4096 bytes long. 2. Nothing else accesses them meanwhile.
         unsafe { s.m.driver.copy_to_host(s.a, s.pageable, s.y.address, 4096) }.unwrap();
     });
     orders(false, |s| {
@@ -285,7 +285,7 @@ fn an_asynchronous_copy_into_pageable_memory_orders_and_into_pinned_does_not() {
 #[test]
 fn a_copy_from_pageable_memory_is_staged_and_does_not_order() {
     orders(false, |s| {
-        // SAFETY: 1. Both are 4096 bytes long. 2. Nobody touches them meanwhile.
+        // SAFETY: 1. Both are 4096 bytes long. 2. Nothing else accesses them meanwhile.
         unsafe { s.m.driver.copy_to_device(s.a, s.y.address, s.pageable, 4096) }.unwrap();
         s.m.sim.host_write(s.pageable.as_ptr() as u64, 4096);
     });
@@ -355,7 +355,7 @@ fn a_wait_for_a_value_orders_after_the_write_that_ends_it() {
         s.m.sim.write_value(s.a, s.y.address, 3).unwrap();
         s.m.sim.wait_value(s.b, s.y.address, 3).unwrap();
     });
-    // The first write that can end it is not the one behind the work.
+    // The first write that can end the wait is not the one after the work.
     everywhere(|m| {
         let (a, b, x, y) = (m.stream(), m.stream(), m.alloc(4096), m.alloc(8));
         m.sim.write_value(a, y.address, 1).unwrap();
@@ -507,7 +507,7 @@ fn a_stream_that_takes_over_a_place_is_not_taken_for_the_one_before() {
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(4096));
         let id = m.driver.stream_id(a).unwrap();
         m.write(a, x);
-        // SAFETY: 1. Nobody uses it afterwards.
+        // SAFETY: 1. It is not used afterwards.
         unsafe { m.driver.stream_destroy(a) }.unwrap();
         m.sim.run_all();
         let again = m.stream();

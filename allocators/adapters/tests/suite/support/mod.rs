@@ -1,4 +1,4 @@
-//! An allocator that can hold blocks back, and gates to hold them with.
+//! An allocator whose blocks can be held by gates, and the gates for it.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -41,7 +41,7 @@ impl Latch {
         self.0.store(Self::OPEN, Ordering::Release);
     }
 
-    /// Whoever waits from now on hears that the device is lost.
+    /// Fails all later waits as on a lost device.
     pub(crate) fn lose(&self) {
         self.0.store(Self::LOST, Ordering::Release);
     }
@@ -73,8 +73,8 @@ impl Gate for Latch {
     }
 }
 
-/// The global allocator with quarantine: a block that is freed while one of its gates is closed
-/// stays as it is.
+/// The global allocator with quarantine: a block freed while one of its gates is closed is not
+/// reused.
 ///
 /// Clones are handles to one pool.
 #[derive(Clone, Debug, Default)]
@@ -91,8 +91,8 @@ struct Block {
 }
 
 impl Gated {
-    /// Gives back what was freed and is not held any more. Says how many blocks are left: live
-    /// ones, and held ones.
+    /// Returns freed blocks that no gate holds any more. Returns the numbers of remaining blocks:
+    /// live and held ones.
     pub(crate) fn reap(&self) -> (usize, usize) {
         let mut blocks = self.blocks.borrow_mut();
         blocks.retain(|block| {
@@ -110,7 +110,7 @@ impl Gated {
 }
 
 impl_allocator! {
-    // SAFETY: blocks are the global allocator's, given back later at the earliest.
+    // SAFETY: blocks are the global allocator's, returned to it later at the earliest.
     unsafe impl [] for Gated {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             self.reap();
@@ -128,7 +128,7 @@ impl_allocator! {
     }
 }
 
-// SAFETY: `reap` gives a block back only when its gates are open, and it alone gives blocks back.
+// SAFETY: `reap` returns a block only when its gates are open, and nothing else returns blocks.
 unsafe impl DeferReuse for Gated {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let mut blocks = self.blocks.borrow_mut();
@@ -157,20 +157,20 @@ unsafe impl Owns for Gated {
 
 type Table = BTreeMap<usize, (NonNull<u8>, std::alloc::Layout)>;
 
-/// The global allocator with a table of its blocks and room for so many bytes. Gives more than it
-/// is asked for, and takes any size in between back.
+/// The global allocator with a table of its blocks and a fixed capacity. It returns blocks larger
+/// than requested, and accepts any size in between at a free.
 ///
 /// Clones are handles to one allocator.
 #[derive(Clone, Debug)]
 pub(crate) struct Owned {
-    /// By address: where they really reach, since a caller's pointer need not reach the extra
-    /// bytes.
+    /// Blocks by address, with their real size, since the pointer of a caller need not reach the
+    /// extra bytes.
     blocks: Rc<RefCell<Table>>,
     room: usize,
 }
 
 impl Owned {
-    /// Bytes that each block has beyond what was asked for.
+    /// Bytes that each block has beyond the requested size.
     const EXTRA: usize = 5;
 
     pub(crate) fn with_room(room: usize) -> Self {
@@ -183,7 +183,7 @@ impl Owned {
 }
 
 impl_allocator! {
-    // SAFETY: blocks are the global allocator's, each given back with the layout it was taken with.
+    // SAFETY: blocks are the global allocator's, each freed with the layout it was allocated with.
     unsafe impl [] for Owned {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let size = layout.size().checked_add(Self::EXTRA).ok_or(AllocError)?;
