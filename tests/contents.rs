@@ -28,13 +28,13 @@ use std::{
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 const THREADS: u64 = 6;
-/// Live buffers of a thread at most.
+/// The largest number of live buffers of a thread.
 const MOST: usize = 24;
-/// The pool's limit moves between these.
+/// The limits that the pool's limit moves between.
 const LIMITS: [u64; 4] = [96 << 20, 128 << 20, 192 << 20, 256 << 20];
-/// Bytes of a buffer that are compared at once.
+/// Bytes of a buffer that are compared at a time.
 const LOOK: usize = 256 * KIB;
-/// Bytes of growable memory that a thread has addresses for.
+/// Bytes of addresses that a thread reserves for growable memory.
 const GROWABLE: usize = 16 * MIB;
 
 fn variable(name: &str, default: u64) -> u64 {
@@ -54,14 +54,14 @@ impl Random {
         (word ^ word >> 31) as usize % end
     }
 
-    /// A size of 1 B to 8 MiB, each power of two as likely as any other.
+    /// Returns a size of 1 B to 8 MiB. Each power of two is equally likely.
     fn size(&mut self) -> usize {
         let bits = self.below(24);
         1 + self.below(1 << bits)
     }
 }
 
-/// A buffer and the byte that all of it holds.
+/// A buffer and the byte that fills it.
 struct Filled {
     buffer: DeviceBuffer<u8>,
     byte: u8,
@@ -74,7 +74,7 @@ struct Worker<'a> {
     random: Random,
     live: Vec<Filled>,
     grown: Reserved<u8>,
-    /// How much of the growable memory is committed, and what byte each step holds.
+    /// The byte in each committed step of the growable memory.
     steps: Vec<u8>,
     counts: Counts,
 }
@@ -92,7 +92,8 @@ impl Worker<'_> {
         self.streams[which].clone()
     }
 
-    /// Passes on everything but a lack of memory, after which some of the thread's own goes.
+    /// Propagates every error except a lack of memory, after which the thread frees some of its
+    /// own.
     fn granted<T>(&mut self, answer: Result<T, MemoryError>) -> Option<T> {
         match answer {
             Ok(granted) => Some(granted),
@@ -106,7 +107,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Compares a part of a buffer with the byte that it holds.
+    /// Compares a part of a buffer with its expected byte.
     fn look(&mut self, n: usize) {
         let s = self.stream();
         let Filled { buffer, byte } = &self.live[n];
@@ -155,7 +156,7 @@ impl Worker<'_> {
         self.stager.try_scope(|c| c.upload(&from, buffer).map(drop)).unwrap();
     }
 
-    /// Commits a step more, or decommits the last, and compares what one holds.
+    /// Commits one more step or decommits the last one, and compares the contents of one.
     fn grow(&mut self) {
         let step = self.grown.step() as usize;
         let len = self.steps.len() * step;
@@ -207,7 +208,7 @@ impl Worker<'_> {
             _ => match self.random.below(8) {
                 0 => drop(self.pool.trim(self.random.below(256 * MIB) as u64).unwrap()),
                 1 => drop(self.pool.budget().set_limit(LIMITS[self.random.below(LIMITS.len())])),
-                // A stream goes, with work queued on it, and another comes.
+                // Drops a stream with work queued on it, and leases another.
                 _ => self.streams[self.random.below(2)] = self.pool.stream().unwrap(),
             },
         }
@@ -220,7 +221,7 @@ fn assert_all(back: &[u8], byte: u8) {
     assert_eq!(wrong.map(|at| (at, back[at])), None, "all of it was {byte}");
 }
 
-/// Runs the threads for as long as is wanted, and shows that nothing is left.
+/// Runs the threads for the configured time, and asserts that nothing remains.
 fn soak(rt: &Runtime) {
     let (seconds, seed) = (variable("AQUIFER_SOAK_SECONDS", 2), variable("AQUIFER_SOAK_SEED", 1));
     let first = rt.device(0).unwrap();

@@ -1,7 +1,8 @@
-//! Every example runs to its end, on a machine with a GPU or without one. `cargo test` builds them
+//! Tests that every example runs to its end, with a GPU or without one. `cargo test` builds them
 //! beside this test.
 //!
-//! A process of its own: `cargo test --test` runs the other tests without building the examples.
+//! The test forms a separate process: `cargo test --test` runs the other tests without building the
+//! examples.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::{
@@ -12,10 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where each of the ten tasks is shown that the library is judged by: a `Vec` and a map in pinned
-/// memory; a kernel on a device buffer; two streams; a copy in safe code; two tenants; placement;
-/// the global allocator with tags and a route; a ring of frames; one's own stream code without a
-/// GPU.
+/// Where each of the library's ten main tasks is shown: a `Vec` and a map in pinned memory; a
+/// kernel on a device buffer; two streams; a copy in safe code; two tenants; placement; the global
+/// allocator with tags and a route; a ring of frames; stream code without a GPU.
 const TASKS: [&str; 10] = [
     "collections",
     "collections",
@@ -29,10 +29,10 @@ const TASKS: [&str; 10] = [
     "on_a_laptop",
 ];
 
-/// Of one that hangs. All of them run at once.
+/// The time limit of an example. All of them run at once.
 const LONGEST: Duration = Duration::from_secs(300);
 
-/// The names of the files under `examples/`.
+/// Returns the names of the files under `examples/`.
 fn listed() -> Vec<String> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -44,13 +44,13 @@ fn listed() -> Vec<String> {
     names
 }
 
-/// `target/PROFILE/examples`; this test lies in `target/PROFILE/deps`.
+/// Returns `target/PROFILE/examples`. This test lies in `target/PROFILE/deps`.
 fn built() -> PathBuf {
     let test = env::current_exe().unwrap();
     test.parent().and_then(Path::parent).unwrap().join("examples")
 }
 
-/// Runs a program to its end, and answers with what it said if that was not what it should.
+/// Runs a program to its end, and returns its output as an error if it failed.
 fn run(program: &Path) -> Result<(), String> {
     let mut command = Command::new(program);
     for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA"] {
@@ -63,7 +63,7 @@ fn run(program: &Path) -> Result<(), String> {
         .spawn()
         .map_err(|e| format!("{e}; `cargo test` builds examples, `cargo test --test` does not"))?;
     let deadline = Instant::now() + LONGEST;
-    // They say a line or two, which fit into a pipe.
+    // They print one or two lines, which fit into a pipe.
     while child.try_wait().map_err(|e| e.to_string())?.is_none() {
         if Instant::now() > deadline {
             child.kill().map_err(|e| e.to_string())?;

@@ -42,13 +42,13 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// What each device may have where nothing is short.
+/// The limit of each device where memory is not short.
 const LIMIT: u64 = 4 * GIB;
-/// What the neighbour leaves of a device: less than the devices may have.
+/// The memory that the neighbour leaves on a device, which is less than the limits.
 const LEFT: u64 = 2 * GIB;
-/// Longer than the stress takes that does not hang.
+/// Longer than the stress test takes, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(80);
-/// Before each row that another process adds to the table.
+/// The prefix of each row that another process adds to the table.
 const ROW: &str = "row: ";
 
 /// A kernel that ends its context.
@@ -63,7 +63,7 @@ const TRAP: &str = "
 }
 ";
 
-/// A device as cudarc has it.
+/// A device through cudarc.
 struct Kernels {
     stream: Arc<CudaStream>,
     fill: CudaFunction,
@@ -90,11 +90,12 @@ impl Kernels {
         let mut lent = x.on_mut(&self.stream)?;
         let mut launch = self.stream.launch_builder(&self.fill);
         launch.arg(&mut lent).arg(&number).arg(&n).arg(&0u64);
-        // SAFETY: 1. the kernel's four arguments, in order. 2. it touches `n` elements of what is
-        // lent to this stream.
+        // SAFETY: 1. the kernel's four arguments, in order. 2. it accesses `n` elements lent to
+        // this stream.
         match unsafe { launch.launch(LaunchConfig::for_num_elems(n)) } {
             Ok(_) => Ok(()),
-            // What cudarc says of it is not ours; what the driver says to us is.
+            // The test ignores cudarc's error and checks the one that the driver reports to this
+            // library.
             Err(_) => {
                 home.synchronize()?;
                 Err(MemoryError::DeviceLost { device: home.device() })
@@ -104,26 +105,26 @@ impl Kernels {
 
     fn lose(&self) {
         let one = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: 1. it has no arguments. 2. it touches no memory.
+        // SAFETY: 1. it has no arguments. 2. it accesses no memory.
         unsafe { self.stream.launch_builder(&self.lose).launch(one) }.unwrap();
         assert!(self.stream.synchronize().is_err(), "a kernel that traps ends its context");
     }
 }
 
-/// Another process, which is one of the tests that are ignored.
+/// Returns a command for another process, which runs one of the ignored tests.
 fn process(name: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
     command
 }
 
-/// A process that takes nearly all memory of every device and gives it back, over and over, until
-/// it is told to end.
+/// A process that repeatedly takes nearly all memory of every device and frees it, until it is told
+/// to end.
 struct Neighbour(Child);
 
 impl Neighbour {
     fn start() -> Self {
-        let mut child = process("child_takes_and_gives")
+        let mut child = process("child_allocates_and_frees")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -133,11 +134,11 @@ impl Neighbour {
         Self(child)
     }
 
-    /// What it says that it did.
+    /// Ends the process and returns its output.
     fn end(mut self) -> String {
         drop(self.0.stdin.take());
         let lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
-        // To the end: whoever writes to a pipe that nobody reads any more ends with an error.
+        // Reads to the end, because writing to a closed pipe fails.
         let said = lines
             .filter_map(|line| Some(line.unwrap().split_once("neighbour: ")?.1.to_owned()))
             .last();
@@ -148,14 +149,14 @@ impl Neighbour {
 
 #[test]
 #[ignore = "another process of a test"]
-fn child_takes_and_gives() {
+fn child_allocates_and_frees() {
     let driver = CudaDriver::open().unwrap();
     let devices = driver.device_count().unwrap();
     (0..devices).for_each(|device| _ = driver.memory_info(DeviceId(device)).unwrap());
     println!("ready");
     let over = Arc::new(AtomicBool::new(false));
     let told = over.clone();
-    // Its parent says nothing, and closes the pipe when it is over.
+    // The parent writes nothing, and closes the pipe at the end.
     thread::spawn(move || {
         io::stdin().lines().for_each(drop);
         told.store(true, Ordering::Relaxed);
@@ -194,7 +195,7 @@ fn child_takes_and_gives() {
 #[test]
 #[ignore = "another process of a test"]
 fn child_is_stressed_and_loses_a_device() {
-    // Whoever waits for a device that will never answer cannot be woken.
+    // A thread that waits for a device that never answers cannot be woken.
     thread::spawn(|| {
         thread::sleep(PATIENCE);
         println!("it hangs: somebody waits for what the lost device never did");
@@ -240,7 +241,7 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     assert!(child.status.success(), "{said}");
     table.0.extend(said.lines().filter_map(|line| Some(line.split_once(ROW)?.1.to_owned())));
 
-    // The context was lost with its process; the GPU was not.
+    // The context was lost with its process, but the GPU was not.
     let rt = Runtime::builder().device_budget(LIMIT).build().unwrap();
     let mut again = Table::default();
     each_policy(&rt, 64 * MIB, &mut again);
@@ -257,7 +258,7 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     }
 }
 
-/// The same on simulated devices, so that what the table needs is tested where there are none.
+/// The same on simulated devices, so that the table is also tested without GPUs.
 #[test]
 fn what_the_table_shows_holds_on_a_simulated_fleet() {
     let mut table = Table::default();

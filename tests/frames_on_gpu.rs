@@ -1,7 +1,7 @@
-//! Rings of frames on a real GPU, in pinned and in device memory: every step's bytes arrive, and a
-//! step's memory is not taken again before its work is done.
+//! Tests of rings of frames on a real GPU, in pinned and in device memory: every step's bytes
+//! arrive, and the memory of a step is not reused before its work is done.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -10,7 +10,7 @@ mod first_gpu;
 
 use aquifer::{DeviceArena, DeviceBuffer, DevicePool, Frames, Gate, Limit, Stream, vec::Vec};
 
-/// Elements of a step.
+/// The number of elements of a step.
 const LEN: usize = 1 << 20;
 const STEPS: u32 = 24;
 
@@ -18,7 +18,7 @@ fn buffers(pool: &DevicePool, s: &Stream) -> std::vec::Vec<DeviceBuffer<u32>> {
     (0..STEPS).map(|_| pool.buffer(s, LEN).unwrap()).collect()
 }
 
-/// Each step's elements are its own.
+/// Asserts that each step has its own elements.
 fn check(s: &Stream, buffers: &[DeviceBuffer<u32>], of: impl Fn(u32, usize) -> u32) {
     let mut back = vec![0; LEN];
     for (step, x) in (0..).zip(buffers) {

@@ -1,7 +1,7 @@
-//! What pools under one budget do for each other, on a real GPU: bytes come through, and the driver
-//! has what it was given back. It prints what each step took.
+//! Tests of reclaim between pools under one budget on a real GPU: bytes arrive, and the driver gets
+//! the released memory. Each test prints how long its steps took.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +13,7 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// Two pools under one limit in MiB on the first GPU, or a word on why not.
+/// Returns two pools under one limit in MiB on the first GPU, or prints why there are none.
 fn pools(limit: u64) -> Option<(Runtime, Budget, [DevicePool; 2])> {
     let rt = first_gpu::runtime()?;
     let device = rt.device(0).unwrap().device();
@@ -51,7 +51,7 @@ fn two_pools_take_turns_with_memory_that_holds_one_of_them_and_no_byte_is_wrong(
 }
 
 #[test]
-fn what_is_given_back_a_foreign_library_can_have() {
+fn released_memory_is_available_to_a_foreign_library() {
     let Some((rt, _budget, pools)) = pools(4096) else { return };
     let stream = pools[1].stream().unwrap();
     drop(pools[1].buffer::<u8>(&stream, 3 << 30).unwrap());
@@ -62,7 +62,7 @@ fn what_is_given_back_a_foreign_library_can_have() {
     let took = begin.elapsed();
     let after = driver.memory_info(device).unwrap().free;
     assert_eq!(room.missing, 0, "{room:?}");
-    // Neighbours may take some of it meanwhile.
+    // Other programs may take some of it meanwhile.
     assert!(after >= before + (1 << 30), "{before} free before, {after} after");
     println!("2 GiB given back in {took:?}: {:?}", room.tried);
 }

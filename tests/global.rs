@@ -1,8 +1,9 @@
-//! The program's global allocator under the conformance suite: each way of keeping account, from
+//! Tests of the program's global allocator with the conformance suite: each accounting mode, in
 //! plain memory, in scopes of tags, and in a route to pinned memory, where growing and shrinking
-//! cross from one allocator to the other.
+//! move blocks between the two allocators.
 //!
-//! A process of its own: it has one global allocator and one staging allocator.
+//! The tests form a separate process because they have one global allocator and one staging
+//! allocator.
 
 mod support;
 
@@ -28,7 +29,7 @@ static GLOBAL: Global<System, Tracked> = Global::new();
 static UNCOUNTED: Global<System, Uncounted> = Global::new();
 static COUNTED: Global<System, Counted> = Global::new();
 
-/// A global allocator, as one of the other kind.
+/// Adapts a global allocator to the `Allocator` trait.
 #[derive(Debug)]
 struct By<A: 'static>(&'static A);
 
@@ -39,7 +40,7 @@ impl<A> Clone for By<A> {
 }
 
 impl<A: GlobalAlloc> By<A> {
-    /// Asks for a block with some bytes.
+    /// Allocates a nonempty block.
     fn ask(layout: std::alloc::Layout, ask: impl FnOnce() -> *mut u8) -> Option<NonNull<[u8]>> {
         if layout.size() == 0 {
             let nowhere = NonNull::without_provenance(layout.align().try_into().ok()?);
@@ -55,7 +56,7 @@ mod by {
     use std::alloc::Layout as Shape;
 
     impl<A: GlobalAlloc> By<A> {
-        /// Resizes a block where the alignment stays, moves it where not.
+        /// Resizes a block if the alignment stays, and moves it otherwise.
         ///
         /// # Safety
         /// As for an allocator's `grow`, or `shrink`.
@@ -66,19 +67,19 @@ mod by {
             new: Shape,
         ) -> Option<NonNull<[u8]>> {
             if old.align() == new.align() && old.size() > 0 && new.size() > 0 {
-                // SAFETY: the caller's promise; the block has some bytes, and so will it then.
+                // SAFETY: guaranteed by the caller; the block is not empty before or after.
                 return Self::ask(new, || unsafe {
                     self.0.realloc(block.as_ptr(), old, new.size())
                 });
             }
-            // SAFETY: only asked for where the layout has a size.
+            // SAFETY: called only where the layout has a size.
             let moved = Self::ask(new, || unsafe { self.0.alloc(new) })?;
-            // SAFETY: 1. both are live and have so many bytes. 2. They do not overlap.
+            // SAFETY: 1. both are live and have this many bytes. 2. They do not overlap.
             unsafe {
                 moved.cast::<u8>().copy_from_nonoverlapping(block, old.size().min(new.size()));
             };
             if old.size() > 0 {
-                // SAFETY: the caller hands it over.
+                // SAFETY: the caller passes ownership.
                 unsafe { self.0.dealloc(block.as_ptr(), old) };
             }
             Some(moved)
@@ -86,45 +87,46 @@ mod by {
     }
 
     impl_allocator! {
-        // SAFETY: blocks are the global allocator's, each given back to it with its layout, since they are exact.
+        // SAFETY: blocks are the global allocator's, each freed with its layout, since sizes are
+        // exact.
         unsafe impl [A: GlobalAlloc] for By<A> {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-                // SAFETY: only asked for where the layout has a size.
+                // SAFETY: called only where the layout has a size.
                 Self::ask(layout, || unsafe { self.0.alloc(layout) }).ok_or(AllocError)
             }
 
             fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-                // SAFETY: only asked for where the layout has a size.
+                // SAFETY: called only where the layout has a size.
                 Self::ask(layout, || unsafe { self.0.alloc_zeroed(layout) }).ok_or(AllocError)
             }
 
             unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
                 if layout.size() > 0 {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     unsafe { self.0.dealloc(block.as_ptr(), layout) };
                 }
             }
 
             unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.resize(block, old, new) }.ok_or(AllocError)
             }
 
             unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.resize(block, old, new) }.ok_or(AllocError)
             }
         }
     }
 }
 
-/// Larger blocks than a route takes at least, so that they come and go between it and the process's
-/// own memory.
+/// Returns a suite with some blocks larger than the minimum of a route, so that they move between
+/// it and the process's own memory.
 fn suite() -> Suite {
     Suite::new().operations(300).largest(3 * staging::ROUTE_FROM)
 }
 
-/// The suite over what the program has installed, and over each that keeps account otherwise.
+/// Runs the suite over the installed allocator, and over each with another accounting mode.
 fn all_conform(what: &str) {
     for seed in 0..2 {
         let suite = suite().seed(seed);
@@ -136,8 +138,7 @@ fn all_conform(what: &str) {
 }
 
 #[test]
-fn each_keeps_the_allocator_contract_in_and_out_of_scopes_of_tags_and_of_a_route_to_pinned_memory()
-{
+fn each_mode_keeps_the_allocator_contract_inside_and_outside_of_scopes_and_routes() {
     all_conform("in no scope");
     tagged(Tag::named("suite"), || all_conform("under a tag"));
 
@@ -157,7 +158,7 @@ fn each_keeps_the_allocator_contract_in_and_out_of_scopes_of_tags_and_of_a_route
     );
     assert_eq!(after.routed, before.routed);
 
-    // On another thread, without its scopes, blocks of a route are as good as any.
+    // A thread without these scopes can use blocks of a route like any others.
     let blocks =
         staging::route(|| (0..20u8).map(|n| vec![n; 2 * staging::ROUTE_FROM]).collect::<Vec<_>>());
     let sums = thread::spawn(move || {

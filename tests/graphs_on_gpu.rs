@@ -1,8 +1,8 @@
-//! CUDA graphs over our memory on a real GPU, replayed while other streams allocate, free and trim:
-//! no byte is wrong.
+//! Tests of CUDA graphs over this library's memory on a real GPU, replayed while other streams
+//! allocate, free and trim: no byte is wrong.
 //!
-//! `AQUIFER_REPLAYS` says how often each graph is replayed, 20,000 times if it does not. Without a
-//! GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! `AQUIFER_REPLAYS` sets how often each graph is replayed, by default 20,000 times. Without a GPU
+//! each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
@@ -37,10 +37,10 @@ use std::{
     time::Instant,
 };
 
-/// Elements that each piece of captured work is over: 64 KiB.
+/// Elements of each piece of captured work: 64 KiB.
 const LEN: u32 = 16 << 10;
 
-/// The end of kernels that count in `bad` what is not so.
+/// The end of kernels that count mismatches in `bad`.
 const COUNT_UNLESS_EARLY: &str = "
     @%early bra DONE;
     ld.param.u64 %a3, [bad];
@@ -88,13 +88,13 @@ struct Rig {
     is_not: CudaFunction,
 }
 
-/// A stream of cudarc's, and the same as this library knows it.
+/// A stream of cudarc, and the same stream adopted by this library.
 struct Both {
     cu: Arc<CudaStream>,
     s: Stream,
 }
 
-/// What a capture leaves for the host to look at.
+/// Buffers of a capture that the host checks.
 struct Kept {
     /// How often the graph has run, in each element.
     runs: DeviceBuffer<u32>,
@@ -102,11 +102,11 @@ struct Kept {
     bad: DeviceBuffer<u32>,
 }
 
-/// Held while somebody captures in the strictest mode: another thread is refused a context, code
-/// and a stream then, and another test's are no part of what is tested.
+/// Held during a capture in the strictest mode. Other threads may create no context, module or
+/// stream then, and those of other tests are not part of what is tested.
 static STRICT: RwLock<()> = RwLock::new(());
 
-/// Held while a context, code or a stream is made.
+/// Held while a context, module or stream is created.
 fn making() -> RwLockReadGuard<'static, ()> {
     STRICT.read().unwrap_or_else(PoisonError::into_inner)
 }
@@ -140,7 +140,7 @@ impl Rig {
         self.pool.buffer(&on.s, len as usize).unwrap()
     }
 
-    /// `to[i] = from[i] + more`, for the home stream of both.
+    /// Queues `to[i] = from[i] + more` on the owner stream of both.
     fn add(&self, on: &Both, from: u64, to: u64, more: u32) {
         let mut launch = on.cu.launch_builder(&self.add);
         launch.arg(&0u64).arg(&from).arg(&LEN).arg(&more).arg(&to);
@@ -153,8 +153,8 @@ impl Rig {
         Kept { runs: self.buffer(on, LEN), bad: self.buffer(on, 1) }
     }
 
-    /// Work for a graph: counts a run, and passes the count on through blocks that are freed on the
-    /// way.
+    /// Queues work for a graph: counts a run, and passes the count on through blocks that are freed
+    /// within the graph.
     fn work(&self, on: &Both, kept: Kept) -> Kept {
         let Kept { runs, bad } = &kept;
         let at = |x: &DeviceBuffer<u32>| x.block().address();
@@ -181,8 +181,8 @@ impl Rig {
         kept
     }
 
-    /// Allocates, writes, checks and frees on a stream of its own until it is told to stop. The
-    /// elements that were wrong.
+    /// Allocates, writes, checks and frees on a separate stream until stopped. Returns the number
+    /// of wrong elements.
     fn traffic(&self, seed: u32, stop: &AtomicBool, blocks: &AtomicU64) -> u32 {
         let on = self.stream();
         let mut bad: DeviceBuffer<u32> = self.buffer(&on, 1);
@@ -221,7 +221,7 @@ impl Rig {
         download(&on.s, &bad)[0]
     }
 
-    /// Runs `replay` beside two streams of traffic, until it has been called as often as was asked.
+    /// Calls `replay` beside two streams of traffic as often as configured.
     fn beside_traffic(&self, kept: &mut Kept, on: &Both, mut replay: impl FnMut(u64)) {
         on.s.fill(&mut kept.runs, 0).unwrap();
         on.s.fill(&mut kept.bad, 0).unwrap();
@@ -235,7 +235,7 @@ impl Rig {
                     scope.spawn(move || self.traffic(seed, stop, blocks))
                 })
                 .into();
-            /// Ends the traffic whatever becomes of the replays.
+            /// Ends the traffic also if a replay fails.
             struct Stop<'a>(&'a AtomicBool);
             impl Drop for Stop<'_> {
                 fn drop(&mut self) {
@@ -270,7 +270,7 @@ impl Rig {
         );
     }
 
-    /// What was the graph's is the driver's again.
+    /// Asserts that the driver got the memory of the graph back.
     fn assert_all_gone(&self) {
         self.gpu.context.synchronize().unwrap();
         self.pool.trim(0).unwrap();
@@ -289,7 +289,7 @@ fn download(s: &Stream, x: &DeviceBuffer<u32>) -> Vec<u32> {
 }
 
 #[test]
-fn our_graph_replays_on_two_streams_beside_other_traffic_with_no_wrong_byte() {
+fn a_graph_of_this_library_replays_on_two_streams_beside_other_traffic() {
     let Some(rig) = Rig::new() else { return };
     let (on, other) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
@@ -310,11 +310,11 @@ fn two_graphs_share_a_pool_and_their_launches_follow_each_other() {
     let Some(rig) = Rig::new() else { return };
     let (on, other) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    // What is to last lies outside: blocks of the second capture lie where the first one's
-    // temporaries do.
+    // Memory that must last lies outside: blocks of the second capture lie where temporaries of the
+    // first one lie.
     let (kept, too) = (rig.kept(&on), rig.kept(&other));
-    // SAFETY: 1. what is outside of the pool lives longer than the graphs. 2. each graph runs on
-    // the stream that it is of.
+    // SAFETY: 1. memory outside of the pool lives longer than the graphs. 2. each graph runs on its
+    // own stream.
     let (first, mut kept) = unsafe { graphs.capture(&on.s, |_| Ok(rig.work(&on, kept))) }.unwrap();
     let physical = graphs.stats().physical;
     // SAFETY: as above.
@@ -333,21 +333,21 @@ fn two_graphs_share_a_pool_and_their_launches_follow_each_other() {
     rig.assert_all_gone();
 }
 
-/// A graph by cudarc's own calls, in its strictest mode, over our memory.
+/// Captures a graph by cudarc's own calls, in its strictest mode, over this library's memory.
 fn by_cudarc(rig: &Rig, on: &Both) -> (cudarc::driver::CudaGraph, Captured, Kept) {
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&on.s).unwrap();
     let _strict = STRICT.write().unwrap_or_else(PoisonError::into_inner);
     on.cu.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let kept = rig.work(on, rig.kept(on));
-    // What the pool does for others meanwhile breaks nothing.
+    // Operations of the pool for other streams break nothing meanwhile.
     rig.pool.trim(0).unwrap();
     let graph = on.cu.end_capture(CUgraphInstantiate_flags(0)).unwrap().unwrap();
     (graph, announced.end(), kept)
 }
 
 #[test]
-fn a_graph_of_cudarc_s_replays_beside_other_traffic_with_no_wrong_byte() {
+fn a_graph_of_cudarc_replays_beside_other_traffic_with_no_wrong_byte() {
     let Some(rig) = Rig::new() else { return };
     let on = rig.stream();
     let (graph, captured, mut kept) = by_cudarc(&rig, &on);
@@ -361,7 +361,7 @@ fn a_graph_of_cudarc_s_replays_beside_other_traffic_with_no_wrong_byte() {
 }
 
 #[test]
-fn a_graph_of_cudarc_s_keeps_its_memory_until_the_driver_says_that_it_is_gone() {
+fn a_graph_of_cudarc_keeps_its_memory_until_the_driver_reports_its_end() {
     let Some(rig) = Rig::new() else { return };
     let on = rig.stream();
     let graphs = rig.pool.graph_pool().unwrap();
@@ -370,17 +370,17 @@ fn a_graph_of_cudarc_s_keeps_its_memory_until_the_driver_says_that_it_is_gone() 
     drop(rig.work(&on, rig.kept(&on)));
     let graph = on.cu.end_capture(CUgraphInstantiate_flags(0)).unwrap().unwrap();
     let handle = graph.cu_graph() as usize as u64;
-    // SAFETY: 1. cudarc's, of this device, and alive.
+    // SAFETY: 1. created by cudarc on this device, and alive.
     let raw = unsafe { aquifer::driver::RawGraph::from_raw(rig.pool.device(), handle) };
     announced.end().keep_until_released(raw).unwrap();
     drop(graphs);
-    // cudarc has made its executable before; launches of it are not what the driver speaks of, the
-    // graph itself is.
+    // cudarc has created its executable before. The driver reports the end of the graph itself, not
+    // of launches of the executable.
     rig.gpu.context.synchronize().unwrap();
     rig.pool.trim(0).unwrap();
     assert!(rig.pool.stats().graphs > 0, "the graph lives");
     drop(graph);
-    // Word comes from a thread of the driver's.
+    // A thread of the driver reports it.
     let begun = Instant::now();
     while rig.pool.stats().graphs > 0 && begun.elapsed().as_secs() < 10 {
         rig.pool.trim(0).unwrap();
@@ -389,8 +389,8 @@ fn a_graph_of_cudarc_s_keeps_its_memory_until_the_driver_says_that_it_is_gone() 
     rig.assert_all_gone();
 }
 
-/// The control: without an announcement the capture's block is an ordinary one, and a replay writes
-/// whoever has it next.
+/// The control: without an announcement the capture's block is an ordinary one, and a replay
+/// overwrites its next owner.
 #[test]
 fn a_capture_that_was_not_announced_writes_ordinary_blocks() {
     let Some(rig) = Rig::new() else { return };

@@ -33,7 +33,7 @@ fn gpu() -> Option<Gpu> {
 }
 
 impl Gpu {
-    /// A pool of its own, under a limit in MiB.
+    /// Returns a separate pool under a limit in MiB.
     fn small_pool(&self, limit: u64) -> DevicePool {
         let mut config = PoolConfig::with_budget(Budget::new("the device", limit << 20));
         config.bypass = env::var_os("AQUIFER_BYPASS").is_some_and(|v| v == "1");
@@ -41,7 +41,7 @@ impl Gpu {
         DevicePool::open(driver, self.pool().device(), config).unwrap()
     }
 
-    /// Fills a buffer on a stream of cudarc's, slowly.
+    /// Fills a buffer slowly on a stream of cudarc.
     fn fill(&self, on: &Arc<CudaStream>, x: &mut DeviceBuffer<u32>, value: u32, spin: u64) {
         let n = u32::try_from(x.len()).unwrap();
         let mut lent = x.on_mut(on).unwrap();
@@ -83,7 +83,7 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
     let cu = gpu.cu();
     for round in 0..16u32 {
         let mut x: DeviceBuffer<u32> = pool.buffer(&s, MIB).unwrap();
-        // Runs for milliseconds, while the block is freed and its stream asks for another.
+        // Runs for milliseconds, while the block is freed and its stream allocates another.
         gpu.fill(&cu, &mut x, 0xdead_0000 | round, SPIN);
         drop(x);
         let mut y: DeviceBuffer<u32> = pool.buffer(&s, MIB).unwrap();
@@ -97,31 +97,31 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
     }
 }
 
-/// The control: the same without a word to the pool, which gives the block out again under the
-/// kernel.
+/// The control: the use is not recorded, and the pool reuses the block under the kernel.
 #[test]
-fn without_a_noted_use_the_slow_kernel_clobbers_the_next_block() {
+fn without_a_recorded_use_the_slow_kernel_overwrites_the_next_block() {
     let Some(gpu) = gpu() else { return };
     if env::var_os("AQUIFER_BYPASS").is_some() {
-        // A free of the driver's waits for the kernel.
+        // A free by the driver waits for the kernel.
         return;
     }
     let pool = gpu.small_pool(256);
     let s = pool.stream().unwrap();
     let cu = gpu.cu();
-    // The driver loads what fills at its first use, which can take longer than the kernel below.
+    // The driver loads the fill kernel at its first use, which can take longer than the kernel
+    // below.
     let mut first = pool.buffer::<u32>(&s, 32 << 10).unwrap();
     s.fill(&mut first, 0).unwrap();
     s.synchronize().unwrap();
     drop(first);
-    // So few threads that the fill below runs beside them, on other processors.
+    // So few threads that the fill below runs beside them on other multiprocessors.
     let n = 32u32 << 10;
     let x: DeviceBuffer<u32> = pool.buffer(&s, n as usize).unwrap();
     let address = x.block().address();
     let mut launch = cu.launch_builder(&gpu.kernel);
     launch.arg(&address).arg(&7u32).arg(&n).arg(&SPIN);
-    // SAFETY: 1. the kernel's arguments. 2. deliberately not: nobody is told, and the memory stays
-    // mapped all the same.
+    // SAFETY: 1. the kernel's arguments. 2. deliberately broken: the use is not recorded, and the
+    // memory stays mapped.
     unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     drop(x);
     let mut y: DeviceBuffer<u32> = pool.buffer(&s, n as usize).unwrap();
@@ -167,7 +167,7 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
         for (i, x) in busy.iter_mut().enumerate() {
             gpu.fill(&cu, x, round * 100 + i as u32, SPIN / 10);
         }
-        // Every other block goes, with its kernel still running; a large one for `u` needs their
+        // Frees every other block with its kernel still running. A large block for `u` needs their
         // handles.
         let kept: Vec<(usize, DeviceBuffer<u32>)> =
             busy.drain(..).enumerate().filter(|(i, _)| i % 2 == 1).collect();
@@ -269,8 +269,7 @@ fn pinned_memory_is_pinned_and_goes_up_and_down_in_flight() {
     assert!(down.is_pinned());
     let down = s.download(&x, down).unwrap().wait().unwrap();
     assert_eq!(&down[..], &v[..]);
-    // Dropped while on their way, again and again: the blocks come back only when the copies are
-    // done.
+    // Dropped in flight, repeatedly: the blocks are returned only when the copies are done.
     for round in 0..64u32 {
         let mut v = PinnedVec::new_in(pinned.allocator());
         v.resize(MIB / 4, round);
@@ -332,13 +331,13 @@ fn streams_that_do_not_share_make_no_wait_for_each_other() {
         drop(pool.alloc(&s, Request::bytes(24 << 20)).unwrap());
         drop(pool.alloc(&u, Request::bytes(24 << 20)).unwrap());
     }
-    // Other tests share the driver's counters, so this pool's own are asked as well.
+    // Other tests share the driver's counters, so the test also checks this pool's own.
     assert_eq!(pool.stats().stream_waits, 0);
     assert!(pool.driver().calls().get(Call::StreamWaitEvent) >= before);
 }
 
-/// What debugging finds on a real device: a kernel past the end of its block, a fill before its
-/// start, a kernel after the free, and nothing in what is right.
+/// Faults that debugging finds on a real device: a kernel beyond the end of its block, a fill
+/// before its start, and a kernel after the free. Correct work is not reported.
 #[test]
 fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     let Some(gpu) = gpu() else { return };
@@ -355,7 +354,7 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
         let mut x: DeviceBuffer<u32> = pool.buffer(&s, 1000 + 4000 * round as usize).unwrap();
         assert!(download(&s, &x).iter().all(|&v| v == u32::from_ne_bytes([POISON_ALLOCATED; 4])));
         gpu.fill(&cu, &mut x, round, SPIN / 20);
-        // Freed under its kernel: what debugging writes comes after.
+        // Freed under its kernel: debugging writes afterwards.
         drop(x);
     }
     let mut kept: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
@@ -366,8 +365,8 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     let launch = |address: u64, to: u32| {
         let mut launch = cu.launch_builder(&gpu.kernel);
         launch.arg(&address).arg(&0x0102_0304u32).arg(&to).arg(&0u64);
-        // SAFETY: 1. the kernel's arguments. 2. deliberately not: it writes where nobody else has
-        // anything, in memory that stays mapped.
+        // SAFETY: 1. the kernel's arguments. 2. deliberately broken: it writes to memory without an
+        // owner, which stays mapped.
         unsafe { launch.launch(LaunchConfig::for_num_elems(to)) }.unwrap();
         cu.synchronize().unwrap();
     };
@@ -379,7 +378,7 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     assert_eq!(found[0].block.allocated_at.file(), file!());
 
     let before = kept.block().address() - 3;
-    // SAFETY: deliberately not: it writes to a guard, in order on the block's own stream.
+    // SAFETY: deliberately broken: it writes to a guard, in order on the block's own stream.
     unsafe { pool.driver().fill(s.raw(), before, 0x55, 3) }.unwrap();
     let found = pool.check().unwrap();
     assert!(matches!(found[0].fault, Fault::Underrun { offset: -3, found: 0x55 }), "{}", found[0]);
@@ -399,7 +398,7 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     assert_eq!((pool.stats().pending, pool.budget().used()), (0, 0));
 }
 
-/// A kernel that writes past the end of its block, for the sanitizer to find.
+/// A kernel that writes beyond the end of its block, for the sanitizer to find.
 #[test]
 fn planted_overrun() {
     if env::var_os("AQUIFER_PLANT").is_none_or(|v| v != "overrun") {
@@ -413,7 +412,7 @@ fn planted_overrun() {
     let mut lent = x.on_mut(&cu).unwrap();
     let mut launch = cu.launch_builder(&gpu.kernel);
     launch.arg(&mut lent).arg(&1u32).arg(&1001u32).arg(&0u64);
-    // SAFETY: deliberately none: one element too many.
+    // SAFETY: deliberately broken: one element too many.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1001)) }.unwrap();
     let _ = cu.synchronize();
 }
@@ -433,7 +432,7 @@ fn planted_use_after_free() {
     drop(x);
     let mut launch = cu.launch_builder(&gpu.kernel);
     launch.arg(&address).arg(&1u32).arg(&1000u32).arg(&0u64);
-    // SAFETY: deliberately none: the block is gone.
+    // SAFETY: deliberately broken: the block has been freed.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1000)) }.unwrap();
     let _ = cu.synchronize();
 }

@@ -1,7 +1,7 @@
-//! Parked memory on a real GPU: what the simulator proves of order and charges, shown on bytes and
-//! on the device's own figures.
+//! Tests of parked memory on a real GPU: the simulator proves order and charges, and these tests
+//! check bytes and the device's own figures.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
@@ -16,7 +16,7 @@ use aquifer::{
 
 const MIB: usize = 1 << 20;
 
-/// A pool under a limit in MiB on the first GPU, or a word on why not.
+/// Returns a pool under a limit in MiB on the first GPU, or prints why there is none.
 fn pool(limit: u64) -> Option<(Runtime, DevicePool)> {
     let rt = first_gpu::runtime()?;
     let first = rt.device(0).unwrap();
@@ -35,7 +35,7 @@ fn park(pool: &DevicePool, tag: Tag, how: Park) -> Result<ParkReport, MemoryErro
     unsafe { pool.park(tag, how) }
 }
 
-/// Block `n`, which holds its own number and the place of each word.
+/// Returns block `n`, which holds its own number and the position of each word.
 fn filled(s: &Stream, parkable: &Parkable, n: u32, words: usize) -> DeviceBuffer<u32> {
     let mut buffer = parkable.buffer(s, words).unwrap();
     let contents: Vec<u32> = (0..words as u32).map(|at| at ^ n << 24).collect();
@@ -52,8 +52,7 @@ fn assert_filled(s: &Stream, buffer: &DeviceBuffer<u32>, n: u32) {
 }
 
 #[test]
-fn a_gibibyte_goes_to_pinned_memory_and_back_to_the_same_addresses_and_the_device_has_it_meanwhile()
-{
+fn a_gibibyte_is_parked_in_pinned_memory_and_restored_at_the_same_addresses() {
     let Some((rt, pool)) = pool(4 << 10) else { return };
     let (s, tag) = (pool.stream().unwrap(), Tag::named("parked on a GPU"));
     let parkable = pool.parkable(tag).unwrap();
@@ -67,7 +66,7 @@ fn a_gibibyte_goes_to_pinned_memory_and_back_to_the_same_addresses_and_the_devic
         let report = park(&pool, tag, Park::save_in(rt.pinned_near(0).allocator())).unwrap();
         println!("{report:?}");
         assert_eq!((report.kept.refused, pool.budget().used()), (0, 0));
-        // Neighbours take and give memory too, but not as much.
+        // Other programs take and free memory too, but not as much.
         assert!(free() >= before + report.released / 2, "{} of {}", free(), before);
         let resumed = pool.resume(tag, None).unwrap();
         println!("{resumed:?}");
@@ -78,13 +77,13 @@ fn a_gibibyte_goes_to_pinned_memory_and_back_to_the_same_addresses_and_the_devic
 }
 
 #[test]
-fn work_that_is_queued_is_waited_for_and_others_have_the_memory_while_it_is_parked() {
+fn a_park_waits_for_queued_work_and_others_use_the_memory_meanwhile() {
     let Some((rt, pool)) = pool(1 << 10) else { return };
     let (s, u, tag) = (pool.stream().unwrap(), pool.stream().unwrap(), Tag::named("lent GPU"));
     let parkable = pool.parkable(tag).unwrap();
     let mut server: DeviceBuffer<u8> = parkable.buffer(&s, 600 * MIB).unwrap();
     for round in 1..20u8 {
-        // Queued on two streams, and waited for by nobody.
+        // Queued on two streams, without a wait.
         for byte in 0..round {
             s.fill(&mut server, byte).unwrap();
         }
@@ -106,7 +105,7 @@ fn work_that_is_queued_is_waited_for_and_others_have_the_memory_while_it_is_park
 }
 
 #[test]
-fn what_is_dropped_comes_back_as_memory_that_can_be_written() {
+fn discarded_memory_is_restored_as_writable_memory() {
     let Some((_rt, pool)) = pool(1 << 10) else { return };
     let (s, tag) = (pool.stream().unwrap(), Tag::named("cache that is dropped"));
     let parkable = pool.parkable(tag).unwrap();

@@ -1,7 +1,7 @@
-//! Parts, rows, peers and adopted memory on a real GPU: what the simulator proves of order, shown
-//! on bytes.
+//! Tests of parts, rows, peers and adopted memory on a real GPU: the simulator proves order, and
+//! these tests check bytes.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels, and names memory by its address")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -27,7 +27,7 @@ fn gpu() -> Option<Gpu> {
 }
 
 impl Gpu {
-    /// Adds on a stream of cudarc's, from one operand to another.
+    /// Adds from one operand to another on a stream of cudarc.
     fn add<A: Typed<Item = u32>, B: Typed<Item = u32> + aquifer::OperandMut>(
         &self,
         cu: &Arc<CudaStream>,
@@ -40,7 +40,7 @@ impl Gpu {
         let mut lent_to = to.on_mut(cu).unwrap();
         let mut launch = cu.launch_builder(&self.kernel);
         launch.arg(&SPIN).arg(&lent_from).arg(&n).arg(&more).arg(&mut lent_to);
-        // SAFETY: 1. the kernel's five arguments, in order. 2. it touches `n` elements of either,
+        // SAFETY: 1. the kernel's five arguments, in order. 2. it accesses `n` elements of either,
         // lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     }
@@ -118,10 +118,10 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
         let mut y: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
         s.copy(&x, &mut y).unwrap();
         u.fill(&mut x.slice_mut(0..1000).unwrap(), round).unwrap();
-        // A kernel of cudarc's on it, in our order.
+        // A kernel of cudarc on it, in this library's order.
         gpu.add(&other, &x.slice(0..500).unwrap(), 1, &mut y.slice_mut(0..500).unwrap());
         let theirs = x.into_inner().unwrap();
-        // On a third stream, which knows of ours by cudarc's own events only.
+        // A third stream, which is ordered with this library only by cudarc's own events.
         let third = gpu.cu();
         let back = third.clone_dtoh(&theirs).unwrap();
         assert!(
@@ -131,8 +131,7 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
         let y = download(&s, &y);
         assert!(y[..500].iter().all(|&n| n == round + 1) && y[500..] == counted[500..], "{round}");
     }
-    // Dropped, it is freed behind its uses: what cudarc gives the bytes to next is not written
-    // late.
+    // When dropped it is freed after its uses: the next owner in cudarc is not overwritten late.
     for round in 0..8u32 {
         let theirs: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
         let mut x = Adopted::new(gpu.pool().streams(), theirs).unwrap();

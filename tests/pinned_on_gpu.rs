@@ -1,7 +1,7 @@
-//! Pinned host memory on a real GPU: what the simulator proves of order and charges, shown on
-//! bytes.
+//! Tests of pinned host memory on a real GPU: the simulator proves order and charges, and these
+//! tests check bytes.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "queues copies by hand, launches a kernel, and maps files")]
 #![expect(
@@ -41,7 +41,7 @@ use std::{
 const MIB: usize = 1 << 20;
 const GIB: usize = 1 << 30;
 
-/// `x[0] = x[0]` after spinning for so many clock cycles.
+/// `x[0] = x[0]` after spinning for this many clock cycles.
 const SPIN: &str = "
 .version 7.0
 .target sm_70
@@ -66,8 +66,8 @@ AGAIN:
 }
 ";
 
-/// Registering holds locks of the driver's, and what is retired is the process's: one test at a
-/// time.
+/// Registering holds locks of the driver, and retired memory belongs to the process, so tests run
+/// one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 struct Gpu {
@@ -77,7 +77,7 @@ struct Gpu {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// The first GPU, or a word on why not.
+/// Returns the first GPU, or prints why there is none.
 fn gpu() -> Option<Gpu> {
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
@@ -104,7 +104,7 @@ impl Gpu {
         self.pool().stream().unwrap()
     }
 
-    /// Sends bytes to the device and fetches them into memory of the host's.
+    /// Copies bytes to the device and back into host memory.
     fn there_and_back(&self, bytes: &[u8]) -> Vec<u8> {
         let s = self.stream();
         let mut x: DeviceBuffer<u8> = self.pool().buffer(&s, bytes.len()).unwrap();
@@ -115,7 +115,7 @@ impl Gpu {
     }
 }
 
-/// Bytes that differ from place to place, at the borders of registrations too.
+/// Writes bytes that differ by position, also at the borders of registrations.
 fn pattern(bytes: &mut [u8], seed: u64) {
     for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
         let value = (number as u64 ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -123,12 +123,12 @@ fn pattern(bytes: &mut [u8], seed: u64) {
     }
 }
 
-/// The first byte that differs.
+/// Returns the position of the first byte that differs.
 fn differs(a: &[u8], b: &[u8]) -> Option<usize> {
     if a == b { None } else { a.iter().zip(b).position(|(a, b)| a != b) }
 }
 
-/// So much as this machine can spare three times.
+/// Returns the wanted size, limited to a third of the machine's free memory.
 fn ample(wanted: usize) -> usize {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = text.lines().find(|line| line.starts_with("MemAvailable:")).unwrap();
@@ -144,7 +144,7 @@ fn ample(wanted: usize) -> usize {
 fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
     let Some(gpu) = gpu() else { return };
     let bytes = ample(8 * GIB);
-    // Memory of a virtual machine may come when it is first touched.
+    // A virtual machine may populate its memory at the first touch.
     let mut warm = RegionRequest::bytes(bytes);
     warm.pinning = Pinning::Off;
     drop(Region::new(&gpu.host, &gpu.budget, &warm).unwrap());
@@ -161,7 +161,7 @@ fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
             region.report().pages,
             region.report().shortfalls
         );
-        // The last of them as two quarters and a half.
+        // The last part is registered as two quarters and a half.
         assert_eq!(region.report().pinned_by, PinnedBy::Registration(bytes / registration + 2));
         assert_eq!(gpu.budget.used(), bytes as u64);
         pattern(region.bytes_mut(), registration as u64);
@@ -179,9 +179,9 @@ fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
             unsafe { driver.copy_to_device(s.raw(), to, at(offset), part.len).unwrap() };
         }
         s.synchronize().unwrap();
-        // Over the border of two registrations no copy goes: that is why they are told.
+        // No copy crosses the border of two registrations, which is why the parts are reported.
         let to = aquifer::driver::Operand::range(&x).address;
-        // SAFETY: 1. as above, but for the registration, on purpose: it is refused.
+        // SAFETY: 1. as above, except for the registration, deliberately: the call is refused.
         let across = unsafe { driver.copy_to_device(s.raw(), to, at(parts[0].len - 4096), 8192) };
         assert_eq!(across.unwrap_err().code, 1);
         let expected = region.bytes()[..64 * MIB].to_vec();
@@ -206,7 +206,7 @@ fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
 }
 
 #[test]
-fn flags_give_what_they_say() {
+fn flags_have_their_documented_effect() {
     let Some(gpu) = gpu() else { return };
     let reach = gpu.host.reach.clone().unwrap();
     for (name, portable, mapped, write_combined, read_only) in [
@@ -260,16 +260,16 @@ fn vectors_memory_files_and_huge_pages_are_pinned_where_they_lie() {
     })
     .unwrap();
     assert_eq!(differs(&data, &expected), None);
-    // Memory of several processes.
+    // Memory that several processes share.
     let mut request = RegionRequest::bytes(64 * MIB);
     request.pinning = Pinning::Required;
     let mut ours = SharedRegion::new(&gpu.host, &gpu.budget, &request).unwrap();
-    // SAFETY: 1. nobody else has it yet.
+    // SAFETY: 1. no other process has it yet.
     pattern(unsafe { ours.bytes_mut() }, 11);
     let file = ours.as_fd().try_clone_to_owned().unwrap();
     let theirs = SharedRegion::open(&gpu.host, &gpu.budget, file, &request).unwrap();
     assert!(ours.is_pinned() && theirs.is_pinned());
-    // SAFETY: 1. nobody writes now.
+    // SAFETY: 1. it is not written now.
     let (ours_bytes, theirs_bytes) = unsafe { (ours.bytes(), theirs.bytes()) };
     assert_eq!(differs(&gpu.there_and_back(theirs_bytes), ours_bytes), None);
     drop((ours, theirs, x));
@@ -292,7 +292,7 @@ fn a_files_pages_are_read_by_the_device_from_the_page_cache() {
     File::create(&path).unwrap().write_all(&data).unwrap();
     let file = File::open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
-    // SAFETY: 1. nobody else has the file.
+    // SAFETY: 1. the file is used only here.
     let map = unsafe { FileMap::new(&Kernel::new(), &file) }.unwrap();
     match InPlace::new(&gpu.host, &gpu.budget, map, HostFlags::default()) {
         Ok(pinned) => {
@@ -300,14 +300,14 @@ fn a_files_pages_are_read_by_the_device_from_the_page_cache() {
             assert_eq!(differs(&gpu.there_and_back(pinned.items()), &data), None);
             drop(pinned);
         }
-        // A file system in memory, or a device that cannot: told, with the way out.
+        // A file system in memory or a device without support is refused, with the remedy.
         Err(refused) => println!("refused: {refused}"),
     }
     assert_eq!(gpu.budget.used(), 0);
 }
 
 #[test]
-fn two_registrations_in_one_page_are_refused_by_us_whatever_the_driver_would_say() {
+fn two_registrations_in_one_page_are_refused_before_the_driver_call() {
     let Some(gpu) = gpu() else { return };
     let data = vec![1u8; 4 * MIB];
     let middle = data.as_ptr().align_offset(4096) + 8192 + 100;
@@ -318,7 +318,7 @@ fn two_registrations_in_one_page_are_refused_by_us_whatever_the_driver_would_say
         assert!(matches!(error.cause, Cause::AlreadyPinned(_)), "{error}");
         let driver = gpu.rt.driver().unwrap();
         let at = NonNull::from(&second[0]);
-        // SAFETY: 1. the vector outlives it. What the driver makes of it is only told.
+        // SAFETY: 1. the vector outlives the registration. The driver's result is only printed.
         let answer = unsafe { driver.host_register(DeviceId(0), at, second.len(), flags) };
         println!("a second registration in one page: {answer:?}");
         if answer.is_ok() {
@@ -334,13 +334,13 @@ fn spin(on: &Arc<CudaStream>, kernel: &CudaFunction, x: &mut DeviceBuffer<u32>, 
     let mut lent = x.on_mut(on).unwrap();
     let mut launch = on.launch_builder(kernel);
     launch.arg(&mut lent).arg(&cycles);
-    // SAFETY: 1. the kernel's two arguments, in order. 2. it touches the first element, which is
+    // SAFETY: 1. the kernel's two arguments, in order. 2. it accesses the first element, which is
     // lent.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1)) }.unwrap();
 }
 
 #[test]
-fn what_is_dropped_or_retired_while_a_kernel_runs_is_ended_later() {
+fn registrations_dropped_while_a_kernel_runs_end_later() {
     let Some(gpu) = gpu() else { return };
     let context = CudaContext::new(0).unwrap();
     let kernel = context.load_module(Ptx::from_src(SPIN)).unwrap().load_function("spin").unwrap();
@@ -354,7 +354,7 @@ fn what_is_dropped_or_retired_while_a_kernel_runs_is_ended_later() {
     let idle = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
     pattern(flying.bytes_mut(), 9);
     let expected = flying.bytes().to_vec();
-    // Some 0.3 s, which ending a registration would wait for.
+    // About 0.3 s, for which the end of a registration would wait.
     spin(&cu, &kernel, &mut x, 500_000_000);
     let done = cu.record_event(None).unwrap();
     let begun = Instant::now();

@@ -1,7 +1,7 @@
-//! Placement over several real GPUs: near what is there, groups on peers, and a device that drains.
-//! The rest is shown by `fleet_on_gpu`.
+//! Tests of placement over several real GPUs: near existing data, groups on peers, and a draining
+//! device. `fleet_on_gpu` covers the rest.
 //!
-//! With fewer than two GPUs each test says that it was skipped, and fails with
+//! With fewer than two GPUs each test prints that it was skipped, and fails with
 //! `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -15,7 +15,7 @@ use aquifer::{
 };
 
 const MIB: u64 = 1 << 20;
-/// What each device may have.
+/// The limit of each device.
 const LIMIT: u64 = 1 << 30;
 const LEN: usize = 4 << 20;
 
@@ -28,12 +28,12 @@ fn runtime() -> Option<Runtime> {
     Some(rt)
 }
 
-/// Numbers that tell where they come from.
+/// Returns numbers that identify their origin.
 fn pattern(seed: u32) -> Vec<u32> {
     (0..LEN as u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ seed).collect()
 }
 
-/// A buffer with the pattern, of what the lease holds.
+/// Returns a buffer with the pattern, drawn from the lease.
 fn filled(lease: &Lease, stream: &Stream, seed: u32) -> DeviceBuffer<u32> {
     let mut buffer = lease.buffer(stream, LEN).unwrap();
     let numbers = pattern(seed);

@@ -25,12 +25,12 @@ use std::{
 
 const GIB: u64 = 1 << 30;
 const GPU: DeviceId = DeviceId(0);
-/// How many bytes the other process is to take.
+/// The number of bytes that the other process takes.
 const VARIABLE: &str = "AQUIFER_TEST_NEIGHBOUR_BYTES";
-/// Longer than anything takes that does not hang.
+/// Longer than any operation takes, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process that takes memory when it is told to, and has it until it is dropped.
+/// A process that takes memory on request and holds it until dropped.
 struct Neighbour {
     process: Child,
     tell: ChildStdin,
@@ -38,7 +38,7 @@ struct Neighbour {
 }
 
 impl Neighbour {
-    /// One that has its context.
+    /// Starts a process with its own context.
     fn start(bytes: u64) -> Self {
         let mut process = Command::new(env::current_exe().unwrap())
             .args(["--exact", "child_takes", "--ignored", "--nocapture", "--test-threads=1"])
@@ -54,7 +54,7 @@ impl Neighbour {
         neighbour
     }
 
-    /// What follows a word in what it says.
+    /// Waits for a line of output that starts with `word`, and returns the rest.
     fn hear(&mut self, word: &str) -> String {
         let mut line = String::new();
         loop {
@@ -69,7 +69,7 @@ impl Neighbour {
         }
     }
 
-    /// How long it took until it had its memory, and how often it was refused before.
+    /// Returns how long the process waited for its memory, and how often it was refused.
     fn take(&mut self) -> (Duration, u64) {
         writeln!(self.tell, "take").unwrap();
         let said = self.hear("took ");
@@ -101,11 +101,11 @@ fn child_takes() {
         thread::sleep(Duration::from_millis(1));
     }
     println!("took {} {refused}", begun.elapsed().as_micros());
-    // Ends with its process, as neighbours' memory does.
+    // The memory is freed when the process ends, as that of other programs.
     lines.next().unwrap().unwrap();
 }
 
-/// The longest and the median of some laps, in microseconds.
+/// Returns the longest and the median of the laps, in microseconds.
 fn longest_and_median(laps: &mut [Duration]) -> (u128, u128) {
     laps.sort_unstable();
     let at = |place: usize| laps.get(place).map_or(0, Duration::as_micros);
@@ -130,7 +130,7 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     let mut live: DeviceBuffer<u32> = pool.buffer(&stream, 16 << 20).unwrap();
     stream.fill(&mut live, 7).unwrap();
     stream.synchronize().unwrap();
-    // Everything that is left is in our caches, and idle, in blocks of many sizes.
+    // All remaining memory is idle in the caches, in blocks of many sizes.
     let mut blocks = Vec::new();
     for size in [GIB, 256 << 20, 32 << 20, 4 << 20] {
         while let Ok(block) = pool.alloc(&stream, Request::bytes(size)) {
@@ -145,8 +145,8 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
         thread::sleep(Duration::from_millis(1));
     }
 
-    // Short kernels, each waited for, in three parts: before, while a neighbour needs memory, and
-    // after.
+    // Short kernels, each waited for, in three parts: before, while and after a neighbour needs
+    // memory.
     let part = AtomicU32::new(0);
     let (mut laps, (first, second)) = thread::scope(|scope| {
         let working = scope.spawn(|| {
@@ -189,8 +189,8 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     let mut back = vec![0; live.len()];
     stream.scope(|c| c.download(&live, &mut back)).unwrap().unwrap();
     assert!(back.iter().all(|&n| n == 7), "live memory is as it was");
-    // What was given back is not taken again while the neighbours are there, though their memory
-    // counts as theirs.
+    // Released memory is not taken again while the neighbours run, though their memory counts as
+    // theirs.
     let mut blocks = Vec::new();
     while let Ok(block) = pool.alloc(&stream, Request::bytes(GIB)) {
         blocks.push(block);

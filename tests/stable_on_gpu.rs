@@ -1,7 +1,7 @@
-//! Memory that keeps its address, on a real GPU: what the simulator proves of order and charges,
-//! shown on bytes.
+//! Tests of stable memory on a real GPU: the simulator proves order and charges, and these tests
+//! check bytes.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 
@@ -16,7 +16,7 @@ use aquifer::{
 
 const MIB: usize = 1 << 20;
 
-/// A pool under a limit in MiB on the first GPU, or a word on why not.
+/// Returns a pool under a limit in MiB on the first GPU, or prints why there is none.
 fn pool(limit: u64, export: ExportTypes) -> Option<DevicePool> {
     let rt = first_gpu::runtime()?;
     let first = rt.device(0).unwrap();
@@ -67,7 +67,7 @@ fn a_block_exported_as_a_descriptor_shows_the_same_bytes_where_it_is_imported() 
 }
 
 #[test]
-fn memory_open_to_network_cards_can_be_had_where_the_device_says_so() {
+fn memory_for_network_cards_is_available_if_the_device_supports_it() {
     let Some(pool) = pool(16, ExportTypes::POSIX_FD.with_rdma()) else { return };
     let s = pool.stream().unwrap();
     let mut block = pool.alloc_stable(&s, Request::bytes(MIB as u64)).unwrap();
@@ -95,7 +95,7 @@ fn a_registered_block_keeps_its_bytes_after_the_free_while_others_need_the_room(
     #[expect(unsafe_code, reason = "reads memory that only the registration keeps")]
     // SAFETY: 1. `back` is writable until the stream is idle, just below; the token keeps the
     // device's side.
-    // 2. nobody else works on it.
+    // 2. nothing else uses it.
     unsafe { pool.driver().copy_to_host(s.raw(), to, token.range().address, 64) }.unwrap();
     s.synchronize().unwrap();
     assert_eq!(back, [0x77; 64]);
@@ -127,7 +127,7 @@ fn reserved_elements_grow_and_shrink_while_other_work_runs_on_what_is_committed(
     let mut back = vec![0_u8; part];
     for round in 1..16_u8 {
         let at = usize::from(round - 1) * part;
-        // While the copy of one part is queued the next goes, and it comes again.
+        // While the copy of one part is queued, the next one is decommitted and committed again.
         s.scope(|c| c.download(&r.slice(at..at + part).unwrap(), &mut back)).unwrap().unwrap();
         assert!(back.iter().all(|&byte| byte == round), "part {round}");
         u.fill(&mut r.slice_mut(at..at + part).unwrap(), 0xee).unwrap();

@@ -1,7 +1,6 @@
-//! Staging on a real GPU: bytes, order with kernels of the driver's own, and the codes that a lost
-//! cause answers with.
+//! Tests of staging on a real GPU: bytes, order with kernels, and the codes of a lost device.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(
     clippy::unwrap_used,
@@ -22,7 +21,7 @@ struct Gpu {
     rt: Runtime,
 }
 
-/// The first GPU, or a word on why not.
+/// Returns the first GPU, or prints why there is none.
 fn gpu() -> Option<Gpu> {
     let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
     if rt.devices().is_empty() {
@@ -54,7 +53,7 @@ fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
     (0..bytes).map(|at| (at * 7 + at / 251 + at / 65_521) as u8 ^ seed).collect()
 }
 
-/// What is on the device, by the driver's own copy.
+/// Returns the contents on the device, read by the driver's own copy.
 fn download(s: &Stream, x: &DeviceBuffer<u8>) -> Vec<u8> {
     let mut back = vec![0; x.len()];
     s.scope(|c| c.download(x, &mut back)).unwrap().unwrap();

@@ -34,7 +34,7 @@ struct Staged {
     pool: PinnedPool,
     installed: Result<(), MemoryError>,
     line: u32,
-    /// What was tried before there was a staging allocator.
+    /// Results obtained before a staging allocator was installed.
     before: Before,
 }
 
@@ -65,7 +65,7 @@ static STAGED: LazyLock<Staged> = LazyLock::new(|| {
     let budget = Budget::new("staging", 64 << 20);
     let pool = PinnedPool::new(rt.host(), &budget, small()).unwrap();
     let (installed, line) = (staging::install(pool.clone()), line!());
-    // The first scope of all finds a pool that can take no memory.
+    // The very first scope finds a pool that can take no memory.
     let others = budget.charge(budget.limit()).unwrap();
     staging::route(|| drop(vec![0u8; MIB]));
     drop(others);
@@ -74,7 +74,7 @@ static STAGED: LazyLock<Staged> = LazyLock::new(|| {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// This test's turn, and what the pool holds at its beginning.
+/// Waits for this test's turn, and returns the statistics of the pool at its start.
 fn turn() -> (&'static Staged, PoolStats, MutexGuard<'static, ()>) {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let staged = &*STAGED;
@@ -92,7 +92,7 @@ impl Staged {
         self.pool().is_pinned(NonNull::from(bytes).cast())
     }
 
-    /// The pool is as it was, but for what it has counted.
+    /// Asserts that the pool is unchanged except for its counters.
     #[track_caller]
     fn assert_as_before(&self, before: PoolStats) {
         let stats = self.pool().stats();
@@ -122,7 +122,7 @@ fn a_second_installation_is_refused_with_the_line_of_the_first() {
 }
 
 #[test]
-fn before_an_installation_a_buffer_says_what_is_missing_and_a_route_does_without() {
+fn before_an_installation_a_buffer_names_what_is_missing_and_a_route_is_ignored() {
     let (staged, before, _turn) = turn();
     let MemoryError::NotSet { what, by } = staged.before.buffer else { panic!("another error") };
     assert_eq!((what, by), ("the staging allocator", "staging::install"));
@@ -132,7 +132,7 @@ fn before_an_installation_a_buffer_says_what_is_missing_and_a_route_does_without
 
 #[test]
 fn a_scope_that_found_the_pool_without_memory_does_not_end_routing_for_ever() {
-    // `turn` has seen to it that the pool could take some since.
+    // Since then `turn` ensured that the pool could take some.
     let (staged, before, _turn) = turn();
     let bytes = staging::route(|| vec![1u8; MIB]);
     assert_eq!(staged.is_pinned(&bytes), Some(true));
@@ -163,7 +163,7 @@ fn a_child_of_a_fork_allocates_in_a_scope_what_is_really_there() {
     let (staged, before, _turn) = turn();
     let inherited = staging::route(|| vec![1u8; MIB]);
     #[expect(unsafe_code, reason = "forks")]
-    // SAFETY: 1. the child calls the allocator, which the C library makes ready for one, and leaves
+    // SAFETY: 1. the child calls the allocator, which the C library prepares for it, and leaves
     // without a destructor.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
@@ -191,13 +191,13 @@ fn a_child_of_a_fork_allocates_in_a_scope_what_is_really_there() {
 }
 
 #[test]
-fn a_vector_of_the_standard_library_lies_in_the_pool_grows_there_and_goes_home_from_any_thread() {
+fn a_standard_vector_lives_and_grows_in_the_pool_and_is_freed_from_any_thread() {
     let (staged, before, _turn) = turn();
     let mut bytes = staging::route(|| vec![7u8; MIB]);
     assert_eq!(staged.is_pinned(&bytes), Some(true));
     assert_eq!(staged.pool().stats().memory.requested, before.requested + MIB as u64);
-    // Outside of the scope it stays where it is, and what it grows into is no longer the route's to
-    // choose.
+    // Outside of the scope the vector stays in place, and the route no longer decides where it
+    // grows to.
     bytes.extend_from_slice(&[8; 1000]);
     assert!(
         bytes[..MIB].iter().all(|&byte| byte == 7) && bytes[MIB..].iter().all(|&byte| byte == 8)
@@ -284,7 +284,7 @@ fn a_scope_that_unwinds_is_over_and_scopes_nest() {
                 Some(true),
                 "the inner scope has not ended the outer"
             );
-            // Not by `panic!`, whose backtrace would cache what it has read, in the pool.
+            // Not by `panic!`, whose backtrace would cache what it has read in the pool.
             resume_unwind(Box::new("on purpose"));
         })
     }));

@@ -1,8 +1,8 @@
-//! The three uses that the library was asked for, as they were asked for: a `Vec` through
-//! `allocator_api2`, a pool that is set as the pinned staging allocator, and a program of `cargo
-//! fuzz`.
+//! Tests of the three uses that the library was required for: a `Vec` through `allocator_api2`, a
+//! pool installed as the pinned staging allocator, and a program of `cargo fuzz`.
 //!
-//! A process of its own: it has one staging allocator and one global allocator.
+//! The tests form a separate process because they have one staging allocator and one global
+//! allocator.
 
 mod support;
 
@@ -15,7 +15,7 @@ use support::{MIB, assert_silent, runtime};
 #[global_allocator]
 static GLOBAL: aquifer::Global = aquifer::Global::new();
 
-/// What the pool says of memory that somebody holds.
+/// Returns whether the pool reports this live memory as pinned.
 fn is_pinned<T>(pool: &PinnedPool, held: &[T]) -> bool {
     pool.is_pinned(NonNull::from(held).cast()) == Some(true)
 }
@@ -80,7 +80,7 @@ fn a_pool_that_is_set_as_the_pinned_staging_allocator_serves_stagers_buffers_and
     assert!(back == pageable);
     assert!(pinned.stats().memory.live >= before + 2 * MIB as u64, "its slots");
 
-    // The process keeps what is installed, whoever goes.
+    // The process keeps what is installed, whatever is dropped.
     drop((x, stager, s, rt));
     assert!(is_pinned(pinned, &text) && is_pinned(pinned, &buffer));
     assert!(is_pinned(pinned, &PinnedBuf::<u8>::new(MIB).unwrap()));

@@ -1,4 +1,4 @@
-//! What a fleet of two devices or more is made to show, and the table of it: on real GPUs, and on
+//! The properties shown for a fleet of two devices or more, and their table: on real GPUs, and on
 //! simulated ones so that the parts are tested everywhere.
 
 use aquifer::{
@@ -16,11 +16,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Puts a number into a buffer, by a kernel where there are kernels: on the device at that index.
+/// Fills a buffer with a number on the device at that index, by a kernel where kernels exist.
 pub(crate) type Fill<'a> =
     dyn Fn(usize, &Stream, &mut DeviceBuffer<u32>, u32) -> aquifer::error::Result<()> + Sync + 'a;
 
-/// Rows of the table: what was done, on or between which devices, and what came of it.
+/// Rows of the table: what was done, on or between which devices, and the result.
 #[derive(Default)]
 pub(crate) struct Table(pub(crate) Vec<String>);
 
@@ -30,12 +30,12 @@ impl Table {
     }
 }
 
-/// Numbers that tell where they come from.
+/// Returns numbers that identify their origin.
 fn pattern(seed: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ seed).collect()
 }
 
-/// A buffer with the pattern, of what the lease holds.
+/// Returns a buffer with the pattern, drawn from the lease.
 fn filled(lease: &Lease, stream: &Stream, seed: u32, len: usize) -> DeviceBuffer<u32> {
     let mut buffer = lease.buffer(stream, len).unwrap();
     let numbers = pattern(seed, len);
@@ -50,7 +50,7 @@ fn assert_filled(stream: &Stream, buffer: &DeviceBuffer<u32>, seed: u32) {
     assert!(back == pattern(seed, buffer.len()), "wrong bytes");
 }
 
-/// Gives everything back, and sees that it is all.
+/// Releases everything, and asserts that nothing remains.
 pub(crate) fn assert_empty(rt: &Runtime) {
     for pool in rt.devices() {
         pool.trim(0).unwrap();
@@ -90,7 +90,7 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
         leases.iter().for_each(|lease| taken[lease.index()] += 1);
         match policy {
             Policy::RoundRobin | Policy::LeastLoaded | Policy::MostFree | Policy::BestCompute => {
-                // Of equal devices.
+                // The devices are equal.
                 assert!(taken.iter().all(|&n| n > 0), "{name}: {taken:?}");
             }
             Policy::Weighted(_) => {
@@ -122,8 +122,8 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
     assert_empty(rt);
 }
 
-/// Copies from every device to every other, verified: with memory that is open to peers, with
-/// memory that is not, and through the host.
+/// Verifies copies from every device to every other one: with memory that is accessible to peers,
+/// with memory that is not, and through the host.
 pub(crate) fn copies(
     driver: &Arc<dyn Driver>,
     devices: &[DeviceId],
@@ -136,7 +136,7 @@ pub(crate) fn copies(
             let mut config = PoolConfig::with_budget(Budget::new("copies", 4 * bytes));
             let info = driver.device_info(device).unwrap();
             if open {
-                // Whoever could reach it.
+                // Whether the peer can access the memory.
                 let reaches = |other: &&DeviceId| {
                     driver.device_info(**other).unwrap().peers.contains(&device)
                 };
@@ -153,7 +153,7 @@ pub(crate) fn copies(
                 let numbers = pattern(seed, len);
                 s.scope(|c| c.upload(&numbers, &mut x)).unwrap().unwrap();
                 let mut y: DeviceBuffer<u32> = to.buffer(&t, len).unwrap();
-                // The first one of a pair of devices also makes the driver's way between them.
+                // The first copy between two devices also sets up the driver's path.
                 let mut best = Duration::MAX;
                 for _ in 0..3 {
                     t.fill(&mut y, 0).unwrap();
@@ -172,7 +172,7 @@ pub(crate) fn copies(
                 let rate = bytes as f64 / best.as_secs_f64() / 1e9;
                 let pair = format!("{} → {}", from.device(), to.device());
                 table.row(how, pair, format!("{} MiB verified, {rate:.0} GB/s", bytes >> 20));
-                // A copy for one device refuses another's buffer.
+                // A copy for one device refuses a buffer of another.
                 let wrong =
                     MemoryError::WrongDevice { expected: from.device(), actual: to.device() };
                 assert_eq!(s.copy(&x, &mut y).unwrap_err(), wrong);
@@ -182,32 +182,32 @@ pub(crate) fn copies(
     }
 }
 
-/// How much the stress has, and for how long.
+/// The memory and the duration of the stress test.
 pub(crate) struct Scale {
-    /// Leases are one to eight of these.
+    /// Leases have one to eight of these units.
     pub(crate) unit: u64,
-    /// All devices together.
+    /// The limit of all devices together.
     pub(crate) devices: u64,
-    /// With what tenants have beside them.
+    /// The limit including the memory of tenants.
     pub(crate) process: u64,
     pub(crate) tenant: u64,
     pub(crate) longest: Duration,
 }
 
-/// What all tenants did.
+/// Totals of all tenants.
 #[derive(Default)]
 struct Tally {
     begun: AtomicU64,
     granted: AtomicU64,
     refused: AtomicU64,
-    /// Bytes that were looked at and right.
+    /// Bytes that were compared and correct.
     right: AtomicU64,
-    /// Work that a loss or a lack of memory has ended.
+    /// Work that ended with a lost device or a lack of memory.
     failed: AtomicU64,
 }
 
 impl Tally {
-    /// Counts a wait and how it ended.
+    /// Counts a wait and its result.
     fn wait<T, E>(&self, wait: impl FnOnce() -> Result<T, E>) -> Option<T> {
         self.begun.fetch_add(1, Relaxed);
         let answer = wait().ok();
@@ -224,7 +224,8 @@ impl Tally {
     }
 }
 
-/// Looks at the end of a buffer that should hold this number all through. Answers with the bytes.
+/// Compares the end of a buffer that should hold this number throughout. Returns the number of
+/// bytes.
 fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::error::Result<u64> {
     let mut back = vec![!number; buffer.len().min(1 << 16)];
     let from = buffer.len() - back.len();
@@ -233,8 +234,8 @@ fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::error::
     Ok(4 * back.len() as u64)
 }
 
-/// Work on what a lease holds: two streams, a kernel on one, a copy on the other, and the first
-/// buffer is dropped while it is queued.
+/// Works on a lease with two streams: a kernel on one and a copy on the other. The first buffer is
+/// dropped while work is queued.
 fn work(lease: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::error::Result<u64> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 8) as usize;
@@ -264,8 +265,7 @@ fn work_between(
     look(&t, &y, number)
 }
 
-/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit
-/// generator).
+/// Pseudo-random numbers that are equal for equal seeds (Knuth's constants for a 64-bit generator).
 struct Random(u64);
 
 impl Random {
@@ -276,18 +276,18 @@ impl Random {
     }
 }
 
-/// What all tenants share.
+/// State that all tenants share.
 struct Scene<'a> {
     placers: &'a [Placer],
     scale: &'a Scale,
     tally: &'a Tally,
     fill: &'a Fill<'a>,
-    /// Held by whoever has one device wait for another. A stream that waits for one whose context
-    /// ends before it gets there may wait for ever, so no device is lost meanwhile.
+    /// Held while one device waits for another. A stream may wait for ever for one whose context
+    /// ends first, so no device is lost meanwhile.
     between: RwLock<()>,
 }
 
-/// One tenant, until the time is up.
+/// Runs one tenant until the time is up.
 fn tenant(number: u64, own: &Budget, scene: &Scene<'_>) {
     let Scene { placers, scale, tally, fill, between } = scene;
     let (mut random, begun) = (Random(number), Instant::now());
@@ -318,7 +318,7 @@ fn tenant(number: u64, own: &Budget, scene: &Scene<'_>) {
                 }
             }
             _ => {
-                // The tenant's own memory, beside the devices' under one process.
+                // The tenant's own memory, beside that of the devices under one process.
                 let held = tally.wait(|| own.charge_by(bytes, deadline));
                 thread::yield_now();
                 drop(held);
@@ -327,9 +327,9 @@ fn tenant(number: u64, own: &Budget, scene: &Scene<'_>) {
     }
 }
 
-/// Many tenants under budgets that are too small, on every device, and at half time the device at
-/// index 1 is lost. Sees that no limit is passed, no wait is lost, no byte is wrong, whoever is
-/// left goes on, and in the end all counts are zero.
+/// Runs many tenants under budgets that are too small, on every device. At half time the device at
+/// index 1 is lost. Asserts that no limit is exceeded, no wait is lost, no byte is wrong, the
+/// remaining devices continue, and all counts are zero at the end.
 pub(crate) fn stress(
     driver: Arc<dyn Driver>,
     scale: &Scale,
@@ -349,14 +349,14 @@ pub(crate) fn stress(
     let tenants: Vec<_> = (0..TENANTS).map(|_| root.child("a tenant", scale.tenant)).collect();
     let (tally, over) = (Tally::default(), AtomicBool::new(false));
     let lost = rt.devices()[1].device();
-    // Held from before, to be asked afterwards.
+    // Leased before the loss, to be used afterwards.
     let old = placers[0].place(&Place::bytes(scale.unit).only([lost])).unwrap();
     let scene = &Scene { placers: &placers, scale, tally: &tally, fill, between: RwLock::new(()) };
     let mut seen = Duration::ZERO;
     let samples = thread::scope(|scope| {
         let watch = scope.spawn(|| {
             let mut samples = 0u64;
-            // At the end at the latest: it may get no turn before.
+            // At the end at the latest, because the thread may not run before.
             loop {
                 let last = over.load(Relaxed);
                 assert!(root.used() <= scale.process && shared.used() <= scale.devices);
@@ -378,7 +378,7 @@ pub(crate) fn stress(
         lose(lost);
         drop(alone);
         while placers[0].device(1).unwrap().health != Health::Lost {
-            // Any call that meets it will do; tenants make some as well.
+            // Any call that reports the loss suffices. Tenants make some as well.
             let _ = old
                 .stream()
                 .and_then(|s| s.fill(&mut old.buffer::<u32>(&s, 1)?, 0).and(s.synchronize()));
@@ -411,13 +411,13 @@ pub(crate) fn stress(
         ),
     );
 
-    // Leases of what was lost are refused by an error of their own, and so are new ones.
+    // Leases of a lost device are refused with an error of their own, and so are new ones.
     let gone = MemoryError::DeviceLost { device: lost };
     assert_eq!(old.stream().unwrap_err(), gone);
     drop(old);
     assert!(placers[0].place(&Place::bytes(scale.unit).only([lost])).is_err());
-    // Every other device serves on, with right bytes; a driver that takes more than one with it
-    // says so of each.
+    // Every other device continues with correct bytes. If the driver loses more than one device,
+    // each of them reports it.
     let (mut serving, mut taken) = (0, 0);
     for device in placers[0].devices().filter(|device| device.seen.device != lost) {
         if device.health == Health::Lost {
@@ -444,7 +444,7 @@ pub(crate) fn stress(
     );
     for device in placers[0].devices() {
         assert_eq!(device.pool.stats().live, 0);
-        // A lost device refuses the calls of this, and ends its charges.
+        // A lost device refuses the calls of this trim, and its charges end.
         let trimmed = device.pool.trim(0);
         assert!(trimmed.is_ok() || device.health == Health::Lost, "{trimmed:?}");
     }

@@ -1,5 +1,5 @@
-//! Pinned memory under everything that takes an allocator: the conformance suite, the wrappers,
-//! arenas, and buffers of another library with no copy.
+//! Tests of pinned memory under every user of an allocator: the conformance suite, the wrappers,
+//! arenas, and buffers of another library without a copy.
 
 use crate::support::runtime;
 use aquifer::{
@@ -38,15 +38,15 @@ fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {
     assert!(sim.violations().is_empty());
 }
 
-/// A buffer of Arrow's whose bytes are the vector's own, in pinned memory, and which gives them
-/// back when its last slice goes. Nothing of the pool is half changed when somebody unwinds, which
-/// Arrow wants to be told.
+/// Returns an Arrow buffer whose bytes are those of the vector in pinned memory. The vector is
+/// dropped with its last slice. The pool is consistent if a thread unwinds, which Arrow requires to
+/// be declared.
 fn buffer<T: arrow_buffer::ArrowNativeType>(values: Vec<T, PinnedAllocator>) -> Buffer {
     let (start, bytes) = (NonNull::from(values.as_slice()).cast(), size_of_val(values.as_slice()));
     #[expect(unsafe_code, reason = "hands the vector's bytes over, with the vector")]
-    // SAFETY: 1. The bytes are readable and initialised for as long as the vector is there, which
-    // goes with the buffer. 2. A vector that moves leaves its bytes where they are, and nobody
-    // writes them any more.
+    // SAFETY: 1. The bytes are readable and initialised while the vector lives, which is dropped
+    // with the buffer. 2. Moving a vector leaves its bytes in place, and they are not written any
+    // more.
     unsafe {
         Buffer::from_custom_allocation(start, bytes, Arc::new(AssertUnwindSafe(values)))
     }
@@ -76,7 +76,7 @@ fn arrow_buffers_lie_in_pinned_memory_with_no_copy() {
     assert_eq!(pool.stats().memory.live, 0);
 }
 
-/// Whole arrays, as the readers of other libraries take them: numbers, some of them missing, and
+/// Whole arrays, as the readers of other libraries use them: numbers, some of them missing, and
 /// strings.
 #[test]
 fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
@@ -118,7 +118,7 @@ fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
     ];
     assert_eq!(found, starts, "no copy");
 
-    // To the device from where they lie: pinned, so at the link's speed and with no staging.
+    // Copied to the device from pinned memory: at the speed of the link and without staging.
     let device = rt.device(0).unwrap();
     let s = device.stream().unwrap();
     let mut x: DeviceBuffer<f32> = device.buffer(&s, 1000).unwrap();
@@ -127,7 +127,7 @@ fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
     s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
     assert_eq!(back[999], 999.0);
 
-    // A slice of one is the last to hold its memory.
+    // A slice of one array is the last to hold its memory.
     let part = numbers.slice(10, 5);
     drop((numbers, text));
     assert!(pool.stats().memory.live >= 4000);
@@ -138,7 +138,7 @@ fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
 }
 
 #[test]
-fn a_ring_of_frames_in_pinned_memory_settles() {
+fn a_ring_of_frames_in_pinned_memory_reaches_a_steady_state() {
     let sim = Sim::h200(1);
     let rt = runtime(&sim);
     let pool = rt.pinned_near(0);

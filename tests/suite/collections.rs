@@ -1,4 +1,4 @@
-//! Other people's collections in pinned memory.
+//! Tests of collections of other libraries in pinned memory.
 
 use crate::support::{assert_all_given_back, assert_silent, runtime};
 use allocator_api2::{boxed::Box as PinnedBox, unsize_box};
@@ -10,7 +10,7 @@ use std::{collections::hash_map::RandomState, fmt, ptr::NonNull, thread};
 type Map<V> = HashMap<u64, V, RandomState, PinnedAllocator>;
 
 #[test]
-fn a_map_lives_grows_shrinks_and_goes_in_pinned_memory() {
+fn a_map_grows_shrinks_and_is_dropped_in_pinned_memory() {
     let sim = Sim::h200(1);
     let rt = runtime(&sim);
     let pinned = rt.pinned_near(0);
@@ -70,7 +70,7 @@ fn maps_of_vectors_are_filled_on_one_thread_and_dropped_on_another() {
     assert!(pinned.is_consistent());
 }
 
-/// Of different sizes and alignments, behind one trait, each dropped as what it is.
+/// Values of different sizes and alignments, behind one trait, each dropped by its own type.
 #[test]
 fn trait_objects_live_in_pinned_memory_and_drop_as_what_they_are() {
     struct Row<'r>(&'r std::cell::Cell<u32>, [f64; 9]);
@@ -105,7 +105,8 @@ fn trait_objects_live_in_pinned_memory_and_drop_as_what_they_are() {
     assert_silent(&sim);
 }
 
-/// Another library's arena, whose chunks it takes as it likes and gives back with sizes of its own.
+/// Another library's arena, which takes chunks of its own sizes and returns them with different
+/// ones.
 #[test]
 fn bump_scope_takes_its_chunks_from_pinned_memory() {
     let sim = Sim::h200(1);
@@ -139,8 +140,8 @@ fn a_map_outlives_its_pool_and_its_runtime() {
     assert!(index.try_reserve(1 << 20).is_err(), "the pool is closed");
     assert_eq!(index.len(), 1000, "a refusal changes nothing");
     drop(index);
-    // The last free may come while kernels are launched, so the registration ends at a moment of
-    // the program's choice.
+    // The last free may come while kernels are launched, so the program chooses when the
+    // registration ends.
     assert_all_given_back(&sim);
     assert_silent(&sim);
 }

@@ -1,8 +1,8 @@
-//! Copies in safe code, over pinned memory: whatever is waited for, dropped or forgotten, nothing
-//! races.
+//! Tests of copies in safe code over pinned memory: whatever is waited for, dropped or forgotten,
+//! nothing races.
 //!
-//! - The host side is the copy's until the copy is done, or borrowed in a scope that waits.
-//! - A refusal gives the host side back as it was, and leaves nothing shut.
+//! - The copy owns the host side until it is done, or borrows it in a scope that waits.
+//! - A refusal returns the host side unchanged, and leaves no gate closed.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{self, MIB, assert_silent, read, runtime, small, within};
@@ -40,7 +40,7 @@ impl Rig {
         Self::new(Sim::h200(1).stepped())
     }
 
-    /// A pinned vector of a mebibyte of one value.
+    /// Returns a pinned vector of one MiB filled with one value.
     fn bytes(&self, value: u8) -> Bytes {
         let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
         bytes.resize(MIB, value);
@@ -51,7 +51,7 @@ impl Rig {
         bytes
     }
 
-    /// Where the next such vector would lie.
+    /// Returns the address of the next such vector.
     fn next_address(&self) -> usize {
         self.bytes(0).as_ptr().addr()
     }
@@ -137,7 +137,7 @@ fn a_flight_waits_for_its_own_copy_and_not_for_what_comes_after_it() {
 }
 
 #[test]
-fn dropped_early_the_vectors_block_is_held_back_until_the_copy_is_done() {
+fn the_block_of_a_flight_dropped_early_is_pending_until_the_copy_is_done() {
     let mut rig = Rig::stepped();
     let v = rig.bytes(7);
     let address = v.as_ptr().addr();
@@ -162,7 +162,7 @@ fn dropped_early_the_vectors_block_is_held_back_until_the_copy_is_done() {
 }
 
 #[test]
-fn a_download_dropped_early_writes_into_nobodys_memory() {
+fn a_download_dropped_early_writes_into_memory_without_an_owner() {
     let mut rig = Rig::stepped();
     rig.s.fill(&mut rig.x, 7).unwrap();
     let v = rig.bytes(0);
@@ -194,7 +194,7 @@ fn a_forgotten_flight_leaks_its_block_and_never_races() {
 }
 
 #[test]
-fn many_flights_are_dropped_and_their_few_blocks_go_round() {
+fn many_dropped_flights_reuse_few_blocks() {
     let sim = Sim::h200(1).seeded(5);
     let mut config = small();
     config.patience = support::PATIENCE;
@@ -217,8 +217,8 @@ fn many_flights_are_dropped_and_their_few_blocks_go_round() {
     assert_silent(&sim);
 }
 
-/// Hands in `host`, expects a refusal, and sees that it comes back as it was and that its memory is
-/// as free as ever.
+/// Passes in `host`, expects a refusal, and asserts that it is returned unchanged and that its
+/// memory is free afterwards.
 #[track_caller]
 fn comes_back(rig: &Rig, v: Bytes, refuse: impl FnOnce(Bytes) -> Refused<Bytes>) -> MemoryError {
     let (address, before) = (v.as_ptr().addr(), v.to_vec());
@@ -286,7 +286,7 @@ fn a_driver_that_refuses_the_copy_leaves_no_gate_shut() {
 }
 
 #[test]
-fn a_copy_into_a_block_that_somebody_has_prepared_is_refused_until_he_is_done() {
+fn a_copy_into_a_prepared_block_is_refused_until_the_use_ends() {
     let mut rig = Rig::stepped();
     let u = rig.rt.device(0).unwrap().stream().unwrap();
     let address = rig.x.block().address();
@@ -302,7 +302,7 @@ fn a_copy_into_a_block_that_somebody_has_prepared_is_refused_until_he_is_done() 
 
 #[test]
 #[expect(unsafe_code, reason = "plays another library")]
-fn a_stream_that_its_owner_has_retired_takes_no_copies() {
+fn a_retired_stream_refuses_copies() {
     let mut rig = Rig::stepped();
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
@@ -323,11 +323,10 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies() {
     assert_silent(&rig.sim);
 }
 
-/// Nobody need be asked whether a block may be used on its own stream, so the stream itself must
-/// know that it is gone.
+/// A use of a block on its own stream needs no check, so the stream itself must refuse.
 #[test]
 #[expect(unsafe_code, reason = "plays another library")]
-fn a_stream_that_its_owner_has_retired_takes_no_copies_for_its_own_blocks_either() {
+fn a_retired_stream_refuses_copies_of_its_own_blocks() {
     let rig = Rig::stepped();
     let pool = rig.rt.device(0).unwrap();
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
@@ -347,20 +346,20 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies_for_its_own_blocks_either
     assert_eq!(adopted.fill(&mut x, 1), Err(MemoryError::UnknownId));
     let mut host = back.host;
     assert_eq!(adopted.scope(|c| c.download(&x, &mut host)), Ok(Err(MemoryError::UnknownId)));
-    // Others can still use the blocks.
+    // Other streams can still use the blocks.
     rig.s.fill(&mut x, 5).unwrap();
     assert!(read(&rig.s, &x).iter().all(|&byte| byte == 5));
     assert_silent(&rig.sim);
 }
 
-/// What the oracle would say, did a scope not wait: a queued copy, and the host writes its memory.
+/// The control for scopes that do not wait: a queued copy while the host writes its memory.
 fn touch(rig: &Rig, bytes: &mut [u8]) {
     rig.sim.host_write(bytes.as_ptr().addr() as u64, bytes.len() as u64);
     bytes.fill(0xee);
 }
 
 #[test]
-fn the_oracle_objects_to_a_host_that_writes_under_a_copy() {
+fn the_oracle_reports_a_host_write_under_a_copy() {
     let mut rig = Rig::stepped();
     let mut v = rig.bytes(1);
     let address = v.bytes().cast::<u8>().as_ptr().addr();
@@ -427,7 +426,7 @@ fn a_scope_waits_for_what_was_queued_before_its_work_failed() {
 
 #[test]
 fn a_scope_whose_wait_is_refused_waits_by_the_next_means() {
-    // On the way out by either door.
+    // For both a normal return and a panic.
     for unwinds in [false, true] {
         for means in
             [&[Call::StreamSynchronize][..], &[Call::StreamSynchronize, Call::EventSynchronize]]
@@ -485,7 +484,7 @@ fn pageable_slices_go_up_and_down_in_a_scope() {
     let up: Vec<u8> = (0..MIB).map(|i| (i % 253) as u8).collect();
     let mut down = vec![0; MIB];
     rig.s.scope(|c| c.upload(&up, &mut rig.x)).unwrap().unwrap();
-    // On another stream, which waits for the first by itself.
+    // On another stream, which waits for the first one automatically.
     let u = rig.rt.device(0).unwrap().stream().unwrap();
     u.scope(|c| c.download(&rig.x, &mut down)).unwrap().unwrap();
     assert!(up == down);
@@ -514,7 +513,7 @@ fn a_scope_may_borrow_from_a_scope_around_it() {
     assert_silent(&rig.sim);
 }
 
-/// A second pool of the first device, with streams of its own.
+/// Returns a second pool of the first device, with separate streams.
 fn second_pool(rig: &Rig) -> DevicePool {
     let driver = rig.rt.device(0).unwrap().driver().clone();
     DevicePool::open(driver, DeviceId(0), PoolConfig::default()).unwrap()

@@ -45,12 +45,12 @@ impl Rig {
         bytes
     }
 
-    /// Work of a kernel on a range.
+    /// Queues a kernel on a range.
     fn kernel(&self, stream: &Stream, range: DeviceRange, access: Access) {
         self.sim.access(stream.raw(), range, access, None).unwrap();
     }
 
-    /// Both pools hand out what they have, on every stream, and it is written at once.
+    /// Both pools allocate all they have on every stream, and it is written immediately.
     fn churn(&self) {
         for _ in 0..6 {
             for stream in [&self.s, &self.u] {
@@ -64,7 +64,7 @@ impl Rig {
     }
 }
 
-/// Runs `work`, which forgets something, and lets the memory go round after it.
+/// Runs `work`, which forgets something, and reuses the memory after it.
 #[track_caller]
 fn forgetting(work: impl Fn(&Rig)) {
     for seed in SEEDS {
@@ -75,7 +75,7 @@ fn forgetting(work: impl Fn(&Rig)) {
     }
 }
 
-/// How many of the seeds the oracle objects to.
+/// Returns for how many of the seeds the oracle reports violations.
 fn objected(work: impl Fn(&Rig)) -> usize {
     let objects = |seed: &u64| {
         let rig = Rig::new(*seed);
@@ -87,7 +87,7 @@ fn objected(work: impl Fn(&Rig)) -> usize {
 }
 
 #[test]
-fn control_a_use_that_nobody_noted_is_objected_to() {
+fn control_an_unrecorded_use_is_reported() {
     let unnoted = |rig: &Rig| {
         let x = rig.buffer(&rig.s);
         rig.u.wait_for(&rig.s).unwrap();
@@ -99,11 +99,11 @@ fn control_a_use_that_nobody_noted_is_objected_to() {
 
 #[test]
 #[expect(unsafe_code, reason = "copies without a flight")]
-fn control_a_copy_without_a_flight_is_objected_to() {
+fn control_a_copy_without_a_flight_is_reported() {
     let bare = |rig: &Rig| {
         let (x, mut v) = (rig.buffer(&rig.s), rig.pinned());
         let from = std::ptr::NonNull::from(&mut v[0]);
-        // SAFETY: 1. the chunk that it lies in stays mapped. 2. broken on purpose: the vector is
+        // SAFETY: 1. the chunk that contains it stays mapped. 2. deliberately broken: the vector is
         // freed.
         unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }
             .unwrap();
@@ -206,7 +206,7 @@ fn a_point_and_a_gate_of_it() {
         let _ = point.is_open();
         forget((point.clone(), point));
         drop(x);
-        // A gate that opens for nobody holds its memory for good.
+        // A gate that is never polled holds its memory for good.
         let ahead = aquifer::Point::ahead(rig.s.timeline());
         let mut v = rig.pinned();
         aquifer::HostOwned::defer(&mut v, std::sync::Arc::new(ahead.clone())).unwrap();
@@ -219,8 +219,7 @@ fn a_point_and_a_gate_of_it() {
 fn a_scope_inside_out() {
     forgetting(|rig| {
         let (mut x, mut up) = (rig.buffer(&rig.s), rig.pinned());
-        // Only a reference to a scope is ever had; forgetting what its work returns forgets no
-        // wait.
+        // A scope exists only by reference. Forgetting the result of its work skips no wait.
         let returned = rig.s.scope(|c| {
             c.upload(&up, &mut x).unwrap();
             Box::new(7)

@@ -1,5 +1,5 @@
-//! Rings of frames: buffers of one step, in pinned and in device memory, while the steps before are
-//! still under way.
+//! Tests of rings of frames: buffers of one step, in pinned and in device memory, while earlier
+//! steps are still in progress.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{assert_silent, read, runtime};
@@ -11,7 +11,7 @@ use aquifer::{
 
 const MIB: u64 = 1 << 20;
 
-/// What lies where the operand does, without a wait.
+/// Returns the bytes at the operand's address, without a wait.
 fn now(sim: &Sim, what: &impl Operand) -> std::vec::Vec<u8> {
     sim.read_back(what.range()).unwrap()
 }
@@ -42,7 +42,7 @@ fn a_pinned_frame_waits_for_the_step_that_had_it_and_for_nothing_since() {
     assert_silent(&sim);
 }
 
-/// As a user writes it.
+/// Written as in a program of a user.
 #[test]
 fn a_ring_over_a_runtimes_pinned_memory_is_one_line() -> Result<(), MemoryError> {
     let sim = Sim::h200(1).seeded(42);
@@ -68,7 +68,7 @@ fn read_words(s: &Stream, x: &DeviceBuffer<u32>) -> std::vec::Vec<u32> {
     back
 }
 
-/// A pool on a device that works when it is waited for, with two streams.
+/// Returns a pool on a device that works when it is waited for, with two streams.
 fn rig() -> (Sim, DevicePool, Stream, Stream) {
     let sim = Sim::h200(1).stepped();
     let config = PoolConfig::with_budget(Budget::new("the device", 64 * MIB));
@@ -97,7 +97,7 @@ fn a_device_frame_waits_for_the_step_that_had_it_and_for_nothing_since() {
             );
         }
         let mut part = frame.arena().alloc::<u8>(100).unwrap();
-        // Written on the arena's own stream, read on another.
+        // Written on the arena's own stream, and read on another.
         s.fill(&mut part, step).unwrap();
         u.copy(&part, &mut x).unwrap();
     }
@@ -130,7 +130,7 @@ fn parts_lie_apart_and_aligned_and_a_step_starts_anew() {
 }
 
 #[test]
-fn what_is_not_there_is_refused_and_nothing_changes() {
+fn requests_beyond_the_arena_are_refused_and_change_nothing() {
     let (_sim, pool, s, _) = rig();
     let arena = DeviceArena::new(&pool, &s, 10_000).unwrap();
     assert_eq!(arena.alloc::<u8>(100).unwrap().range().bytes, 100);
@@ -201,7 +201,7 @@ fn the_end_of_a_step_is_where_it_was_first_said() {
 }
 
 #[test]
-fn a_use_that_nobody_has_ended_refuses_the_reset_and_changes_nothing() {
+fn an_open_use_refuses_the_reset_and_changes_nothing() {
     let (sim, pool, s, u) = rig();
     let mut frames = ring(&pool, &s);
     let frame = frames.next().unwrap();
@@ -223,7 +223,7 @@ fn a_use_that_nobody_has_ended_refuses_the_reset_and_changes_nothing() {
 }
 
 #[test]
-fn an_arena_that_goes_while_its_parts_are_used_gives_nothing_back_before_they_are_done() {
+fn an_arena_dropped_while_its_parts_are_used_returns_nothing_before_they_are_done() {
     let (sim, pool, s, u) = rig();
     let budget = Budget::new("frames", MIB);
     let limit = Limit::new(pool.clone(), budget.clone());
@@ -238,7 +238,7 @@ fn an_arena_that_goes_while_its_parts_are_used_gives_nothing_back_before_they_ar
     assert_silent(&sim);
 }
 
-/// As a kernel of another library has it: ordered once, and used until the borrow ends.
+/// As a kernel of another library uses it: ordered once, and in use until the borrow ends.
 #[test]
 fn a_part_that_is_lent_stays_lent_while_another_is_used() {
     let (sim, pool, s, u) = rig();

@@ -1,8 +1,7 @@
-//! Awaiting devices: copies, points, allocations and frames as futures, on an executor of the
-//! tests' own.
+//! Tests of futures for copies, points, allocations and frames, on an executor of the tests.
 //!
-//! - A poll never blocks, and a task is woken by a thread that is not its own.
-//! - Dropped or forgotten before it is ready, a future loses nothing and races with nothing.
+//! - A poll never blocks, and a task is woken by another thread.
+//! - A future that is dropped or forgotten before it is ready loses nothing and races with nothing.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE, assert_silent, read, runtime, within};
@@ -23,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Wakes a thread, and counts.
+/// A waker that unparks a thread and counts its calls.
 struct Woken {
     thread: Thread,
     times: AtomicUsize,
@@ -46,7 +45,7 @@ impl Wake for Woken {
     }
 }
 
-/// Polls when woken, and at no other time.
+/// Polls a future when woken, and at no other time.
 #[track_caller]
 fn block_on<F: IntoFuture>(future: F) -> F::Output {
     let woken = Woken::here();
@@ -68,7 +67,7 @@ fn poll_once<F: Future + Unpin>(future: &mut F, woken: &Arc<Woken>) -> Poll<F::O
     Pin::new(future).poll(&mut Context::from_waker(&Waker::from(woken.clone())))
 }
 
-/// Does `work` on another thread, a little later.
+/// Runs `work` on another thread after a short delay.
 fn soon(work: impl FnOnce() + Send + 'static) -> thread::JoinHandle<()> {
     thread::spawn(|| {
         thread::sleep(Duration::from_millis(5));
@@ -76,7 +75,7 @@ fn soon(work: impl FnOnce() + Send + 'static) -> thread::JoinHandle<()> {
     })
 }
 
-/// A runtime on a device that works when it is told to.
+/// A runtime on a device that works on request.
 struct Rig {
     sim: Sim,
     rt: Runtime,
@@ -238,8 +237,7 @@ fn a_poll_of_an_allocation_does_not_wait_for_queued_work_but_its_task_is_woken_a
     u.copy(&x.slice(0..8 * MIB).unwrap(), &mut y).unwrap();
     drop(x);
     let mut waiting = pool.alloc_async(&u, mib(40));
-    // Memory that is in use may be taken with a wait on the device; what may not happen is that the
-    // host waits.
+    // Memory in use may be taken with a wait on the device, but the host must not wait.
     let first = poll_once(&mut waiting, &Woken::here());
     assert!(sim.pending(u.raw()) > 0, "the poll ran something");
     let stepper = soon({
@@ -301,7 +299,7 @@ fn a_frame_is_awaited_until_the_step_that_had_it_is_done() {
         batch.resize(100, step);
         drop(rig.s.upload(batch, &mut x).unwrap());
     }
-    // Dropped before it is ready, it takes nothing from the ring.
+    // A frame future dropped before it is ready takes nothing from the ring.
     assert!(poll_once(&mut frames.next_async(), &Woken::here()).is_pending());
     let sim = rig.sim.clone();
     let stepper = soon(move || sim.run_all());

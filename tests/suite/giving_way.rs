@@ -1,5 +1,5 @@
-//! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way
-//! to the other.
+//! Tests of device memory and pinned memory under one budget, as on an integrated GPU: each is
+//! reclaimed for the other.
 
 use crate::support::assert_silent;
 use aquifer::{
@@ -18,7 +18,7 @@ fn integrated() -> Sim {
 }
 
 #[test]
-fn device_memory_and_pinned_memory_under_one_budget_give_way_to_each_other() {
+fn device_memory_and_pinned_memory_under_one_budget_reclaim_from_each_other() {
     let sim = integrated();
     let machine = Budget::new("the machine's memory", 16 * MIB);
     let device = machine.child("the device", 16 * MIB);

@@ -1,4 +1,4 @@
-//! The tests of the whole that can run in one process and need no GPU.
+//! The tests of the facade that can share one process and need no GPU.
 
 mod adapters;
 mod collections;

@@ -1,8 +1,8 @@
-//! Which device a request goes to, and that the bytes are there when they are drawn.
+//! Tests of which device serves a request, and that the leased bytes can be drawn.
 //!
-//! - A lease holds its bytes: nobody else has them, whatever he asks for.
+//! - A lease holds its bytes exclusively, whatever other callers request.
 //! - Every hint is honoured, whatever the policy.
-//! - Picking and holding are one step: what was granted to one is not granted to another.
+//! - Picking and holding are one step: bytes granted to one request are not granted to another.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod bursts;
@@ -28,7 +28,7 @@ use std::{
 
 const MIB: u64 = 1 << 20;
 
-/// Devices under a limit in MiB each, on a machine without bytes.
+/// Returns devices under a limit in MiB each, on a machine without bytes.
 fn machine(devices: u32, limit_mib: u64) -> (Sim, Runtime) {
     on(Sim::h200(devices).symbolic(), limit_mib)
 }
@@ -43,7 +43,7 @@ fn place(placer: &Placer, mib: u64) -> Result<Lease, PlaceError> {
     placer.place(&Place::bytes(mib * MIB))
 }
 
-/// Why a device was not taken.
+/// Returns why a device was rejected.
 fn why(refused: &PlaceError, device: usize) -> Why {
     let PlaceError::Nowhere(nowhere) = refused else { panic!("{refused}") };
     nowhere.devices[device].why.clone()
@@ -147,7 +147,7 @@ fn every_hint_is_honoured_by_every_policy() {
 }
 
 #[test]
-fn nobody_else_gets_what_a_lease_holds() {
+fn a_lease_holds_its_bytes_exclusively() {
     let (_, rt) = machine(1, 10);
     let pool = rt.device(0).unwrap();
     let lease = place(&rt.placer(Policy::MostFree), 6).unwrap();
@@ -209,7 +209,7 @@ fn what_the_cache_serves_is_not_held_twice() {
 }
 
 #[test]
-fn the_rest_of_a_lease_comes_back_once_whoever_goes_first() {
+fn the_rest_of_a_lease_is_returned_once_in_either_drop_order() {
     for block_first in [true, false] {
         let (sim, rt) = machine(1, 16);
         let pool = rt.device(0).unwrap();
@@ -242,7 +242,7 @@ fn a_lease_that_is_dropped_unused_frees_its_place() {
 }
 
 #[test]
-fn of_two_requests_for_the_last_bytes_one_wins_and_the_other_is_told() {
+fn one_of_two_requests_for_the_last_bytes_wins_and_the_other_is_refused() {
     for _ in 0..50 {
         let (_, rt) = machine(1, 10);
         let (placer, start) = (rt.placer(Policy::MostFree), Barrier::new(2));
@@ -257,7 +257,7 @@ fn of_two_requests_for_the_last_bytes_one_wins_and_the_other_is_told() {
         assert_eq!(both.iter().filter(|lease| lease.is_ok()).count(), 1);
         let told = both.into_iter().find_map(Result::err).unwrap();
         match MemoryError::from(told) {
-            // It came second to the budget, or saw that there was not enough left.
+            // It was second at the budget, or saw that not enough was left.
             MemoryError::OutOfBudget(OutOfBudget { requested, remaining, .. }) => {
                 assert_eq!((requested, remaining), (6 * MIB, 4 * MIB));
             }
@@ -308,7 +308,7 @@ fn a_burst_from_many_threads_herds_on_no_device() {
     });
     for device in rt.devices() {
         let here = leases.iter().filter(|lease| lease.device() == device.device()).count();
-        // Threads that read at one moment may pick one device, so one may be ahead by as many.
+        // Threads that read at the same moment may pick one device, so one may be ahead by as many.
         assert!((20..=30).contains(&here), "{here} of 100 on {}", device.device());
         assert_eq!(device.budget().used(), here as u64 * 10 * MIB);
     }
@@ -373,16 +373,16 @@ fn what_the_cache_of_another_device_holds_of_a_shared_budget_is_given_up_for_a_l
         let lease = placer.place(&here).unwrap();
         assert_eq!((lease.device(), lease.remaining()), (DeviceId(0), 6 * MIB));
         drop(lease);
-        // And for whoever waits.
+        // This also holds for a waiter.
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
         assert!(placer.place_by(&here, Some(Instant::now())).is_ok());
-        // And for a group.
+        // This also holds for a group.
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
         let group = Group::of(2, Place::bytes(4 * MIB));
         assert_eq!(placer.place_group(&group).unwrap().len(), 2);
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
         assert!(placer.place_group_by(&group, Some(Instant::now())).is_ok());
-        // Live memory is nobody else's.
+        // Live memory is not reclaimed.
         let _live = fill(rt.device(1).unwrap(), 8).unwrap();
         assert!(placer.place(&here).is_err());
         assert!(root.peak() <= 10 * MIB);
@@ -396,7 +396,7 @@ fn a_device_that_has_to_refuse_after_all_sends_the_request_on() {
     let s = pool.stream().unwrap();
     let [_kept, freed] = [0, 1].map(|_| pool.alloc(&s, Request::bytes(MIB)).unwrap());
     drop(freed);
-    // Half of a handle whose other half is in use: it counts as free, and cannot be given up.
+    // Half of a handle whose other half is in use: it counts as free, but cannot be released.
     assert_eq!((pool.stats().cached, pool.budget().remaining()), (MIB, 0));
     let lease = place(&rt.placer(Policy::RoundRobin), 1).unwrap();
     assert_eq!(lease.device(), DeviceId(1));
@@ -418,7 +418,7 @@ fn memory_that_another_stream_still_uses_is_not_given_up() {
     assert_eq!(pool.stats().physical, 10 * MIB);
     used.finish().unwrap();
     sim.run_all();
-    // Somebody has to look before it is known.
+    // A trim has to poll before it is known.
     pool.trim(u64::MAX).unwrap();
     assert!(place(&placer, 6).is_ok());
 }
@@ -433,7 +433,7 @@ fn leases_and_allocations_of_many_threads_never_exceed_the_limit_and_all_come_ba
             scope.spawn(move || {
                 for round in 0..50 {
                     let mib = 1 + (thread + round) % 8;
-                    // What is cached for other streams may have to be trimmed by somebody else
+                    // Memory cached for other streams may have to be trimmed by another thread
                     // first.
                     let Ok(lease) = place(placer, 2 * mib) else { continue };
                     let s = lease.stream().unwrap();
@@ -511,7 +511,7 @@ fn near_goes_by_nodes_by_peers_and_by_where_data_is() {
 }
 
 #[test]
-fn a_policy_of_the_programs_own_is_never_believed() {
+fn choices_of_a_custom_policy_are_validated() {
     let (_, rt) = machine(3, 10);
     let named = |devices: &'static [u32]| {
         rt.placer(Policy::custom("a test", move |_, _| {
@@ -574,7 +574,7 @@ fn near_a_node_is_the_device_on_it_and_then_the_one_on_the_nearest() {
     };
     let one = || Place::bytes(MIB);
     assert_eq!((on(one(), 0), on(one(), 8)), (2, 1));
-    // The first device's node is unknown: it is the last resort.
+    // The node of the first device is unknown, so it is the last choice.
     assert_eq!(on(one().not_on([DeviceId(2)]), 0), 1);
     assert_eq!(on(one().not_on([DeviceId(1), DeviceId(2)]), 0), 0);
 }
@@ -591,8 +591,8 @@ fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
     keys.commit_to(6 << 20).unwrap();
     assert_eq!((lease.remaining(), budget.used()), (2 * MIB, 8 * MIB));
 
-    // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB more fit in both
-    // together only.
+    // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB fit only in both
+    // together.
     let other = budget.charge(54 * MIB).unwrap();
     assert!(keys.commit_to(12 << 20).is_err());
     assert_eq!(

@@ -1,8 +1,9 @@
-//! Copies and fills beyond one run of bytes: rows, elements of every size, and other devices.
+//! Tests of copies and fills beyond one run of bytes: rows, elements of every size, and other
+//! devices.
 //!
-//! - What lies between the rows of a destination stays.
-//! - What does not lie in both sides is refused before anything is queued, and the host side comes
-//!   back.
+//! - Bytes between the rows of a destination are unchanged.
+//! - Rows that do not lie within both sides are refused before anything is queued, and the host
+//!   side is returned.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -34,7 +35,7 @@ impl Rig {
         self.rt.device(0).unwrap().buffer(&self.s, len).unwrap()
     }
 
-    /// A buffer that holds the first numbers.
+    /// Returns a buffer that holds the first numbers.
     fn counted(&self, len: usize) -> DeviceBuffer<u32> {
         let mut x = self.buffer(len);
         let numbers = counted(len);
@@ -57,7 +58,7 @@ fn counted(len: usize) -> Vec<u32> {
     (0..len as u32).collect()
 }
 
-/// What a copy of rows should leave in `to`.
+/// Returns what a copy of rows should leave in `to`.
 fn expected(mut to: Vec<u32>, from: &[u32], grid: Grid) -> Vec<u32> {
     for row in 0..grid.height {
         to[row * grid.to_pitch..][..grid.width]
@@ -81,7 +82,7 @@ fn a_tile_goes_up_across_and_down_by_rows() {
         let mut back = vec![5; 13 * 11];
         rig.s
             .scope(|c| {
-                // From the third row and the fifth column on.
+                // From the third row and the fifth column.
                 c.upload_2d(&image[3 * 40 + 5..], &mut x, up)?;
                 c.stream().copy_2d(&x, &mut y, across)?;
                 c.download_2d(&y, &mut back, down)
@@ -221,7 +222,7 @@ fn a_fill_is_one_call_where_the_driver_has_one_and_few_where_it_has_none() {
     );
     // Two words, and 2²⁰ elements by doubling one.
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(LEN), 1.1f64).unwrap()), [0, 0, 2, 20]);
-    // Runs of equal words go together.
+    // Runs of equal words are combined.
     let sparse: [u32; 64] = std::array::from_fn(|i| 1 + u32::from(i == 40));
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(3), sparse).unwrap()), [0, 0, 3, 2]);
     assert_silent(&rig.sim);
@@ -250,8 +251,8 @@ fn a_copy_to_another_device_comes_behind_both_streams_and_before_what_follows_on
             rig.s.fill(&mut x, round).unwrap();
             t.fill(&mut y, 99).unwrap();
             rig.s.copy_to_peer(&x, &mut y, &t).unwrap();
-            // The source is written again, and its block reused, on its own stream; the destination
-            // read on its own.
+            // The source is written again, and its block reused, on its own stream. The destination
+            // is read on its own.
             rig.s.fill(&mut x, 77).unwrap();
             drop(x);
             let mut back = vec![0; 1000];
@@ -262,9 +263,9 @@ fn a_copy_to_another_device_comes_behind_both_streams_and_before_what_follows_on
     }
 }
 
-/// As the driver does it: what has no way of its own goes through the host.
+/// As with the driver: devices without peer access copy through the host.
 #[test]
-fn a_copy_between_devices_that_are_no_peers_arrives_all_the_same() {
+fn a_copy_between_devices_that_are_no_peers_arrives() {
     let mut config = SimConfig::h200(2);
     config.peers = false;
     let rig = Rig::new(Sim::new(config));
@@ -298,10 +299,10 @@ fn a_buffer_dropped_behind_a_copy_from_another_device_is_not_reused_before_it() 
     }
 }
 
-/// What the two tests above rest on.
+/// The control for the two tests above.
 #[test]
 #[expect(unsafe_code, reason = "leaves the waits out")]
-fn the_oracle_objects_to_a_copy_between_devices_that_nobody_waits_for() {
+fn the_oracle_reports_an_unordered_copy_between_devices() {
     use aquifer::Operand;
     let rig = Rig::new(Sim::h200(2).stepped());
     let there = rig.rt.device(1).unwrap();
@@ -310,7 +311,7 @@ fn the_oracle_objects_to_a_copy_between_devices_that_nobody_waits_for() {
     let mut y: DeviceBuffer<u32> = there.buffer(&t, 1000).unwrap();
     t.fill(&mut y, 99).unwrap();
     let (from, to) = (x.range(), y.range());
-    // SAFETY: 1. both live on until the streams are idle. 2. broken on purpose.
+    // SAFETY: 1. both live on until the streams are idle. 2. deliberately broken.
     unsafe { rig.sim.driver().copy_on_device(rig.s.raw(), to.address, from.address, 4000) }
         .unwrap();
     assert_eq!(rig.sim.take_violations().len(), 1);
@@ -332,8 +333,8 @@ fn a_copy_between_devices_checks_both_and_refuses_the_wrong_way_round() {
     let mut half = y.slice_mut(0..500).unwrap();
     let lengths = MemoryError::LengthMismatch { from: 4000, to: 2000 };
     assert_eq!(rig.s.copy_to_peer(&x, &mut half, &t), Err(lengths));
-    // Refused by the driver, it leaves nothing behind; and where `t` cannot be made to wait, it is
-    // over.
+    // A refusal by the driver leaves nothing behind. If `t` cannot be made to wait, the copy is
+    // complete.
     rig.sim.fail(Call::CopyOnDevice, 1, 999);
     assert!(rig.s.copy_to_peer(&x, &mut y, &t).is_err());
     rig.s.fill(&mut rig.buffer::<u8>(1), 0).unwrap();

@@ -1,8 +1,8 @@
-//! Memory that is kept free for neighbours, and a host that runs out of it, on the simulator and on
-//! made-up machines.
+//! Tests of memory kept free for neighbours, and of a host that runs out of memory, on the
+//! simulator and on synthetic machines.
 //!
-//! A neighbour is somebody who asks the same driver for memory of the same device, whom no budget
-//! of ours knows.
+//! A neighbour is a program that allocates memory of the same device from the same driver outside
+//! of every budget.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::machine::Machine;
@@ -26,7 +26,8 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const GPU: DeviceId = DeviceId(0);
 
-/// Asks for memory until there is some, as other programs do, and says how long that took.
+/// Retries an allocation until it succeeds, as other programs do. Returns the address and how long
+/// it took.
 #[track_caller]
 fn neighbour(driver: &Arc<dyn Driver>, bytes: u64) -> (u64, Duration) {
     let begun = Instant::now();
@@ -54,13 +55,13 @@ fn free(driver: &Arc<dyn Driver>) -> u64 {
     driver.memory_info(GPU).unwrap().free
 }
 
-/// A device of 4 GiB that may be ours whole, but for what is kept free.
+/// Returns a runtime on a device of 4 GiB that it may use completely, except for what is kept free.
 fn runtime(sim: &Sim, keep_free: u64) -> Runtime {
     let builder = Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(64 << 20);
     builder.device_budget(4 * GIB).keep_free(keep_free).build().unwrap()
 }
 
-/// So many bytes in blocks of 64 MiB.
+/// Allocates this many bytes in blocks of 64 MiB.
 fn blocks(pool: &DevicePool, bytes: u64) -> Vec<Block> {
     let stream = pool.stream().unwrap();
     let block = |_| pool.alloc(&stream, Request::bytes(64 * MIB)).unwrap();
@@ -80,12 +81,12 @@ fn a_neighbour_that_retries_gets_what_the_cache_held_and_live_blocks_stay() {
     let mut live = pool.buffer::<u8>(&stream, 1 << 20).unwrap();
     stream.scope(|c| c.upload(&[7; 1 << 20], &mut live)).unwrap().unwrap();
     drop(blocks(pool, 5 * GIB / 2));
-    // The first takes what was kept free; the others what the cache gives back.
+    // The first takes what was kept free, and the others take what the cache releases.
     for round in 0..3 {
         let (_, took) = neighbour(&driver, GIB);
         println!("neighbour {round}: 1 GiB after {took:?}");
     }
-    // And the watch goes on until nothing idle is left.
+    // The watch continues until nothing idle is left.
     eventually(|| pool.stats().physical < 128 * MIB && seen(&rt).given_back >= 3 * GIB / 2);
     assert_eq!(read(&stream, &live), [7; 1 << 20]);
     assert!(seen(&rt).shortages >= 1 && pool.stats().physical >= MIB);
@@ -101,12 +102,12 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
     drop(blocks(pool, 2 * GIB));
     let (theirs, _) = neighbour(&driver, 2 * GIB);
     eventually(|| free(&driver) >= GIB && seen(&rt).ceiling <= GIB);
-    // The watch stays in a look from here on: one that fell between a charge and the memory behind
-    // it would count that memory twice, as ours and as free, and allow as much more until the next
+    // The watch is stalled within a sample from here on. A sample between a charge and its memory
+    // would count that memory twice, as used and as free, and allow as much more until the next
     // one.
     let looking = sim.stall(Call::MemoryInfo);
     assert!(looking.wait_for(1, PATIENCE));
-    // What was given back is not taken again. As much as we like is refused, and free memory stays.
+    // Released memory is not taken again. Larger requests are refused, and free memory stays.
     let mut held = Vec::new();
     while let Ok(block) = pool.alloc(&stream, Request::bytes(64 * MIB)) {
         held.push(block);
@@ -119,7 +120,7 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
     drop(looking);
     assert!(free(&driver) >= GIB, "{}", free(&driver));
     assert!(held.len() >= 14, "up to the mark everything is ours: {}", held.len());
-    // SAFETY: 1. it came from there, once. 2. nothing touched it.
+    // SAFETY: 1. allocated there and freed once. 2. it was not used.
     #[expect(unsafe_code, reason = "a neighbour leaves")]
     unsafe {
         driver.mem_free(GPU, theirs).unwrap();
@@ -155,7 +156,7 @@ fn the_mark_can_be_moved_while_it_runs_and_taken_away() {
 }
 
 #[test]
-fn memory_that_is_in_use_stays_and_the_shortage_is_told() {
+fn memory_in_use_stays_and_the_shortage_is_reported() {
     let sim = Sim::h200(1).capacity(4 * GIB);
     let (driver, rt) = (sim.driver(), runtime(&sim, GIB));
     let pool = rt.device(0).unwrap();
@@ -170,13 +171,13 @@ fn memory_that_is_in_use_stays_and_the_shortage_is_told() {
     let reading = now.reading.unwrap();
     assert_eq!((reading.free, reading.total), (free(&driver), 4 * GIB));
     assert!(reading.age < PATIENCE);
-    // What becomes idle goes at the next look.
+    // Memory that becomes idle is released at the next sample.
     drop(held);
-    // Told when it is done, and so after the driver has it.
+    // Reported when it is done, and therefore after the driver has it.
     eventually(|| free(&driver) >= GIB && seen(&rt).given_back >= GIB / 2);
 }
 
-/// A cache of a program's own, which holds the driver's memory and is charged for it.
+/// A cache of the program, which holds memory of the driver and is charged for it.
 struct Cache(Mutex<Vec<(u64, Charge)>>, Arc<dyn Driver>);
 
 impl Reclaim for Cache {
@@ -191,7 +192,7 @@ impl Reclaim for Cache {
     }
     fn reclaim(&self, _: u64, _: Option<Instant>) {
         for (address, charge) in self.0.lock().unwrap().drain(..) {
-            // SAFETY: 1. it came from there, once. 2. nothing touched it.
+            // SAFETY: 1. allocated there and freed once. 2. it was not used.
             #[expect(unsafe_code, reason = "a program of its own")]
             unsafe {
                 self.1.mem_free(GPU, address).unwrap();
@@ -212,8 +213,8 @@ fn others_under_the_same_budget_are_asked_when_the_pool_has_nothing_left() {
     let _registration = budget.on_need(&cache);
     neighbour(&driver, 2 * GIB);
     neighbour(&driver, GIB);
-    // The neighbour may have it before the cache has given up its charge, and before anybody is
-    // told.
+    // The neighbour may have it before the cache has released its charge, and before any hook is
+    // called.
     eventually(|| budget.used() == 0 && seen(&rt).given_back >= GIB);
     let now = seen(&rt);
     assert_eq!(now.asked[0].step, "a program's cache", "{now:?}");
@@ -256,7 +257,7 @@ fn a_lost_device_does_not_end_the_watch_of_another() {
 }
 
 #[test]
-fn what_the_driver_refuses_to_take_back_is_offered_again() {
+fn memory_whose_release_fails_is_offered_again() {
     let sim = Sim::h200(1).capacity(4 * GIB);
     let (driver, rt) = (sim.driver(), runtime(&sim, GIB));
     drop(blocks(rt.device(0).unwrap(), 5 * GIB / 2));
@@ -311,7 +312,7 @@ fn the_thread_is_gone_with_the_runtime_and_pools_that_outlive_it_are_free() {
 }
 
 #[test]
-fn what_the_system_refuses_is_an_error_of_the_build() {
+fn a_refusal_by_the_system_is_an_error_of_the_build() {
     for call in [SystemCall::Bell, SystemCall::Spawn] {
         let faults = Arc::new(Faults::new());
         faults.fail(call, 1, 11);
@@ -338,7 +339,7 @@ fn under_a_budget_that_devices_share_each_has_a_ceiling_of_its_own() {
 
 // ---- the host
 
-/// One node of 100 MiB of which a group leaves us some.
+/// Returns a machine with one node of 100 MiB, of which a group leaves some.
 fn machine(name: &str, left: u64) -> Machine {
     let machine = Machine::new(name);
     machine.write("proc/self/cgroup", "0::/job\n");
@@ -349,7 +350,7 @@ fn machine(name: &str, left: u64) -> Machine {
 }
 
 fn leave(machine: &Machine, left: u64) {
-    // Whole, since it may be read just now.
+    // Replaced as a whole, because it may be read at the same time.
     machine.swap("sys/fs/cgroup/job/memory.current", &format!("{}\n", (100 - left) * MIB));
 }
 
@@ -381,7 +382,7 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
 
     leave(&machine, 3);
     eventually(|| host().level == Level::Critical);
-    // Beyond the critical mark pinned memory does not grow, whatever its own budget says.
+    // Above the critical mark pinned memory does not grow, whatever its own budget permits.
     let refused = pinned.buffer::<u8>(32 << 20).unwrap_err();
     assert!(refused.to_string().contains("what the host has left"), "{refused}");
     rt.quiet_point().unwrap();
@@ -396,7 +397,7 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
         (Level::Critical, Level::Warning, 80),
         (Level::Warning, Level::Nominal, 80),
     ];
-    // Whoever is told is told of a level that stands.
+    // A reported level is the current one.
     eventually(|| told.lock().unwrap().len() == all.len());
     assert_eq!(*told.lock().unwrap(), all);
     assert_eq!(host().rises, 2);

@@ -1,8 +1,8 @@
-//! What a runtime is wired of, what it takes, what the environment tells it, and that everything
-//! goes, in any order.
+//! Tests of the parts of a runtime, its resources, its environment variables, and that everything
+//! can be dropped in any order.
 //!
-//! Tests marked as ignored are halves of others, which run them in processes of their own: what the
-//! environment says, and how many threads there are, is the whole process's.
+//! Ignored tests are the child parts of others, which run them in separate processes: environment
+//! variables and the number of threads belong to the whole process.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use crate::support::{self, MIB, assert_all_given_back, assert_silent, runtime, small};
@@ -88,7 +88,7 @@ fn pinned_memory_near_a_device_lies_on_the_hosts_nearest_memory_and_never_on_the
 }
 
 #[test]
-fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinned() {
+fn without_a_device_host_memory_is_served_and_reported_as_pageable() {
     let sim = Sim::h200(0);
     let rt = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
     assert!(rt.devices().is_empty());
@@ -102,7 +102,7 @@ fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinn
 }
 
 #[test]
-fn without_a_gpu_a_simulated_one_is_there_for_those_who_ask() {
+fn without_a_gpu_a_simulated_one_is_available_on_request() {
     let rt = Runtime::builder().or_sim().pinned(small()).build().unwrap();
     assert!(!rt.devices().is_empty(), "a real one or a simulated one");
     assert!(rt.driver().is_some());
@@ -187,7 +187,7 @@ fn a_device_without_virtual_memory_serves_like_any_other() {
     assert_silent(&sim);
 }
 
-/// One of everything that a runtime gives out.
+/// One object of every kind that a runtime creates.
 struct Everything {
     rt: Option<Runtime>,
     pool: Option<DevicePool>,
@@ -206,7 +206,7 @@ impl Everything {
         let pinned = rt.pinned_near(0).clone();
         let mut vector = PinnedVec::new_in(pinned.allocator());
         vector.resize(MIB, 1);
-        // The vector has been to the device and back, and another is on its way.
+        // The vector has been to the device and back, and another is in flight.
         let vector = stream.upload(vector, &mut x).unwrap().wait().unwrap();
         drop(stream.upload(vector.clone(), &mut x).unwrap());
         let block = Some(x.into_block());
@@ -232,7 +232,7 @@ impl Everything {
     }
 }
 
-/// Every order of `rest` behind `order`.
+/// Calls `each` with every permutation of `rest` after `order`.
 fn orders(order: &mut Vec<usize>, rest: &[usize], each: &mut impl FnMut(&[usize])) {
     if rest.is_empty() {
         each(order);
@@ -251,7 +251,7 @@ fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
         let sim = Sim::h200(1).stepped();
         let mut all = Everything::new(&sim);
         order.iter().for_each(|&which| all.drop_one(which));
-        // The copy that was on its way may have ended after the pool of its block.
+        // The copy in flight may have ended after the pool of its block.
         sim.run_all();
         assert_all_given_back(&sim);
         assert_silent(&sim);
@@ -305,9 +305,9 @@ fn a_runtime_on_a_simulator_leads_to_it() {
     drop((block, stream));
 }
 
-// ---- in processes of their own
+// ---- in separate processes
 
-/// A runtime that falls back, with a race that no one takes.
+/// A runtime that falls back to the simulator, with a race that is not taken.
 #[test]
 #[ignore = "half of another test"]
 fn child_races() {
@@ -333,7 +333,7 @@ fn child_races() {
 }
 
 #[test]
-fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
+fn a_runtime_reports_its_fallback_the_reason_and_violations() {
     let run = |environment: &[(&str, &str)]| {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args([
@@ -346,7 +346,7 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
         for variable in ["DEBUG", "SIM_VIOLATIONS", "SIM_FALLBACK"] {
             command.env_remove(format!("AQUIFER_{variable}"));
         }
-        // Where there is a GPU, it is hidden.
+        // A GPU is hidden if there is one.
         let output =
             command.env("CUDA_VISIBLE_DEVICES", "").envs(environment.iter().copied()).output();
         let output = output.unwrap();
@@ -391,8 +391,8 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
     );
 }
 
-/// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it
-/// went well.
+/// Runs one of the ignored tests below in a separate process, and returns its output if it
+/// succeeded.
 #[track_caller]
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
@@ -439,7 +439,7 @@ fn child_builds() {
 }
 
 #[test]
-fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
+fn an_invalid_variable_is_an_error_with_its_name_and_value() {
     for (name, value, expected) in [
         ("AQUIFER_BYPASS", "banana", "0 or 1"),
         ("AQUIFER_BYPASS", " 1", "0 or 1"),
@@ -498,7 +498,7 @@ fn child_allocates() {
     // Another runtime of the process, and another device.
     let there = other.device(1).unwrap();
     let c = there.alloc(&there.stream().unwrap(), Request::bytes(77)).unwrap();
-    // Used elsewhere when it is freed: complete only when that use is.
+    // Used on another stream when it is freed: complete only when that use is.
     let used = b.prepare(&s, Access::Read).unwrap();
     drop(b);
     drop(c);
@@ -527,7 +527,7 @@ fn with_bypass_each_block_is_an_allocation_of_its_own() {
     assert!(told.contains("allocations 0 frees 0 handles"), "{told}");
 }
 
-/// A file name that no other test has.
+/// Returns a file name that no other test uses.
 fn scratch(name: &str) -> PathBuf {
     env::temp_dir().join(format!("aquifer-{}-{name}", process::id()))
 }
@@ -539,7 +539,7 @@ struct Row {
     stream: u64,
 }
 
-/// A trace as it was promised to look.
+/// Reads a trace in its documented format.
 fn rows(path: &Path) -> Vec<Row> {
     let text = fs::read_to_string(path).unwrap();
     fs::remove_file(path).unwrap();
@@ -569,7 +569,7 @@ fn rows(path: &Path) -> Vec<Row> {
 }
 
 #[test]
-fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
+fn a_trace_records_every_block_of_the_process_in_order() {
     for bypass in ["0", "1"] {
         let path = scratch(&format!("trace-{bypass}.csv"));
         child(
@@ -589,7 +589,7 @@ fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
                 "as their owners freed them"
             );
         }
-        // Beside what the pool took from the driver and gave back.
+        // In addition to the memory that the pool took from the driver and returned.
         assert_eq!(
             rows.iter().filter(|row| !"gs".contains(row.op)).count(),
             12,

@@ -1,5 +1,5 @@
-//! Sources of device memory that users write: what the pool around them promises, and that the
-//! check finds broken ones.
+//! Tests of sources of device memory that users write: the guarantees of the pool around them, and
+//! that the check finds incorrect ones.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "sources of memory, honest ones and others")]
 
@@ -19,16 +19,15 @@ use std::sync::{
 const GPU: DeviceId = DeviceId(0);
 const SLOT: u64 = 64 << 10;
 
-/// Slots of one allocation. The rig may lay them over each other, which breaks the promise of a
-/// source.
+/// Slots of one allocation. The rig may let them overlap, which breaks the contract of a source.
 #[derive(Debug)]
 struct Slab {
     free: Arc<Mutex<Vec<u64>>>,
     waits: bool,
 }
 
-// SAFETY: 1. slots of one allocation, as long as they are told to be honest. 2. it is never freed.
-// 3. and 4. a slot is on the list when its work is done.
+// SAFETY: 1. slots of one allocation, if configured to be correct. 2. it is never freed. 3. and 4.
+// a slot is on the list when its work is done.
 unsafe impl RangeSource for Slab {
     fn device(&self) -> DeviceId {
         GPU
@@ -106,7 +105,7 @@ fn a_range_comes_back_when_the_last_stream_that_used_it_is_done_and_is_charged_u
 }
 
 #[test]
-fn a_source_lives_until_its_last_block_has_come_home() {
+fn a_source_lives_until_its_last_block_is_returned() {
     let rig = rig(Sim::h200(1), 1, SLOT, true, None);
     let block = rig.pool.allocate(&rig.s, Request::bytes(100)).unwrap();
     let Rig { pool, free, .. } = rig;
@@ -140,7 +139,7 @@ fn ranges_that_overlap_are_found() {
     assert!(matches!(broken, BrokenPromise::Overlap { .. }), "{broken}");
 }
 
-/// A wrapper in safe code that does not keep what it promises.
+/// A wrapper in safe code that breaks its contract.
 #[derive(Debug)]
 struct Short<M>(M, AtomicU64);
 
@@ -164,12 +163,12 @@ impl<M: Resource> Opaque for Short<M> {
 }
 
 #[test]
-fn a_wrapper_that_lies_is_found_and_does_no_damage() {
+fn an_incorrect_wrapper_is_found_and_causes_no_damage() {
     let rig = rig(Sim::h200(1), 4, SLOT, true, None);
     let short = Short(rig.pool.clone(), AtomicU64::new(0));
     let broken = conformance(&short, std::slice::from_ref(&rig.s), 10, 7).unwrap_err();
     assert!(matches!(broken, BrokenPromise::TooShort { .. }), "{broken}");
-    // Whatever takes blocks from it looks how long they are.
+    // Every user of its blocks checks their length.
     assert!(matches!(
         DeviceBuffer::<u8>::new_in(&short, &rig.s, 1000).map(drop),
         Err(MemoryError::OutOfBounds { .. })

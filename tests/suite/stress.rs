@@ -23,13 +23,12 @@ const TENANTS: u64 = 8;
 const ROUNDS: u64 = 600;
 /// No round begins later than this.
 const LONGEST: Duration = Duration::from_secs(8);
-/// All devices together, and each tenant: a tenant alone could nearly fill them.
+/// The limit of all devices together and of each tenant: one tenant alone could nearly fill them.
 const DEVICE_LIMIT: u64 = 48 * MIB;
 const PROCESS_LIMIT: u64 = 64 * MIB;
 const TENANT_LIMIT: u64 = 24 * MIB;
 
-/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit
-/// generator).
+/// Pseudo-random numbers that are equal for equal seeds (Knuth's constants for a 64-bit generator).
 struct Random(u64);
 
 impl Random {
@@ -40,7 +39,7 @@ impl Random {
     }
 }
 
-/// What all tenants did.
+/// Totals of all tenants.
 #[derive(Default)]
 struct Tally {
     begun: AtomicU64,
@@ -50,7 +49,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Counts a wait and how it ended.
+    /// Counts a wait and its result.
     fn wait<T, E>(&self, wait: impl FnOnce() -> Result<T, E>) -> Option<T> {
         self.begun.fetch_add(1, Relaxed);
         let answer = wait().ok();
@@ -60,8 +59,8 @@ impl Tally {
     }
 }
 
-/// Work on what a lease holds: two streams, one buffer on each, filled and copied, and dropped
-/// while it is queued. What fails is a fault that was planned, or the loss.
+/// Works on a lease with two streams and one buffer on each, filled, copied, and dropped while work
+/// is queued. A failure is a planned fault or the loss.
 fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::error::Result<()> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 2) as usize;
@@ -107,7 +106,7 @@ fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun
                 }
             }
             6 => {
-                // The tenant's own memory, beside the devices' under one process.
+                // The tenant's own memory, beside that of the devices under one process.
                 let held = tally.wait(|| budget.charge_by(bytes, deadline));
                 thread::yield_now();
                 drop(held);
@@ -135,7 +134,7 @@ fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
         [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
     let placers = policies.map(|policy| rt.placer(policy));
     let tenants: Vec<_> = (0..TENANTS).map(|_| root.child("a tenant", TENANT_LIMIT)).collect();
-    // Memory that is not there after all, and calls that fail in the middle of a step.
+    // Memory that turns out to be missing, and calls that fail in the middle of a step.
     sim.fail_every(Call::HandleCreate, 41, 2);
     sim.fail_every(Call::Map, 97, 999);
     sim.fail_every(Call::StreamWaitEvent, 53, 999);
@@ -143,7 +142,7 @@ fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
     let samples = thread::scope(|scope| {
         let watch = scope.spawn(|| {
             let mut samples = 0u64;
-            // At the end at the latest: it may get no turn before.
+            // At the end at the latest, because the thread may not run before.
             loop {
                 let last = over.load(Relaxed);
                 assert!(root.used() <= PROCESS_LIMIT && devices.used() <= DEVICE_LIMIT);
@@ -162,7 +161,7 @@ fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
                 scope.spawn(move || tenant(number, budget, placers, tally, begun))
             })
             .collect();
-        // In the middle of it a device is lost, and later comes back with another driver.
+        // In the middle a device is lost, and later added again with another driver.
         let half = |of: u64| TENANTS * ROUNDS / of;
         let done = || tally.begun.load(Relaxed) * 2;
         let wait_for = |many: u64| {

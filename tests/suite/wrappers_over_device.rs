@@ -1,5 +1,5 @@
-//! The wrappers of host memory over device memory: one rule for both kinds, whoever may touch the
-//! bytes.
+//! Tests of the wrappers over device memory: one rule for host and device memory, whether or not
+//! the host can access the bytes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::assert_silent;
@@ -21,7 +21,7 @@ struct Rig {
     u: Stream,
 }
 
-/// A pool of 64 MiB, on a device that works when it is waited for.
+/// Returns a pool of 64 MiB on a device that works when it is waited for.
 fn rig() -> Rig {
     let sim = Sim::h200(1).stepped();
     let config = PoolConfig::with_budget(Budget::new("the device", 64 * MIB));
@@ -65,7 +65,7 @@ fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
 }
 
 #[test]
-fn what_is_forgotten_stays_charged_and_counted_when_the_wrappers_are_gone() {
+fn forgotten_blocks_stay_charged_and_counted_after_the_wrappers_are_dropped() {
     let rig = rig();
     let budget = Budget::new("tenant", MIB);
     let stack = Counted::new(Limit::new(rig.pool.clone(), budget.clone()));
@@ -90,7 +90,7 @@ fn a_tag_is_the_requests_whatever_it_said_and_whatever_scope_it_came_from() {
 }
 
 #[test]
-fn a_second_pool_serves_what_the_first_refuses_and_blocks_find_their_own_way_home() {
+fn a_second_pool_serves_what_the_first_refuses_and_blocks_return_to_their_pool() {
     let rig = rig();
     let first = Counted::new(Limit::new(rig.pool.clone(), Budget::new("first", MIB)));
     let second = Counted::new(rig.pool.clone());
@@ -136,8 +136,8 @@ fn works<R: Resource>(rig: &Rig, resource: &R) {
     resource.trim(0).unwrap();
 }
 
-/// Each wrapper over each other, over the pool itself, over a borrowed one and over one that is
-/// known by its trait alone.
+/// Tests each wrapper over each other: over the pool itself, a borrowed one, and one known only by
+/// its trait.
 #[test]
 fn each_composes_with_each() {
     let rig = rig();
@@ -192,7 +192,7 @@ fn wrapped_device_memory_is_a_resource_by_its_trait_alone() {
     assert_eq!(budget.used(), 0);
 }
 
-/// The same wrapper, over the host's memory in the same program.
+/// The same wrapper over host memory in the same program.
 #[test]
 fn one_budget_holds_both_kinds() {
     let rig = rig();

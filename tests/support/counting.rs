@@ -1,6 +1,6 @@
-//! Counts what is asked of the host's heap, by thread.
+//! Counts allocations from the host's heap, by thread.
 //!
-//! The tests of several crates take this file in by its path, so it names nothing of theirs.
+//! The tests of several crates include this file by its path, so it names no items of theirs.
 #![allow(dead_code, reason = "each test binary uses some of it")]
 
 use std::{
@@ -14,16 +14,16 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: 1. the system's allocator does the work; counting touches a constant thread-local without
-// a destructor.
+// SAFETY: 1. the system's allocator does the work; counting accesses a constant thread-local
+// without a destructor.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ASKED.set(ASKED.get() + 1);
-        // SAFETY: 1. the caller's promise.
+        // SAFETY: 1. guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: 1. the caller's promise.
+        // SAFETY: 1. guaranteed by the caller.
         unsafe { System.dealloc(block, layout) }
     }
 }
@@ -31,7 +31,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// What `round` asks of the heap on this thread in a hundred turns, when it has run a few times.
+/// Returns how often `round` allocates on this thread in a hundred runs, after a few warm-up runs.
 pub(crate) fn asked(mut round: impl FnMut()) -> u64 {
     (0..4).for_each(|_| round());
     let before = ASKED.get();
@@ -39,7 +39,7 @@ pub(crate) fn asked(mut round: impl FnMut()) -> u64 {
     ASKED.get() - before
 }
 
-/// Runs `work` without counting what it asks for.
+/// Runs `work` without counting its allocations.
 pub(crate) fn uncounted<R>(work: impl FnOnce() -> R) -> R {
     let before = ASKED.get();
     let result = work();

@@ -1,5 +1,5 @@
-//! Faults that `AddressSanitizer` has to find: each happens in a process of its own, which ends by
-//! it.
+//! Faults that `AddressSanitizer` has to find: each happens in a separate process, which ends
+//! because of it.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -9,29 +9,29 @@
 use aquifer_core::sanitizer;
 use std::{env, process::Command};
 
-/// A fault's name, and what it does.
+/// A fault's name, and the function that commits it.
 pub(crate) type Fault = (&'static str, fn());
 
-/// The name of what is no fault.
+/// The name of the case without a fault.
 pub(crate) const NONE: &str = "none";
-/// Which fault this process is for.
+/// The environment variable that names the fault of this process.
 const NAMED: &str = "AQUIFER_FAULT";
 const SO_FAR: &str = "so far nothing was wrong";
 
-/// Says that what was done before is not what ends the process.
+/// Prints that the work before was not what ends the process.
 pub(crate) fn nothing_was_wrong_so_far() {
     println!("{SO_FAR}");
 }
 
-/// The child's half, an ignored test of its own: does what the parent named.
+/// The part of the child, called by an ignored test: commits the fault that the parent named.
 pub(crate) fn run_named(faults: &[Fault]) {
     let named = env::var(NAMED).unwrap();
     let (_, fault) = faults.iter().find(|(name, _)| *name == named).unwrap();
     fault();
 }
 
-/// Runs each by the ignored test of this name, and sees that the sanitizer ended all but [`NONE`];
-/// the `late` ones not before they had said that nothing was wrong.
+/// Runs each fault by the ignored test of this name, and asserts that the sanitizer ended all but
+/// [`NONE`]. The `late` ones must have printed before that nothing was wrong.
 pub(crate) fn assert_each_is_found(faults: &[Fault], child: &str, late: &[&str]) {
     if !sanitizer::IS_BUILT_IN {
         return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");

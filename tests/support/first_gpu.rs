@@ -16,7 +16,7 @@ use cudarc::{
 };
 use std::sync::Arc;
 
-/// A runtime with a device; without one the test is skipped.
+/// Returns a runtime with a device. Without one the test is skipped.
 #[track_caller]
 pub(crate) fn runtime() -> Option<Runtime> {
     let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
@@ -27,7 +27,7 @@ pub(crate) fn runtime() -> Option<Runtime> {
     Some(rt)
 }
 
-/// The first device, as this library has it and as cudarc does, and a kernel on it.
+/// The first device, through this library and through cudarc, and a kernel on it.
 pub(crate) struct Gpu {
     pub(crate) rt: Runtime,
     pub(crate) kernel: CudaFunction,
@@ -35,7 +35,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// With a kernel of this name out of `text`; without a device the test is skipped.
+    /// Creates it with a kernel of this name from `text`. Without a device the test is skipped.
     #[track_caller]
     pub(crate) fn with(name: &str, text: String) -> Option<Self> {
         let rt = runtime()?;
@@ -48,7 +48,7 @@ impl Gpu {
         self.rt.device(0).unwrap()
     }
 
-    /// A stream of cudarc's.
+    /// Returns a stream of cudarc.
     pub(crate) fn cu(&self) -> Arc<CudaStream> {
         self.context.new_stream().unwrap()
     }

@@ -1,11 +1,11 @@
-//! A word on why there is no GPU to test on, and the text of kernels for one.
+//! The message for tests without a GPU, and the text of kernels for a GPU.
 //!
-//! The tests of several crates take this file in by its path, so it names nothing of theirs.
+//! The tests of several crates include this file by its path, so it names no items of theirs.
 #![allow(dead_code, clippy::print_stdout, reason = "each test binary uses some of it")]
 
 use std::{env, fmt::Display};
 
-/// Says why a test does nothing. With `AQUIFER_REQUIRE_GPU=1` that is a failure.
+/// Prints why a test does nothing. With `AQUIFER_REQUIRE_GPU=1` that is a failure.
 #[track_caller]
 pub(crate) fn skip(reason: impl Display) {
     assert_ne!(env::var("AQUIFER_REQUIRE_GPU").as_deref(), Ok("1"), "no GPU to test on: {reason}");

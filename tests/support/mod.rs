@@ -1,4 +1,4 @@
-//! What the tests of the whole share.
+//! Helpers that the tests of the facade share.
 #![allow(dead_code, reason = "each test binary uses some of it")]
 #![allow(
     clippy::unwrap_used,
@@ -16,10 +16,10 @@ use std::{
 };
 
 pub(crate) const MIB: usize = 1 << 20;
-/// Longer than anything takes that does not hang, on whatever machine.
+/// Longer than any operation takes on any machine, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Pinned pools that take little, and do not wait.
+/// Returns settings of pinned pools that take little memory and do not wait.
 pub(crate) fn small() -> PinnedConfig {
     let mut config = PinnedConfig::default();
     config.chunk = 4 * MIB;
@@ -28,21 +28,21 @@ pub(crate) fn small() -> PinnedConfig {
     config
 }
 
-/// Everything, on a simulated machine.
+/// Builds a complete runtime on a simulated machine.
 pub(crate) fn runtime(sim: &Sim) -> Runtime {
     let builder = Runtime::builder().driver(sim.driver()).pinned(small());
     builder.pinned_budget(64 << 20).device_budget(256 << 20).build().unwrap()
 }
 
-/// What is on the device, by way of a copy.
+/// Reads a buffer on the device by a copy.
 pub(crate) fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
     let mut back = vec![0; buffer.len()];
     stream.scope(|c| c.download(buffer, &mut back)).unwrap().unwrap();
     back
 }
 
-/// The machine has everything back. What closed pools of pinned memory have left comes back by a
-/// sweep: this thread's, or that of another test, which may have it in hand just now.
+/// Asserts that the machine has everything back. A sweep returns what closed pools of pinned memory
+/// have left: this thread's, or that of another test, which may be processing it.
 #[track_caller]
 pub(crate) fn assert_all_given_back(sim: &Sim) {
     let begun = Instant::now();
@@ -59,7 +59,7 @@ pub(crate) fn assert_silent(sim: &Sim) {
     assert!(violations.is_empty(), "{}", violations[0]);
 }
 
-/// Runs `work` on a thread of its own, and fails the test instead of hanging with it.
+/// Runs `work` on a separate thread, and fails the test instead of hanging with it.
 #[track_caller]
 pub(crate) fn within<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
     let (tell, told) = mpsc::channel();

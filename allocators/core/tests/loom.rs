@@ -4,15 +4,15 @@
 //!
 //! | protocol | model |
 //! |---|---|
-//! | a charge through several nodes | `no_node_is_seen_above_its_limit…`, `a_charge_that_is_refused…` |
-//! | several nodes at once | `of_two_who_reserve…` |
-//! | the line: release and entry | `whoever_gets_in_line…` |
-//! | the line: dropped and granted | `a_wait_that_is_dropped…` |
-//! | the line: asked for while somebody is at it | `of_two_who_wait…` |
-//! | the line: entry, while others are asked for room | `what_is_asked_back…` |
-//! | leases: spare, and waited for or over a limit | `what_a_lease_makes_spare…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
+//! | a charge through several nodes | `no_node_is_seen_above_its_limit…`, `a_charge_refused_at_an_ancestor…` |
+//! | several nodes at once | `one_of_two_reservations…` |
+//! | the wait queue: release and entry | `a_waiter_that_queues…` |
+//! | the wait queue: dropped and granted | `a_wait_that_is_dropped…` |
+//! | the wait queue: polled during another poll | `two_waiters_are_each_served…` |
+//! | the wait queue: entry during a reclaim | `reclaimed_bytes_reach…` |
+//! | leases: spare, and waited for or over a limit | `spare_bytes_of_a_lease…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
-//! | levels: told by one at a time | `what_is_told_last…` |
+//! | levels: reported one at a time | `the_last_reported_level…` |
 //! | a ring of events: filled and emptied at once | `an_event_of_a_ring…` |
 #![cfg(loom)]
 

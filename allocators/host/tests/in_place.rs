@@ -300,7 +300,7 @@ fn every_pinnable_kind_of_memory_is_pinned() {
     let mapped = Map::new(MIB, WRITE, libc::MAP_SHARED, Some(&memory)).unwrap();
     assert_eq!(m.pin(mapped).unwrap().ground(), Ground::Memory);
     match Map::anonymous(2 * MIB, WRITE, libc::MAP_HUGETLB) {
-        // Reserved without `MAP_NORESERVE` guarantees, so there may be no page behind it.
+        // The mapping gives no guarantee: there may be no page behind it.
         Some(huge) if m.host.topology.free_huge_pages(None, 2 << 20).unwrap().value > Some(0) => {
             assert_eq!(m.pin(huge).unwrap().ground(), Ground::HugeTlb);
         }

@@ -1,4 +1,4 @@
-//! A burst of requests from many threads spreads as the policy says.
+//! Tests that a burst of requests from many threads spreads as the policy defines.
 
 use super::*;
 
@@ -6,7 +6,7 @@ const THREADS: usize = 16;
 const EACH: usize = 1000;
 const DEVICES: usize = 8;
 
-/// How many of a burst's leases lie on each device, all held at once.
+/// Returns how many leases of a burst lie on each device, all held at once.
 fn burst(policy: Policy, limits: [u64; DEVICES]) -> [usize; DEVICES] {
     let (_, rt) = machine(DEVICES as u32, 1);
     for (pool, mib) in rt.devices().iter().zip(limits) {
@@ -74,7 +74,7 @@ fn the_best_fit_fills_one_device_after_another() {
 }
 
 #[test]
-fn a_burst_for_the_last_bytes_takes_them_all_and_nobody_takes_more() {
+fn a_burst_for_the_last_bytes_takes_exactly_all_of_them() {
     let counts = burst(Policy::MostFree, [2000; DEVICES]);
     assert_eq!(counts, [2000; DEVICES]);
 }

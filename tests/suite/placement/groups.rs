@@ -1,4 +1,4 @@
-//! Several leases at once, all or nothing.
+//! Tests of groups of leases, which are granted as a whole or not at all.
 
 use super::*;
 use std::{
@@ -135,11 +135,11 @@ fn a_group_that_waits_by_a_future_is_served_in_order_and_dropping_it_hands_the_b
     assert!(second.as_mut().poll(&mut context).is_pending());
     assert_eq!(full.waiting(), 2, "both stand where bytes are lacking");
     assert_eq!(rt.device(1).unwrap().budget().used(), 0, "and hold nothing");
-    // Looked at again it has not lost its place.
+    // Polling again does not lose its place.
     assert!(first.as_mut().poll(&mut context).is_pending());
     drop(held);
     assert!(second.as_mut().poll(&mut context).is_pending(), "the first one's turn");
-    // It was granted, and goes without having taken.
+    // It was granted, and is dropped without having taken the bytes.
     drop(first);
     let Poll::Ready(leases) = second.as_mut().poll(&mut context) else { panic!("its turn") };
     assert_eq!(leases.unwrap().len(), 2);

@@ -1,9 +1,9 @@
-//! Devices that drain, are lost and come back.
+//! Tests of devices that drain, are lost and are added again.
 
 use super::*;
 use aquifer::placement::Health;
 
-/// Loses a device, and has somebody meet it.
+/// Loses a device, and makes a call that reports it.
 fn lose(sim: &Sim, device: u32) {
     sim.lose_device(DeviceId(device));
     assert!(sim.driver().memory_info(DeviceId(device)).is_err());
@@ -34,7 +34,7 @@ fn a_lost_device_leaves_with_the_first_call_that_meets_the_loss() {
     assert_eq!(lease.device(), DeviceId(0));
     let stream = lease.stream().unwrap();
     sim.lose_device(DeviceId(0));
-    // By a call of a pool's user, of which the placer knows nothing.
+    // By a call of a pool's user, which the placer does not see.
     assert_eq!(
         rt.device(0).unwrap().alloc(&stream, Request::bytes(MIB)).map(drop),
         Err(MemoryError::DeviceLost { device: DeviceId(0) })
@@ -127,7 +127,7 @@ fn what_other_programs_take_of_a_device_is_seen_at_the_next_sample_and_a_refusal
     let before = calls();
     drop((0..100).map(|_| old.place(&Place::bytes(MIB)).unwrap()).collect::<Vec<_>>());
     assert_eq!(calls(), before, "asked on the clock, and not for each request");
-    // A refusal is never by an old sample.
+    // A refusal is never based on an old sample.
     let during = rt(Duration::MAX).placer(Policy::MostFree);
     // SAFETY: 1. nothing has used it.
     #[expect(unsafe_code, reason = "gives a neighbour's memory back")]

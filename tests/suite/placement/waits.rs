@@ -1,4 +1,4 @@
-//! Waiting for room: nobody is lost, deadlines hold, and what is granted twice goes back.
+//! Tests of waiting for room: no waiter is lost, deadlines hold, and a second grant is returned.
 
 use super::*;
 use std::{
@@ -20,7 +20,7 @@ impl Wake for Wakes {
     }
 }
 
-/// Far enough that no test gets there.
+/// Returns a deadline that no test reaches.
 fn late() -> Option<Instant> {
     Instant::now().checked_add(Duration::from_secs(60))
 }
@@ -30,7 +30,7 @@ fn waiting(rt: &Runtime) -> usize {
 }
 
 #[test]
-fn whoever_waits_has_the_first_device_with_room() {
+fn a_waiter_gets_the_first_device_with_room() {
     let (_, rt) = machine(2, 10);
     let placer = rt.placer(Policy::MostFree);
     let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
@@ -66,7 +66,7 @@ fn a_wait_ends_at_its_deadline_with_every_device_and_why() {
 }
 
 #[test]
-fn what_only_caches_hold_is_given_up_to_whoever_waits() {
+fn memory_held_by_caches_is_reclaimed_for_waiters() {
     let (_, rt) = machine(1, 10);
     let placer = rt.placer(Policy::MostFree);
     let pool = rt.device(0).unwrap();
@@ -76,7 +76,7 @@ fn what_only_caches_hold_is_given_up_to_whoever_waits() {
         while waiting(&rt) < 1 {
             thread::yield_now();
         }
-        // Into the cache, of which no budget is told.
+        // Into the cache, which no budget is notified of.
         drop(block);
         assert_eq!(waits.join().unwrap().unwrap().remaining(), 6 * MIB);
     });
@@ -102,7 +102,7 @@ fn a_future_is_woken_by_a_grant_and_dropping_it_hands_the_bytes_on() {
         "in order"
     );
     let [first, mut second] = waits;
-    // It was granted, and goes without having taken.
+    // It was granted, and is dropped without having taken the bytes.
     drop(first);
     assert!(wakes[1].0.load(Ordering::SeqCst) > 0);
     let Poll::Ready(lease) = poll(&mut second, &wakes[1]) else { panic!("its turn") };
@@ -128,7 +128,7 @@ fn bytes_that_two_devices_grant_at_once_are_taken_once() {
 }
 
 #[test]
-fn whoever_waits_is_woken_when_a_device_leaves_or_comes_back() {
+fn waiters_are_woken_when_a_device_leaves_or_returns() {
     let (sim, rt) = machine(2, 10);
     let placer = rt.placer(Policy::MostFree);
     let held = place(&placer, 8).unwrap();
@@ -142,7 +142,7 @@ fn whoever_waits_is_woken_when_a_device_leaves_or_comes_back() {
     assert_eq!(wakes.0.load(Ordering::SeqCst), 1);
     let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("one is back") };
     assert_eq!(lease.unwrap().device(), DeviceId(1));
-    // And where none is left, the wait ends.
+    // If no device is left, the wait ends.
     let all =
         [0, 1].map(|device| placer.place(&Place::bytes(2 * MIB).only([DeviceId(device)])).unwrap());
     let mut wait = pin!(placer.place_async(Place::bytes(10 * MIB)));
