@@ -1,15 +1,15 @@
-//! Contents under everything at once: threads that allocate, fill, copy, stage, grow and free on
-//! streams of their own, in one pool under a limit that moves.
+//! Tests of contents under load: threads that allocate, fill, copy, stage, grow and free on
+//! separate streams, in one pool under a moving limit.
 //!
-//! - A buffer holds what was last written to it, wherever that came from and whatever was freed
+//! - A buffer holds what was last written to it, whatever the source and whatever was freed
 //!   meanwhile.
-//! - The pool is never above its limit for longer than it takes to lower it, and in the end it
-//!   holds nothing.
+//! - The pool exceeds its limit only while the limit is being lowered, and holds nothing at the
+//!   end.
 //!
-//! Runs on the simulator, whose oracle looks at every access, and on the first GPU. Without a GPU
-//! that test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
-//! `AQUIFER_SOAK_SECONDS` is how long each takes, 2 unless set, and `AQUIFER_SOAK_SEED` where its
-//! random numbers begin.
+//! One test runs on the simulator, whose oracle checks every access, and one on the first GPU.
+//! Without a GPU that test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! `AQUIFER_SOAK_SECONDS` sets the duration of each, by default 2, and `AQUIFER_SOAK_SEED` the seed
+//! of its random numbers.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "helpers of tests")]
 

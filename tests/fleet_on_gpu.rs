@@ -1,12 +1,12 @@
-//! A fleet of real GPUs, in one table: each policy with memory behind its leases, copies between
-//! devices, tenants under budgets that are too small beside a process that takes and gives memory,
-//! and a device that is lost under all of it.
+//! Tests of a fleet of real GPUs, with a table of the results: each policy with memory behind its
+//! leases, copies between devices, tenants under budgets that are too small beside a process that
+//! takes and frees memory, and a device that is lost meanwhile.
 //!
-//! A device is lost by a kernel that traps: that ends the context of the process for good, so it
-//! happens in a process of its own, and another one shows afterwards that the GPU itself is well.
-//! Tests marked as ignored are those processes.
+//! A kernel that traps loses the device, which ends the context of the process for good. It
+//! therefore runs in a separate process, and another one then shows that the GPU still works.
+//! Ignored tests are those processes.
 //!
-//! With fewer than two GPUs the test says that it was skipped, and fails with
+//! With fewer than two GPUs the test prints that it was skipped, and fails with
 //! `AQUIFER_REQUIRE_GPU=1`. Run it with `--nocapture` for the table.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels, and takes memory beside the pools")]

@@ -1,8 +1,8 @@
-//! The pools on a real GPU: what the simulator proves of order, shown on bytes.
+//! Tests of the pools on a real GPU: the simulator proves order, and these tests check bytes.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. The
-//! two planted faults run only when `AQUIFER_PLANT` names them: they are for `compute-sanitizer`,
-//! which must report them where each block is an allocation of its own (`AQUIFER_BYPASS=1`).
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. The
+//! two planted faults run only when `AQUIFER_PLANT` names them. They are for `compute-sanitizer`,
+//! which must report them where each block is a separate allocation (`AQUIFER_BYPASS=1`).
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]

@@ -1,9 +1,9 @@
-//! Another process that needs memory of a real GPU whose cache is full, and what our own work feels
-//! of that.
+//! Tests of another process that needs memory of a real GPU whose cache is full, and of the effect
+//! on this process.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. Tests
-//! marked as ignored are the other process. Run it with `--nocapture` for the figures, and with
-//! nothing else on the GPU.
+//! Without a GPU each test prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! Ignored tests are the other process. Run it with `--nocapture` for the figures, and with nothing
+//! else on the GPU.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

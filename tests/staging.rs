@@ -1,9 +1,9 @@
-//! The process's staging allocator: installed once, and reached by a library's own vectors through
-//! a route.
+//! Tests of the process's staging allocator: it is installed once, and a library's own vectors
+//! reach it through a route.
 //!
-//! A process of its own: it has one staging allocator and one global allocator. Its tests take
-//! turns, since they count what the process's one pool holds. That pool is none of the runtime's
-//! own, so that it shows who uses which.
+//! The tests form a separate process because they have one staging allocator and one global
+//! allocator. They run one at a time, because they count what the single pool holds. That pool does
+//! not belong to the runtime, so the tests can tell which one is used.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;

@@ -1,9 +1,8 @@
-//! Whatever is forgotten leaks, and never races.
+//! Tests that forgotten guards leak and never race.
 //!
-//! Each test makes one guard, forgets it where its end would have mattered, and lets both pools
-//! hand their memory round under random timing. The oracle holds every access against what the
-//! program has told the driver; two controls show that the round would be objected to, were a use
-//! or a copy not noted.
+//! Each test creates one guard, forgets it where its end would have mattered, and reuses the memory
+//! of both pools under random timing. The oracle checks every access against what the program told
+//! the driver. Two controls show that it would report an unrecorded use or copy.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]

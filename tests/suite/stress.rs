@@ -1,10 +1,10 @@
-//! Many tenants, streams and devices under budgets that are too small, for a bounded time, with
-//! faults and the loss of a device.
+//! Tests of many tenants, streams and devices under budgets that are too small, for a bounded time,
+//! with faults and the loss of a device.
 //!
-//! - What is charged is never above a limit, at any instant: a thread watches, and the budget's own
-//!   peak proves it.
+//! - Charged bytes never exceed a limit: a thread checks it continuously, and the budget's own peak
+//!   proves it.
 //! - Every wait ends, granted or refused by its deadline.
-//! - No access is out of order, and in the end all counts are zero.
+//! - No access is out of order, and all counts are zero at the end.
 
 use crate::support::assert_silent;
 use aquifer::{

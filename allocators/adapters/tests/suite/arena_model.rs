@@ -1,10 +1,11 @@
-//! Random programs against a model of an arena.
+//! Tests random programs against a model of an arena.
 //!
-//! After every operation:
-//! - live blocks lie apart, aligned, and hold what was written into them;
-//! - no live block lies on bytes that a closed gate holds;
-//! - held bytes hold what they held when they were deferred, even after their arena is gone;
-//! - the statistics agree with the allocator below, and its bytes with the limit.
+//! The invariants after every operation are:
+//!
+//! - Live blocks do not overlap, are aligned, and hold what was written into them.
+//! - No live block lies on bytes that a closed gate holds.
+//! - Held bytes are unchanged since they were deferred, even after their arena is dropped.
+//! - The statistics agree with the upstream allocator, and its bytes with the limit.
 
 use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Allocator;

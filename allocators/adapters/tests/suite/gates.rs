@@ -1,9 +1,9 @@
-//! Bytes that a device may still read stay what they are.
+//! Tests that bytes that a device may still read do not change.
 //!
-//! - In an arena nothing below a deferred block's end is handed out before the gate is open: not
-//!   after a scope, not after a rewind, not after the block is freed or shrunk.
-//! - A reset waits for gates and, if it cannot, changes nothing.
-//! - A dropped or forgotten arena leaves the promise to the allocator below.
+//! - An arena allocates nothing below the end of a deferred block before the gate is open. This
+//!   holds after a scope, after a rewind, and after the block is freed or shrunk.
+//! - A reset waits for gates. If it cannot, it changes nothing.
+//! - A dropped or forgotten arena passes the deferral to the upstream allocator.
 
 use crate::support::{Gated, Latch};
 use allocator_api2::{alloc::Global, vec::Vec};
