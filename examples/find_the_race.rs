@@ -7,7 +7,7 @@
 
 use aquifer::{
     DeviceId, DeviceRange, Driver, DriverError,
-    sim::{Kernel, Sim, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
 use std::sync::{
     Arc,
@@ -29,7 +29,7 @@ fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
         if careful {
             driver.stream_wait_event(fill, summed)?;
         }
-        let kernel = Kernel::new("fill")
+        let kernel = SimKernel::new("fill")
             .writes(buffer, None)
             .run(move |memory| memory.write(0).fill(round as u8));
         sim.launch(fill, kernel)?;
@@ -37,7 +37,7 @@ fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
 
         driver.stream_wait_event(sum, filled)?;
         let total = Arc::clone(&total);
-        let kernel = Kernel::new("sum").reads(buffer, None).run(move |memory| {
+        let kernel = SimKernel::new("sum").reads(buffer, None).run(move |memory| {
             let sum = memory.read(0).iter().map(|&byte| u64::from(byte)).sum();
             total.fetch_add(sum, Ordering::Relaxed);
         });

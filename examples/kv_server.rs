@@ -2,7 +2,9 @@
 //! each with its own limit, and a cache whose memory is reserved by a placement.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Budget, Bytes, MemoryError, Place, Policy, Reserved, Runtime, Stream, Tenant};
+use aquifer::{
+    Budget, Bytes, MemoryError, PlacementRequest, Policy, Reserved, Runtime, Stream, Tenant,
+};
 use std::error::Error;
 
 /// Bytes of keys and values per token, over all layers.
@@ -69,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // Memory reserved by a placement: no other request can take it before the cache has grown into
     // it.
-    let lease = rt.placer(Policy::MostFree).place(&Place::bytes(32 << 20))?;
+    let lease = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(32 << 20))?;
     let stream = lease.stream()?;
     let mut cache: Reserved<u8> = lease.reserve(&stream, LONGEST * TOKEN)?;
     cache.commit_to(100 * TOKEN)?;

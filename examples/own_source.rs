@@ -7,7 +7,7 @@ use aquifer::{
     Block, Budget, Bytes, Dependencies, DeviceBuffer, DeviceId, DeviceRange, Driver, Limit,
     MemoryError, Opaque, OutOfMemory, PoolStats, RangeSource, Request, Runtime, SourcePool, Stream,
     Tag,
-    adapters::{Counted, Tagged},
+    adapters::{CountingAllocator, Tagged},
     device::conformance,
 };
 use std::{
@@ -130,7 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The library's wrappers over it, and a custom wrapper over these.
     let limit = Limit::new(slab.clone(), Budget::new("the slab's user", 1 << 20));
     let stack = Largest {
-        inner: Counted::new(Tagged::new(limit, Tag::named("slots"))),
+        inner: CountingAllocator::new(Tagged::new(limit, Tag::named("slots"))),
         bytes: AtomicU64::new(0),
     };
     conformance(&stack, &[s.clone(), u.clone()], 300, 2)?;

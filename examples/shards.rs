@@ -2,7 +2,9 @@
 //! other's memory, all or none.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Bytes, DeviceBuffer, Group, Place, PlaceError, Policy, Runtime, sim::Sim};
+use aquifer::{
+    Bytes, DeviceBuffer, Group, PlaceError, PlacementRequest, Policy, Runtime, sim::Sim,
+};
 use std::error::Error;
 
 const SHARD: u64 = 40 << 30;
@@ -14,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let placer = rt.placer(Policy::MostFree);
 
     // Four shards, each on its own device. Every device can access every other's memory.
-    let model = Group::of(4, Place::bytes(SHARD).min_compute((9, 0))).on_peers();
+    let model = Group::of(4, PlacementRequest::bytes(SHARD).min_compute((9, 0))).on_peers();
     let shards = placer.place_group(&model)?;
     for (number, shard) in shards.iter().enumerate() {
         let weights: DeviceBuffer<f32> = shard.buffer(&shard.stream()?, 1 << 30)?;
@@ -24,11 +26,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     // One of the devices is taken out of service: nothing new is placed there, and the model keeps
     // running.
     placer.drain(shards[0].device())?;
-    let second = placer.place_group(&Group::of(7, Place::bytes(SHARD)))?;
+    let second = placer.place_group(&Group::of(7, PlacementRequest::bytes(SHARD)))?;
     assert!(second.iter().all(|shard| shard.device() != shards[0].device()));
 
     // A group that does not fit fails as a whole. The error lists every device with its reason.
-    match placer.place_group(&Group::of(5, Place::bytes(SHARD))) {
+    match placer.place_group(&Group::of(5, PlacementRequest::bytes(SHARD))) {
         Err(PlaceError::Nowhere(nowhere)) => println!("{nowhere}"),
         other => println!("{other:?}"),
     }

@@ -7,22 +7,24 @@ pub mod pressure;
 mod runtime;
 pub mod staging;
 
-pub use placement::{Group, Grouping, Lease, Near, Place, PlaceError, Placer, Placing, Policy};
+pub use placement::{
+    Group, Grouping, Lease, Near, PlaceError, PlacementRequest, Placer, Placing, Policy,
+};
 pub use pressure::{HostWatch, Pressure};
 pub use runtime::{Runtime, RuntimeBuilder};
 
 pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit, NextFrame};
 pub use aquifer_core::{
-    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate,
-    MemoryError, Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Sink,
-    StepMemory, Tag, error, event, impl_allocator, tagged, wake,
+    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event,
+    EventSink, Gate, MemoryError, Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder,
+    Reservation, StepMemory, Tag, error, event, impl_allocator, tagged, wake,
 };
 pub use aquifer_device::{
-    self as device, Adopted, Adoption, Allocating, Announced, Block, Captured, Chunks, ChunksMut,
-    Debugging, Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool,
-    DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Graph, GraphPool, Log,
-    Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, RangeSource, Reclaim,
-    Registration, Request, Reserved, Resource, ResumeReport, Room, SourcePool, StableBlock,
+    self as device, AddressRegistration, Adopted, Adoption, Allocating, Announced, Block, Captured,
+    Chunks, ChunksMut, Debugging, Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages,
+    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Graph,
+    GraphPool, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, RangeSource,
+    Reclaim, Request, Reserved, Resource, ResumeReport, Room, SourcePool, StableBlock,
     StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
@@ -38,8 +40,8 @@ pub use aquifer_host::{
     StagerConfig, Ticket,
 };
 pub use aquifer_stream::{
-    self as stream, Grid, HostOwned, InFlight, Landing, Life, Point, Refused, Scope, Stream,
-    StreamPool, Use,
+    self as stream, CopyScope, Grid, HostOwned, InFlight, Landing, Point, RefusedCopy, Stream,
+    StreamLifetime, StreamPool, Use,
 };
 
 /// Vectors over any allocator of this crate, from allocator-api2. [`vec::Vec`] is not re-exported
@@ -49,8 +51,8 @@ pub mod vec {
     pub use allocator_api2::vec::*;
 }
 
-/// Types that can be copied to a device and back as bytes: plain data for which every bit pattern
-/// is valid. Derive it with bytemuck's `derive` feature, see [custom
+/// Types that can be copied to a device and back as bytes: plain data for which every bit
+/// pattern is valid. Derive it with bytemuck's `derive` feature, see [custom
 /// structs](guide::custom_structs).
 pub use bytemuck::Pod;
 

@@ -7,7 +7,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `request` | [`Place`], [`Near`], [`Group`]: the request |
+//! | `request` | [`PlacementRequest`], [`Near`], [`Group`]: the request |
 //! | `policy` | [`Policy`]: the choice among the devices that satisfy a request |
 //! | `hash` | the hash of [`Policy::Affinity`], specified |
 //! | `device_set` | the devices: current free memory, health, generations |
@@ -34,12 +34,12 @@ mod waiting;
 
 pub use device_set::Health;
 pub(crate) use device_set::{DeviceSet, MAX_DEVICES};
-pub use error::{Nowhere, Passed, PlaceError, Why};
+pub use error::{NoFit, PlaceError, RejectReason, RejectedDevice};
 pub use group::Grouping;
 pub use hash::key_of;
 pub use lease::Lease;
 pub use policy::{Candidate, Custom, Policy, Weights};
-pub use request::{Group, Near, Place};
+pub use request::{Group, Near, PlacementRequest};
 pub use waiting::Placing;
 
 use aquifer_core::{DeviceId, MemoryError, Result};
@@ -59,11 +59,11 @@ use std::{
 /// one placer is drained for all.
 ///
 /// ```
-/// use aquifer::{Place, Policy, Runtime, sim::Sim};
+/// use aquifer::{PlacementRequest, Policy, Runtime, sim::Sim};
 /// let rt = Runtime::on(Sim::h200(2).driver())?;
 /// let placer = rt.placer(Policy::RoundRobin);
-/// let first = placer.place(&Place::bytes(1 << 20))?;
-/// let second = placer.place(&Place::bytes(1 << 20))?;
+/// let first = placer.place(&PlacementRequest::bytes(1 << 20))?;
+/// let second = placer.place(&PlacementRequest::bytes(1 << 20))?;
 /// assert_ne!(first.device(), second.device());
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
@@ -113,12 +113,12 @@ impl Rejections {
         self.errors.push((index, error));
     }
 
-    fn reason(&self, index: usize) -> Option<Why> {
+    fn reason(&self, index: usize) -> Option<RejectReason> {
         let (_, error) = self.errors.iter().find(|(device, _)| *device == index)?;
         Some(match error {
-            MemoryError::OutOfBudget(refused) => Why::Budget(*refused),
-            MemoryError::DeviceLost { .. } => Why::Lost,
-            other => Why::Pool(other.clone()),
+            MemoryError::OutOfBudget(refused) => RejectReason::Budget(*refused),
+            MemoryError::DeviceLost { .. } => RejectReason::Lost,
+            other => RejectReason::Pool(other.clone()),
         })
     }
 }
@@ -150,7 +150,7 @@ impl Placer {
     /// [`PlaceError`] lists every device and the reason why it was not taken.
     ///
     /// [`Budget::reserve`]: aquifer_core::Budget::reserve
-    pub fn place(&self, place: &Place) -> Result<Lease, PlaceError> {
+    pub fn place(&self, place: &PlacementRequest) -> Result<Lease, PlaceError> {
         if place.size() == 0 {
             return Err(PlaceError::ZeroSize);
         }
@@ -182,7 +182,7 @@ impl Placer {
     #[inline]
     fn try_each(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         turn: u64,
         now: u64,
         rejections: &mut Rejections,
@@ -199,7 +199,7 @@ impl Placer {
     #[inline]
     fn reserve_on(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         index: usize,
         member: &Member,
         rejections: &mut Rejections,
@@ -217,7 +217,7 @@ impl Placer {
     /// preference.
     fn ranked<'a>(
         &'a self,
-        place: &Place,
+        place: &PlacementRequest,
         rest: impl Iterator<Item = Candidate<'a>>,
         turn: u64,
     ) -> Result<Vec<Candidate<'a>>, PlaceError> {
@@ -248,7 +248,7 @@ impl Placer {
     #[cold]
     fn try_ranked(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         turn: u64,
         now: u64,
         rejections: &mut Rejections,
@@ -269,7 +269,7 @@ impl Placer {
     #[cold]
     fn place_slowly(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         turn: u64,
         mut rejections: Rejections,
     ) -> Result<Lease, PlaceError> {
@@ -292,12 +292,17 @@ impl Placer {
         now
     }
 
-    fn no_fit(&self, place: &Place, shards: usize, rejections: &Rejections) -> PlaceError {
-        let default_reason = if shards > 1 { Why::Alone } else { Why::NotNamed };
+    fn no_fit(
+        &self,
+        place: &PlacementRequest,
+        shards: usize,
+        rejections: &Rejections,
+    ) -> PlaceError {
+        let default_reason = if shards > 1 { RejectReason::Alone } else { RejectReason::NotNamed };
         let devices = self.device_set.rejected(place, |index, _| {
             rejections.reason(index).unwrap_or_else(|| default_reason.clone())
         });
-        PlaceError::Nowhere(Box::new(Nowhere { requested: place.size(), shards, devices }))
+        PlaceError::Nowhere(Box::new(NoFit { requested: place.size(), shards, devices }))
     }
 
     /// Stops placing new requests on a device. Its existing leases stay valid. Applies to all

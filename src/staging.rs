@@ -48,8 +48,8 @@
 mod pool_route;
 
 pub use aquifer_host::staging::{
-    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, ShortWait, Sink,
-    Source, StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install,
+    Begun, Failed, FileSource, HostBuffer, Permit, PermitFuture, Progress, ReadMode, ShortWait,
+    Sink, Source, StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install,
     installed,
 };
 pub use pool_route::{ROUTE_FROM, route};

@@ -14,7 +14,7 @@ use aquifer::{
     Budget, DeviceBuffer, DevicePool, PoolConfig, Stream,
     cuda::{keep_alive, raw_stream},
     device::Captured,
-    stream::Life,
+    stream::StreamLifetime,
 };
 use cudarc::{
     driver::{
@@ -131,8 +131,9 @@ impl Rig {
         let _making = making();
         let cu = self.gpu.cu();
         // SAFETY: 1. a stream of this device, 2. kept alive by its own `Arc`.
-        let s =
-            unsafe { self.pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) };
+        let s = unsafe {
+            self.pool.streams().adopt(raw_stream(&cu), StreamLifetime::KeptAlive(keep_alive(&cu)))
+        };
         Both { cu, s: s.unwrap() }
     }
 

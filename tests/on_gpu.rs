@@ -16,7 +16,7 @@ use aquifer::{
     cuda::{Lend, keep_alive, raw_stream},
     device::{Adoption, Direct, Fault, POISON_ALLOCATED, StreamOrdered},
     driver::Call,
-    stream::Life,
+    stream::StreamLifetime,
     vec::Vec as PinnedVec,
 };
 use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
@@ -245,8 +245,10 @@ fn a_foreign_stream_is_adopted_and_retired() {
     let s = pool.stream().unwrap();
     let cu = gpu.cu();
     // SAFETY: 1. a stream of this device, 2. kept alive by its own `Arc`.
-    let adopted =
-        unsafe { pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) }.unwrap();
+    let adopted = unsafe {
+        pool.streams().adopt(raw_stream(&cu), StreamLifetime::KeptAlive(keep_alive(&cu)))
+    }
+    .unwrap();
     let block: Block = pool.alloc(&s, Request::bytes(MIB as u64)).unwrap();
     block.prepare(&adopted, Access::Write).unwrap().finish().unwrap();
     drop(block);

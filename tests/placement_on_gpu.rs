@@ -10,8 +10,8 @@
 mod gpu;
 
 use aquifer::{
-    DeviceBuffer, Group, Lease, Near, Place, PlaceError, Policy, Runtime, Stream, Tag,
-    placement::Why,
+    DeviceBuffer, Group, Lease, Near, PlaceError, PlacementRequest, Policy, Runtime, Stream, Tag,
+    placement::RejectReason,
 };
 
 const MIB: u64 = 1 << 20;
@@ -54,7 +54,7 @@ fn near_goes_to_the_device_that_has_the_data_and_then_to_its_peers() {
     let there = rt.devices().last().unwrap();
     let _data =
         there.alloc(&there.stream().unwrap(), aquifer::Request::bytes(64 * MIB).tag(tag)).unwrap();
-    let place = Place::bytes(MIB).near(Near::Data(tag));
+    let place = PlacementRequest::bytes(MIB).near(Near::Data(tag));
     assert_eq!(placer.place(&place).unwrap().device(), there.device());
     let next = placer.place(&place.not_on([there.device()])).unwrap();
     let peers = rt.devices().iter().filter(|pool| pool.info().peers.contains(&there.device()));
@@ -71,7 +71,7 @@ fn a_group_on_peers_is_held_whole_and_a_draining_device_takes_nothing_new() {
             other.device() == pool.device() || pool.info().peers.contains(&other.device())
         })
     };
-    let group = Group::of(all.len(), Place::bytes(64 * MIB)).on_peers();
+    let group = Group::of(all.len(), PlacementRequest::bytes(64 * MIB)).on_peers();
     match placer.place_group(&group) {
         Ok(leases) => {
             assert!(all.iter().all(mutual));
@@ -80,17 +80,19 @@ fn a_group_on_peers_is_held_whole_and_a_draining_device_takes_nothing_new() {
         Err(refused) => assert!(!all.iter().all(mutual), "{refused}"),
     }
     let away = all[0].device();
-    let lease = placer.place(&Place::bytes(64 * MIB).only([away])).unwrap();
+    let lease = placer.place(&PlacementRequest::bytes(64 * MIB).only([away])).unwrap();
     placer.drain(away).unwrap();
     for _ in 0..8 {
-        assert_ne!(placer.place(&Place::bytes(MIB)).unwrap().device(), away);
+        assert_ne!(placer.place(&PlacementRequest::bytes(MIB)).unwrap().device(), away);
     }
-    let Err(PlaceError::Nowhere(refused)) = placer.place(&Place::bytes(MIB).only([away])) else {
+    let Err(PlaceError::Nowhere(refused)) =
+        placer.place(&PlacementRequest::bytes(MIB).only([away]))
+    else {
         panic!("it drains")
     };
-    assert_eq!(refused.devices[0].why, Why::Draining);
+    assert_eq!(refused.devices[0].why, RejectReason::Draining);
     let s = lease.stream().unwrap();
     assert!(read(&s, &filled(&lease, &s, 3)) == pattern(3), "what is leased lives on");
     placer.undrain(away).unwrap();
-    assert_eq!(placer.place(&Place::bytes(MIB).only([away])).unwrap().device(), away);
+    assert_eq!(placer.place(&PlacementRequest::bytes(MIB).only([away])).unwrap().device(), away);
 }

@@ -13,7 +13,10 @@
 //! generation in the same slot. Earlier generations remain linked before it, for leases that still
 //! exist.
 
-use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::PolicyInput};
+use super::{
+    Candidate, Near, PlacementRequest, RejectReason, RejectedDevice, lease::Lease,
+    policy::PolicyInput,
+};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
 use aquifer_device::DevicePool;
 use aquifer_driver::losses;
@@ -279,7 +282,7 @@ impl Member {
 
     /// Returns the free bytes, recounted if necessary, if the device then satisfies `place`.
     #[inline(never)]
-    fn admit(&self, index: usize, free: u64, place: &Place, now: u64) -> Option<u64> {
+    fn admit(&self, index: usize, free: u64, place: &PlacementRequest, now: u64) -> Option<u64> {
         let free = if free < place.needs() { self.recount(free, place, now) } else { free };
         place.admits(&Candidate { free, ..self.candidate(index, now, None) }).then_some(free)
     }
@@ -287,7 +290,7 @@ impl Member {
     /// Recounts the caches if that could raise `free` to the needed bytes, and the pool's physical
     /// bytes or the clock have changed since the last count. Returns the free bytes.
     #[cold]
-    fn recount(&self, free: u64, place: &Place, now: u64) -> u64 {
+    fn recount(&self, free: u64, place: &PlacementRequest, now: u64) -> u64 {
         let physical = self.pool.physical();
         let most = self.budget.estimate(place.requested_priority()).saturating_add(physical);
         let known = physical == self.physical.load(Relaxed) && self.counted.load(Relaxed) == now;
@@ -498,7 +501,7 @@ impl DeviceSet {
     #[inline]
     pub(super) fn admitted<'a>(
         &'a self,
-        place: &'a Place,
+        place: &'a PlacementRequest,
         tried: u64,
         now: u64,
         weights: &'a [u32],
@@ -530,7 +533,7 @@ impl DeviceSet {
     /// Makes others release what a shared budget lacks for `bytes` on a device that suits `place`;
     /// see [`Member::reclaim_from_others`]. Returns whether some device now has room.
     #[cold]
-    pub(super) fn reclaim_from_others(&self, place: &Place, bytes: u64) -> bool {
+    pub(super) fn reclaim_from_others(&self, place: &PlacementRequest, bytes: u64) -> bool {
         let mut visited: Vec<&Budget> = Vec::new();
         self.serving(0).any(|(index, member)| {
             if visited.iter().any(|budget| budget.is(&member.budget)) {
@@ -581,23 +584,23 @@ impl DeviceSet {
     /// devices that serve and satisfy the hints.
     pub(super) fn rejected(
         &self,
-        place: &Place,
-        mut why: impl FnMut(usize, &Candidate<'_>) -> Why,
-    ) -> Vec<Passed> {
+        place: &PlacementRequest,
+        mut why: impl FnMut(usize, &Candidate<'_>) -> RejectReason,
+    ) -> Vec<RejectedDevice> {
         let now = self.now();
         let members = self.members().enumerate();
         members
             .map(|(index, member)| {
                 let candidate = member.candidate(index, now, place.requested_priority());
                 let why = match member.health() {
-                    Health::Lost => Why::Lost,
-                    Health::Draining => Why::Draining,
+                    Health::Lost => RejectReason::Lost,
+                    Health::Draining => RejectReason::Draining,
                     Health::Serving => {
                         place.objection(&candidate).unwrap_or_else(|| why(index, &candidate))
                     }
                 };
                 let Candidate { device, generation, free, age, .. } = candidate;
-                Passed { device, generation, free, age, why }
+                RejectedDevice { device, generation, free, age, why }
             })
             .collect()
     }

@@ -6,7 +6,7 @@ use std::{error, fmt, time::Duration};
 /// Why a device was not taken.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Why {
+pub enum RejectReason {
     /// It is excluded, or not among the allowed devices.
     Excluded,
     /// Its compute capability is too low.
@@ -42,9 +42,9 @@ pub enum Why {
 
 /// A device that was not taken, its figures and the reason.
 ///
-/// [`Nowhere`] has an example.
+/// [`NoFit`] has an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Passed {
+pub struct RejectedDevice {
     /// The device.
     pub device: DeviceId,
     /// Its generation.
@@ -54,27 +54,27 @@ pub struct Passed {
     /// The age of the driver's part of `free`.
     pub age: Duration,
     /// The reason.
-    pub why: Why,
+    pub why: RejectReason,
 }
 
 /// No device was found. Lists each device with the reason; the text has one line for each.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct Nowhere {
+pub struct NoFit {
     /// The requested bytes per shard.
     pub requested: u64,
     /// The number of shards.
     pub shards: usize,
     /// Every device, in order.
-    pub devices: Vec<Passed>,
+    pub devices: Vec<RejectedDevice>,
 }
 
 /// Why nothing was placed. Nothing is reserved.
 ///
 /// ```
-/// use aquifer::{Place, PlaceError, Policy, Runtime, placement::Why, sim::Sim};
+/// use aquifer::{PlacementRequest, PlaceError, Policy, Runtime, placement::Why, sim::Sim};
 /// let rt = Runtime::builder().driver(Sim::h200(1).driver()).device_budget(1 << 30).build()?;
-/// let Err(PlaceError::Nowhere(nowhere)) = rt.placer(Policy::MostFree).place(&Place::bytes(2 << 30)) else {
+/// let Err(PlaceError::Nowhere(nowhere)) = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(2 << 30)) else {
 ///     panic!("there is no room")
 /// };
 /// assert_eq!(nowhere.devices[0].why, Why::Free { needs: 2 << 30 });
@@ -86,7 +86,7 @@ pub enum PlaceError {
     /// A request for zero bytes or zero shards.
     ZeroSize,
     /// No device satisfies the hints and has room.
-    Nowhere(Box<Nowhere>),
+    Nowhere(Box<NoFit>),
     /// A custom policy panicked.
     PolicyPanicked {
         /// The name of the policy.
@@ -94,7 +94,7 @@ pub enum PlaceError {
     },
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Excluded => f.write_str("excluded"),
@@ -113,14 +113,14 @@ impl fmt::Display for Why {
     }
 }
 
-impl fmt::Display for Nowhere {
+impl fmt::Display for NoFit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.shards {
             1 => write!(f, "no device for {}", Bytes(self.requested))?,
             shards => write!(f, "no devices for {shards} times {}", Bytes(self.requested))?,
         }
         for passed in &self.devices {
-            let Passed { device, free, age, why, .. } = passed;
+            let RejectedDevice { device, free, age, why, .. } = passed;
             write!(f, "\n  {device}: {} free, {} ms ago: {why}", Bytes(*free), age.as_millis())?;
         }
         Ok(())
@@ -157,15 +157,15 @@ impl From<PlaceError> for MemoryError {
             PlaceError::Nowhere(nowhere) => nowhere.devices,
         };
         let refused = devices.iter().find_map(|passed| match &passed.why {
-            Why::Budget(refused) => Some(Self::OutOfBudget(*refused)),
-            Why::Pool(error) => Some(error.clone()),
+            RejectReason::Budget(refused) => Some(Self::OutOfBudget(*refused)),
+            RejectReason::Pool(error) => Some(error.clone()),
             _ => None,
         });
         if let Some(refused) = refused {
             return refused;
         }
         match devices.first() {
-            Some(first) if devices.iter().all(|passed| passed.why == Why::Lost) => {
+            Some(first) if devices.iter().all(|passed| passed.why == RejectReason::Lost) => {
                 Self::DeviceLost { device: first.device }
             }
             _ => {

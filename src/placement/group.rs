@@ -12,7 +12,7 @@ mod waiting;
 
 pub use waiting::Grouping;
 
-use super::{Candidate, Group, Lease, PlaceError, Placer, Rejections, Why};
+use super::{Candidate, Group, Lease, PlaceError, Placer, RejectReason, Rejections};
 use aquifer_core::{MemoryError, Reservation};
 
 /// Bytes that a wait was granted, for one shard on a device.
@@ -230,7 +230,7 @@ fn shards_that_fit(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Place;
+    use crate::PlacementRequest;
     use aquifer_core::DeviceId;
     use proptest::prelude::*;
 
@@ -257,7 +257,7 @@ mod tests {
     }
 
     fn group(shards: usize) -> Group {
-        Group::of(shards, Place::bytes(1))
+        Group::of(shards, PlacementRequest::bytes(1))
     }
 
     #[test]

@@ -35,8 +35,8 @@ pub(super) const fn score(key: u64, device: DeviceId) -> u64 {
 /// function never changes.
 ///
 /// ```
-/// use aquifer::placement::{Place, key_of};
-/// let place = Place::bytes(1 << 20).key(key_of(b"session 7"));
+/// use aquifer::placement::{PlacementRequest, key_of};
+/// let place = PlacementRequest::bytes(1 << 20).key(key_of(b"session 7"));
 /// assert_eq!(key_of(b""), 0xcbf29ce484222325);
 /// ```
 #[must_use]

@@ -113,9 +113,9 @@ impl Lease {
     /// returns to the budget, not to the lease.
     ///
     /// ```
-    /// use aquifer::{Place, Policy, Runtime, sim::Sim};
+    /// use aquifer::{PlacementRequest, Policy, Runtime, sim::Sim};
     /// let rt = Runtime::on(Sim::h200(2).driver())?;
-    /// let lease = rt.placer(Policy::MostFree).place(&Place::bytes(1 << 30))?;
+    /// let lease = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(1 << 30))?;
     /// let mut keys = lease.reserve::<f32>(&lease.stream()?, 1 << 30)?; // addresses for 4 GiB
     /// keys.commit_to(1 << 20)?;
     /// assert_eq!(lease.remaining(), (1 << 30) - (4 << 20));

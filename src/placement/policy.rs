@@ -1,7 +1,7 @@
 //! Policies choose among the devices that satisfy a request. They are pure functions of the
 //! devices' figures.
 
-use super::{Place, hash};
+use super::{PlacementRequest, hash};
 use aquifer_core::DeviceId;
 use std::{
     cmp::{Ordering, Reverse},
@@ -122,12 +122,12 @@ pub enum Policy {
     BestCompute,
     /// In turn, by weight: see [`Policy::weighted`].
     Weighted(Weights),
-    /// The device to which the request's [key](Place::key) is mapped or, if that is not admitted,
-    /// the next device for the key. Requests without a key go to the device with the most free
-    /// bytes.
+    /// The device to which the request's [key](PlacementRequest::key) is mapped or, if that is not
+    /// admitted, the next device for the key. Requests without a key go to the device with the most
+    /// free bytes.
     Affinity,
-    /// The device nearest to what the request is to be [near](Place::near); of several the one with
-    /// the most free bytes.
+    /// The device nearest to what the request is to be [near](PlacementRequest::near); of several
+    /// the one with the most free bytes.
     Near,
     /// A function of the program: see [`Policy::custom`].
     Custom(Custom),
@@ -145,7 +145,7 @@ impl Weights {
     }
 }
 
-type OrderFn = dyn Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
+type OrderFn = dyn Fn(&PlacementRequest, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
 
 /// A custom policy of the program, for [`Policy::Custom`].
 #[derive(Clone)]
@@ -163,7 +163,11 @@ impl fmt::Debug for Custom {
 impl Custom {
     /// Returns the indices of devices in the order in which they are to be tried. Devices that are
     /// not candidates, and repeated ones, are skipped. Returns `None` if the function panicked.
-    pub(super) fn order(&self, place: &Place, candidates: &[Candidate<'_>]) -> Option<Vec<usize>> {
+    pub(super) fn order(
+        &self,
+        place: &PlacementRequest,
+        candidates: &[Candidate<'_>],
+    ) -> Option<Vec<usize>> {
         let named =
             std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
         let mut order = Vec::with_capacity(candidates.len());
@@ -197,16 +201,16 @@ impl Policy {
     /// [`PlaceError::PolicyPanicked`](super::PlaceError::PolicyPanicked).
     ///
     /// ```
-    /// use aquifer::{Place, Policy, Runtime, sim::Sim};
+    /// use aquifer::{PlacementRequest, Policy, Runtime, sim::Sim};
     /// let rt = Runtime::on(Sim::h200(3).symbolic().driver())?;
     /// let last = Policy::custom("last", |_, devices| devices.iter().rev().map(|d| d.device).collect());
-    /// assert_eq!(rt.placer(last).place(&Place::bytes(1))?.device().0, 2);
+    /// assert_eq!(rt.placer(last).place(&PlacementRequest::bytes(1))?.device().0, 2);
     /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[must_use]
     pub fn custom(
         name: &'static str,
-        order: impl Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync + 'static,
+        order: impl Fn(&PlacementRequest, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync + 'static,
     ) -> Self {
         Self::Custom(Custom { name, order: Arc::new(order) })
     }
@@ -217,7 +221,7 @@ impl Policy {
     #[must_use]
     pub fn pick(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         candidates: &[Candidate<'_>],
         turn: u64,
         devices: usize,
@@ -241,7 +245,7 @@ impl Policy {
     #[inline]
     pub(super) fn pick_from<S: PolicyInput>(
         &self,
-        place: &Place,
+        place: &PlacementRequest,
         views: impl Iterator<Item = S> + Clone,
         turn: u64,
         devices: usize,

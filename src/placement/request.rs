@@ -1,6 +1,6 @@
 //! Requests for memory on some device.
 
-use super::{Candidate, Why};
+use super::{Candidate, RejectReason};
 use aquifer_core::{DeviceId, Tag};
 use aquifer_host::topology::NodeId;
 
@@ -8,11 +8,11 @@ use aquifer_host::topology::NodeId;
 ///
 /// ```
 /// use aquifer::Place;
-/// let place = Place::bytes(6 << 30).min_free(10 << 30).min_compute((9, 0));
+/// let place = PlacementRequest::bytes(6 << 30).min_free(10 << 30).min_compute((9, 0));
 /// assert_eq!(place.size(), 6 << 30);
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct PlacementRequest {
     bytes: u64,
     min_free: u64,
     /// Whether it has constraints that not all devices satisfy, besides those on free bytes.
@@ -42,7 +42,7 @@ pub enum Near {
     Data(Tag),
 }
 
-impl Place {
+impl PlacementRequest {
     /// Creates a request for `bytes` on any device.
     #[must_use]
     pub fn bytes(bytes: u64) -> Self {
@@ -166,17 +166,19 @@ impl Place {
 
     /// Returns the first constraint that a device does not satisfy, if there is one.
     #[must_use]
-    pub fn objection(&self, candidate: &Candidate<'_>) -> Option<Why> {
+    pub fn objection(&self, candidate: &Candidate<'_>) -> Option<RejectReason> {
         let device = candidate.device;
         let excluded = self.excluded.contains(&device)
             || self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&device));
         let (has, needs) = (candidate.compute_capability, self.min_compute);
         let unreachable = self.reaching.iter().find(|&&other| !candidate.reaches(other));
         match unreachable {
-            _ if excluded => Some(Why::Excluded),
-            _ if has < needs => Some(Why::Compute { has, needs }),
-            Some(&peer) => Some(Why::Unreachable { peer }),
-            None if candidate.free < self.needs() => Some(Why::Free { needs: self.needs() }),
+            _ if excluded => Some(RejectReason::Excluded),
+            _ if has < needs => Some(RejectReason::Compute { has, needs }),
+            Some(&peer) => Some(RejectReason::Unreachable { peer }),
+            None if candidate.free < self.needs() => {
+                Some(RejectReason::Free { needs: self.needs() })
+            }
             None => None,
         }
     }
@@ -185,16 +187,16 @@ impl Place {
 /// A request for several leases at once, all or none, such as for the shards of a model.
 ///
 /// ```
-/// use aquifer::{Group, Place, Policy, Runtime, sim::Sim};
+/// use aquifer::{Group, PlacementRequest, Policy, Runtime, sim::Sim};
 /// let rt = Runtime::on(Sim::h200(4).symbolic().driver())?;
-/// let shards = rt.placer(Policy::MostFree).place_group(&Group::of(4, Place::bytes(20 << 30)).on_peers())?;
+/// let shards = rt.placer(Policy::MostFree).place_group(&Group::of(4, PlacementRequest::bytes(20 << 30)).on_peers())?;
 /// assert_eq!(shards.len(), 4);
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Group {
     pub(super) shards: usize,
-    pub(super) each: Place,
+    pub(super) each: PlacementRequest,
     pub(super) on_peers: bool,
     pub(super) packed: bool,
 }
@@ -202,7 +204,7 @@ pub struct Group {
 impl Group {
     /// Creates a request for this many shards, each as `each` describes, each on its own device.
     #[must_use]
-    pub fn of(shards: usize, each: Place) -> Self {
+    pub fn of(shards: usize, each: PlacementRequest) -> Self {
         Self { shards, each, on_peers: false, packed: false }
     }
 

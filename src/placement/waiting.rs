@@ -4,7 +4,7 @@
 //! The other queue entries are then removed, and bytes that another queue has granted in the
 //! meantime go to its next waiter.
 
-use super::{Health, Lease, Place, PlaceError, Placer, Rejections};
+use super::{Health, Lease, PlaceError, PlacementRequest, Placer, Rejections};
 use aquifer_core::{Charge, Reservation, budget::Waiting};
 use std::{
     fmt,
@@ -29,12 +29,12 @@ const TICK: Duration = Duration::from_millis(20);
 /// not taken go to the next waiter.
 ///
 /// ```
-/// use aquifer::{Place, Policy, Runtime, sim::Sim};
+/// use aquifer::{PlacementRequest, Policy, Runtime, sim::Sim};
 /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
 /// let rt = Runtime::builder().driver(Sim::h200(2).driver()).device_budget(8 << 30).build()?;
 /// let placer = rt.placer(Policy::MostFree);
-/// let held = [placer.place(&Place::bytes(6 << 30))?, placer.place(&Place::bytes(6 << 30))?];
-/// let mut placing = pin!(placer.place_async(Place::bytes(4 << 30)));
+/// let held = [placer.place(&PlacementRequest::bytes(6 << 30))?, placer.place(&PlacementRequest::bytes(6 << 30))?];
+/// let mut placing = pin!(placer.place_async(PlacementRequest::bytes(4 << 30)));
 /// let mut context = Context::from_waker(Waker::noop());
 /// assert!(placing.as_mut().poll(&mut context).is_pending());
 /// let [first, _second] = held;
@@ -46,7 +46,7 @@ const TICK: Duration = Duration::from_millis(20);
 #[must_use = "a future waits only while it is polled"]
 pub struct Placing {
     placer: Placer,
-    place: Place,
+    place: PlacementRequest,
     deadline: Option<Instant>,
     entries: Vec<QueueEntry>,
     /// The turn of the policy, taken at the first poll.
@@ -71,7 +71,11 @@ impl Placer {
     /// # Errors
     /// [`PlaceError`] with the state at the deadline. Fails at once if no device could ever have
     /// room.
-    pub fn place_by(&self, place: &Place, deadline: Option<Instant>) -> Result<Lease, PlaceError> {
+    pub fn place_by(
+        &self,
+        place: &PlacementRequest,
+        deadline: Option<Instant>,
+    ) -> Result<Lease, PlaceError> {
         let placing = self.place_async(place.clone());
         match deadline {
             Some(deadline) => block_on(placing.until(deadline), Some(deadline)),
@@ -80,7 +84,7 @@ impl Placer {
     }
 
     /// Returns a future that waits as [`Placer::place_by`] does.
-    pub fn place_async(&self, place: Place) -> Placing {
+    pub fn place_async(&self, place: PlacementRequest) -> Placing {
         let (entries, watch) = (Vec::new(), self.device_set.watcher());
         Placing {
             placer: self.clone(),

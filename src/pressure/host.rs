@@ -441,7 +441,7 @@ fn lock(status: &Mutex<HostStatus>) -> MutexGuard<'_, HostStatus> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_host::topology::{Found, Headroom, Source};
+    use aquifer_host::topology::{Found, Headroom, Provenance};
 
     const ALL: u64 = 1000 << 20;
 
@@ -452,22 +452,22 @@ mod tests {
 
     fn strain(template: &Strain, Reading(left, some, full, max, high): Reading) -> Strain {
         let mut strain = template.clone();
-        strain.headroom.bytes = Found::known(ALL / 100 * left, Source::Nobody);
+        strain.headroom.bytes = Found::known(ALL / 100 * left, Provenance::Nobody);
         let mut stalls = Stalls::default();
         (stalls.some, stalls.full) = (some * 100, full * 100);
-        strain.stalls = Found::known(stalls, Source::Nobody);
+        strain.stalls = Found::known(stalls, Provenance::Nobody);
         let mut events = GroupEvents::default();
         (events.max, events.high) = (max, high);
-        strain.events = Found::known(events, Source::Nobody);
+        strain.events = Found::known(events, Provenance::Nobody);
         strain
     }
 
     fn any() -> Strain {
         let mut strain = Topology::read().unwrap().strain().unwrap();
         let Headroom { bytes, .. } = &mut strain.headroom;
-        *bytes = Found::unknown(Source::Nobody);
+        *bytes = Found::unknown(Provenance::Nobody);
         (strain.stalls, strain.events) =
-            (Found::unknown(Source::Nobody), Found::unknown(Source::Nobody));
+            (Found::unknown(Provenance::Nobody), Found::unknown(Provenance::Nobody));
         strain
     }
 

@@ -2,8 +2,8 @@
 //! simulated ones so that the parts are tested everywhere.
 
 use aquifer::{
-    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Place, Placer, Policy,
-    PoolConfig, Runtime, Stream,
+    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, PlacementRequest,
+    Placer, Policy, PoolConfig, Runtime, Stream,
     driver::Driver,
     placement::{Candidate, Health, key_of},
 };
@@ -59,8 +59,9 @@ pub(crate) fn assert_empty(rt: &Runtime) {
 }
 
 fn policies(ids: &[DeviceId]) -> [(&'static str, Policy); 9] {
-    let last =
-        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last = |_: &PlacementRequest, devices: &[Candidate<'_>]| {
+        devices.iter().rev().map(|d| d.device).collect()
+    };
     let weights = ids.iter().enumerate().map(|(index, &id)| (id, if index == 0 { 3 } else { 1 }));
     [
         ("round robin", Policy::RoundRobin),
@@ -84,7 +85,9 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
     for (name, policy) in policies(&ids) {
         assert_empty(rt);
         let placer = rt.placer(policy.clone());
-        let place = Place::bytes(unit).key(key_of(b"a session")).near(aquifer::Near::Device(last));
+        let place = PlacementRequest::bytes(unit)
+            .key(key_of(b"a session"))
+            .near(aquifer::Near::Device(last));
         let leases: Vec<Lease> = (0..4 * count).map(|_| placer.place(&place).unwrap()).collect();
         let mut taken = vec![0; count];
         leases.iter().for_each(|lease| taken[lease.index()] += 1);
@@ -298,7 +301,7 @@ fn tenant(number: u64, own: &Budget, scene: &Scene<'_>) {
         let placer = &placers[random.below(placers.len() as u64) as usize];
         let deadline = Some(Instant::now() + Duration::from_millis(random.below(50)));
         let bytes = scale.unit * (1 + random.below(8));
-        let place = Place::bytes(bytes).key(number).priority(random.below(3) as i32);
+        let place = PlacementRequest::bytes(bytes).key(number).priority(random.below(3) as i32);
         match random.below(8) {
             0..=2 => {
                 if let Some(lease) = tally.wait(|| placer.place_by(&place, deadline)) {
@@ -350,7 +353,7 @@ pub(crate) fn stress(
     let (tally, over) = (Tally::default(), AtomicBool::new(false));
     let lost = rt.devices()[1].device();
     // Leased before the loss, to be used afterwards.
-    let old = placers[0].place(&Place::bytes(scale.unit).only([lost])).unwrap();
+    let old = placers[0].place(&PlacementRequest::bytes(scale.unit).only([lost])).unwrap();
     let scene = &Scene { placers: &placers, scale, tally: &tally, fill, between: RwLock::new(()) };
     let mut seen = Duration::ZERO;
     let samples = thread::scope(|scope| {
@@ -415,7 +418,7 @@ pub(crate) fn stress(
     let gone = MemoryError::DeviceLost { device: lost };
     assert_eq!(old.stream().unwrap_err(), gone);
     drop(old);
-    assert!(placers[0].place(&Place::bytes(scale.unit).only([lost])).is_err());
+    assert!(placers[0].place(&PlacementRequest::bytes(scale.unit).only([lost])).is_err());
     // Every other device continues with correct bytes. If the driver loses more than one device,
     // each of them reports it.
     let (mut serving, mut taken) = (0, 0);
@@ -425,7 +428,7 @@ pub(crate) fn stress(
             continue;
         }
         for round in 0..50 {
-            let place = Place::bytes(scale.unit).only([device.seen.device]);
+            let place = PlacementRequest::bytes(scale.unit).only([device.seen.device]);
             let lease = placers[0].place(&place).unwrap();
             work(&lease, scale.unit, round, fill).unwrap();
         }

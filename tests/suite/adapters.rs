@@ -5,8 +5,8 @@ use crate::support::runtime;
 use aquifer::{
     Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag,
     adapters::{
-        ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, OnReset, Segregate, Tagged,
-        conformance::Suite,
+        ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, OnReset, Segregate,
+        Tagged, conformance::Suite,
     },
     sim::Sim,
     vec::Vec,
@@ -27,7 +27,7 @@ fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {
     }
     let budget = Budget::new("adapters", 1 << 20);
     assert_eq!(suite.check_clone(&Limit::new(pinned, budget)), Ok(()));
-    assert_eq!(suite.check_clone(&Counted::new(pinned)), Ok(()));
+    assert_eq!(suite.check_clone(&CountingAllocator::new(pinned)), Ok(()));
     assert_eq!(suite.check_clone(&Tagged::new(pinned, Tag::named("adapters"))), Ok(()));
     assert_eq!(suite.check_clone(&Fallback::new(Guarded::new(pinned), pinned)), Ok(()));
     assert_eq!(suite.check_clone(&Segregate::new(1000, pinned, pinned)), Ok(()));
@@ -143,7 +143,8 @@ fn a_ring_of_frames_in_pinned_memory_reaches_a_steady_state() {
     let rt = runtime(&sim);
     let pool = rt.pinned_near(0);
     let settings = ArenaSettings::new().on_reset(OnReset::Merge);
-    let mut frames = Frames::with_settings_in(3, settings, Counted::new(pool.allocator()));
+    let mut frames =
+        Frames::with_settings_in(3, settings, CountingAllocator::new(pool.allocator()));
     let mut taken = 0;
     for step in 0..30u32 {
         let frame = frames.next().unwrap();

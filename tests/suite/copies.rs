@@ -8,8 +8,8 @@
 use crate::support::{self, MIB, assert_silent, read, runtime, small, within};
 use aquifer::{
     Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError,
-    PinnedAllocator, PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream,
-    boxed::Box as PinnedBox, driver::Call, sim::Sim, stream::Life, vec::Vec as PinnedVec,
+    PinnedAllocator, PinnedBuf, PoolConfig, RefusedCopy, Runtime, StagerConfig, Stream,
+    boxed::Box as PinnedBox, driver::Call, sim::Sim, stream::StreamLifetime, vec::Vec as PinnedVec,
 };
 use std::{
     mem::ManuallyDrop,
@@ -57,7 +57,7 @@ impl Rig {
     }
 }
 
-fn refused<H>(flight: Result<InFlight<H>, Refused<H>>) -> Refused<H> {
+fn refused<H>(flight: Result<InFlight<H>, RefusedCopy<H>>) -> RefusedCopy<H> {
     let Err(refused) = flight else { unreachable!("this copy cannot be") };
     refused
 }
@@ -220,7 +220,11 @@ fn many_dropped_flights_reuse_few_blocks() {
 /// Passes in `host`, expects a refusal, and asserts that it is returned unchanged and that its
 /// memory is free afterwards.
 #[track_caller]
-fn comes_back(rig: &Rig, v: Bytes, refuse: impl FnOnce(Bytes) -> Refused<Bytes>) -> MemoryError {
+fn comes_back(
+    rig: &Rig,
+    v: Bytes,
+    refuse: impl FnOnce(Bytes) -> RefusedCopy<Bytes>,
+) -> MemoryError {
     let (address, before) = (v.as_ptr().addr(), v.to_vec());
     let refused = refuse(v);
     assert_eq!(refused.to_string(), refused.error.to_string());
@@ -307,7 +311,8 @@ fn a_retired_stream_refuses_copies() {
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
     let adopted =
-        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
+        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, StreamLifetime::Retired) }
+            .unwrap();
     let v = rig.bytes(4);
     let flight = adopted.upload(v, &mut rig.x).unwrap();
     adopted.clone().retire().unwrap();
@@ -331,7 +336,7 @@ fn a_retired_stream_refuses_copies_of_its_own_blocks() {
     let pool = rig.rt.device(0).unwrap();
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
-    let adopted = unsafe { pool.streams().adopt(foreign, Life::Retired) }.unwrap();
+    let adopted = unsafe { pool.streams().adopt(foreign, StreamLifetime::Retired) }.unwrap();
     let [mut x, mut y]: [DeviceBuffer<u8>; 2] = [0, 1].map(|_| pool.buffer(&adopted, MIB).unwrap());
     adopted.clone().retire().unwrap();
     // SAFETY: 1. it has been retired, and nothing uses it from here on.
@@ -570,7 +575,8 @@ fn a_retired_stream_of_one_pool_takes_no_copies_of_memory_of_another() {
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
     let adopted =
-        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
+        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, StreamLifetime::Retired) }
+            .unwrap();
     adopted.fill(&mut y, 1).unwrap();
     adopted.clone().retire().unwrap();
     // SAFETY: 1. it has been retired, and nothing uses it from here on.

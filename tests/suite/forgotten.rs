@@ -10,7 +10,7 @@
 use crate::support::{MIB, assert_silent, runtime};
 use aquifer::{
     Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf,
-    Place, Policy, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
+    PlacementRequest, Policy, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
 };
 use std::mem::forget;
 
@@ -232,7 +232,11 @@ fn a_scope_inside_out() {
 #[test]
 fn a_lease_of_a_device_and_what_is_drawn_from_it() {
     forgetting(|rig| {
-        let lease = rig.rt.placer(Policy::MostFree).place(&Place::bytes(4 * MIB as u64)).unwrap();
+        let lease = rig
+            .rt
+            .placer(Policy::MostFree)
+            .place(&PlacementRequest::bytes(4 * MIB as u64))
+            .unwrap();
         let mut x: DeviceBuffer<u8> = lease.buffer(&rig.s, MIB).unwrap();
         rig.u.fill(&mut x, 3).unwrap();
         drop(x);

@@ -13,10 +13,10 @@ mod waits;
 use crate::support;
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near,
-    OutOfBudget, Place, PlaceError, Placer, Policy, PoolConfig, Request, Runtime, Tag,
+    OutOfBudget, PlaceError, PlacementRequest, Placer, Policy, PoolConfig, Request, Runtime, Tag,
     driver::Call,
     host::topology::{NodeId, Topology},
-    placement::{Candidate, Why},
+    placement::{Candidate, RejectReason},
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use std::{
@@ -40,11 +40,11 @@ fn on(sim: Sim, limit_mib: u64) -> (Sim, Runtime) {
 }
 
 fn place(placer: &Placer, mib: u64) -> Result<Lease, PlaceError> {
-    placer.place(&Place::bytes(mib * MIB))
+    placer.place(&PlacementRequest::bytes(mib * MIB))
 }
 
 /// Returns why a device was rejected.
-fn why(refused: &PlaceError, device: usize) -> Why {
+fn why(refused: &PlaceError, device: usize) -> RejectReason {
     let PlaceError::Nowhere(nowhere) = refused else { panic!("{refused}") };
     nowhere.devices[device].why.clone()
 }
@@ -94,8 +94,9 @@ fn the_freest_device_is_taken_and_what_is_leased_is_not_free() {
 }
 
 fn every_policy() -> Vec<Policy> {
-    let last =
-        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last = |_: &PlacementRequest, devices: &[Candidate<'_>]| {
+        devices.iter().rev().map(|d| d.device).collect()
+    };
     vec![
         Policy::RoundRobin,
         Policy::LeastLoaded,
@@ -116,16 +117,16 @@ fn every_hint_is_honoured_by_every_policy() {
     config.devices[3] = DeviceConfig::without_virtual_memory();
     let (_, rt) = on(Sim::new(config).symbolic(), 100);
     let _held = fill(rt.device(2).unwrap(), 60).unwrap();
-    let one = || Place::bytes(MIB);
+    let one = || PlacementRequest::bytes(MIB);
     let only = |device: u32| one().only([DeviceId(device)]);
     for policy in every_policy() {
         let placer = rt.placer(policy);
         for _ in 0..8 {
-            let on = |place: Place| placer.place(&place).unwrap().device().0;
+            let on = |place: PlacementRequest| placer.place(&place).unwrap().device().0;
             assert_eq!(on(only(1)), 1);
             assert_ne!(on(one().min_compute((9, 0))), 1);
             assert_ne!(on(one().min_free(50 * MIB)), 2);
-            assert_ne!(on(Place::bytes(41 * MIB)), 2);
+            assert_ne!(on(PlacementRequest::bytes(41 * MIB)), 2);
             assert_eq!(on(one().not_on([0, 2, 3].map(DeviceId))), 1);
             assert_eq!(on(one().min_compute((9, 0)).not_on([DeviceId(0), DeviceId(2)])), 3);
         }
@@ -136,12 +137,12 @@ fn every_hint_is_honoured_by_every_policy() {
             only(1).min_compute((9, 0)),
             only(2).not_on([DeviceId(2)]),
             only(2).min_free(50 * MIB),
-            Place::bytes(101 * MIB),
+            PlacementRequest::bytes(101 * MIB),
         ] {
             let refused = MemoryError::from(placer.place(&impossible).unwrap_err());
             assert_eq!(refused, MemoryError::NoDevice { asked: 0, count: 4 }, "{impossible:?}");
         }
-        assert_eq!(placer.place(&Place::bytes(0)).unwrap_err(), PlaceError::ZeroSize);
+        assert_eq!(placer.place(&PlacementRequest::bytes(0)).unwrap_err(), PlaceError::ZeroSize);
     }
     assert!(rt.devices().iter().all(|pool| pool.budget().used() == pool.stats().physical));
 }
@@ -369,7 +370,7 @@ fn what_the_cache_of_another_device_holds_of_a_shared_budget_is_given_up_for_a_l
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
         assert!(root.used() >= 8 * MIB, "its cache has them");
         let placer = rt.placer(Policy::MostFree);
-        let here = Place::bytes(6 * MIB).only([DeviceId(0)]);
+        let here = PlacementRequest::bytes(6 * MIB).only([DeviceId(0)]);
         let lease = placer.place(&here).unwrap();
         assert_eq!((lease.device(), lease.remaining()), (DeviceId(0), 6 * MIB));
         drop(lease);
@@ -378,7 +379,7 @@ fn what_the_cache_of_another_device_holds_of_a_shared_budget_is_given_up_for_a_l
         assert!(placer.place_by(&here, Some(Instant::now())).is_ok());
         // This also holds for a group.
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
-        let group = Group::of(2, Place::bytes(4 * MIB));
+        let group = Group::of(2, PlacementRequest::bytes(4 * MIB));
         assert_eq!(placer.place_group(&group).unwrap().len(), 2);
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
         assert!(placer.place_group_by(&group, Some(Instant::now())).is_ok());
@@ -400,9 +401,9 @@ fn a_device_that_has_to_refuse_after_all_sends_the_request_on() {
     assert_eq!((pool.stats().cached, pool.budget().remaining()), (MIB, 0));
     let lease = place(&rt.placer(Policy::RoundRobin), 1).unwrap();
     assert_eq!(lease.device(), DeviceId(1));
-    let only = Place::bytes(MIB).only([DeviceId(0)]);
+    let only = PlacementRequest::bytes(MIB).only([DeviceId(0)]);
     let refused = rt.placer(Policy::RoundRobin).place(&only).unwrap_err();
-    assert!(matches!(why(&refused, 0), Why::Budget(_)), "{refused:?}");
+    assert!(matches!(why(&refused, 0), RejectReason::Budget(_)), "{refused:?}");
 }
 
 #[test]
@@ -497,7 +498,7 @@ fn near_goes_by_nodes_by_peers_and_by_where_data_is() {
     let tag = Tag::named("the cache");
     let pool = rt.device(2).unwrap();
     let _data = pool.alloc(&pool.stream().unwrap(), Request::bytes(8 * MIB).tag(tag)).unwrap();
-    let near = |near| placer.place(&Place::bytes(MIB).near(near)).unwrap().device().0;
+    let near = |near| placer.place(&PlacementRequest::bytes(MIB).near(near)).unwrap().device().0;
     assert_eq!(near(Near::Data(tag)), 2);
     assert_eq!(near(Near::Data(Tag::named("nobody's"))), 0);
     assert_eq!(near(Near::Device(DeviceId(1))), 1);
@@ -518,19 +519,20 @@ fn choices_of_a_custom_policy_are_validated() {
             devices.iter().copied().map(DeviceId).collect()
         }))
     };
-    let place_on =
-        |placer: &Placer, place: Place| placer.place(&place).map(|lease| lease.device().0);
-    assert_eq!(place_on(&named(&[9, 1, 1]), Place::bytes(MIB)), Ok(1));
+    let place_on = |placer: &Placer, place: PlacementRequest| {
+        placer.place(&place).map(|lease| lease.device().0)
+    };
+    assert_eq!(place_on(&named(&[9, 1, 1]), PlacementRequest::bytes(MIB)), Ok(1));
     assert_eq!(
-        place_on(&named(&[1, 2]), Place::bytes(MIB).not_on([DeviceId(1)])),
+        place_on(&named(&[1, 2]), PlacementRequest::bytes(MIB).not_on([DeviceId(1)])),
         Ok(2),
         "not admitted"
     );
-    let refused = named(&[]).place(&Place::bytes(MIB)).unwrap_err();
-    assert_eq!(why(&refused, 0), Why::NotNamed);
+    let refused = named(&[]).place(&PlacementRequest::bytes(MIB)).unwrap_err();
+    assert_eq!(why(&refused, 0), RejectReason::NotNamed);
     let panics = rt.placer(Policy::custom("a test", |_, _| panic!("on purpose")));
     assert_eq!(
-        panics.place(&Place::bytes(MIB)).unwrap_err(),
+        panics.place(&PlacementRequest::bytes(MIB)).unwrap_err(),
         PlaceError::PolicyPanicked { policy: "a test" }
     );
     assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0));
@@ -540,7 +542,7 @@ fn choices_of_a_custom_policy_are_validated() {
 fn a_key_has_its_device_and_another_only_while_that_has_no_room() {
     let (_, rt) = machine(8, 10);
     let placer = rt.placer(Policy::Affinity);
-    let on = |key| placer.place(&Place::bytes(6 * MIB).key(key)).unwrap();
+    let on = |key| placer.place(&PlacementRequest::bytes(6 * MIB).key(key)).unwrap();
     let homes: Vec<_> = (0..100).map(|key| on(key).device()).collect();
     assert!((0..8).all(|device| homes.contains(&DeviceId(device))));
     let first = on(7);
@@ -569,10 +571,10 @@ fn near_a_node_is_the_device_on_it_and_then_the_one_on_the_nearest() {
         .build()
         .unwrap();
     let placer = rt.placer(Policy::Near);
-    let on = |place: Place, node| {
+    let on = |place: PlacementRequest, node| {
         placer.place(&place.near(Near::Node(NodeId(node)))).unwrap().device().0
     };
-    let one = || Place::bytes(MIB);
+    let one = || PlacementRequest::bytes(MIB);
     assert_eq!((on(one(), 0), on(one(), 8)), (2, 1));
     // The node of the first device is unknown, so it is the last choice.
     assert_eq!(on(one().not_on([DeviceId(2)]), 0), 1);

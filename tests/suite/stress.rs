@@ -8,8 +8,8 @@
 
 use crate::support::assert_silent;
 use aquifer::{
-    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, Place, Placer, Policy, PoolConfig,
-    Request, Runtime, driver::Call, placement::Health, sim::Sim,
+    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, PlacementRequest, Placer, Policy,
+    PoolConfig, Request, Runtime, driver::Call, placement::Health, sim::Sim,
 };
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
@@ -85,7 +85,7 @@ fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun
         let placer = &placers[random.below(placers.len() as u64) as usize];
         let deadline = Some(Instant::now() + Duration::from_millis(random.below(20)));
         let bytes = 2 * MIB * (1 + random.below(8));
-        let place = Place::bytes(bytes).key(number).priority(random.below(3) as i32);
+        let place = PlacementRequest::bytes(bytes).key(number).priority(random.below(3) as i32);
         match random.below(8) {
             0..=2 => {
                 if let Some(lease) = tally.wait(|| placer.place_by(&place, deadline)) {

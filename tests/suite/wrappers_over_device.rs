@@ -6,7 +6,7 @@ use crate::support::assert_silent;
 use aquifer::{
     Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats,
     Request, Resource, Stream, Tag,
-    adapters::{Counted, Fallback, Limit, Segregate, Tagged},
+    adapters::{CountingAllocator, Fallback, Limit, Segregate, Tagged},
     sim::Sim,
     vec::Vec,
 };
@@ -33,7 +33,7 @@ fn rig() -> Rig {
 #[test]
 fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
     let rig = rig();
-    let below = Counted::new(rig.pool.clone());
+    let below = CountingAllocator::new(rig.pool.clone());
     let limit = Limit::new(&below, Budget::new("tenant", MIB));
     assert!(matches!(
         limit.allocate(&rig.s, Request::bytes(MIB + 1)),
@@ -68,7 +68,7 @@ fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
 fn forgotten_blocks_stay_charged_and_counted_after_the_wrappers_are_dropped() {
     let rig = rig();
     let budget = Budget::new("tenant", MIB);
-    let stack = Counted::new(Limit::new(rig.pool.clone(), budget.clone()));
+    let stack = CountingAllocator::new(Limit::new(rig.pool.clone(), budget.clone()));
     let _forgotten =
         std::mem::ManuallyDrop::new(stack.allocate(&rig.s, Request::bytes(1000)).unwrap());
     let block = stack.allocate(&rig.s, Request::bytes(500)).unwrap();
@@ -92,8 +92,8 @@ fn a_tag_is_the_requests_whatever_it_said_and_whatever_scope_it_came_from() {
 #[test]
 fn a_second_pool_serves_what_the_first_refuses_and_blocks_return_to_their_pool() {
     let rig = rig();
-    let first = Counted::new(Limit::new(rig.pool.clone(), Budget::new("first", MIB)));
-    let second = Counted::new(rig.pool.clone());
+    let first = CountingAllocator::new(Limit::new(rig.pool.clone(), Budget::new("first", MIB)));
+    let second = CountingAllocator::new(rig.pool.clone());
     let both = Fallback::new(&first, &second);
     let a = both.allocate(&rig.s, Request::bytes(MIB)).unwrap();
     let b = both.allocate(&rig.s, Request::bytes(MIB)).unwrap();
@@ -112,7 +112,8 @@ fn a_second_pool_serves_what_the_first_refuses_and_blocks_return_to_their_pool()
 #[test]
 fn small_blocks_and_large_ones_come_from_pools_of_their_own() {
     let rig = rig();
-    let (small, large) = (Counted::new(rig.pool.clone()), Counted::new(rig.pool.clone()));
+    let (small, large) =
+        (CountingAllocator::new(rig.pool.clone()), CountingAllocator::new(rig.pool.clone()));
     let by_size = Segregate::new(4096, &small, &large);
     let blocks =
         [1, 4096, 4097].map(|bytes| by_size.allocate(&rig.s, Request::bytes(bytes)).unwrap());
@@ -146,7 +147,7 @@ fn each_composes_with_each() {
             Limit::new($below, Budget::new("compose", 16 * MIB))
         };
         (Counted $below:expr) => {
-            Counted::new($below)
+            CountingAllocator::new($below)
         };
         (Tagged $below:expr) => {
             Tagged::new($below, Tag::named("compose"))

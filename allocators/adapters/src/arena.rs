@@ -19,14 +19,14 @@ mod settings;
 mod typed;
 
 pub use handle::Arena;
-pub use scope::Scope;
+pub use scope::ArenaScope;
 pub use settings::{ArenaSettings, ArenaStats, OnReset};
 
 mod handle;
 
 /// A position in an arena, for [`Arena::rewind`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Mark {
+pub struct ArenaMark {
     /// The number of chunks in use.
     in_use: usize,
     /// The allocated bytes in the last of them.

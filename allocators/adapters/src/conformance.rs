@@ -13,8 +13,8 @@
 //! - clones are interchangeable ([`check_clone`])
 //! - nothing unwinds
 //!
-//! The first broken rule ends the run with a [`Violation`]. It contains the seed and the operation,
-//! so that the run can be repeated.
+//! The first broken rule ends the run with a [`ContractViolation`]. It contains the seed and the
+//! operation, so that the run can be repeated.
 //!
 //! ```
 //! use aquifer_adapters::{Arena, conformance};
@@ -30,22 +30,22 @@ mod suite;
 mod violation;
 
 pub use suite::Suite;
-pub use violation::{Call, Fault, Violation};
+pub use violation::{AllocatorCall, ContractFault, ContractViolation};
 
 use allocator_api2::alloc::Allocator;
 
 /// Runs the default [`Suite`] against an allocator.
 ///
 /// # Errors
-/// The first [`Violation`].
-pub fn check<A: Allocator>(allocator: &A) -> Result<(), Violation> {
+/// The first [`ContractViolation`].
+pub fn check<A: Allocator>(allocator: &A) -> Result<(), ContractViolation> {
     Suite::new().check(allocator)
 }
 
 /// Runs the default [`Suite`] against an allocator and clones of it.
 ///
 /// # Errors
-/// The first [`Violation`].
-pub fn check_clone<A: Allocator + Clone>(allocator: &A) -> Result<(), Violation> {
+/// The first [`ContractViolation`].
+pub fn check_clone<A: Allocator + Clone>(allocator: &A) -> Result<(), ContractViolation> {
     Suite::new().check_clone(allocator)
 }

@@ -14,12 +14,12 @@
 //! (`&pool`) is an allocator too:
 //!
 //! ```
-//! use aquifer_adapters::{Arena, Counted, Limit};
+//! use aquifer_adapters::{Arena, CountingAllocator, Limit};
 //! use aquifer_core::Budget;
 //! use allocator_api2::{alloc::Global, vec::Vec};
 //!
 //! let budget = Budget::new("parser", 1 << 20);
-//! let pool = Counted::new(Limit::new(Global, budget.clone()));
+//! let pool = CountingAllocator::new(Limit::new(Global, budget.clone()));
 //! let arena = Arena::new_in(&pool);
 //! let mut tokens = Vec::new_in(&arena);
 //! tokens.extend(0..1000u32);
@@ -37,7 +37,7 @@ pub mod frames;
 pub mod pages;
 pub mod wrappers;
 
-pub use arena::{Arena, ArenaSettings, ArenaStats, Mark, OnReset, Scope};
+pub use arena::{Arena, ArenaMark, ArenaScope, ArenaSettings, ArenaStats, OnReset};
 pub use frames::{Frame, Frames, NextFrame};
 pub use pages::{PageArena, Pages};
-pub use wrappers::{Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged};
+pub use wrappers::{Cached, CountingAllocator, Fallback, Guarded, Limit, Owns, Segregate, Tagged};

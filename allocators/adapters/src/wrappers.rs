@@ -3,7 +3,7 @@
 //! | wrapper | rule |
 //! |---|---|
 //! | [`Limit`] | live bytes are bounded by a [`Budget`](aquifer_core::Budget) |
-//! | [`Counted`] | counts live bytes and blocks, their peak, and the calls of each kind |
+//! | [`CountingAllocator`] | counts live bytes and blocks, their peak, and the calls of each kind |
 //! | [`Tagged`] | attributes allocations to one [`Tag`](aquifer_core::Tag) in the pools below |
 //! | [`Fallback`] | a second allocator serves requests that the first refuses |
 //! | [`Segregate`] | small blocks come from one allocator, larger ones from another |
@@ -42,9 +42,9 @@ mod segregate;
 mod tagged;
 
 pub use cached::{CacheStats, Cached};
-pub use counted::Counted;
+pub use counted::CountingAllocator;
 pub use fallback::Fallback;
-pub use guarded::{Finding, Guarded};
+pub use guarded::{GuardFinding, Guarded};
 pub use limit::Limit;
 pub use owns::Owns;
 pub use segregate::Segregate;

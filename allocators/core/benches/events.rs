@@ -4,15 +4,15 @@
 #![expect(clippy::print_stdout, reason = "that is what it is for")]
 
 use aquifer_core::{
-    Action, DeviceId, Recorder, Sink, Tag,
-    event::{NullSink, Place, RingSink},
+    Action, DeviceId, EventSink, Recorder, Tag,
+    event::{MemoryLocation, NullSink, RingSink},
 };
 use std::{env, hint::black_box, sync::Arc, sync::Barrier, thread, time::Instant};
 
 const EVENTS: u64 = 200_000;
 
 /// Nanoseconds for each of the events that every one of `threads` records, at best.
-fn recorded(sink: Arc<dyn Sink>, threads: usize) -> f64 {
+fn recorded(sink: Arc<dyn EventSink>, threads: usize) -> f64 {
     let rounds = if env::args().any(|arg| arg == "--bench") { 30 } else { 1 };
     let (recorder, barrier) = (Recorder::new(sink), Barrier::new(threads));
     let round = || {
@@ -20,7 +20,7 @@ fn recorded(sink: Arc<dyn Sink>, threads: usize) -> f64 {
         let start = Instant::now();
         for address in 0..EVENTS {
             let ticket = recorder.ticket();
-            let place = Place::Device(DeviceId(0));
+            let place = MemoryLocation::Device(DeviceId(0));
             recorder.record(
                 ticket,
                 recorder.event(Action::Allocate, place, 1, black_box(address), 512, Tag::NONE),

@@ -24,7 +24,7 @@
 //! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
 //! | `refusal` | [`OutOfBudget`], [`Raise`] |
 //! | `wait` | [`Waiting`]: the wait queue |
-//! | `lease` | [`Lease`]: prepaid bytes |
+//! | `lease` | [`BudgetLease`]: prepaid bytes |
 //! | `level` | [`Level`]: soft limits and their hooks |
 //! | `reclaim` | [`Reclaim`]: holders of memory that can be reclaimed |
 //! | `hooks` | calls of registered hooks |
@@ -73,8 +73,8 @@ mod tree;
 mod wait;
 
 pub use charge::{Charge, Reservation, StrandedCharge};
-pub use lease::{Lease, Leased};
-pub use level::{Level, LevelChange, LevelHook, Levels, Registration};
+pub use lease::{BudgetLease, Leased};
+pub use level::{HookRegistration, Level, LevelChange, LevelHook, Levels};
 pub use reclaim::{Asking, Offer, Reclaim, Room};
 pub use refusal::{OutOfBudget, Raise};
 pub use wait::Waiting;

@@ -7,7 +7,7 @@ mod remedy;
 
 pub use no_gpu::NoGpu;
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding, Tried};
-pub use remedy::{Limits, Remedy};
+pub use remedy::{Remedy, RequiredLimits};
 
 use crate::{Bytes, DeviceId, OutOfBudget, Tag};
 use std::{error, fmt};

@@ -3,10 +3,10 @@
 //! Pools create an [`Event`] for each allocation, free, growth, release, move and failure if they
 //! have a [`Recorder`]. Without one, the cost is a test of an `Option`.
 //!
-//! A recorder passes the events to its [`Sink`] one at a time and in the order in which they
+//! A recorder passes the events to its [`EventSink`] one at a time and in the order in which they
 //! happened, although they come from many threads and are passed on outside the pools' locks. To do
-//! so, a pool takes a [`Ticket`] while it holds the lock, and the recorder waits for outstanding
-//! tickets.
+//! so, a pool takes a [`EventTicket`] while it holds the lock, and the recorder waits for
+//! outstanding tickets.
 //!
 //! | sink | effect |
 //! |---|---|
@@ -135,7 +135,7 @@ impl BlockKind {
 /// The location of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
-pub enum Place {
+pub enum MemoryLocation {
     /// Memory of a device.
     Device(DeviceId),
     /// Pinned memory of a NUMA node, or of an unknown node.
@@ -154,7 +154,7 @@ pub struct Event {
     /// The action.
     pub action: Action,
     /// The location.
-    pub place: Place,
+    pub place: MemoryLocation,
     /// The thread: a number unique in the process, from 1 on, in the order of the threads' first
     /// events.
     pub thread: u32,
@@ -185,13 +185,13 @@ impl Event {
 ///
 /// A sink may use the pool whose events it receives. The events of that use follow after the
 /// current one. A panic of the sink is contained, and the next event is delivered as usual.
-pub trait Sink: fmt::Debug + Send + Sync {
+pub trait EventSink: fmt::Debug + Send + Sync {
     /// Processes one event.
     fn record(&self, event: &Event);
 
-    /// Reserves a position in the sink's own order for an event that [`fill`](Sink::fill) delivers
-    /// at any later time. Returns `None` if the sink requires its events one at a time and in
-    /// order. Called under locks of pools, so it must not take a lock.
+    /// Reserves a position in the sink's own order for an event that [`fill`](EventSink::fill)
+    /// delivers at any later time. Returns `None` if the sink requires its events one at a time and
+    /// in order. Called under locks of pools, so it must not take a lock.
     fn reserve(&self) -> Option<u64> {
         None
     }
@@ -215,22 +215,22 @@ pub trait Sink: fmt::Debug + Send + Sync {
 /// See the example of [`Recorder`].
 #[derive(Debug)]
 #[must_use = "a ticket that is not used holds up every later event"]
-pub struct Ticket {
+pub struct EventTicket {
     number: u64,
     /// Whether the sink has reserved the position.
     reserved: bool,
 }
 
-/// Passes events to a [`Sink`] in the order of their [`Ticket`]s.
+/// Passes events to a [`EventSink`] in the order of their [`EventTicket`]s.
 ///
 /// ```
-/// use aquifer_core::event::{Action, Place, Recorder, RingSink};
+/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
 /// use aquifer_core::{DeviceId, Tag};
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(16));
 /// let recorder = Recorder::new(ring.clone());
 /// let (first, second) = (recorder.ticket(), recorder.ticket());
-/// let place = Place::Device(DeviceId(0));
+/// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(second, recorder.event(Action::Free, place, 0, 0x1000, 512, Tag::NONE));
 /// recorder.record(first, recorder.event(Action::Allocate, place, 0, 0x1000, 512, Tag::NONE));
 /// let order: Vec<_> = ring.take().into_iter().map(|e| e.action).collect();
@@ -240,7 +240,7 @@ pub struct Ticket {
 /// On drop, events behind an outstanding ticket are passed on without it. A child of a fork has its
 /// own order, so events that other threads of the parent had begun delay nothing there.
 pub struct Recorder {
-    sink: Arc<dyn Sink>,
+    sink: Arc<dyn EventSink>,
     clock: Clock,
     delivery: PerProcess<OrderedDelivery>,
 }
@@ -248,11 +248,11 @@ pub struct Recorder {
 impl Recorder {
     /// Creates a recorder for `sink`.
     #[must_use]
-    pub fn new(sink: Arc<dyn Sink>) -> Self {
+    pub fn new(sink: Arc<dyn EventSink>) -> Self {
         Self::with_clock(sink, Clock::start())
     }
 
-    fn with_clock(sink: Arc<dyn Sink>, clock: Clock) -> Self {
+    fn with_clock(sink: Arc<dyn EventSink>, clock: Clock) -> Self {
         Self { sink, clock, delivery: PerProcess::new(OrderedDelivery::default()) }
     }
 
@@ -262,10 +262,10 @@ impl Recorder {
 
     /// Takes the next position in the order. Call it under the lock that guards the operation.
     #[inline]
-    pub fn ticket(&self) -> Ticket {
+    pub fn ticket(&self) -> EventTicket {
         match self.sink.reserve() {
-            Some(number) => Ticket { number, reserved: true },
-            None => Ticket { number: self.delivery().ticket(), reserved: false },
+            Some(number) => EventTicket { number, reserved: true },
+            None => EventTicket { number: self.delivery().ticket(), reserved: false },
         }
     }
 
@@ -276,16 +276,16 @@ impl Recorder {
     pub fn event(
         &self,
         action: Action,
-        place: Place,
+        place: MemoryLocation,
         stream: u32,
         address: u64,
         bytes: u64,
         tag: Tag,
     ) -> Event {
         let kind = match place {
-            Place::Device(_) => BlockKind::Cached,
-            Place::Host(_) => BlockKind::Pinned,
-            Place::Global => BlockKind::Global,
+            MemoryLocation::Device(_) => BlockKind::Cached,
+            MemoryLocation::Host(_) => BlockKind::Pinned,
+            MemoryLocation::Global => BlockKind::Global,
         };
         let (at_ns, thread) = (self.clock.elapsed(), thread_number());
         Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
@@ -295,7 +295,7 @@ impl Recorder {
     /// receives it in order: in this call, unless an earlier ticket is outstanding or another event
     /// is being passed on.
     #[inline]
-    pub fn record(&self, ticket: Ticket, event: Event) {
+    pub fn record(&self, ticket: EventTicket, event: Event) {
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
         } else {
@@ -313,7 +313,7 @@ impl Recorder {
 
     /// Returns the sink.
     #[must_use]
-    pub fn sink(&self) -> &Arc<dyn Sink> {
+    pub fn sink(&self) -> &Arc<dyn EventSink> {
         &self.sink
     }
 }

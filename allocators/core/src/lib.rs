@@ -44,7 +44,7 @@ pub use budget::{Budget, Charge, OutOfBudget, Reservation};
 pub use bytes::Bytes;
 pub use defer::DeferReuse;
 pub use error::{DriverError, MemoryError, NoGpu, OutOfMemory, Result, SystemError};
-pub use event::{Action, Event, Recorder, Sink};
+pub use event::{Action, Event, EventSink, Recorder};
 pub use gate::Gate;
 pub use ids::{DeviceId, Id, IdSpace};
 pub use opaque::{Opaque, OpaqueBlock};

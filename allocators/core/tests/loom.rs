@@ -17,9 +17,9 @@
 #![cfg(loom)]
 
 use aquifer_core::{
-    Action, Budget, Charge, Event, Sink, Tag,
+    Action, Budget, Charge, Event, EventSink, Tag,
     budget::{Level, LevelChange, Levels, Offer, Reclaim},
-    event::{BlockKind, Place, RingSink},
+    event::{BlockKind, MemoryLocation, RingSink},
 };
 use loom::{sync::Mutex, thread};
 use std::{

@@ -10,7 +10,7 @@ use aquifer_driver::{
     Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site,
 };
 use aquifer_heap::Key;
-use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
+use aquifer_stream::{Account, Stream, StreamPool, Timeline, TrackUses, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
 
 /// A block of device memory that returns to its pool when it is dropped.
@@ -23,14 +23,14 @@ use std::{any::Any, fmt, sync::Arc};
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, Operand, sim::{Kernel, Sim}};
+/// use aquifer_driver::{DeviceId, Operand, sim::{SimKernel, Sim}};
 /// use aquifer_stream::Launch;
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (s, u) = (pool.stream()?, pool.stream()?);
 /// let (a, b) = (pool.alloc(&s, Request::bytes(4096))?, pool.alloc(&u, Request::bytes(4096))?);
 /// let ready = Launch::on(&u).reads(&a).updates(&b).preflight()?; // `u` waits for `s`
-/// let kernel = Kernel::new("add").reads(a.range(), None).writes(b.range(), None);
+/// let kernel = SimKernel::new("add").reads(a.range(), None).writes(b.range(), None);
 /// sim.launch(u.raw(), kernel).map_err(aquifer_core::MemoryError::Driver)?;
 /// ready.commit()?;
 /// drop(a); // and its bytes are given out again when the kernel is done with them
@@ -415,7 +415,7 @@ unsafe impl OperandMut for Block {
     }
 }
 
-impl Tracked for Block {
+impl TrackUses for Block {
     fn account(&self) -> Account<'_> {
         // Holding `&self` proves that no mutable borrow is live.
         Account { address: self.address(), home: self.home(), uses: &self.uses, alone: true }
@@ -485,7 +485,7 @@ impl BlockToken {
     #[inline]
     pub(crate) fn new(
         cache: &'static StreamCache,
-        found: &aquifer_heap::Block,
+        found: &aquifer_heap::HeapBlock,
         request: &Request,
     ) -> Self {
         let request = PackedRequest::new(request.size(), request.owner());

@@ -9,7 +9,7 @@ pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
-use aquifer_stream::{Account, Stream, Tracked};
+use aquifer_stream::{Account, Stream, TrackUses};
 use bytemuck::Pod;
 use slice::BlockPart;
 use std::{fmt, marker::PhantomData, ops::Range};
@@ -327,7 +327,7 @@ unsafe impl<T> OperandMut for DeviceBuffer<T> {
     }
 }
 
-impl<T> Tracked for DeviceBuffer<T> {
+impl<T> TrackUses for DeviceBuffer<T> {
     fn account(&self) -> Account<'_> {
         self.block.account()
     }

@@ -52,7 +52,7 @@ use crate::{
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
-    budget::Registration, event::Place,
+    budget::HookRegistration, event::MemoryLocation,
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
@@ -98,7 +98,7 @@ pub(crate) struct CheckedPool {
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
     state: Mutex<State>,
-    registration: OnceLock<Registration>,
+    registration: OnceLock<HookRegistration>,
 }
 
 /// A stream of its own, which takes none of the pool's.
@@ -623,7 +623,7 @@ impl CheckedPool {
         }
         if let Some(recorder) = &self.recorder {
             let BlockRecord { address, bytes, tag, of_pool: stream, .. } = finding.block;
-            let place = Place::Device(self.device);
+            let place = MemoryLocation::Device(self.device);
             let event = recorder.event(Action::Finding, place, stream, address, bytes, tag);
             recorder.record(recorder.ticket(), event);
         }

@@ -3,7 +3,8 @@
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{
-    Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result, event::Place,
+    Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result,
+    event::MemoryLocation,
 };
 use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
@@ -39,7 +40,7 @@ impl<R: Resource> Log<R> {
     }
 
     fn report(&self, action: Action, stream: u32, address: u64, request: &Request) {
-        let place = Place::Device(self.inner.device());
+        let place = MemoryLocation::Device(self.inner.device());
         let event =
             self.recorder.event(action, place, stream, address, request.size(), request.owner());
         self.recorder.record(self.recorder.ticket(), event);
@@ -49,7 +50,7 @@ impl<R: Resource> Log<R> {
 /// Records the end of a block when it is dropped with the block.
 struct RecordFreeOnDrop {
     recorder: Arc<Recorder>,
-    place: Place,
+    place: MemoryLocation,
     stream: u32,
     address: u64,
     request: Request,
@@ -79,7 +80,7 @@ impl<R: Resource> Opaque for Log<R> {
             Ok(mut block) => {
                 let (stream, address) = (stream.number(), block.address());
                 self.report(Action::Allocate, stream, address, &request);
-                let place = Place::Device(self.inner.device());
+                let place = MemoryLocation::Device(self.inner.device());
                 let ends: Box<dyn Any + Send + Sync> = Box::new(RecordFreeOnDrop {
                     recorder: self.recorder.clone(),
                     place,

@@ -30,7 +30,7 @@ use crate::{
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag,
     budget::Holding,
-    event::{BlockKind, Event, Place, Ticket},
+    event::{BlockKind, Event, EventTicket, MemoryLocation},
     panics::Contained,
 };
 use aquifer_driver::{
@@ -495,13 +495,20 @@ impl DedicatedPool {
         address: u64,
         bytes: u64,
         tag: Tag,
-    ) -> Option<(Ticket, Event)> {
+    ) -> Option<(EventTicket, Event)> {
         let recorder = self.recorder.as_ref()?;
-        let event = recorder.event(action, Place::Device(self.device), stream, address, bytes, tag);
+        let event = recorder.event(
+            action,
+            MemoryLocation::Device(self.device),
+            stream,
+            address,
+            bytes,
+            tag,
+        );
         Some((recorder.ticket(), event.of_kind(kind)))
     }
 
-    pub(crate) fn send(&self, events: impl IntoIterator<Item = (Ticket, Event)>) {
+    pub(crate) fn send(&self, events: impl IntoIterator<Item = (EventTicket, Event)>) {
         if let Some(recorder) = &self.recorder {
             events.into_iter().for_each(|(ticket, event)| recorder.record(ticket, event));
         }

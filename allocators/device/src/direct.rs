@@ -6,7 +6,7 @@ use crate::{
     driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
+    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
@@ -75,7 +75,7 @@ impl DriverSource for DirectSource {
         Ok((address, charge))
     }
 
-    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
         self.budget.as_ref().map(|budget| (budget, None))
     }
 

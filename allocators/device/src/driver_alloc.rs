@@ -14,7 +14,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
-    budget::Registration,
+    budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
@@ -43,7 +43,7 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Returns the budget that blocks are charged to, and the source's own registration there.
-    fn budget(&self) -> Option<(&Budget, Option<&Registration>)>;
+    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)>;
 
     /// Returns the bytes held from the device, if they include more than the blocks.
     fn reserved(&self) -> Option<u64> {

@@ -224,7 +224,7 @@ pub use request::MAX_ALIGN;
 pub use reserved::Reserved;
 pub use resource::Resource;
 pub use source::{Dependencies, RangeSource, SourcePool};
-pub use stable::{Exported, Registration, StableBlock};
+pub use stable::{AddressRegistration, Exported, StableBlock};
 pub use stream_ordered::StreamOrdered;
 pub use tenants::Tenant;
 pub use waiting::Allocating;

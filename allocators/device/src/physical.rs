@@ -4,8 +4,8 @@
 //!   physical handles. Addresses are cheap and handles are memory, so handles are moved to where
 //!   they are needed: those of live blocks stay, and those under free ranges can be unmapped and
 //!   mapped elsewhere.
-//! - Without it ([`segments`]), a pool has whole allocations of the driver. Each is a segment, and no
-//!   block crosses segments.
+//! - Without it ([`segments`]), a pool has whole allocations of the driver. Each is a segment, and
+//!   no block crosses segments.
 
 pub(crate) mod handle;
 pub(crate) mod mapped;

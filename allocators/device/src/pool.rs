@@ -22,8 +22,8 @@ use crate::{
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
-    budget::Registration,
-    event::{self, Ticket},
+    budget::HookRegistration,
+    event::{self, EventTicket},
     scratch::{Bump, List, Scratch, list},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
@@ -133,7 +133,7 @@ pub(crate) struct PoolCore {
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
     listing: OnceLock<Arc<LiveBlockList>>,
     /// The pool's registration as a reclaimer.
-    pub(crate) registration: OnceLock<Registration>,
+    pub(crate) registration: OnceLock<HookRegistration>,
 }
 
 impl DevicePool {
@@ -689,7 +689,7 @@ impl PoolCore {
         &self,
         cache: &'static StreamCache,
         token: &BlockToken,
-        ticket: Option<Ticket>,
+        ticket: Option<EventTicket>,
     ) -> Block {
         let mut block = Block::from_token(token);
         if self.observed {
@@ -717,7 +717,7 @@ impl PoolCore {
 
     /// Takes a ticket in the order of events, if there is a recorder.
     #[inline]
-    pub(crate) fn ticket(&self) -> Option<Ticket> {
+    pub(crate) fn ticket(&self) -> Option<EventTicket> {
         self.config.recorder.as_deref().map(Recorder::ticket)
     }
 
@@ -725,7 +725,7 @@ impl PoolCore {
     #[inline]
     pub(crate) fn report(
         &self,
-        ticket: Option<Ticket>,
+        ticket: Option<EventTicket>,
         action: Action,
         stream: u32,
         address: u64,
@@ -733,7 +733,7 @@ impl PoolCore {
         tag: Tag,
     ) {
         if let (Some(ticket), Some(recorder)) = (ticket, &self.config.recorder) {
-            let place = event::Place::Device(self.info.device);
+            let place = event::MemoryLocation::Device(self.info.device);
             recorder.record(ticket, recorder.event(action, place, stream, address, bytes, tag));
         }
     }
@@ -741,8 +741,14 @@ impl PoolCore {
     /// Records an event that concerns no block.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         if let Some(recorder) = &self.config.recorder {
-            let event =
-                recorder.event(action, event::Place::Device(self.info.device), 0, 0, bytes, tag);
+            let event = recorder.event(
+                action,
+                event::MemoryLocation::Device(self.info.device),
+                0,
+                0,
+                bytes,
+                tag,
+            );
             recorder.record(recorder.ticket(), event);
         }
     }

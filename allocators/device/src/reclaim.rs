@@ -15,9 +15,9 @@ use crate::{
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError,
-    budget::{Asking, Offer, Reclaim, Registration, Room},
+    budget::{Asking, HookRegistration, Offer, Reclaim, Room},
     error::Tried,
-    event::Place,
+    event::MemoryLocation,
 };
 use aquifer_driver::{Driver, site};
 use std::{
@@ -57,10 +57,10 @@ pub(crate) fn is_shortage(error: &MemoryError) -> bool {
 
 /// Returns whether memory of that place is the device's. Memory of an integrated device is host
 /// memory.
-fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: Place) -> bool {
+fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: MemoryLocation) -> bool {
     match place {
-        Place::Device(other) => other == device,
-        Place::Host(_) => driver.device_info(device).is_ok_and(|info| info.integrated),
+        MemoryLocation::Device(other) => other == device,
+        MemoryLocation::Host(_) => driver.device_info(device).is_ok_and(|info| info.integrated),
         _ => false,
     }
 }
@@ -75,7 +75,7 @@ pub(crate) struct Reclaimers<'a> {
 impl<'a> Reclaimers<'a> {
     pub(crate) fn new(
         budget: &'a Budget,
-        own: Option<&'a Registration>,
+        own: Option<&'a HookRegistration>,
         driver: &'a dyn Driver,
         device: DeviceId,
     ) -> Self {
@@ -162,8 +162,8 @@ impl Reclaim for PoolCore {
         matches!(self.physical, Physical::Segments(_))
     }
 
-    fn place(&self) -> Option<Place> {
-        Some(Place::Device(self.info.device))
+    fn place(&self) -> Option<MemoryLocation> {
+        Some(MemoryLocation::Device(self.info.device))
     }
 }
 
@@ -191,8 +191,8 @@ impl Reclaim for CheckedPool {
         true
     }
 
-    fn place(&self) -> Option<Place> {
-        Some(Place::Device(self.device()))
+    fn place(&self) -> Option<MemoryLocation> {
+        Some(MemoryLocation::Device(self.device()))
     }
 }
 

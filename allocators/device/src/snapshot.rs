@@ -3,7 +3,7 @@
 use crate::DevicePool;
 use aquifer_core::{
     Event,
-    event::{HeldBlock, MemorySnapshot, Place},
+    event::{HeldBlock, MemoryLocation, MemorySnapshot},
 };
 
 impl DevicePool {
@@ -37,7 +37,7 @@ impl DevicePool {
     /// ```
     #[must_use]
     pub fn snapshot(&self, events: impl IntoIterator<Item = Event>) -> MemorySnapshot {
-        let place = Place::Device(self.device());
+        let place = MemoryLocation::Device(self.device());
         let mut snapshot =
             MemorySnapshot::of(events.into_iter().filter(|event| event.place == place));
         for block in self.raw_blocks() {

@@ -2,7 +2,7 @@
 //! call that this library does not make.
 //!
 //! ```text
-//!   Limit, Tagged, Counted, …      wrappers: any Resource, safe to implement
+//!   Limit, Tagged, CountingAllocator, …      wrappers: any Resource, safe to implement
 //!   SourcePool<S>                  blocks, statistics, budget, open uses, frees that have to be tried again
 //!   S: RangeSource                 ranges: what a user writes, unsafe to implement
 //! ```
@@ -18,7 +18,7 @@ use crate::{
 };
 use aquifer_core::{
     BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
-    budget::Registration,
+    budget::HookRegistration,
 };
 use aquifer_driver::DeviceRange;
 use aquifer_stream::{Stream, StreamPool};
@@ -257,7 +257,7 @@ impl<S: RangeSource> DriverSource for UserSource<S> {
         self.source.alignment()
     }
 
-    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
         self.budget.as_ref().map(|budget| (budget, None))
     }
 

@@ -5,9 +5,9 @@
 //! next block. An address that was *registered* with a network card, exported, or captured in a
 //! graph is used beyond the life of the block, and would then silently access the wrong memory. A
 //! [`StableBlock`] therefore has its own physical handle, at its own addresses, which are never
-//! reused. A [`Registration`] represents one user that keeps the address: the block may be freed,
-//! but while a registration lives nothing is unmapped and the charge stays. A validating driver is
-//! notified of each, and reports a move under it.
+//! reused. A [`AddressRegistration`] represents one user that keeps the address: the block may be
+//! freed, but while a registration lives nothing is unmapped and the charge stays. A validating
+//! driver is notified of each, and reports a move under it.
 //!
 //! Such a block costs driver calls, some 30 µs or more, and whole handles, usually of 2 MiB, so use
 //! it for long-lived buffers. On devices without virtual memory mapping, and in bypass mode without
@@ -27,7 +27,7 @@ use crate::{
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
-use aquifer_stream::{Account, Stream, Tracked};
+use aquifer_stream::{Account, Stream, TrackUses};
 use bytemuck::Pod;
 use std::{
     fmt,
@@ -40,7 +40,7 @@ use std::{
 /// Work uses it like any [`Block`]: [`StableBlock::block`] borrows it as one, and
 /// [`StableBlock::into_block`] converts it. When it is dropped, its memory returns to the driver,
 /// not to a cache: at the next slow path or trim of the pool after its last use is done and its
-/// last [`Registration`] is dropped. Dropping never calls the driver and never blocks.
+/// last [`AddressRegistration`] is dropped. Dropping never calls the driver and never blocks.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -73,7 +73,7 @@ pub struct StableBlock {
 /// A clone is another registration. Leaking one keeps the memory for good. Dropping one makes no
 /// driver call; the memory of a freed block is released at the pool's next slow path, trim, or
 /// close.
-pub struct Registration {
+pub struct AddressRegistration {
     span: Arc<Span>,
     dedicated: Arc<DedicatedPool>,
     range: DeviceRange,
@@ -255,12 +255,12 @@ impl StableBlock {
 
     /// Registers a user that keeps the address until the returned value is dropped.
     #[track_caller]
-    pub fn register(&self) -> Registration {
+    pub fn register(&self) -> AddressRegistration {
         let _site = site::enter();
         let (dedicated, span) = (self.dedicated.clone(), self.span.clone());
         let range =
             DeviceRange { device: dedicated.device, address: span.address, bytes: self.bytes() };
-        Registration::new(dedicated, span, range)
+        AddressRegistration::new(dedicated, span, range)
     }
 
     /// Returns the number of its live registrations.
@@ -331,13 +331,13 @@ unsafe impl Operand for StableBlock {
     }
 }
 
-impl Tracked for StableBlock {
+impl TrackUses for StableBlock {
     fn account(&self) -> Account<'_> {
         self.block.account()
     }
 }
 
-impl Registration {
+impl AddressRegistration {
     /// Records one more user that keeps the address.
     fn new(dedicated: Arc<DedicatedPool>, span: Arc<Span>, range: DeviceRange) -> Self {
         span.add_registration();
@@ -354,7 +354,7 @@ impl Registration {
     }
 }
 
-impl Clone for Registration {
+impl Clone for AddressRegistration {
     #[track_caller]
     fn clone(&self) -> Self {
         let _site = site::enter();
@@ -362,7 +362,7 @@ impl Clone for Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for AddressRegistration {
     fn drop(&mut self) {
         // Before the count is decremented: from then on another thread may unmap.
         if let Some(observer) = self.dedicated.driver.observer() {
@@ -381,7 +381,7 @@ impl fmt::Debug for StableBlock {
     }
 }
 
-impl fmt::Debug for Registration {
+impl fmt::Debug for AddressRegistration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registration").field("range", &self.range).finish_non_exhaustive()
     }

@@ -38,7 +38,7 @@ use crate::{
     physical::shared_free::StreamDeps,
     pool::PoolCore,
 };
-use aquifer_core::{Action, DeviceId, MemoryError, Tag, budget::Holding, event::Ticket};
+use aquifer_core::{Action, DeviceId, MemoryError, Tag, budget::Holding, event::EventTicket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
 use aquifer_heap::{Config, Heap, Key, Range};
 use aquifer_stream::{LastUse, Noted, Spin, StreamPool, Timeline, UseList, Uses};
@@ -181,8 +181,8 @@ struct FreeEvents {
     pool: Arc<PoolCore>,
     /// The stream's number.
     stream: u32,
-    free_ticket: Option<Ticket>,
-    complete_ticket: Option<Ticket>,
+    free_ticket: Option<EventTicket>,
+    complete_ticket: Option<EventTicket>,
 }
 
 impl FreeEvents {
@@ -672,7 +672,7 @@ impl CacheState {
 
     /// Allocates a range for `request` from the heap, and counts it.
     #[inline]
-    pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::Block> {
+    pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::HeapBlock> {
         let block = self.heap.alloc(request.size(), request.alignment())?;
         self.count(request);
         Some(block)
@@ -683,7 +683,7 @@ impl CacheState {
         &mut self,
         range: Range,
         request: &Request,
-    ) -> Option<aquifer_heap::Block> {
+    ) -> Option<aquifer_heap::HeapBlock> {
         let block = self.heap.alloc_at(range).ok()?;
         self.count(request);
         Some(block)

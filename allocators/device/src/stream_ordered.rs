@@ -8,8 +8,8 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
-    budget::{Offer, Reclaim, Registration},
-    event::Place,
+    budget::{HookRegistration, Offer, Reclaim},
+    event::MemoryLocation,
 };
 use aquifer_driver::{Driver, PoolHandle};
 use aquifer_stream::{Stream, StreamPool};
@@ -50,7 +50,7 @@ struct StreamOrderedSource {
     budget: Budget,
     /// The charge for what the pool has reserved.
     charged: Mutex<Option<Charge>>,
-    registration: OnceLock<Registration>,
+    registration: OnceLock<HookRegistration>,
 }
 
 impl StreamOrdered {
@@ -155,7 +155,7 @@ impl DriverSource for StreamOrderedSource {
             .map_err(|e| self.driver_error(e))
     }
 
-    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
         Some((&self.budget, self.registration.get()))
     }
 
@@ -204,8 +204,8 @@ impl Reclaim for DriverAllocator<StreamOrderedSource> {
         let _ = self.trim(keep);
     }
 
-    fn place(&self) -> Option<Place> {
-        Some(Place::Device(self.device()))
+    fn place(&self) -> Option<MemoryLocation> {
+        Some(MemoryLocation::Device(self.device()))
     }
 }
 

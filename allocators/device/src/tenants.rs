@@ -22,8 +22,8 @@
 //! pool's again, as in its statistics. For pinned memory and any other `Allocator`, a `Limit`
 //! around it charges the same budget.
 //!
-//! **Cost**: charges come from [`Lease`]s, one for each group of streams, so a block up to the
-//! lease's grain usually takes no lock of the tree. The block stores its charge in a small host
+//! **Cost**: charges come from [`BudgetLease`]s, one for each group of streams, so a block up to
+//! the lease's grain usually takes no lock of the tree. The block stores its charge in a small host
 //! allocation. Blocks without a tenant are not affected, except that a pool with a limited tag
 //! takes the slow path for all its blocks.
 
@@ -33,7 +33,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag,
-    budget::{Lease, Leased},
+    budget::{BudgetLease, Leased},
     error::TenantHolding,
 };
 use aquifer_driver::site;
@@ -64,7 +64,7 @@ pub(crate) struct LiveLimits {
 #[derive(Debug)]
 pub(crate) struct LiveLimit {
     budget: Budget,
-    leases: [Lease; LANES],
+    leases: [BudgetLease; LANES],
     /// The tag that it limits, if any.
     tag: Option<Tag>,
 }
@@ -101,7 +101,12 @@ impl LiveLimit {
 
     /// Calls the reclaimers that are registered for the tenant's budget, then retries.
     #[cold]
-    fn charge_slow(&self, pool: &PoolCore, lease: &Lease, request: &Request) -> Result<Leased> {
+    fn charge_slow(
+        &self,
+        pool: &PoolCore,
+        lease: &BudgetLease,
+        request: &Request,
+    ) -> Result<Leased> {
         let room = self.budget.make_room(request.size(), deadline(pool.config.wait), None);
         lease
             .charge(request.size())
@@ -148,7 +153,7 @@ impl LiveLimits {
         // Their leases are dropped after the lock is released.
         drop(unused);
         let limits = self.limits.read().unwrap_or_else(PoisonError::into_inner).clone();
-        limits.iter().flat_map(|limit| &limit.leases).for_each(Lease::trim);
+        limits.iter().flat_map(|limit| &limit.leases).for_each(BudgetLease::trim);
     }
 
     /// Returns the live bytes of each, most first.

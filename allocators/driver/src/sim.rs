@@ -170,10 +170,10 @@ pub use callback::{Callback, CallbackToken};
 pub use config::{DeviceConfig, Mode, Schedule, SimConfig};
 pub use control::StallGuard;
 pub use cost::Costs;
-pub use kernel::{Kernel, KernelMemory};
+pub use kernel::{KernelMemory, SimKernel};
 pub use outstanding::Outstanding;
 pub use reporting::{BadOnViolation, OnViolation};
-pub use violation::{Party, Place, Violation, ViolationKind};
+pub use violation::{Party, Violation, ViolationKind, ViolationLocation};
 
 use crate::Driver;
 use machine::Machine;

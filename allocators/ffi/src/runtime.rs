@@ -17,8 +17,8 @@ use crate::{
     thread_state,
 };
 use aquifer::{
-    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager,
-    StagerConfig, Stream,
+    DeviceId, DevicePool, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager,
+    StagerConfig, Stream, StreamLifetime,
     event::RingSink,
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
@@ -234,7 +234,7 @@ impl SharedRuntime {
     unsafe fn adopt(&self, device: u32, handle: u64, life: u32) -> CallResult<ResolvedStream> {
         let pool = self.pool(device)?;
         let may_be_reused = life != AQ_STREAMS_RETIRED;
-        let life = if may_be_reused { Life::Fenced } else { Life::Retired };
+        let life = if may_be_reused { StreamLifetime::Fenced } else { StreamLifetime::Retired };
         // SAFETY: 1. Guaranteed by the caller.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         // SAFETY: 1. 2. Guaranteed by the caller.

@@ -8,7 +8,7 @@ use core::fmt;
 /// crate can cause one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Broken {
+pub enum InvariantViolation {
     /// The record at this address is empty, does not consist of whole units, or crosses a border.
     Shape {
         /// The start of the record.
@@ -64,7 +64,7 @@ pub enum Broken {
     },
 }
 
-impl fmt::Display for Broken {
+impl fmt::Display for InvariantViolation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Shape { at } => write!(f, "the record at {at:#x} is misshapen"),
@@ -88,4 +88,4 @@ impl fmt::Display for Broken {
     }
 }
 
-impl core::error::Error for Broken {}
+impl core::error::Error for InvariantViolation {}

@@ -53,7 +53,8 @@ pub enum HeapError {
         /// The block that contains it.
         block: Range,
     },
-    /// The given [`Block`](crate::Block) has been freed, and a later block starts at its address.
+    /// The given [`HeapBlock`](crate::HeapBlock) has been freed, and a later block starts at its
+    /// address.
     Stale {
         /// The given address.
         address: u64,

@@ -67,11 +67,11 @@ mod runs;
 mod slab;
 mod stats;
 
-pub use broken::Broken;
+pub use broken::InvariantViolation;
 pub use bump::{Bump, Mark, StaleMark};
 pub use config::{Config, ConfigError};
 pub use error::HeapError;
 pub use heap::{FreeExtents, Heap};
-pub use range::{Block, Extent, Freed, Key, Range};
+pub use range::{Extent, Freed, HeapBlock, Key, Range};
 pub use runs::Runs;
 pub use stats::HeapStats;

@@ -90,7 +90,7 @@ pub struct Extent {
 ///
 /// [`Heap::free_block`]: crate::Heap::free_block
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Block {
+pub struct HeapBlock {
     /// The first address.
     pub address: u64,
     /// The actual size in bytes, which is at least the requested size.
@@ -142,7 +142,7 @@ impl fmt::Debug for Key {
     }
 }
 
-impl Block {
+impl HeapBlock {
     /// Returns the range of the block.
     #[must_use]
     pub const fn range(&self) -> Range {
@@ -150,7 +150,7 @@ impl Block {
     }
 }
 
-impl fmt::Debug for Block {
+impl fmt::Debug for HeapBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Block").field("range", &self.range()).finish_non_exhaustive()
     }

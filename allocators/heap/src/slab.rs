@@ -47,8 +47,8 @@ pub(crate) struct Slab {
     /// The generation of the block in each live slot. Meaningless for a free slot.
     generations: Box<[u32]>,
     /// The generation of the next block. It counts the blocks of all slots, and persists when the
-    /// slab is reused: a reused slab may start elsewhere, so that an old address falls into another
-    /// slot, and a count per slot could repeat an old key.
+    /// slab is reused: a reused slab may start elsewhere, so that an old address falls into
+    /// another slot, and a count per slot could repeat an old key.
     next_generation: u32,
 }
 

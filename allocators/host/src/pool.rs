@@ -145,7 +145,7 @@ use crate::{
     topology::NodeId,
 };
 use aquifer_core::{
-    Budget, MemoryError, PoolStats, Recorder, Result, event::Place, scratch::Scratch,
+    Budget, MemoryError, PoolStats, Recorder, Result, event::MemoryLocation, scratch::Scratch,
 };
 use aquifer_driver::{HostFlags, site};
 use bytemuck::Pod;
@@ -192,8 +192,8 @@ pub struct PinnedConfig {
     pub reserve: usize,
     /// Whether each thread caches free blocks. If not, every call takes the pool's lock.
     pub magazines: bool,
-    /// Receives the pool's events, in addition to the file that `AQUIFER_TRACE` names. A pool whose
-    /// events are recorded has no magazines.
+    /// Receives the pool's events, in addition to the file that `AQUIFER_TRACE` names. A pool
+    /// whose events are recorded has no magazines.
     pub recorder: Option<Arc<Recorder>>,
 }
 
@@ -265,11 +265,11 @@ pub struct PinnedStats {
     /// Bytes of free blocks in magazines, including those of ended threads, and in the depot. A
     /// part of `memory.cached`.
     pub in_magazines: u64,
-    /// Refused frees (a count): the pointer was no live block, or the layout did not fit the block.
-    /// Nothing was freed.
+    /// Refused frees (a count): the pointer was no live block, or the layout did not fit the
+    /// block. Nothing was freed.
     pub refused_frees: u64,
-    /// Acquisitions of the pool's lock (a count), including the one by `stats`. Magazines keep this
-    /// number low.
+    /// Acquisitions of the pool's lock (a count), including the one by `stats`. Magazines keep
+    /// this number low.
     pub locked: u64,
 }
 
@@ -289,8 +289,8 @@ struct PoolContext {
 }
 
 impl PoolContext {
-    fn place(&self) -> Place {
-        Place::Host(self.config.node.map(|node| node.0))
+    fn place(&self) -> MemoryLocation {
+        MemoryLocation::Host(self.config.node.map(|node| node.0))
     }
 }
 

@@ -59,7 +59,7 @@ pub mod window;
 
 pub use backing::{retry_stranded, stranded_bytes};
 pub use file_map::FileMap;
-pub use in_place::{InPlace, Pinnable, PinnableMut, Refused, scope, scope_mut};
+pub use in_place::{InPlace, PinError, Pinnable, PinnableMut, scope, scope_mut};
 pub use report::{
     Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
     Unfit,
@@ -204,8 +204,8 @@ pub struct RegionRequest {
     /// The preferred NUMA node. With `None` the pages may lie anywhere.
     pub node: Option<NodeId>,
     /// Requires every page to lie on `node`: a page on another or an unknown node is an error.
-    /// Otherwise the node is only preferred. Has no effect without a node. The strict memory policy
-    /// of the kernel is never used, because on a full node it kills the process.
+    /// Otherwise the node is only preferred. Has no effect without a node. The strict memory
+    /// policy of the kernel is never used, because on a full node it kills the process.
     pub strict: bool,
     /// Whether the region must be pinned.
     pub pinning: Pinning,

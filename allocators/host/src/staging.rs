@@ -77,7 +77,7 @@ mod transfer;
 pub use error::{Failed, StageError};
 pub use file::{FileSource, ReadMode};
 pub use installed::{install, installed};
-pub use permit::{Permit, Ready};
+pub use permit::{Permit, PermitFuture};
 pub use scope::{StageScope, Staged};
 pub use short_wait::ShortWait;
 pub use source::{Sink, Source};
@@ -108,8 +108,8 @@ pub struct StagerConfig {
     /// Maximum number of threads that fill slots for the device, 1 to 256.
     ///
     /// It is at most two less than the CPUs of the node that this process may use. If the sum with
-    /// [`StagerConfig::down_workers`] exceeds those CPUs, each direction gets at most half of them.
-    /// The default of eight saturates the link.
+    /// [`StagerConfig::down_workers`] exceeds those CPUs, each direction gets at most half of
+    /// them. The default of eight saturates the link.
     pub up_workers: usize,
     /// Maximum number of threads that empty slots of the device, 1 to 256. The same bounds apply.
     /// These threads are separate from those of the other direction.
@@ -117,8 +117,8 @@ pub struct StagerConfig {
     /// Bytes of a slot, which is also the size of the longest chunk. A multiple of 4096, up to 1
     /// GiB.
     pub slot: usize,
-    /// Slots of each worker, 1 to 16. With one slot, the CPU and the device alternate. The slots of
-    /// a direction should fit into the last-level cache.
+    /// Slots of each worker, 1 to 16. With one slot, the CPU and the device alternate. The slots
+    /// of a direction should fit into the last-level cache.
     pub slots: usize,
     /// Bytes of the shortest chunk, used at the beginning and the end of a transfer. 4096 up to
     /// [`StagerConfig::slot`].

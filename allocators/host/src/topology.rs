@@ -33,13 +33,13 @@ mod strain;
 pub use bitmap::{Bitmap, ListError};
 pub use devices::DeviceMemory;
 pub use files::TopologyError;
-pub use found::{Found, Source};
+pub use found::{Found, Provenance};
 pub use groups::GroupEvents;
 pub use headroom::Headroom;
 pub use node::{HugePool, Node, NodeId};
 pub use pages::ThpMode;
 pub use pci::{PciAddress, PciAddressError};
-pub use process::{Limits, MemoryLimit};
+pub use process::{MemoryLimit, ProcessLimits};
 pub use strain::{Stalls, Strain};
 
 use files::{Files, file};
@@ -84,7 +84,7 @@ pub struct Topology {
     thp: Found<ThpMode>,
     thp_size: Found<u64>,
     wsl: Found<bool>,
-    limits: Limits,
+    limits: ProcessLimits,
 }
 
 impl Topology {
@@ -95,10 +95,10 @@ impl Topology {
     /// `on` and `off`.
     pub fn read() -> Result<Self, TopologyError> {
         let numa = match env::var_os(NUMA_VARIABLE) {
-            None => Found::unknown(Source::Nobody),
+            None => Found::unknown(Provenance::Nobody),
             Some(value) => Found::known(
                 Self::parse_switch(&value.to_string_lossy())?,
-                Source::Variable(NUMA_VARIABLE),
+                Provenance::Variable(NUMA_VARIABLE),
             ),
         };
         Self::read_with(Path::new("/"), numa)
@@ -109,13 +109,13 @@ impl Topology {
     /// # Errors
     /// [`TopologyError`] for a file that cannot be parsed.
     pub fn read_under(root: &Path) -> Result<Self, TopologyError> {
-        Self::read_with(root, Found::unknown(Source::Nobody))
+        Self::read_with(root, Found::unknown(Provenance::Nobody))
     }
 
     /// Returns the topology without its nodes, as with `AQUIFER_NUMA=off`.
     #[must_use]
     pub fn without_nodes(mut self) -> Self {
-        self.numa = Found::known(false, Source::Variable(NUMA_VARIABLE));
+        self.numa = Found::known(false, Provenance::Variable(NUMA_VARIABLE));
         self.nodes.clear();
         self
     }
@@ -237,7 +237,7 @@ impl Topology {
 
     /// Returns the limits that may affect pinned memory.
     #[must_use]
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &ProcessLimits {
         &self.limits
     }
 
@@ -305,7 +305,7 @@ impl Topology {
             Some(id) => self.node(id).map(|node| &node.allowed_cpus),
             None => self.cpus_allowed.value.as_ref(),
         };
-        let mut smallest = Found::unknown(Source::Nobody);
+        let mut smallest = Found::unknown(Provenance::Nobody);
         for cpu in cpus.into_iter().flat_map(Bitmap::iter) {
             let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu{cpu}/cache/index3/size"));
             let Some(bytes) = self.files.size(&path)? else {

@@ -7,7 +7,7 @@
 
 use aquifer_core::{DeviceId, Result};
 use aquifer_driver::{Access, sim::Sim};
-use aquifer_stream::{Life, Stream, StreamPool, UseList};
+use aquifer_stream::{Stream, StreamLifetime, StreamPool, UseList};
 use std::{hint::black_box, time::Instant};
 
 const ROUNDS: u32 = 2_000_000;
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     let raw =
         sim.driver().stream_create(DeviceId(0), 0).map_err(aquifer_core::MemoryError::Driver)?;
     // SAFETY: 1. a stream of this driver. 2. retired at once, and never destroyed.
-    let home = unsafe { pool.adopt(raw, Life::Retired) }?;
+    let home = unsafe { pool.adopt(raw, StreamLifetime::Retired) }?;
     home.clone().retire()?;
     let (u, v): (Stream, Stream) = (pool.lease()?, pool.lease()?);
     let (home, u, v) = (home.timeline(), u.timeline(), v.timeline());

@@ -18,9 +18,9 @@
 //! | copy | contiguous | by rows |
 //! |---|---|---|
 //! | host → device, owned | [`Stream::upload`] | [`Stream::upload_2d`] |
-//! | host → device, borrowed | [`Scope::upload`] | [`Scope::upload_2d`] |
+//! | host → device, borrowed | [`CopyScope::upload`] | [`CopyScope::upload_2d`] |
 //! | device → host, owned | [`Stream::download`] | [`Stream::download_2d`] |
-//! | device → host, borrowed | [`Scope::download`] | [`Scope::download_2d`] |
+//! | device → host, borrowed | [`CopyScope::download`] | [`CopyScope::download_2d`] |
 //! | within a device | [`Stream::copy`] | [`Stream::copy_2d`] |
 //! | to another device | [`Stream::copy_to_peer`] | – |
 //! | fill | [`Stream::fill`], [`Stream::fill_bytes`] | [`Stream::fill_2d`] |
@@ -41,8 +41,8 @@ mod in_flight;
 mod scope;
 
 pub use grid::Grid;
-pub use in_flight::{HostOwned, InFlight, Landing, Refused};
-pub use scope::Scope;
+pub use in_flight::{HostOwned, InFlight, Landing, RefusedCopy};
+pub use scope::CopyScope;
 
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};

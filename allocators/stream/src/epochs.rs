@@ -39,8 +39,8 @@ use std::{collections::VecDeque, fmt, sync::Arc};
 pub struct Epochs<E> {
     /// The epoch that work queued now belongs to. Only grows.
     open: AtomicU64,
-    /// All epochs up to this one are complete. Only grows. Less than `open`, or `u64::MAX` once the
-    /// stream has ended.
+    /// All epochs up to this one are complete. Only grows. Less than `open`, or `u64::MAX` once
+    /// the stream has ended.
     done: AtomicU64,
     /// Published events that were not yet seen complete, in ascending order of epochs.
     recorded: Spin<VecDeque<(u64, Arc<E>)>>,

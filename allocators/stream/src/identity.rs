@@ -3,7 +3,7 @@
 //! The driver reuses the handle of a destroyed stream, but never its id. While a stream captures,
 //! the driver returns no id, and querying it would invalidate the capture.
 
-use crate::Life;
+use crate::StreamLifetime;
 use aquifer_core::DriverError;
 use aquifer_driver::{Driver, RawStream, Relaxed};
 use std::sync::OnceLock;
@@ -22,9 +22,9 @@ impl StreamIdentity {
 
     /// Returns whether a stream of this lifetime has this id. A stream without a known id adopts
     /// this one, unless it may be destroyed without notice.
-    pub(crate) fn matches(&self, id: u64, life: &Life) -> bool {
+    pub(crate) fn matches(&self, id: u64, life: &StreamLifetime) -> bool {
         match life {
-            Life::Fenced => self.0.get() == Some(&id),
+            StreamLifetime::Fenced => self.0.get() == Some(&id),
             _ => *self.0.get_or_init(|| id) == id,
         }
     }

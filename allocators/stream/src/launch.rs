@@ -24,7 +24,7 @@ type OperandVec<T> = SmallVec<[T; 8]>;
     label = "a block or a buffer of a pool is needed here",
     note = "pass a `Block` or a `DeviceBuffer`"
 )]
-pub trait Tracked: Operand {
+pub trait TrackUses: Operand {
     /// Returns the use records of the block, which all parts of a block share.
     fn account(&self) -> Account<'_>;
 }
@@ -99,22 +99,22 @@ impl<'a> Launch<'a> {
     }
 
     /// Adds an operand that the work reads.
-    pub fn reads(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
+    pub fn reads(self, operand: &'a (impl TrackUses + ?Sized)) -> Self {
         self.uses(operand, Access::Read)
     }
 
     /// Adds an operand that the work overwrites without reading its old contents.
-    pub fn writes(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
+    pub fn writes(self, operand: &'a (impl TrackUses + ?Sized)) -> Self {
         self.uses(operand, Access::Write)
     }
 
     /// Adds an operand that the work reads and writes.
-    pub fn updates(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
+    pub fn updates(self, operand: &'a (impl TrackUses + ?Sized)) -> Self {
         self.uses(operand, Access::ReadWrite)
     }
 
     /// Adds an operand with this access.
-    pub fn uses(mut self, operand: &'a (impl Tracked + ?Sized), access: Access) -> Self {
+    pub fn uses(mut self, operand: &'a (impl TrackUses + ?Sized), access: Access) -> Self {
         let (account, part) = (operand.account(), (operand.range(), access));
         match self.entries.iter_mut().find(|entry| std::ptr::eq(entry.account.uses, account.uses)) {
             Some(entry) => {
@@ -144,7 +144,7 @@ impl<'a> Launch<'a> {
     /// those of [`Timeline::wait_for`]. No use is recorded then. Waits that were already queued
     /// stay queued, and are harmless.
     #[track_caller]
-    pub fn preflight(self) -> Result<Ready> {
+    pub fn preflight(self) -> Result<PreparedLaunch> {
         let site = site::enter();
         self.validate()?;
         let on = self.on.timeline();
@@ -182,7 +182,7 @@ impl<'a> Launch<'a> {
             uses.push(entered.into_use(on));
         }
         site.checkpoint(&**self.on.driver());
-        Ok(Ready { on: on.clone(), uses })
+        Ok(PreparedLaunch { on: on.clone(), uses })
     }
 
     fn validate(&self) -> Result<()> {
@@ -240,15 +240,15 @@ impl fmt::Debug for Launch<'_> {
 /// A launch whose blocks are ordered: the work may be queued now.
 ///
 /// Until it ends, the memory of its blocks is not reused, even if they are freed, and conflicting
-/// uses are refused. Dropping it ends it as [`Ready::commit`] does, which is correct whether or not
+/// uses are refused. Dropping it ends it as [`PreparedLaunch::commit`] does, which is correct whether or not
 /// the work was queued. Forgetting it leaks the blocks' memory.
 #[must_use = "a launch that is dropped at once covers no work"]
-pub struct Ready {
+pub struct PreparedLaunch {
     on: Arc<Timeline>,
     uses: OperandVec<Use>,
 }
 
-impl Ready {
+impl PreparedLaunch {
     /// Ends all uses in one epoch. Call it after the work is queued. Records at most one event, and
     /// only on a stream that must be fenced immediately.
     ///
@@ -280,7 +280,7 @@ impl Ready {
     }
 }
 
-impl Drop for Ready {
+impl Drop for PreparedLaunch {
     fn drop(&mut self) {
         // After an error nothing proves the uses, so their blocks are held back until the stream is
         // retired.
@@ -288,7 +288,7 @@ impl Drop for Ready {
     }
 }
 
-impl fmt::Debug for Ready {
+impl fmt::Debug for PreparedLaunch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Ready")
             .field("stream", &self.on.number())

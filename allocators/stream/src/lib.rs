@@ -6,7 +6,7 @@
 //! | [`StreamPool`], [`Stream`] | leased and recycled streams, adopted streams of other libraries |
 //! | [`Timeline`], [`epochs`] | the epochs of a stream, and the events that prove them complete |
 //! | [`UseList`], [`Use`] | the uses of a block by streams other than its owner stream |
-//! | [`Launch`], [`Ready`] | all blocks of one launch, ordered and stamped together |
+//! | [`Launch`], [`PreparedLaunch`] | all blocks of one launch, ordered and stamped together |
 //! | [`Stream::upload`], [`Stream::scope`] | asynchronous copies that safe code cannot race with |
 //! | [`Retirement`] | whether driver calls may still use a handle that is about to be destroyed |
 //! | [`Spin`] | the spin lock of a stream's cache |
@@ -27,12 +27,12 @@ mod timeline;
 mod uses;
 mod wait_cache;
 
-pub use copy::{Grid, HostOwned, InFlight, Landing, Refused, Scope};
+pub use copy::{CopyScope, Grid, HostOwned, InFlight, Landing, RefusedCopy};
 pub use epochs::Epochs;
-pub use launch::{Account, Launch, Ready, Tracked};
-pub use life::Life;
+pub use launch::{Account, Launch, PreparedLaunch, TrackUses};
+pub use life::StreamLifetime;
 pub use lock::Spin;
-pub use pool::{DEFAULT_CAP, Lease, StreamPool};
+pub use pool::{DEFAULT_CAP, StreamOptions, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};

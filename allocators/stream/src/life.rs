@@ -10,17 +10,17 @@ use std::{
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
-/// use aquifer_stream::{Life, StreamPool};
+/// use aquifer_stream::{StreamLifetime, StreamPool};
 /// let driver = Sim::h200(1).driver();
 /// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
 /// let theirs = driver.stream_create(DeviceId(0), 0)?;
 /// // SAFETY: 1. a valid stream of this device. 2. it is never destroyed here.
-/// let stream = unsafe { streams.adopt(theirs, Life::Retired) }?;
+/// let stream = unsafe { streams.adopt(theirs, StreamLifetime::Retired) }?;
 /// stream.retire()?;                       // before it is destroyed
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub enum Life {
+pub enum StreamLifetime {
     /// The pool owns the stream, and destroys it when the last reference is dropped.
     Owned,
     /// Another library owns the stream, which lives as long as this value.
@@ -40,7 +40,7 @@ pub enum Life {
     Thread(ThreadId),
 }
 
-impl Life {
+impl StreamLifetime {
     /// Returns whether an event must be recorded at each free and at the end of each use, because
     /// it may be too late afterwards.
     pub(crate) fn fences_at_once(&self) -> bool {
@@ -62,7 +62,7 @@ impl Life {
     }
 }
 
-impl fmt::Debug for Life {
+impl fmt::Debug for StreamLifetime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Owned => f.write_str("Owned"),

@@ -1,6 +1,6 @@
 //! A pool of leased and recycled streams.
 
-use crate::{Life, Stream, Timeline, identity::id_of};
+use crate::{Stream, StreamLifetime, Timeline, identity::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
 use aquifer_driver::{Driver, KeepAlive, RawStream, leftovers};
 use std::{
@@ -89,10 +89,12 @@ impl StreamKey {
 
     /// Returns the lifetime of a default stream, or `None` for any other stream, whose lifetime the
     /// caller must give.
-    fn default_life(self) -> Option<Life> {
+    fn default_life(self) -> Option<StreamLifetime> {
         match self.thread {
-            Some(thread) => Some(Life::Thread(thread)),
-            None if self.raw == RawStream::legacy(self.raw.device()) => Some(Life::Legacy),
+            Some(thread) => Some(StreamLifetime::Thread(thread)),
+            None if self.raw == RawStream::legacy(self.raw.device()) => {
+                Some(StreamLifetime::Legacy)
+            }
             None => None,
         }
     }
@@ -103,19 +105,19 @@ impl StreamKey {
 /// ```
 /// use aquifer_core::DeviceId;
 /// use aquifer_driver::sim::Sim;
-/// use aquifer_stream::{Lease, StreamPool};
+/// use aquifer_stream::{StreamOptions, StreamPool};
 /// let pool = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
-/// let collectives = pool.lease_as(Lease::default().isolated().priority(-1))?;
+/// let collectives = pool.lease_as(StreamOptions::default().isolated().priority(-1))?;
 /// assert!(collectives.timeline().is_isolated());
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Lease {
+pub struct StreamOptions {
     priority: i32,
     isolated: bool,
 }
 
-impl Lease {
+impl StreamOptions {
     /// Sets the priority. A lower number is served first. The default is 0.
     #[must_use]
     pub fn priority(mut self, priority: i32) -> Self {
@@ -145,7 +147,7 @@ struct SlotTable {
 
 struct Slot {
     timeline: Arc<Timeline>,
-    kind: Lease,
+    kind: StreamOptions,
     /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
     lease: Weak<StreamLease>,
@@ -202,7 +204,7 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease(&self) -> Result<Stream> {
-        self.lease_as(Lease::default())
+        self.lease_as(StreamOptions::default())
     }
 
     /// Leases a stream of this priority (a lower number is served first). Reuses an idle stream or
@@ -211,7 +213,7 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease_with_priority(&self, priority: i32) -> Result<Stream> {
-        self.lease_as(Lease::default().priority(priority))
+        self.lease_as(StreamOptions::default().priority(priority))
     }
 
     /// Leases a stream that only its user may order with other streams. For collectives. See
@@ -220,7 +222,7 @@ impl StreamPool {
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn lease_isolated(&self) -> Result<Stream> {
-        self.lease_as(Lease::default().isolated())
+        self.lease_as(StreamOptions::default().isolated())
     }
 
     /// Leases a stream with these properties. Reuses an idle stream or creates one. An idle stream
@@ -229,7 +231,7 @@ impl StreamPool {
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
-    pub fn lease_as(&self, kind: Lease) -> Result<Stream> {
+    pub fn lease_as(&self, kind: StreamOptions) -> Result<Stream> {
         let core = &self.core;
         let mut capturing = Vec::new();
         let reuse = loop {
@@ -327,7 +329,7 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::WrongDevice`], and driver errors.
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
-    pub unsafe fn adopt(&self, raw: RawStream, life: Life) -> Result<Stream> {
+    pub unsafe fn adopt(&self, raw: RawStream, life: StreamLifetime) -> Result<Stream> {
         self.adopt_stream(raw, life)
     }
 
@@ -341,7 +343,7 @@ impl StreamPool {
     /// # Errors
     /// As [`StreamPool::adopt`].
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
-    pub unsafe fn adopt_isolated(&self, raw: RawStream, life: Life) -> Result<Stream> {
+    pub unsafe fn adopt_isolated(&self, raw: RawStream, life: StreamLifetime) -> Result<Stream> {
         let stream = self.adopt_stream(raw, life)?;
         stream.timeline().isolate();
         Ok(stream)
@@ -354,7 +356,7 @@ impl StreamPool {
     /// # Errors
     /// Driver errors.
     pub fn legacy_default(&self) -> Result<Stream> {
-        self.adopt_stream(RawStream::legacy(self.device()), Life::Legacy)
+        self.adopt_stream(RawStream::legacy(self.device()), StreamLifetime::Legacy)
     }
 
     /// Returns the default stream of the calling thread (handle 2). Each thread has its own stream
@@ -368,10 +370,10 @@ impl StreamPool {
     /// # Errors
     /// Driver errors.
     pub fn thread_default(&self) -> Result<Stream> {
-        self.adopt_stream(RawStream::per_thread(self.device()), Life::Fenced)
+        self.adopt_stream(RawStream::per_thread(self.device()), StreamLifetime::Fenced)
     }
 
-    fn adopt_stream(&self, raw: RawStream, life: Life) -> Result<Stream> {
+    fn adopt_stream(&self, raw: RawStream, life: StreamLifetime) -> Result<Stream> {
         let timeline = self.core.adopt_timeline(raw, life)?;
         let id = self.core.ids.mint(timeline.number(), 0);
         Ok(Stream { lease: StreamLease::new(&self.core, &timeline, id, None) })
@@ -404,7 +406,7 @@ impl StreamPool {
             None => None,
         };
         match alive {
-            Some(alive) => self.core.adopt_timeline(raw, Life::KeptAlive(alive)),
+            Some(alive) => self.core.adopt_timeline(raw, StreamLifetime::KeptAlive(alive)),
             None => match StreamKey::of(raw).default_life() {
                 Some(life) => self.core.adopt_timeline(raw, life),
                 None => self.core.lookup(raw)?.ok_or(MemoryError::UnknownId),
@@ -478,7 +480,7 @@ impl PoolCore {
     }
 
     /// Creates a stream in the driver. Its number is assigned later, under the lock.
-    fn create_stream(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+    fn create_stream(&self, kind: StreamOptions) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         // Retry releases that the driver refused before. What is refused again stays for the next
         // sweep.
         let _ = leftovers::sweep(&self.driver);
@@ -494,7 +496,9 @@ impl PoolCore {
             }
         };
         let driver = self.driver.clone();
-        Ok(move |number| Timeline::new(driver, raw, number, id, Life::Owned, kind.isolated))
+        Ok(move |number| {
+            Timeline::new(driver, raw, number, id, StreamLifetime::Owned, kind.isolated)
+        })
     }
 
     #[expect(unsafe_code, reason = "ends a handle")]
@@ -538,7 +542,7 @@ impl PoolCore {
         Ok(known.is_current()?.then_some(known))
     }
 
-    fn adopt_timeline(&self, raw: RawStream, life: Life) -> Result<Arc<Timeline>> {
+    fn adopt_timeline(&self, raw: RawStream, life: StreamLifetime) -> Result<Arc<Timeline>> {
         let key = StreamKey::of(raw);
         let (raw, life) = (key.raw, key.default_life().unwrap_or(life));
         if let Some(known) = self.lookup(raw)? {

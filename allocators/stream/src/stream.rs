@@ -42,7 +42,7 @@ impl Stream {
     }
 
     /// Returns the driver's handle. It is valid while this lease lasts. The handle of an adopted
-    /// stream is valid as its [`Life`](crate::Life) says.
+    /// stream is valid as its [`StreamLifetime`](crate::StreamLifetime) says.
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.lease.timeline.raw()

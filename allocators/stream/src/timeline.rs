@@ -1,7 +1,7 @@
 //! The epochs of one stream: which of its work is complete, and the events that prove it.
 
 use crate::{
-    Calling, Ended, Epochs, Life, Retirement,
+    Calling, Ended, Epochs, Retirement, StreamLifetime,
     attachments::Attachments,
     events::{EventPool, OwnedEvent},
     identity::{StreamIdentity, id_of},
@@ -96,10 +96,10 @@ pub struct Timeline {
     /// The stream's number in its pool, for messages.
     number: u32,
     identity: StreamIdentity,
-    /// The number of this timeline. A stream that is released and adopted again gets a new timeline
-    /// with a new serial, and its epochs start again.
+    /// The number of this timeline. A stream that is released and adopted again gets a new
+    /// timeline with a new serial, and its epochs start again.
     serial: u64,
-    life: Life,
+    life: StreamLifetime,
     /// Leases that have not ended. A stream that was adopted more than once has several.
     leases: AtomicU32,
     /// Whether only the user may order this stream with others. Never reset once set.
@@ -120,7 +120,7 @@ impl Timeline {
         raw: RawStream,
         number: u32,
         id: Option<u64>,
-        life: Life,
+        life: StreamLifetime,
         isolated: bool,
     ) -> Self {
         Self {
@@ -199,8 +199,11 @@ impl Timeline {
     /// Driver errors.
     pub fn is_current(&self) -> Result<bool> {
         match self.life {
-            Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => Ok(true),
-            Life::Retired | Life::Fenced => {
+            StreamLifetime::Owned
+            | StreamLifetime::KeptAlive(_)
+            | StreamLifetime::Legacy
+            | StreamLifetime::Thread(_) => Ok(true),
+            StreamLifetime::Retired | StreamLifetime::Fenced => {
                 let id = id_of(&*self.driver, self.raw).map_err(|e| self.driver_error(e))?;
                 Ok(id.is_none_or(|id| self.has_id(id)))
             }
@@ -333,9 +336,12 @@ impl Timeline {
             return false;
         }
         match self.life {
-            Life::Thread(_) => !self.life.is_valid_on_this_thread(),
-            Life::Fenced => epoch < self.open(),
-            Life::Owned | Life::KeptAlive(_) | Life::Retired | Life::Legacy => false,
+            StreamLifetime::Thread(_) => !self.life.is_valid_on_this_thread(),
+            StreamLifetime::Fenced => epoch < self.open(),
+            StreamLifetime::Owned
+            | StreamLifetime::KeptAlive(_)
+            | StreamLifetime::Retired
+            | StreamLifetime::Legacy => false,
         }
     }
 
@@ -354,7 +360,7 @@ impl Timeline {
             // A retired or lost stream has nothing left to prove.
             Err(_) => return Ok(Fence::Standing),
         };
-        let may_be_destroyed = matches!(self.life, Life::Fenced);
+        let may_be_destroyed = matches!(self.life, StreamLifetime::Fenced);
         if may_be_destroyed && epoch < self.open() {
             // The time to fence this epoch has passed without an event.
             return Ok(Fence::OutOfReach);
@@ -650,14 +656,14 @@ impl Timeline {
     }
 
     /// Waits until the recorded work of the stream is complete, even if its handle may be
-    /// destroyed. A [`Life::Fenced`] stream is waited for through its events, any other stream
-    /// through [`Timeline::synchronize`]. Blocks.
+    /// destroyed. A [`StreamLifetime::Fenced`] stream is waited for through its events, any other
+    /// stream through [`Timeline::synchronize`]. Blocks.
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] if some work could not be fenced in time. Otherwise as
     /// [`Timeline::synchronize`].
     pub fn quiesce(&self) -> Result<()> {
-        if !matches!(self.life, Life::Fenced) {
+        if !matches!(self.life, StreamLifetime::Fenced) {
             return self.synchronize();
         }
         // Recording work in an epoch of such a stream also closes that epoch.
@@ -763,8 +769,8 @@ impl Timeline {
     ///
     /// # Errors
     /// - [`MemoryError::Capturing`]: the queued work may be part of a graph.
-    /// - [`MemoryError::DeviceLost`], and the errors of a driver
-    ///   [that is gone](DriverError::is_driver_gone): no queued work runs any more.
+    /// - [`MemoryError::DeviceLost`], and the errors of a driver [that is
+    ///   gone](DriverError::is_driver_gone): no queued work runs any more.
     pub fn settle_or_abort(&self) -> Result<()> {
         let started = Instant::now();
         loop {
@@ -857,7 +863,7 @@ impl Timeline {
 impl Drop for Timeline {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
-        if matches!(self.life, Life::Owned) {
+        if matches!(self.life, StreamLifetime::Owned) {
             let (driver, raw) = (self.driver.clone(), self.raw);
             // Queued work runs on. SAFETY: 1. the stream was created for this timeline, every copy
             // of its handle is held together with the timeline, and no release of the stream has

@@ -9,14 +9,14 @@ mod counting;
 mod support;
 
 use aquifer_driver::Access;
-use aquifer_stream::{Life, UseList};
+use aquifer_stream::{StreamLifetime, UseList};
 use counting::asked;
 use support::Rig;
 
 #[test]
 fn a_steady_state_of_uses_by_two_streams_allocates_nothing_on_the_heap() {
     let rig = Rig::new(4);
-    let home = rig.adopt(rig.foreign(), Life::Retired).unwrap();
+    let home = rig.adopt(rig.foreign(), StreamLifetime::Retired).unwrap();
     // There is then nothing to wait for, since the driver's calls are not counted.
     home.clone().retire().unwrap();
     let (u, v) = (rig.lease(), rig.lease());

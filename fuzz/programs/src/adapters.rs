@@ -12,7 +12,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};
-use aquifer_adapters::{Counted, Fallback, Frames, Limit, Segregate, Tagged};
+use aquifer_adapters::{CountingAllocator, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
 use aquifer_device::{
     DeviceArena, DeviceBuffer, DevicePages, DevicePool, PageRun, PoolConfig, Resource,
@@ -39,9 +39,9 @@ struct World {
     pool: DevicePool,
     streams: Vec<Stream>,
     /// The outermost wrapper.
-    top: Counted<Arc<dyn Resource>>,
+    top: CountingAllocator<Arc<dyn Resource>>,
     budgets: Vec<Budget>,
-    counted: Vec<Counted<Arc<dyn Resource>>>,
+    counted: Vec<CountingAllocator<Arc<dyn Resource>>>,
     /// The tag of the innermost wrapper.
     tag: Option<Tag>,
     buffers: Vec<Buffer>,
@@ -96,7 +96,7 @@ impl World {
             below = match bytes.choice(5) {
                 0 => Arc::new(Limit::new(below, limit(FRAME << setting))),
                 1 => {
-                    let layer = Counted::new(below);
+                    let layer = CountingAllocator::new(below);
                     counted.push(layer.clone());
                     Arc::new(layer)
                 }
@@ -110,13 +110,13 @@ impl World {
                     below,
                 )),
                 _ => {
-                    let small = Counted::new(below.clone());
+                    let small = CountingAllocator::new(below.clone());
                     counted.push(small.clone());
                     Arc::new(Segregate::new(100 << setting, small, below))
                 }
             };
         }
-        let top = Counted::new(below);
+        let top = CountingAllocator::new(below);
         let (buffers, runs, open) = (Vec::new(), Vec::new(), Vec::new());
         let (frames, pages) = (None, None);
         Self {

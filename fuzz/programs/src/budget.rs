@@ -11,7 +11,7 @@ mod model;
 use crate::program::{Bytes, MAX_OPS};
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Reservation,
-    budget::{Lease, Leased, Levels, StrandedCharge, Waiting},
+    budget::{BudgetLease, Leased, Levels, StrandedCharge, Waiting},
 };
 use model::{Model, Wait};
 use std::{
@@ -59,7 +59,7 @@ struct World {
     /// By the node's number in the model.
     budgets: Vec<Option<Budget>>,
     held: Vec<(usize, u64, Held)>,
-    leases: Vec<(usize, Lease)>,
+    leases: Vec<(usize, BudgetLease)>,
     waiters: Vec<Waiter>,
     /// Leases take bytes ahead of charges, so levels and peaks are compared only without them.
     with_leases: bool,

@@ -22,7 +22,7 @@ use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, RawStream,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_stream::{Life, Stream, Use};
+use aquifer_stream::{Stream, StreamLifetime, Use};
 use std::time::Duration;
 
 /// Accesses are declared for blocks that the program holds, on streams of an idle device.
@@ -233,7 +233,7 @@ impl World {
         let foreign =
             sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
         let fenced = bytes.choice(3) == 0;
-        let life = if fenced { Life::Fenced } else { Life::Retired };
+        let life = if fenced { StreamLifetime::Fenced } else { StreamLifetime::Retired };
         #[expect(unsafe_code, reason = "takes in another library's stream")]
         // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed;
         // otherwise no block of it and no use on it is live then.

@@ -26,7 +26,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, Result, Tag,
-    budget::{Levels, Offer, Reclaim, Registration, Waiting},
+    budget::{HookRegistration, Levels, Offer, Reclaim, Waiting},
 };
 use aquifer_device::{
     Adoption, Block, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request,
@@ -180,7 +180,7 @@ struct World {
     app: Arc<App>,
     /// How often a level has changed.
     changes: Arc<AtomicU64>,
-    registrations: Vec<Registration>,
+    registrations: Vec<HookRegistration>,
     stager: Option<Stager>,
     with_threads: bool,
     /// Whether a registration of host memory was made to fail. Memory that cannot be freed then

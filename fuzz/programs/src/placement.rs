@@ -15,8 +15,8 @@
 
 use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer::{
-    Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Place, PlaceError, Placer,
-    Placing, Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
+    Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, PlaceError, PlacementRequest,
+    Placer, Placing, Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
 };
 use std::{
     future::Future,
@@ -57,7 +57,7 @@ struct World {
     gone: Vec<Device>,
     held: Vec<Held>,
     blocks: Vec<(DeviceId, u32, Block)>,
-    waits: Vec<(Place, Placing)>,
+    waits: Vec<(PlacementRequest, Placing)>,
 }
 
 /// Runs the program that `bytes` encodes.
@@ -154,8 +154,9 @@ impl World {
         usize::from(bytes.choice(DEVICES as u8))
     }
 
-    fn asked(bytes: &mut Bytes<'_>) -> Place {
-        let place = Place::bytes(UNIT * (1 + u64::from(bytes.choice(12)))).key(bytes.u8().into());
+    fn asked(bytes: &mut Bytes<'_>) -> PlacementRequest {
+        let place = PlacementRequest::bytes(UNIT * (1 + u64::from(bytes.choice(12))))
+            .key(bytes.u8().into());
         let id = |bytes: &mut Bytes<'_>| DeviceId(bytes.choice(DEVICES as u8).into());
         match bytes.choice(8) {
             0 => place.not_on([id(bytes)]),
@@ -172,7 +173,7 @@ impl World {
     }
 
     /// Returns the devices that a request may be placed on in their current state.
-    fn admitting(&self, place: &Place) -> Vec<usize> {
+    fn admitting(&self, place: &PlacementRequest) -> Vec<usize> {
         let seen: Vec<_> = self.placers[0].devices().collect();
         let serves = |at: &usize| self.devices[*at].health == Health::Serving;
         let admits = |at: &usize| {
@@ -185,7 +186,7 @@ impl World {
         (0..DEVICES).filter(serves).filter(admits).collect()
     }
 
-    fn keep(&mut self, lease: Lease, place: &Place) {
+    fn keep(&mut self, lease: Lease, place: &PlacementRequest) {
         let at = lease.index();
         let device = &self.devices[at];
         assert_eq!(device.health, Health::Serving, "chosen all the same");
@@ -355,7 +356,7 @@ impl World {
         }
     }
 
-    fn go_on(&mut self, place: Place, mut placing: Placing) {
+    fn go_on(&mut self, place: PlacementRequest, mut placing: Placing) {
         match Pin::new(&mut placing).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Pending => self.waits.push((place, placing)),
             Poll::Ready(Ok(lease)) => self.keep(lease, &place),

@@ -17,7 +17,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, MemoryError, OutOfMemory,
-    budget::{Offer, Reclaim, Registration},
+    budget::{HookRegistration, Offer, Reclaim},
 };
 use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -92,7 +92,7 @@ struct World {
     pinned: PinnedPool,
     buffers: Vec<PinnedBuf<u8>>,
     app: Arc<App>,
-    _registration: Registration,
+    _registration: HookRegistration,
     /// Whether all idle memory can be reclaimed at once.
     exact: bool,
 }

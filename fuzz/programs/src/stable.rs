@@ -13,7 +13,7 @@ use crate::{
 };
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{
-    Block, DevicePool, Exported, PoolConfig, Registration, Request, Reserved, StableBlock,
+    AddressRegistration, Block, DevicePool, Exported, PoolConfig, Request, Reserved, StableBlock,
 };
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, ExportTypes,
@@ -57,7 +57,7 @@ struct Stable {
 
 /// A registration that keeps an address, with the contents when its block was freed.
 struct Kept {
-    token: Registration,
+    token: AddressRegistration,
     content: Option<u8>,
 }
 

@@ -19,7 +19,7 @@ use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{
     Access, Call, DeviceId, Operand, OperandMut,
-    sim::{Kernel, Sim},
+    sim::{Sim, SimKernel},
 };
 use aquifer_host::{
     Failed, PinnedConfig, PinnedPool, ShortWait, Source, StageError, Stager, StagerConfig, Stores,
@@ -374,7 +374,7 @@ impl Machine {
         let Some(mut x) = self.operand(bytes) else { return };
         let (byte, range) = (bytes.u8(), x.buffer.range());
         if x.buffer.order_mut(self.home.raw(), None, Access::Write).is_ok() {
-            let fill = Kernel::new("fill")
+            let fill = SimKernel::new("fill")
                 .writes(range, None)
                 .run(move |memory| memory.write(0).fill(byte));
             let filled = self.sim.launch(self.home.raw(), fill).is_ok();

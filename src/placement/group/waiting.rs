@@ -8,7 +8,7 @@
 //!   budgets share a root. In several queues at once, two groups could each hold what the other
 //!   needs.
 
-use super::{Grant, Group, Lease, PlaceError, Placer, Why};
+use super::{Grant, Group, Lease, PlaceError, Placer, RejectReason};
 use crate::placement::waiting::{QueueEntry, block_on};
 use std::{
     fmt,
@@ -29,12 +29,12 @@ const MAX_GRANTS: usize = 4;
 /// and releases its bytes.
 ///
 /// ```
-/// use aquifer::{Group, Place, Policy, Runtime, sim::Sim};
+/// use aquifer::{Group, PlacementRequest, Policy, Runtime, sim::Sim};
 /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
 /// let rt = Runtime::builder().driver(Sim::h200(2).driver()).device_budget(8 << 30).build()?;
 /// let placer = rt.placer(Policy::MostFree);
-/// let held = placer.place(&Place::bytes(6 << 30))?;
-/// let mut grouping = pin!(placer.place_group_async(Group::of(2, Place::bytes(4 << 30))));
+/// let held = placer.place(&PlacementRequest::bytes(6 << 30))?;
+/// let mut grouping = pin!(placer.place_group_async(Group::of(2, PlacementRequest::bytes(4 << 30))));
 /// let mut context = Context::from_waker(Waker::noop());
 /// assert!(grouping.as_mut().poll(&mut context).is_pending());
 /// drop(held);
@@ -129,8 +129,9 @@ impl Grouping {
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
         };
         let lacking = nowhere.devices.iter().enumerate();
-        let lacking =
-            lacking.filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)));
+        let lacking = lacking.filter(|(_, passed)| {
+            matches!(passed.why, RejectReason::Free { .. } | RejectReason::Budget(_))
+        });
         let best = lacking
             .map(|(index, _)| index)
             .max_by_key(|&index| (left(index), current == Some(index)));

@@ -8,8 +8,8 @@ fn candidates(free: &[u64]) -> Vec<Candidate<'static>> {
     free.iter().enumerate().map(candidate).collect()
 }
 
-fn one() -> Place {
-    Place::bytes(1)
+fn one() -> PlacementRequest {
+    PlacementRequest::bytes(1)
 }
 
 /// Returns the devices that are taken in the first turns.
@@ -109,7 +109,9 @@ fn the_order_of_a_custom_policy_is_validated() {
 #[test]
 fn every_constraint_is_enforced() {
     let [small, large] = candidates(&[10, 90])[..] else { unreachable!() };
-    assert!(!Place::bytes(20).admits(&small) && Place::bytes(20).admits(&large));
+    assert!(
+        !PlacementRequest::bytes(20).admits(&small) && PlacementRequest::bytes(20).admits(&large)
+    );
     assert!(!one().min_free(95).admits(&large));
     assert!(!one().min_compute((10, 0)).admits(&large));
     assert!(!one().only([small.device]).admits(&large));

@@ -7,8 +7,8 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-fn each(mib: u64) -> Place {
-    Place::bytes(mib * MIB)
+fn each(mib: u64) -> PlacementRequest {
+    PlacementRequest::bytes(mib * MIB)
 }
 
 #[test]
@@ -28,7 +28,10 @@ fn all_shards_are_held_or_none() {
     let placer = rt.placer(Policy::MostFree);
     let _held = fill(rt.device(1).unwrap(), 8).unwrap();
     let refused = placer.place_group(&Group::of(3, each(4))).unwrap_err();
-    assert_eq!((why(&refused, 0), why(&refused, 1)), (Why::Alone, Why::Free { needs: 4 * MIB }));
+    assert_eq!(
+        (why(&refused, 0), why(&refused, 1)),
+        (RejectReason::Alone, RejectReason::Free { needs: 4 * MIB })
+    );
     assert_eq!(rt.device(0).unwrap().budget().used(), 0);
 }
 
@@ -41,7 +44,10 @@ fn under_one_root_all_shards_are_held_or_none() {
     let placer = rt.placer(Policy::MostFree);
     let refused = placer.place_group(&Group::of(3, each(4))).unwrap_err();
     assert!(
-        (0..4).any(|device| matches!(why(&refused, device), Why::Budget(_) | Why::Free { .. })),
+        (0..4).any(|device| matches!(
+            why(&refused, device),
+            RejectReason::Budget(_) | RejectReason::Free { .. }
+        )),
         "{refused}"
     );
     assert_eq!(root.used(), 0, "what was held is given back");
@@ -57,11 +63,11 @@ fn a_group_that_must_be_on_peers_finds_none_where_there_are_none() {
     let placer = rt.placer(Policy::MostFree);
     assert!(placer.place_group(&Group::of(2, each(1))).is_ok());
     let refused = placer.place_group(&Group::of(2, each(1)).on_peers()).unwrap_err();
-    assert_eq!(why(&refused, 0), Why::Alone);
+    assert_eq!(why(&refused, 0), RejectReason::Alone);
     let both = placer.place_group(&Group::of(2, each(1)).on_peers().packed()).unwrap();
     assert_eq!(both[0].device(), both[1].device());
     let reach = placer.place(&each(1).reaching([DeviceId(0)]).not_on([DeviceId(0)])).unwrap_err();
-    assert_eq!(why(&reach, 1), Why::Unreachable { peer: DeviceId(0) });
+    assert_eq!(why(&reach, 1), RejectReason::Unreachable { peer: DeviceId(0) });
 }
 
 #[test]

@@ -13,16 +13,16 @@ fn lose(sim: &Sim, device: u32) {
 fn nothing_new_goes_to_a_device_that_drains_and_what_is_leased_lives_on() {
     let (_, rt) = machine(2, 100);
     let placer = rt.placer(Policy::MostFree);
-    let lease = placer.place(&Place::bytes(10 * MIB).only([DeviceId(0)])).unwrap();
+    let lease = placer.place(&PlacementRequest::bytes(10 * MIB).only([DeviceId(0)])).unwrap();
     placer.drain(DeviceId(0)).unwrap();
     for policy in every_policy() {
         assert_eq!(place(&rt.placer(policy), 1).unwrap().device(), DeviceId(1), "of all placers");
     }
     assert!(lease.alloc(&lease.stream().unwrap(), Request::bytes(10 * MIB)).is_ok());
-    let only = placer.place(&Place::bytes(MIB).only([DeviceId(0)])).unwrap_err();
-    assert_eq!((why(&only, 0), why(&only, 1)), (Why::Draining, Why::Excluded));
+    let only = placer.place(&PlacementRequest::bytes(MIB).only([DeviceId(0)])).unwrap_err();
+    assert_eq!((why(&only, 0), why(&only, 1)), (RejectReason::Draining, RejectReason::Excluded));
     placer.undrain(DeviceId(0)).unwrap();
-    assert!(placer.place(&Place::bytes(MIB).only([DeviceId(0)])).is_ok());
+    assert!(placer.place(&PlacementRequest::bytes(MIB).only([DeviceId(0)])).is_ok());
     assert_eq!(placer.drain(DeviceId(7)), Err(MemoryError::NoDevice { asked: 7, count: 2 }));
 }
 
@@ -39,14 +39,14 @@ fn a_lost_device_leaves_with_the_first_call_that_meets_the_loss() {
         rt.device(0).unwrap().alloc(&stream, Request::bytes(MIB)).map(drop),
         Err(MemoryError::DeviceLost { device: DeviceId(0) })
     );
-    let next = placer.place(&Place::bytes(MIB)).unwrap();
+    let next = placer.place(&PlacementRequest::bytes(MIB)).unwrap();
     assert_eq!(next.device(), DeviceId(1));
     let lost = Err(MemoryError::DeviceLost { device: DeviceId(0) });
     assert_eq!(lease.stream().map(drop), lost);
     assert_eq!(lease.alloc(&stream, Request::bytes(MIB)).map(drop), lost);
     assert_eq!(placer.device(0).unwrap().health, Health::Lost);
-    let refused = placer.place(&Place::bytes(MIB).only([DeviceId(0)])).unwrap_err();
-    assert_eq!(why(&refused, 0), Why::Lost);
+    let refused = placer.place(&PlacementRequest::bytes(MIB).only([DeviceId(0)])).unwrap_err();
+    assert_eq!(why(&refused, 0), RejectReason::Lost);
     let budget = rt.device(0).unwrap().budget().clone();
     drop((lease, stream));
     assert_eq!(budget.used(), 0, "what it held has gone back all the same");
@@ -68,7 +68,7 @@ fn a_device_that_is_put_back_is_a_new_generation_and_leases_of_the_old_one_are_r
     lose(&sim, 0);
     let after = Sim::h200(2).symbolic();
     assert_eq!(placer.restore(pool(&after)), Ok(2));
-    let new = placer.place(&Place::bytes(MIB).only([DeviceId(0)])).unwrap();
+    let new = placer.place(&PlacementRequest::bytes(MIB).only([DeviceId(0)])).unwrap();
     assert_eq!((new.generation(), old.generation()), (2, 1));
     assert!(new.alloc(&new.stream().unwrap(), Request::bytes(MIB)).is_ok());
     assert_eq!(old.stream().map(drop), Err(MemoryError::DeviceLost { device: DeviceId(0) }));
@@ -104,7 +104,7 @@ fn what_other_programs_take_of_a_device_is_seen_at_the_next_sample_and_a_refusal
     let (always, never) = (rt(Duration::ZERO), rt(Duration::MAX));
     // A neighbour, outside of every budget.
     let neighbour = sim.driver().mem_alloc(DeviceId(0), 900 * MIB).unwrap();
-    let request = Place::bytes(200 * MIB);
+    let request = PlacementRequest::bytes(200 * MIB);
     for _ in 0..3 {
         assert_eq!(
             always.placer(Policy::RoundRobin).place(&request).unwrap().device(),
@@ -115,24 +115,24 @@ fn what_other_programs_take_of_a_device_is_seen_at_the_next_sample_and_a_refusal
     assert_eq!(old.place(&request).unwrap().device(), DeviceId(0), "by a sample from before");
     let refused =
         always.placer(Policy::MostFree).place(&request.clone().only([DeviceId(0)])).unwrap_err();
-    assert_eq!(why(&refused, 0), Why::Free { needs: 200 * MIB });
+    assert_eq!(why(&refused, 0), RejectReason::Free { needs: 200 * MIB });
     let PlaceError::Nowhere(nowhere) = &refused else { panic!("{refused}") };
     assert_eq!(
         (nowhere.devices[0].free, nowhere.devices[1].why.clone()),
-        (100 * MIB, Why::Excluded)
+        (100 * MIB, RejectReason::Excluded)
     );
     assert!(nowhere.devices[0].age < Duration::from_secs(60));
     assert!(refused.to_string().contains("device 0: 100.00 MiB free"), "{refused}");
     let calls = || sim.driver().calls().get(Call::MemoryInfo);
     let before = calls();
-    drop((0..100).map(|_| old.place(&Place::bytes(MIB)).unwrap()).collect::<Vec<_>>());
+    drop((0..100).map(|_| old.place(&PlacementRequest::bytes(MIB)).unwrap()).collect::<Vec<_>>());
     assert_eq!(calls(), before, "asked on the clock, and not for each request");
     // A refusal is never based on an old sample.
     let during = rt(Duration::MAX).placer(Policy::MostFree);
     // SAFETY: 1. nothing has used it.
     #[expect(unsafe_code, reason = "gives a neighbour's memory back")]
     unsafe { sim.driver().mem_free(DeviceId(0), neighbour) }.unwrap();
-    assert!(during.place(&Place::bytes(950 * MIB).only([DeviceId(0)])).is_ok());
+    assert!(during.place(&PlacementRequest::bytes(950 * MIB).only([DeviceId(0)])).is_ok());
 }
 
 #[test]

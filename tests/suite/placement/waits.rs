@@ -35,7 +35,7 @@ fn a_waiter_gets_the_first_device_with_room() {
     let placer = rt.placer(Policy::MostFree);
     let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
     thread::scope(|scope| {
-        let waits = scope.spawn(|| placer.place_by(&Place::bytes(6 * MIB), late()));
+        let waits = scope.spawn(|| placer.place_by(&PlacementRequest::bytes(6 * MIB), late()));
         while waiting(&rt) < 2 {
             thread::yield_now();
         }
@@ -55,13 +55,16 @@ fn a_wait_ends_at_its_deadline_with_every_device_and_why() {
     let placer = rt.placer(Policy::MostFree);
     let _held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
     let soon = Instant::now() + Duration::from_millis(5);
-    let refused = placer.place_by(&Place::bytes(6 * MIB), Some(soon)).unwrap_err();
+    let refused = placer.place_by(&PlacementRequest::bytes(6 * MIB), Some(soon)).unwrap_err();
     assert!(Instant::now() >= soon);
-    assert_eq!(why(&refused, 1), Why::Free { needs: 6 * MIB });
-    let never = placer.place_by(&Place::bytes(11 * MIB), None).unwrap_err();
-    assert_eq!(why(&never, 0), Why::Free { needs: 11 * MIB }, "at once");
-    assert!(placer.place_by(&Place::bytes(MIB).only([]), None).is_err(), "at once");
-    assert_eq!(placer.place_by(&Place::bytes(0), None).unwrap_err(), PlaceError::ZeroSize);
+    assert_eq!(why(&refused, 1), RejectReason::Free { needs: 6 * MIB });
+    let never = placer.place_by(&PlacementRequest::bytes(11 * MIB), None).unwrap_err();
+    assert_eq!(why(&never, 0), RejectReason::Free { needs: 11 * MIB }, "at once");
+    assert!(placer.place_by(&PlacementRequest::bytes(MIB).only([]), None).is_err(), "at once");
+    assert_eq!(
+        placer.place_by(&PlacementRequest::bytes(0), None).unwrap_err(),
+        PlaceError::ZeroSize
+    );
     assert_eq!(waiting(&rt), 0);
 }
 
@@ -72,7 +75,7 @@ fn memory_held_by_caches_is_reclaimed_for_waiters() {
     let pool = rt.device(0).unwrap();
     let block = fill(pool, 10).unwrap();
     thread::scope(|scope| {
-        let waits = scope.spawn(|| placer.place_by(&Place::bytes(6 * MIB), late()));
+        let waits = scope.spawn(|| placer.place_by(&PlacementRequest::bytes(6 * MIB), late()));
         while waiting(&rt) < 1 {
             thread::yield_now();
         }
@@ -88,7 +91,8 @@ fn a_future_is_woken_by_a_grant_and_dropping_it_hands_the_bytes_on() {
     let placer = rt.placer(Policy::MostFree);
     let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
     let wakes = [(); 2].map(|()| Arc::<Wakes>::default());
-    let mut waits = [(); 2].map(|()| Box::pin(placer.place_async(Place::bytes(6 * MIB))));
+    let mut waits =
+        [(); 2].map(|()| Box::pin(placer.place_async(PlacementRequest::bytes(6 * MIB))));
     let poll = |wait: &mut Pin<Box<aquifer::Placing>>, wakes: &Arc<Wakes>| {
         wait.as_mut().poll(&mut Context::from_waker(&Waker::from(wakes.clone())))
     };
@@ -117,7 +121,7 @@ fn bytes_that_two_devices_grant_at_once_are_taken_once() {
     let (_, rt) = machine(2, 10);
     let placer = rt.placer(Policy::MostFree);
     let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
-    let mut wait = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    let mut wait = pin!(placer.place_async(PlacementRequest::bytes(6 * MIB)));
     let mut context = Context::from_waker(Waker::noop());
     assert!(wait.as_mut().poll(&mut context).is_pending());
     drop(held);
@@ -134,7 +138,7 @@ fn waiters_are_woken_when_a_device_leaves_or_returns() {
     let held = place(&placer, 8).unwrap();
     placer.drain(DeviceId(1)).unwrap();
     let wakes = Arc::<Wakes>::default();
-    let mut wait = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    let mut wait = pin!(placer.place_async(PlacementRequest::bytes(6 * MIB)));
     let waker = Waker::from(wakes.clone());
     let mut context = Context::from_waker(&waker);
     assert!(wait.as_mut().poll(&mut context).is_pending());
@@ -143,9 +147,10 @@ fn waiters_are_woken_when_a_device_leaves_or_returns() {
     let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("one is back") };
     assert_eq!(lease.unwrap().device(), DeviceId(1));
     // If no device is left, the wait ends.
-    let all =
-        [0, 1].map(|device| placer.place(&Place::bytes(2 * MIB).only([DeviceId(device)])).unwrap());
-    let mut wait = pin!(placer.place_async(Place::bytes(10 * MIB)));
+    let all = [0, 1].map(|device| {
+        placer.place(&PlacementRequest::bytes(2 * MIB).only([DeviceId(device)])).unwrap()
+    });
+    let mut wait = pin!(placer.place_async(PlacementRequest::bytes(10 * MIB)));
     assert!(wait.as_mut().poll(&mut context).is_pending());
     for device in [0, 1] {
         sim.lose_device(DeviceId(device));
@@ -154,7 +159,7 @@ fn waiters_are_woken_when_a_device_leaves_or_returns() {
     let Poll::Ready(Err(refused)) = wait.poll(&mut context) else {
         panic!("nothing is left to wait for")
     };
-    assert_eq!((why(&refused, 0), why(&refused, 1)), (Why::Lost, Why::Lost));
+    assert_eq!((why(&refused, 0), why(&refused, 1)), (RejectReason::Lost, RejectReason::Lost));
     drop((held, all));
 }
 
@@ -164,11 +169,11 @@ fn a_higher_priority_is_served_first() {
     let placer = rt.placer(Policy::MostFree);
     let held = place(&placer, 8).unwrap();
     let mut context = Context::from_waker(Waker::noop());
-    let mut low = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    let mut low = pin!(placer.place_async(PlacementRequest::bytes(6 * MIB)));
     assert!(low.as_mut().poll(&mut context).is_pending());
     assert!(place(&placer, 2).is_err(), "what is left is waited for");
-    let urgent = placer.place(&Place::bytes(MIB).priority(1)).unwrap();
-    let mut high = pin!(placer.place_async(Place::bytes(6 * MIB).priority(1)));
+    let urgent = placer.place(&PlacementRequest::bytes(MIB).priority(1)).unwrap();
+    let mut high = pin!(placer.place_async(PlacementRequest::bytes(6 * MIB).priority(1)));
     assert!(high.as_mut().poll(&mut context).is_pending());
     drop((held, urgent));
     assert!(low.as_mut().poll(&mut context).is_pending());
@@ -181,7 +186,7 @@ fn a_wait_for_more_free_bytes_than_it_takes_holds_no_more_than_it_takes() {
     let placer = rt.placer(Policy::MostFree);
     let held = place(&placer, 4).unwrap();
     let mut context = Context::from_waker(Waker::noop());
-    let mut wait = pin!(placer.place_async(Place::bytes(2 * MIB).min_free(8 * MIB)));
+    let mut wait = pin!(placer.place_async(PlacementRequest::bytes(2 * MIB).min_free(8 * MIB)));
     assert!(wait.as_mut().poll(&mut context).is_pending());
     drop(held);
     let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("there is room") };

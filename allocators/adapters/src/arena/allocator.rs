@@ -1,7 +1,7 @@
 //! Allocator implementations for `&Arena` and `&Scope`.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Arena, Scope};
+use super::{Arena, ArenaScope};
 use crate::Owns;
 use allocator_api2::alloc::Allocator as UpstreamAllocator;
 use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, impl_allocator};
@@ -59,7 +59,7 @@ macro_rules! bump_allocator {
 }
 
 bump_allocator!([A: UpstreamAllocator] &Arena<A>);
-bump_allocator!([A: UpstreamAllocator] &Scope<'_, A>);
+bump_allocator!([A: UpstreamAllocator] &ArenaScope<'_, A>);
 
 // SAFETY: 1. The chunk that contains the address is deferred in the upstream allocator. So no
 // reset, drop or forgotten arena lets its bytes be reused or unmapped before the gate is open. 2.
@@ -72,7 +72,7 @@ unsafe impl<A: DeferReuse> DeferReuse for &Arena<A> {
 }
 
 // SAFETY: as for the arena.
-unsafe impl<A: DeferReuse> DeferReuse for &Scope<'_, A> {
+unsafe impl<A: DeferReuse> DeferReuse for &ArenaScope<'_, A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.bump().defer(address, until)
     }

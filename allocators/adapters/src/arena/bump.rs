@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "moves a pointer through memory of the allocator below")]
 
 use super::{
-    ArenaSettings, ArenaStats, Mark, OnReset,
+    ArenaMark, ArenaSettings, ArenaStats, OnReset,
     chunks::{Chunk, Chunks},
 };
 use allocator_api2::alloc::Allocator;
@@ -444,13 +444,13 @@ impl<A: Allocator> Bump<A> {
     /// Returns the current position. Inside a gate that this arena is polling, returns a mark to
     /// which a rewind has no effect.
     #[inline]
-    pub(super) fn mark(&self) -> Mark {
+    pub(super) fn mark(&self) -> ArenaMark {
         // A failed borrow means that chunk metadata is being changed up the stack, so the current
         // chunk is not reliable. The highest possible mark makes a later rewind do nothing.
         let Ok(chunks) = self.chunks.try_borrow() else {
-            return Mark { in_use: usize::MAX, offset: 0, base: usize::MAX };
+            return ArenaMark { in_use: usize::MAX, offset: 0, base: usize::MAX };
         };
-        Mark { in_use: chunks.in_use, offset: self.offset(), base: self.base.get() }
+        ArenaMark { in_use: chunks.in_use, offset: self.offset(), base: self.base.get() }
     }
 
     /// Rewinds to a mark. Chunks entered since then become spare.
@@ -459,7 +459,7 @@ impl<A: Allocator> Bump<A> {
     /// Nothing allocated since the mark is used any more, and the arena was not rewound further
     /// since then.
     #[inline]
-    pub(super) unsafe fn rewind(&self, mark: Mark) {
+    pub(super) unsafe fn rewind(&self, mark: ArenaMark) {
         // Checks that the same chunk has the same index. Its base alone is not enough: an empty
         // first chunk that is too small is swapped with a larger one and becomes the second.
         let same_index =
@@ -479,7 +479,7 @@ impl<A: Allocator> Bump<A> {
     /// # Safety
     /// As for [`rewind`](Self::rewind).
     #[cold]
-    unsafe fn rewind_over_chunks(&self, mark: Mark) {
+    unsafe fn rewind_over_chunks(&self, mark: ArenaMark) {
         let Ok(mut chunks) = self.chunks.try_borrow_mut() else { return };
         if mark.in_use > chunks.in_use {
             return;

@@ -2,7 +2,8 @@
 #![expect(unsafe_code, reason = "makes references to its blocks; declares `rewind`")]
 
 use super::{
-    ArenaSettings, ArenaStats, Mark, Scope, bump::Bump, scope, typed, typed::allocating_methods,
+    ArenaMark, ArenaScope, ArenaSettings, ArenaStats, bump::Bump, scope, typed,
+    typed::allocating_methods,
 };
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
 use aquifer_core::{MemoryError, Result as MemoryResult, StepMemory};
@@ -86,14 +87,14 @@ impl<A: Allocator> Arena<A> {
     /// more chunks. Memory that is held back for a gate is not reused before the gate is open. This
     /// call does not wait for gates.
     #[inline]
-    pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
+    pub fn scope<R>(&mut self, work: impl FnOnce(&mut ArenaScope<'_, A>) -> R) -> R {
         scope::run_scope(&self.bump, work)
     }
 
     /// Returns the current position, for [`rewind`](Arena::rewind).
     #[inline]
     #[must_use]
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> ArenaMark {
         self.bump.mark()
     }
 
@@ -106,7 +107,7 @@ impl<A: Allocator> Arena<A> {
     /// 2. Since then the arena has been neither reset nor rewound to an earlier mark.
     /// 3. Nothing allocated since then is used any more.
     #[inline]
-    pub unsafe fn rewind(&self, mark: Mark) {
+    pub unsafe fn rewind(&self, mark: ArenaMark) {
         // SAFETY: guaranteed by the caller.
         unsafe { self.bump.rewind(mark) };
     }

@@ -7,7 +7,7 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 
 /// A scope of an arena. Its allocations live until the scope ends, and are then freed together.
 ///
-/// Created by [`Arena::scope`](super::Arena::scope) and [`Scope::scope`]. Allocations of an outer
+/// Created by [`Arena::scope`](super::Arena::scope) and [`ArenaScope::scope`]. Allocations of an outer
 /// scope stay usable in an inner one. The outer scope itself is mutably borrowed while the inner
 /// one is open. So a value cannot be allocated in the wrong scope, and a vector of the outer scope
 /// cannot grow into the memory of the inner one.
@@ -42,13 +42,13 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 ///     outer.scope(|_inner| { outer.alloc(1); });
 /// });
 /// ```
-pub struct Scope<'s, A: Allocator = Global> {
+pub struct ArenaScope<'s, A: Allocator = Global> {
     bump: &'s Bump<A>,
     /// Invariant: a scope cannot be coerced to one with another lifetime.
     lifetime: PhantomData<fn(&'s ()) -> &'s ()>,
 }
 
-impl<'s, A: Allocator> Scope<'s, A> {
+impl<'s, A: Allocator> ArenaScope<'s, A> {
     pub(super) fn bump(&self) -> &'s Bump<A> {
         self.bump
     }
@@ -58,7 +58,7 @@ impl<'s, A: Allocator> Scope<'s, A> {
     /// Runs `work` with a scope inside this one. At the end, also on unwind, everything allocated
     /// in it is freed.
     #[inline]
-    pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
+    pub fn scope<R>(&mut self, work: impl FnOnce(&mut ArenaScope<'_, A>) -> R) -> R {
         run_scope(self.bump, work)
     }
 }
@@ -69,11 +69,11 @@ use typed::allocating_methods;
 #[inline]
 pub(super) fn run_scope<A: Allocator, R>(
     bump: &Bump<A>,
-    work: impl FnOnce(&mut Scope<'_, A>) -> R,
+    work: impl FnOnce(&mut ArenaScope<'_, A>) -> R,
 ) -> R {
     struct Rewind<'b, A: Allocator> {
         bump: &'b Bump<A>,
-        mark: super::Mark,
+        mark: super::ArenaMark,
     }
     impl<A: Allocator> Drop for Rewind<'_, A> {
         fn drop(&mut self) {
@@ -85,10 +85,10 @@ pub(super) fn run_scope<A: Allocator, R>(
         }
     }
     let end = Rewind { bump, mark: bump.mark() };
-    work(&mut Scope { bump: end.bump, lifetime: PhantomData })
+    work(&mut ArenaScope { bump: end.bump, lifetime: PhantomData })
 }
 
-impl<A: Allocator> fmt::Debug for Scope<'_, A> {
+impl<A: Allocator> fmt::Debug for ArenaScope<'_, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Scope").field("stats", &self.bump.stats()).finish_non_exhaustive()
     }

@@ -1,7 +1,7 @@
 //! The live blocks of a run, and their expected contents.
 #![expect(unsafe_code, reason = "reads and writes blocks of the allocator under test")]
 
-use super::{Call, Fault};
+use super::{AllocatorCall, ContractFault};
 use allocator_api2::vec::Vec;
 use bumpalo::Bump;
 use std::{alloc::Layout, ptr::NonNull};
@@ -85,20 +85,20 @@ impl<'s> Ledger<'s> {
     /// Checks the placement of a block that `call` returned, before any of its bytes is accessed.
     pub(super) fn check_placement(
         &self,
-        call: Call,
+        call: AllocatorCall,
         returned: NonNull<[u8]>,
         layout: Layout,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         let (address, bytes) = (returned.addr().get(), returned.len());
         if bytes < layout.size() {
-            return Err(Fault::Short { call, requested: layout.size(), returned: bytes });
+            return Err(ContractFault::Short { call, requested: layout.size(), returned: bytes });
         }
         if !address.is_multiple_of(layout.align()) {
-            return Err(Fault::Misaligned { call, address, align: layout.align() });
+            return Err(ContractFault::Misaligned { call, address, align: layout.align() });
         }
         match self.find_overlap(address, bytes) {
             None => Ok(()),
-            Some(live) => Err(Fault::Overlap {
+            Some(live) => Err(ContractFault::Overlap {
                 call,
                 address,
                 bytes,
@@ -115,12 +115,12 @@ impl<'s> Ledger<'s> {
     /// Checks a new block, fills it and records it.
     pub(super) fn register(
         &mut self,
-        call: Call,
+        call: AllocatorCall,
         returned: NonNull<[u8]>,
         layout: Layout,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         self.check_placement(call, returned, layout)?;
-        if call == Call::AllocateZeroed {
+        if call == AllocatorCall::AllocateZeroed {
             check_zero(call, returned, 0)?;
         }
         self.allocations += 1;
@@ -132,19 +132,19 @@ impl<'s> Ledger<'s> {
     /// one, and records it.
     pub(super) fn register_resized(
         &mut self,
-        call: Call,
+        call: AllocatorCall,
         old: &Block,
         kept: usize,
         returned: NonNull<[u8]>,
         layout: Layout,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         self.check_placement(call, returned, layout)?;
         let moved =
             Block { start: returned.cast(), layout, bytes: returned.len(), pattern: old.pattern };
         if let Some(offset) = moved.first_change(kept) {
-            return Err(Fault::PrefixLost { call, offset });
+            return Err(ContractFault::PrefixLost { call, offset });
         }
-        if call == Call::GrowZeroed {
+        if call == AllocatorCall::GrowZeroed {
             check_zero(call, returned, kept)?;
         }
         self.insert(returned, layout, 0);
@@ -161,25 +161,29 @@ impl<'s> Ledger<'s> {
     }
 
     /// Checks that every live block is unchanged.
-    pub(super) fn verify(&self, call: Call) -> Result<(), Fault> {
+    pub(super) fn verify(&self, call: AllocatorCall) -> Result<(), ContractFault> {
         self.live.iter().try_for_each(|block| verify(call, block))
     }
 }
 
 /// Checks that a block is unchanged.
-pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
+pub(super) fn verify(call: AllocatorCall, block: &Block) -> Result<(), ContractFault> {
     match block.first_change(block.bytes) {
         None => Ok(()),
-        Some(offset) => Err(Fault::Changed { call, address: block.address(), offset }),
+        Some(offset) => Err(ContractFault::Changed { call, address: block.address(), offset }),
     }
 }
 
-fn check_zero(call: Call, returned: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
+fn check_zero(
+    call: AllocatorCall,
+    returned: NonNull<[u8]>,
+    from: usize,
+) -> Result<(), ContractFault> {
     // SAFETY: the block is live, its length was checked, and a call that returns zeroed memory has
     // initialised it.
     let bytes = unsafe { returned.as_ref() };
     match bytes.iter().enumerate().skip(from).find(|&(_, &byte)| byte != 0) {
         None => Ok(()),
-        Some((offset, &value)) => Err(Fault::NotZero { call, offset, value }),
+        Some((offset, &value)) => Err(ContractFault::NotZero { call, offset, value }),
     }
 }

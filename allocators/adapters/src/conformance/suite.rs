@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "calls the unsafe methods of the allocator under test")]
 
 use super::{
-    Call, Fault, Violation,
+    AllocatorCall, ContractFault, ContractViolation,
     ledger::{Block, Ledger, verify},
     random::Random,
 };
@@ -93,9 +93,9 @@ impl Suite {
     /// Runs the suite against an allocator. On success all blocks have been freed.
     ///
     /// # Errors
-    /// The first [`Violation`]. The live blocks are leaked then, because the allocator has broken
-    /// the contract and is not called again.
-    pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), Violation> {
+    /// The first [`ContractViolation`]. The live blocks are leaked then, because the allocator has
+    /// broken the contract and is not called again.
+    pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), ContractViolation> {
         self.run(&mut SingleAllocator(allocator))
     }
 
@@ -104,17 +104,20 @@ impl Suite {
     ///
     /// # Errors
     /// As [`check`](Suite::check).
-    pub fn check_clone<A: Allocator + Clone>(&self, allocator: &A) -> Result<(), Violation> {
+    pub fn check_clone<A: Allocator + Clone>(
+        &self,
+        allocator: &A,
+    ) -> Result<(), ContractViolation> {
         self.run(&mut CloningAllocator { original: allocator, clone: None })
     }
 
-    fn run<A: Allocator>(&self, source: &mut impl Source<A>) -> Result<(), Violation> {
+    fn run<A: Allocator>(&self, source: &mut impl Source<A>) -> Result<(), ContractViolation> {
         let scratch = Bump::new();
         let mut run = SuiteRun {
             suite: self,
             random: Random::new(self.seed),
             ledger: Ledger::new(&scratch),
-            last: Call::Allocate,
+            last: AllocatorCall::Allocate,
         };
         let mut operation = 0;
         let mut outcome = run.test_empty_blocks(source);
@@ -122,7 +125,7 @@ impl Suite {
             outcome = run.step(source);
             operation += 1;
         }
-        outcome.and_then(|()| run.drain(source)).map_err(|fault| Violation {
+        outcome.and_then(|()| run.drain(source)).map_err(|fault| ContractViolation {
             seed: self.seed,
             operation,
             fault,
@@ -138,13 +141,13 @@ impl Default for Suite {
 
 /// Selects the allocator for the next call.
 trait Source<A> {
-    fn select(&mut self, random: &mut Random) -> Result<&A, Fault>;
+    fn select(&mut self, random: &mut Random) -> Result<&A, ContractFault>;
 }
 
 struct SingleAllocator<'a, A>(&'a A);
 
 impl<A> Source<A> for SingleAllocator<'_, A> {
-    fn select(&mut self, _: &mut Random) -> Result<&A, Fault> {
+    fn select(&mut self, _: &mut Random) -> Result<&A, ContractFault> {
         Ok(self.0)
     }
 }
@@ -155,15 +158,15 @@ struct CloningAllocator<'a, A> {
 }
 
 impl<A: Clone> Source<A> for CloningAllocator<'_, A> {
-    fn select(&mut self, random: &mut Random) -> Result<&A, Fault> {
+    fn select(&mut self, random: &mut Random) -> Result<&A, ContractFault> {
         if random.up_to(7) == 0 {
             // Clones the clone as often as the original. The old clone is dropped, and its blocks
             // must stay valid.
-            let next = catch_panic(Call::Clone, 0, 0, || {
+            let next = catch_panic(AllocatorCall::Clone, 0, 0, || {
                 self.clone.as_ref().unwrap_or(self.original).clone()
             })?;
             let old = self.clone.replace(next);
-            catch_panic(Call::Clone, 0, 0, || drop(old))?;
+            catch_panic(AllocatorCall::Clone, 0, 0, || drop(old))?;
         }
         let original = random.up_to(1) == 0;
         Ok(if original { self.original } else { self.clone.as_ref().unwrap_or(self.original) })
@@ -172,20 +175,24 @@ impl<A: Clone> Source<A> for CloningAllocator<'_, A> {
 
 /// Runs a call of the allocator under test, and reports a panic as a fault.
 fn catch_panic<R>(
-    call: Call,
+    call: AllocatorCall,
     size: usize,
     returned: usize,
     work: impl FnOnce() -> R,
-) -> Result<R, Fault> {
+) -> Result<R, ContractFault> {
     // The closure changes no state of the run, so a panic leaves it consistent.
-    catch_unwind(AssertUnwindSafe(work)).map_err(|_| Fault::Unwound { call, size, returned })
+    catch_unwind(AssertUnwindSafe(work)).map_err(|_| ContractFault::Unwound {
+        call,
+        size,
+        returned,
+    })
 }
 
 struct SuiteRun<'r> {
     suite: &'r Suite,
     random: Random,
     ledger: Ledger<'r>,
-    last: Call,
+    last: AllocatorCall,
 }
 
 impl SuiteRun<'_> {
@@ -205,16 +212,16 @@ impl SuiteRun<'_> {
     fn test_empty_blocks<A: Allocator>(
         &mut self,
         source: &mut impl Source<A>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         for shift in 0..=self.suite.alignment.ilog2() {
-            for call in [Call::Allocate, Call::AllocateZeroed] {
+            for call in [AllocatorCall::Allocate, AllocatorCall::AllocateZeroed] {
                 let empty = Layout::from_size_align(0, 1 << shift).unwrap_or(Layout::new::<()>());
                 let Ok(returned) = self.call_allocate(source, call, empty)? else {
-                    return Err(Fault::ZeroSizeRefused { call, align: empty.align() });
+                    return Err(ContractFault::ZeroSizeRefused { call, align: empty.align() });
                 };
                 self.ledger.register(call, returned, empty)?;
                 let grown = self.layout();
-                self.grow(source, Call::Grow, grown)?;
+                self.grow(source, AllocatorCall::Grow, grown)?;
                 let Some(block) = self.ledger.live.last().copied() else { continue };
                 let none =
                     Layout::from_size_align(0, block.layout.align()).unwrap_or(Layout::new::<()>());
@@ -227,7 +234,7 @@ impl SuiteRun<'_> {
         Ok(())
     }
 
-    fn step<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn step<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), ContractFault> {
         if !self.ledger.live.is_empty() {
             // The operation uses the last block of the list.
             let at = self.random.up_to(self.ledger.live.len() - 1);
@@ -239,16 +246,16 @@ impl SuiteRun<'_> {
         }
         let full = self.ledger.live.len() >= MAX_LIVE;
         match self.random.up_to(99) {
-            0..36 if !full => self.allocate(source, Call::Allocate),
-            36..48 if !full => self.allocate(source, Call::AllocateZeroed),
+            0..36 if !full => self.allocate(source, AllocatorCall::Allocate),
+            36..48 if !full => self.allocate(source, AllocatorCall::AllocateZeroed),
             0..66 => self.deallocate(source),
             66..76 => {
                 let layout = self.larger();
-                self.grow(source, Call::Grow, layout)
+                self.grow(source, AllocatorCall::Grow, layout)
             }
             76..84 => {
                 let layout = self.larger();
-                self.grow(source, Call::GrowZeroed, layout)
+                self.grow(source, AllocatorCall::GrowZeroed, layout)
             }
             84..94 => self.shrink_random(source),
             94..97 => self.grow_impossible(source),
@@ -259,8 +266,8 @@ impl SuiteRun<'_> {
     fn allocate<A: Allocator>(
         &mut self,
         source: &mut impl Source<A>,
-        call: Call,
-    ) -> Result<(), Fault> {
+        call: AllocatorCall,
+    ) -> Result<(), ContractFault> {
         let layout = self.layout();
         match self.call_allocate(source, call, layout)? {
             // A full allocator may refuse.
@@ -272,25 +279,28 @@ impl SuiteRun<'_> {
     fn call_allocate<A: Allocator>(
         &mut self,
         source: &mut impl Source<A>,
-        call: Call,
+        call: AllocatorCall,
         layout: Layout,
-    ) -> Result<Result<NonNull<[u8]>, AllocError>, Fault> {
+    ) -> Result<Result<NonNull<[u8]>, AllocError>, ContractFault> {
         self.last = call;
         let allocator = source.select(&mut self.random)?;
         catch_panic(call, layout.size(), 0, || match call {
-            Call::AllocateZeroed => allocator.allocate_zeroed(layout),
+            AllocatorCall::AllocateZeroed => allocator.allocate_zeroed(layout),
             _ => allocator.allocate(layout),
         })
     }
 
-    fn deallocate<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn deallocate<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+    ) -> Result<(), ContractFault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         verify(self.last, &block)?;
-        self.last = Call::Deallocate;
+        self.last = AllocatorCall::Deallocate;
         let layout = self.fitting_layout(&block);
         let allocator = source.select(&mut self.random)?;
         self.ledger.live.pop();
-        catch_panic(Call::Deallocate, layout.size(), block.bytes, || {
+        catch_panic(AllocatorCall::Deallocate, layout.size(), block.bytes, || {
             // SAFETY: 1. The block is live in this allocator or a clone of it, and the ledger has
             // removed it. 2. The layout fits it.
             unsafe { allocator.deallocate(block.start, layout) };
@@ -319,9 +329,9 @@ impl SuiteRun<'_> {
     fn grow<A: Allocator>(
         &mut self,
         source: &mut impl Source<A>,
-        call: Call,
+        call: AllocatorCall,
         new: Layout,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         // Limits the size, because growth would otherwise be unbounded.
         if new.size() > self.suite.largest.saturating_mul(2) || new.size() < block.bytes {
@@ -335,7 +345,7 @@ impl SuiteRun<'_> {
         // `new` is not smaller.
         let returned = catch_panic(call, old.size(), block.bytes, || unsafe {
             match call {
-                Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
+                AllocatorCall::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
                 _ => allocator.grow(block.start, old, new),
             }
         })?;
@@ -348,7 +358,10 @@ impl SuiteRun<'_> {
         }
     }
 
-    fn shrink_random<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn shrink_random<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+    ) -> Result<(), ContractFault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         let size = self.random.up_to(block.layout.size());
         let new = self.aligned(size);
@@ -359,31 +372,41 @@ impl SuiteRun<'_> {
         &mut self,
         source: &mut impl Source<A>,
         new: Layout,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ContractFault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         verify(self.last, &block)?;
-        self.last = Call::Shrink;
+        self.last = AllocatorCall::Shrink;
         let old = self.fitting_layout(&block);
         let allocator = source.select(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
         // `new` is not larger.
-        let returned = catch_panic(Call::Shrink, old.size(), block.bytes, || unsafe {
+        let returned = catch_panic(AllocatorCall::Shrink, old.size(), block.bytes, || unsafe {
             allocator.shrink(block.start, old, new)
         })?;
         match returned {
             Ok(returned) => {
                 self.ledger.live.pop();
-                self.ledger.register_resized(Call::Shrink, &block, new.size(), returned, new)
+                self.ledger.register_resized(
+                    AllocatorCall::Shrink,
+                    &block,
+                    new.size(),
+                    returned,
+                    new,
+                )
             }
-            Err(AllocError) if new.size() == 0 => {
-                Err(Fault::ZeroSizeRefused { call: Call::Shrink, align: new.align() })
-            }
-            Err(AllocError) => verify(Call::Shrink, &block),
+            Err(AllocError) if new.size() == 0 => Err(ContractFault::ZeroSizeRefused {
+                call: AllocatorCall::Shrink,
+                align: new.align(),
+            }),
+            Err(AllocError) => verify(AllocatorCall::Shrink, &block),
         }
     }
 
     /// Tests a growth that must be refused and must leave the block unchanged.
-    fn grow_impossible<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn grow_impossible<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+    ) -> Result<(), ContractFault> {
         let (Some(block), Some(impossible)) =
             (self.ledger.live.last().copied(), self.suite.impossible)
         else {
@@ -395,7 +418,8 @@ impl SuiteRun<'_> {
         if block.bytes == 0 || new.size() < block.bytes {
             return Ok(());
         }
-        let call = if self.random.up_to(1) == 0 { Call::Grow } else { Call::GrowZeroed };
+        let call =
+            if self.random.up_to(1) == 0 { AllocatorCall::Grow } else { AllocatorCall::GrowZeroed };
         self.last = call;
         let old = self.fitting_layout(&block);
         let allocator = source.select(&mut self.random)?;
@@ -403,7 +427,7 @@ impl SuiteRun<'_> {
         // `new` is not smaller.
         let returned = catch_panic(call, old.size(), block.bytes, || unsafe {
             match call {
-                Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
+                AllocatorCall::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
                 _ => allocator.grow(block.start, old, new),
             }
         })?;
@@ -413,7 +437,7 @@ impl SuiteRun<'_> {
             self.ledger.live.pop();
             self.ledger.check_placement(call, returned, new)?;
             let allocator = source.select(&mut self.random)?;
-            return catch_panic(Call::Deallocate, new.size(), returned.len(), || {
+            return catch_panic(AllocatorCall::Deallocate, new.size(), returned.len(), || {
                 // SAFETY: the block is live and has this layout.
                 unsafe { allocator.deallocate(returned.cast(), new) };
             });
@@ -421,22 +445,25 @@ impl SuiteRun<'_> {
         verify(call, &block)?;
         // If the failed growth freed the block, the next allocation of its layout is likely to
         // return it.
-        let Ok(probe) = self.call_allocate(source, Call::Allocate, block.layout)? else {
+        let Ok(probe) = self.call_allocate(source, AllocatorCall::Allocate, block.layout)? else {
             return Ok(());
         };
         if block_overlaps(&block, probe) {
-            return Err(Fault::FailedGrowFreed { address: block.address(), bytes: block.bytes });
+            return Err(ContractFault::FailedGrowFreed {
+                address: block.address(),
+                bytes: block.bytes,
+            });
         }
-        self.ledger.register(Call::Allocate, probe, block.layout)
+        self.ledger.register(AllocatorCall::Allocate, probe, block.layout)
     }
 
     /// Frees all blocks.
-    fn drain<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+    fn drain<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), ContractFault> {
         self.ledger.verify(self.last)?;
         while !self.ledger.live.is_empty() {
             self.deallocate(source)?;
         }
-        if self.ledger.allocations == 0 { Err(Fault::NothingServed) } else { Ok(()) }
+        if self.ledger.allocations == 0 { Err(ContractFault::NothingServed) } else { Ok(()) }
     }
 }
 

@@ -4,7 +4,7 @@ use std::{error, fmt};
 
 /// A method of the allocator traits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Call {
+pub enum AllocatorCall {
     /// `allocate`
     Allocate,
     /// `allocate_zeroed`
@@ -21,7 +21,7 @@ pub enum Call {
     Clone,
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for AllocatorCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Allocate => "allocate",
@@ -40,11 +40,11 @@ impl fmt::Display for Call {
 /// See [`check`](super::check) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum ContractFault {
     /// A block overlaps a live one.
     Overlap {
         /// The call that returned it.
-        call: Call,
+        call: AllocatorCall,
         /// Address of the block.
         address: usize,
         /// Bytes of the block.
@@ -57,7 +57,7 @@ pub enum Fault {
     /// A block does not have the requested alignment.
     Misaligned {
         /// The call that returned it.
-        call: Call,
+        call: AllocatorCall,
         /// Address of the block.
         address: usize,
         /// Requested alignment.
@@ -66,7 +66,7 @@ pub enum Fault {
     /// A block is shorter than requested.
     Short {
         /// The call that returned it.
-        call: Call,
+        call: AllocatorCall,
         /// Requested bytes.
         requested: usize,
         /// Bytes returned.
@@ -75,14 +75,14 @@ pub enum Fault {
     /// A growth or shrink did not keep the common prefix.
     PrefixLost {
         /// The call.
-        call: Call,
+        call: AllocatorCall,
         /// The first byte that differs, from the block's start.
         offset: usize,
     },
     /// A byte that must be zero is not.
     NotZero {
         /// The call.
-        call: Call,
+        call: AllocatorCall,
         /// The byte, from the block's start.
         offset: usize,
         /// Its value.
@@ -91,7 +91,7 @@ pub enum Fault {
     /// The contents of a live block changed, although its owner did not write to it.
     Changed {
         /// The last call before the change was detected.
-        call: Call,
+        call: AllocatorCall,
         /// Address of the block.
         address: usize,
         /// The first byte that differs, from the block's start.
@@ -107,14 +107,14 @@ pub enum Fault {
     /// An empty block was refused.
     ZeroSizeRefused {
         /// The call that refused it.
-        call: Call,
+        call: AllocatorCall,
         /// Requested alignment.
         align: usize,
     },
     /// A call unwound.
     Unwound {
         /// The call.
-        call: Call,
+        call: AllocatorCall,
         /// The size in its layout, or in its old layout if it has two.
         size: usize,
         /// The returned size of the block that the call was given, or 0 if there was none.
@@ -124,7 +124,7 @@ pub enum Fault {
     NothingServed,
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ContractFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Overlap { call, address, bytes, live_address, live_bytes } => write!(
@@ -163,21 +163,21 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A [`Fault`], with the information to reproduce it.
+/// A [`ContractFault`], with the information to reproduce it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Violation {
+pub struct ContractViolation {
     /// The seed of the run, for [`Suite::seed`](super::Suite::seed).
     pub seed: u64,
     /// The operation at which it was detected, counted from 0.
     pub operation: usize,
     /// The broken rule.
-    pub fault: Fault,
+    pub fault: ContractFault,
 }
 
-impl fmt::Display for Violation {
+impl fmt::Display for ContractViolation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} (seed {}, operation {})", self.fault, self.seed, self.operation)
     }
 }
 
-impl error::Error for Violation {}
+impl error::Error for ContractViolation {}

@@ -44,9 +44,9 @@ const MAX_SLOTS: usize = 64;
 ///   allocator, which holds it back.
 ///
 /// ```
-/// use aquifer_adapters::{Cached, Counted};
+/// use aquifer_adapters::{Cached, CountingAllocator};
 /// use allocator_api2::{alloc::Global, boxed::Box};
-/// let below = Counted::new(Global);
+/// let below = CountingAllocator::new(Global);
 /// let cached = Cached::new(&below);
 /// for step in 0..100u64 {
 ///     drop(Box::new_in(step, &cached));

@@ -21,9 +21,9 @@ use std::{
 /// exact, because each change of the live bytes is atomic.
 ///
 /// ```
-/// use aquifer_adapters::Counted;
+/// use aquifer_adapters::CountingAllocator;
 /// use allocator_api2::{alloc::Global, boxed::Box};
-/// let counted = Counted::new(Global);
+/// let counted = CountingAllocator::new(Global);
 /// let first = Box::new_in([0u8; 100], &counted);
 /// drop(Box::new_in([0u8; 50], &counted));
 /// let stats = counted.stats();
@@ -31,7 +31,7 @@ use std::{
 /// # drop(first);
 /// ```
 #[derive(Clone, Debug)]
-pub struct Counted<A> {
+pub struct CountingAllocator<A> {
     inner: A,
     counters: Arc<Counters>,
 }
@@ -47,7 +47,7 @@ struct Counters {
     failures: AtomicU64,
 }
 
-impl<A> Counted<A> {
+impl<A> CountingAllocator<A> {
     /// Creates an adapter that counts allocations from `inner`.
     pub fn new(inner: A) -> Self {
         Self { inner, counters: Arc::default() }
@@ -108,7 +108,7 @@ impl Counters {
 impl_allocator! {
     // SAFETY: 1. Every block belongs to the upstream allocator, cut to the requested size, which
     // fits it. 2. A clone contains a clone of that allocator.
-    unsafe impl [A: Allocator] for Counted<A> {
+    unsafe impl [A: Allocator] for CountingAllocator<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.inner.allocate(layout).map_err(|e| self.counters.count_failure(e))?;
             self.counters.count_allocation(layout.size());
@@ -151,14 +151,14 @@ impl_allocator! {
 }
 
 // SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
-unsafe impl<A: DeferReuse> DeferReuse for Counted<A> {
+unsafe impl<A: DeferReuse> DeferReuse for CountingAllocator<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.inner.defer(address, until)
     }
 }
 
 // SAFETY: all blocks belong to the upstream allocator.
-unsafe impl<A: Owns> Owns for Counted<A> {
+unsafe impl<A: Owns> Owns for CountingAllocator<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
     }
@@ -176,7 +176,7 @@ impl Drop for LiveBlock {
     }
 }
 
-impl<M: Opaque> Opaque for Counted<M> {
+impl<M: Opaque> Opaque for CountingAllocator<M> {
     type Stream = M::Stream;
     type Block = M::Block;
 

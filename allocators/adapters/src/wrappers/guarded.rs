@@ -40,7 +40,7 @@ const MAX_FINDINGS: usize = 64;
 /// open. If a gate is still closed when the block is freed, the block is not poisoned.
 ///
 /// ```
-/// use aquifer_adapters::{Guarded, wrappers::Finding};
+/// use aquifer_adapters::{Guarded, wrappers::GuardFinding};
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let guarded = Guarded::new(Global);
 /// let mut list: Vec<u8, _> = Vec::with_capacity_in(10, &guarded);
@@ -48,7 +48,7 @@ const MAX_FINDINGS: usize = 64;
 /// // Overruns the block by one byte.
 /// unsafe { list.as_mut_ptr().add(10).write(1) };
 /// drop(list);
-/// assert!(matches!(guarded.findings()[..], [Finding::WrittenBehind { size: 10, offset: 0, .. }]));
+/// assert!(matches!(guarded.findings()[..], [GuardFinding::WrittenBehind { size: 10, offset: 0, .. }]));
 /// ```
 #[derive(Clone, Debug)]
 pub struct Guarded<A> {
@@ -60,7 +60,7 @@ pub struct Guarded<A> {
 struct BlockTable {
     /// Live blocks by the address that the user holds.
     live: BTreeMap<usize, BlockRecord>,
-    findings: Vec<Finding>,
+    findings: Vec<GuardFinding>,
 }
 
 #[derive(Debug)]
@@ -80,7 +80,7 @@ unsafe impl Send for BlockRecord {}
 /// A problem detected by a [`Guarded`] allocator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Finding {
+pub enum GuardFinding {
     /// A byte before a block was overwritten.
     WrittenBefore {
         /// Address of the block.
@@ -118,7 +118,7 @@ pub enum Finding {
     },
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for GuardFinding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::WrittenBefore { address, size, offset } => {
@@ -151,7 +151,7 @@ impl fmt::Display for Finding {
     }
 }
 
-impl error::Error for Finding {}
+impl error::Error for GuardFinding {}
 
 impl BlockRecord {
     /// Returns the bytes before the user's: the canary, and padding for the alignment.
@@ -185,7 +185,7 @@ impl BlockRecord {
     }
 
     /// Returns a finding if a canary was overwritten.
-    fn check_canaries(&self) -> Option<Finding> {
+    fn check_canaries(&self) -> Option<GuardFinding> {
         let changed = |canary: NonNull<u8>| {
             // SAFETY: 1. `CANARY` bytes of the upstream block, which `write_canaries` has
             // initialised. 2. No reference to them exists.
@@ -193,10 +193,13 @@ impl BlockRecord {
         };
         let (address, size) = (self.start().addr().get(), self.layout.size());
         let [before, behind] = self.canaries();
-        let before =
-            changed(before).map(|at| Finding::WrittenBefore { address, size, offset: CANARY - at });
+        let before = changed(before).map(|at| GuardFinding::WrittenBefore {
+            address,
+            size,
+            offset: CANARY - at,
+        });
         before.or_else(|| {
-            changed(behind).map(|offset| Finding::WrittenBehind { address, size, offset })
+            changed(behind).map(|offset| GuardFinding::WrittenBehind { address, size, offset })
         })
     }
 
@@ -211,7 +214,7 @@ impl BlockRecord {
 }
 
 impl BlockTable {
-    fn report(&mut self, finding: Finding) {
+    fn report(&mut self, finding: GuardFinding) {
         if self.findings.len() < MAX_FINDINGS {
             self.findings.push(finding);
         }
@@ -237,7 +240,7 @@ impl<A> Guarded<A> {
 
     /// Returns the first 64 findings.
     #[must_use]
-    pub fn findings(&self) -> Vec<Finding> {
+    pub fn findings(&self) -> Vec<GuardFinding> {
         self.lock().findings.clone()
     }
 
@@ -246,7 +249,7 @@ impl<A> Guarded<A> {
     /// # Errors
     /// The first finding. It is added to the [`findings`](Guarded::findings) only when the block is
     /// freed.
-    pub fn check(&self) -> Result<(), Finding> {
+    pub fn check(&self) -> Result<(), GuardFinding> {
         self.lock().live.values().find_map(BlockRecord::check_canaries).map_or(Ok(()), Err)
     }
 
@@ -281,11 +284,11 @@ impl<A> Guarded<A> {
         let address = block.addr().get();
         let mut table = self.lock();
         let Some(record) = table.live.remove(&address) else {
-            table.report(Finding::NoBlock { address });
+            table.report(GuardFinding::NoBlock { address });
             return None;
         };
         if record.layout != given {
-            table.report(Finding::WrongLayout { address, asked: record.layout, given });
+            table.report(GuardFinding::WrongLayout { address, asked: record.layout, given });
         }
         if let Some(finding) = record.check_canaries() {
             table.report(finding);
@@ -299,7 +302,7 @@ impl<A> Guarded<A> {
         let mut table = self.lock();
         let known = table.live.contains_key(&address);
         if !known {
-            table.report(Finding::NoBlock { address });
+            table.report(GuardFinding::NoBlock { address });
         }
         known
     }

@@ -17,9 +17,9 @@ use std::{ptr::NonNull, sync::Arc};
 /// sources of [`Opaque`] memory of one device.
 ///
 /// ```
-/// use aquifer_adapters::{Counted, Segregate};
+/// use aquifer_adapters::{CountingAllocator, Segregate};
 /// use allocator_api2::{alloc::Global, vec::Vec};
-/// let (nodes, buffers) = (Counted::new(Global), Counted::new(Global));
+/// let (nodes, buffers) = (CountingAllocator::new(Global), CountingAllocator::new(Global));
 /// let by_size = Segregate::new(4096, &nodes, &buffers);
 /// let small: Vec<u8, _> = Vec::with_capacity_in(4096, &by_size);
 /// let large: Vec<u8, _> = Vec::with_capacity_in(4097, &by_size);

@@ -5,7 +5,7 @@ use allocator_api2::{
     boxed::Box,
     vec::Vec,
 };
-use aquifer_adapters::{Arena, ArenaSettings, Counted, Frames, Limit, OnReset, Owns};
+use aquifer_adapters::{Arena, ArenaSettings, CountingAllocator, Frames, Limit, OnReset, Owns};
 use aquifer_core::Budget;
 use hashbrown::HashMap;
 use std::{
@@ -17,7 +17,7 @@ use std::{
 
 #[test]
 fn an_arena_takes_no_memory_before_its_first_nonempty_allocation() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let arena = Arena::new_in(&below);
     arena.alloc(());
     let nothing = arena.alloc_slice_copy::<u64>(&[]);
@@ -43,7 +43,7 @@ fn values_stay_where_and_what_they_are() {
 
 #[test]
 fn chunks_double_up_to_the_maximum_and_a_large_request_gets_its_own() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let arena =
         Arena::with_settings_in(ArenaSettings::new().first_chunk(128).max_chunk(512), &below);
     let mut sizes = std::vec::Vec::new();
@@ -107,7 +107,7 @@ fn a_spare_that_is_too_small_makes_room_under_the_limit() {
 
 #[test]
 fn the_last_block_grows_shrinks_and_comes_back_in_place() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(1 << 12), &below);
     let mut list: Vec<u32, _> = Vec::new_in(&arena);
     list.push(0);
@@ -188,7 +188,7 @@ fn scopes_nest_and_each_ends_where_it_began() {
 
 #[test]
 fn a_loop_of_scopes_settles() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let mut arena =
         Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(256), &below);
     for _ in 0..20 {
@@ -242,7 +242,7 @@ fn a_vector_of_a_scope_is_a_vector() {
 
 #[test]
 fn reset_keeps_the_largest_chunk_and_returns_the_others() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let mut arena =
         Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(1024), &below);
     for _ in 0..100 {
@@ -263,7 +263,7 @@ fn reset_keeps_the_largest_chunk_and_returns_the_others() {
 
 #[test]
 fn a_reset_that_keeps_all_takes_nothing_for_the_same_again() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let settings = ArenaSettings::new().first_chunk(64).max_chunk(1024).on_reset(OnReset::KeepAll);
     let mut arena = Arena::with_settings_in(settings, &below);
     let mut settled = None;
@@ -279,7 +279,7 @@ fn a_reset_that_keeps_all_takes_nothing_for_the_same_again() {
 
 #[test]
 fn a_reset_that_merges_settles_in_one_chunk_however_small_chunks_are() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let settings = ArenaSettings::new().first_chunk(64).max_chunk(256).on_reset(OnReset::Merge);
     let mut arena = Arena::with_settings_in(settings, &below);
     let fill =
@@ -389,7 +389,7 @@ fn it_owns_its_blocks_and_no_other() {
 
 #[test]
 fn frames_come_round_empty() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let mut frames = Frames::new_in(3, &below);
     let mut places = std::vec::Vec::new();
     for step in 0..9u8 {
@@ -422,7 +422,7 @@ fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
 
 #[test]
 fn chunks_kept_by_a_reset_are_returned_for_a_block_that_needs_the_whole_limit() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let settings = ArenaSettings::new().first_chunk(1024).limit(2048);
     let mut arena = Arena::with_settings_in(settings, &below);
     arena.alloc([1u8; 1000]);
@@ -449,7 +449,7 @@ fn chunks_kept_by_a_reset_are_returned_for_a_block_that_needs_the_whole_limit() 
 #[test]
 fn an_arena_that_is_reset_after_each_few_blocks_settles_in_one_chunk() {
     for on_reset in [OnReset::KeepLargest, OnReset::KeepAll, OnReset::Merge] {
-        let below = Counted::new(Global);
+        let below = CountingAllocator::new(Global);
         let settings = ArenaSettings::new().first_chunk(256).on_reset(on_reset);
         let mut arena = Arena::with_settings_in(settings, &below);
         let mut places = std::vec::Vec::new();

@@ -9,7 +9,7 @@
 
 use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Allocator;
-use aquifer_adapters::{Arena, ArenaSettings, Counted, Mark};
+use aquifer_adapters::{Arena, ArenaMark, ArenaSettings, CountingAllocator};
 use aquifer_core::DeferReuse;
 use proptest::prelude::*;
 use std::{alloc::Layout, ops::Range, ptr::NonNull, sync::Arc};
@@ -68,11 +68,11 @@ struct Held {
 }
 
 struct Model {
-    pool: Counted<Gated>,
-    arena: Arena<Counted<Gated>>,
+    pool: CountingAllocator<Gated>,
+    arena: Arena<CountingAllocator<Gated>>,
     limit: usize,
     blocks: Vec<Block>,
-    marks: Vec<Mark>,
+    marks: Vec<ArenaMark>,
     held: Vec<Held>,
     fills: u8,
 }
@@ -86,7 +86,7 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
 }
 
 impl Model {
-    fn new(pool: Counted<Gated>, limit: usize) -> Self {
+    fn new(pool: CountingAllocator<Gated>, limit: usize) -> Self {
         let arena = arena(&pool, limit);
         Self { pool, arena, limit, blocks: vec![], marks: vec![], held: vec![], fills: 0 }
     }
@@ -247,7 +247,7 @@ impl Model {
     }
 }
 
-fn arena(pool: &Counted<Gated>, limit: usize) -> Arena<Counted<Gated>> {
+fn arena(pool: &CountingAllocator<Gated>, limit: usize) -> Arena<CountingAllocator<Gated>> {
     let settings = ArenaSettings::new().first_chunk(100).max_chunk(600).limit(limit);
     Arena::with_settings_in(settings, pool.clone())
 }
@@ -283,7 +283,7 @@ proptest! {
         limit in prop_oneof![Just(2_000usize), Just(20_000)],
         steps in prop::collection::vec(step(), 1..if cfg!(miri) { 40 } else { 150 }),
     ) {
-        let pool = Counted::new(Gated::default());
+        let pool = CountingAllocator::new(Gated::default());
         let mut model = Model::new(pool.clone(), limit);
         for step in &steps {
             model.run(step);

@@ -6,7 +6,7 @@ use allocator_api2::{
     boxed::Box,
     vec::Vec,
 };
-use aquifer_adapters::{Cached, Counted, Limit};
+use aquifer_adapters::{Cached, CountingAllocator, Limit};
 use aquifer_core::{Budget, DeferReuse, Gate, impl_allocator};
 use std::{
     alloc::Layout,
@@ -17,7 +17,7 @@ use std::{
 
 #[test]
 fn a_loop_of_the_same_sizes_settles() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let cached = Cached::new(&below);
     for _ in 0..if cfg!(miri) { 4 } else { 50 } {
         let mut lists = std::vec::Vec::new();
@@ -93,10 +93,11 @@ fn zeroed_memory_is_zero_when_it_was_kept() {
 
 #[test]
 fn blocks_travel_between_threads_and_none_is_lost() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let cached = Cached::with_room(below.clone(), 10_000);
     let rounds = if cfg!(miri) { 20 } else { 3000 };
-    let (give, take) = std::sync::mpsc::sync_channel::<Box<[u64; 8], Cached<Counted<Global>>>>(32);
+    let (give, take) =
+        std::sync::mpsc::sync_channel::<Box<[u64; 8], Cached<CountingAllocator<Global>>>>(32);
     thread::scope(|threads| {
         let cached = &cached;
         threads.spawn(move || {
@@ -127,7 +128,7 @@ fn blocks_travel_between_threads_and_none_is_lost() {
 /// taken bypasses it.
 #[test]
 fn many_threads_at_a_time() {
-    let cached = Cached::new(Counted::new(Global));
+    let cached = Cached::new(CountingAllocator::new(Global));
     let threads = if cfg!(miri) { 4 } else { 70 };
     let start = Barrier::new(threads);
     thread::scope(|scope| {

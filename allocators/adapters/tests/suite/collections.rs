@@ -8,7 +8,8 @@ use allocator_api2::{
     vec::Vec,
 };
 use aquifer_adapters::{
-    Arena, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged, conformance::Suite,
+    Arena, Cached, CountingAllocator, Fallback, Guarded, Limit, Segregate, Tagged,
+    conformance::Suite,
 };
 use aquifer_core::{Budget, Tag};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
@@ -68,11 +69,11 @@ fn collections<A: Allocator + Clone>(allocator: &A) {
 
 #[test]
 fn over_every_wrapper() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let base = &below;
     collections(&Limit::new(base, Budget::new("collections", 1 << 20)));
     collections(&Tagged::new(base, Tag::named("collections")));
-    collections(&Counted::new(base));
+    collections(&CountingAllocator::new(base));
     collections(&Segregate::new(128, base, base));
     collections(&Fallback::new(Guarded::new(Limit::new(base, Budget::new("first", 2000))), base));
     collections(&Cached::new(base));
@@ -88,7 +89,7 @@ fn over_an_arena_a_scope_and_bumpalo() {
     collections(&&arena);
     arena.scope(|scope| {
         collections(&&*scope);
-        scope.scope(|inner| collections(&Counted::new(&*inner)));
+        scope.scope(|inner| collections(&CountingAllocator::new(&*inner)));
     });
     let bump = bumpalo::Bump::new();
     collections(&&bump);
@@ -101,7 +102,7 @@ fn over_an_arena_a_scope_and_bumpalo() {
 /// requested one, and chunks returned one by one.
 #[test]
 fn bump_scope_takes_its_chunks_from_here() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let guarded = Guarded::new(Cached::new(Limit::new(&below, Budget::new("bump-scope", 1 << 20))));
     {
         let mut bump: Bump<_> = Bump::new_in(AllocatorApi2V02Compat(guarded.clone()));
@@ -132,6 +133,6 @@ fn bump_scope_is_an_upstream() {
     let below = AllocatorApi2V02Compat(&bump);
     let suite = Suite::new().operations(if cfg!(miri) { 30 } else { 600 });
     assert_eq!(suite.check_clone(&&below), Ok(()));
-    assert_eq!(suite.check(&Counted::new(&below)), Ok(()));
+    assert_eq!(suite.check(&CountingAllocator::new(&below)), Ok(()));
     collections(&&below);
 }

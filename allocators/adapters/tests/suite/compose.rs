@@ -9,8 +9,9 @@
 use crate::support::{Gated, Latch, Owned};
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{
-    Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged,
-    conformance::{Fault, Suite},
+    Arena, ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, Owns, Segregate,
+    Tagged,
+    conformance::{ContractFault, Suite},
 };
 use aquifer_core::{Budget, DeferReuse, Gate, Tag};
 use std::{alloc::Layout, ptr::NonNull};
@@ -26,7 +27,7 @@ macro_rules! layer {
         Limit::new($below, Budget::new("compose", 10 * SHORT as u64))
     };
     (Counted, $below:expr) => {
-        Counted::new($below)
+        CountingAllocator::new($below)
     };
     (Tagged, $below:expr) => {
         Tagged::new($below, Tag::named("compose"))
@@ -63,7 +64,8 @@ fn passes<A: Allocator + Clone>(allocator: &A, what: &str) {
     for found in alone.into_iter().chain([suite.seed(2).check_clone(allocator)]) {
         // Without room nothing was served. Other combinations of the same layers test more.
         assert!(
-            found.is_ok() || found.map_err(|found| found.fault) == Err(Fault::NothingServed),
+            found.is_ok()
+                || found.map_err(|found| found.fault) == Err(ContractFault::NothingServed),
             "{what}: {found:?}"
         );
     }

@@ -5,8 +5,8 @@
 
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{
-    Arena, ArenaSettings, Counted, Fallback, Limit, Tagged,
-    conformance::{Fault, Suite, Violation},
+    Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Tagged,
+    conformance::{ContractFault, ContractViolation, Suite},
 };
 use aquifer_core::{Budget, Tag};
 use bumpalo::Bump;
@@ -87,7 +87,7 @@ fn a_limit_that_the_suite_reaches() {
 
 #[test]
 fn counted_and_tagged() {
-    let counted = Counted::new(Tagged::new(Global, Tag::named("suite")));
+    let counted = CountingAllocator::new(Tagged::new(Global, Tag::named("suite")));
     conforms(&counted);
     let stats = counted.stats();
     assert_eq!((stats.live, stats.blocks), (0, 0));
@@ -98,7 +98,7 @@ fn counted_and_tagged() {
 fn a_fallback_whose_first_fills_up() {
     let arena =
         Arena::with_settings_in(small().limit(if cfg!(miri) { 200 } else { 20_000 }), Global);
-    let second = Counted::new(Global);
+    let second = CountingAllocator::new(Global);
     conforms(&Fallback::new(&arena, &second));
     assert!(second.stats().allocations > 0, "the second one had something to do");
     assert_eq!(second.stats().live, 0);
@@ -107,7 +107,7 @@ fn a_fallback_whose_first_fills_up() {
 #[test]
 fn a_stack_of_everything() {
     let budget = Budget::new("suite", 1 << 20);
-    let pool = Limit::new(Counted::new(Global), budget.clone());
+    let pool = Limit::new(CountingAllocator::new(Global), budget.clone());
     let arena = Arena::with_settings_in(small().limit(50_000), &pool);
     let stack = Tagged::new(Fallback::new(&arena, &pool), Tag::named("suite"));
     conforms(&stack);
@@ -121,12 +121,12 @@ fn a_stack_of_everything() {
 fn an_allocator_that_serves_nothing_does_not_pass() {
     let nothing = Limit::new(Global, Budget::new("nothing", 0));
     let found = Suite::new().check(&nothing);
-    assert_eq!(found.map_err(|violation| violation.fault), Err(Fault::NothingServed));
+    assert_eq!(found.map_err(|violation| violation.fault), Err(ContractFault::NothingServed));
 }
 
 #[test]
 fn a_violation_reports_how_to_reproduce_it() {
-    let found = Violation { seed: 7, operation: 12, fault: Fault::NothingServed };
+    let found = ContractViolation { seed: 7, operation: 12, fault: ContractFault::NothingServed };
     assert_eq!(
         found.to_string(),
         "no allocation was served, so nothing was checked (seed 7, operation 12)"

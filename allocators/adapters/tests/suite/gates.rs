@@ -7,7 +7,7 @@
 
 use crate::support::{Gated, Latch};
 use allocator_api2::{alloc::Global, vec::Vec};
-use aquifer_adapters::{Arena, ArenaSettings, Counted, Fallback, Frames, Limit, Tagged};
+use aquifer_adapters::{Arena, ArenaSettings, CountingAllocator, Fallback, Frames, Limit, Tagged};
 use aquifer_core::{Budget, DeferReuse, MemoryError, Tag};
 use std::{
     ptr::NonNull,
@@ -221,7 +221,7 @@ fn gates_that_have_opened_do_not_pile_up() {
 fn the_promise_reaches_through_a_stack() {
     let pool = Gated::default();
     let budget = Budget::new("stack", 1 << 20);
-    let stack = Limit::new(Counted::new(Tagged::new(pool.clone(), Tag::NONE)), budget);
+    let stack = Limit::new(CountingAllocator::new(Tagged::new(pool.clone(), Tag::NONE)), budget);
     let latch = Latch::closed();
     let arena = Arena::with_settings_in(SETTINGS, stack.clone());
     let sent = arena.alloc_slice_copy(&[5u8; 100]);

@@ -10,14 +10,14 @@ use allocator_api2::{
     alloc::{AllocError, Allocator, Global},
     vec::Vec,
 };
-use aquifer_adapters::{Counted, Guarded, Limit, Owns, wrappers::Finding};
+use aquifer_adapters::{CountingAllocator, Guarded, Limit, Owns, wrappers::GuardFinding};
 use aquifer_core::Budget;
 use std::{alloc::Layout, cell::Cell, ptr::NonNull};
 
-type Guard = Guarded<Counted<Global>>;
+type Guard = Guarded<CountingAllocator<Global>>;
 
 fn guard() -> Guard {
-    Guarded::new(Counted::new(Global))
+    Guarded::new(CountingAllocator::new(Global))
 }
 
 /// Returns a block of `size` bytes whose pointer may also reach the bytes around it.
@@ -43,7 +43,7 @@ fn a_write_behind_a_block_is_found_while_it_lives_and_when_it_goes() {
         let held = block(&guard, size, align);
         assert_eq!(guard.check(), Ok(()));
         write(held.0, size as isize + 3);
-        let finding = Finding::WrittenBehind { address: held.0.addr().get(), size, offset: 3 };
+        let finding = GuardFinding::WrittenBehind { address: held.0.addr().get(), size, offset: 3 };
         assert_eq!(guard.check(), Err(finding));
         release(&guard, held);
         assert_eq!(guard.findings(), [finding]);
@@ -59,7 +59,8 @@ fn a_write_before_a_block_is_found() {
         write(held.0, -1);
         write(held.0, -9);
         release(&guard, held);
-        let finding = Finding::WrittenBefore { address: held.0.addr().get(), size: 40, offset: 9 };
+        let finding =
+            GuardFinding::WrittenBefore { address: held.0.addr().get(), size: 40, offset: 9 };
         assert_eq!(guard.findings(), [finding]);
     }
 }
@@ -73,7 +74,10 @@ fn growing_and_shrinking_check_the_guards_and_always_move() {
     write(NonNull::new(list.as_mut_ptr()).unwrap(), 10);
     list.push(2);
     assert_ne!(list.as_ptr(), before);
-    assert!(matches!(guard.findings()[..], [Finding::WrittenBehind { size: 10, offset: 0, .. }]));
+    assert!(matches!(
+        guard.findings()[..],
+        [GuardFinding::WrittenBehind { size: 10, offset: 0, .. }]
+    ));
     let before = list.as_ptr();
     list.shrink_to_fit();
     assert_ne!(list.as_ptr(), before);
@@ -92,7 +96,7 @@ fn a_second_free_and_a_foreign_one_are_refused() {
     // SAFETY: deliberately broken: it is no block, and the refusal is what is tested.
     let grown = unsafe { guard.grow(stray, Layout::new::<u64>(), Layout::new::<[u64; 2]>()) };
     assert!(grown.is_err());
-    let no_block = |block: NonNull<u8>| Finding::NoBlock { address: block.addr().get() };
+    let no_block = |block: NonNull<u8>| GuardFinding::NoBlock { address: block.addr().get() };
     assert_eq!(guard.findings(), [no_block(held.0), no_block(stray), no_block(stray)]);
     let below = guard.inner().stats();
     assert_eq!((below.allocations, below.frees, below.live), (1, 1, 0));
@@ -105,7 +109,10 @@ fn a_wrong_layout_is_reported_and_the_right_one_is_used() {
     let wrong = Layout::new::<u64>();
     release(&guard, (start, wrong));
     let address = start.addr().get();
-    assert_eq!(guard.findings(), [Finding::WrongLayout { address, asked: layout, given: wrong }]);
+    assert_eq!(
+        guard.findings(),
+        [GuardFinding::WrongLayout { address, asked: layout, given: wrong }]
+    );
     assert_eq!(guard.inner().stats().live, 0, "to the byte");
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::{Gated, Latch};
 use allocator_api2::alloc::Global;
-use aquifer_adapters::{Counted, Limit, PageArena, Pages, pages::PageError};
+use aquifer_adapters::{CountingAllocator, Limit, PageArena, Pages, pages::PageError};
 use aquifer_core::{Budget, MemoryError};
 use proptest::prelude::*;
 use std::thread;
@@ -62,7 +62,7 @@ fn pages_of_another_arena_are_refused_and_come_back() {
 
 #[test]
 fn a_page_arena_takes_one_block_returns_it_and_refuses_impossible_sizes() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let arena = PageArena::new_in(3, 1 << 12, &below).unwrap();
     assert_eq!((below.stats().live, below.stats().blocks), (3 << 12, 1));
     assert!(arena.base().addr().get().is_multiple_of(1 << 12));

@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "allocators, broken on purpose")]
 
 use allocator_api2::alloc::{AllocError, Allocator};
-use aquifer_adapters::conformance::{Call, Fault, Suite};
+use aquifer_adapters::conformance::{AllocatorCall, ContractFault, Suite};
 use std::{
     alloc::Layout,
     cell::{Cell, RefCell},
@@ -235,7 +235,7 @@ unsafe impl Allocator for Planted {
 
 /// Returns the fault that the suite reports for an allocator with this bug, at the first seed that
 /// reports any.
-fn found(bug: Bug) -> Option<Fault> {
+fn found(bug: Bug) -> Option<ContractFault> {
     let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
     let mut found = (0..8).filter_map(|seed| {
         let suite = suite.seed(seed);
@@ -265,19 +265,19 @@ macro_rules! finds {
 }
 
 finds! {
-    blocks_that_overlap: Overlap => Fault::Overlap { ..  },
-    blocks_that_are_misaligned: Misaligned => Fault::Misaligned { ..  },
-    blocks_that_are_short: ShortBlock => Fault::Short { ..  },
-    a_growth_that_loses_its_prefix: GrowLosesPrefix => Fault::PrefixLost { call: Call::Grow | Call::GrowZeroed, ..  },
-    a_shrinkage_that_loses_its_prefix: ShrinkLosesPrefix => Fault::PrefixLost { call: Call::Shrink, ..  },
-    zeroed_memory_that_is_not: DirtyZeroed => Fault::NotZero { call: Call::AllocateZeroed, ..  },
-    a_zeroed_growth_that_is_not: DirtyGrowZeroed => Fault::NotZero { call: Call::GrowZeroed, ..  },
-    a_size_in_range_that_is_refused: LayoutInRangeRefused => Fault::Unwound { call: Call::Deallocate, ..  },
-    a_failed_growth_that_frees: FailedGrowFrees => Fault::FailedGrowFreed { ..  },
-    a_clone_that_cannot_free: CloneCannotFree => Fault::Unwound { call: Call::Deallocate, ..  },
-    a_refused_block_of_no_bytes: ZeroSizeRefused => Fault::ZeroSizeRefused { ..  },
-    a_misaligned_block_of_no_bytes: ZeroSizeMisaligned => Fault::Misaligned { ..  },
-    a_free_that_writes_its_neighbour: FreeWritesNeighbour => Fault::Changed { .. },
+    blocks_that_overlap: Overlap => ContractFault::Overlap { ..  },
+    blocks_that_are_misaligned: Misaligned => ContractFault::Misaligned { ..  },
+    blocks_that_are_short: ShortBlock => ContractFault::Short { ..  },
+    a_growth_that_loses_its_prefix: GrowLosesPrefix => ContractFault::PrefixLost { call: AllocatorCall::Grow | AllocatorCall::GrowZeroed, ..  },
+    a_shrinkage_that_loses_its_prefix: ShrinkLosesPrefix => ContractFault::PrefixLost { call: AllocatorCall::Shrink, ..  },
+    zeroed_memory_that_is_not: DirtyZeroed => ContractFault::NotZero { call: AllocatorCall::AllocateZeroed, ..  },
+    a_zeroed_growth_that_is_not: DirtyGrowZeroed => ContractFault::NotZero { call: AllocatorCall::GrowZeroed, ..  },
+    a_size_in_range_that_is_refused: LayoutInRangeRefused => ContractFault::Unwound { call: AllocatorCall::Deallocate, ..  },
+    a_failed_growth_that_frees: FailedGrowFrees => ContractFault::FailedGrowFreed { ..  },
+    a_clone_that_cannot_free: CloneCannotFree => ContractFault::Unwound { call: AllocatorCall::Deallocate, ..  },
+    a_refused_block_of_no_bytes: ZeroSizeRefused => ContractFault::ZeroSizeRefused { ..  },
+    a_misaligned_block_of_no_bytes: ZeroSizeMisaligned => ContractFault::Misaligned { ..  },
+    a_free_that_writes_its_neighbour: FreeWritesNeighbour => ContractFault::Changed { .. },
 }
 
 #[test]

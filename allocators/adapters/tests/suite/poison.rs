@@ -7,7 +7,7 @@
 use crate::faults::{self, Fault};
 use crate::support::{Gated, Latch};
 use allocator_api2::alloc::{Allocator, Global};
-use aquifer_adapters::{Arena, ArenaSettings, Counted};
+use aquifer_adapters::{Arena, ArenaSettings, CountingAllocator};
 use aquifer_core::DeferReuse;
 use std::{alloc::Layout, ptr::NonNull};
 
@@ -31,7 +31,7 @@ fn look(block: NonNull<u8>, at: usize) -> u8 {
 /// Each fault touches memory without an owner, except for the first, which touches only its own.
 const FAULTS: [Fault; 9] = [
     (faults::NONE, || {
-        let below = Counted::new(Global);
+        let below = CountingAllocator::new(Global);
         let settings = ArenaSettings::new().first_chunk(256).max_chunk(256);
         let mut arena = Arena::with_settings_in(settings, &below);
         for round in 0..3 {

@@ -5,7 +5,7 @@ use allocator_api2::{
     boxed::Box,
     vec::Vec,
 };
-use aquifer_adapters::{Arena, ArenaSettings, Counted, Fallback, Limit, Tagged};
+use aquifer_adapters::{Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Tagged};
 use aquifer_core::{Budget, Tag, impl_allocator};
 use std::{alloc::Layout, cell::Cell, ptr::NonNull, thread};
 
@@ -115,7 +115,7 @@ fn a_failure_below_gives_the_charge_back_and_leaves_the_block() {
 
 #[test]
 fn a_request_beyond_the_limit_never_reaches_the_allocator_below() {
-    let below = Counted::new(Global);
+    let below = CountingAllocator::new(Global);
     let limit = Limit::new(&below, Budget::new("test", 100));
     assert!(limit.allocate(KIB).is_err());
     assert_eq!((below.stats().allocations, below.stats().failures), (0, 0));
@@ -161,7 +161,7 @@ fn limits_share_a_budget_and_lose_no_byte_over_threads() {
 
 #[test]
 fn counted_counts_what_was_asked_for_and_what_failed() {
-    let counted = Counted::new(Generous::default());
+    let counted = CountingAllocator::new(Generous::default());
     let block = counted.allocate(KIB).unwrap();
     let grown = grow(&counted, block.cast()).unwrap();
     counted.inner().refuse.set(true);
@@ -180,7 +180,7 @@ fn counted_counts_what_was_asked_for_and_what_failed() {
 
 #[test]
 fn clones_count_together_over_threads() {
-    let counted = Counted::new(Global);
+    let counted = CountingAllocator::new(Global);
     let rounds = if cfg!(miri) { 10 } else { 1000 };
     thread::scope(|threads| {
         for _ in 0..4 {
@@ -212,7 +212,7 @@ fn a_tagged_allocator_shows_its_tag_below_and_restores_the_scope() {
 #[test]
 fn a_fallback_returns_each_block_to_its_owner_and_moves_what_the_first_cannot_grow() {
     let arena = Arena::with_settings_in(ArenaSettings::new().limit(1500), Global);
-    let second = Counted::new(Global);
+    let second = CountingAllocator::new(Global);
     let both = Fallback::new(&arena, &second);
     let first = both.allocate(KIB).unwrap();
     fill(first.cast());
@@ -248,7 +248,7 @@ fn a_fallback_that_both_refuse_leaves_the_block() {
 
 #[test]
 fn blocks_of_no_bytes_go_to_neither_side_of_a_fallback() {
-    let (first, second) = (Counted::new(Global), Counted::new(Global));
+    let (first, second) = (CountingAllocator::new(Global), CountingAllocator::new(Global));
     let arena = Arena::new_in(&first);
     let both = Fallback::new(&arena, &second);
     let empty: Box<[u8], _> = Vec::new_in(&both).into_boxed_slice();

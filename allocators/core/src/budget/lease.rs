@@ -67,12 +67,12 @@ pub(super) struct LeaseBody {
 /// assert_eq!(tenant.used(), 0);
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
-pub struct Lease {
+pub struct BudgetLease {
     body: &'static LeaseBody,
 }
 
-/// Bytes charged to a [`Lease`]. Dropping it gives them back to the lease, or to the budget if the
-/// lease is closed.
+/// Bytes charged to a [`BudgetLease`]. Dropping it gives them back to the lease, or to the budget
+/// if the lease is closed.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Leased {
     body: &'static LeaseBody,
@@ -83,7 +83,7 @@ impl Budget {
     /// Opens a lease that takes `grain` bytes at a time and keeps at most twice that. Takes nothing
     /// yet.
     #[must_use]
-    pub fn lease(&self, grain: u64) -> Lease {
+    pub fn lease(&self, grain: u64) -> BudgetLease {
         let node = self.node;
         let idle =
             |body: &LeaseBody| body.state.compare_exchange(IDLE, IN_USE, AcqRel, Relaxed).is_ok();
@@ -100,11 +100,11 @@ impl Budget {
         body.grain.store(grain.min(CLOSED >> 3), Relaxed);
         body.outstanding.store(1, Relaxed);
         body.spare.store(0, Release);
-        Lease { body }
+        BudgetLease { body }
     }
 }
 
-impl Lease {
+impl BudgetLease {
     /// Takes `bytes`, or nothing. Never blocks.
     ///
     /// # Errors
@@ -142,7 +142,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for BudgetLease {
     fn drop(&mut self) {
         self.body.spare.fetch_or(CLOSED, AcqRel);
         self.body.recall();
@@ -151,7 +151,7 @@ impl Drop for Lease {
     }
 }
 
-impl fmt::Debug for Lease {
+impl fmt::Debug for BudgetLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease")
             .field("budget", &self.body.node.name())

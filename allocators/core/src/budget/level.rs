@@ -120,19 +120,19 @@ pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 ///
 /// See the example of [`Budget::on_need`](super::Budget::on_need).
 #[must_use = "a registration that is dropped at once removes what it has registered"]
-pub struct Registration {
+pub struct HookRegistration {
     pub(super) budget: Budget,
     pub(super) number: u64,
     pub(super) is_level_hook: bool,
 }
 
-impl std::fmt::Debug for Registration {
+impl std::fmt::Debug for HookRegistration {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Registration").field("budget", &self.budget.name()).finish_non_exhaustive()
     }
 }
 
-impl Drop for Registration {
+impl Drop for HookRegistration {
     fn drop(&mut self) {
         let node = self.budget.node;
         if self.is_level_hook {
@@ -170,9 +170,9 @@ impl Budget {
     ///
     /// No lock of this crate is held during the call. The thread whose charge or release changed
     /// the level calls the hook, so a lock that this thread holds is held during the hook.
-    pub fn on_level(&self, hook: Arc<LevelHook>) -> Registration {
+    pub fn on_level(&self, hook: Arc<LevelHook>) -> HookRegistration {
         let number = self.node.level_hooks.add(hook);
-        Registration { budget: self.clone(), number, is_level_hook: true }
+        HookRegistration { budget: self.clone(), number, is_level_hook: true }
     }
 
     /// Returns how often a hook or a reclaimer of this budget has panicked.

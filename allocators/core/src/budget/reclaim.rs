@@ -23,13 +23,13 @@
 
 use super::{
     Budget,
-    level::Registration,
+    level::HookRegistration,
     node::Node,
     refusal::{OutOfBudget, Raise},
 };
 use crate::{
     error::Tried,
-    event::Place,
+    event::MemoryLocation,
     sync::atomic::{
         AtomicBool,
         Ordering::{AcqRel, Acquire, Relaxed, Release},
@@ -96,7 +96,7 @@ pub trait Reclaim: Send + Sync {
 
     /// Returns where the memory is. When the driver of a device is out of memory, reclaimers of
     /// other places are skipped. With the default, `None`, it is called wherever memory is short.
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<MemoryLocation> {
         None
     }
 }
@@ -140,11 +140,11 @@ impl Budget {
     /// assert!(budget.charge(80).is_ok());
     /// # Ok::<(), aquifer_core::OutOfBudget>(())
     /// ```
-    pub fn on_need<R: Reclaim + 'static>(&self, holder: &Arc<R>) -> Registration {
+    pub fn on_need<R: Reclaim + 'static>(&self, holder: &Arc<R>) -> HookRegistration {
         let holder: Weak<R> = Arc::downgrade(holder);
         let number =
             self.node.reclaimers.add(Arc::new(Reclaimer { holder, busy: AtomicBool::new(false) }));
-        Registration { budget: self.clone(), number, is_level_hook: false }
+        HookRegistration { budget: self.clone(), number, is_level_hook: false }
     }
 
     /// Reclaims until a charge of `bytes` would fit, no reclaimer is left, or `deadline` has
@@ -156,7 +156,7 @@ impl Budget {
         &self,
         bytes: u64,
         deadline: Option<Instant>,
-        except: Option<&Registration>,
+        except: Option<&HookRegistration>,
     ) -> Room {
         self.search(deadline, except, &|_| true, || self.node.missing(bytes))
     }
@@ -170,7 +170,7 @@ impl Budget {
         &self,
         bytes: u64,
         deadline: Option<Instant>,
-        except: Option<&Registration>,
+        except: Option<&HookRegistration>,
     ) -> Room {
         self.reclaim_of(bytes, deadline, except, &|_| true)
     }
@@ -181,8 +181,8 @@ impl Budget {
         &self,
         bytes: u64,
         deadline: Option<Instant>,
-        except: Option<&Registration>,
-        eligible: &dyn Fn(Place) -> bool,
+        except: Option<&HookRegistration>,
+        eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Room {
         self.node.recall();
         let before = self.used();
@@ -204,7 +204,7 @@ impl Budget {
     /// Creates a search that calls one reclaimer at a time, so that a pool can check in between
     /// whether it has what it needs. `except` is skipped.
     #[must_use]
-    pub fn asking<'a>(&'a self, except: Option<&'a Registration>) -> Asking<'a> {
+    pub fn asking<'a>(&'a self, except: Option<&'a HookRegistration>) -> Asking<'a> {
         Asking { budget: self, except, calls: Vec::new(), calls_left: MAX_CALLS }
     }
 
@@ -271,8 +271,8 @@ impl Budget {
     fn search(
         &self,
         deadline: Option<Instant>,
-        except: Option<&Registration>,
-        eligible: &dyn Fn(Place) -> bool,
+        except: Option<&HookRegistration>,
+        eligible: &dyn Fn(MemoryLocation) -> bool,
         missing: impl Fn() -> Option<(&'static Node, u64)>,
     ) -> Room {
         let mut room = Room::default();
@@ -323,7 +323,7 @@ impl Budget {
 /// ```
 pub struct Asking<'a> {
     budget: &'a Budget,
-    except: Option<&'a Registration>,
+    except: Option<&'a HookRegistration>,
     calls: Vec<CallRecord>,
     /// The number of calls that are left.
     calls_left: u32,
@@ -384,7 +384,7 @@ impl Asking<'_> {
         &mut self,
         bytes: u64,
         deadline: Option<Instant>,
-        eligible: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Option<Tried> {
         let node = self.budget.node;
         self.reclaim_next(node.ancestors.last().copied().unwrap_or(node), bytes, deadline, eligible)
@@ -395,7 +395,7 @@ impl Asking<'_> {
         node: &'static Node,
         missing: u64,
         deadline: Option<Instant>,
-        eligible: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Option<Tried> {
         self.calls_left = self.calls_left.checked_sub(1)?;
         let before = node.used.load(Relaxed);
@@ -451,7 +451,7 @@ impl Asking<'_> {
         node: &'static Node,
         missing: u64,
         past_deadline: bool,
-        eligible: &dyn Fn(Place) -> bool,
+        eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Candidates {
         let mut candidates = Candidates::default();
         node.visit_subtree(&mut |at| {

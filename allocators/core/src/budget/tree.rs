@@ -339,8 +339,8 @@ impl Node {
         }
     }
 
-    /// Returns whether this node or an ancestor holds more than its limit. Leases then keep no spare
-    /// bytes. Does not need the lock.
+    /// Returns whether this node or an ancestor holds more than its limit. Leases then keep no
+    /// spare bytes. Does not need the lock.
     #[inline]
     pub(super) fn is_over_limit(&'static self) -> bool {
         self.tree.nodes_over_limit.load(SeqCst) != 0

@@ -80,8 +80,8 @@ pub struct OutOfMemory {
     pub of_live_bytes: bool,
     /// The driver's refusal, if the driver refused.
     pub driver: Option<DriverError>,
-    /// The limits that are too low, starting with the one that refused. With all of them raised, no
-    /// limit refuses the request. Empty if unknown.
+    /// The limits that are too low, starting with the one that refused. With all of them raised,
+    /// no limit refuses the request. Empty if unknown.
     pub raise: Vec<Raise>,
     /// The total memory of the place, in bytes. 0 if unknown.
     pub capacity: u64,

@@ -33,7 +33,7 @@ pub enum Remedy<'a> {
     /// The request exceeds the limit itself.
     RaiseLimit {
         /// The limits, and their required values.
-        raise: Limits<'a>,
+        raise: RequiredLimits<'a>,
     },
     /// A limit on live bytes is reached: memory is available, but the share of this tenant or tag
     /// is used up.
@@ -43,7 +43,7 @@ pub enum Remedy<'a> {
         /// Bytes that are missing.
         missing: u64,
         /// Its limit, and those of the ancestors that are too low.
-        raise: Limits<'a>,
+        raise: RequiredLimits<'a>,
     },
     /// Enough memory is freed, but pending on the queued work of a stream.
     Synchronise {
@@ -66,7 +66,7 @@ pub enum Remedy<'a> {
         /// Free bytes in total.
         free: u64,
         /// The limits that could be raised instead.
-        or_raise: Option<Limits<'a>>,
+        or_raise: Option<RequiredLimits<'a>>,
     },
     /// Too much memory is live.
     Free {
@@ -75,12 +75,12 @@ pub enum Remedy<'a> {
         /// Bytes that are missing.
         missing: u64,
         /// The limits that could be raised instead. If there are none, the place itself is full.
-        or_raise: Option<Limits<'a>>,
+        or_raise: Option<RequiredLimits<'a>>,
     },
     /// A limit is reached, and the holder of the memory is unknown.
     Raise {
         /// The limits, and their required values.
-        raise: Limits<'a>,
+        raise: RequiredLimits<'a>,
     },
     /// The missing memory is held by other programs.
     FreeElsewhere {
@@ -93,7 +93,7 @@ pub enum Remedy<'a> {
 ///
 /// See the example of [`Remedy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits<'a> {
+pub struct RequiredLimits<'a> {
     /// The budget that refused.
     pub budget: &'a str,
     /// The required limit, in bytes.
@@ -102,7 +102,7 @@ pub struct Limits<'a> {
     pub more: &'a [Raise],
 }
 
-impl fmt::Display for Limits<'_> {
+impl fmt::Display for RequiredLimits<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "raise the limit of {} to {}", self.budget, Bytes(self.to).rounded_up())?;
         for Raise { budget, to, .. } in self.more {
@@ -117,10 +117,12 @@ impl<'a> Remedy<'a> {
         let requested = error.requested;
         let refused = error.refused.as_ref();
         let raise = match (error.raise.split_first(), refused) {
-            (Some((first, more)), _) => Some(Limits { budget: first.budget, to: first.to, more }),
+            (Some((first, more)), _) => {
+                Some(RequiredLimits { budget: first.budget, to: first.to, more })
+            }
             (None, Some(refused)) => {
                 let to = refused.limit.saturating_add(refused.missing());
-                Some(Limits { budget: refused.budget, to, more: &[] })
+                Some(RequiredLimits { budget: refused.budget, to, more: &[] })
             }
             (None, None) => None,
         };
@@ -137,7 +139,7 @@ impl<'a> Remedy<'a> {
             return Self::FreeOrRaise { live: refused.current, missing, raise };
         }
         // Raising a limit beyond the total memory of the place does not help.
-        let within = |raise: &Limits<'_>| error.capacity == 0 || raise.to <= error.capacity;
+        let within = |raise: &RequiredLimits<'_>| error.capacity == 0 || raise.to <= error.capacity;
         let stranded: u64 = error.stranded.iter().map(|stream| stream.cached).sum();
         let unfinished = error.pending.max(error.in_use.iter().map(|user| user.bytes).sum());
         if unfinished > 0 && unfinished.saturating_add(stranded) >= missing {

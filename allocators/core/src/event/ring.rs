@@ -13,7 +13,7 @@
 //! during the read counts as lost. Slots consist of atomics, so a torn read is discarded and is not
 //! a data race.
 
-use super::{Action, BlockKind, Event, Place, Sink};
+use super::{Action, BlockKind, Event, EventSink, MemoryLocation};
 use crate::{
     DeviceId, Tag,
     sync::atomic::{AtomicU64, Ordering},
@@ -30,14 +30,14 @@ use std::{
 /// positions are taken as the ring has room for.
 ///
 /// ```
-/// use aquifer_core::event::{Action, Place, Recorder, RingSink};
-/// use aquifer_core::{DeviceId, Sink, Tag};
+/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
+/// use aquifer_core::{DeviceId, EventSink, Tag};
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(2));
 /// let recorder = Recorder::new(ring.clone());
 /// for address in [0x1000, 0x2000, 0x3000] {
 ///     let ticket = recorder.ticket();
-///     let place = Place::Device(DeviceId(0));
+///     let place = MemoryLocation::Device(DeviceId(0));
 ///     recorder.record(ticket, recorder.event(Action::Allocate, place, 0, address, 512, Tag::NONE));
 /// }
 /// let kept: Vec<_> = ring.take().iter().map(|event| event.address).collect();
@@ -140,12 +140,12 @@ impl RingSink {
     /// still overwrite it.
     ///
     /// ```
-    /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
+    /// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
     /// use aquifer_core::{DeviceId, Tag};
     /// use std::sync::Arc;
     /// let ring = Arc::new(RingSink::new(16));
     /// let recorder = Recorder::new(ring.clone());
-    /// let event = recorder.event(Action::Allocate, Place::Device(DeviceId(0)), 0, 0x1000, 512, Tag::NONE);
+    /// let event = recorder.event(Action::Allocate, MemoryLocation::Device(DeviceId(0)), 0, 0x1000, 512, Tag::NONE);
     /// recorder.record(recorder.ticket(), event);
     /// assert_eq!(ring.kept(), ring.kept());
     /// assert_eq!((ring.take().len(), ring.kept().len()), (1, 0));
@@ -188,7 +188,7 @@ impl RingSink {
     }
 }
 
-impl Sink for RingSink {
+impl EventSink for RingSink {
     fn record(&self, event: &Event) {
         let position = self.next.fetch_add(1, Ordering::Relaxed);
         self.fill(position, event);
@@ -235,10 +235,10 @@ const ACTIONS: [Action; 9] = [
 /// Packs an event into five words: time, address, bytes, location, and the rest.
 fn encode(event: &Event) -> [u64; 5] {
     let (kind, number) = match event.place {
-        Place::Device(DeviceId(device)) => (0, device),
-        Place::Host(Some(node)) => (1, node),
-        Place::Host(None) => (2, 0),
-        Place::Global => (3, 0),
+        MemoryLocation::Device(DeviceId(device)) => (0, device),
+        MemoryLocation::Host(Some(node)) => (1, node),
+        MemoryLocation::Host(None) => (2, 0),
+        MemoryLocation::Global => (3, 0),
     };
     let place = u64::from(event.stream) << 32 | u64::from(number);
     let what = u64::from(event.thread) << 32
@@ -252,10 +252,10 @@ fn encode(event: &Event) -> [u64; 5] {
 fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
     let number = place as u32;
     let at = match what >> 8 & 0xf {
-        0 => Place::Device(DeviceId(number)),
-        1 => Place::Host(Some(number)),
-        2 => Place::Host(None),
-        _ => Place::Global,
+        0 => MemoryLocation::Device(DeviceId(number)),
+        1 => MemoryLocation::Host(Some(number)),
+        2 => MemoryLocation::Host(None),
+        _ => MemoryLocation::Global,
     };
     Some(Event {
         at_ns,
@@ -277,10 +277,10 @@ mod tests {
     #[test]
     fn events_survive_encoding_unchanged() {
         let places = [
-            Place::Device(DeviceId(u32::MAX)),
-            Place::Host(Some(7)),
-            Place::Host(None),
-            Place::Global,
+            MemoryLocation::Device(DeviceId(u32::MAX)),
+            MemoryLocation::Host(Some(7)),
+            MemoryLocation::Host(None),
+            MemoryLocation::Global,
         ];
         for (number, action) in ACTIONS.into_iter().enumerate() {
             for place in places {

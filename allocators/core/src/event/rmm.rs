@@ -12,7 +12,7 @@
 //!
 //! So RMM's replay benchmark and scripts can read these logs.
 
-use super::{Action, Event, Place, Sink, line_file::LineFile, process::PerProcess};
+use super::{Action, Event, EventSink, MemoryLocation, line_file::LineFile, process::PerProcess};
 use std::{
     io,
     path::{Path, PathBuf},
@@ -29,13 +29,13 @@ use std::{
 /// moves.
 ///
 /// ```
-/// use aquifer_core::event::{Action, Place, Recorder, RmmLog};
+/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RmmLog};
 /// use aquifer_core::{DeviceId, Tag};
 /// use std::sync::Arc;
 /// # if cfg!(miri) { return Ok(()); } // which opens no files
 /// let path = std::env::temp_dir().join(format!("rmm-{}.csv", std::process::id()));
 /// let recorder = Recorder::new(Arc::new(RmmLog::create(&path)?));
-/// let place = Place::Device(DeviceId(0));
+/// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 2, 0x7f00, 512, Tag::NONE));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Fail, place, 2, 0, 1 << 40, Tag::NONE));
 /// let text = std::fs::read_to_string(&path)?;
@@ -78,9 +78,9 @@ impl RmmLog {
     /// Returns the row of an event, if RMM has one for it.
     fn row(&self, event: &Event) -> Option<String> {
         let action = match (event.place, event.action) {
-            (Place::Device(_), Action::Allocate) => "allocate",
-            (Place::Device(_), Action::Free) => "free",
-            (Place::Device(_), Action::Fail) => "allocate failure",
+            (MemoryLocation::Device(_), Action::Allocate) => "allocate",
+            (MemoryLocation::Device(_), Action::Free) => "free",
+            (MemoryLocation::Device(_), Action::Fail) => "allocate failure",
             _ => return None,
         };
         let pointer = match (event.action, event.address) {
@@ -103,7 +103,7 @@ impl RmmLog {
     }
 }
 
-impl Sink for RmmLog {
+impl EventSink for RmmLog {
     fn record(&self, event: &Event) {
         if let Some(row) = self.row(event) {
             self.lines().write(format_args!("{row}"));

@@ -1,6 +1,6 @@
 //! Sinks that drop events or pass them on.
 
-use super::{Event, Sink};
+use super::{Event, EventSink};
 use std::sync::Arc;
 
 /// Drops every event.
@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Default, Debug)]
 pub struct NullSink;
 
-impl Sink for NullSink {
+impl EventSink for NullSink {
     fn record(&self, _event: &Event) {}
 }
 
@@ -25,7 +25,7 @@ impl Sink for NullSink {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct TracingSink;
 
-impl Sink for TracingSink {
+impl EventSink for TracingSink {
     fn record(&self, event: &Event) {
         let Event { at_ns, action, place, thread, stream, address, bytes, kind, tag } = *event;
         let (kind, tag) = (kind.name(), tag.name());
@@ -40,13 +40,13 @@ impl Sink for TracingSink {
 /// Passes each event to two sinks.
 #[derive(Debug)]
 pub(super) struct TeeSink {
-    pub(super) first: Arc<dyn Sink>,
-    pub(super) second: Arc<dyn Sink>,
+    pub(super) first: Arc<dyn EventSink>,
+    pub(super) second: Arc<dyn EventSink>,
     /// Added to an event's time for the second sink, whose recorder was created earlier. Wraps.
     pub(super) offset_ns: u64,
 }
 
-impl Sink for TeeSink {
+impl EventSink for TeeSink {
     fn record(&self, event: &Event) {
         self.first.record(event);
         self.second.record(&Event { at_ns: event.at_ns.wrapping_add(self.offset_ns), ..*event });

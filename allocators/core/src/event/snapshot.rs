@@ -40,7 +40,7 @@ mod word;
 
 pub use word::Word;
 
-use super::{Event, Place};
+use super::{Event, MemoryLocation};
 use crate::{DeviceId, Tag};
 use history::{History, LiveBlock, TraceEntry};
 use pickle::Pickler;
@@ -65,12 +65,12 @@ const SIZE_UNIT: u64 = 512;
 /// A memory snapshot that PyTorch's memory viewer and `_memory_viz.py` can read.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemorySnapshot, Place, Recorder, RingSink};
+/// use aquifer_core::event::{Action, MemorySnapshot, MemoryLocation, Recorder, RingSink};
 /// use aquifer_core::{DeviceId, Tag};
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(1 << 10));
 /// let recorder = Recorder::new(ring.clone());
-/// let place = Place::Device(DeviceId(0));
+/// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 1, 0x7f00_0000_0000, 1000, Tag::NONE));
 ///
 /// let snapshot = MemorySnapshot::of(ring.take());
@@ -116,7 +116,7 @@ impl MemorySnapshot {
         let mut snapshot = Self::default();
         for event in events {
             match event.place {
-                Place::Device(DeviceId(device)) if device < MAX_DEVICES => {
+                MemoryLocation::Device(DeviceId(device)) if device < MAX_DEVICES => {
                     snapshot.devices.entry(device).or_default().apply(&event);
                 }
                 _ => {}

@@ -42,7 +42,9 @@
 //! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
 //! is reported on the standard error stream.
 
-use super::{Action, BlockKind, Event, Place, Sink, line_file::LineFile, process::PerProcess};
+use super::{
+    Action, BlockKind, Event, EventSink, MemoryLocation, line_file::LineFile, process::PerProcess,
+};
 use crate::{DeviceId, Tag};
 use std::{
     collections::HashMap,
@@ -63,13 +65,13 @@ const MAX_TAG_BYTES: usize = 1024;
 /// in its parent's file.
 ///
 /// ```
-/// use aquifer_core::event::{Action, Place, Recorder, TraceFile};
+/// use aquifer_core::event::{Action, MemoryLocation, Recorder, TraceFile};
 /// use aquifer_core::{DeviceId, Tag};
 /// use std::sync::Arc;
 /// # if cfg!(miri) { return Ok(()); } // which opens no files
 /// let path = std::env::temp_dir().join(format!("trace-{}.csv", std::process::id()));
 /// let recorder = Recorder::new(Arc::new(TraceFile::create(&path)?));
-/// let place = Place::Device(DeviceId(0));
+/// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 2, 0x7f00, 512, Tag::NONE));
 /// let text = std::fs::read_to_string(&path)?;
 /// assert!(text.starts_with("t_us,op,id,bytes,stream,") && text.ends_with(",a,1,512,2,cached,0,\n"));
@@ -87,7 +89,7 @@ struct State {
     lines: LineFile,
     /// Blocks that are not complete, by location and address. A freed block that is not complete
     /// still owns its bytes, so its address is unique.
-    blocks: HashMap<(Place, u64), TracedBlock>,
+    blocks: HashMap<(MemoryLocation, u64), TracedBlock>,
     next: u64,
     /// The fields after `stream` of the current line.
     rest: String,
@@ -194,9 +196,9 @@ impl State {
     }
 }
 
-impl Sink for TraceFile {
+impl EventSink for TraceFile {
     fn record(&self, event: &Event) {
-        if event.place != Place::Global {
+        if event.place != MemoryLocation::Global {
             self.state().record(event);
         }
     }
@@ -207,14 +209,14 @@ impl Sink for TraceFile {
 }
 
 /// The value of the field `device`.
-struct DeviceField(Place);
+struct DeviceField(MemoryLocation);
 
 impl fmt::Display for DeviceField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Place::Device(DeviceId(device)) => write!(f, "{device}"),
-            Place::Host(Some(node)) => write!(f, "host:{node}"),
-            Place::Host(None) | Place::Global => f.write_str("host"),
+            MemoryLocation::Device(DeviceId(device)) => write!(f, "{device}"),
+            MemoryLocation::Host(Some(node)) => write!(f, "host:{node}"),
+            MemoryLocation::Host(None) | MemoryLocation::Global => f.write_str("host"),
         }
     }
 }

@@ -4,8 +4,8 @@
 
 use aquifer_core::{
     Budget, Charge, DeviceId,
-    budget::{Asking, Offer, Reclaim, Registration},
-    event::Place,
+    budget::{Asking, HookRegistration, Offer, Reclaim},
+    event::MemoryLocation,
 };
 use std::{
     sync::{
@@ -21,7 +21,7 @@ struct Pool {
     name: &'static str,
     budget: Budget,
     idle: Mutex<Vec<Charge>>,
-    place: Option<Place>,
+    place: Option<MemoryLocation>,
     waits: bool,
     /// At most this many charges are returned per call.
     step: usize,
@@ -29,7 +29,7 @@ struct Pool {
     /// Held by the test to delay the answer.
     gate: Mutex<()>,
     inside: AtomicBool,
-    registration: OnceLock<Registration>,
+    registration: OnceLock<HookRegistration>,
 }
 
 impl Pool {
@@ -94,7 +94,7 @@ impl Reclaim for Pool {
     fn waits(&self) -> bool {
         self.waits
     }
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<MemoryLocation> {
         self.place
     }
 }
@@ -211,15 +211,16 @@ fn a_charge_above_a_limit_reclaims_nothing() {
 fn memory_refused_by_a_driver_is_reclaimed_from_its_device_across_the_tree() {
     let root = Budget::new("process", 1000);
     let [a, b, host] = ["device 0", "device 1", "host"].map(|name| root.child(name, 1000));
-    let on = |device| move |pool: &mut Pool| pool.place = Some(Place::Device(DeviceId(device)));
+    let on =
+        |device| move |pool: &mut Pool| pool.place = Some(MemoryLocation::Device(DeviceId(device)));
     let ours = Pool::new("ours", &a.child("tenant", 100), on(0));
     let same = Pool::new("same", &a, on(0));
     let other = Pool::new("other", &b, on(1));
-    let pinned = Pool::new("pinned", &host, |pool| pool.place = Some(Place::Host(None)));
+    let pinned = Pool::new("pinned", &host, |pool| pool.place = Some(MemoryLocation::Host(None)));
     let unknown = Pool::new("unknown", &root, |_| ());
     let all = [&ours, &same, &other, &pinned, &unknown];
     all.iter().for_each(|pool| pool.fill(50));
-    let here = |place| place == Place::Device(DeviceId(0));
+    let here = |place| place == MemoryLocation::Device(DeviceId(0));
     let mut asking = ours.budget.asking(ours.registration.get());
     let ask = |asking: &mut Asking<'_>| {
         asking.for_memory(100, None, &here).map(|tried| (tried.step, tried.gave))

@@ -14,7 +14,7 @@ use std::{
 
 type Heard = Arc<Mutex<Vec<(Level, Level)>>>;
 
-fn listen(budget: &Budget) -> (Heard, aquifer_core::budget::Registration) {
+fn listen(budget: &Budget) -> (Heard, aquifer_core::budget::HookRegistration) {
     let heard = Heard::default();
     let ears = Arc::clone(&heard);
     let registration = budget.on_level(Arc::new(move |_: &Budget, change: LevelChange| {

@@ -2,8 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
 use aquifer_core::{
-    Action, DeviceId, Event, Recorder, Sink, Tag,
-    event::{BlockKind, NullSink, Place, RingSink, RmmLog, TraceFile},
+    Action, DeviceId, Event, EventSink, Recorder, Tag,
+    event::{BlockKind, MemoryLocation, NullSink, RingSink, RmmLog, TraceFile},
 };
 use std::{
     env, fs,
@@ -13,7 +13,7 @@ use std::{
     thread,
 };
 
-const PLACE: Place = Place::Device(DeviceId(0));
+const PLACE: MemoryLocation = MemoryLocation::Device(DeviceId(0));
 
 fn tell(recorder: &Recorder, action: Action, address: u64, bytes: u64) {
     let ticket = recorder.ticket();
@@ -173,8 +173,12 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
     let path = file("kinds");
     let recorder = Recorder::new(Arc::new(TraceFile::create(&path).unwrap()));
     let tag = Tag::named("kv, 100 %\nof \u{85}\u{fc}");
-    let places =
-        [Place::Device(DeviceId(7)), Place::Host(Some(1)), Place::Host(None), Place::Global];
+    let places = [
+        MemoryLocation::Device(DeviceId(7)),
+        MemoryLocation::Host(Some(1)),
+        MemoryLocation::Host(None),
+        MemoryLocation::Global,
+    ];
     for (place, kind) in places.into_iter().zip(BlockKind::ALL) {
         let event = recorder.event(Action::Allocate, place, 4, 0x1000, 64, tag).of_kind(kind);
         recorder.record(recorder.ticket(), event);
@@ -277,7 +281,14 @@ fn an_rmm_log_has_rows_as_rmm_writes_them() {
     tell(&recorder, Action::Complete, 0x7f04_c000_0200, 1000);
     let other = thread::scope(|s| {
         let record = || {
-            let host = recorder.event(Action::Allocate, Place::Host(None), 0, 0x10, 16, Tag::NONE);
+            let host = recorder.event(
+                Action::Allocate,
+                MemoryLocation::Host(None),
+                0,
+                0x10,
+                16,
+                Tag::NONE,
+            );
             recorder.record(recorder.ticket(), host);
             let event = recorder.event(Action::Allocate, PLACE, 0, 0x10, 16, Tag::NONE);
             recorder.record(recorder.ticket(), event);

@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "in tests")]
 
 use aquifer_core::{
-    Action, DeviceId, Event, Recorder, Sink, Tag,
-    event::{Place, RingSink},
+    Action, DeviceId, Event, EventSink, Recorder, Tag,
+    event::{MemoryLocation, RingSink},
 };
 use std::{
     fmt,
@@ -14,7 +14,7 @@ use std::{
 };
 
 fn event(recorder: &Recorder, bytes: u64) -> Event {
-    recorder.event(Action::Allocate, Place::Device(DeviceId(0)), 0, 0, bytes, Tag::NONE)
+    recorder.event(Action::Allocate, MemoryLocation::Device(DeviceId(0)), 0, 0, bytes, Tag::NONE)
 }
 
 /// Keeps the events it receives, and runs an action at each.
@@ -30,7 +30,7 @@ impl fmt::Debug for Hook {
     }
 }
 
-impl Sink for Hook {
+impl EventSink for Hook {
     fn record(&self, event: &Event) {
         self.told.lock().unwrap().push(event.bytes);
         (self.act)(self, event.bytes);
@@ -60,7 +60,7 @@ fn a_sink_that_panics_receives_later_and_pending_events() {
 fn a_panicking_sink_with_locations_does_not_unwind_into_the_pool() {
     #[derive(Debug)]
     struct Panics(RingSink);
-    impl Sink for Panics {
+    impl EventSink for Panics {
         fn record(&self, event: &Event) {
             self.0.record(event);
         }

@@ -15,7 +15,7 @@ use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{
     Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site,
 };
-use aquifer_stream::{Account, StreamPool, Timeline, Tracked, Uses};
+use aquifer_stream::{Account, StreamPool, Timeline, TrackUses, Uses};
 use bytemuck::Pod;
 use std::{
     any::Any,
@@ -305,7 +305,7 @@ unsafe impl<F: Foreign> OperandMut for Adopted<F> {
     }
 }
 
-impl<F: Foreign> Tracked for Adopted<F> {
+impl<F: Foreign> TrackUses for Adopted<F> {
     fn account(&self) -> Account<'_> {
         self.buffer.account()
     }

@@ -3,7 +3,7 @@
 use crate::Block;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
-use aquifer_stream::{Account, Tracked};
+use aquifer_stream::{Account, TrackUses};
 use bytemuck::Pod;
 use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
 
@@ -359,7 +359,7 @@ macro_rules! part {
                 self.part.order(stream, alive, access, !access.writes())
             }
         }
-        impl<T> Tracked for $slice<'_, T> {
+        impl<T> TrackUses for $slice<'_, T> {
             fn account(&self) -> Account<'_> {
                 Account { alone: self.part.exclusive, ..self.part.block.account() }
             }

@@ -26,7 +26,7 @@ use crate::{
 };
 use aquifer_core::{
     Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
-    event::{BlockKind, Ticket},
+    event::{BlockKind, EventTicket},
 };
 use aquifer_driver::{Ownership, RawStream};
 use aquifer_heap::Range;
@@ -125,7 +125,7 @@ impl ParkableState {
         dedicated: &DedicatedPool,
         tag: Tag,
         actions: &[Action],
-    ) -> Vec<(Ticket, Event)> {
+    ) -> Vec<(EventTicket, Event)> {
         let of = |(&address, live): (&u64, &LiveBlock)| {
             let (stream, requested) = (live.owner_stream.number(), live.requested);
             let event = move |&action: &Action| {

@@ -304,7 +304,7 @@ impl Mapped {
         options: PlaceOptions,
         fit: Fit,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<Option<aquifer_heap::Block>> {
+    ) -> Result<Option<aquifer_heap::HeapBlock>> {
         let pass = self.scratch.begin();
         self.reap_zombies(&pass)?;
         // A failed race is retried: another thread has made progress, so this terminates.
@@ -355,7 +355,7 @@ impl Mapped {
         cache: &'static StreamCache,
         request: &Request,
         fit: Fit,
-    ) -> Option<aquifer_heap::Block> {
+    ) -> Option<aquifer_heap::HeapBlock> {
         let bytes = request.size().checked_next_multiple_of(HEAP.unit)?;
         let small = bytes <= HEAP.small_max;
         let (len, align) = (if small { HEAP.page } else { bytes }, request.alignment());
@@ -509,7 +509,7 @@ impl Mapped {
         cache: &'static StreamCache,
         mut claim: Claim<'_>,
         request: &Request,
-    ) -> Option<aquifer_heap::Block> {
+    ) -> Option<aquifer_heap::HeapBlock> {
         cache.with(|s| {
             // In its open epoch, the stream has waited for all earlier uses of this memory.
             let epoch = s.timeline().map_or(0, |t| t.open());

@@ -116,7 +116,7 @@ impl Segments {
         request: &Request,
         readiness: Readiness,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<Option<aquifer_heap::Block>> {
+    ) -> Result<Option<aquifer_heap::HeapBlock>> {
         let Some((range, donor, timeline, stamp)) =
             self.take_free_segment(cache, donors, request, readiness)
         else {
@@ -192,7 +192,7 @@ impl Segments {
         cache: &'static StreamCache,
         request: &Request,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<Option<aquifer_heap::Block>> {
+    ) -> Result<Option<aquifer_heap::HeapBlock>> {
         let exact = Self::backing_bytes(request);
         let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
         for bytes in [exact.max(SEGMENT), exact] {

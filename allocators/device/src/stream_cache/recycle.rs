@@ -134,7 +134,7 @@ mod tests {
         DeviceId,
         sim::{DeviceConfig, Sim, SimConfig},
     };
-    use aquifer_stream::{Life, Stream};
+    use aquifer_stream::{Stream, StreamLifetime};
 
     #[expect(unsafe_code, reason = "takes in a stream, and ends it")]
     fn with_retired_stream(
@@ -143,7 +143,7 @@ mod tests {
     ) -> Result<()> {
         let raw = pool.driver().stream_create(DeviceId(0), 0)?;
         // SAFETY: 1. The stream was created just now. 2. It is retired below.
-        let stream = unsafe { pool.streams().adopt(raw, Life::Retired) }?;
+        let stream = unsafe { pool.streams().adopt(raw, StreamLifetime::Retired) }?;
         work(&stream)?;
         stream.retire()?;
         // SAFETY: 1. The stream was created above, and has been retired.

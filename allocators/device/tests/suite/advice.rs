@@ -6,7 +6,7 @@ use crate::support::{MIB, Rig};
 use aquifer_adapters::Limit;
 use aquifer_core::{
     Budget, Bytes, MemoryError, OutOfMemory, Result, Tag,
-    error::{Limits, Remedy},
+    error::{Remedy, RequiredLimits},
 };
 use aquifer_device::{Adoption, Direct, Opaque, Request, Reserved, StreamOrdered};
 use aquifer_driver::{
@@ -54,7 +54,7 @@ fn as_written(bytes: u64) -> u64 {
     (number.parse::<f64>().unwrap() * 1024f64.powi(unit as i32)) as u64
 }
 
-fn follow(limits: Limits<'_>, budgets: &[&Budget]) {
+fn follow(limits: RequiredLimits<'_>, budgets: &[&Budget]) {
     let all = std::iter::once((limits.budget, limits.to))
         .chain(limits.more.iter().map(|r| (r.budget, r.to)));
     for (name, to) in all {
@@ -64,7 +64,7 @@ fn follow(limits: Limits<'_>, budgets: &[&Budget]) {
     }
 }
 
-fn limits<'a>(remedy: &Remedy<'a>) -> Limits<'a> {
+fn limits<'a>(remedy: &Remedy<'a>) -> RequiredLimits<'a> {
     match *remedy {
         Remedy::RaiseLimit { raise }
         | Remedy::Raise { raise }

@@ -15,9 +15,9 @@ use aquifer_device::{
 };
 use aquifer_driver::{
     Access, Call, CallCounts, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
+    sim::{DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
-use aquifer_stream::{Life, Stream};
+use aquifer_stream::{Stream, StreamLifetime};
 use std::{
     env,
     process::Command,
@@ -42,7 +42,7 @@ fn only(set: impl FnOnce(&mut Debugging)) -> Debugging {
 fn write(sim: &Sim, stream: &Stream, address: u64, value: u8) {
     let at = DeviceRange { device: DeviceId(0), address, bytes: 1 };
     let kernel =
-        Kernel::new("stray").writes(at, None).run(move |memory| memory.write(0)[0] = value);
+        SimKernel::new("stray").writes(at, None).run(move |memory| memory.write(0)[0] = value);
     sim.launch(stream.raw(), kernel).unwrap();
 }
 
@@ -398,8 +398,9 @@ fn an_open_use_keeps_the_block_from_being_filled_looked_at_and_reused() {
     let used = block.prepare(&u, Access::Write).unwrap();
     drop(block);
     rig.pool.trim(0).unwrap();
-    let kernel =
-        Kernel::new("late, and told").writes(whole, Some(generation)).run(|m| m.write(0).fill(8));
+    let kernel = SimKernel::new("late, and told")
+        .writes(whole, Some(generation))
+        .run(|m| m.write(0).fill(8));
     rig.sim.launch(u.raw(), kernel).unwrap();
     used.finish().unwrap();
     rig.pool.trim(0).unwrap();
@@ -434,7 +435,7 @@ fn a_stream_that_was_retired_gets_no_work_from_a_later_free() {
     #[expect(unsafe_code, reason = "adopts a stream and destroys it")]
     {
         // SAFETY: 1. a stream of this device. 2. it is retired before it is destroyed.
-        let adopted = unsafe { rig.pool.streams().adopt(raw, Life::Retired) }.unwrap();
+        let adopted = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Retired) }.unwrap();
         let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
         write(&rig.sim, &adopted, block.address() + 1000, 1);
         adopted.retire().unwrap();
@@ -456,7 +457,7 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
     #[expect(unsafe_code, reason = "adopts a stream and destroys it")]
     let adopted = {
         // SAFETY: 1. a stream of this device. 2. it is destroyed while no call is in progress.
-        let adopted = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
+        let adopted = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
         let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
         adopted.synchronize().unwrap();
         let before = driver.calls().made();

@@ -6,7 +6,7 @@ use crate::support::{MIB, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::Request;
 use aquifer_driver::{Access, KeepAlive, Operand, RawStream, sim::Sim};
-use aquifer_stream::Life;
+use aquifer_stream::StreamLifetime;
 use std::{sync::Arc, time::Duration};
 
 /// Returns a stream made by another library.
@@ -37,7 +37,8 @@ fn memory_freed_by_a_retired_stream_is_pending_only_while_another_stream_uses_it
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
     let (s, u) = (rig.stream(), rig.stream());
     // SAFETY: 1. a stream of this device. 2. it is never destroyed.
-    let foreign = unsafe { rig.pool.streams().adopt(foreign(&rig.sim).0, Life::Retired) }.unwrap();
+    let foreign =
+        unsafe { rig.pool.streams().adopt(foreign(&rig.sim).0, StreamLifetime::Retired) }.unwrap();
     let block = rig.pool.alloc(&foreign, Request::bytes(6 * MIB)).unwrap();
     let used = block.prepare(&u, Access::Write).unwrap();
     rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();

@@ -10,7 +10,7 @@ use aquifer_driver::{
     Access, Call, DeviceId, RawStream,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_stream::{Lease, Life, Stream};
+use aquifer_stream::{Stream, StreamLifetime, StreamOptions};
 use std::{sync::Arc, thread, time::Duration};
 
 fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
@@ -21,7 +21,7 @@ fn write(rig: &Rig, stream: &Stream, block: &Block) {
     rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
 }
 
-fn adopt(rig: &Rig, life: Life) -> (Stream, RawStream) {
+fn adopt(rig: &Rig, life: StreamLifetime) -> (Stream, RawStream) {
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. the tests follow `life`.
     (unsafe { rig.pool.streams().adopt(raw, life) }.unwrap(), raw)
@@ -47,7 +47,7 @@ fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
             let u = rig.stream();
             let first = take(&rig, &u, 1);
             let gone = if retired {
-                let (s, raw) = adopt(&rig, Life::Retired);
+                let (s, raw) = adopt(&rig, StreamLifetime::Retired);
                 let blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 4)).collect();
                 blocks.iter().for_each(|block| write(&rig, &s, block));
                 drop(blocks);
@@ -80,7 +80,7 @@ fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
 #[test]
 fn blocks_returned_after_their_stream_is_dropped_serve_other_streams() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
-    let (u, (s, raw)) = (rig.stream(), adopt(&rig, Life::Retired));
+    let (u, (s, raw)) = (rig.stream(), adopt(&rig, StreamLifetime::Retired));
     let blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
     s.retire().unwrap();
     destroy(&rig, raw);
@@ -98,7 +98,7 @@ fn a_device_without_mappings_passes_on_the_segments_of_dropped_streams() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config).symbolic(), 1024, |_| ());
-    let (u, (s, raw)) = (rig.stream(), adopt(&rig, Life::Retired));
+    let (u, (s, raw)) = (rig.stream(), adopt(&rig, StreamLifetime::Retired));
     drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
     s.retire().unwrap();
     destroy(&rig, raw);
@@ -160,7 +160,7 @@ fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
 #[test]
 fn ten_thousand_short_lived_streams_leave_no_more_than_a_few() {
     for mapping in [true, false] {
-        for life in [Life::Retired, Life::Fenced] {
+        for life in [StreamLifetime::Retired, StreamLifetime::Fenced] {
             let mut config = SimConfig::h200(1);
             config.devices = vec![if mapping {
                 DeviceConfig::h200()
@@ -176,7 +176,7 @@ fn ten_thousand_short_lived_streams_leave_no_more_than_a_few() {
                 });
                 blocks.iter().for_each(|block| write(&rig, &s, block));
                 drop(blocks);
-                if matches!(life, Life::Retired) {
+                if matches!(life, StreamLifetime::Retired) {
                     s.retire().unwrap();
                 }
                 destroy(&rig, raw);
@@ -190,7 +190,7 @@ fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 4096, |config| config.streams = 2);
     ten_thousand(&rig, |nth| {
         // At the cap, so that a stream of another kind is evicted.
-        let kind = Lease::default().priority(-(nth as i32 % 3));
+        let kind = StreamOptions::default().priority(-(nth as i32 % 3));
         let s = rig.pool.streams().lease_as(kind).unwrap();
         let blocks = [take(&rig, &s, 3), take(&rig, &s, 1)];
         blocks.iter().for_each(|block| write(&rig, &s, block));
@@ -227,7 +227,7 @@ fn threads_create_and_drop_streams_while_others_take_over_their_memory() {
                 scope.spawn(move || {
                     let mut late = Vec::new();
                     for nth in 0..100 {
-                        let (s, raw) = adopt(rig, Life::Retired);
+                        let (s, raw) = adopt(rig, StreamLifetime::Retired);
                         let mut blocks: Vec<_> =
                             (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
                         blocks.iter().for_each(|block| write(rig, &s, block));

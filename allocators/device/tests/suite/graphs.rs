@@ -10,7 +10,7 @@ use aquifer_driver::{
     Access, Call, CaptureMode, DeviceId, RawGraph,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_stream::{Life, Stream};
+use aquifer_stream::{Stream, StreamLifetime};
 use std::{
     sync::{
         Arc,
@@ -212,7 +212,7 @@ fn an_eager_stream_that_is_fenced_at_each_free_goes_on_after_its_capture() {
     let own = rig.stream();
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. made just now. 2. never destroyed.
-    let s = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
+    let s = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
     let graphs = rig.pool.graph_pool().unwrap();
     let outside = alloc(&rig, &s, MIB);
     let announced = graphs.announce(&s).unwrap();

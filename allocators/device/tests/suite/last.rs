@@ -5,11 +5,11 @@
 use crate::support::{MIB, Rig, range};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Block, Request};
-use aquifer_driver::sim::Kernel;
+use aquifer_driver::sim::SimKernel;
 use aquifer_stream::Stream;
 
 fn writes(rig: &Rig, stream: &Stream, block: &Block) {
-    rig.sim.launch(stream.raw(), Kernel::new("fill").writes(range(block), None)).unwrap();
+    rig.sim.launch(stream.raw(), SimKernel::new("fill").writes(range(block), None)).unwrap();
 }
 
 #[test]

@@ -11,9 +11,9 @@ use aquifer_core::{DeviceId, MemoryError};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
     Access, Call, Operand,
-    sim::{Kernel, Sim, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
-use aquifer_stream::{Launch, Life, Stream};
+use aquifer_stream::{Launch, Stream, StreamLifetime};
 use std::{mem::ManuallyDrop, time::Duration};
 
 /// Returns whether a write can be prepared immediately, which means that no use is open.
@@ -23,7 +23,7 @@ fn free(block: &Block, on: &Stream) -> bool {
 
 /// Queues a kernel that reads the first block and writes the second one.
 fn add(rig: &Rig, on: &Stream, from: &Block, to: &Block) {
-    let kernel = Kernel::new("add")
+    let kernel = SimKernel::new("add")
         .reads(range(from), Some(from.generation()))
         .writes(range(to), Some(to.generation()));
     rig.sim.launch(on.raw(), kernel).unwrap();
@@ -235,7 +235,7 @@ fn a_launch_on_a_stream_that_is_fenced_at_once_records_one_event() {
     let s = rig.stream();
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. never destroyed.
-    let fenced = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
+    let fenced = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
     let blocks: Vec<_> =
         (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
     for commit in [true, false] {

@@ -66,12 +66,13 @@ fn without_recorded_uses_the_same_program_is_corrupted_and_reported() {
     u.wait_for(&s).unwrap();
     // A copy on `u` that the pool does not know about.
     let (from, to) = (range(a.block()), range(b.block()));
-    let copy = aquifer_driver::sim::Kernel::new("untold").reads(from, None).writes(to, None).run(
-        |memory| {
+    let copy = aquifer_driver::sim::SimKernel::new("untold")
+        .reads(from, None)
+        .writes(to, None)
+        .run(|memory| {
             let bytes = memory.read(0).to_vec();
             memory.write(1).copy_from_slice(&bytes);
-        },
-    );
+        });
     rig.sim.launch(u.raw(), copy).unwrap();
     drop(a);
     let mut c = rig.bytes(&s, MIB);

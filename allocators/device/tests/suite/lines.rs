@@ -146,7 +146,7 @@ fn findings_and_violations_name_a_stream_by_the_same_number() {
     rig.sim
         .launch(
             s.raw(),
-            aquifer_driver::sim::Kernel::new("stray")
+            aquifer_driver::sim::SimKernel::new("stray")
                 .writes(behind, None)
                 .run(|m| m.write(0)[0] = 1),
         )

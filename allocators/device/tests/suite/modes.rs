@@ -8,7 +8,7 @@ use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Debugging, Fault, Park, PoolConfig, Request};
 use aquifer_driver::{
     CaptureMode, DeviceId, DeviceRange,
-    sim::{Kernel, Sim, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
 use aquifer_stream::Stream;
 
@@ -59,13 +59,13 @@ fn modes() -> Vec<(&'static str, PoolConfig)> {
 
 fn write(sim: &Sim, stream: &Stream, address: u64) {
     let at = DeviceRange { device: DeviceId(0), address, bytes: 1 };
-    let kernel = Kernel::new("stray").writes(at, None).run(|memory| memory.write(0)[0] = 0x11);
+    let kernel = SimKernel::new("stray").writes(at, None).run(|memory| memory.write(0)[0] = 0x11);
     sim.launch(stream.raw(), kernel).unwrap();
 }
 
 fn read(sim: &Sim, stream: &Stream, address: u64) {
     let at = DeviceRange { device: DeviceId(0), address, bytes: 1 };
-    sim.launch(stream.raw(), Kernel::new("stray").reads(at, None)).unwrap();
+    sim.launch(stream.raw(), SimKernel::new("stray").reads(at, None)).unwrap();
 }
 
 fn refusal<T>(answer: Result<T, MemoryError>) -> Vec<Told> {

@@ -9,7 +9,7 @@ use aquifer_core::{DeviceId, MemoryError, OutOfMemory, Tag};
 use aquifer_device::{Adoption, DeviceBuffer, Park, ParkReport, Parkable, Request};
 use aquifer_driver::{
     Access, Call, CaptureMode, Operand,
-    sim::{DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
+    sim::{DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
 use aquifer_stream::{Launch, Stream};
 use std::{
@@ -189,7 +189,7 @@ fn a_kernel_that_uses_the_bare_address_of_a_parked_block_is_reported() {
     let range = buffer.range();
     s.synchronize().unwrap();
     park(&rig, saved()).unwrap();
-    let _ = rig.sim.launch(s.raw(), Kernel::new("stale").reads(range, None));
+    let _ = rig.sim.launch(s.raw(), SimKernel::new("stale").reads(range, None));
     let kinds: Vec<_> = rig.sim.take_violations().iter().map(|v| v.kind).collect();
     assert!(
         kinds.contains(&ViolationKind::Unmapped) || kinds.contains(&ViolationKind::UseAfterFree),

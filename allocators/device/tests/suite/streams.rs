@@ -16,7 +16,7 @@ use aquifer_driver::{
     Access, Call, Operand, RawStream,
     sim::{Sim, ViolationKind},
 };
-use aquifer_stream::{Lease, Life, Stream};
+use aquifer_stream::{Stream, StreamLifetime, StreamOptions};
 use std::{sync::mpsc, thread, time::Duration};
 
 const BIG: u64 = 6 * MIB;
@@ -49,7 +49,7 @@ impl Ranks {
 
 /// Two ranks queue two collectives in opposite orders on a stream each, which is correct. The
 /// second requests memory that the first has held.
-fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
+fn two_collectives(kind: StreamOptions) -> (usize, [Result<Block, MemoryError>; 2]) {
     let ranks = Ranks::new();
     let streams =
         [0, 1].map(|rank| [1, 2].map(|_| ranks.pools[rank].streams().lease_as(kind).unwrap()));
@@ -79,7 +79,7 @@ fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
 
 #[test]
 fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
-    let (stuck, blocks) = two_collectives(Lease::default().isolated());
+    let (stuck, blocks) = two_collectives(StreamOptions::default().isolated());
     assert_eq!(stuck, 0);
     for refused in blocks {
         assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "the memory is in use");
@@ -88,7 +88,7 @@ fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
 
 #[test]
 fn on_ordinary_streams_the_same_collectives_deadlock() {
-    let (stuck, blocks) = two_collectives(Lease::default());
+    let (stuck, blocks) = two_collectives(StreamOptions::default());
     assert!(stuck > 0);
     assert!(blocks.iter().all(Result::is_ok), "each was given memory behind the other");
 }
@@ -98,7 +98,11 @@ fn an_isolated_stream_neither_waits_for_uses_of_its_blocks_nor_delays_others() {
     for (home, user) in [(true, false), (false, true)] {
         let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
         let lease = |isolated: bool| {
-            let kind = if isolated { Lease::default().isolated() } else { Lease::default() };
+            let kind = if isolated {
+                StreamOptions::default().isolated()
+            } else {
+                StreamOptions::default()
+            };
             rig.pool.streams().lease_as(kind).unwrap()
         };
         let (s, u) = (lease(home), lease(user));
@@ -141,7 +145,7 @@ fn the_pool_does_not_wait_for_memory_during_a_capture_and_keeps_it_valid() {
 
 /// Uses a block on a foreign stream, whose owner then destroys it. Its handle is given to the next
 /// stream.
-fn foreign_use(life: Life, retire: bool) -> Rig {
+fn foreign_use(life: StreamLifetime, retire: bool) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let (s, driver) = (rig.stream(), rig.sim.driver());
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
@@ -158,7 +162,7 @@ fn foreign_use(life: Life, retire: bool) -> Rig {
 }
 
 /// The same with a block that is owned by the foreign stream.
-fn foreign_home(life: Life, retire: bool) -> Rig {
+fn foreign_home(life: StreamLifetime, retire: bool) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let (s, driver) = (rig.stream(), rig.sim.driver());
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
@@ -196,7 +200,7 @@ fn only_streams_usable_by_every_thread_are_reported_as_owners() {
         Some(s.raw()),
         "a part lives where the whole does"
     );
-    for (life, told) in [(Life::Retired, true), (Life::Fenced, false)] {
+    for (life, told) in [(StreamLifetime::Retired, true), (StreamLifetime::Fenced, false)] {
         let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
         // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its
         // block is freed.
@@ -214,7 +218,9 @@ fn only_streams_usable_by_every_thread_are_reported_as_owners() {
 
 #[test]
 fn a_fenced_foreign_stream_may_be_destroyed_at_any_time() {
-    for rig in [foreign_use(Life::Fenced, false), foreign_home(Life::Fenced, false)] {
+    for rig in
+        [foreign_use(StreamLifetime::Fenced, false), foreign_home(StreamLifetime::Fenced, false)]
+    {
         rig.assert_silent();
         let sim = rig.sim.clone();
         drop(rig);
@@ -224,14 +230,18 @@ fn a_fenced_foreign_stream_may_be_destroyed_at_any_time() {
 
 #[test]
 fn a_retired_foreign_stream_is_waited_for_and_may_be_destroyed() {
-    for rig in [foreign_use(Life::Retired, true), foreign_home(Life::Retired, true)] {
+    for rig in
+        [foreign_use(StreamLifetime::Retired, true), foreign_home(StreamLifetime::Retired, true)]
+    {
         rig.assert_silent();
     }
 }
 
 #[test]
 fn a_foreign_stream_that_is_neither_is_confused_with_the_next_owner_of_its_handle() {
-    for rig in [foreign_use(Life::Retired, false), foreign_home(Life::Retired, false)] {
+    for rig in
+        [foreign_use(StreamLifetime::Retired, false), foreign_home(StreamLifetime::Retired, false)]
+    {
         let found = rig.sim.violations();
         let is_reuse = |kind| matches!(kind, ViolationKind::Reuse | ViolationKind::UnmapInFlight);
         assert!(found.iter().any(|fault| is_reuse(fault.kind)), "{found:?}");

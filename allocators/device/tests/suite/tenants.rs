@@ -79,7 +79,7 @@ fn live_bytes_end_with_the_block_even_while_others_use_its_memory() {
     let a = Budget::new("tenant a", 8 * MIB);
     let tenant = rig.pool.for_tenant(&a).unwrap();
     let x = tenant.alloc(&s, Request::bytes(6 * MIB)).unwrap();
-    let kernel = aquifer_driver::sim::Kernel::new("reads").reads(range(&x), None);
+    let kernel = aquifer_driver::sim::SimKernel::new("reads").reads(range(&x), None);
     let prepared = x.prepare(&u, Access::Read).unwrap();
     rig.sim.launch(u.raw(), kernel).unwrap();
     prepared.finish().unwrap();

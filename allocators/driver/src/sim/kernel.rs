@@ -31,24 +31,24 @@ pub(crate) struct DeclaredAccess {
 /// It runs once, or at each launch of the graph if it was captured. It must not call the driver.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, DeviceRange, sim::{Kernel, Sim}};
+/// use aquifer_driver::{DeviceId, DeviceRange, sim::{SimKernel, Sim}};
 /// let sim = Sim::h200(1);
 /// let driver = sim.driver();
 /// let stream = driver.stream_create(DeviceId(0), 0)?;
 /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4)?, bytes: 4 };
-/// let fill = Kernel::new("fill").writes(range, None).run(|memory| memory.write(0).fill(7));
+/// let fill = SimKernel::new("fill").writes(range, None).run(|memory| memory.write(0).fill(7));
 /// sim.launch(stream, fill)?;
 /// assert_eq!(sim.read_back(range), Some(vec![7; 4]));
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
 #[must_use = "a kernel does nothing until it is launched"]
-pub struct Kernel {
+pub struct SimKernel {
     pub(crate) name: &'static str,
     pub(crate) declared: Vec<DeclaredAccess>,
     pub(crate) body: Option<KernelBody>,
 }
 
-impl Kernel {
+impl SimKernel {
     /// Creates a kernel without accesses. Reports contain its name.
     pub fn new(name: &'static str) -> Self {
         Self { name, declared: Vec::new(), body: None }
@@ -77,7 +77,7 @@ impl Kernel {
     }
 }
 
-impl fmt::Debug for Kernel {
+impl fmt::Debug for SimKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kernel")
             .field("name", &self.name)
@@ -88,7 +88,7 @@ impl fmt::Debug for Kernel {
 
 /// The bytes that a kernel has declared, accessed one range at a time, since ranges may overlap.
 ///
-/// See [`Kernel`] for an example.
+/// See [`SimKernel`] for an example.
 #[derive(Debug)]
 pub struct KernelMemory<'a> {
     /// Mapped and accessible for `'a`, without any other access in that time.

@@ -113,7 +113,7 @@ impl fmt::Display for Party {
 /// The memory of a violation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
-pub enum Place {
+pub enum ViolationLocation {
     /// Device memory.
     Device(DeviceRange),
     /// Host memory.
@@ -125,7 +125,7 @@ pub enum Place {
     },
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ViolationLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Device(range) => {
@@ -154,7 +154,7 @@ pub struct Violation {
     /// The later party, whose access is reported.
     pub later: Party,
     /// The bytes of the first occurrence.
-    pub place: Place,
+    pub place: ViolationLocation,
     /// The number of occurrences between these two source lines.
     pub count: u64,
 }
@@ -253,8 +253,8 @@ impl ViolationLog {
         }
         let Finding { kind, earlier, address, bytes } = finding;
         let place = match device {
-            Some(device) => Place::Device(DeviceRange { device, address, bytes }),
-            None => Place::Host { address, bytes },
+            Some(device) => ViolationLocation::Device(DeviceRange { device, address, bytes }),
+            None => ViolationLocation::Host { address, bytes },
         };
         self.index_of.insert(key, self.list.len());
         self.list.push(Violation {

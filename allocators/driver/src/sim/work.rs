@@ -7,7 +7,7 @@ use super::{
     address_space::DeviceUse,
     callback::{Callback, CallbackToken, QueuedCallback},
     codes::{self, ErrorCode},
-    kernel::{DeclaredAccess, Kernel},
+    kernel::{DeclaredAccess, SimKernel},
     machine::{StateGuard, caller_site},
     machine_state::device_bit,
     queue::{HostUse, StreamKind, Task, Work, stream_handle},
@@ -46,10 +46,10 @@ impl Sim {
     /// # Errors
     /// Invalid handle for a stream that does not exist. Errors of a capture or of a lost device.
     #[track_caller]
-    pub fn launch(&self, stream: RawStream, kernel: Kernel) -> Result<()> {
+    pub fn launch(&self, stream: RawStream, kernel: SimKernel) -> Result<()> {
         let site = caller_site();
         let (state, index) = self.enter_stream(LAUNCH, stream)?;
-        let Kernel { name, declared, body } = kernel;
+        let SimKernel { name, declared, body } = kernel;
         let uses = declared.iter().map(|declared| kernel_use(stream.device(), declared)).collect();
         let body = body.filter(|_| state.space.store.has_bytes());
         let task = Task::new(name, site, Work::Kernel { uses, body });

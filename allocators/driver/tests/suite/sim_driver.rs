@@ -7,7 +7,7 @@ use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage,
     RawStream, Relaxed,
-    sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
+    sim::{Costs, DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
 use std::{
     ptr::NonNull,
@@ -92,7 +92,7 @@ fn devices_reach_each_other_where_they_are_peers_and_were_given_access() {
         let m = Machine::new(Sim::new(config));
         let a = m.driver.stream_create(SECOND, 0).unwrap();
         let (x, _) = m.granule();
-        m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
+        m.sim.launch(a, SimKernel::new("reach").writes(x, None)).unwrap();
         assert_eq!(
             m.sim.take_violations()[0].kind,
             ViolationKind::NoAccess { device: GPU },
@@ -100,7 +100,7 @@ fn devices_reach_each_other_where_they_are_peers_and_were_given_access() {
         );
         let given = m.driver.set_access(x.address, GRANULE, &[GPU, SECOND]);
         assert_eq!(given.map_err(|error| error.code), if peers { Ok(()) } else { Err(217) });
-        m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
+        m.sim.launch(a, SimKernel::new("reach").writes(x, None)).unwrap();
         assert_eq!(m.sim.take_violations().is_empty(), peers);
         // A copy between devices works in either direction: the driver stages it where needed.
         let far = m.driver.mem_alloc(SECOND, GRANULE).unwrap();
@@ -254,7 +254,7 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
     let (a, x) = (m.stream(), m.alloc(1));
     let event = m.fence(a);
     m.sim
-        .launch(a, Kernel::new("never").writes(x, None).run(|_| panic!("runs on a lost device")))
+        .launch(a, SimKernel::new("never").writes(x, None).run(|_| panic!("runs on a lost device")))
         .unwrap();
     m.sim.lose_device(GPU);
     let error = m.driver.stream_synchronize(a).unwrap_err();
@@ -262,7 +262,7 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
     assert!(error.is_device_lost());
     assert_eq!(code(m.driver.mem_alloc(GPU, 1)), 700);
     assert_eq!(code(m.driver.event_query(event)), 700);
-    assert_eq!(code(m.sim.launch(a, Kernel::new("never"))), 700);
+    assert_eq!(code(m.sim.launch(a, SimKernel::new("never"))), 700);
     m.driver.mem_alloc(SECOND, 1).unwrap();
     assert_eq!(m.driver.device_count(), Ok(2));
     let held = m.sim.outstanding();
@@ -281,7 +281,7 @@ fn nothing_races_with_what_a_lost_device_had_queued() {
         let (a, b, range) = (m.stream(), m.stream(), m.alloc(64));
         let note = |owner| m.driver.observer().unwrap().block(BlockNote { range, owner });
         note(Ownership::Live { stream: a, generation: 1 });
-        m.sim.launch(a, Kernel::new("writes").writes(range, Some(1))).unwrap();
+        m.sim.launch(a, SimKernel::new("writes").writes(range, Some(1))).unwrap();
         note(Ownership::Free);
         if lost {
             m.sim.lose_device(GPU);
@@ -390,10 +390,10 @@ fn captured_work_does_not_run_and_an_event_in_it_advances_nothing() {
     let m = Machine::new(Sim::h200(1).capacity(64 << 20));
     let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));
     m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
-    m.sim.launch(a, Kernel::new("captured").writes(x, None).run(|_| panic!("runs"))).unwrap();
+    m.sim.launch(a, SimKernel::new("captured").writes(x, None).run(|_| panic!("runs"))).unwrap();
     let event = m.fence(a);
     m.driver.stream_wait_event(b, event).unwrap();
-    m.sim.launch(b, Kernel::new("forked").writes(x, None).run(|_| panic!("runs"))).unwrap();
+    m.sim.launch(b, SimKernel::new("forked").writes(x, None).run(|_| panic!("runs"))).unwrap();
     m.order(b, a);
     assert_eq!(m.end_capture(a), Ok(2), "two kernels");
     assert_eq!(code(m.driver.event_query(event)), 1);

@@ -3,7 +3,7 @@
 use aquifer_driver::{
     Access, BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostAccess, HostFlags, Ownership,
     Pattern, Pitched, Rows,
-    sim::{Kernel, Sim, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
 use std::ptr::NonNull;
 
@@ -20,7 +20,7 @@ fn work_on_a_range_past_the_last_address_is_reported_and_does_not_run() {
         for access in [Access::Read, Access::Write, Access::ReadWrite] {
             sim.access(stream, range, access, None).unwrap();
         }
-        let kernel = Kernel::new("past the end").writes(range, None);
+        let kernel = SimKernel::new("past the end").writes(range, None);
         sim.launch(stream, kernel.run(|memory| memory.write(0)[0] = 1)).unwrap();
         // SAFETY: 1. the host sides are complete; memory that the device cannot reach is not
         // accessed.
@@ -57,7 +57,7 @@ fn a_graph_over_a_range_past_the_last_address_is_reported_at_its_launch_and_does
         let stream = driver.stream_create(DEVICE, 0).unwrap();
         let range = DeviceRange { device: DEVICE, address, bytes };
         driver.capture_begin(stream, CaptureMode::ThreadLocal).unwrap();
-        let kernel = Kernel::new("past the end").writes(range, None);
+        let kernel = SimKernel::new("past the end").writes(range, None);
         sim.launch(stream, kernel.run(|memory| memory.write(0)[0] = 1)).unwrap();
         let graph = driver.capture_end(stream).unwrap();
         let exec = driver.graph_instantiate(graph).unwrap();

@@ -5,7 +5,7 @@
 use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, DeviceRange, HostAccess, HostFlags, Ownership, RawStream,
-    sim::{Agent, Kernel, Place, Sim, ViolationKind},
+    sim::{Agent, Sim, SimKernel, ViolationKind, ViolationLocation},
 };
 use std::ptr::NonNull;
 
@@ -35,7 +35,7 @@ fn unordered_writes_and_reads_race() {
             let (_, earlier) = at!(m.sim.access(a, x, first, None).unwrap());
             let (_, later) = at!(m.sim.access(b, x, second, None).unwrap());
             let fault = m.only(kind, FILE, earlier, later);
-            assert_eq!(fault.place, Place::Device(x));
+            assert_eq!(fault.place, ViolationLocation::Device(x));
             let ids = [a, b].map(|s| m.driver.stream_id(s).unwrap());
             assert_eq!(fault.earlier.unwrap().agent, Agent::Stream { device: GPU, id: ids[0] });
             assert_eq!(fault.later.agent, Agent::Stream { device: GPU, id: ids[1] });
@@ -48,9 +48,9 @@ fn a_race_of_kernels_and_copies_names_them_without_any_site_entered() {
     everywhere(|m| {
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(4096));
         let earlier = line!() + 1;
-        m.sim.launch(a, Kernel::new("scale").writes(x, None)).unwrap();
+        m.sim.launch(a, SimKernel::new("scale").writes(x, None)).unwrap();
         let later = line!() + 1;
-        m.sim.launch(b, Kernel::new("sum").reads(x, None)).unwrap();
+        m.sim.launch(b, SimKernel::new("sum").reads(x, None)).unwrap();
         let fault = m.only(ViolationKind::WriteRead, FILE, earlier, later);
         assert_eq!((fault.earlier.unwrap().work, fault.later.work), ("scale", "sum"));
     });
@@ -67,7 +67,7 @@ fn only_the_bytes_that_two_share_race() {
         let found = m.sim.violations();
         assert_eq!(
             found[0].place,
-            Place::Device(DeviceRange { address: x.address + 99, bytes: 1, ..x })
+            ViolationLocation::Device(DeviceRange { address: x.address + 99, bytes: 1, ..x })
         );
     });
 }
@@ -144,7 +144,7 @@ fn a_stale_kernel_on_a_block_that_belongs_to_another_is_found_even_in_order() {
         live(m, x, a, 1);
         note(m, x, Ownership::Free);
         let (_, earlier) = at!(live(m, x, a, 2));
-        let stale = Kernel::new("stale").writes(x, Some(1));
+        let stale = SimKernel::new("stale").writes(x, Some(1));
         let (_, later) = at!(m.sim.launch(a, stale).unwrap());
         m.only(ViolationKind::StaleBlock { declared: 1, live: 2 }, FILE, earlier, later);
         // The block's own work is not reported for it.
@@ -193,7 +193,7 @@ fn addresses_that_were_never_anything_are_unmapped() {
         let fault = m.first(ViolationKind::Unmapped, FILE, None, later);
         assert_eq!(
             fault.place,
-            Place::Device(DeviceRange { address: y.address + y.bytes, bytes: 1, ..y })
+            ViolationLocation::Device(DeviceRange { address: y.address + y.bytes, bytes: 1, ..y })
         );
     });
 }
@@ -264,7 +264,7 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
         let later = line!() + 1;
         m.sim.host_write(address + 4000, 96);
         let fault = m.only(ViolationKind::ReadWrite, FILE, earlier, later);
-        assert_eq!(fault.place, Place::Host { address: address + 4000, bytes: 96 });
+        assert_eq!(fault.place, ViolationLocation::Host { address: address + 4000, bytes: 96 });
         assert_eq!(fault.later.agent, Agent::Host { agent: 0 });
 
         let host = m.pinned(4096);
@@ -412,7 +412,7 @@ fn faulty_work_touches_no_memory() {
     let m = Machine::new(Sim::h200(1).capacity(64 << 20));
     let (a, x) = (m.stream(), m.alloc(4096));
     let past = DeviceRange { bytes: 64 << 20, ..x };
-    let kernel = Kernel::new("overrun").writes(past, None).run(|memory| memory.write(0).fill(9));
+    let kernel = SimKernel::new("overrun").writes(past, None).run(|memory| memory.write(0).fill(9));
     m.sim.launch(a, kernel).unwrap();
     m.driver.stream_synchronize(a).unwrap();
     assert_eq!(m.sim.read_back(x), Some(vec![0; 4096]));
@@ -424,7 +424,8 @@ fn work_whose_memory_goes_before_it_runs_touches_nothing() {
     let m = Machine::new(Sim::h200(1).capacity(64 << 20).stepped());
     let a = m.stream();
     let (x, _) = m.granule();
-    let kernel = Kernel::new("late").writes(x, None).run(|_| panic!("runs on memory that is gone"));
+    let kernel =
+        SimKernel::new("late").writes(x, None).run(|_| panic!("runs on memory that is gone"));
     let (_, queued) = at!(m.sim.launch(a, kernel).unwrap());
     let (_, unmapped) = at!(m.unmap(x.address));
     m.only(ViolationKind::UnmapInFlight, FILE, queued, unmapped);

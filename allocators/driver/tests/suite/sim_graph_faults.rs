@@ -7,7 +7,7 @@ use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream,
     Rows,
-    sim::{Agent, Kernel, Sim, Violation, ViolationKind},
+    sim::{Agent, Sim, SimKernel, Violation, ViolationKind},
 };
 
 const FILE: &str = "sim_graph_faults.rs";
@@ -107,7 +107,7 @@ fn memory_freed_after_the_capture_is_still_written_by_a_launch() {
         let (mut filled, mut named) = (0, 0);
         let by_fill = m.exec(a, || filled = at!(fill(m, a, x)).1);
         let by_name = m.exec(a, || {
-            named = at!(m.sim.launch(a, Kernel::new("named").writes(x, Some(1))).unwrap()).1;
+            named = at!(m.sim.launch(a, SimKernel::new("named").writes(x, Some(1))).unwrap()).1;
         });
         m.launch(by_fill, a);
         m.launch(by_name, a);
@@ -172,7 +172,7 @@ fn a_graph_may_write_memory_kept_for_it_whatever_is_recorded_there() {
             captured = at!(fill(m, a, part(0, 64))).1;
             note(m, part(0, 64), Ownership::Free);
             live(m, part(0, 64), a, 2);
-            m.sim.launch(a, Kernel::new("second").writes(part(0, 64), Some(2))).unwrap();
+            m.sim.launch(a, SimKernel::new("second").writes(part(0, 64), Some(2))).unwrap();
         });
         m.launch(exec, a);
         note(m, part(0, 64), Ownership::Free);
@@ -266,7 +266,7 @@ fn a_mapping_that_is_gone_is_met_by_the_launch() {
         let mut captured = 0;
         let exec = m.exec(a, || {
             captured =
-                at!(m.sim.launch(a, Kernel::new("late").writes(x, None).run(|_| ())).unwrap()).1;
+                at!(m.sim.launch(a, SimKernel::new("late").writes(x, None).run(|_| ())).unwrap()).1;
         });
         m.unmap(x.address);
         m.silent();
@@ -316,7 +316,7 @@ fn a_fill_of_what_is_not_mapped_makes_nothing_that_can_be_launched_and_a_copy_or
         };
         let graphs = by_driver.map(|(what, work)| (what, captured(work)));
         let by_kernel =
-            captured(&|| m.sim.launch(a, Kernel::new("kernel").writes(x, None)).unwrap());
+            captured(&|| m.sim.launch(a, SimKernel::new("kernel").writes(x, None)).unwrap());
         let before = m.sim.outstanding().graph_execs;
         m.unmap(x.address);
         let (fills, copies): (Vec<_>, Vec<_>) =

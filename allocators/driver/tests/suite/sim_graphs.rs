@@ -9,7 +9,7 @@ use crate::sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream,
     Relaxed,
-    sim::{Callback, Kernel, Sim},
+    sim::{Callback, Sim, SimKernel},
 };
 use std::sync::{
     Arc,
@@ -48,7 +48,7 @@ fn captured_work_runs_at_each_launch_and_at_no_other_time() {
         // SAFETY: 1. and 2. `x` is mapped, and this test's own.
         unsafe { m.driver.fill(a, x.address, 1, 8) }.unwrap();
         let exec = m.exec(a, || {
-            let add = Kernel::new("add").touches(x, Access::ReadWrite, None);
+            let add = SimKernel::new("add").touches(x, Access::ReadWrite, None);
             m.sim
                 .launch(a, add.run(|memory| memory.write(0).iter_mut().for_each(|byte| *byte += 1)))
                 .unwrap();
@@ -475,7 +475,7 @@ fn a_lost_device_drops_launches_and_tells_the_release_of_what_had_ended() {
     let told = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&told);
     let graph = captured(&m, a, || {
-        m.sim.launch(a, Kernel::new("never").writes(x, None).run(|_| panic!("runs"))).unwrap();
+        m.sim.launch(a, SimKernel::new("never").writes(x, None).run(|_| panic!("runs"))).unwrap();
     });
     m.driver
         .graph_on_release(

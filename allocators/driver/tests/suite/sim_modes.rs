@@ -5,7 +5,7 @@
 use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     DeviceRange, RawStream,
-    sim::{Callback, Kernel, Mode, Schedule, Sim},
+    sim::{Callback, Mode, Schedule, Sim, SimKernel},
 };
 use std::{
     ptr::NonNull,
@@ -52,7 +52,7 @@ fn copies_and_fills_and_kernels_move_bytes() {
         let (a, x, y) = (m.stream(), m.alloc(1000), m.alloc(1000));
         let mut up: Vec<u8> = (0..1000).map(|n| n as u8).collect();
         let mut down = vec![0_u8; 1000];
-        let add = Kernel::new("add").reads(x, None).writes(y, None).run(|memory| {
+        let add = SimKernel::new("add").reads(x, None).writes(y, None).run(|memory| {
             let source = memory.read(0).to_vec();
             memory
                 .write(1)
@@ -149,7 +149,7 @@ fn a_symbolic_machine_has_addresses_and_no_bytes() {
     let (a, x) = (m.stream(), m.alloc(100 << 30));
     let ran = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&ran);
-    let kernel = Kernel::new("never").writes(x, None).run(move |_| {
+    let kernel = SimKernel::new("never").writes(x, None).run(move |_| {
         count.fetch_add(1, Ordering::Relaxed);
     });
     m.sim.launch(a, kernel).unwrap();
@@ -231,7 +231,7 @@ fn order_of(seed: u64) -> Vec<u64> {
     let streams: Vec<RawStream> = (0..4).map(|_| m.stream()).collect();
     for n in 0..40 {
         let ran = Arc::clone(&ran);
-        let kernel = Kernel::new("note").run(move |_| ran.lock().unwrap().push(n));
+        let kernel = SimKernel::new("note").run(move |_| ran.lock().unwrap().push(n));
         m.sim.launch(streams[(n % 4) as usize], kernel).unwrap();
     }
     m.driver.device_synchronize(GPU).unwrap();
@@ -264,11 +264,11 @@ fn a_missing_wait_corrupts_bytes_under_some_seed_and_is_found_under_all() {
         let m = Machine::new(Sim::h200(1).seeded(seed));
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(64));
         m.sim
-            .launch(a, Kernel::new("fill").writes(x, None).run(|memory| memory.write(0).fill(1)))
+            .launch(a, SimKernel::new("fill").writes(x, None).run(|memory| memory.write(0).fill(1)))
             .unwrap();
         let seen = Arc::new(AtomicU64::new(0));
         let sum = Arc::clone(&seen);
-        let kernel = Kernel::new("sum").reads(x, None).run(move |memory| {
+        let kernel = SimKernel::new("sum").reads(x, None).run(move |memory| {
             sum.store(memory.read(0).iter().map(|&byte| u64::from(byte)).sum(), Ordering::Relaxed);
         });
         m.sim.launch(b, kernel).unwrap();
@@ -325,7 +325,7 @@ fn kernels_and_callbacks_cannot_call_the_driver() {
     let (driver, told) = (m.sim.driver(), Arc::clone(&codes));
     let call = move || told.lock().unwrap().push(driver.mem_alloc(GPU, 1).unwrap_err().code);
     let again = call.clone();
-    m.sim.launch(a, Kernel::new("allocate").run(move |_| call())).unwrap();
+    m.sim.launch(a, SimKernel::new("allocate").run(move |_| call())).unwrap();
     m.sim.host_callback(a, Callback::new("allocate", again)).unwrap();
     m.driver.stream_synchronize(a).unwrap();
     assert_eq!(*codes.lock().unwrap(), [800, 800]);
@@ -335,7 +335,7 @@ fn kernels_and_callbacks_cannot_call_the_driver() {
 fn a_kernel_that_panics_has_run_and_breaks_nothing() {
     let m = bytes();
     let (a, x) = (m.stream(), m.alloc(1));
-    let kernel = Kernel::new("panic").run(|_| panic!("on purpose"));
+    let kernel = SimKernel::new("panic").run(|_| panic!("on purpose"));
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| m.sim.launch(a, kernel)));
     assert!(caught.is_err());
     m.write(a, x);
@@ -354,7 +354,7 @@ fn threads_share_one_machine() {
                 let (a, x) = (m.stream(), m.alloc(4096));
                 for round in 0..50 {
                     let value = thread.wrapping_mul(50).wrapping_add(round);
-                    let fill = Kernel::new("fill")
+                    let fill = SimKernel::new("fill")
                         .writes(x, None)
                         .run(move |memory| memory.write(0).fill(value));
                     m.sim.launch(a, fill).unwrap();
@@ -395,7 +395,10 @@ fn without_the_oracle_bytes_are_still_kept_from_faulty_work() {
     // SAFETY: 1. deliberately broken: the simulator must refuse.
     unsafe { m.driver.fill(a, nothing.address, 1, 8) }.unwrap();
     m.sim
-        .launch(a, Kernel::new("wild").writes(nothing, None).run(|memory| memory.write(0).fill(1)))
+        .launch(
+            a,
+            SimKernel::new("wild").writes(nothing, None).run(|memory| memory.write(0).fill(1)),
+        )
         .unwrap();
     m.driver.stream_synchronize(a).unwrap();
 }

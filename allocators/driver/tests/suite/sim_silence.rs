@@ -6,7 +6,7 @@
 use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     Access, BlockNote, DeviceRange, HostFlags, Ownership, RawStream,
-    sim::{Callback, Kernel, Sim, ViolationKind},
+    sim::{Callback, Sim, SimKernel, ViolationKind},
 };
 use std::ptr::NonNull;
 
@@ -404,7 +404,7 @@ fn a_block_moves_from_stream_to_stream_in_order() {
         for round in 0..10 {
             let (home, user) = if round % 2 == 0 { (a, b) } else { (b, a) };
             note(Ownership::Live { stream: home, generation: round });
-            m.sim.launch(home, Kernel::new("fill").writes(x, Some(round))).unwrap();
+            m.sim.launch(home, SimKernel::new("fill").writes(x, Some(round))).unwrap();
             m.order(home, user);
             m.sim.access(user, x, Access::Read, Some(round)).unwrap();
             let users = [user];

@@ -5,7 +5,7 @@ use crate::classes::class_of;
 use crate::range::{Key, SLAB_BIT};
 use crate::records::{NIL, State};
 use crate::slab::AllocatedSlot;
-use crate::{Block, HeapError, Range};
+use crate::{HeapBlock, HeapError, Range};
 
 /// How many extents an aligned request tries in order of size, before it takes one that fits at any
 /// alignment.
@@ -35,7 +35,7 @@ impl Heap {
     /// address is found by visiting all extents that are long enough. This is the last attempt
     /// before `None`.
     #[must_use]
-    pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<Block> {
+    pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<HeapBlock> {
         // Two fast paths, with the same results as the full search.
         if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares())
         {
@@ -54,7 +54,7 @@ impl Heap {
 
     /// Like [`alloc`](Self::alloc), for any request.
     #[inline(never)]
-    fn alloc_slow(&mut self, bytes: u64, align: u64) -> Option<Block> {
+    fn alloc_slow(&mut self, bytes: u64, align: u64) -> Option<HeapBlock> {
         if bytes == 0 || !align.is_power_of_two() {
             return None;
         }
@@ -83,7 +83,7 @@ impl Heap {
     ///
     /// [`HeapError::BadRange`], [`HeapError::NotFree`], [`HeapError::Border`] if the range is free
     /// but contains a border, or [`HeapError::TooManyRecords`].
-    pub fn alloc_at(&mut self, range: Range) -> Result<Block, HeapError> {
+    pub fn alloc_at(&mut self, range: Range) -> Result<HeapBlock, HeapError> {
         let first = self.find_free(range)?;
         let mut at = first;
         while self.records[at].end() < range.end() {
@@ -108,7 +108,7 @@ impl Heap {
 
     /// Allocates a slot for `rounded` bytes, a multiple of `align` and of the unit, or an exact
     /// block of `bytes` if no slab is available.
-    fn alloc_small(&mut self, rounded: u64, bytes: u64, align: u64) -> Option<Block> {
+    fn alloc_small(&mut self, rounded: u64, bytes: u64, align: u64) -> Option<HeapBlock> {
         let class = class_of(rounded >> self.unit_shift);
         if let Some(slab) = self.slab_with_room(class, align) {
             return Some(self.alloc_slot(slab));
@@ -176,15 +176,15 @@ impl Heap {
     }
 
     #[inline]
-    fn alloc_slot(&mut self, id: u32) -> Block {
+    fn alloc_slot(&mut self, id: u32) -> HeapBlock {
         let AllocatedSlot { address, bytes, generation } = self.slabs.alloc(id);
         self.live_bytes += bytes;
         self.live_blocks += 1;
-        Block { address, bytes, key: Key::new(id | SLAB_BIT, generation) }
+        HeapBlock { address, bytes, key: Key::new(id | SLAB_BIT, generation) }
     }
 
     /// Allocates an exact block of `len` bytes, a multiple of the unit.
-    fn alloc_exact(&mut self, len: u64, align: u64) -> Option<Block> {
+    fn alloc_exact(&mut self, len: u64, align: u64) -> Option<HeapBlock> {
         if !self.records.has_room_for(2) {
             return None;
         }
@@ -204,12 +204,12 @@ impl Heap {
 
     /// Makes a carved record a live block.
     #[inline]
-    fn mark_live(&mut self, id: u32) -> Block {
+    fn mark_live(&mut self, id: u32) -> HeapBlock {
         let record = &mut self.records[id];
         record.state = State::Live;
         self.live_bytes += record.len;
         self.live_blocks += 1;
-        Block { address: record.start, bytes: record.len, key: Key::new(id, record.generation) }
+        HeapBlock { address: record.start, bytes: record.len, key: Key::new(id, record.generation) }
     }
 
     /// Returns the extent to cut `len` bytes from, and the address.

@@ -1,7 +1,7 @@
 //! The self-check of a heap's invariants.
 
 use super::Heap;
-use crate::Broken;
+use crate::InvariantViolation;
 use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
 
 impl Heap {
@@ -11,14 +11,14 @@ impl Heap {
     /// # Errors
     ///
     /// The first violated invariant, which is a defect of this crate.
-    pub fn check(&self) -> Result<(), Broken> {
+    pub fn check(&self) -> Result<(), InvariantViolation> {
         self.check_records()?;
         self.check_bins()?;
         self.check_slabs()
     }
 
     /// Checks shape, order, merging, the page map and the counters.
-    fn check_records(&self) -> Result<(), Broken> {
+    fn check_records(&self) -> Result<(), InvariantViolation> {
         let (mut prev, mut at) = (NIL, self.records.first());
         let (mut records, mut pages) = (0, 0);
         let mut found = Sums::default();
@@ -26,19 +26,19 @@ impl Heap {
             let record = &self.records[at];
             self.check_shape(record)?;
             if record.prev != prev || (prev != NIL && self.records[prev].end() > record.start) {
-                return Err(Broken::Order { at: record.start });
+                return Err(InvariantViolation::Order { at: record.start });
             }
             if prev != NIL
                 && record.state == State::Free
                 && self.records[prev].state == State::Free
                 && self.records.mergeable(prev, at)
             {
-                return Err(Broken::Unmerged { at: record.start });
+                return Err(InvariantViolation::Unmerged { at: record.start });
             }
             if prev == NIL || self.page_of(self.records[prev].start) != self.page_of(record.start) {
                 pages += 1;
                 if self.page_map.get(self.page_of(record.start)) != Some(at) {
-                    return Err(Broken::PageMap { at: record.start });
+                    return Err(InvariantViolation::PageMap { at: record.start });
                 }
             }
             found.managed += record.len;
@@ -49,23 +49,28 @@ impl Heap {
                     found.blocks += 1;
                 }
                 State::Slab => {
-                    let slab =
-                        self.slabs.get(record.slab).ok_or(Broken::Slab { at: record.start })?;
+                    let slab = self
+                        .slabs
+                        .get(record.slab)
+                        .ok_or(InvariantViolation::Slab { at: record.start })?;
                     found.live += slab.slot * u64::from(slab.used);
                     found.blocks += u64::from(slab.used);
                 }
-                State::Vacant => return Err(Broken::Order { at: record.start }),
+                State::Vacant => return Err(InvariantViolation::Order { at: record.start }),
             }
             records += 1;
             (prev, at) = (at, record.next);
         }
         if self.page_map.count() != pages {
-            return Err(Broken::PageCount { expected: pages, found: self.page_map.count() });
+            return Err(InvariantViolation::PageCount {
+                expected: pages,
+                found: self.page_map.count(),
+            });
         }
         let vacant = self.records.count_vacant();
         let expected = self.records.id_count() - records;
         if vacant != expected || self.records.vacant_count() != expected {
-            return Err(Broken::Vacancies { expected, found: vacant });
+            return Err(InvariantViolation::Vacancies { expected, found: vacant });
         }
         for (name, expected, found) in [
             ("managed_bytes", found.managed, self.managed_bytes),
@@ -74,14 +79,14 @@ impl Heap {
             ("free_bytes", found.free, self.free_bytes),
         ] {
             if expected != found {
-                return Err(Broken::Count { name, expected, found });
+                return Err(InvariantViolation::Count { name, expected, found });
             }
         }
         Ok(())
     }
 
-    fn check_shape(&self, record: &Record) -> Result<(), Broken> {
-        let broken = Err(Broken::Shape { at: record.start });
+    fn check_shape(&self, record: &Record) -> Result<(), InvariantViolation> {
+        let broken = Err(InvariantViolation::Shape { at: record.start });
         if self.validate(record.range()).is_err() {
             return broken;
         }
@@ -101,19 +106,20 @@ impl Heap {
     }
 
     /// Checks that the bins contain each free record once, in the right place, and nothing else.
-    fn check_bins(&self) -> Result<(), Broken> {
+    fn check_bins(&self) -> Result<(), InvariantViolation> {
         let mut bytes = 0;
         let mut broken = Ok(());
         self.bins.audit(&self.records, |id, valid| {
             let record = self.records.get(id);
             bytes += record.map_or(0, |record| record.len);
             if !valid || record.is_none_or(|record| record.state != State::Free) {
-                broken = Err(Broken::Bins { at: record.map_or(0, |record| record.start) });
+                broken =
+                    Err(InvariantViolation::Bins { at: record.map_or(0, |record| record.start) });
             }
         });
         broken?;
         if bytes != self.free_bytes {
-            return Err(Broken::Count {
+            return Err(InvariantViolation::Count {
                 name: "bytes in bins",
                 expected: self.free_bytes,
                 found: bytes,
@@ -123,7 +129,7 @@ impl Heap {
     }
 
     /// Checks slabs against their records, their bitmaps and their classes' lists.
-    fn check_slabs(&self) -> Result<(), Broken> {
+    fn check_slabs(&self) -> Result<(), InvariantViolation> {
         let mut with_room = 0;
         let mut slots: Vec<u64> = self.slabs.capacities().map(|_| 0).collect();
         let mut at = self.records.first();
@@ -134,7 +140,7 @@ impl Heap {
                 let agrees =
                     slab.record == at && slab.start == record.start && slab.bytes() == record.len;
                 if !agrees || slab.free_slots() != slab.slots - slab.used {
-                    return Err(Broken::Slab { at: record.start });
+                    return Err(InvariantViolation::Slab { at: record.start });
                 }
                 with_room += usize::from(slab.used < slab.slots);
                 slots[slab.class as usize] += u64::from(slab.slots);
@@ -143,7 +149,11 @@ impl Heap {
         }
         for (expected, found) in slots.into_iter().zip(self.slabs.capacities()) {
             if expected != found {
-                return Err(Broken::Count { name: "slots of a class", expected, found });
+                return Err(InvariantViolation::Count {
+                    name: "slots of a class",
+                    expected,
+                    found,
+                });
             }
         }
         let mut broken = Ok(());
@@ -152,13 +162,13 @@ impl Heap {
             listed += 1;
             let slab = self.slabs.get(id);
             if !valid || slab.is_none_or(|slab| slab.is_vacant()) {
-                broken = Err(Broken::Slab { at: slab.map_or(0, |slab| slab.start) });
+                broken = Err(InvariantViolation::Slab { at: slab.map_or(0, |slab| slab.start) });
             }
         });
         broken?;
         if listed != with_room {
             let (expected, found) = (with_room as u64, listed as u64);
-            return Err(Broken::Count { name: "slabs with room", expected, found });
+            return Err(InvariantViolation::Count { name: "slabs with room", expected, found });
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use super::Heap;
 use crate::range::{Key, SLAB_BIT};
 use crate::records::State;
 use crate::slab::FreedSlot;
-use crate::{Block, Extent, Freed, HeapError, Range};
+use crate::{Extent, Freed, HeapBlock, HeapError, Range};
 
 impl Heap {
     /// Frees the block that starts at `address`.
@@ -28,15 +28,15 @@ impl Heap {
 
     /// Frees `block` without a search, and only if it is still the same block.
     ///
-    /// [`Block::bytes`] is ignored, so a block that was resized in place can be freed with its old
+    /// [`HeapBlock::bytes`] is ignored, so a block that was resized in place can be freed with its old
     /// value.
     ///
     /// # Errors
     ///
     /// Those of [`free`](Self::free), and [`HeapError::Stale`] if the address belongs to a later
     /// block.
-    pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
-        let Block { address, key, .. } = *block;
+    pub fn free_block(&mut self, block: &HeapBlock, stamp: u64) -> Result<Freed, HeapError> {
+        let HeapBlock { address, key, .. } = *block;
         let index = key.index();
         if index & SLAB_BIT == 0 {
             if self.is_live(address, key) {
@@ -119,15 +119,15 @@ impl Heap {
     /// # Errors
     ///
     /// Those of [`free`](Self::free). Nothing is freed.
-    pub fn block_at(&self, address: u64) -> Result<Block, HeapError> {
+    pub fn block_at(&self, address: u64) -> Result<HeapBlock, HeapError> {
         Ok(match self.find_live(address)? {
             LiveBlock::Record(id) => {
                 let record = &self.records[id];
-                Block { address, bytes: record.len, key: Key::new(id, record.generation) }
+                HeapBlock { address, bytes: record.len, key: Key::new(id, record.generation) }
             }
             LiveBlock::Slot { slab, slot } => {
                 let slab_ref = self.slabs.slab(slab);
-                Block {
+                HeapBlock {
                     address,
                     bytes: slab_ref.slot,
                     key: Key::new(slab | SLAB_BIT, slab_ref.generation(slot)),

@@ -4,7 +4,7 @@ use super::Heap;
 use super::free::LiveBlock;
 use crate::range::{Key, SLAB_BIT};
 use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
-use crate::{Block, HeapError};
+use crate::{HeapBlock, HeapError};
 
 impl Heap {
     /// Resizes the live block at `address` to at least `new_bytes`, without moving it.
@@ -25,7 +25,7 @@ impl Heap {
         address: u64,
         new_bytes: u64,
         stamp: u64,
-    ) -> Result<Block, HeapError> {
+    ) -> Result<HeapBlock, HeapError> {
         let live = self.find_live(address)?;
         if new_bytes == 0 {
             return Err(HeapError::ZeroSize);
@@ -34,7 +34,7 @@ impl Heap {
             LiveBlock::Slot { slab, slot } => {
                 let slab_ref = self.slabs.slab(slab);
                 let key = Key::new(slab | SLAB_BIT, slab_ref.generation(slot));
-                let block = Block { address, bytes: slab_ref.slot, key };
+                let block = HeapBlock { address, bytes: slab_ref.slot, key };
                 if new_bytes > slab_ref.slot {
                     let range = block.range();
                     return Err(HeapError::NoRoom {
@@ -54,7 +54,7 @@ impl Heap {
                     self.extend(id, wanted - len)?;
                 }
                 let Record { start, len, generation, .. } = self.records[id];
-                Ok(Block { address: start, bytes: len, key: Key::new(id, generation) })
+                Ok(HeapBlock { address: start, bytes: len, key: Key::new(id, generation) })
             }
         }
     }

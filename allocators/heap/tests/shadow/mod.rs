@@ -19,7 +19,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_heap::{Block, Config, Extent, Heap, HeapError, HeapStats, Range};
+use aquifer_heap::{Config, Extent, Heap, HeapBlock, HeapError, HeapStats, Range};
 
 /// Units of a window.
 pub(crate) const WINDOW: u64 = 512;
@@ -63,8 +63,8 @@ struct Cell {
 pub(crate) struct Shadow {
     pub(crate) heap: Heap,
     windows: Vec<(u64, Vec<Cell>)>,
-    live: BTreeMap<u64, Block>,
-    freed: Vec<Block>,
+    live: BTreeMap<u64, HeapBlock>,
+    freed: Vec<HeapBlock>,
     largest_stamp: u64,
     /// Where each block went: equal for equal programs.
     pub(crate) transcript: Vec<u64>,
@@ -280,7 +280,7 @@ impl Shadow {
     }
 
     /// Takes up a new block.
-    fn adopt(&mut self, block: Block) {
+    fn adopt(&mut self, block: HeapBlock) {
         self.transcript.push(block.address);
         for cell in self.cells(block.range()) {
             assert!(cell.managed && cell.owner.is_none(), "{block:?} overlaps");
@@ -298,7 +298,7 @@ impl Shadow {
         self.live.insert(block.address, block);
     }
 
-    fn pick(&self, which: u16) -> Option<Block> {
+    fn pick(&self, which: u16) -> Option<HeapBlock> {
         let nth = usize::from(which).checked_rem(self.live.len())?;
         self.live.values().nth(nth).copied()
     }
@@ -333,7 +333,7 @@ impl Shadow {
         false
     }
 
-    fn forget(&mut self, block: Block, stamp: u64, bytes: u64, extent: Option<Extent>) {
+    fn forget(&mut self, block: HeapBlock, stamp: u64, bytes: u64, extent: Option<Extent>) {
         assert_eq!(bytes, block.bytes);
         if let Some(extent) = extent {
             assert!(extent.range.covers(&block.range()) && extent.stamp >= stamp);

@@ -4,7 +4,7 @@
     reason = "a test fails by panicking, and so do the helpers of its file"
 )]
 
-use aquifer_heap::{Block, Config, ConfigError, Extent, Heap, HeapError, Range};
+use aquifer_heap::{Config, ConfigError, Extent, Heap, HeapBlock, HeapError, Range};
 
 const BASE: u64 = 0x7f12_3440_0000;
 const KIB: u64 = 1 << 10;
@@ -251,7 +251,7 @@ mod ending {
 mod stamps {
     use super::*;
 
-    fn freed(heap: &mut Heap, block: &Block, stamp: u64) -> Option<Extent> {
+    fn freed(heap: &mut Heap, block: &HeapBlock, stamp: u64) -> Option<Extent> {
         heap.free_block(block, stamp).unwrap();
         heap.free_extent_at(block.address)
     }
@@ -576,7 +576,7 @@ fn no_two_blocks_of_a_heap_ever_have_the_same_address_and_key() {
             random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let draw = random >> 33;
         if draw.is_multiple_of(3) && !live.is_empty() {
-            let block: Block = live.swap_remove(draw as usize / 3 % live.len());
+            let block: HeapBlock = live.swap_remove(draw as usize / 3 % live.len());
             heap.free_block(&block, 0).unwrap();
         } else if let Some(block) = heap.alloc(512 << (draw / 3 % 5), 512) {
             assert!(seen.insert((block.address, block.key)), "{block:?} was handed out before");

@@ -7,12 +7,12 @@
 //! about ten nanoseconds.
 //!
 //! # How much it holds
-//! - A full bin grows by a quarter, as long as the capacity of all bins is at most four times
-//!   the free bytes in the pool's heap. Otherwise one block of the bin returns to the heap for
-//!   each block that arrives.
+//! - A full bin grows by a quarter, as long as the capacity of all bins is at most four times the
+//!   free bytes in the pool's heap. Otherwise one block of the bin returns to the heap for each
+//!   block that arrives.
 //! - The depot is emptied into the heap before a request is refused, and before the pool grows, is
-//!   trimmed or closed. This needs only the locks of the bins. All bins then start again with
-//!   no capacity.
+//!   trimmed or closed. This needs only the locks of the bins. All bins then start again with no
+//!   capacity.
 //! - The depot is also emptied when more growths were refused than it has places, because the
 //!   capacity may belong to classes that are no longer used.
 

@@ -9,7 +9,7 @@ use crate::{
     kernel::{ForkSafe, LockOrder},
     region,
 };
-use aquifer_core::{Action, Gate, event::Ticket};
+use aquifer_core::{Action, Gate, event::EventTicket};
 use aquifer_driver::HostAccess;
 use std::{
     mem,
@@ -79,7 +79,7 @@ impl PoolCore {
         if let Some(shared) = shared.as_ref().filter(|shared| shared.observed) {
             done(&blocks).for_each(|block| shared.observe(block, HostAccess::Free));
         }
-        let events: Vec<(FreedBlock, Ticket)> = self.with(|state| {
+        let events: Vec<(FreedBlock, EventTicket)> = self.with(|state| {
             let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
             let events = recorder
                 .map(|recorder| done(&blocks).map(|block| (block, recorder.ticket())).collect());

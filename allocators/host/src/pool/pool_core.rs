@@ -13,7 +13,7 @@ use super::{
     thread::{self, InsidePool, THREADS},
 };
 use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
-use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
+use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::EventTicket};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
@@ -667,7 +667,7 @@ impl PoolCore {
     pub(super) fn record(
         &self,
         shared: &Option<Arc<PoolContext>>,
-        ticket: Option<Ticket>,
+        ticket: Option<EventTicket>,
         action: Action,
         address: u64,
         bytes: u64,
@@ -695,7 +695,7 @@ impl PoolContext {
 /// An allocated block, and the ticket of its event.
 pub(super) struct AllocatedBlock {
     pub(super) address: u64,
-    ticket: Option<Ticket>,
+    ticket: Option<EventTicket>,
     shared: Option<Arc<PoolContext>>,
 }
 

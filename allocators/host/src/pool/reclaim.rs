@@ -11,9 +11,9 @@
 use super::{Grow, PinnedPool, PoolContext, pool_core::PoolCore, thread::InsidePool};
 use crate::region::{self, Cause, Pinning, RegionError};
 use aquifer_core::{
-    budget::{Offer, Reclaim, Registration},
+    budget::{HookRegistration, Offer, Reclaim},
     error::Tried,
-    event::Place,
+    event::MemoryLocation,
     scratch::{Bump, List, list},
 };
 use std::{
@@ -55,13 +55,13 @@ impl PinnedPool {
 struct PoolReclaimer {
     core: &'static PoolCore,
     generation: u64,
-    place: Place,
+    place: MemoryLocation,
     waits: bool,
 }
 
 /// A pool's registration with its budget.
 pub(super) struct BudgetRegistration {
-    registration: Registration,
+    registration: HookRegistration,
     _reclaimer: Arc<PoolReclaimer>,
 }
 
@@ -167,7 +167,7 @@ impl Reclaim for PoolReclaimer {
         self.waits
     }
 
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<MemoryLocation> {
         Some(self.place)
     }
 }

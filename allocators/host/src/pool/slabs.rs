@@ -16,7 +16,7 @@ use super::{
     page_map,
     span::{MAX_SLOTS, Span},
 };
-use aquifer_heap::{Block, Heap, Key};
+use aquifer_heap::{Heap, HeapBlock, Key};
 
 /// Maximum bytes of a slab, unless a slot is longer.
 const SLAB_MAX: usize = 256 << 10;
@@ -56,7 +56,7 @@ impl Spans {
     }
 
     /// Returns a span for a block of the heap.
-    fn span_of(&mut self, block: &Block) -> &'static Span {
+    fn span_of(&mut self, block: &HeapBlock) -> &'static Span {
         let span = self.span();
         if let Some((_, key)) = self.all.get_mut(span.number()) {
             *key = Some(block.key);

@@ -157,33 +157,33 @@ struct PinInfo {
 /// Memory that could not be pinned, with the reason.
 ///
 /// See [`InPlace`] for an example.
-pub struct Refused<T> {
+pub struct PinError<T> {
     /// The memory of the call, unchanged.
     pub memory: T,
     /// The reason.
     pub error: RegionError,
 }
 
-impl<T> fmt::Debug for Refused<T> {
+impl<T> fmt::Debug for PinError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl<T> fmt::Display for Refused<T> {
+impl<T> fmt::Display for PinError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.error.fmt(f)
     }
 }
 
-impl<T> error::Error for Refused<T> {
+impl<T> error::Error for PinError<T> {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         Some(&self.error)
     }
 }
 
-impl<T> From<Refused<T>> for RegionError {
-    fn from(refused: Refused<T>) -> Self {
+impl<T> From<PinError<T>> for RegionError {
+    fn from(refused: PinError<T>) -> Self {
         refused.error
     }
 }
@@ -195,7 +195,7 @@ impl<T: Pinnable> InPlace<T> {
     /// file mapping is always registered as read-only for devices, regardless of `flags`.
     ///
     /// # Errors
-    /// [`Refused`], which contains `memory`: [`Cause::NotInPlace`] for memory that a stager has to
+    /// [`PinError`], which contains `memory`: [`Cause::NotInPlace`] for memory that a stager has to
     /// copy, [`Cause::AlreadyPinned`], [`Cause::NoDriver`], or an error of the budget or the
     /// driver. Nothing is pinned.
     pub fn new(
@@ -203,14 +203,14 @@ impl<T: Pinnable> InPlace<T> {
         budget: &Budget,
         memory: T,
         flags: HostFlags,
-    ) -> Result<Self, Refused<T>> {
+    ) -> Result<Self, PinError<T>> {
         let owner = Box::new(memory);
         match pin(host, budget, range(NonNull::from(owner.items())), flags) {
             Ok((backing, info)) => {
                 let (backing, owner) = (ManuallyDrop::new(backing), ManuallyDrop::new(owner));
                 Ok(Self { backing, owner, info })
             }
-            Err(error) => Err(Refused { memory: *owner, error }),
+            Err(error) => Err(PinError { memory: *owner, error }),
         }
     }
 

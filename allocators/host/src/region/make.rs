@@ -55,8 +55,8 @@ struct RegionBuilder<'a> {
     /// The node of the pages, and the node of the workers that touch them.
     node: Option<NodeId>,
     worker_node: Option<NodeId>,
-    /// No worker could be bound to the node. This thread or an unbound worker touched the pages, on
-    /// any node.
+    /// No worker could be bound to the node. This thread or an unbound worker touched the pages,
+    /// on any node.
     unbound_touch: bool,
     shortfalls: Vec<Shortfall>,
 }

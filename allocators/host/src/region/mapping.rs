@@ -25,7 +25,8 @@ pub(super) struct Mapping {
     file: Option<OwnedFd>,
     /// Whether memory is, or may be, mapped. Otherwise only the addresses are released.
     mapped: bool,
-    /// Whether the memory contains only zeros yet. Data of other processes must not be overwritten.
+    /// Whether the memory contains only zeros yet. Data of other processes must not be
+    /// overwritten.
     fresh: bool,
     /// `None` after [`Mapping::release`].
     charge: Option<Charge>,

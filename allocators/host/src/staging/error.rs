@@ -111,8 +111,8 @@ impl From<MemoryError> for StageError {
 ///
 /// See [`Stager`](crate::Stager) for an example.
 pub struct Failed<T> {
-    /// The operands of the call. `None` only if they had already been [taken](StageError::Taken). A
-    /// failed download may have written some bytes.
+    /// The operands of the call. `None` only if they had already been [taken](StageError::Taken).
+    /// A failed download may have written some bytes.
     pub back: Option<T>,
     /// The reason.
     pub error: StageError,

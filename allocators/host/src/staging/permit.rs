@@ -143,19 +143,19 @@ impl Stager {
 
     /// Returns a future that waits for a permit, for any runtime. If it is dropped early, it has
     /// not taken a permit.
-    pub fn ready(&self) -> Ready<'_> {
-        Ready { stager: self }
+    pub fn ready(&self) -> PermitFuture<'_> {
+        PermitFuture { stager: self }
     }
 }
 
 /// A future that resolves to a [`Permit`]. See [`Stager::ready`].
 #[must_use = "a future does nothing unless it is polled"]
 #[derive(Debug)]
-pub struct Ready<'a> {
+pub struct PermitFuture<'a> {
     stager: &'a Stager,
 }
 
-impl Future for Ready<'_> {
+impl Future for PermitFuture<'_> {
     type Output = Permit;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {

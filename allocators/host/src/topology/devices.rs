@@ -1,7 +1,7 @@
 //! The locality of devices and of their memory.
 
 use super::{
-    Found, Node, NodeId, PciAddress, Source, Topology, TopologyError,
+    Found, Node, NodeId, PciAddress, Provenance, Topology, TopologyError,
     files::{file, wrong_number},
     node::FOLDER,
 };
@@ -47,7 +47,7 @@ impl Topology {
             // A device that shares the host's memory may name the host's node.
             let named = |node: &&mut Node| Some(node.id) == reported && node.cpus.is_empty();
             if let Some(node) = self.nodes.iter_mut().find(named) {
-                node.device_memory = Found::known(true, Source::Driver(MEMORY_NODE));
+                node.device_memory = Found::known(true, Provenance::Driver(MEMORY_NODE));
             }
         }
         self
@@ -59,10 +59,10 @@ impl Topology {
     #[must_use]
     pub fn memory_of_device(&self, device: &DeviceInfo) -> Found<DeviceMemory> {
         if device.integrated {
-            return Found::known(DeviceMemory::Host, Source::Driver(INTEGRATED));
+            return Found::known(DeviceMemory::Host, Provenance::Driver(INTEGRATED));
         }
         if let Some(node) = device.memory_node {
-            return Found::known(DeviceMemory::Node(NodeId(node)), Source::Driver(MEMORY_NODE));
+            return Found::known(DeviceMemory::Node(NodeId(node)), Provenance::Driver(MEMORY_NODE));
         }
         if self.numa.value == Some(false) {
             return Found::unknown(self.numa.source.clone());
@@ -99,9 +99,9 @@ impl Topology {
         }
         let reported = device.host_node.map(NodeId).filter(|&id| self.node(id).is_some());
         let found = match (reported, device.pci_address.as_deref().map(str::parse)) {
-            (Some(node), _) => Found::known(node, Source::Driver(HOST_NODE)),
+            (Some(node), _) => Found::known(node, Provenance::Driver(HOST_NODE)),
             (None, Some(Ok(address))) => self.node_of_pci(address)?,
-            (None, _) => Found::unknown(Source::Driver(HOST_NODE)),
+            (None, _) => Found::unknown(Provenance::Driver(HOST_NODE)),
         };
         let named = found.value.and_then(|id| self.node(id));
         if !named.is_some_and(|node| Self::is_memory_of(node, device)) {

@@ -1,6 +1,6 @@
 //! Reading the kernel's text files below a root.
 
-use super::{Bitmap, ListError, Source};
+use super::{Bitmap, ListError, Provenance};
 use std::{
     error, fmt, fs, io,
     path::{Path, PathBuf},
@@ -173,6 +173,6 @@ pub(super) fn parse_list(path: &Path, text: &str) -> Result<Bitmap, TopologyErro
 }
 
 /// Returns a file as a source.
-pub(super) fn file(path: impl Into<PathBuf>) -> Source {
-    Source::File(path.into())
+pub(super) fn file(path: impl Into<PathBuf>) -> Provenance {
+    Provenance::File(path.into())
 }

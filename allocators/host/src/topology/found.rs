@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf};
 /// The source of a value.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Source {
+pub enum Provenance {
     /// A file of the kernel, by its path below the root.
     File(PathBuf),
     /// An environment variable.
@@ -18,7 +18,7 @@ pub enum Source {
     Nobody,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for Provenance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => write!(f, "{}", path.display()),
@@ -34,8 +34,8 @@ impl fmt::Display for Source {
 /// provide it.
 ///
 /// ```
-/// use aquifer_host::topology::{Found, Source};
-/// let node: Found<u32> = Found::unknown(Source::Nobody);
+/// use aquifer_host::topology::{Found, Provenance};
+/// let node: Found<u32> = Found::unknown(Provenance::Nobody);
 /// assert_eq!(node.to_string(), "unknown (no source)");
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -43,19 +43,19 @@ pub struct Found<T> {
     /// The value. `None` if the source does not provide it.
     pub value: Option<T>,
     /// The source of the value.
-    pub source: Source,
+    pub source: Provenance,
 }
 
 impl<T> Found<T> {
     /// Creates a known value.
     #[must_use]
-    pub fn known(value: T, source: Source) -> Self {
+    pub fn known(value: T, source: Provenance) -> Self {
         Self { value: Some(value), source }
     }
 
     /// Creates an unknown value.
     #[must_use]
-    pub fn unknown(source: Source) -> Self {
+    pub fn unknown(source: Provenance) -> Self {
         Self { value: None, source }
     }
 

@@ -1,7 +1,7 @@
 //! The control groups of the process, from its own group up to the root of the mounted hierarchy.
 
 use super::{
-    Source,
+    Provenance,
     files::{Files, TopologyError, file, wrong_number},
 };
 use std::path::{Component, Path, PathBuf};
@@ -48,7 +48,7 @@ impl Group {
     }
 
     /// Returns the file of its limit.
-    pub(super) fn limit_file(&self) -> Source {
+    pub(super) fn limit_file(&self) -> Provenance {
         file(self.file_of("memory.max", "memory.limit_in_bytes"))
     }
 
@@ -60,7 +60,7 @@ impl Group {
 
     /// Returns the bytes beyond which the kernel throttles its threads, with the file. Version 2
     /// only.
-    pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Source)>, TopologyError> {
+    pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Provenance)>, TopologyError> {
         if self.version == Version::One {
             return Ok(None);
         }

@@ -1,7 +1,7 @@
 //! How much host memory the process may still allocate, and what limits it.
 
 use super::{
-    Found, Source, Topology, TopologyError,
+    Found, Provenance, Topology, TopologyError,
     files::{file, wrong_number},
     groups::{self, reclaimable},
     node::{self, FOLDER},
@@ -24,9 +24,9 @@ pub struct Headroom {
     /// The minimum that the process's control group and the groups above it leave below their
     /// limits (`memory.max`, `memory.high`), with that file. Unknown if no group has a limit.
     pub group: Found<u64>,
-    /// Free and reclaimable memory of the host's nodes that the process may use (`meminfo`). Memory
-    /// of devices is not included. Unknown on a kernel without nodes, and when NUMA handling is
-    /// off.
+    /// Free and reclaimable memory of the host's nodes that the process may use (`meminfo`).
+    /// Memory of devices is not included. Unknown on a kernel without nodes, and when NUMA
+    /// handling is off.
     pub nodes: Found<u64>,
     /// The kernel's estimate of available memory on the whole machine (`MemAvailable`).
     pub machine: Found<u64>,
@@ -134,7 +134,7 @@ impl Topology {
         Ok(match limit.value.map(|group| group.limit) {
             Some(bytes) if nodes == 0 || bytes < nodes => Found::known(bytes, limit.source),
             _ if nodes > 0 => Found::known(nodes, file(FOLDER)),
-            _ => Found::unknown(Source::Nobody),
+            _ => Found::unknown(Provenance::Nobody),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Page sizes, and the kernel's mode of transparent huge pages.
 
 use super::{
-    Found, Source,
+    Found, Provenance,
     files::{Files, TopologyError, file},
 };
 use nix::unistd::{SysconfVar, sysconf};
@@ -57,7 +57,7 @@ pub(super) fn page_size(files: &Files) -> Result<Found<u64>, TopologyError> {
         return Ok(Found::known(size, file(path)));
     }
     let value = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|n| u64::try_from(n).ok());
-    Ok(Found { value, source: Source::SystemCall("sysconf") })
+    Ok(Found { value, source: Provenance::SystemCall("sysconf") })
 }
 
 /// Finds the page size in the auxiliary vector, which consists of pairs of words: key and value.

@@ -1,7 +1,7 @@
 //! What this process may use: CPUs, nodes, memory, and other limits.
 
 use super::{
-    Bitmap, Found, Source,
+    Bitmap, Found, Provenance,
     files::{Files, TopologyError, file, parse_list, wrong_number},
     groups,
 };
@@ -68,7 +68,7 @@ pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
 /// Limits that may affect pinned memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct Limits {
+pub struct ProcessLimits {
     /// The soft `RLIMIT_MEMLOCK` in bytes, or `u64::MAX` if unlimited. Memory that the GPU driver
     /// pins does not count against it.
     pub locked_memory: Found<u64>,
@@ -78,11 +78,11 @@ pub struct Limits {
     pub overcommit: Found<u64>,
 }
 
-pub(super) fn limits(files: &Files) -> Result<Limits, TopologyError> {
+pub(super) fn limits(files: &Files) -> Result<ProcessLimits, TopologyError> {
     let number = |path: &'static str| {
         Ok(Found { value: files.number(Path::new(path))?, source: file(path) })
     };
-    Ok(Limits {
+    Ok(ProcessLimits {
         locked_memory: locked_memory(files)?,
         mappings: number("/proc/sys/vm/max_map_count")?,
         overcommit: number("/proc/sys/vm/overcommit_memory")?,
@@ -91,7 +91,7 @@ pub(super) fn limits(files: &Files) -> Result<Limits, TopologyError> {
 
 fn locked_memory(files: &Files) -> Result<Found<u64>, TopologyError> {
     let path = Path::new("/proc/self/limits");
-    let source: Source = file(path);
+    let source: Provenance = file(path);
     let Some(text) = files.text(path)? else { return Ok(Found::unknown(source)) };
     let Some(rest) = text.lines().find_map(|line| line.strip_prefix("Max locked memory")) else {
         return Ok(Found::unknown(source));

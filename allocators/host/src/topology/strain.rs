@@ -19,7 +19,8 @@ const MACHINE: &str = "/proc/pressure/memory";
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stalls {
-    /// Share of the last ten seconds in which some thread was stalled, in hundredths of a per cent.
+    /// Share of the last ten seconds in which some thread was stalled, in hundredths of a per
+    /// cent.
     pub some: u32,
     /// Share of the last ten seconds in which all runnable threads were stalled, in the same unit.
     pub full: u32,
@@ -38,9 +39,9 @@ pub struct Strain {
     /// Stalls of its own group if the kernel counts them, else of the machine. Unknown on a kernel
     /// without PSI.
     pub stalls: Found<Stalls>,
-    /// The sum of throttling events of its group and of the groups above. Unknown without groups of
-    /// version 2. The counts of a group include those of the groups below it, so only their growth
-    /// is meaningful.
+    /// The sum of throttling events of its group and of the groups above. Unknown without groups
+    /// of version 2. The counts of a group include those of the groups below it, so only their
+    /// growth is meaningful.
     pub events: Found<GroupEvents>,
 }
 

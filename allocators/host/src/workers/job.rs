@@ -107,8 +107,8 @@ pub(super) trait Work: Send + Sync {
 struct JobCore<R> {
     pieces: usize,
     deadline: Deadline,
-    /// The process of the worker threads. In a child process, the lock may be held by a thread that
-    /// does not exist there.
+    /// The process of the worker threads. In a child process, the lock may be held by a thread
+    /// that does not exist there.
     process: u32,
     done: AtomicUsize,
     inner: Mutex<JobState<R>>,

@@ -6,7 +6,7 @@ use crate::support;
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{
     Action, Budget, Recorder, Tag,
-    event::{Place, TraceFile},
+    event::{MemoryLocation, TraceFile},
 };
 use aquifer_host::{PinnedConfig, PinnedPool};
 use nix::libc;
@@ -62,7 +62,8 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
     let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
     let pool = pool(&recorder);
     let record = |address| {
-        let event = recorder.event(Action::Allocate, Place::Host(None), 0, address, 7, Tag::NONE);
+        let event =
+            recorder.event(Action::Allocate, MemoryLocation::Host(None), 0, address, 7, Tag::NONE);
         recorder.record(recorder.ticket(), event);
     };
     let kept = pool.buffer::<u8>(100).unwrap();
@@ -88,7 +89,10 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
     // SAFETY: 1. the child belongs to this process, and the status is a local.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
-    recorder.record(begun, recorder.event(Action::Fail, Place::Host(None), 0, 0, 9, Tag::NONE));
+    recorder.record(
+        begun,
+        recorder.event(Action::Fail, MemoryLocation::Host(None), 0, 0, 9, Tag::NONE),
+    );
     drop((kept, pool));
     let told = rows(&path);
     fs::remove_file(path).unwrap();

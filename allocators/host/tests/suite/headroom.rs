@@ -2,14 +2,14 @@
 
 use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
-use aquifer_host::topology::{Found, Source, TopologyError};
+use aquifer_host::topology::{Found, Provenance, TopologyError};
 use std::{path::PathBuf, time::Duration};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-fn file(path: &str) -> Source {
-    Source::File(path.into())
+fn file(path: &str) -> Provenance {
+    Provenance::File(path.into())
 }
 
 /// Returns lines like `Node 0 MemFree: 4096 kB`.

@@ -7,7 +7,7 @@ use crate::support::{self, Latch, MIB};
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
 use aquifer_core::{
     Action, Budget, DeferReuse, MemoryError, Recorder,
-    event::{Event, Place, RingSink, Sink},
+    event::{Event, EventSink, MemoryLocation, RingSink},
 };
 use aquifer_host::{
     PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, pool, region, topology::NodeId,
@@ -531,14 +531,14 @@ fn every_step_is_recorded_in_order() {
         ]
     );
     Block::new(&allocator, bytes(1), 1).unwrap().free(&allocator);
-    assert!(ring.take().iter().all(|event| event.place == Place::Host(None)));
+    assert!(ring.take().iter().all(|event| event.place == MemoryLocation::Host(None)));
 }
 
 /// Has another thread trim all free memory whenever the pool has grown.
 #[derive(Debug, Default)]
 struct Trims(Mutex<Option<PinnedPool>>);
 
-impl Sink for Trims {
+impl EventSink for Trims {
     fn record(&self, event: &Event) {
         let pool = self.0.lock().unwrap().clone().filter(|_| event.action == Action::Grow);
         if let Some(pool) = pool {

@@ -4,7 +4,7 @@
 use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
 use aquifer_host::topology::{
-    DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError,
+    DeviceMemory, Found, NodeId, Provenance, ThpMode, Topology, TopologyError,
 };
 use std::{
     env, fs,
@@ -52,7 +52,7 @@ fn the_last_level_cache_is_the_smallest_of_the_cpus_that_are_ours() {
         let found = parts.last_level_cache(node).unwrap();
         assert_eq!(found.value, Some(16 << 20));
         let path = "/sys/devices/system/cpu/cpu20/cache/index3/size";
-        assert_eq!(found.source, Source::File(path.into()));
+        assert_eq!(found.source, Provenance::File(path.into()));
     }
     // A node without usable CPUs, or one that does not exist.
     assert_eq!(parts.last_level_cache(Some(NodeId(0))).unwrap().value, None);
@@ -69,7 +69,7 @@ fn the_memory_limit_is_the_smallest_up_to_the_root_and_names_its_file() {
     let found = topology.memory_limit();
     let limit = found.value.unwrap();
     assert_eq!((limit.limit, limit.remaining), (64 << 30, 56 << 30));
-    assert_eq!(found.source, Source::File("/sys/fs/cgroup/user.slice/memory.max".into()));
+    assert_eq!(found.source, Provenance::File("/sys/fs/cgroup/user.slice/memory.max".into()));
     let container = read("cpuset-container");
     let limit = container.memory_limit().value.unwrap();
     assert_eq!((limit.limit, limit.remaining), (2_147_483_648, 2_000_000_000));
@@ -82,12 +82,12 @@ fn a_device_is_placed_by_the_driver_then_by_pci_and_never_by_guess() {
     let place = |host_node, pci| topology.node_of_device(&gpu(host_node, pci)).unwrap();
     let told = place(Some(1), Some("0000:1B:00.0"));
     assert_eq!(told.value, Some(NodeId(1)));
-    assert!(matches!(told.source, Source::Driver(_)));
+    assert!(matches!(told.source, Provenance::Driver(_)));
     let by_address = place(None, Some("00000000:9D:00.0"));
     assert_eq!(by_address.value, Some(NodeId(1)));
     assert_eq!(
         by_address.source,
-        Source::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into())
+        Provenance::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into())
     );
     // −1, a node that is not online, a missing device, an invalid address, and an empty file.
     for (node, pci) in [
@@ -175,7 +175,7 @@ fn missing_files_are_unknown_and_invalid_ones_are_errors() {
 fn numa_handling_can_be_switched_off_and_a_wrong_switch_is_reported() {
     let off = read("two-socket").without_nodes();
     assert!(off.nodes().is_empty());
-    let unknown = Found::unknown(Source::Variable("AQUIFER_NUMA"));
+    let unknown = Found::unknown(Provenance::Variable("AQUIFER_NUMA"));
     assert_eq!(off.node_of_pci("0000:1b:00.0".parse().unwrap()).unwrap(), unknown);
     assert_eq!(off.node_of_device(&gpu(Some(0), None)).unwrap(), unknown);
     assert_eq!(
@@ -282,7 +282,7 @@ fn memory_for_a_device_on_a_node_without_memory_goes_to_the_nearest_that_has_som
     );
     let memory = topology.memory_near_device(&device).unwrap();
     assert_eq!(memory.value, Some(NodeId(0)), "11 is nearer than 12");
-    assert_eq!(memory.source, Source::File("/sys/devices/system/node/node1/distance".into()));
+    assert_eq!(memory.source, Provenance::File("/sys/devices/system/node/node1/distance".into()));
 }
 
 #[test]
@@ -290,7 +290,10 @@ fn a_containers_second_version_group_limits_it_and_its_cpuset_keeps_it_from_a_de
     let topology = read("cpuset-container-v2");
     let limit = topology.memory_limit().value.unwrap();
     assert_eq!((limit.limit, limit.remaining), (4 << 30, 3 << 30));
-    assert_eq!(topology.memory_limit().source, Source::File("/sys/fs/cgroup/memory.max".into()));
+    assert_eq!(
+        topology.memory_limit().source,
+        Provenance::File("/sys/fs/cgroup/memory.max".into())
+    );
     let (theirs, ours) = (&topology.nodes()[0], &topology.nodes()[1]);
     assert!(theirs.allowed_cpus.is_empty() && !theirs.memory_allowed);
     assert_eq!((ours.allowed_cpus.to_string().as_str(), ours.memory_allowed), ("18-21", true));
@@ -308,7 +311,7 @@ fn a_group_outside_of_what_is_mounted_limits_nothing_that_can_be_read() {
     machine.write("sys/fs/cgroup/memory.max", "1000\n");
     machine.write("another/memory.max", "2000\n");
     let limit = machine.read().memory_limit().clone();
-    assert_eq!(limit, Found::unknown(Source::File("/proc/self/cgroup".into())));
+    assert_eq!(limit, Found::unknown(Provenance::File("/proc/self/cgroup".into())));
 }
 
 #[test]
@@ -320,7 +323,7 @@ fn memory_of_a_gpu_is_never_taken_for_the_hosts() {
     assert!(theirs.memory_allowed, "the kernel would hand it out");
     assert_eq!(theirs.movable_only.value, Some(true));
     assert!(
-        matches!(&theirs.device_memory.source, Source::File(path) if path.ends_with("has_generic_initiator"))
+        matches!(&theirs.device_memory.source, Provenance::File(path) if path.ends_with("has_generic_initiator"))
     );
     // The driver's answer, the kernel's, and a firmware that places the device on its own memory.
     let mut device = gpu(Some(0), Some("0009:01:00.0"));
@@ -331,7 +334,7 @@ fn memory_of_a_gpu_is_never_taken_for_the_hosts() {
     device.host_node = Some(1);
     let near = topology.node_of_device(&device).unwrap();
     assert_eq!(near.value, Some(NodeId(0)));
-    assert_eq!(near.source, Source::File("/sys/devices/system/node/node1/distance".into()));
+    assert_eq!(near.source, Provenance::File("/sys/devices/system/node/node1/distance".into()));
     for asked in [0, 1, 8] {
         assert_eq!(topology.nearest_with_memory(NodeId(asked)).unwrap().id, NodeId(0));
         assert_eq!(topology.nearest_with_cpus(NodeId(asked)).unwrap().id, NodeId(0));
@@ -375,7 +378,10 @@ fn nodes_that_only_the_driver_knows_as_a_devices_memory_are_marked_at_its_word()
     assert_eq!(host, [0, 8, 253, 254]);
     assert_eq!(topology.nearest_with_memory(NodeId(252)).unwrap().id, NodeId(0));
     assert_eq!(topology.node_of_device(&gpus[1]).unwrap().value, Some(NodeId(8)));
-    assert!(matches!(topology.node(NodeId(255)).unwrap().device_memory.source, Source::Driver(_)));
+    assert!(matches!(
+        topology.node(NodeId(255)).unwrap().device_memory.source,
+        Provenance::Driver(_)
+    ));
 }
 
 #[test]
@@ -398,7 +404,7 @@ fn a_device_that_shares_the_hosts_memory_does_not_take_its_node_away() {
 #[test]
 fn the_wsl_kernel_is_recognised_by_its_name_and_has_no_nodes() {
     let topology = read("wsl");
-    assert_eq!(topology.is_wsl(), &Found::known(true, Source::File("/proc/version".into())));
+    assert_eq!(topology.is_wsl(), &Found::known(true, Provenance::File("/proc/version".into())));
     assert!(topology.nodes().is_empty());
     assert_eq!(topology.cpus_allowed().value.as_ref().map(|cpus| cpus.len()), Some(16));
     assert_eq!(topology.node_of_device(&gpu(Some(0), Some("0000:01:00.0"))).unwrap().value, None);
@@ -411,10 +417,14 @@ fn the_wsl_kernel_is_recognised_by_its_name_and_has_no_nodes() {
 fn the_size_of_a_base_page_is_the_one_that_the_machine_told_its_programs() {
     for (machine, page) in [("grace", 64 << 10), ("power9", 64 << 10), ("nps4", 4 << 10)] {
         let found = read(machine).page_size().clone();
-        assert_eq!(found, Found::known(page, Source::File("/proc/self/auxv".into())), "{machine}");
+        assert_eq!(
+            found,
+            Found::known(page, Provenance::File("/proc/self/auxv".into())),
+            "{machine}"
+        );
     }
     assert_eq!(read("grace").thp_size().value, Some(512 << 20));
-    assert_eq!(read("two-socket").page_size().source, Source::SystemCall("sysconf"));
+    assert_eq!(read("two-socket").page_size().source, Provenance::SystemCall("sysconf"));
     let here = Topology::read_under(Path::new("/")).unwrap();
     assert_eq!(
         here.page_size().value,

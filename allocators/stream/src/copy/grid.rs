@@ -21,7 +21,8 @@ pub struct Grid {
     pub width: usize,
     /// Number of rows.
     pub height: usize,
-    /// Elements from the start of one row of the source to the start of the next. At least `width`.
+    /// Elements from the start of one row of the source to the start of the next. At least
+    /// `width`.
     pub from_pitch: usize,
     /// The same for the destination.
     pub to_pitch: usize,

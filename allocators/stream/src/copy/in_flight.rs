@@ -82,26 +82,26 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
 /// A copy that was not queued, with its host side.
 ///
 /// See [`Stream::upload`](crate::Stream::upload) for an example.
-pub struct Refused<H> {
+pub struct RefusedCopy<H> {
     /// The value that was passed in, unchanged.
     pub host: H,
     /// The reason.
     pub error: MemoryError,
 }
 
-impl<H> fmt::Debug for Refused<H> {
+impl<H> fmt::Debug for RefusedCopy<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
-impl<H> fmt::Display for Refused<H> {
+impl<H> fmt::Display for RefusedCopy<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.error.fmt(f)
     }
 }
-impl<H> error::Error for Refused<H> {}
-impl<H> From<Refused<H>> for MemoryError {
-    fn from(refused: Refused<H>) -> Self {
+impl<H> error::Error for RefusedCopy<H> {}
+impl<H> From<RefusedCopy<H>> for MemoryError {
+    fn from(refused: RefusedCopy<H>) -> Self {
         refused.error
     }
 }
@@ -287,10 +287,10 @@ impl Stream {
     /// until the copy is complete.
     ///
     /// # Errors
-    /// [`Refused`], which contains `from`: lengths that differ, a conflicting use of `to`,
+    /// [`RefusedCopy`], which contains `from`: lengths that differ, a conflicting use of `to`,
     /// [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn upload<H, D>(&self, from: H, to: &mut D) -> Result<InFlight<H>, Refused<H>>
+    pub fn upload<H, D>(&self, from: H, to: &mut D) -> Result<InFlight<H>, RefusedCopy<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
@@ -307,10 +307,10 @@ impl Stream {
     /// copy is complete.
     ///
     /// # Errors
-    /// [`Refused`], which contains `to`: lengths that differ, a conflicting use of `from`,
+    /// [`RefusedCopy`], which contains `to`: lengths that differ, a conflicting use of `from`,
     /// [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, Refused<H>>
+    pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, RefusedCopy<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item>,
@@ -327,7 +327,7 @@ impl Stream {
     /// (`cuMemcpy2DAsync`). Owns `from` until the copy is complete.
     ///
     /// # Errors
-    /// [`Refused`], which contains `from`: rows outside one of the sides, a conflicting use of
+    /// [`RefusedCopy`], which contains `from`: rows outside one of the sides, a conflicting use of
     /// `to`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn upload_2d<H, D>(
@@ -335,7 +335,7 @@ impl Stream {
         from: H,
         to: &mut D,
         grid: Grid,
-    ) -> Result<InFlight<H>, Refused<H>>
+    ) -> Result<InFlight<H>, RefusedCopy<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
@@ -353,10 +353,15 @@ impl Stream {
     /// `to` are unchanged.
     ///
     /// # Errors
-    /// [`Refused`], which contains `to`: rows outside one of the sides, a conflicting use of
+    /// [`RefusedCopy`], which contains `to`: rows outside one of the sides, a conflicting use of
     /// `from`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn download_2d<H, D>(&self, from: &D, to: H, grid: Grid) -> Result<InFlight<H>, Refused<H>>
+    pub fn download_2d<H, D>(
+        &self,
+        from: &D,
+        to: H,
+        grid: Grid,
+    ) -> Result<InFlight<H>, RefusedCopy<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item>,
@@ -381,7 +386,7 @@ impl Stream {
         grid: Option<Grid>,
         device_side: (DeviceRange, Option<u64>),
         order: impl FnOnce() -> Result<()>,
-    ) -> Result<InFlight<H>, Refused<H>> {
+    ) -> Result<InFlight<H>, RefusedCopy<H>> {
         let completed = Point::ahead(self.timeline());
         let queue = |host: &mut H| -> Result<()> {
             let bytes = host.bytes();
@@ -401,7 +406,7 @@ impl Stream {
         completed.reached();
         match queued {
             Ok(()) => Ok(InFlight { host: ManuallyDrop::new(host), completed }),
-            Err(error) => Err(Refused { host, error }),
+            Err(error) => Err(RefusedCopy { host, error }),
         }
     }
 }

@@ -41,7 +41,7 @@ impl Stream {
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
-        work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> R,
+        work: impl for<'scope> FnOnce(&'scope CopyScope<'scope, 'env>) -> R,
     ) -> Result<R> {
         struct WaitForCopies<'a>(&'a Stream, &'a AtomicBool);
         impl WaitForCopies<'_> {
@@ -68,7 +68,7 @@ impl Stream {
         let any_copy = AtomicBool::new(false);
         let on_unwind = WaitForCopies(self, &any_copy);
         // Calls inside the scope record their own call sites.
-        let result = work(&Scope {
+        let result = work(&CopyScope {
             stream: self,
             any_copy: &any_copy,
             scope: PhantomData,
@@ -106,7 +106,7 @@ impl Stream {
     #[track_caller]
     pub fn try_scope<'env, R>(
         &'env self,
-        work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> Result<R>,
+        work: impl for<'scope> FnOnce(&'scope CopyScope<'scope, 'env>) -> Result<R>,
     ) -> Result<R> {
         let _site = site::enter();
         self.scope(work)?
@@ -169,7 +169,7 @@ impl Stream {
 ///     s.scope(|c| out = Some(c))
 /// }
 /// ```
-pub struct Scope<'scope, 'env: 'scope> {
+pub struct CopyScope<'scope, 'env: 'scope> {
     stream: &'env Stream,
     /// Whether a copy may have been queued.
     any_copy: &'scope AtomicBool,
@@ -178,7 +178,7 @@ pub struct Scope<'scope, 'env: 'scope> {
     env: PhantomData<&'env mut &'env ()>,
 }
 
-impl<'scope, 'env> Scope<'scope, 'env> {
+impl<'scope, 'env> CopyScope<'scope, 'env> {
     /// Copies `from` to the device, in order on the scope's stream (`cuMemcpyHtoDAsync`).
     ///
     /// # Errors
@@ -288,7 +288,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     }
 }
 
-impl fmt::Debug for Scope<'_, '_> {
+impl fmt::Debug for CopyScope<'_, '_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Scope").field("stream", self.stream).finish_non_exhaustive()
     }

@@ -5,17 +5,17 @@ use crate::support::{GPU, PATIENCE, Plain, Rig, within};
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{
     Access, Call, RawStream,
-    sim::{Kernel, Sim},
+    sim::{Sim, SimKernel},
 };
-use aquifer_stream::{Fence, Life, UseList};
+use aquifer_stream::{Fence, StreamLifetime, UseList};
 use std::{
     sync::{Arc, Weak},
     thread,
     time::Duration,
 };
 
-fn lives() -> [Life; 3] {
-    [Life::KeptAlive(Arc::new(())), Life::Retired, Life::Fenced]
+fn lives() -> [StreamLifetime; 3] {
+    [StreamLifetime::KeptAlive(Arc::new(())), StreamLifetime::Retired, StreamLifetime::Fenced]
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn threads_that_adopt_one_stream_at_once_get_one_timeline() {
         let foreign = rig.foreign();
         let adopted: Vec<_> = thread::scope(|scope| {
             let each: Vec<_> = (0..4)
-                .map(|_| scope.spawn(|| rig.adopt(foreign, Life::Retired).unwrap()))
+                .map(|_| scope.spawn(|| rig.adopt(foreign, StreamLifetime::Retired).unwrap()))
                 .collect();
             each.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
@@ -145,7 +145,7 @@ fn threads_that_adopt_one_stream_at_once_get_one_timeline() {
 fn a_leased_stream_that_is_adopted_is_itself() {
     let rig = Rig::new(4);
     let leased = rig.lease();
-    let adopted = rig.adopt(leased.raw(), Life::Retired).unwrap();
+    let adopted = rig.adopt(leased.raw(), StreamLifetime::Retired).unwrap();
     assert_eq!(adopted, leased);
     drop((adopted, leased));
     rig.assert_all_given_back();
@@ -153,7 +153,7 @@ fn a_leased_stream_that_is_adopted_is_itself() {
 
 #[test]
 fn a_handle_that_comes_back_is_not_taken_for_the_stream_that_had_it() {
-    for life in [Life::Retired, Life::Fenced] {
+    for life in [StreamLifetime::Retired, StreamLifetime::Fenced] {
         let rig = Rig::new(4);
         let foreign = rig.foreign();
         let before = rig.adopt(foreign, life.clone()).unwrap();
@@ -176,7 +176,7 @@ fn a_handle_that_comes_back_is_not_taken_for_the_stream_that_had_it() {
 fn a_stream_without_recorded_uses_is_forgotten() {
     let rig = Rig::new(4);
     let foreign = rig.foreign();
-    drop(rig.adopt(foreign, Life::Retired).unwrap());
+    drop(rig.adopt(foreign, StreamLifetime::Retired).unwrap());
     assert_eq!(rig.pool.timeline(foreign, None).map(drop), Err(MemoryError::UnknownId));
     assert_eq!(rig.made(Call::StreamDestroy), 0, "it is not ours to destroy");
 }
@@ -187,7 +187,7 @@ fn a_retired_stream_is_waited_for_and_never_used_in_a_call() {
     let home = rig.lease();
     let mut memory = Plain::new(&rig, &home, 4096);
     let foreign = rig.foreign();
-    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     let (clone, behind) = (adopted.clone(), adopted.point());
     rig.launch(&adopted);
     let epoch = clone.timeline().open();
@@ -215,7 +215,7 @@ fn a_wait_on_a_retired_stream_is_refused_as_gone() {
     let rig = Rig::stepped(4);
     let home = rig.lease();
     let foreign = rig.foreign();
-    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     adopted.clone().retire().unwrap();
     rig.destroy(foreign);
     rig.launch(&home);
@@ -229,7 +229,7 @@ fn retirement_waits_for_what_other_threads_are_queueing() {
     let home = rig.lease();
     let mut memory = Plain::new(&rig, &home, 4096);
     let foreign = rig.foreign();
-    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     let clone = adopted.clone();
     let slow = rig.sim.stall(Call::Fill);
     thread::scope(|scope| {
@@ -251,7 +251,7 @@ fn retirement_waits_for_what_other_threads_are_queueing() {
 fn a_retirement_that_fails_leaves_the_stream_as_it_was() {
     let rig = Rig::stepped(4);
     let foreign = rig.foreign();
-    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     rig.launch(&adopted);
     rig.sim.fail(Call::StreamSynchronize, 1, 999);
     assert!(matches!(adopted.clone().retire(), Err(MemoryError::Driver(_))));
@@ -282,7 +282,7 @@ fn a_leased_stream_is_synchronised_when_retired_and_lives_on() {
 fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
     let rig = Rig::stepped(4);
     let (home, foreign) = (rig.lease(), rig.foreign());
-    let adopted = rig.adopt(foreign, Life::Fenced).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Fenced).unwrap();
     let (home, on) = (home.timeline(), adopted.timeline());
     let mut uses = UseList::new();
     let recorded = || rig.made(Call::EventRecord);
@@ -320,7 +320,7 @@ fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
 fn other_streams_have_no_event_recorded_for_a_use() {
     let rig = Rig::stepped(4);
     let (home, foreign) = (rig.lease(), rig.foreign());
-    for on in [rig.lease(), rig.adopt(foreign, Life::Retired).unwrap()] {
+    for on in [rig.lease(), rig.adopt(foreign, StreamLifetime::Retired).unwrap()] {
         let uses = UseList::new();
         uses.record(home.timeline(), on.timeline(), Access::Write).unwrap();
         drop(uses);
@@ -356,7 +356,7 @@ fn no_lock_is_held_while_what_kept_a_stream_alive_is_dropped() {
             // This would wait for ever behind a lock held by the thread that drops it.
             drop(self.0.pool.lease());
             let foreign = self.0.foreign();
-            drop(self.0.adopt(foreign, Life::Retired));
+            drop(self.0.adopt(foreign, StreamLifetime::Retired));
         }
     }
     let rig = Rig::new(4);
@@ -365,10 +365,10 @@ fn no_lock_is_held_while_what_kept_a_stream_alive_is_dropped() {
         for _ in 0..2 {
             let foreign = rig.foreign();
             let asks = Asks(Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
-            let adopted = rig.adopt(foreign, Life::KeptAlive(Arc::new(asks))).unwrap();
+            let adopted = rig.adopt(foreign, StreamLifetime::KeptAlive(Arc::new(asks))).unwrap();
             adopted.clone().retire().unwrap();
             // A second timeline of the same stream, created while the first one is still held.
-            let again = rig.adopt(foreign, Life::Retired).unwrap();
+            let again = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
             assert_ne!(again, adopted);
             drop(adopted);
             drop(again);
@@ -382,10 +382,10 @@ fn work_of_an_adopted_stream_is_ordered_like_any_other() {
     let rig = Rig::stepped(4);
     let (home, foreign) = (rig.lease(), rig.foreign());
     let mut memory = Plain::new(&rig, &home, 4096);
-    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     home.fill(&mut memory, 1).unwrap();
     adopted.fill(&mut memory, 2).unwrap();
-    rig.sim.launch(foreign, Kernel::new("work")).unwrap();
+    rig.sim.launch(foreign, SimKernel::new("work")).unwrap();
     home.fill(&mut memory, 3).unwrap();
     drop(memory);
     adopted.retire().unwrap();

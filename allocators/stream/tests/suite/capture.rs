@@ -10,7 +10,7 @@
 use crate::support::{PATIENCE, Plain, Rig};
 use aquifer_core::{DeviceId, Gate, MemoryError};
 use aquifer_driver::{Access, Call, CaptureMode, sim::Sim};
-use aquifer_stream::{Fence, Grid, HostOwned, Life, Stream, UseList};
+use aquifer_stream::{Fence, Grid, HostOwned, Stream, StreamLifetime, UseList};
 use std::{
     ptr::NonNull,
     sync::{Arc, Barrier},
@@ -47,9 +47,9 @@ fn leasing_or_adopting_a_stream_breaks_no_other_streams_capture() {
         driver.capture_begin(s.raw(), mode).unwrap();
         rig.launch(&s);
         // SAFETY: 1. it is destroyed at the end.
-        let taken = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
+        let taken = unsafe { rig.pool.adopt(foreign, StreamLifetime::Fenced) }.unwrap();
         // SAFETY: 1. as above. The stream is known, so it is only checked to be the same one.
-        let again = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
+        let again = unsafe { rig.pool.adopt(foreign, StreamLifetime::Fenced) }.unwrap();
         assert_eq!(rig.end_capture(s.raw()), Ok(1));
         drop((taken, again));
         // SAFETY: 1. no copy of the handle is used any more.
@@ -60,7 +60,7 @@ fn leasing_or_adopting_a_stream_breaks_no_other_streams_capture() {
 #[test]
 fn adopting_a_capturing_stream_keeps_its_capture_valid() {
     for mode in MODES {
-        for life in [Life::Retired, Life::Fenced] {
+        for life in [StreamLifetime::Retired, StreamLifetime::Fenced] {
             let rig = Rig::stepped(1);
             let (foreign, driver) = (rig.foreign(), rig.sim.driver());
             driver.capture_begin(foreign, mode).unwrap();
@@ -73,7 +73,7 @@ fn adopting_a_capturing_stream_keeps_its_capture_valid() {
             // The stream now answers. One that may have been destroyed without notice is not taken
             // for the same stream.
             let later = rig.adopt(foreign, life.clone()).unwrap();
-            assert_eq!(later == new, matches!(life, Life::Retired), "{life:?}");
+            assert_eq!(later == new, matches!(life, StreamLifetime::Retired), "{life:?}");
             assert!(later.timeline().id().is_some());
             // A known stream keeps its identity while it captures.
             driver.capture_begin(foreign, mode).unwrap();

@@ -8,7 +8,7 @@
 use crate::support::{GPU, PATIENCE, Rig, within};
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, CaptureMode, RawStream, sim::Sim};
-use aquifer_stream::{Lease, Life, StreamPool};
+use aquifer_stream::{StreamLifetime, StreamOptions, StreamPool};
 use std::{
     collections::HashSet,
     sync::{
@@ -97,9 +97,9 @@ fn a_stream_that_is_looked_up_keeps_the_lease() {
 fn an_id_of_an_adopted_stream_names_no_lease() {
     let rig = Rig::new(2);
     let (leased, foreign) = (rig.lease(), rig.foreign());
-    let adopted = rig.adopt(foreign, Life::Fenced).unwrap();
+    let adopted = rig.adopt(foreign, StreamLifetime::Fenced).unwrap();
     assert_eq!(rig.pool.get(adopted.id()), Err(MemoryError::UnknownId));
-    let own = rig.adopt(leased.raw(), Life::Fenced).unwrap();
+    let own = rig.adopt(leased.raw(), StreamLifetime::Fenced).unwrap();
     assert_eq!(rig.pool.get(own.id()), Err(MemoryError::UnknownId));
     assert_eq!(rig.pool.leased(), 1, "adoption is no lease");
 }
@@ -240,7 +240,7 @@ fn leasing_and_adopting_concurrently_do_not_deadlock() {
     let rig = Rig::new(4);
     // Enough known streams make an adoption take some time.
     let known: Vec<_> =
-        (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
+        (0..300).map(|_| rig.adopt(rig.foreign(), StreamLifetime::Retired).unwrap()).collect();
     let (pool, other) = (rig.pool.clone(), Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
     within(move || {
         let over = AtomicBool::new(false);
@@ -252,7 +252,7 @@ fn leasing_and_adopting_concurrently_do_not_deadlock() {
             });
             for _ in 0..2000 {
                 let foreign = other.foreign();
-                let adopted = other.adopt(foreign, Life::Retired).unwrap();
+                let adopted = other.adopt(foreign, StreamLifetime::Retired).unwrap();
                 adopted.retire().unwrap();
                 other.destroy(foreign);
             }
@@ -298,7 +298,7 @@ fn an_isolated_lease_gets_an_isolated_stream_and_no_other_lease_does() {
     assert!(!other.timeline().is_isolated() && other.timeline().waits_unasked());
     assert_ne!(other.raw(), raw, "the one that came back is of another kind");
     assert_eq!(rig.pool.lease_isolated().unwrap().raw(), raw);
-    let urgent = rig.pool.lease_as(Lease::default().isolated().priority(-1)).unwrap();
+    let urgent = rig.pool.lease_as(StreamOptions::default().isolated().priority(-1)).unwrap();
     assert!(urgent.timeline().is_isolated());
 }
 
@@ -307,13 +307,13 @@ fn an_isolated_lease_gets_an_isolated_stream_and_no_other_lease_does() {
 fn an_adopted_stream_is_isolated_once_it_is_declared_so() {
     let rig = Rig::new(1);
     let foreign = rig.foreign();
-    let before = rig.adopt(foreign, Life::Retired).unwrap();
+    let before = rig.adopt(foreign, StreamLifetime::Retired).unwrap();
     assert!(!before.timeline().is_isolated());
     // SAFETY: 1. a stream of this driver. 2. never destroyed.
-    let isolated = unsafe { rig.pool.adopt_isolated(foreign, Life::Retired) }.unwrap();
+    let isolated = unsafe { rig.pool.adopt_isolated(foreign, StreamLifetime::Retired) }.unwrap();
     assert_eq!(isolated, before);
     assert!(before.timeline().is_isolated());
-    drop(rig.adopt(foreign, Life::Retired).unwrap());
+    drop(rig.adopt(foreign, StreamLifetime::Retired).unwrap());
     assert!(before.timeline().is_isolated());
 }
 

@@ -85,7 +85,7 @@ fn a_stream_waits_once_for_what_one_wait_covers() {
         "a stream is in order with itself"
     );
     s.synchronize().unwrap();
-    let other = rig.adopt(rig.foreign(), aquifer_stream::Life::Retired).unwrap();
+    let other = rig.adopt(rig.foreign(), aquifer_stream::StreamLifetime::Retired).unwrap();
     assert_eq!(other.timeline().wait_for(s.timeline(), third), Ok(false), "that is done");
     assert_eq!(waits(), 2);
 }

@@ -4,7 +4,7 @@ use super::{books::Books, shadow::Shadow};
 use crate::program::{Bytes, MAX_OPS};
 use allocator_api2::alloc::Allocator;
 use aquifer_adapters::{
-    Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged,
+    Arena, ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, Segregate, Tagged,
 };
 use aquifer_core::{Budget, Tag};
 
@@ -43,7 +43,7 @@ fn stack(layers: &[u8], below: &dyn Allocator, work: &mut dyn FnMut(&dyn Allocat
             assert_eq!(budget.used(), 0);
         }
         1 => {
-            let counted = Counted::new(below);
+            let counted = CountingAllocator::new(below);
             stack(above, &counted, work);
             let stats = counted.stats();
             assert_eq!((stats.live, stats.blocks), (0, 0));

@@ -3,7 +3,7 @@
 
 use super::{books::Books, shadow::Shadow};
 use crate::program::{Bytes, MAX_OPS, count_operation};
-use aquifer_adapters::{Arena, ArenaSettings, Frames, OnReset, Scope};
+use aquifer_adapters::{Arena, ArenaScope, ArenaSettings, Frames, OnReset};
 use aquifer_core::{DeferReuse, MemoryError};
 
 /// Maximum depth of nested scopes.
@@ -88,7 +88,7 @@ fn in_arena(
 
 /// Performs a scope. Returns whether a device reads something in it.
 fn in_scope(
-    scope: &mut Scope<'_, Books>,
+    scope: &mut ArenaScope<'_, Books>,
     outer: &Shadow,
     books: &Books,
     bytes: &mut Bytes<'_>,

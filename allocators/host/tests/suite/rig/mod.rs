@@ -6,7 +6,7 @@
 use aquifer_core::{Budget, DeviceId, Result};
 use aquifer_driver::{
     Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
-    sim::{Kernel, Sim},
+    sim::{Sim, SimKernel},
 };
 use aquifer_host::{
     PinnedConfig, PinnedPool, ShortWait, Stager, StagerConfig,
@@ -90,15 +90,16 @@ impl Rig {
     /// Queues a kernel on the operand's owner stream that fills it with a byte.
     pub(crate) fn fill(&self, x: &mut Plain, byte: u8) {
         x.order_mut(self.home.raw(), None, Access::Write).unwrap();
-        let fill =
-            Kernel::new("fill").writes(x.range, None).run(move |memory| memory.write(0).fill(byte));
+        let fill = SimKernel::new("fill")
+            .writes(x.range, None)
+            .run(move |memory| memory.write(0).fill(byte));
         self.sim.launch(self.home.raw(), fill).unwrap();
     }
 
     /// Queues a kernel on the operand's owner stream that reads it.
     pub(crate) fn look(&self, x: &Plain) {
         x.order(self.home.raw(), None, Access::Read).unwrap();
-        self.sim.launch(self.home.raw(), Kernel::new("look").reads(x.range, None)).unwrap();
+        self.sim.launch(self.home.raw(), SimKernel::new("look").reads(x.range, None)).unwrap();
     }
 
     /// Returns the current bytes on the device.

@@ -11,9 +11,9 @@ use aquifer_core::Result;
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, DriverError, KeepAlive, Operand, OperandMut, RawStream,
     Typed,
-    sim::{Kernel, Sim},
+    sim::{Sim, SimKernel},
 };
-use aquifer_stream::{Life, Stream, StreamPool, UseList};
+use aquifer_stream::{Stream, StreamLifetime, StreamPool, UseList};
 use std::{sync::mpsc, thread, time::Duration};
 
 pub(crate) const GPU: DeviceId = DeviceId(0);
@@ -67,7 +67,7 @@ impl Rig {
         unsafe { self.sim.driver().stream_destroy(stream) }.unwrap();
     }
 
-    pub(crate) fn adopt(&self, stream: RawStream, life: Life) -> Result<Stream> {
+    pub(crate) fn adopt(&self, stream: RawStream, life: StreamLifetime) -> Result<Stream> {
         // SAFETY: 1. a stream of the pool's driver, or a handle that must be refused. 2. the test
         // follows `life`.
         unsafe { self.pool.adopt(stream, life) }
@@ -75,12 +75,12 @@ impl Rig {
 
     /// Queues work that touches nothing.
     pub(crate) fn launch(&self, stream: &Stream) {
-        self.sim.launch(stream.raw(), Kernel::new("work")).unwrap();
+        self.sim.launch(stream.raw(), SimKernel::new("work")).unwrap();
     }
 
     /// Tries to queue work on a lost device.
     pub(crate) fn launch_refused(&self, stream: &Stream) {
-        self.sim.launch(stream.raw(), Kernel::new("work")).unwrap_err();
+        self.sim.launch(stream.raw(), SimKernel::new("work")).unwrap_err();
     }
 
     /// Returns how often a call has been made.

@@ -28,7 +28,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, OutOfBudget, Result,
-    budget::{Lease, Leased, Offer, Reclaim},
+    budget::{BudgetLease, Leased, Offer, Reclaim},
 };
 use std::{
     future::Future,
@@ -147,7 +147,7 @@ impl Source for Charged {
 }
 
 /// Charges to a lease.
-struct Leasing(Lease);
+struct Leasing(BudgetLease);
 
 impl Source for Leasing {
     type Held = Leased;

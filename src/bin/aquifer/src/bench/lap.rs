@@ -20,8 +20,8 @@ use std::{
 /// How much time is spent on measuring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pace {
-    /// The minimum time of a lap. Short enough that few laps are interrupted on a busy machine, and
-    /// long enough that the clock reads do not matter.
+    /// The minimum time of a lap. Short enough that few laps are interrupted on a busy machine,
+    /// and long enough that the clock reads do not matter.
     lap: Duration,
     /// The maximum time of all laps of one contender. There is always one lap.
     time: Duration,

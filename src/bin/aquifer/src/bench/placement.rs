@@ -22,7 +22,7 @@ use crate::{
     progress::Progress,
 };
 use aquifer::{
-    DeviceId, Group as Shards, Lease, Place, PlaceError, Placer, Policy, Runtime,
+    DeviceId, Group as Shards, Lease, PlaceError, PlacementRequest, Placer, Policy, Runtime,
     placement::{Candidate, key_of},
     sim::Sim,
 };
@@ -93,8 +93,9 @@ impl Bench {
 }
 
 fn policies() -> [(&'static str, Policy); 9] {
-    let last =
-        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last = |_: &PlacementRequest, devices: &[Candidate<'_>]| {
+        devices.iter().rev().map(|d| d.device).collect()
+    };
     [
         ("most free", Policy::MostFree),
         ("least loaded", Policy::LeastLoaded),
@@ -124,12 +125,12 @@ fn over(devices: u32) -> String {
 /// Placement requests of one thread.
 struct Placing {
     placer: Placer,
-    place: Place,
+    place: PlacementRequest,
 }
 
 impl Placing {
     fn new(placer: Placer) -> Self {
-        Self { placer, place: Place::bytes(BYTES).key(key_of(b"a session")) }
+        Self { placer, place: PlacementRequest::bytes(BYTES).key(key_of(b"a session")) }
     }
 }
 
@@ -233,7 +234,7 @@ fn shards(bench: &mut Bench) -> Result<()> {
     let rt = runtime(8)?;
     for (name, shards) in shard_names(bench).into_iter().zip(GROUPS) {
         if bench.sheet.wants(&name) {
-            let group = Shards::of(shards, Place::bytes(BYTES)).on_peers();
+            let group = Shards::of(shards, PlacementRequest::bytes(BYTES)).on_peers();
             let own = pairs_of(vec![Sharding(rt.placer(Policy::MostFree), group)]);
             bench.beside_by_hand(&name, own, 8);
         }

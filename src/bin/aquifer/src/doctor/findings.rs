@@ -224,13 +224,13 @@ pub(crate) fn gigabytes(rate: f64) -> String {
 mod tests {
     use super::*;
     use aquifer_driver::{DeviceId, DeviceInfo, MemoryInfo};
-    use aquifer_host::topology::{Found, NodeId, Source};
+    use aquifer_host::topology::{Found, NodeId, Provenance};
 
     fn h200() -> Gpu {
         let mut info = DeviceInfo::new(DeviceId(0), "NVIDIA H200".into(), 150_754_820_096);
         (info.virtual_memory, info.async_pools, info.granularity) = (true, true, 2 << 20);
         let memory = Some(MemoryInfo { free: 150_000_000_000, total: 150_754_820_096 });
-        let node = Some(Found::known(NodeId(0), Source::Nobody));
+        let node = Some(Found::known(NodeId(0), Provenance::Nobody));
         Gpu { info, memory, memory_node: node.clone(), node, own: None }
     }
 
@@ -250,7 +250,7 @@ mod tests {
         let mut gpu = h200();
         (gpu.info.virtual_memory, gpu.info.async_pools, gpu.info.integrated) = (false, false, true);
         gpu.memory = Some(MemoryInfo { free: 1 << 30, total: 8 << 30 });
-        gpu.node = Some(Found::unknown(Source::Nobody));
+        gpu.node = Some(Found::unknown(Provenance::Nobody));
         let told = warnings(&gpu).join("\n");
         for word in
             ["virtual memory", "stream-ordered", "shares", "1.00 GiB of 8.00 GiB", "nobody knows"]

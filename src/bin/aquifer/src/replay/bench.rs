@@ -15,7 +15,7 @@ use crate::{
     progress::Progress,
     trace::Trace,
 };
-use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, budget::Registration};
+use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, budget::HookRegistration};
 use aquifer_device::{
     DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource,
     StreamOrdered,
@@ -96,7 +96,10 @@ impl Placer {
     }
 
     /// Registers `relief` with the pool's budget. Backends call their own handler instead.
-    pub(super) fn relieved_by<W: Work>(&self, relief: &Arc<EndOldest<W>>) -> Option<Registration> {
+    pub(super) fn relieved_by<W: Work>(
+        &self,
+        relief: &Arc<EndOldest<W>>,
+    ) -> Option<HookRegistration> {
         match self {
             Self::Pool(pool) => Some(pool.budget().on_need(relief)),
             Self::Backend(_) => None,

@@ -7,7 +7,7 @@ use super::{
     work::Idle,
 };
 use crate::progress::Progress;
-use aquifer_core::{Event, Recorder, Result, Sink, event::MemorySnapshot};
+use aquifer_core::{Event, EventSink, Recorder, Result, event::MemorySnapshot};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A sink that stores every event. A ring would lose the beginning of the trace.
@@ -20,7 +20,7 @@ impl Kept {
     }
 }
 
-impl Sink for Kept {
+impl EventSink for Kept {
     fn record(&self, event: &Event) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(*event);
     }

@@ -6,7 +6,7 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_device::Block;
 use aquifer_driver::{
     Access, Call, DeviceRange,
-    sim::{Kernel, Party, Sim, Violation},
+    sim::{Party, Sim, SimKernel, Violation},
 };
 use aquifer_stream::Stream;
 use std::{
@@ -193,7 +193,7 @@ impl Declared {
                 let name = labels.name(self.row.load(Ordering::Relaxed), access);
                 self.sim.launch(
                     stream.raw(),
-                    Kernel::new(name).touches(range, access, Some(spot.generation)),
+                    SimKernel::new(name).touches(range, access, Some(spot.generation)),
                 )
             }
             None => self.sim.access(stream.raw(), range, access, Some(spot.generation)),

@@ -228,7 +228,7 @@ fn a_damaged_compressed_file_is_an_error_and_no_crash() {
 }
 
 /// Returns the trace of a small program, written by one of the library's sinks.
-fn written<S: aquifer_core::Sink + 'static>(
+fn written<S: aquifer_core::EventSink + 'static>(
     name: &str,
     sink: impl FnOnce(&Path) -> std::io::Result<S>,
     limit: u64,

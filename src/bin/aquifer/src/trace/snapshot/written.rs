@@ -5,7 +5,7 @@ use super::super::{Action, Block, Trace, pickle::Word};
 use crate::trace::source::Source;
 use aquifer_core::{
     self as core, DeviceId, Event, Recorder, Tag,
-    event::{BlockKind, HeldBlock, MemorySnapshot, Place, RingSink, TraceFile},
+    event::{BlockKind, HeldBlock, MemoryLocation, MemorySnapshot, RingSink, TraceFile},
 };
 use aquifer_device::{DevicePool, PoolConfig, Request};
 use aquifer_driver::{Access, sim::Sim};
@@ -134,7 +134,7 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
     let event = |device, action| Event {
         at_ns: 5_000,
         action,
-        place: Place::Device(DeviceId(device)),
+        place: MemoryLocation::Device(DeviceId(device)),
         thread: 1,
         stream: 7,
         address: 1 << 46,
@@ -148,9 +148,9 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
         event(0, core::Action::Allocate),
         event(2, core::Action::Free),
         // These are not part of the snapshot.
-        of(Place::Host(Some(1))),
-        of(Place::Global),
-        of(Place::Device(DeviceId(u32::MAX))),
+        of(MemoryLocation::Host(Some(1))),
+        of(MemoryLocation::Global),
+        of(MemoryLocation::Device(DeviceId(u32::MAX))),
     ]);
     let read = read(&snapshot).unwrap();
     assert_eq!((read.snapshot.unwrap().device, read.snapshot.unwrap().devices), (2, 3));
@@ -178,7 +178,7 @@ fn torn(seed: u64, lost: u64) -> Vec<Event> {
         slots[slot as usize] =
             (action != core::Action::Complete).then_some((action, bytes, stream));
         let tag = [Tag::NONE, Tag::named("weights")][below(2) as usize];
-        let (place, stream) = (Place::Device(DeviceId(0)), stream as u32);
+        let (place, stream) = (MemoryLocation::Device(DeviceId(0)), stream as u32);
         let address = (1 << 46) + slot * (3 << 20);
         let event = Event {
             at_ns: at * 1000,
