@@ -1,6 +1,6 @@
 //! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate
 //! (1.100 and later), and `cfg(asan)` in builds with `AddressSanitizer`, which the compiler tells
-//! nobody but build scripts on stable Rust.
+//! build scripts alone on stable Rust.
 use std::{env, process::Command};
 
 fn main() {

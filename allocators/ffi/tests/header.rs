@@ -101,7 +101,7 @@ fn as_c_sees_it(header: &str) -> BTreeSet<String> {
         source += &format!("printf(\"{number} %lld\\n\", (long long)({number}));\n");
     }
     source += "return 0;\n}\n";
-    // Of this process alone: nobody runs a program that another process writes.
+    // Unique to this process: a program that another process writes must not be run.
     let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("layout-{}", process::id()));
     let (file, program) = (at.join("layout.c"), at.join("layout"));
     fs::create_dir_all(&at).unwrap();

@@ -1,4 +1,4 @@
-//! A panic ends at the border: as a code, with its text, and without a word to anybody's hook.
+//! A panic stops at the C interface: it becomes a status with its text, and calls no panic hook.
 #![expect(unsafe_code, reason = "calls what C calls")]
 
 use aquifer_ffi::{

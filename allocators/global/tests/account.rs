@@ -1,4 +1,4 @@
-//! The account is exact to the byte, whoever allocates and frees, and wherever.
+//! The account is exact to the byte, for any thread that allocates or frees.
 //!
 //! A binary without a test harness: it counts what the process allocates, so nothing else may.
 #![expect(unsafe_code, reason = "an allocator that fails on command; `fork`")]

@@ -67,7 +67,7 @@ mod linux {
 
     const STRIP: usize = 64 << 20;
 
-    // SAFETY: the bytes behind the pointer belong to whoever asked for them.
+    // SAFETY: the bytes behind the pointer belong to the caller that requested them.
     unsafe impl Send for Strip {}
     // SAFETY: the rest is atomics.
     unsafe impl Sync for Strip {}
@@ -105,8 +105,8 @@ mod linux {
                 freed: AtomicUsize::new(0),
             }));
             let window = start.addr().get()..start.addr().get() + STRIP;
-            // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. Atomics work
-            // at any time.
+            // SAFETY: 1. The strip's blocks lie in its window and no other allocator's do. 2.
+            // Atomics work at any time.
             let over = Box::leak(Box::new(unsafe { Over::new(strip, window) }));
             match register(over) {
                 Ok(to) => (to, strip),

@@ -35,8 +35,8 @@ struct Region {
     calls: AtomicUsize,
 }
 
-// SAFETY: the region behind the pointer is only named here; blocks of it belong to whoever asked
-// for them.
+// SAFETY: the region behind the pointer is only named here; blocks of it belong to the caller that
+// asked for them.
 unsafe impl Send for Region {}
 // SAFETY: the rest is locks and atomics.
 unsafe impl Sync for Region {}
@@ -122,8 +122,8 @@ impl_allocator! {
 
 fn leaked() -> (&'static Region, RouteId) {
     let region: &'static Region = Box::leak(Box::new(Region::new()));
-    // SAFETY: 1. The region's blocks lie in its window and nobody else's do. 2. Locks and atomics
-    // work at any time.
+    // SAFETY: 1. The region's blocks lie in its window and no other allocator's do. 2. Locks and
+    // atomics work at any time.
     let over = Box::leak(Box::new(unsafe { Over::new(region, region.window()) }));
     let id = register(over);
     assert!(id.is_ok());

@@ -102,7 +102,7 @@ fn a_hook_may_need_what_the_allocating_thread_holds(told: &Receiver<(bool, u64)>
     static HELD: Mutex<Vec<u8>> = Mutex::new(Vec::new());
     on_soft_cap(|soft| {
         if soft.exceeded {
-            // Lets go of a cache, which whoever fills it has locked while it grows.
+            // Drops a cache, which a thread that fills it has locked while it grows.
             *HELD.lock().unwrap() = Vec::new();
         }
     })

@@ -48,14 +48,15 @@ mod linux {
     const PIECE: usize = 4096;
     const PIECES: usize = 4096;
 
-    /// Pieces of one size, each taken and given back by an atomic: whoever forks, no lock is held.
+    /// Pieces of one size, each taken and returned by an atomic, so that no lock is held across a
+    /// fork.
     struct Strip {
         start: NonNull<u8>,
         taken: [AtomicBool; PIECES],
         from: AtomicUsize,
     }
 
-    // SAFETY: the bytes behind the pointer belong to whoever took their piece.
+    // SAFETY: the bytes behind the pointer belong to the thread that took the piece.
     unsafe impl Send for Strip {}
     // SAFETY: the rest is atomics.
     unsafe impl Sync for Strip {}
@@ -67,7 +68,8 @@ mod linux {
     }
 
     impl_allocator! {
-        // SAFETY: a piece is handed out by whoever sets its flag, and the flag is cleared when it comes back.
+        // SAFETY: the thread that sets a piece's flag gets it, and the flag is cleared when it is
+        // returned.
         unsafe impl ['s] for &'s Strip {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 if layout.size() > PIECE || layout.align() > 64 {
@@ -100,8 +102,8 @@ mod linux {
         };
         let strip: &'static Strip = Box::leak(Box::new(strip));
         let start = strip.start.addr().get();
-        // SAFETY: 1. Its blocks lie in its window and nobody else's do. 2. Atomics work at any
-        // time.
+        // SAFETY: 1. Its blocks lie in its window and no other allocator's do. 2. Atomics work at
+        // any time.
         let over = Box::leak(Box::new(unsafe { Over::new(strip, start..start + PIECE * PIECES) }));
         let Ok(to) = register(over) else { process::abort() };
         (to, strip)
@@ -213,7 +215,7 @@ mod linux {
                         ready.wait();
                         work(seed, to, shelf);
                         ended.fetch_add(1, Ordering::Relaxed);
-                        // Nobody signals a thread that is gone.
+                        // A thread that has ended gets no signal.
                         ready.wait();
                     })
                 })

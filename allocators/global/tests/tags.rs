@@ -1,4 +1,5 @@
-//! What each tag holds is exact to the byte, whoever frees it, grows it, or serves it.
+//! The bytes of each tag are exact, whichever thread frees or grows a block and whichever
+//! allocator serves it.
 //!
 //! A binary without a test harness: it counts what the process allocates, so nothing else may.
 #![expect(unsafe_code, reason = "an allocator that keeps books; a route")]
@@ -277,7 +278,7 @@ struct Strip {
 
 const STRIP: usize = 1 << 20;
 
-// SAFETY: the bytes behind the pointer belong to whoever asked for them.
+// SAFETY: the bytes behind the pointer belong to the caller that requested them.
 unsafe impl Send for Strip {}
 // SAFETY: the rest is a lock.
 unsafe impl Sync for Strip {}
@@ -308,8 +309,8 @@ fn strip() -> (&'static Strip, aquifer_global::RouteId) {
     let start = NonNull::from(vec![0xEEu8; STRIP].leak()).cast();
     let strip: &'static Strip = Box::leak(Box::new(Strip { start, used: Mutex::default() }));
     let window = strip.start.addr().get()..strip.start.addr().get() + STRIP;
-    // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at any
-    // time.
+    // SAFETY: 1. The strip's blocks lie in its window and no other allocator's do. 2. A lock works
+    // at any time.
     let over = Box::leak(Box::new(unsafe { Over::new(strip, window) }));
     (strip, register(over).unwrap())
 }
@@ -331,7 +332,7 @@ fn routed_blocks_count_too() {
     assert_eq!(stats().live - before.live, large);
     assert!(list.len() == 2000 && list.iter().all(|&byte| byte == 5));
     list.shrink_to_fit();
-    // In: a scope of nobody's tag.
+    // In: a scope without a tag.
     route(to, 1000, || list.reserve_exact(3000));
     assert_eq!((bytes_and_blocks(tag), stats().routed), ((5000, 1), 5000));
     assert!(list.iter().all(|&byte| byte == 5));

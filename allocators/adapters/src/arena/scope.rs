@@ -7,10 +7,10 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 
 /// A scope of an arena. Its allocations live until the scope ends, and are then freed together.
 ///
-/// Created by [`Arena::scope`](super::Arena::scope) and [`ArenaScope::scope`]. Allocations of an outer
-/// scope stay usable in an inner one. The outer scope itself is mutably borrowed while the inner
-/// one is open. So a value cannot be allocated in the wrong scope, and a vector of the outer scope
-/// cannot grow into the memory of the inner one.
+/// Created by [`Arena::scope`](super::Arena::scope) and [`ArenaScope::scope`]. Allocations of an
+/// outer scope stay usable in an inner one. The outer scope itself is mutably borrowed while the
+/// inner one is open. So a value cannot be allocated in the wrong scope, and a vector of the outer
+/// scope cannot grow into the memory of the inner one.
 ///
 /// ```
 /// use aquifer_adapters::Arena;

@@ -89,10 +89,10 @@ pub(crate) struct GraphExec {
 /// gone.
 #[derive(Clone)]
 pub(crate) struct ReleaseRef {
-    function: Arc<Mutex<ReleaseFunction>>,
+    function: Arc<Mutex<SimReleaseFunction>>,
 }
 
-struct ReleaseFunction {
+struct SimReleaseFunction {
     call: OnRelease,
     /// The clock that precedes the call: that of all launches.
     clock: Clock,
@@ -100,7 +100,9 @@ struct ReleaseFunction {
 
 impl ReleaseRef {
     pub(crate) fn new(call: OnRelease) -> Self {
-        Self { function: Arc::new(Mutex::new(ReleaseFunction { call, clock: Clock::default() })) }
+        Self {
+            function: Arc::new(Mutex::new(SimReleaseFunction { call, clock: Clock::default() })),
+        }
     }
 
     fn join_clock(&self, clock: &Clock) {
@@ -236,7 +238,7 @@ impl MachineState {
         for function in
             release_refs.into_iter().filter_map(|release_ref| Arc::into_inner(release_ref.function))
         {
-            let ReleaseFunction { call, clock } =
+            let SimReleaseFunction { call, clock } =
                 function.into_inner().unwrap_or_else(PoisonError::into_inner);
             self.order_host_after(&clock);
             calls.push(call);

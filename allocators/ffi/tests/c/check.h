@@ -1,4 +1,4 @@
-/* What the programs here have in common: a check that says what it was, and a runtime on simulated devices. */
+/* What the test programs share: a check that prints its condition, and a simulated runtime. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -10,7 +10,8 @@
 #define CHECK(what)                                                                                \
     do {                                                                                           \
         if (!(what)) {                                                                             \
-            fprintf(stderr, "%s:%d: not so: %s; last error: %s\n", __FILE__, __LINE__, #what, aq_last_error()); \
+            fprintf(stderr, "%s:%d: not so: %s; last error: %s\n", __FILE__, __LINE__, #what, \
+                    aq_last_error());                                                              \
             exit(1);                                                                               \
         }                                                                                          \
     } while (0)
@@ -20,7 +21,8 @@
     do {                                                                                           \
         aq_status answer_ = (call);                                                                \
         if (answer_ != (status)) {                                                                 \
-            fprintf(stderr, "%s:%d: %s answers with %s: %s\n", __FILE__, __LINE__, #call, aq_status_name(answer_), \
+            fprintf(stderr, "%s:%d: %s answers with %s: %s\n", __FILE__, __LINE__, #call, \
+                    aq_status_name(answer_),                                                       \
                     aq_last_error());                                                              \
             exit(1);                                                                               \
         }                                                                                          \

@@ -24,7 +24,7 @@ struct Apart {
     live: AtomicUsize,
 }
 
-// SAFETY: the bytes behind the pointer belong to whoever asked for them.
+// SAFETY: the bytes behind the pointer belong to the caller that requested them.
 unsafe impl Send for Apart {}
 // SAFETY: the rest is atomics.
 unsafe impl Sync for Apart {}
@@ -72,7 +72,8 @@ fn totals_and_tags_are_exact_over_threads_and_routes() {
         used: AtomicUsize::new(0),
         live: AtomicUsize::new(0),
     }));
-    // SAFETY: 1. Its blocks lie in its window and nobody else's do. 2. Atomics work at any time.
+    // SAFETY: 1. Its blocks lie in its window and no other allocator's do. 2. Atomics work at any
+    // time.
     let over = Box::leak(Box::new(unsafe { Over::new(apart, apart.window.clone()) }));
     let Ok(to) = register(over) else { panic!("no route") };
     let tags = [Tag::named("a"), Tag::named("b"), Tag::named("c")];

@@ -28,8 +28,8 @@ impl Heap {
 
     /// Frees `block` without a search, and only if it is still the same block.
     ///
-    /// [`HeapBlock::bytes`] is ignored, so a block that was resized in place can be freed with its old
-    /// value.
+    /// [`HeapBlock::bytes`] is ignored, so a block that was resized in place can be freed with its
+    /// old value.
     ///
     /// # Errors
     ///

@@ -5,7 +5,7 @@ use super::{
     magazine::Magazine,
     poison,
     pool_core::{Effort, PoolCore},
-    span::Span,
+    span::SlabSpan,
     thread,
 };
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
@@ -174,7 +174,7 @@ impl PinnedAllocator {
     fn free_uncached(
         &self,
         magazine: &Magazine,
-        span: &'static Span,
+        span: &'static SlabSpan,
         block: NonNull<u8>,
         layout: Layout,
     ) {

@@ -130,11 +130,11 @@ impl Depot {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::span::Span, *};
+    use super::{super::span::SlabSpan, *};
 
     /// Returns a block of the class, without memory.
     fn block(class: usize, number: u64) -> (u64, &'static AtomicU8) {
-        let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
+        let span: &'static SlabSpan = Box::leak(Box::new(SlabSpan::vacant(0)));
         span.init_single(1, number << 20, classes::bytes_of(class) as u64);
         (number << 20, span.state(0))
     }

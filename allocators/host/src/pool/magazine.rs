@@ -21,7 +21,7 @@ use super::{
     classes,
     depot::Depot,
     owner_biased_lock::OwnerBiasedLock,
-    span::Span,
+    span::SlabSpan,
 };
 use std::{
     ptr::NonNull,
@@ -198,7 +198,7 @@ impl Magazine {
     pub(super) fn push(
         &self,
         address: u64,
-        (span, slot): (&'static Span, usize),
+        (span, slot): (&'static SlabSpan, usize),
         bytes: u64,
         generation: u64,
     ) -> bool {
@@ -241,7 +241,7 @@ impl Magazine {
     pub(super) fn push_shared(
         &self,
         address: u64,
-        span: &'static Span,
+        span: &'static SlabSpan,
         bytes: u64,
         generation: u64,
         depot: &Depot,
@@ -292,7 +292,7 @@ impl Magazine {
     pub(super) fn push_large(
         &self,
         address: u64,
-        span: &'static Span,
+        span: &'static SlabSpan,
         bytes: u64,
         generation: u64,
     ) -> bool {
@@ -346,7 +346,7 @@ impl Magazine {
 
     /// Inserts a block of the pool. The caller must be inside, and must have checked that there is
     /// room.
-    pub(super) fn insert(&self, span: &'static Span, slot: usize) {
+    pub(super) fn insert(&self, span: &'static SlabSpan, slot: usize) {
         self.bins[usize::from(span.bin())].push(span.address(slot), span.state(slot));
     }
 
@@ -427,8 +427,8 @@ mod tests {
         crate::kernel::pointer(address as usize)
     }
 
-    fn slab(class: usize) -> &'static Span {
-        let span = Box::leak(Box::new(Span::vacant(0)));
+    fn slab(class: usize) -> &'static SlabSpan {
+        let span = Box::leak(Box::new(SlabSpan::vacant(0)));
         span.init_slab(1, 1 << 20, class, 64);
         while span.take_slot().is_some() {}
         span
@@ -481,11 +481,11 @@ mod tests {
         let (magazine, must_poll) = (Magazine::new(0), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
         for n in 1..=5u64 {
-            let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
+            let span: &'static SlabSpan = Box::leak(Box::new(SlabSpan::vacant(0)));
             span.init_single(1, n << 20, (2 << 20) + n * 64);
             assert_eq!(magazine.push_large(n << 20, span, 2 << 20, 1), n < 5, "four of them");
         }
-        let single: &'static Span = Box::leak(Box::new(Span::vacant(0)));
+        let single: &'static SlabSpan = Box::leak(Box::new(SlabSpan::vacant(0)));
         single.init_single(1, 9 << 20, classes::bytes_of(classes::SLOTTED) as u64);
         assert!(!magazine.push(9 << 20, (single, 0), 1, 1), "it is no slot");
         assert_eq!(magazine.pop_large(1, 2 << 20, 1, &must_poll), None);

@@ -11,7 +11,7 @@
 //! that are written: 8 bytes for each page with blocks.
 #![expect(unsafe_code, reason = "follows pointers to what is never freed")]
 
-use super::span::Span;
+use super::span::SlabSpan;
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
     ops::Range,
@@ -27,12 +27,12 @@ const ENTRIES: usize = 1 << (TABLE_SHIFT - PAGE_SHIFT);
 /// User addresses have 47 bits. The kernel maps memory beyond that only on request.
 const TABLES: usize = if cfg!(miri) { 1 << 10 } else { 1 << (47 - TABLE_SHIFT) };
 
-type Table = [AtomicPtr<Span>; ENTRIES];
+type Table = [AtomicPtr<SlabSpan>; ENTRIES];
 
 static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()) }; TABLES];
 
 #[inline(always)]
-fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
+fn entry(address: u64) -> Option<&'static AtomicPtr<SlabSpan>> {
     // An address beyond the table reads the entry of another address, and does not lie in its span.
     let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
     // SAFETY: 1. null, or a table that `create_tables` made, which is never freed. 2. it contains
@@ -42,7 +42,7 @@ fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
 }
 
 #[inline(always)]
-fn load(address: u64) -> Option<&'static Span> {
+fn load(address: u64) -> Option<&'static SlabSpan> {
     let span = entry(address)?.load(Ordering::Acquire);
     // SAFETY: 1. null, or from a `&'static Span` in `set`.
     unsafe { span.as_ref() }
@@ -50,7 +50,7 @@ fn load(address: u64) -> Option<&'static Span> {
 
 /// Returns the span of the block that begins at `address`, and the block's slot.
 #[inline]
-pub(super) fn block_starting_at(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn block_starting_at(address: u64) -> Option<(&'static SlabSpan, usize)> {
     if let Some(span) = load(address)
         && let Some(slot) = span.slot_starting_at(address)
     {
@@ -61,7 +61,7 @@ pub(super) fn block_starting_at(address: u64) -> Option<(&'static Span, usize)> 
 
 /// Returns a single block that begins inside a page.
 #[inline]
-fn single_starting_at(address: u64) -> Option<(&'static Span, usize)> {
+fn single_starting_at(address: u64) -> Option<(&'static SlabSpan, usize)> {
     let next = address.checked_next_multiple_of(PAGE)?;
     let span = load(next)?;
     (span.start() == address && span.slot_containing(address) == Some(0)).then_some((span, 0))
@@ -69,14 +69,14 @@ fn single_starting_at(address: u64) -> Option<(&'static Span, usize)> {
 
 /// Returns the slot that begins at `address`, of a slab or of a single block that begins at a page.
 #[inline(always)]
-pub(super) fn slot_starting_at(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn slot_starting_at(address: u64) -> Option<(&'static SlabSpan, usize)> {
     let span = load(address)?;
     Some((span, span.slot_starting_at(address)?))
 }
 
 /// Returns the span and the slot that contain `address`.
 #[inline(always)]
-pub(super) fn slot_containing(address: u64) -> Option<(&'static Span, usize)> {
+pub(super) fn slot_containing(address: u64) -> Option<(&'static SlabSpan, usize)> {
     let span = load(address)?;
     Some((span, span.slot_containing(address)?))
 }
@@ -115,7 +115,7 @@ fn pages(start: u64, bytes: u64, slab: bool) -> impl Iterator<Item = u64> {
 }
 
 /// Enters the span at its pages. [`create_tables`] must have succeeded for these addresses.
-pub(super) fn set(start: u64, bytes: u64, slab: bool, span: &'static Span) {
+pub(super) fn set(start: u64, bytes: u64, slab: bool, span: &'static SlabSpan) {
     for entry in pages(start, bytes, slab).filter_map(entry) {
         entry.store(ptr::from_ref(span).cast_mut(), Ordering::Release);
     }
@@ -138,8 +138,8 @@ mod tests {
     #[test]
     fn slabs_and_single_blocks_on_shared_pages_are_distinguished() {
         assert!(block_starting_at(AT).is_none() && create_tables(AT - 4096..AT + (1 << 20)));
-        let [slab, block, next]: [&'static Span; 3] =
-            [(); 3].map(|()| &*Box::leak(Box::new(Span::vacant(0))));
+        let [slab, block, next]: [&'static SlabSpan; 3] =
+            [(); 3].map(|()| &*Box::leak(Box::new(SlabSpan::vacant(0))));
         // Three slots of 1,344 bytes end 64 bytes before the page does, and a single block begins
         // there.
         let class = (0..super::super::classes::CLASSES)

@@ -7,7 +7,7 @@
 //! Pending blocks are not poisoned: copies in flight may access them, and the simulator performs
 //! copies on the CPU.
 
-use super::span::Span;
+use super::span::SlabSpan;
 use crate::kernel;
 use aquifer_core::sanitizer;
 use std::{
@@ -44,7 +44,7 @@ pub(super) fn on_free(generation: u64, block: NonNull<u8>, layout: Layout) {
 
 /// Poisons a block that returns to the heap.
 #[inline(always)]
-pub(super) fn on_return_to_heap(span: &Span, address: u64) {
+pub(super) fn on_return_to_heap(span: &SlabSpan, address: u64) {
     sanitizer::poison(at(address as usize), span.slot_bytes() as usize);
 }
 

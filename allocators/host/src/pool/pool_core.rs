@@ -8,7 +8,7 @@ use super::{
     magazine::{LARGE_MAX, Magazine, Tally},
     page_map,
     slabs::SHARDS,
-    span::{NO_CLASS, SlotState, Span},
+    span::{NO_CLASS, SlabSpan, SlotState},
     state::{FreeOutcome, FreedBlock, PoolState},
     thread::{self, InsidePool, THREADS},
 };
@@ -323,7 +323,7 @@ impl PoolCore {
         generation: u64,
         address: NonNull<u8>,
         layout: Layout,
-    ) -> std::result::Result<(), Option<&'static Span>> {
+    ) -> std::result::Result<(), Option<&'static SlabSpan>> {
         let (address, bytes) = (address.addr().get() as u64, layout.size() as u64);
         let Some((span, slot)) = page_map::slot_starting_at(address) else { return Err(None) };
         if span.generation() != generation
@@ -346,7 +346,7 @@ impl PoolCore {
         &self,
         magazine: &Magazine,
         generation: u64,
-        span: &'static Span,
+        span: &'static SlabSpan,
         address: NonNull<u8>,
         layout: Layout,
     ) -> bool {

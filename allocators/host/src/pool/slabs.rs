@@ -14,7 +14,7 @@
 use super::{
     classes::{SLAB_ALIGN, SLOTTED, bytes_of},
     page_map,
-    span::{MAX_SLOTS, Span},
+    span::{MAX_SLOTS, SlabSpan},
 };
 use aquifer_heap::{Heap, HeapBlock, Key};
 
@@ -26,7 +26,7 @@ pub(super) const SHARDS: usize = 64;
 #[derive(Debug, Default)]
 struct ClassSlabs {
     /// Slabs with a free slot.
-    partial: Vec<&'static Span>,
+    partial: Vec<&'static SlabSpan>,
     /// Number of slots that are not free.
     used: usize,
 }
@@ -37,9 +37,9 @@ pub(super) struct Spans {
     /// By shard, then by class. Grows with the shards in use.
     classes: Vec<ClassSlabs>,
     /// Spans that are not in use.
-    vacant: Vec<&'static Span>,
+    vacant: Vec<&'static SlabSpan>,
     /// All spans by number, with the heap's key of the block that they describe.
-    all: Vec<(&'static Span, Option<Key>)>,
+    all: Vec<(&'static SlabSpan, Option<Key>)>,
 }
 
 impl Spans {
@@ -47,16 +47,16 @@ impl Spans {
         Self { classes: Vec::new(), vacant: Vec::new(), all: Vec::new() }
     }
 
-    fn span(&mut self) -> &'static Span {
+    fn span(&mut self) -> &'static SlabSpan {
         self.vacant.pop().unwrap_or_else(|| {
-            let span = &*Box::leak(Box::new(Span::vacant(self.all.len() as u32)));
+            let span = &*Box::leak(Box::new(SlabSpan::vacant(self.all.len() as u32)));
             self.all.push((span, None));
             span
         })
     }
 
     /// Returns a span for a block of the heap.
-    fn span_of(&mut self, block: &HeapBlock) -> &'static Span {
+    fn span_of(&mut self, block: &HeapBlock) -> &'static SlabSpan {
         let span = self.span();
         if let Some((_, key)) = self.all.get_mut(span.number()) {
             *key = Some(block.key);
@@ -72,7 +72,7 @@ impl Spans {
         generation: u64,
         class: usize,
         shard: usize,
-    ) -> Option<(&'static Span, usize)> {
+    ) -> Option<(&'static SlabSpan, usize)> {
         self.allocate_from_shard(class, shard)
             .or_else(|| {
                 self.make_slab(heap, generation, class, shard)?;
@@ -86,7 +86,7 @@ impl Spans {
         &mut self,
         class: usize,
         shard: usize,
-    ) -> Option<(&'static Span, usize)> {
+    ) -> Option<(&'static SlabSpan, usize)> {
         let class = self.classes.get_mut(shard * SLOTTED + class)?;
         let span = *class.partial.last()?;
         let slot = span.take_slot()?;
@@ -101,7 +101,7 @@ impl Spans {
     pub(super) fn allocate_from_any_shard(
         &mut self,
         class: usize,
-    ) -> Option<(&'static Span, usize)> {
+    ) -> Option<(&'static SlabSpan, usize)> {
         (0..self.classes.len() / SLOTTED).find_map(|shard| self.allocate_from_shard(class, shard))
     }
 
@@ -111,7 +111,7 @@ impl Spans {
         generation: u64,
         class: usize,
         shard: usize,
-    ) -> Option<&'static Span> {
+    ) -> Option<&'static SlabSpan> {
         let bytes = bytes_of(class);
         let longest = (SLAB_MAX / bytes).clamp(1, MAX_SLOTS);
         let place = shard * SLOTTED + class;
@@ -140,7 +140,7 @@ impl Spans {
     }
 
     /// Frees a slot of a slab.
-    pub(super) fn free(&mut self, heap: &mut Heap, span: &'static Span, slot: usize) {
+    pub(super) fn free(&mut self, heap: &mut Heap, span: &'static SlabSpan, slot: usize) {
         let was_full = span.is_full();
         span.free_slot(slot);
         let class = &mut self.classes[Self::class_index(span)];
@@ -155,12 +155,12 @@ impl Spans {
     }
 
     /// Returns the index of a slab's shard and class.
-    fn class_index(slab: &Span) -> usize {
+    fn class_index(slab: &SlabSpan) -> usize {
         slab.shard() * SLOTTED + slab.class() as usize
     }
 
     /// Returns a slab without used slots to the heap.
-    fn release_slab(&mut self, heap: &mut Heap, span: &'static Span) {
+    fn release_slab(&mut self, heap: &mut Heap, span: &'static SlabSpan) {
         let partial = &mut self.classes[Self::class_index(span)].partial;
         partial.swap_remove(span.list_index());
         if let Some(moved) = partial.get(span.list_index()) {
@@ -184,7 +184,8 @@ impl Spans {
 
     /// Returns the bytes of free slots.
     pub(super) fn free_bytes(&self) -> u64 {
-        let free = |span: &Span| (span.slots() as u64 - u64::from(span.used())) * span.slot_bytes();
+        let free =
+            |span: &SlabSpan| (span.slots() as u64 - u64::from(span.used())) * span.slot_bytes();
         self.classes.iter().flat_map(|class| &class.partial).map(|span| free(span)).sum()
     }
 
@@ -195,7 +196,7 @@ impl Spans {
         generation: u64,
         bytes: u64,
         align: u64,
-    ) -> Option<(&'static Span, usize)> {
+    ) -> Option<(&'static SlabSpan, usize)> {
         let block = heap.alloc(bytes, align)?;
         let span = self.span_of(&block);
         span.init_single(generation, block.address, block.bytes);
@@ -204,12 +205,12 @@ impl Spans {
     }
 
     /// Frees a single block.
-    pub(super) fn free_single(&mut self, heap: &mut Heap, span: &'static Span) {
+    pub(super) fn free_single(&mut self, heap: &mut Heap, span: &'static SlabSpan) {
         span.set(0, super::span::SlotState::Free);
         self.retire_span(heap, span, false);
     }
 
-    fn retire_span(&mut self, heap: &mut Heap, span: &'static Span, slab: bool) {
+    fn retire_span(&mut self, heap: &mut Heap, span: &'static SlabSpan, slab: bool) {
         page_map::clear(span.start(), span.bytes(), slab);
         // It has been a live block of the heap, so the free cannot fail.
         if let Some(key) = self.all.get_mut(span.number()).and_then(|(_, key)| key.take()) {
@@ -220,7 +221,7 @@ impl Spans {
     }
 
     /// An iterator over the spans in use.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &'static Span> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &'static SlabSpan> {
         self.all.iter().map(|&(span, _)| span).filter(|span| span.generation() != 0)
     }
 

@@ -52,7 +52,7 @@ impl SlotState {
 /// belong to one thread (see `slabs`). Aligned to two lines, since processors fetch lines in pairs.
 #[derive(Debug)]
 #[repr(C, align(128))]
-pub(super) struct Span {
+pub(super) struct SlabSpan {
     /// The generation of the pool, or zero while the span is vacant.
     generation: AtomicU64,
     start: AtomicU64,
@@ -80,7 +80,7 @@ pub(super) struct Span {
     number: u32,
 }
 
-impl Span {
+impl SlabSpan {
     /// Creates a span that is not in use.
     pub(super) fn vacant(number: u32) -> Self {
         Self {
@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn slots_are_found_from_their_addresses_in_every_class() {
-        let span = Span::vacant(0);
+        let span = SlabSpan::vacant(0);
         for class in (0..classes::SLOTTED).step_by(if cfg!(miri) { 13 } else { 1 }) {
             let bytes = classes::bytes_of(class) as u64;
             let slots = ((256 << 10) / bytes as usize).min(MAX_SLOTS);
@@ -346,7 +346,7 @@ mod tests {
 
     #[test]
     fn slots_are_taken_lowest_first_and_reused() {
-        let span = Span::vacant(0);
+        let span = SlabSpan::vacant(0);
         span.init_slab(7, 4096, classes::of(Layout::new::<u64>()).unwrap(), 200);
         let taken: Vec<_> = std::iter::from_fn(|| span.take_slot()).collect();
         assert!(taken.iter().copied().eq(0..200) && span.is_full());

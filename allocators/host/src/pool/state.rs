@@ -8,7 +8,7 @@ use super::{
     owner_biased_lock::LockProof,
     page_map, poison,
     slabs::Spans,
-    span::{SlotState, Span},
+    span::{SlabSpan, SlotState},
 };
 use crate::{
     kernel::Span as AddressRange,
@@ -147,7 +147,7 @@ impl PoolState {
     }
 
     #[inline]
-    fn find_slot(&mut self, layout: Layout, shard: usize) -> Option<(&'static Span, usize)> {
+    fn find_slot(&mut self, layout: Layout, shard: usize) -> Option<(&'static SlabSpan, usize)> {
         let Self { heap, spans, generation, .. } = self;
         match classes::slotted(layout) {
             Some(class) => spans.allocate(heap, *generation, class, shard),
@@ -171,7 +171,7 @@ impl PoolState {
     }
 
     #[inline]
-    fn finish_allocation(&mut self, span: &'static Span, slot: usize, requested: u64) -> u64 {
+    fn finish_allocation(&mut self, span: &'static SlabSpan, slot: usize, requested: u64) -> u64 {
         self.out_of_heap += span.slot_bytes();
         let counts = &mut self.counts;
         counts.requested = counts.requested.wrapping_add(requested);
@@ -251,7 +251,7 @@ impl PoolState {
     }
 
     #[inline]
-    fn free_slot(&mut self, span: &'static Span, slot: usize) {
+    fn free_slot(&mut self, span: &'static SlabSpan, slot: usize) {
         poison::on_return_to_heap(span, span.address(slot));
         if span.is_single() {
             self.spans.free_single(&mut self.heap, span);
@@ -262,7 +262,7 @@ impl PoolState {
 
     /// Returns the block that begins at `address`, if it is live and has at least `bytes` bytes.
     #[inline]
-    fn owned(&self, address: u64, bytes: u64) -> Option<(&'static Span, usize)> {
+    fn owned(&self, address: u64, bytes: u64) -> Option<(&'static SlabSpan, usize)> {
         let (span, slot) = page_map::block_starting_at(address)?;
         let fits = span.generation() == self.generation && bytes <= span.slot_bytes();
         (fits && span.get(slot).is_owned()).then_some((span, slot))

@@ -37,7 +37,7 @@ made to break a policy, `made:` lists them. Without a GPU a simulated one is use
     Replay(Replay),
     /// Measure the cost of calls, compared with other allocators
     #[command(arg_required_else_help = false)]
-    Bench(Bench),
+    Bench(BenchArgs),
     /// Measure loading a file to the device: with a cold page cache, a warm one, and direct I/O
     #[command(after_help = "\
 Every byte is read back and compared. Beside it stands the driver's own copy of the
@@ -100,7 +100,7 @@ pub(crate) struct Replay {
 
 /// Arguments of `bench`.
 #[derive(Args, Debug)]
-pub(crate) struct Bench {
+pub(crate) struct BenchArgs {
     /// The benchmark to run
     #[command(subcommand)]
     pub(crate) what: Benched,

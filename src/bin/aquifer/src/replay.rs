@@ -39,7 +39,7 @@ mod tally;
 mod uses;
 mod work;
 
-pub(crate) use report::Report;
+pub(crate) use report::ReplayReport;
 
 use crate::{
     cli,
@@ -48,14 +48,14 @@ use crate::{
     trace::{Trace, TraceError},
 };
 use aquifer_core::{Bytes, MemoryError};
-use bench::{Bench, Checked};
+use bench::{Checked, ReplayBench};
 use engine::Order;
 use report::{Round, Search};
 use std::{fmt, io, num::NonZeroU32, path::PathBuf};
 
 /// Why there is no report.
 #[derive(Debug)]
-pub(crate) enum Mistake {
+pub(crate) enum ReplayError {
     /// The trace is invalid.
     Trace {
         /// The file.
@@ -80,7 +80,7 @@ pub(crate) enum Mistake {
     Snapshot(PathBuf, io::Error),
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for ReplayError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Trace { path, error } => {
@@ -102,7 +102,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-impl std::error::Error for Mistake {
+impl std::error::Error for ReplayError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Trace { error, .. } => Some(error),
@@ -119,43 +119,44 @@ impl std::error::Error for Mistake {
 /// # Errors
 /// [`Mistake`]. Every error but a failure to write the snapshot is returned before the trace is
 /// played.
-pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
+pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     let trace = Trace::read(&args.trace, args.device_index)
-        .map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;
+        .map_err(|error| ReplayError::Trace { path: args.trace.clone(), error })?;
     let trace = match args.streams.and_then(NonZeroU32::new) {
         Some(streams) => trace.split(streams),
         None => trace,
     };
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+    let place = Place::choose(args.device).map_err(ReplayError::Place)?;
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
     if let Some(asked) = budget.filter(|&asked| asked > place.memory()) {
-        return Err(Mistake::Budget { asked, memory: place.memory(), title: place.title() });
+        return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
-    let bench = Bench { trace: &trace, place: &place, allocator: args.allocator, order };
+    let bench = ReplayBench { trace: &trace, place: &place, allocator: args.allocator, order };
     let mut progress = Progress::on_terminal();
     progress.phase("checking:");
-    let checked = bench.check(budget, &mut progress).map_err(Mistake::Setup)?;
+    let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     progress.phase("timing:");
     let timed = match &checked.failure {
-        None => bench.time(budget, args.repeat, &mut progress).map_err(Mistake::Setup)?,
+        None => bench.time(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)?,
         Some(_) => None,
     };
     let mut report = describe(args, &bench, budget, checked);
     if let Some(timed) = timed {
         progress.phase("counting:");
-        let tallies = bench.count(budget, args.repeat, &mut progress).map_err(Mistake::Setup)?;
+        let tallies =
+            bench.count(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)?;
         report.rounds = Round::all(&timed.each, &tallies.unwrap_or_default());
         report.timing = Some(timed.timing);
     }
     if let Some(path) = &args.snapshot {
         progress.phase("recording:");
-        let snapshot = bench.record(budget, &mut progress).map_err(Mistake::Setup)?;
-        snapshot.save(path).map_err(|e| Mistake::Snapshot(path.clone(), e))?;
+        let snapshot = bench.record(budget, &mut progress).map_err(ReplayError::Setup)?;
+        snapshot.save(path).map_err(|e| ReplayError::Snapshot(path.clone(), e))?;
     }
     if args.fit {
         let found =
-            fit::search(&bench, &report, args.repeat, &mut progress).map_err(Mistake::Setup)?;
+            fit::search(&bench, &report, args.repeat, &mut progress).map_err(ReplayError::Setup)?;
         report.violations.count += found.violations.count;
         report.violations.first.extend(found.violations.first);
         report.fit = Some(found.fit.map_or(Search::Nothing, Search::Found));
@@ -165,12 +166,12 @@ pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
 
 fn describe(
     args: &cli::Replay,
-    bench: &Bench<'_>,
+    bench: &ReplayBench<'_>,
     budget: Option<u64>,
     checked: Checked,
-) -> Report {
-    let Bench { trace, place, allocator, order } = *bench;
-    Report {
+) -> ReplayReport {
+    let ReplayBench { trace, place, allocator, order } = *bench;
+    ReplayReport {
         trace: args.trace.display().to_string(),
         device: place.name(),
         device_named: args.device != cli::DeviceChoice::Auto,

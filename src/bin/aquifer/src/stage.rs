@@ -38,7 +38,7 @@ const WIDTH: usize = 80;
 
 /// Why there is no report.
 #[derive(Debug)]
-pub(crate) enum Mistake {
+pub(crate) enum StageError {
     /// The requested device does not exist.
     Place(NoPlace),
     /// The file cannot be read.
@@ -51,7 +51,7 @@ pub(crate) enum Mistake {
     Memory(MemoryError),
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for StageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Place(e) => e.fmt(f),
@@ -65,7 +65,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-impl std::error::Error for Mistake {
+impl std::error::Error for StageError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Place(e) => Some(e),
@@ -76,7 +76,7 @@ impl std::error::Error for Mistake {
     }
 }
 
-impl From<MemoryError> for Mistake {
+impl From<MemoryError> for StageError {
     fn from(error: MemoryError) -> Self {
         Self::Memory(error)
     }
@@ -84,7 +84,7 @@ impl From<MemoryError> for Mistake {
 
 /// The result.
 #[derive(Debug)]
-pub(crate) struct Report {
+pub(crate) struct StageReport {
     file: String,
     bytes: u64,
     device: String,
@@ -103,20 +103,20 @@ pub(crate) struct Report {
 ///
 /// # Errors
 /// [`Mistake`].
-pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
+pub(crate) fn run(args: &cli::Stage) -> Result<StageReport, StageError> {
     let path = &args.file;
-    let unreadable = |e| Mistake::File(path.clone(), e);
+    let unreadable = |e| StageError::File(path.clone(), e);
     let found = std::fs::metadata(path).map_err(unreadable)?;
     if found.is_dir() {
-        return Err(Mistake::Directory(path.clone()));
+        return Err(StageError::Directory(path.clone()));
     }
     let bytes = found.len();
     let cached = FileSource::open(path, ReadMode::Cached).map_err(unreadable)?;
     let direct = FileSource::open(path, ReadMode::Direct).map_err(unreadable)?;
     if bytes == 0 {
-        return Err(Mistake::Empty(path.clone()));
+        return Err(StageError::Empty(path.clone()));
     }
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+    let place = Place::choose(args.device).map_err(StageError::Place)?;
     let session = place.begin_with_bytes();
     let bed = Bed::open(&session, args.stager.config())?;
     let mut progress = Progress::on_terminal();
@@ -165,7 +165,7 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     rows.push(row("pinned memory, the limit", pinned, peer()));
     progress.clear();
     let simulated = matches!(place, Place::Sim(_));
-    Ok(Report {
+    Ok(StageReport {
         simulated,
         file: path.display().to_string(),
         bytes,
@@ -226,13 +226,17 @@ impl Load<'_> {
         source: &FileSource,
         progress: &mut Progress,
         before: impl FnMut(),
-    ) -> Result<Took, Mistake> {
+    ) -> Result<Took, StageError> {
         // Each byte is loaded, read back and compared.
         let all = self.bytes.saturating_mul(3);
         self.during(progress, all, |load| load.load_all(source, before))
     }
 
-    fn load_all(&mut self, source: &FileSource, mut before: impl FnMut()) -> Result<Took, Mistake> {
+    fn load_all(
+        &mut self,
+        source: &FileSource,
+        mut before: impl FnMut(),
+    ) -> Result<Took, StageError> {
         let mut all = Took::default();
         let mut offset = 0;
         while offset < self.bytes {
@@ -251,8 +255,8 @@ impl Load<'_> {
     }
 
     /// Counts the bytes that differ from the file.
-    fn compare(&mut self, offset: u64, back: &[u8]) -> Result<(), Mistake> {
-        let unreadable = |e| Mistake::File(self.path.to_owned(), e);
+    fn compare(&mut self, offset: u64, back: &[u8]) -> Result<(), StageError> {
+        let unreadable = |e| StageError::File(self.path.to_owned(), e);
         let file = FileSource::open(self.path, ReadMode::Cached).map_err(unreadable)?;
         let mut expected = vec![0; PIECE.min(back.len())];
         let mut wrong = 0;
@@ -278,7 +282,7 @@ impl Load<'_> {
 
     /// Returns the times per 10⁹ bytes of the driver's copy from pageable memory, of its copy from
     /// pinned memory, and of the stager's copy, for a transfer of the same size.
-    fn peers(&self, warm_up: bool) -> Result<(Took, Took, Took), Mistake> {
+    fn peers(&self, warm_up: bool) -> Result<(Took, Took, Took), StageError> {
         let bytes = self.window.min(1 << 30);
         let host = vec![1; bytes as usize];
         let mut buffer = self.bed.buffer(bytes)?;
@@ -303,7 +307,7 @@ impl Load<'_> {
     }
 }
 
-impl Report {
+impl StageReport {
     /// Returns whether every byte arrived.
     pub(crate) fn is_whole(&self) -> bool {
         self.wrong == 0

@@ -30,11 +30,11 @@ mod split;
 
 pub(crate) use builder::Account;
 pub(crate) use error::{Fault, TraceError};
-pub(crate) use snapshot::Facts;
+pub(crate) use snapshot::SnapshotFacts;
 
 use builder::Builder;
 use events::Columns;
-use source::Source;
+use source::TraceSource;
 use std::{collections::BTreeMap, fmt, path::Path};
 
 /// The largest valid block size: the address space of a process.
@@ -153,7 +153,7 @@ pub(crate) struct Trace {
     /// Notes on the file for the reader of the result.
     pub(crate) notes: Vec<String>,
     /// Facts about the snapshot, if the input is one.
-    pub(crate) snapshot: Option<Facts>,
+    pub(crate) snapshot: Option<SnapshotFacts>,
 }
 
 impl Trace {
@@ -167,7 +167,7 @@ impl Trace {
         match made::trace(path) {
             Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
             Some(made) => made,
-            None => Self::parse(Source::open(path)?, device),
+            None => Self::parse(TraceSource::open(path)?, device),
         }
     }
 
@@ -175,12 +175,12 @@ impl Trace {
     #[cfg(test)]
     pub(crate) fn from_rows(rows: &str) -> Self {
         let text = format!("{}\n{rows}", events::HEADER).into_bytes();
-        let source =
-            Source::new(std::io::Cursor::new(text)).and_then(|source| Self::parse(source, None));
+        let source = TraceSource::new(std::io::Cursor::new(text))
+            .and_then(|source| Self::parse(source, None));
         source.unwrap_or_else(|e| panic!("{e}"))
     }
 
-    fn parse(mut source: Source, device: Option<u32>) -> Result<Self, TraceError> {
+    fn parse(mut source: TraceSource, device: Option<u32>) -> Result<Self, TraceError> {
         if source.begins_with(pickle::MAGIC)? {
             return snapshot::read(source.bytes(), device);
         }

@@ -24,9 +24,9 @@ mod work;
 
 use super::{
     lap::{Contender, Pace, contest},
-    report::Report,
+    report::BenchReport,
     row::Unit,
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{
     cli,
@@ -40,8 +40,8 @@ use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::sim::Sim;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use bumpalo::Bump;
-use sides::{Malloc, scoped};
-use work::{Return, Scratch, Work, moves, passes};
+use sides::{MallocSide, scoped};
+use work::{ArenaWork, Return, Scratch, moves, passes};
 
 const BUMPALO: &str = "bumpalo";
 const BUMP_SCOPE: &str = "bump-scope";
@@ -62,24 +62,24 @@ const RANGES: usize = 320;
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake> {
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<BenchReport, BenchError> {
+    let place = Place::choose(args.device).map_err(BenchError::Place)?;
     let pace = Pace::of(args.rows.quick);
     let Session { driver, device, .. } = place.begin(false);
     let version =
-        driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
-    let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
+        driver.driver_version().map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;
+    let topology = Topology::read().map_err(|e| BenchError::Device(MemoryError::from(e)))?;
     let host = Host::new(topology, Kernel::new());
     let host = match &place {
         Place::Sim(_) => host,
         Place::Cuda { .. } => host.with_driver(driver.clone(), device),
     };
     let groups = [
-        Group { names: work_names, measure: works },
-        Group { names: return_names, measure: returns },
-        Group { names: scratch_names, measure: scratches },
+        RowGroup { names: work_names, measure: works },
+        RowGroup { names: return_names, measure: returns },
+        RowGroup { names: scratch_names, measure: scratches },
     ];
-    let mut bench = Bench { pace, host, sheet: Sheet::new(args.rows.only.as_deref()) };
+    let mut bench = ArenaBench { pace, host, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups, &mut Progress::on_terminal())?;
     let mut sheet = bench.sheet;
     // Groups rows by peer. The rows of a peer keep the order in which they were measured.
@@ -91,13 +91,13 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
 }
 
 /// The state of a benchmark.
-struct Bench {
+struct ArenaBench {
     pace: Pace,
     host: Host,
     sheet: Sheet,
 }
 
-impl Bench {
+impl ArenaBench {
     fn pool(&self) -> Result<PinnedPool> {
         let pool =
             PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
@@ -140,32 +140,34 @@ fn repeat_first<T: Copy>(mut all: impl Iterator<Item = T>) -> impl Iterator<Item
 const FOR_WORK: [&str; 3] = [BUMPALO, BUMP_SCOPE, MALLOC];
 const FOR_RETURN: [&str; 2] = [BUMP_SCOPE, MALLOC];
 
-fn work_names(_: &Bench) -> Vec<String> {
-    Work::ALL.into_iter().flat_map(|work| names(work.name(), &FOR_WORK)).collect()
+fn work_names(_: &ArenaBench) -> Vec<String> {
+    ArenaWork::ALL.into_iter().flat_map(|work| names(work.name(), &FOR_WORK)).collect()
 }
 
-fn return_names(_: &Bench) -> Vec<String> {
+fn return_names(_: &ArenaBench) -> Vec<String> {
     Return::ALL.into_iter().flat_map(|work| names(work.name(), &FOR_RETURN)).collect()
 }
 
-fn works(bench: &mut Bench) -> Result<()> {
+fn works(bench: &mut ArenaBench) -> Result<()> {
     let pool = bench.pool()?;
-    for work in
-        Work::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_WORK)).collect::<Vec<_>>()
+    for work in ArenaWork::ALL
+        .into_iter()
+        .filter(|work| bench.wants(work.name(), &FOR_WORK))
+        .collect::<Vec<_>>()
     {
         let contenders = vec![
             work.on(Arena::new()),
             work.on(Arena::new_in(pool.allocator())),
             work.on(Bump::new()),
             work.on(scoped()),
-            work.on(Malloc::default()),
+            work.on(MallocSide::default()),
         ];
         bench.compare(work.name(), &FOR_WORK, contenders);
     }
     Ok(())
 }
 
-fn returns(bench: &mut Bench) -> Result<()> {
+fn returns(bench: &mut ArenaBench) -> Result<()> {
     let pool = bench.pool()?;
     for work in Return::ALL
         .into_iter()
@@ -176,19 +178,19 @@ fn returns(bench: &mut Bench) -> Result<()> {
             work.on(Arena::new()),
             work.on(Arena::new_in(pool.allocator())),
             work.on(scoped()),
-            work.on(Malloc::default()),
+            work.on(MallocSide::default()),
         ];
         bench.compare(work.name(), &FOR_RETURN, contenders);
     }
     Ok(())
 }
 
-fn scratch_names(_: &Bench) -> Vec<String> {
+fn scratch_names(_: &ArenaBench) -> Vec<String> {
     let lists = |scratch: Scratch| IN.map(|place| format!("{}, {place}", scratch.name()));
     Scratch::ALL.into_iter().flat_map(lists).chain([KEPT, PASS].map(str::to_owned)).collect()
 }
 
-fn scratches(bench: &mut Bench) -> Result<()> {
+fn scratches(bench: &mut ArenaBench) -> Result<()> {
     for scratch in Scratch::ALL {
         let mut names: Vec<_> =
             IN.iter().map(|place| format!("{}, {place}", scratch.name())).collect();

@@ -17,9 +17,9 @@ use super::{
         source::{Malloc, Source},
     },
     lap::{Contender, Pace, contest, repeat},
-    report::Report,
+    report::BenchReport,
     row::Unit,
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{
     cli::{self, DeviceChoice},
@@ -55,13 +55,13 @@ const WAITS: u32 = 64;
 const MALLOC: &str = "malloc 64 B";
 
 /// The groups, in the order of measurement and output.
-fn groups() -> [Group<Bench>; 5] {
+fn groups() -> [RowGroup<BudgetBench>; 5] {
     [
-        Group { names: pair_names, measure: pairs },
-        Group { names: reserve_names, measure: reserves },
-        Group { names: thread_names, measure: threads },
-        Group { names: wait_names, measure: waits },
-        Group { names: parked::names, measure: parked::measure },
+        RowGroup { names: pair_names, measure: pairs },
+        RowGroup { names: reserve_names, measure: reserves },
+        RowGroup { names: thread_names, measure: threads },
+        RowGroup { names: wait_names, measure: waits },
+        RowGroup { names: parked::names, measure: parked::measure },
     ]
 }
 
@@ -69,24 +69,24 @@ fn groups() -> [Group<Bench>; 5] {
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<Report, Mistake> {
-    let place = Place::choose(DeviceChoice::Sim).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<BenchReport, BenchError> {
+    let place = Place::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
     let session = place.begin(false);
-    let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
+    let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
     let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(args.rows.quick);
-    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
+    let mut bench = BudgetBench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
     Ok(bench.sheet.report("budget", &place, version, args.rows.quick))
 }
 
 /// The state of a benchmark.
-struct Bench {
+struct BudgetBench {
     pace: Pace,
     sheet: Sheet,
 }
 
-impl Bench {
+impl BudgetBench {
     /// Adds a row of pairs, compared with malloc.
     fn beside_malloc<'c>(&mut self, name: &str, own: Contender<'c>) {
         if self.sheet.wants(name) {
@@ -173,12 +173,12 @@ fn levels(levels: usize) -> String {
     format!("{levels} level{}", if levels == 1 { "" } else { "s" })
 }
 
-fn pair_names(_: &Bench) -> Vec<String> {
+fn pair_names(_: &BudgetBench) -> Vec<String> {
     let by_level = (1..=NAMES.len()).map(|n| format!("charge + release, {}", levels(n)));
     by_level.chain(["charge + release, leased".to_owned()]).collect()
 }
 
-fn pairs(bench: &mut Bench) -> Result<()> {
+fn pairs(bench: &mut BudgetBench) -> Result<()> {
     let names = pair_names(bench);
     for (name, n) in names.iter().zip(1..=NAMES.len()) {
         bench.beside_malloc(name, pairs_of(vec![Charged(tree(n))]));
@@ -190,7 +190,7 @@ fn pairs(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn reserve_names(_: &Bench) -> Vec<String> {
+fn reserve_names(_: &BudgetBench) -> Vec<String> {
     vec![
         "reserve, draw, release, 4 levels".to_owned(),
         "refused by the root, 4 levels".to_owned(),
@@ -241,7 +241,7 @@ impl Source for Refusing {
     }
 }
 
-fn reserves(bench: &mut Bench) -> Result<()> {
+fn reserves(bench: &mut BudgetBench) -> Result<()> {
     let names = reserve_names(bench);
     let (lowest, full) = (tree(NAMES.len()), tree(NAMES.len()));
     bench.beside_malloc(&names[0], pairs_of(vec![Reserving(lowest)]));
@@ -255,16 +255,17 @@ fn reserves(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn thread_names(_: &Bench) -> Vec<String> {
+fn thread_names(_: &BudgetBench) -> Vec<String> {
     let all = ["1 level", "4 levels", "leased"];
     let of = |what| ["over all", "each"].map(|how| format!("{THREADS} threads, {what}, {how}"));
     all.into_iter().flat_map(of).collect()
 }
 
-fn threads(bench: &mut Bench) -> Result<()> {
+fn threads(bench: &mut BudgetBench) -> Result<()> {
     let names = thread_names(bench);
-    let wanted =
-        |bench: &Bench, at: usize| names[2 * at..2 * at + 2].iter().any(|n| bench.sheet.wants(n));
+    let wanted = |bench: &BudgetBench, at: usize| {
+        names[2 * at..2 * at + 2].iter().any(|n| bench.sheet.wants(n))
+    };
     let pool = tree(NAMES.len() - 1);
     let tenants = || (0..THREADS).map(|_| pool.child(NAMES[NAMES.len() - 1], LIMIT));
     let alone = tree(1);
@@ -285,7 +286,7 @@ fn threads(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn wait_names(_: &Bench) -> Vec<String> {
+fn wait_names(_: &BudgetBench) -> Vec<String> {
     vec![
         "in line, granted, taken, by a future".to_owned(),
         "hand-over to a thread that sleeps".to_owned(),
@@ -293,7 +294,7 @@ fn wait_names(_: &Bench) -> Vec<String> {
     ]
 }
 
-fn waits(bench: &mut Bench) -> Result<()> {
+fn waits(bench: &mut BudgetBench) -> Result<()> {
     let names = wait_names(bench);
     if bench.sheet.wants(&names[0]) {
         let [ns] = repeat(bench.pace, polled)?;
@@ -410,7 +411,7 @@ mod tests {
             cli::BenchBudget { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
-        let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
+        let bench = BudgetBench { pace: Pace::QUICK, sheet: Sheet::new(None) };
         let names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
         let (measured, left_out) = (report.rows.iter(), report.left_out.iter());
         let told: Vec<_> = measured

@@ -30,9 +30,9 @@ pub(super) mod work;
 
 use super::{
     lap::{Contender, Outcome, Pace, contest},
-    report::Report,
+    report::BenchReport,
     row::size,
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{
     cli,
@@ -45,15 +45,15 @@ use std::sync::Arc;
 
 /// The groups, in the order of measurement and output. The holes are the last group that holds
 /// memory, since they need the most.
-fn groups<'a>() -> [Group<Bench<'a>>; 7] {
+fn groups<'a>() -> [RowGroup<DeviceBench<'a>>; 7] {
     [
-        Group { names: cached::pair_names, measure: cached::pairs },
-        Group { names: cached::batch_names, measure: cached::batches },
-        Group { names: cached::random_names, measure: cached::random },
-        Group { names: threads::names, measure: threads::measure },
-        Group { names: growth::names, measure: growth::measure },
-        Group { names: holes::names, measure: holes::measure },
-        Group { names: calls::names, measure: calls::measure },
+        RowGroup { names: cached::pair_names, measure: cached::pairs },
+        RowGroup { names: cached::batch_names, measure: cached::batches },
+        RowGroup { names: cached::random_names, measure: cached::random },
+        RowGroup { names: threads::names, measure: threads::measure },
+        RowGroup { names: growth::names, measure: growth::measure },
+        RowGroup { names: holes::names, measure: holes::measure },
+        RowGroup { names: calls::names, measure: calls::measure },
     ]
 }
 
@@ -61,20 +61,20 @@ fn groups<'a>() -> [Group<Bench<'a>>; 7] {
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchDevice) -> Result<Report, Mistake> {
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchDevice) -> Result<BenchReport, BenchError> {
+    let place = Place::choose(args.device).map_err(BenchError::Place)?;
     if args.driver && matches!(place, Place::Sim(_)) {
-        return Err(Mistake::NoDriver);
+        return Err(BenchError::NoDriver);
     }
     let pace = Pace::of(args.rows.quick);
-    let mut bench = Bench::new(&place, pace, args.rows.only.as_deref(), args.driver)?;
+    let mut bench = DeviceBench::new(&place, pace, args.rows.only.as_deref(), args.driver)?;
     bench.measure(&mut Progress::on_terminal())?;
-    let Bench { sheet, version, .. } = bench;
+    let DeviceBench { sheet, version, .. } = bench;
     Ok(sheet.report("device", &place, version, args.rows.quick))
 }
 
 /// The state of a benchmark.
-struct Bench<'a> {
+struct DeviceBench<'a> {
     place: &'a Place,
     pace: Pace,
     /// Whether the driver's calls are measured too.
@@ -88,15 +88,15 @@ struct Bench<'a> {
     sheet: Sheet,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> DeviceBench<'a> {
     fn new(
         place: &'a Place,
         pace: Pace,
         only: Option<&str>,
         driver: bool,
-    ) -> Result<Self, Mistake> {
+    ) -> Result<Self, BenchError> {
         let session = place.begin(false);
-        let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
+        let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
         let free = session.driver.memory_info(session.device).map_err(lost)?.free;
         Ok(Self {
             place,
@@ -109,7 +109,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn measure(&mut self, progress: &mut Progress) -> Result<(), Mistake> {
+    fn measure(&mut self, progress: &mut Progress) -> Result<(), BenchError> {
         measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 

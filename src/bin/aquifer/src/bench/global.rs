@@ -20,12 +20,12 @@ mod source;
 use super::{
     device::{
         lane::{Lane, crew},
-        work::{SplitMix, Work},
+        work::{SplitMix, WorkPlan},
     },
     lap::{Contender, Outcome, Pace, contest},
-    report::Report,
+    report::BenchReport,
     row::{Unit, size},
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{cli, figures::median, progress::Progress};
 use aquifer_core::{Result, Tag, tagged};
@@ -51,7 +51,7 @@ const HANDED: usize = 64;
 
 /// The job of each thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Job {
+enum GlobalJob {
     /// Allocates and frees this many bytes.
     Pairs(u64),
     /// Blocks of random sizes, freed in another order.
@@ -61,18 +61,18 @@ enum Job {
     Handed(u64),
 }
 
-const JOBS: [Job; 8] = [
-    Job::Pairs(64),
-    Job::Pairs(1 << 10),
-    Job::Pairs(32 << 10),
-    Job::Mix,
-    Job::Handed(64),
-    Job::Handed(1 << 10),
-    Job::Handed(32 << 10),
-    Job::Handed(0),
+const JOBS: [GlobalJob; 8] = [
+    GlobalJob::Pairs(64),
+    GlobalJob::Pairs(1 << 10),
+    GlobalJob::Pairs(32 << 10),
+    GlobalJob::Mix,
+    GlobalJob::Handed(64),
+    GlobalJob::Handed(1 << 10),
+    GlobalJob::Handed(32 << 10),
+    GlobalJob::Handed(0),
 ];
 
-impl Job {
+impl GlobalJob {
     fn name(self) -> String {
         match self {
             Self::Pairs(bytes) => size(bytes),
@@ -115,16 +115,16 @@ const BESIDE: [(&str, &str); 3] =
     [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
 const ROUTED: [&str; 3] = ["route", "in its scope", "route adds"];
 
-fn row(inner: Inner, job: Job, threads: usize, what: &str) -> String {
+fn row(inner: Inner, job: GlobalJob, threads: usize, what: &str) -> String {
     format!("{}, {} ×{threads}, {what}", inner.name(), job.name())
 }
 
-fn beside(inner: Inner, job: Job, threads: usize, (who, peer): (&str, &str)) -> String {
+fn beside(inner: Inner, job: GlobalJob, threads: usize, (who, peer): (&str, &str)) -> String {
     let peer = peer.split('-').next().unwrap_or(peer);
     row(inner, job, threads, &format!("{who}/{peer}"))
 }
 
-fn contests() -> impl Iterator<Item = (Inner, Job, usize)> {
+fn contests() -> impl Iterator<Item = (Inner, GlobalJob, usize)> {
     let of = |inner| {
         JOBS.into_iter()
             .flat_map(move |job| job.threads().map(move |threads| (inner, job, threads)))
@@ -132,7 +132,7 @@ fn contests() -> impl Iterator<Item = (Inner, Job, usize)> {
     INNERS.into_iter().flat_map(of)
 }
 
-fn names_of((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
+fn names_of((inner, job, threads): (Inner, GlobalJob, usize)) -> Vec<String> {
     let mut names = vec![row(inner, job, threads, "bare")];
     names.extend(OWN.map(|who| row(inner, job, threads, who)));
     if inner == Inner::System {
@@ -141,15 +141,18 @@ fn names_of((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
     names
 }
 
-fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
+fn names_of_routed((inner, job, threads): (Inner, GlobalJob, usize)) -> Vec<String> {
     ROUTED.map(|who| row(inner, job, threads, who)).into()
 }
 
 /// The groups, in the order of measurement. A route stays registered, so the group that needs one
 /// comes last.
-const GROUPS: [Group<Bench>; 2] = [
-    Group { names: |_| contests().flat_map(names_of).collect(), measure: |bench| bench.unrouted() },
-    Group {
+const GROUPS: [RowGroup<GlobalBench>; 2] = [
+    RowGroup {
+        names: |_| contests().flat_map(names_of).collect(),
+        measure: |bench| bench.unrouted(),
+    },
+    RowGroup {
         names: |_| contests().flat_map(names_of_routed).collect(),
         measure: |bench| bench.routed(),
     },
@@ -159,24 +162,24 @@ const GROUPS: [Group<Bench>; 2] = [
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<Report, Mistake> {
+pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<BenchReport, BenchError> {
     let pace = if args.rows.quick {
         Pace::QUICK.turns(LAPS[1])
     } else {
         Pace::FULL.together().turns(LAPS[0])
     };
-    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
+    let mut bench = GlobalBench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &GROUPS, &mut Progress::on_terminal())?;
     Ok(bench.sheet.report_of_host("global", args.rows.quick))
 }
 
 /// The state of a benchmark.
-struct Bench {
+struct GlobalBench {
     pace: Pace,
     sheet: Sheet,
 }
 
-impl Bench {
+impl GlobalBench {
     fn wants(&self, names: &[String]) -> bool {
         names.iter().any(|name| self.sheet.wants(name))
     }
@@ -196,7 +199,7 @@ impl Bench {
 
     fn over<A: GlobalAlloc + Sync>(
         &mut self,
-        (inner, job, threads): (Inner, Job, usize),
+        (inner, job, threads): (Inner, GlobalJob, usize),
         bare: &'static A,
         ours: &'static Ours<A>,
     ) {
@@ -256,7 +259,7 @@ impl Bench {
 
     fn with_route<A: GlobalAlloc + Sync>(
         &mut self,
-        (inner, job, threads): (Inner, Job, usize),
+        (inner, job, threads): (Inner, GlobalJob, usize),
         to: RouteId,
         bare: &'static A,
         ours: &'static Ours<A>,
@@ -324,24 +327,26 @@ impl Around {
 
 /// The work of the threads, generated before it is timed.
 struct Plan {
-    job: Job,
+    job: GlobalJob,
     threads: usize,
     /// One work per thread, for the mix.
-    works: Vec<Work>,
+    works: Vec<WorkPlan>,
     /// Sizes of the blocks that are handed over at a time.
     batch: Vec<u64>,
 }
 
 impl Plan {
-    fn new(job: Job, threads: usize) -> Self {
+    fn new(job: GlobalJob, threads: usize) -> Self {
         let works = match job {
-            Job::Mix => (0..threads as u64).map(|n| Work::random_within(MIX.0, n, MIX.1)).collect(),
+            GlobalJob::Mix => {
+                (0..threads as u64).map(|n| WorkPlan::random_within(MIX.0, n, MIX.1)).collect()
+            }
             _ => Vec::new(),
         };
         let mut numbers = SplitMix::new(1);
         let batch = match job {
-            Job::Handed(0) => (0..HANDED).map(|_| 1 + numbers.below(MIX.0)).collect(),
-            Job::Handed(bytes) => vec![bytes; HANDED],
+            GlobalJob::Handed(0) => (0..HANDED).map(|_| 1 + numbers.below(MIX.0)).collect(),
+            GlobalJob::Handed(bytes) => vec![bytes; HANDED],
             _ => Vec::new(),
         };
         Self { job, threads, works, batch }
@@ -356,10 +361,10 @@ impl Plan {
     ) -> Contender<'a> {
         let mut lanes: Vec<_> = (0..self.threads).map(|_| Lane::new(By(allocator))).collect();
         match self.job {
-            Job::Pairs(bytes) => Box::new(move |pairs| {
+            GlobalJob::Pairs(bytes) => Box::new(move |pairs| {
                 crew(&mut lanes, pairs, |_, lane| around.run(|| lane.pairs(bytes, pairs)))
             }),
-            Job::Mix => {
+            GlobalJob::Mix => {
                 let pairs = self.works.first().map_or(1, |work| work.operations.len() as u64 / 2);
                 Box::new(move |times| {
                     crew(&mut lanes, pairs * times, |number, lane| {
@@ -367,7 +372,7 @@ impl Plan {
                     })
                 })
             }
-            Job::Handed(_) => Box::new(move |times| self.hand_on(&mut lanes, times, around)),
+            GlobalJob::Handed(_) => Box::new(move |times| self.hand_on(&mut lanes, times, around)),
         }
     }
 

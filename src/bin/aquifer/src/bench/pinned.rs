@@ -19,9 +19,9 @@ mod source;
 use super::{
     host,
     lap::Pace,
-    report::Report,
+    report::BenchReport,
     row::size,
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{
     cli,
@@ -34,13 +34,13 @@ use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topol
 use std::sync::Arc;
 
 /// The groups, in the order of measurement and output.
-fn groups<'a>() -> [Group<Bench<'a>>; 5] {
+fn groups<'a>() -> [RowGroup<PinnedBench<'a>>; 5] {
     [
-        Group { names: pool::pair_names, measure: pool::pairs },
-        Group { names: driver::names, measure: driver::measure },
-        Group { names: pool::random_names, measure: pool::random },
-        Group { names: pool::thread_names, measure: pool::threads },
-        Group { names: regions::names, measure: regions::measure },
+        RowGroup { names: pool::pair_names, measure: pool::pairs },
+        RowGroup { names: driver::names, measure: driver::measure },
+        RowGroup { names: pool::random_names, measure: pool::random },
+        RowGroup { names: pool::thread_names, measure: pool::threads },
+        RowGroup { names: regions::names, measure: regions::measure },
     ]
 }
 
@@ -48,17 +48,17 @@ fn groups<'a>() -> [Group<Bench<'a>>; 5] {
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchPinned) -> std::result::Result<Report, Mistake> {
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchPinned) -> std::result::Result<BenchReport, BenchError> {
+    let place = Place::choose(args.device).map_err(BenchError::Place)?;
     let pace = Pace::of(args.rows.quick);
-    let mut bench = Bench::new(&place, pace, args.rows.only.as_deref())?;
+    let mut bench = PinnedBench::new(&place, pace, args.rows.only.as_deref())?;
     bench.measure(&mut Progress::on_terminal())?;
-    let Bench { sheet, version, .. } = bench;
+    let PinnedBench { sheet, version, .. } = bench;
     Ok(sheet.report("pinned", &place, version, args.rows.quick))
 }
 
 /// The state of a benchmark.
-struct Bench<'a> {
+struct PinnedBench<'a> {
     place: &'a Place,
     pace: Pace,
     host: Host,
@@ -71,12 +71,17 @@ struct Bench<'a> {
     sheet: Sheet,
 }
 
-impl<'a> Bench<'a> {
-    fn new(place: &'a Place, pace: Pace, only: Option<&str>) -> std::result::Result<Self, Mistake> {
+impl<'a> PinnedBench<'a> {
+    fn new(
+        place: &'a Place,
+        pace: Pace,
+        only: Option<&str>,
+    ) -> std::result::Result<Self, BenchError> {
         let Session { driver, device, .. } = place.begin(false);
-        let version =
-            driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
-        let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
+        let version = driver
+            .driver_version()
+            .map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;
+        let topology = Topology::read().map_err(|e| BenchError::Device(MemoryError::from(e)))?;
         let host = Host::new(topology, Kernel::new());
         let host = match place {
             Place::Sim(_) => host,
@@ -94,7 +99,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn measure(&mut self, progress: &mut Progress) -> std::result::Result<(), Mistake> {
+    fn measure(&mut self, progress: &mut Progress) -> std::result::Result<(), BenchError> {
         measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 

@@ -12,9 +12,9 @@ use super::{
     budget::pairs_of,
     device::source::Source,
     lap::{Contender, Pace, contest},
-    report::Report,
+    report::BenchReport,
     row::Unit,
-    sheet::{Group, Mistake, Sheet, measure},
+    sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use crate::{
     cli::{self, DeviceChoice},
@@ -47,12 +47,12 @@ const THREADS: usize = 16;
 const BY_HAND: &str = "Mutex<Vec<free>>";
 
 /// The groups, in the order of measurement and output.
-fn groups() -> [Group<Bench>; 4] {
+fn groups() -> [RowGroup<PlacementBench>; 4] {
     [
-        Group { names: start::names, measure: start::measure },
-        Group { names: single_names, measure: singles },
-        Group { names: shard_names, measure: shards },
-        Group { names: thread_names, measure: threads },
+        RowGroup { names: start::names, measure: start::measure },
+        RowGroup { names: single_names, measure: singles },
+        RowGroup { names: shard_names, measure: shards },
+        RowGroup { names: thread_names, measure: threads },
     ]
 }
 
@@ -60,24 +60,24 @@ fn groups() -> [Group<Bench>; 4] {
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchPlacement) -> std::result::Result<Report, Mistake> {
-    let machine = Machine::choose(DeviceChoice::Sim).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchPlacement) -> std::result::Result<BenchReport, BenchError> {
+    let machine = Machine::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
     let session = machine.begin(false);
-    let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
+    let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
     let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(args.rows.quick);
-    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
+    let mut bench = PlacementBench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
     Ok(bench.sheet.report("placement", &machine, version, args.rows.quick))
 }
 
 /// The state of a benchmark.
-struct Bench {
+struct PlacementBench {
     pace: Pace,
     sheet: Sheet,
 }
 
-impl Bench {
+impl PlacementBench {
     /// Adds a row compared with the hand-written peer over as many devices.
     fn beside_by_hand(&mut self, name: &str, own: Contender<'_>, devices: u32) {
         let peer = pairs_of(vec![ByHand::new(devices)]);
@@ -207,14 +207,14 @@ impl Source for ByHand {
     }
 }
 
-fn single_names(_: &Bench) -> Vec<String> {
+fn single_names(_: &PlacementBench) -> Vec<String> {
     let name = |devices| {
         move |(policy, _): (&str, _)| format!("place + drop, {policy}, {}", over(devices))
     };
     DEVICES.into_iter().flat_map(|devices| policies().into_iter().map(name(devices))).collect()
 }
 
-fn singles(bench: &mut Bench) -> Result<()> {
+fn singles(bench: &mut PlacementBench) -> Result<()> {
     let mut names = single_names(bench).into_iter();
     for devices in DEVICES {
         let rt = runtime(devices)?;
@@ -226,11 +226,11 @@ fn singles(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn shard_names(_: &Bench) -> Vec<String> {
+fn shard_names(_: &PlacementBench) -> Vec<String> {
     GROUPS.into_iter().map(|shards| format!("a group of {shards} on peers, {}", over(8))).collect()
 }
 
-fn shards(bench: &mut Bench) -> Result<()> {
+fn shards(bench: &mut PlacementBench) -> Result<()> {
     let rt = runtime(8)?;
     for (name, shards) in shard_names(bench).into_iter().zip(GROUPS) {
         if bench.sheet.wants(&name) {
@@ -242,7 +242,7 @@ fn shards(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn thread_names(_: &Bench) -> Vec<String> {
+fn thread_names(_: &PlacementBench) -> Vec<String> {
     let name = |(policy, _): (&str, _)| {
         ["over all", "each"].map(|how| format!("{THREADS} threads, {policy}, {}, {how}", over(8)))
     };
@@ -253,7 +253,7 @@ fn thread_names(_: &Bench) -> Vec<String> {
     .collect()
 }
 
-fn threads(bench: &mut Bench) -> Result<()> {
+fn threads(bench: &mut PlacementBench) -> Result<()> {
     let names = thread_names(bench);
     let (rt, by_hand) = (runtime(8)?, ByHand::new(8));
     let mut crews: Vec<Contender<'_>> = Vec::new();
@@ -304,7 +304,7 @@ mod tests {
             cli::BenchPlacement { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
-        let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
+        let bench = PlacementBench { pace: Pace::QUICK, sheet: Sheet::new(None) };
         let left_out = |name: &String| report.left_out.iter().any(|left| left.row == *name);
         let mut names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
         names.retain(|name| !left_out(name));

@@ -13,7 +13,7 @@ const RATIO: usize = WIDTH - NAME - 2 * FIGURE - 3;
 
 /// The complete results.
 #[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Report {
+pub(crate) struct BenchReport {
     /// The benchmark: `device`.
     pub(crate) what: &'static str,
     /// The device's name on the command line.
@@ -58,7 +58,7 @@ pub(crate) struct LeftOut {
     pub(crate) why: String,
 }
 
-impl Report {
+impl BenchReport {
     /// Returns whether no call failed.
     pub(crate) fn is_clean(&self) -> bool {
         self.failures.is_empty()
@@ -176,7 +176,7 @@ mod tests {
         *,
     };
 
-    fn report() -> Report {
+    fn report() -> BenchReport {
         let row = |name: &str, ns, peer: Option<(&str, f64)>| Row {
             name: name.into(),
             ns,
@@ -184,7 +184,7 @@ mod tests {
             peer: peer.map(|(name, ns)| Peer { name: name.into(), ns }),
             interval: None,
         };
-        Report {
+        BenchReport {
             what: "device",
             device: "sim".into(),
             device_title: "a simulated device".into(),

@@ -3,7 +3,7 @@
 use super::{
     host,
     lap::Failed,
-    report::{Failure, LeftOut, Report},
+    report::{BenchReport, Failure, LeftOut},
     row::{Peer, Row, Unit},
 };
 use crate::{
@@ -15,7 +15,7 @@ use std::fmt;
 
 /// Why there is no report.
 #[derive(Debug)]
-pub(crate) enum Mistake {
+pub(crate) enum BenchError {
     /// The requested device does not exist.
     Place(NoPlace),
     /// `--driver` with a simulated device.
@@ -31,7 +31,7 @@ pub(crate) enum Mistake {
     Device(MemoryError),
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for BenchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Place(e) => e.fmt(f),
@@ -46,7 +46,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-impl std::error::Error for Mistake {
+impl std::error::Error for BenchError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Place(e) => Some(e),
@@ -57,7 +57,7 @@ impl std::error::Error for Mistake {
 }
 
 /// Rows of a benchmark `B` that are measured together.
-pub(super) struct Group<B> {
+pub(super) struct RowGroup<B> {
     pub(super) names: fn(&B) -> Vec<String>,
     pub(super) measure: fn(&mut B) -> aquifer_core::Result<()>,
 }
@@ -70,15 +70,15 @@ pub(super) struct Group<B> {
 pub(super) fn measure<B>(
     bench: &mut B,
     sheet: fn(&mut B) -> &mut Sheet,
-    groups: &[Group<B>],
+    groups: &[RowGroup<B>],
     progress: &mut Progress,
-) -> Result<(), Mistake> {
+) -> Result<(), BenchError> {
     let names: Vec<_> = groups.iter().map(|group| (group.names)(bench)).collect();
     let all = || names.iter().flatten();
     if !all().any(|name| sheet(bench).wants(name)) {
         // One name of each group.
         let names = names.iter().filter_map(|names| names.last().cloned()).collect();
-        return Err(Mistake::NoRow {
+        return Err(BenchError::NoRow {
             pattern: sheet(bench).only.clone().unwrap_or_default(),
             names,
         });
@@ -168,7 +168,7 @@ impl Sheet {
     }
 
     /// Returns the report of a benchmark that needs no device.
-    pub(super) fn report_of_host(self, what: &'static str, quick: bool) -> Report {
+    pub(super) fn report_of_host(self, what: &'static str, quick: bool) -> BenchReport {
         let (device, device_title) = ("none".to_owned(), "the host's memory".to_owned());
         self.taken_on(what, device, device_title, "no driver".to_owned(), quick)
     }
@@ -180,7 +180,7 @@ impl Sheet {
         place: &Place,
         version: u32,
         quick: bool,
-    ) -> Report {
+    ) -> BenchReport {
         let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
         let driver = match place {
             Place::Sim(_) => format!("simulated, {number}"),
@@ -196,8 +196,8 @@ impl Sheet {
         device_title: String,
         driver: String,
         quick: bool,
-    ) -> Report {
-        Report {
+    ) -> BenchReport {
+        BenchReport {
             what,
             device,
             device_title,

@@ -15,7 +15,7 @@
 use super::{
     host,
     lap::{Pace, repeat},
-    report::{Failure, LeftOut, Report},
+    report::{BenchReport, Failure, LeftOut},
     row::{Row, Unit, size},
     sheet::Sheet,
 };
@@ -69,7 +69,7 @@ const READ_FIRST: &str = "read, then the driver's copy";
 
 /// Why there is no report.
 #[derive(Debug)]
-pub(crate) enum Mistake {
+pub(crate) enum StageBenchError {
     /// The requested device does not exist.
     Place(NoPlace),
     /// `--only` with a pattern that no row's name contains.
@@ -78,7 +78,7 @@ pub(crate) enum Mistake {
     Memory(MemoryError),
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for StageBenchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Place(e) => e.fmt(f),
@@ -92,7 +92,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-impl std::error::Error for Mistake {
+impl std::error::Error for StageBenchError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Place(e) => Some(e),
@@ -104,7 +104,7 @@ impl std::error::Error for Mistake {
 
 /// A transfer of some bytes that is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Group {
+enum TransferGroup {
     Upload(u64),
     Download(u64),
     Both(u64),
@@ -113,7 +113,7 @@ enum Group {
     Direct(u64),
 }
 
-impl Group {
+impl TransferGroup {
     fn bytes(self) -> u64 {
         match self {
             Self::Upload(bytes)
@@ -156,8 +156,8 @@ fn processor(name: &str) -> String {
 ///
 /// # Errors
 /// [`Mistake`], before anything is measured.
-pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
-    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+pub(crate) fn run(args: &cli::BenchStage) -> Result<BenchReport, StageBenchError> {
+    let place = Place::choose(args.device).map_err(StageBenchError::Place)?;
     let simulated = matches!(place, Place::Sim(_));
     let usual = match (simulated, args.rows.quick) {
         (true, _) => MIB,
@@ -167,15 +167,17 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     let most = args.most.map_or(usual, |most| most.0).max(SIZES[0]);
     let groups = groups(most);
     let sheet = Sheet::new(args.rows.only.as_deref());
-    let wants = |group: &Group| group.names().iter().any(|name| sheet.wants(name));
+    let wants = |group: &TransferGroup| group.names().iter().any(|name| sheet.wants(name));
     let wanted: Vec<_> = groups.into_iter().filter(wants).collect();
     if wanted.is_empty() {
-        return Err(Mistake::NoRow(args.rows.only.as_deref().unwrap_or_default().to_lowercase()));
+        return Err(StageBenchError::NoRow(
+            args.rows.only.as_deref().unwrap_or_default().to_lowercase(),
+        ));
     }
     let session = place.begin(false);
-    let version = session.driver.driver_version().map_err(|e| Mistake::Memory(e.into()))?;
-    let bed = Bed::open(&session, args.stager.config()).map_err(Mistake::Memory)?;
-    let mut bench = Bench {
+    let version = session.driver.driver_version().map_err(|e| StageBenchError::Memory(e.into()))?;
+    let bed = Bed::open(&session, args.stager.config()).map_err(StageBenchError::Memory)?;
+    let mut bench = StageBench {
         bed: &bed,
         pace: Pace::of(args.rows.quick),
         folder: args.folder.clone().unwrap_or_else(env::temp_dir),
@@ -201,17 +203,19 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
 }
 
 /// Returns the groups of transfers up to `most` bytes.
-fn groups(most: u64) -> Vec<Group> {
+fn groups(most: u64) -> Vec<TransferGroup> {
     let sizes = || SIZES.into_iter().filter(|&size| size <= most);
     let largest = sizes().next_back().unwrap_or(SIZES[0]);
     // If no transfer is that long, the longest one.
     let long = || sizes().filter(|&size| size >= LONG.min(largest));
     let files = FILES.into_iter().filter(|&size| size <= most);
-    let mut groups: Vec<_> =
-        sizes().flat_map(|size| [Group::Upload(size), Group::Download(size)]).collect();
-    groups.extend(long().map(Group::Both));
-    groups
-        .extend(files.flat_map(|size| [Group::Warm(size), Group::Cold(size), Group::Direct(size)]));
+    let mut groups: Vec<_> = sizes()
+        .flat_map(|size| [TransferGroup::Upload(size), TransferGroup::Download(size)])
+        .collect();
+    groups.extend(long().map(TransferGroup::Both));
+    groups.extend(files.flat_map(|size| {
+        [TransferGroup::Warm(size), TransferGroup::Cold(size), TransferGroup::Direct(size)]
+    }));
     groups
 }
 
@@ -225,7 +229,7 @@ fn place_on_page(row: &Row) -> u32 {
     }
 }
 
-struct Bench<'a> {
+struct StageBench<'a> {
     bed: &'a Bed,
     pace: Pace,
     folder: PathBuf,
@@ -237,11 +241,14 @@ struct Bench<'a> {
     simulated: bool,
 }
 
-impl Bench<'_> {
-    fn measure(&mut self, group: Group) {
+impl StageBench<'_> {
+    fn measure(&mut self, group: TransferGroup) {
         let bytes = group.bytes();
-        let file = matches!(group, Group::Warm(_) | Group::Cold(_) | Group::Direct(_));
-        let buffers = if matches!(group, Group::Both(_)) { 2 } else { 1 };
+        let file = matches!(
+            group,
+            TransferGroup::Warm(_) | TransferGroup::Cold(_) | TransferGroup::Direct(_)
+        );
+        let buffers = if matches!(group, TransferGroup::Both(_)) { 2 } else { 1 };
         let more = 2 * bytes.saturating_sub(self.up.len() as u64) + u64::from(file) * bytes;
         if buffers * bytes > self.bed.room() {
             return self
@@ -260,10 +267,12 @@ impl Bench<'_> {
             (self.up, self.down) = (vec![1; bytes], vec![2; bytes + PAGE]);
         }
         let measured = match group {
-            Group::Upload(_) => self.one_way(group, true),
-            Group::Download(_) => self.one_way(group, false),
-            Group::Both(_) => self.both(group),
-            Group::Warm(_) | Group::Cold(_) | Group::Direct(_) => self.file(group),
+            TransferGroup::Upload(_) => self.one_way(group, true),
+            TransferGroup::Download(_) => self.one_way(group, false),
+            TransferGroup::Both(_) => self.both(group),
+            TransferGroup::Warm(_) | TransferGroup::Cold(_) | TransferGroup::Direct(_) => {
+                self.file(group)
+            }
         };
         if let Err(error) = measured {
             self.sheet.failures.push(Failure {
@@ -274,7 +283,7 @@ impl Bench<'_> {
         }
     }
 
-    fn leave_out(&mut self, group: Group, why: String) {
+    fn leave_out(&mut self, group: TransferGroup, why: String) {
         self.sheet.left_out.push(LeftOut { row: group.name(), why });
     }
 
@@ -296,7 +305,7 @@ impl Bench<'_> {
         }
     }
 
-    fn one_way(&mut self, group: Group, up: bool) -> Result<()> {
+    fn one_way(&mut self, group: TransferGroup, up: bool) -> Result<()> {
         let (bed, bytes) = (self.bed, group.bytes());
         let mut device = bed.buffer(bytes)?;
         let mut pinned = bed.limit(bytes)?;
@@ -324,7 +333,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn both(&mut self, group: Group) -> Result<()> {
+    fn both(&mut self, group: TransferGroup) -> Result<()> {
         let (bed, bytes) = (self.bed, group.bytes());
         let (mut x, y) = (bed.buffer(bytes)?, bed.buffer(bytes)?);
         let (pinned_up, mut pinned_down) = (bed.limit(bytes)?, bed.limit(bytes)?);
@@ -344,7 +353,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn file(&mut self, group: Group) -> Result<()> {
+    fn file(&mut self, group: TransferGroup) -> Result<()> {
         let (bed, bytes) = (self.bed, group.bytes());
         let refused = |error: io::Error| MemoryError::BadSetting {
             name: "--folder",
@@ -352,14 +361,17 @@ impl Bench<'_> {
             expected: "a folder that files can be written to and read from",
         };
         let written = Written::new(&self.folder, &self.up[..bytes as usize]).map_err(refused)?;
-        let mode =
-            if matches!(group, Group::Direct(_)) { ReadMode::Direct } else { ReadMode::Cached };
+        let mode = if matches!(group, TransferGroup::Direct(_)) {
+            ReadMode::Direct
+        } else {
+            ReadMode::Cached
+        };
         let source = FileSource::open(&written.path, mode).map_err(refused)?;
         let cached = FileSource::open(&written.path, ReadMode::Cached).map_err(refused)?;
         // Writes dirty pages back, which would otherwise disturb the timing, and drops the page
         // cache.
         cached.drop_cache().map_err(refused)?;
-        let cold = matches!(group, Group::Cold(_));
+        let cold = matches!(group, TransferGroup::Cold(_));
         let mut device = bed.buffer(bytes)?;
         let pinned = bed.limit(bytes)?;
         // Unaligned reads would go through the page cache.

@@ -223,7 +223,7 @@ mod tests {
     use super::*;
     use crate::doctor::{
         findings::Kind,
-        probe::{Link, Made, Target},
+        probe::{Link, ProbeResult, Target},
     };
     use aquifer_core::{Budget, SystemError};
     use aquifer_driver::{DeviceId, DeviceInfo, DriverError};
@@ -310,14 +310,14 @@ mod tests {
         }
     }
 
-    fn made(shortfalls: Vec<Shortfall>) -> Made {
+    fn made(shortfalls: Vec<Shortfall>) -> ProbeResult {
         let host = Host::new(Topology::read().unwrap(), Kernel::new());
         let region =
             Region::new(&host, &Budget::new("a test", 1 << 20), &RegionRequest::bytes(4096))
                 .unwrap();
         let mut report = region.report().clone();
         report.shortfalls = shortfalls;
-        Made { report, make: 1e9, fill: 1e9 }
+        ProbeResult { report, make: 1e9, fill: 1e9 }
     }
 
     /// Returns the findings for regions of this machine with other shortfalls, and a link.

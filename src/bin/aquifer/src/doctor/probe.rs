@@ -76,14 +76,14 @@ pub(crate) struct Probe {
     /// The target.
     pub(crate) target: Target,
     /// The region, or why it could not be created.
-    pub(crate) region: Result<Made, RegionError>,
+    pub(crate) region: Result<ProbeResult, RegionError>,
     /// The speed of the device's link, or none without a device or without pinned memory.
     pub(crate) link: Option<Result<Link, DriverError>>,
 }
 
 /// A region that was created.
 #[derive(Clone, Debug)]
-pub(crate) struct Made {
+pub(crate) struct ProbeResult {
     /// Its properties and shortfalls.
     pub(crate) report: RegionReport,
     /// Bytes per second of its creation: populating, pinning, querying its placement.
@@ -147,7 +147,7 @@ impl Probe {
         let report = region.report().clone();
         // If closing fails, the memory is freed when the process ends.
         let _ = region.close();
-        Self { target, region: Ok(Made { report, make, fill }), link }
+        Self { target, region: Ok(ProbeResult { report, make, fill }), link }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     engine::{Engine, Order, Played, streams_needed},
-    report::{Failure, Timing},
+    report::{ReplayFailure, Timing},
     stamp::Stamped,
     tally::Tally,
     uses::{EndOldest, OpenUses},
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 /// A trace, a device and an allocator to play it with.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bench<'a> {
+pub(crate) struct ReplayBench<'a> {
     /// The trace.
     pub(crate) trace: &'a Trace,
     /// The device.
@@ -42,7 +42,7 @@ pub(crate) struct Checked {
     /// The peak of bytes held from the driver.
     pub(crate) peak_physical: u64,
     /// Why the pass stopped early, if it did.
-    pub(crate) failure: Option<Failure>,
+    pub(crate) failure: Option<ReplayFailure>,
     /// Driver calls from the first row to the last, without those of the checks.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
     /// Their time in the simulator's model, in nanoseconds.
@@ -107,7 +107,7 @@ impl Placer {
     }
 }
 
-impl Bench<'_> {
+impl ReplayBench<'_> {
     /// Plays the trace once from empty, with all checks.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl Bench<'_> {
         } = pass;
         let failure = rounds.iter().find_map(|played| {
             let error = played.failure.as_ref()?;
-            Some(Failure { operations: played.operations, said: error.to_string() })
+            Some(ReplayFailure { operations: played.operations, said: error.to_string() })
         });
         let crossings = rounds.iter().map(|played| played.crossings).sum();
         Ok(Checked {

@@ -19,7 +19,7 @@
 //! ```
 
 use super::{
-    uses::{Held, OpenUses},
+    uses::{OpenUse, OpenUses},
     work::{Spot, Work},
 };
 use crate::{
@@ -194,7 +194,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
                 self.streams[other_stream(facts.stream, self.trace.streams) as usize].clone();
             let open = begin(&stream)?;
             self.numbers[index as usize] = number;
-            self.uses.hold(number, Held { block: index, spot, stream, open });
+            self.uses.hold(number, OpenUse { block: index, spot, stream, open });
         }
         Ok(())
     }

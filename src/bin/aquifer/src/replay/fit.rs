@@ -12,8 +12,8 @@
 //!   long.
 
 use super::{
-    bench::Bench,
-    report::{Fit, Report, Round, Timing, Violations},
+    bench::ReplayBench,
+    report::{Fit, ReplayReport, Round, Timing, Violations},
     work::TOLD,
 };
 use crate::progress::Progress;
@@ -36,8 +36,8 @@ pub(crate) struct Found {
 /// # Errors
 /// If the allocator or its streams cannot be created.
 pub(crate) fn search(
-    bench: &Bench<'_>,
-    whole: &Report,
+    bench: &ReplayBench<'_>,
+    whole: &ReplayReport,
     repeat: u32,
     progress: &mut Progress,
 ) -> Result<Found> {
@@ -162,7 +162,7 @@ fn first_that_holds<T: Trial>(
 
 /// Tries sizes by passes over the trace.
 struct Passes<'a, 'b> {
-    bench: &'a Bench<'b>,
+    bench: &'a ReplayBench<'b>,
     repeat: u32,
     progress: &'a mut Progress,
     violations: Violations,

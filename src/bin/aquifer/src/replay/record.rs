@@ -1,7 +1,7 @@
 //! One pass over a trace that records a memory snapshot.
 
 use super::{
-    bench::Bench,
+    bench::ReplayBench,
     engine::Engine,
     uses::{EndOldest, OpenUses},
     work::Idle,
@@ -26,7 +26,7 @@ impl EventSink for Kept {
     }
 }
 
-impl Bench<'_> {
+impl ReplayBench<'_> {
     /// Plays the trace once, as far as it fits, and returns the allocator's history and its final
     /// state.
     ///

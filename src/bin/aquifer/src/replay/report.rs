@@ -4,13 +4,13 @@ use super::tally::{Paths, Tally};
 use crate::{
     cli::Allocator,
     json,
-    trace::{Account, Device, Facts},
+    trace::{Account, Device, SnapshotFacts},
 };
 use serde_json::{Value, json};
 
 /// The complete result of a replay.
 #[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Report {
+pub(crate) struct ReplayReport {
     /// The trace, as named on the command line.
     pub(crate) trace: String,
     /// The device, as on the command line: `sim`, `cuda:0`.
@@ -36,7 +36,7 @@ pub(crate) struct Report {
     /// The number of streams the trace was distributed over, or none if it was played as recorded.
     pub(crate) split: Option<u32>,
     /// Facts about the trace if it is a PyTorch snapshot.
-    pub(crate) snapshot: Option<Facts>,
+    pub(crate) snapshot: Option<SnapshotFacts>,
     /// The requested device of the snapshot, or none for the one with the most events.
     pub(crate) device_index: Option<u32>,
     /// The trace's peak of live bytes, in requested sizes.
@@ -46,7 +46,7 @@ pub(crate) struct Report {
     /// The peak of bytes that the allocator held from the driver.
     pub(crate) peak_physical: u64,
     /// Why the trace did not complete, if it did not.
-    pub(crate) failure: Option<Failure>,
+    pub(crate) failure: Option<ReplayFailure>,
     /// The time of the allocator's calls, or none if the trace did not complete.
     pub(crate) timing: Option<Timing>,
     /// The cost of each round besides memory. Empty if the trace did not complete.
@@ -77,7 +77,7 @@ pub(crate) struct Report {
 
 /// Where and why a trace stopped.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Failure {
+pub(crate) struct ReplayFailure {
     /// Successful allocations and frees.
     pub(crate) operations: u64,
     /// The allocator's error message. It may have several lines.
@@ -202,7 +202,7 @@ fn of_memory((device, account): &(Device, Account)) -> Value {
     })
 }
 
-fn of_snapshot(facts: Facts) -> Value {
+fn of_snapshot(facts: SnapshotFacts) -> Value {
     json!({
         "device_index": facts.device,
         "devices": facts.devices,
@@ -253,7 +253,7 @@ impl Fit {
     }
 }
 
-impl Report {
+impl ReplayReport {
     /// Returns whether the trace ran to its end.
     pub(crate) fn completed(&self) -> bool {
         self.failure.is_none() && self.fit != Some(Search::Nothing)

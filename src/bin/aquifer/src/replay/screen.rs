@@ -1,7 +1,7 @@
 //! The result of a replay on one screen: at most 24 lines of 80 columns. The last line is the
 //! suggested next command.
 
-use super::report::{Failure, Report, Round, Search, Timing, Waits};
+use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
 use crate::trace::Device;
 use crate::{
     cli::Allocator,
@@ -25,7 +25,7 @@ const EXAMPLES: usize = 3;
 /// Indentation of both.
 const INDENT: usize = 4;
 
-impl Report {
+impl ReplayReport {
     /// Returns the screen, without a newline after the last line.
     pub(crate) fn to_screen(&self) -> String {
         let mut lines = vec![self.title(), self.subtitle(), String::new()];
@@ -64,7 +64,7 @@ impl Report {
         )
     }
 
-    fn failed(&self, failure: &Failure, lines: &mut Vec<String>) {
+    fn failed(&self, failure: &ReplayFailure, lines: &mut Vec<String>) {
         let done = format!("{} operations went well, then:", Count(failure.operations));
         row(lines, "completed", "no", &done);
         lines.extend(reason(&failure.said));

@@ -31,7 +31,7 @@ use std::{
 const STAMP: usize = 64;
 
 /// Pinned memory from the driver, so that the host need not wait for copies.
-struct Pinned {
+struct PinnedStamp {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     start: NonNull<u8>,
@@ -40,11 +40,11 @@ struct Pinned {
 
 // SAFETY: 1. the value owns the memory and reaches it through raw pointers only, as described at
 // each use; the memory is not bound to a thread.
-unsafe impl Send for Pinned {}
+unsafe impl Send for PinnedStamp {}
 // SAFETY: 1. as above: `&Pinned` only returns an address, and each byte has one writer at a time.
-unsafe impl Sync for Pinned {}
+unsafe impl Sync for PinnedStamp {}
 
-impl Pinned {
+impl PinnedStamp {
     fn new(driver: &Arc<dyn Driver>, device: DeviceId, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(STAMP);
         let start = driver.host_alloc(device, bytes, HostFlags::default())?;
@@ -60,7 +60,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedStamp {
     fn drop(&mut self) {
         // Wait for the copies that use the memory. If the device is lost, none runs any more.
         let _ = self.driver.device_synchronize(self.device);
@@ -89,9 +89,9 @@ pub(crate) struct Stamped {
     /// What a row of the trace is called.
     unit: &'static str,
     /// A stamp for each block.
-    patterns: Pinned,
+    patterns: PinnedStamp,
     /// Two stamps for each read, in the order of `reads`.
-    found: Pinned,
+    found: PinnedStamp,
     reads: Mutex<Vec<Read>>,
     /// The number of reads that `found` has room for.
     most_reads: usize,
@@ -115,8 +115,8 @@ impl Stamped {
                 + 2 * usize::from(block.lingers)
         };
         let most_reads: usize = trace.blocks.iter().map(reads).sum();
-        let patterns = Pinned::new(driver, device, blocks * STAMP)?;
-        let found = Pinned::new(driver, device, most_reads * 2 * STAMP)?;
+        let patterns = PinnedStamp::new(driver, device, blocks * STAMP)?;
+        let found = PinnedStamp::new(driver, device, most_reads * 2 * STAMP)?;
         for (index, block) in (0_u32..).zip(0..blocks) {
             let pattern = pattern(index);
             // SAFETY: 1. source and destination are valid for STAMP bytes and do not overlap. 2. no

@@ -15,7 +15,7 @@ use std::{
 
 /// A use that has not ended.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct OpenUse {
     /// The block.
     pub(crate) block: u32,
     /// Where it was.
@@ -26,7 +26,7 @@ pub(crate) struct Held {
     pub(crate) open: Option<Use>,
 }
 
-impl Held {
+impl OpenUse {
     /// Reads the block once more and ends the use.
     pub(crate) fn end<W: Work>(self, work: &W) -> Result<()> {
         let read = work.read(self.block, self.spot, &self.stream);
@@ -46,14 +46,14 @@ pub(crate) struct OpenUses {
 /// Uses that keep bytes, and uses that the allocator is not informed of.
 #[derive(Default, Debug)]
 struct Queue {
-    keeping: BTreeMap<u64, Held>,
-    untold: BTreeMap<u64, Held>,
+    keeping: BTreeMap<u64, OpenUse>,
+    untold: BTreeMap<u64, OpenUse>,
     /// Bytes kept by the uses in `keeping`.
     bytes: u64,
 }
 
 impl Queue {
-    fn take(&mut self, number: u64) -> Option<Held> {
+    fn take(&mut self, number: u64) -> Option<OpenUse> {
         let held = self.keeping.remove(&number);
         self.bytes -= held.as_ref().map_or(0, |held| held.spot.bytes);
         held.or_else(|| self.untold.remove(&number))
@@ -71,7 +71,7 @@ impl OpenUses {
     }
 
     /// Adds a use. `number` must be higher than all before.
-    pub(crate) fn hold(&self, number: u64, held: Held) {
+    pub(crate) fn hold(&self, number: u64, held: OpenUse) {
         let mut queue = self.queue();
         if held.open.is_some() {
             queue.bytes += held.spot.bytes;
@@ -82,20 +82,20 @@ impl OpenUses {
     }
 
     /// Removes a use by its number. Returns `None` if it was ended early.
-    pub(crate) fn take(&self, number: u64) -> Option<Held> {
+    pub(crate) fn take(&self, number: u64) -> Option<OpenUse> {
         self.queue().take(number)
     }
 
     /// Removes the oldest use.
-    pub(crate) fn take_oldest(&self) -> Option<Held> {
+    pub(crate) fn take_oldest(&self) -> Option<OpenUse> {
         let mut queue = self.queue();
-        let first = |of: &BTreeMap<u64, Held>| of.first_key_value().map(|(number, _)| *number);
+        let first = |of: &BTreeMap<u64, OpenUse>| of.first_key_value().map(|(number, _)| *number);
         let oldest = first(&queue.keeping).into_iter().chain(first(&queue.untold)).min()?;
         queue.take(oldest)
     }
 
     /// Removes the oldest use that keeps bytes, and counts it as ended early.
-    pub(crate) fn take_early(&self) -> Option<Held> {
+    pub(crate) fn take_early(&self) -> Option<OpenUse> {
         let mut queue = self.queue();
         let number = *queue.keeping.first_key_value()?.0;
         let held = queue.take(number);

@@ -104,7 +104,7 @@ impl Work for Idle {
 #[derive(Debug)]
 pub(crate) struct Declared {
     sim: Sim,
-    lanes: Mutex<Vec<Lane>>,
+    lanes: Mutex<Vec<StreamLane>>,
     /// The names of each row's work in reports, or none if reports are not read.
     labels: Option<Labels>,
     row: AtomicU32,
@@ -156,7 +156,7 @@ fn told(violation: &Violation) -> String {
 
 /// The reads and writes of one stream.
 #[derive(Clone, Copy, Default, Debug)]
-struct Lane {
+struct StreamLane {
     own: u64,
     /// The longest chain that ends with the last of them, in the order that the trace requires.
     needed: u64,
@@ -173,11 +173,11 @@ impl Declared {
         Self { labels: Some(Labels::of(trace)), ..Self::new(sim) }
     }
 
-    fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<Lane>> {
+    fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<StreamLane>> {
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         let most = streams.iter().map(|stream| stream.number() as usize + 1).max().unwrap_or(0);
         if lanes.len() < most {
-            lanes.resize(most, Lane::default());
+            lanes.resize(most, StreamLane::default());
         }
         lanes
     }

@@ -90,7 +90,7 @@ pub(crate) const WORKLOADS: [Workload; 8] = [
 
 /// A generated trace with its options.
 #[derive(Debug)]
-pub(crate) struct Made {
+pub(crate) struct GeneratedTrace {
     workload: &'static Workload,
     seed: u64,
     scale: f64,
@@ -171,11 +171,11 @@ pub(crate) fn list(as_json: bool) -> String {
 /// Returns the generated trace that a path names, or `None` if it names a file.
 pub(super) fn trace(path: &Path) -> Option<Result<Trace, TraceError>> {
     let asked = asked(path)?;
-    let made = asked.parse::<Made>().map_err(Fault::Made).and_then(|made| made.trace());
+    let made = asked.parse::<GeneratedTrace>().map_err(Fault::Made).and_then(|made| made.trace());
     Some(made.map_err(TraceError::whole))
 }
 
-impl FromStr for Made {
+impl FromStr for GeneratedTrace {
     type Err = MadeError;
 
     fn from_str(text: &str) -> Result<Self, MadeError> {
@@ -213,7 +213,7 @@ fn factor(option: &'static str, text: &str) -> Result<f64, MadeError> {
     })
 }
 
-impl Made {
+impl GeneratedTrace {
     fn trace(&self) -> Result<Trace, Fault> {
         let mut maker = Maker::new(self.seed, self.scale, self.length);
         (self.workload.play)(&mut maker)?;

@@ -36,7 +36,7 @@ use std::{
 
 /// Facts about a snapshot besides its trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Facts {
+pub(crate) struct SnapshotFacts {
     /// The index of the device whose events are played.
     pub(crate) device: usize,
     /// The number of devices.
@@ -55,7 +55,7 @@ pub(crate) enum SnapshotError {
     /// A part is missing or has the wrong type.
     Missing {
         /// The place.
-        place: Place,
+        place: SnapshotPath,
         /// The part.
         part: &'static str,
         /// The expected type.
@@ -73,7 +73,7 @@ pub(crate) enum SnapshotError {
     /// An event that contradicts earlier ones.
     Order {
         /// The place.
-        place: Place,
+        place: SnapshotPath,
         /// The block's address.
         address: u64,
         /// The operation.
@@ -86,7 +86,7 @@ pub(crate) enum SnapshotError {
     /// A size that differs from an earlier one.
     Size {
         /// The place.
-        place: Place,
+        place: SnapshotPath,
         /// The block's address.
         address: u64,
         /// The earlier size, and the size in this event.
@@ -96,7 +96,7 @@ pub(crate) enum SnapshotError {
 
 /// A place in a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
+pub(crate) enum SnapshotPath {
     /// The whole snapshot.
     Root,
     /// A device's trace.
@@ -109,7 +109,7 @@ pub(crate) enum Place {
     Block(usize, usize),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SnapshotPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Root => f.write_str("the snapshot"),
@@ -125,10 +125,10 @@ impl fmt::Display for SnapshotError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Pickle(e) => e.fmt(f),
-            Self::Missing { place: Place::Root, part: "", expected } => {
+            Self::Missing { place: SnapshotPath::Root, part: "", expected } => {
                 write!(f, "not a memory snapshot: the pickle holds no {expected}")
             }
-            Self::Missing { place: Place::Root, part, expected } => {
+            Self::Missing { place: SnapshotPath::Root, part, expected } => {
                 write!(f, "not a memory snapshot: {part} is not {expected}")
             }
             Self::Missing { place, part: "", expected } => write!(f, "{place}: not {expected}"),
@@ -158,7 +158,7 @@ impl error::Error for SnapshotError {
     }
 }
 
-fn missing(place: Place, part: &'static str, expected: &'static str) -> SnapshotError {
+fn missing(place: SnapshotPath, part: &'static str, expected: &'static str) -> SnapshotError {
     SnapshotError::Missing { place, part, expected }
 }
 
@@ -234,16 +234,16 @@ struct History {
 impl<'a> Snapshot<'a> {
     fn of(objects: &'a Objects, root: Value, device: Option<u32>) -> Result<Self, SnapshotError> {
         if !objects.is_dict(root) {
-            return Err(missing(Place::Root, "", "dictionary"));
+            return Err(missing(SnapshotPath::Root, "", "dictionary"));
         }
         let part = |word: Word| {
             let list = objects.get(root, word).and_then(|value| objects.list(value));
-            list.ok_or_else(|| missing(Place::Root, word.text(), "a list"))
+            list.ok_or_else(|| missing(SnapshotPath::Root, word.text(), "a list"))
         };
         let (segments, traces) = (part(Word::Segments)?, part(Word::DeviceTraces)?);
         let events = |device: usize| {
             let list = traces.get(device).and_then(|value| objects.list(*value));
-            list.ok_or_else(|| missing(Place::Trace(device), "", "a list of events"))
+            list.ok_or_else(|| missing(SnapshotPath::Trace(device), "", "a list of events"))
         };
         let mut most = (0, 0);
         for device in 0..traces.len() {
@@ -264,7 +264,7 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Returns a whole number from a dictionary.
-    fn number(&self, value: Value, word: Word, place: Place) -> Result<u64, SnapshotError> {
+    fn number(&self, value: Value, word: Word, place: SnapshotPath) -> Result<u64, SnapshotError> {
         match self.objects.get(value, word) {
             // Stream handles and addresses are stored as signed numbers and used as bit patterns.
             Some(Value::Int(number)) => Ok(number as u64),
@@ -272,7 +272,7 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    fn bytes(&self, value: Value, word: Word, place: Place) -> Result<u64, SnapshotError> {
+    fn bytes(&self, value: Value, word: Word, place: SnapshotPath) -> Result<u64, SnapshotError> {
         let bytes = self.number(value, word, place)?;
         match bytes {
             1..=MAX_BLOCK => Ok(bytes),
@@ -289,7 +289,7 @@ impl<'a> Snapshot<'a> {
             next
         };
         for (at, &event) in self.events.iter().enumerate() {
-            let place = Place::Event(self.device, at);
+            let place = SnapshotPath::Event(self.device, at);
             let action = match self.objects.get(event, Word::Action) {
                 Some(Value::Word(action)) => action,
                 _ => return Err(missing(place, "action", "one that is known")),
@@ -366,7 +366,7 @@ impl<'a> Snapshot<'a> {
     ) -> Result<BTreeMap<u64, (u64, u64, bool)>, SnapshotError> {
         let mut untold = BTreeMap::new();
         for (at, &segment) in self.segments.iter().enumerate() {
-            let place = Place::Segment(at);
+            let place = SnapshotPath::Segment(at);
             // Snapshots of a single device do not name it.
             let device = match self.objects.get(segment, Word::Device) {
                 Some(_) => self.number(segment, Word::Device, place)?,
@@ -382,7 +382,7 @@ impl<'a> Snapshot<'a> {
             // Older snapshots have no block addresses; they follow from the sizes.
             let mut next = self.number(segment, Word::Address, place)?;
             for (which, &block) in blocks.iter().enumerate() {
-                let place = Place::Block(at, which);
+                let place = SnapshotPath::Block(at, which);
                 let bytes = self.bytes(block, Word::Size, place)?;
                 let address = match self.objects.get(block, Word::Address) {
                     Some(_) => self.number(block, Word::Address, place)?,
@@ -439,7 +439,7 @@ impl History {
         }
         (0..self.skipped).for_each(|_| builder.skip());
         let mut trace = builder.finish(Format::Snapshot)?;
-        trace.snapshot = Some(Facts {
+        trace.snapshot = Some(SnapshotFacts {
             device,
             devices,
             blocks_at_start: self.early.len() as u64,

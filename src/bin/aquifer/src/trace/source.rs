@@ -14,14 +14,14 @@ use std::{
 const MAX_ROW: u64 = 4096;
 
 /// The rows of a file, one at a time. Memory does not grow with the file.
-pub(super) struct Source {
+pub(super) struct TraceSource {
     reader: Box<dyn BufRead>,
     /// The number of the row in `line`, counted from 1.
     row: u64,
     line: Vec<u8>,
 }
 
-impl Source {
+impl TraceSource {
     /// Opens the file at `path`, or standard input for `-`. Compression is detected by the
     /// contents.
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {

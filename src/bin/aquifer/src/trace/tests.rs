@@ -6,7 +6,7 @@ use std::io::Cursor;
 const HEADER: &str = "t_us,op,id,bytes,stream\n";
 
 fn parse(text: &str) -> Result<Trace, TraceError> {
-    Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?, None)
+    Trace::parse(TraceSource::new(Cursor::new(text.as_bytes().to_vec()))?, None)
 }
 
 fn file(name: &str) -> std::path::PathBuf {
@@ -168,7 +168,8 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
 #[test]
 fn a_file_that_is_no_text_is_refused_without_reading_it_all() {
     let endless = std::io::BufReader::new(std::io::repeat(b'x'));
-    let said = Trace::parse(Source::new(endless).unwrap(), None).expect_err("no end").to_string();
+    let said =
+        Trace::parse(TraceSource::new(endless).unwrap(), None).expect_err("no end").to_string();
     assert_eq!(said, "row 1: not a row of text");
 }
 
@@ -203,7 +204,7 @@ fn a_compressed_file_cut_anywhere_is_an_error() {
     let cuts = (0..whole.len()).step_by(whole.len() / 24).chain(whole.len() - 40..whole.len());
     for cut in cuts {
         let part = Cursor::new(whole[..cut].to_vec());
-        let said = Source::new(part)
+        let said = TraceSource::new(part)
             .and_then(|source| Trace::parse(source, None))
             .map(|_| ())
             .expect_err("cut")
@@ -221,7 +222,8 @@ fn a_damaged_compressed_file_is_an_error_and_no_crash() {
     {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x55;
-        let read = Source::new(Cursor::new(damaged)).and_then(|source| Trace::parse(source, None));
+        let read =
+            TraceSource::new(Cursor::new(damaged)).and_then(|source| Trace::parse(source, None));
         // Decoders ignore byte 30, the first byte of the compressed data.
         assert!(read.is_err() || at == 30 && read.is_ok_and(|read| read == right), "byte {at}");
     }
@@ -290,7 +292,7 @@ fn what_the_library_writes_as_rmms_log_is_read_again_as_the_same_program() {
 const WIDE: &str = "t_us,op,id,bytes,stream,kind,device,tag";
 
 fn wide(rows: &str, device: Option<u32>) -> Result<Trace, TraceError> {
-    Trace::parse(Source::new(Cursor::new(format!("{WIDE}\n{rows}").into_bytes()))?, device)
+    Trace::parse(TraceSource::new(Cursor::new(format!("{WIDE}\n{rows}").into_bytes()))?, device)
 }
 
 #[test]
@@ -424,7 +426,7 @@ fn what_cannot_be_a_trace_is_refused_whatever_it_is() {
 }
 
 fn parse_device(text: &str, device: u32) -> Result<Trace, TraceError> {
-    Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?, Some(device))
+    Trace::parse(TraceSource::new(Cursor::new(text.as_bytes().to_vec()))?, Some(device))
 }
 
 /// Returns the same rows compressed by each program.
@@ -442,7 +444,7 @@ fn packed() -> [(&'static str, Vec<u8>); 3] {
 }
 
 fn unpacked(bytes: Vec<u8>) -> Result<Trace, TraceError> {
-    Trace::parse(Source::new(Cursor::new(bytes))?, None)
+    Trace::parse(TraceSource::new(Cursor::new(bytes))?, None)
 }
 
 #[test]

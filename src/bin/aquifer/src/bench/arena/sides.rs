@@ -175,11 +175,11 @@ impl Rewinds for Scoped {
 /// The process's allocator. Blocks are kept for as long as an arena would keep them, and freed one
 /// by one.
 #[derive(Default)]
-pub(super) struct Malloc {
+pub(super) struct MallocSide {
     kept: RefCell<Vec<(NonNull<u8>, Layout)>>,
 }
 
-impl Malloc {
+impl MallocSide {
     #[inline]
     fn keep(&self, layout: Layout) -> Option<NonNull<u8>> {
         if layout.size() == 0 {
@@ -207,13 +207,13 @@ impl Malloc {
     }
 }
 
-impl Drop for Malloc {
+impl Drop for MallocSide {
     fn drop(&mut self) {
         self.free_from(0);
     }
 }
 
-impl Side for Malloc {
+impl Side for MallocSide {
     #[inline]
     fn afresh(&mut self, count: u64) {
         self.marked(count);
@@ -262,7 +262,7 @@ impl Side for Malloc {
     }
 }
 
-impl Rewinds for Malloc {
+impl Rewinds for MallocSide {
     #[inline]
     fn marked(&mut self, count: u64) {
         let first = self.kept.get_mut().len();

@@ -25,7 +25,7 @@ const NUMBERS: [u32; 16] = [7; 16];
 
 /// A repeated workload. Its name is its row's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Work {
+pub(super) enum ArenaWork {
     Values,
     Records,
     Mixed,
@@ -37,7 +37,7 @@ pub(super) enum Work {
     Fresh,
 }
 
-impl Work {
+impl ArenaWork {
     pub(super) const ALL: [Self; 9] = [
         Self::Values,
         Self::Records,

@@ -4,7 +4,7 @@
 //! It runs on the first GPU with 8 GiB in the block sizes of a model, saved in pinned memory that
 //! is ready. The link rows copy as many bytes between one block and one piece of that memory.
 
-use super::Bench;
+use super::BudgetBench;
 use crate::{
     bench::{host, lap::repeat, row::Unit},
     cli::DeviceChoice,
@@ -28,15 +28,15 @@ const PIECE: usize = 1 << 30;
 const ROWS: [&str; 2] = ["park 8 GiB", "resume 8 GiB"];
 const LINK: [&str; 2] = ["link, from the device", "link, to the device"];
 
-pub(super) fn names(_: &Bench) -> Vec<String> {
+pub(super) fn names(_: &BudgetBench) -> Vec<String> {
     ROWS.map(str::to_owned).to_vec()
 }
 
-pub(super) fn measure(bench: &mut Bench) -> Result<()> {
+pub(super) fn measure(bench: &mut BudgetBench) -> Result<()> {
     if !ROWS.iter().any(|row| bench.sheet.wants(row)) {
         return Ok(());
     }
-    let leave_out = |bench: &mut Bench, why: &str| {
+    let leave_out = |bench: &mut BudgetBench, why: &str| {
         ROWS.iter().for_each(|row| bench.sheet.leave_out(row, why.to_owned()));
     };
     let Ok(place @ Place::Cuda { .. }) = Place::choose(DeviceChoice::Auto) else {

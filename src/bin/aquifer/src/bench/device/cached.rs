@@ -1,11 +1,11 @@
 //! One thread and one stream, whose cache can serve every request.
 
 use super::{
-    Bench,
+    DeviceBench,
     lane::Lane,
     size,
     source::{ASYNC, Async, Malloc, Pooled, Source, pool},
-    work::Work,
+    work::WorkPlan,
 };
 use crate::bench::{
     lap::{Contender, contest},
@@ -29,13 +29,13 @@ fn pair_name(bytes: u64) -> String {
     format!("pair {}", size(bytes))
 }
 
-pub(super) fn pair_names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn pair_names(_: &DeviceBench<'_>) -> Vec<String> {
     std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
 }
 
 /// All sizes and the reference take turns in one contest, so that their ratios are from the same
 /// time.
-pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn pairs(bench: &mut DeviceBench<'_>) -> Result<()> {
     let session = bench.session();
     let (pool, peer) = (pool(&session)?, bench.peer(&session)?);
     let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
@@ -80,13 +80,13 @@ fn batch_name(bytes: u64) -> String {
     format!("batch of {BATCH}, {}", size(bytes))
 }
 
-pub(super) fn batch_names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn batch_names(_: &DeviceBench<'_>) -> Vec<String> {
     BATCHES.map(batch_name).to_vec()
 }
 
-pub(super) fn batches(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn batches(bench: &mut DeviceBench<'_>) -> Result<()> {
     for bytes in BATCHES {
-        play(bench, &batch_name(bytes), &Work::batch(BATCH, bytes))?;
+        play(bench, &batch_name(bytes), &WorkPlan::batch(BATCH, bytes))?;
     }
     Ok(())
 }
@@ -95,19 +95,19 @@ fn random_name(bytes: u64) -> String {
     format!("random up to {}", size(bytes))
 }
 
-pub(super) fn random_names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn random_names(_: &DeviceBench<'_>) -> Vec<String> {
     RANDOM.map(random_name).to_vec()
 }
 
-pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn random(bench: &mut DeviceBench<'_>) -> Result<()> {
     for bytes in RANDOM {
-        play(bench, &random_name(bytes), &Work::random(bytes, 0, 1))?;
+        play(bench, &random_name(bytes), &WorkPlan::random(bytes, 0, 1))?;
     }
     Ok(())
 }
 
 /// Adds a row of `work` by a new pool and a new peer.
-fn play(bench: &mut Bench<'_>, name: &str, work: &Work) -> Result<()> {
+fn play(bench: &mut DeviceBench<'_>, name: &str, work: &WorkPlan) -> Result<()> {
     if !bench.sheet.wants(name) {
         return Ok(());
     }
@@ -122,7 +122,7 @@ fn play(bench: &mut Bench<'_>, name: &str, work: &Work) -> Result<()> {
     Ok(())
 }
 
-fn work_of<'a, S: Source + 'a>(source: S, work: &'a Work) -> Contender<'a> {
+fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
     let mut lane = Lane::new(source);
     let operations = work.operations.len() as u64;
     Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))

@@ -5,7 +5,7 @@
 //! handle has a row per GiB.
 #![expect(unsafe_code, reason = "maps and unmaps, as a pool does")]
 
-use super::{Bench, size};
+use super::{DeviceBench, size};
 use crate::{
     bench::{
         lap::{Contender, Failed, Lap, contest, repeat},
@@ -50,11 +50,11 @@ fn access_name(bytes: u64, peers: usize) -> String {
 }
 
 /// Returns the rows for each number of peers, from none up to all other devices.
-fn access_names(bench: &Bench<'_>, bytes: u64) -> Vec<String> {
+fn access_names(bench: &DeviceBench<'_>, bytes: u64) -> Vec<String> {
     (0..bench.devices as usize).map(|peers| access_name(bytes, peers)).collect()
 }
 
-pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+pub(super) fn names(bench: &DeviceBench<'_>) -> Vec<String> {
     if !bench.driver {
         return Vec::new();
     }
@@ -68,7 +68,7 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
     HANDLES.into_iter().flat_map(of_size).chain(accesses).chain(events).collect()
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
     let session = bench.session();
     let lost = |e| MemoryError::driver(session.device, e);
     if bench.place.info().virtual_memory {
@@ -169,7 +169,7 @@ impl Drop for Range<'_> {
 }
 
 /// Measures a GiB of handles of `bytes` each through all steps, and the move of one handle.
-fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), DriverError> {
+fn handles(bench: &mut DeviceBench<'_>, session: &Session, bytes: u64) -> Result<(), DriverError> {
     let moves = bench.sheet.wants(&move_name(bytes));
     let wanted = |step: &str| {
         bench.sheet.wants(&step_name(step, bytes)) || bench.sheet.wants(&whole_name(step, bytes))
@@ -222,7 +222,7 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
 
 /// Measures setting access to one mapping for its own device and an increasing number of peers.
 /// Rows that need more peers than can access it are left out.
-fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
+fn accesses(bench: &mut DeviceBench<'_>, session: &Session) -> Result<()> {
     let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
     if !names.iter().any(|name| bench.sheet.wants(name)) {
         return Ok(());
@@ -257,7 +257,7 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
 /// Returns the devices that can access memory of the session's device, its own first, and the error
 /// of the first one that cannot. On some machines only some pairs of devices are linked.
 fn reaching(
-    bench: &Bench<'_>,
+    bench: &DeviceBench<'_>,
     session: &Session,
 ) -> Result<(Vec<DeviceId>, Option<DriverError>), DriverError> {
     let (mut reaching, mut refused) = (vec![session.device], None);
@@ -285,7 +285,7 @@ impl Drop for Event<'_> {
 }
 
 /// Measures calls on a completed event and an idle stream.
-fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
+fn events(bench: &mut DeviceBench<'_>, session: &Session) -> Result<()> {
     if !EVENTS.iter().any(|name| bench.sheet.wants(name)) {
         return Ok(());
     }

@@ -2,7 +2,7 @@
 //! handles.
 
 use super::{
-    Bench,
+    DeviceBench,
     source::{ASYNC, Async, AsyncPool, Pooled, Source, pool},
 };
 use crate::{
@@ -21,11 +21,11 @@ const MOVE: &str = "move a handle";
 
 const GIB: u64 = 1 << 30;
 
-pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn names(_: &DeviceBench<'_>) -> Vec<String> {
     [OPEN, FIRST, GROW, TRIM, MOVE].map(str::to_owned).to_vec()
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
     if bench.sheet.wants(OPEN) || bench.sheet.wants(FIRST) {
         start(bench)?;
     }
@@ -53,7 +53,7 @@ fn nanoseconds(took: Duration) -> f64 {
 }
 
 /// Measures opening a pool, and its first allocation.
-fn start(bench: &mut Bench<'_>) -> Result<()> {
+fn start(bench: &mut DeviceBench<'_>) -> Result<()> {
     let session = bench.session();
     let has_peer = bench.peer(&session)?.is_some();
     let own = repeat(bench.pace, || {
@@ -88,7 +88,7 @@ fn first<S: Source<Refused = MemoryError>>(open: Duration, source: &S) -> Result
 }
 
 /// Measures one block of a GiB, from an empty pool to an empty pool.
-fn grow_and_trim(bench: &mut Bench<'_>) -> Result<()> {
+fn grow_and_trim(bench: &mut DeviceBench<'_>) -> Result<()> {
     let session = bench.session();
     let own = {
         let pool = pool(&session)?;

@@ -11,7 +11,7 @@
 //! ```
 
 use super::{
-    Bench,
+    DeviceBench,
     lane::Lane,
     source::{ASYNC, Async, Pooled, Source, pool},
     work::SplitMix,
@@ -56,13 +56,13 @@ fn needed(holes: u64) -> u64 {
     holes * UNIT * (LIVE + (HOLES.start + HOLES.end) / 2) / 100 * 101 + (64 << 20)
 }
 
-pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn names(_: &DeviceBench<'_>) -> Vec<String> {
     LEVELS.map(name).into_iter().chain([flat()]).collect()
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
     let wants_flat = bench.sheet.wants(&flat());
-    let wanted = |bench: &Bench<'_>, level: u64| {
+    let wanted = |bench: &DeviceBench<'_>, level: u64| {
         bench.sheet.wants(&name(level))
             || (wants_flat && [LEVELS[0], LEVELS[LEVELS.len() - 1]].contains(&level))
     };
@@ -151,7 +151,7 @@ impl<S: Source> Cache<S> {
     /// Measures pairs for each number of holes, as far as time allows.
     fn levels(
         &mut self,
-        bench: &mut Bench<'_>,
+        bench: &mut DeviceBench<'_>,
         levels: &[u64],
         until: Option<Instant>,
     ) -> Vec<Outcome> {
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn no_hole_holds_the_pair_and_a_larger_number_of_them_has_the_smaller_in_it() {
         let place = Place::choose(DeviceChoice::Sim).unwrap();
-        let mut bench = Bench::new(&place, Pace::QUICK, None, false).unwrap();
+        let mut bench = DeviceBench::new(&place, Pace::QUICK, None, false).unwrap();
         let session = bench.session();
         let pool = pool(&session).unwrap();
         let mut cache = Cache::make(Pooled::on(&pool).unwrap(), &[10, 1000], None);
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn what_there_is_no_time_for_is_not_measured() {
         let place = Place::choose(DeviceChoice::Sim).unwrap();
-        let mut bench = Bench::new(&place, Pace::QUICK, None, false).unwrap();
+        let mut bench = DeviceBench::new(&place, Pace::QUICK, None, false).unwrap();
         let session = bench.session();
         let pool = pool(&session).unwrap();
         let late = Some(Instant::now());

@@ -1,6 +1,6 @@
 //! Threads at work, each with its own source.
 
-use super::{source::Source, work::Work};
+use super::{source::Source, work::WorkPlan};
 use crate::bench::lap::{Failed, Lap};
 use std::{
     hint::black_box,
@@ -58,7 +58,7 @@ impl<S: Source> Lane<S> {
     }
 
     /// Runs `work` `times` times.
-    pub(in crate::bench) fn play(&mut self, work: &Work, times: u64) {
+    pub(in crate::bench) fn play(&mut self, work: &WorkPlan, times: u64) {
         if self.slots.len() < work.slots {
             self.slots.resize_with(work.slots, || None);
         }
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn a_refused_block_is_counted_and_not_freed() {
         let mut lane = Lane::new(Numbers::default());
-        lane.play(&Work::batch(6, 1), 1);
+        lane.play(&WorkPlan::batch(6, 1), 1);
         assert_eq!((lane.source.out.get(), lane.source.most.get()), (0, 4));
         assert_eq!(lane.failed(), Failed { count: 2, first: Some("the third".into()) });
         assert_eq!(lane.failed(), Failed::default());

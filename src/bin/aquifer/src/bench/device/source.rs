@@ -122,20 +122,20 @@ impl Async {
 
 /// An allocation of an [`AsyncPool`], accepted only by [`Async::give`].
 #[derive(Debug)]
-pub(in crate::bench) struct Address(u64);
+pub(in crate::bench) struct AsyncAddress(u64);
 
 impl Source for Async {
-    type Held = Address;
+    type Held = AsyncAddress;
     type Refused = MemoryError;
 
     #[inline]
-    fn take(&self, bytes: u64) -> Result<Address> {
+    fn take(&self, bytes: u64) -> Result<AsyncAddress> {
         let taken = self.pool.driver.pool_alloc(self.pool.pool, self.stream.raw(), bytes);
-        taken.map(Address).map_err(|e| self.pool.refused(e))
+        taken.map(AsyncAddress).map_err(|e| self.pool.refused(e))
     }
 
     #[inline]
-    fn give(&self, held: Address) -> Result<()> {
+    fn give(&self, held: AsyncAddress) -> Result<()> {
         // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and is consumed here. 2.
         // no work uses it.
         unsafe { self.pool.driver.pool_free(self.stream.raw(), held.0) }

@@ -14,13 +14,13 @@ fn as_if_real(sim: &Sim) -> Place {
     Place::Cuda { driver, info }
 }
 
-fn measured<'a>(place: &'a Place, only: Option<&str>, driver: bool) -> Bench<'a> {
-    let mut bench = Bench::new(place, Pace::QUICK, only, driver).unwrap();
+fn measured<'a>(place: &'a Place, only: Option<&str>, driver: bool) -> DeviceBench<'a> {
+    let mut bench = DeviceBench::new(place, Pace::QUICK, only, driver).unwrap();
     bench.measure(&mut Progress::silent()).unwrap();
     bench
 }
 
-fn names(bench: &Bench<'_>) -> Vec<String> {
+fn names(bench: &DeviceBench<'_>) -> Vec<String> {
     groups().iter().flat_map(|group| (group.names)(bench)).collect()
 }
 
@@ -41,7 +41,7 @@ fn sizes_are_written_as_people_name_them() {
 #[test]
 fn no_two_rows_have_one_name() {
     let place = place();
-    let bench = Bench::new(&place, Pace::QUICK, None, true).unwrap();
+    let bench = DeviceBench::new(&place, Pace::QUICK, None, true).unwrap();
     let mut names = names(&bench);
     let count = names.len();
     names.sort();
@@ -76,7 +76,7 @@ fn a_row_over_another_has_that_one_as_its_peer() {
 #[test]
 fn a_pattern_that_no_row_has_is_a_mistake() {
     let place = place();
-    let mut bench = Bench::new(&place, Pace::QUICK, Some("pear"), false).unwrap();
+    let mut bench = DeviceBench::new(&place, Pace::QUICK, Some("pear"), false).unwrap();
     let mistake = bench.measure(&mut Progress::silent()).unwrap_err();
     assert!(
         mistake.to_string().starts_with("no row's name contains 'pear'; there are pair 1 GiB;"),
@@ -205,7 +205,8 @@ fn what_the_driver_refuses_is_counted_and_told() {
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);
     let place = as_if_real(&sim);
-    let mut bench = Bench::new(&place, Pace::QUICK, Some("batch of 64, 4 KiB"), false).unwrap();
+    let mut bench =
+        DeviceBench::new(&place, Pace::QUICK, Some("batch of 64, 4 KiB"), false).unwrap();
     sim.fail_every(aquifer_driver::Call::PoolAlloc, 2, 2);
     bench.measure(&mut Progress::silent()).unwrap();
     let [failure] = &bench.sheet.failures[..] else { panic!("{:?}", bench.sheet.failures) };
@@ -219,7 +220,7 @@ fn rows_that_are_missing_because_of_an_error_are_named() {
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);
     let place = as_if_real(&sim);
-    let mut bench = Bench::new(&place, Pace::QUICK, Some("1 GiB"), false).unwrap();
+    let mut bench = DeviceBench::new(&place, Pace::QUICK, Some("1 GiB"), false).unwrap();
     sim.fail_every(aquifer_driver::Call::PoolCreate, 1, 2);
     bench.measure(&mut Progress::silent()).unwrap();
     let rows: Vec<_> = bench.sheet.failures.iter().map(|failure| failure.row.as_str()).collect();

@@ -6,11 +6,11 @@
 //! processors it includes the time a thread waits for a processor.
 
 use super::{
-    Bench,
+    DeviceBench,
     lane::{Lane, crew},
     size,
     source::{ASYNC, Async, Pooled, Source, pool},
-    work::Work,
+    work::WorkPlan,
 };
 use crate::bench::{
     lap::{Contender, Outcome},
@@ -27,12 +27,12 @@ const RANDOM: u64 = 1 << 20;
 
 /// The jobs of the threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Job {
+enum ThreadJob {
     Pairs,
     Random,
 }
 
-impl Job {
+impl ThreadJob {
     const ALL: [Self; 2] = [Self::Pairs, Self::Random];
 
     /// Returns its name in rows.
@@ -59,15 +59,15 @@ impl Job {
     }
 }
 
-pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
-    let of = |job: Job| {
+pub(super) fn names(_: &DeviceBench<'_>) -> Vec<String> {
+    let of = |job: ThreadJob| {
         THREADS.into_iter().flat_map(move |threads| job.rows(threads)).chain([job.scaling()])
     };
-    Job::ALL.into_iter().flat_map(of).collect()
+    ThreadJob::ALL.into_iter().flat_map(of).collect()
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
-    for job in Job::ALL {
+pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
+    for job in ThreadJob::ALL {
         let scaling = bench.sheet.wants(&job.scaling());
         let (mut one, mut most) = (None, None);
         for threads in THREADS {
@@ -98,17 +98,17 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
 /// Adds the rows for this many threads and returns the pool's outcome, or `None` without enough
 /// memory.
 fn together(
-    bench: &mut Bench<'_>,
-    job: Job,
+    bench: &mut DeviceBench<'_>,
+    job: ThreadJob,
     threads: usize,
     rows: &[String; 2],
 ) -> Result<Option<Outcome>> {
     let session = bench.session();
     let (pool, peer) = (pool(&session)?, bench.peer(&session)?);
     let works: Vec<_> = match job {
-        Job::Pairs => Vec::new(),
-        Job::Random => {
-            (0..threads as u64).map(|n| Work::random(RANDOM, n, threads as u64)).collect()
+        ThreadJob::Pairs => Vec::new(),
+        ThreadJob::Random => {
+            (0..threads as u64).map(|n| WorkPlan::random(RANDOM, n, threads as u64)).collect()
         }
     };
     let bytes =
@@ -132,7 +132,7 @@ fn together(
 
 /// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
 /// work, or as many pairs as make a suitable lap.
-fn crew_of<'a, S>(sources: Vec<S>, works: &'a [Work]) -> Contender<'a>
+fn crew_of<'a, S>(sources: Vec<S>, works: &'a [WorkPlan]) -> Contender<'a>
 where
     S: Source + Send + 'a,
     S::Held: Send,

@@ -69,7 +69,7 @@ pub(in crate::bench) struct Operation {
 /// Steps in order. Each block is allocated at most once before it is freed, and none is live at the
 /// end.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(in crate::bench) struct Work {
+pub(in crate::bench) struct WorkPlan {
     pub(in crate::bench) operations: Vec<Operation>,
     /// The number of block indices.
     pub(in crate::bench) slots: usize,
@@ -77,7 +77,7 @@ pub(in crate::bench) struct Work {
     pub(in crate::bench) peak: u64,
 }
 
-impl Work {
+impl WorkPlan {
     /// Creates random sizes up to `max`, for the `thread`th of `threads` threads.
     pub(in crate::bench) fn random(max: u64, thread: u64, threads: u64) -> Self {
         let limit = LIVE / threads;
@@ -133,7 +133,7 @@ mod tests {
 
     /// Returns a hash of every step (FNV-1a over the index, the kind and the size as whole
     /// numbers).
-    fn folded(work: &Work) -> u64 {
+    fn folded(work: &WorkPlan) -> u64 {
         let fields = work
             .operations
             .iter()
@@ -156,7 +156,7 @@ mod tests {
             (4096 * MIB, 15, 16, 1_048_151_713, 425_612_056_860, 0xc49b_105b_68cc_9e1d),
         ];
         for (max, thread, threads, peak, bytes, hash) in table {
-            let work = Work::random(max, thread, threads);
+            let work = WorkPlan::random(max, thread, threads);
             assert_eq!((work.operations.len(), work.slots, work.peak), (2000, 1000, peak));
             let allocated = work.operations.iter().filter(|o| o.allocates).map(|o| o.bytes);
             assert_eq!(allocated.sum::<u64>(), bytes);
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn random_work_begins_and_ends_as_in_other_languages() {
-        let work = Work::random(MIB, 0, 1);
+        let work = WorkPlan::random(MIB, 0, 1);
         let step = |slot, allocates, bytes| Operation { slot, allocates, bytes };
         let first = [
             step(0, true, 154_818),
@@ -180,14 +180,14 @@ mod tests {
         ];
         assert_eq!(work.operations[..8], first);
         assert_eq!(work.operations[1998..], [step(984, false, 61_897), step(319, false, 735_798)]);
-        let large = Work::random(4096 * MIB, 0, 1);
+        let large = WorkPlan::random(4096 * MIB, 0, 1);
         assert_eq!(large.operations[0], step(0, true, 2_298_633_410));
         assert_eq!(large.operations[7], step(5, true, 1_867_274_153));
     }
 
     #[test]
     fn every_block_is_freed_once_after_its_allocation() {
-        for work in [Work::random(MIB, 3, 4), Work::batch(64, 100)] {
+        for work in [WorkPlan::random(MIB, 3, 4), WorkPlan::batch(64, 100)] {
             let mut live = vec![false; work.slots];
             for step in work.operations {
                 let slot = &mut live[step.slot as usize];
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_batch_is_freed_in_the_order_of_its_allocation() {
-        let work = Work::batch(2, 5);
+        let work = WorkPlan::batch(2, 5);
         let steps = work.operations.iter().map(|o| (o.slot, o.allocates));
         assert_eq!(steps.collect::<Vec<_>>(), [(0, true), (1, true), (0, false), (1, false)]);
         assert_eq!(work.peak, 10);

@@ -60,10 +60,10 @@ pub(super) struct By<A: 'static>(pub(super) &'static A);
 
 /// A block, as its user holds it.
 #[derive(Debug)]
-pub(super) struct Held(NonNull<u8>, Layout);
+pub(super) struct GlobalBlock(NonNull<u8>, Layout);
 
 // SAFETY: the block belongs to the owner of this value, as that of a `Box` does.
-unsafe impl Send for Held {}
+unsafe impl Send for GlobalBlock {}
 
 /// The allocator returned null.
 #[derive(Debug)]
@@ -76,21 +76,21 @@ impl fmt::Display for NoMemory {
 }
 
 impl<A: GlobalAlloc> Source for By<A> {
-    type Held = Held;
+    type Held = GlobalBlock;
     type Refused = NoMemory;
 
     #[inline]
-    fn take(&self, bytes: u64) -> Result<Held, NoMemory> {
+    fn take(&self, bytes: u64) -> Result<GlobalBlock, NoMemory> {
         let Ok(layout) = Layout::from_size_align(bytes.max(1) as usize, 16) else {
             return Err(NoMemory(bytes));
         };
         // SAFETY: the layout has a size.
         let block = NonNull::new(unsafe { self.0.alloc(layout) });
-        block.map(|block| Held(block, layout)).ok_or(NoMemory(bytes))
+        block.map(|block| GlobalBlock(block, layout)).ok_or(NoMemory(bytes))
     }
 
     #[inline]
-    fn give(&self, Held(block, layout): Held) -> Result<(), NoMemory> {
+    fn give(&self, GlobalBlock(block, layout): GlobalBlock) -> Result<(), NoMemory> {
         // SAFETY: the block was allocated here with this layout, and is freed once.
         unsafe { self.0.dealloc(block.as_ptr(), layout) };
         Ok(())

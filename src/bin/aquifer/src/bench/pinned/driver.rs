@@ -1,7 +1,7 @@
 //! The cost of an allocation by the driver and its free, compared with a pair of the pool.
 
 use super::{
-    Bench, size,
+    PinnedBench, size,
     source::{Direct, Pinned},
 };
 use crate::bench::{
@@ -18,11 +18,11 @@ fn name(bytes: u64) -> String {
     format!("cuMemHostAlloc, cuMemFreeHost {}", size(bytes))
 }
 
-pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+pub(super) fn names(bench: &PinnedBench<'_>) -> Vec<String> {
     if bench.has_gpu() { SIZES.map(name).to_vec() } else { Vec::new() }
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
     for bytes in SIZES {
         let name = name(bytes);
         if !bench.sheet.wants(&name) || !bench.has_room(&name, 4 * bytes) {

@@ -1,11 +1,11 @@
 //! A pool that can serve every request, on one thread and on several.
 
-use super::{Bench, driver::pairs as pairs_of, size, source::Pinned};
+use super::{PinnedBench, driver::pairs as pairs_of, size, source::Pinned};
 use crate::bench::{
     device::{
         lane::{Lane, crew},
         source::{Malloc, Source},
-        work::Work,
+        work::WorkPlan,
     },
     lap::{Contender, Pace, contest},
     row::Unit,
@@ -21,11 +21,11 @@ const LIVE: [u64; 2] = [1 << 30, 128 << 20];
 /// The numbers of threads.
 const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
 /// The jobs of the threads: pairs of one size, and random sizes up to a maximum, in bytes.
-const JOBS: [Job; 4] = [
-    Job { random: false, bytes: 4 << 10 },
-    Job { random: false, bytes: 1 << 20 },
-    Job { random: true, bytes: 64 << 10 },
-    Job { random: true, bytes: 1 << 20 },
+const JOBS: [PinnedJob; 4] = [
+    PinnedJob { random: false, bytes: 4 << 10 },
+    PinnedJob { random: false, bytes: 1 << 20 },
+    PinnedJob { random: true, bytes: 64 << 10 },
+    PinnedJob { random: true, bytes: 1 << 20 },
 ];
 
 /// The peer of rows in which it gets the same sizes.
@@ -37,13 +37,13 @@ fn pair_name(bytes: u64) -> String {
     format!("pair {}", size(bytes))
 }
 
-pub(super) fn pair_names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn pair_names(_: &PinnedBench<'_>) -> Vec<String> {
     std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
 }
 
 /// All sizes and the reference take turns in one contest, so that their ratios are from the same
 /// time.
-pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn pairs(bench: &mut PinnedBench<'_>) -> Result<()> {
     let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
     let mut sizes = Vec::new();
     let mut pools = Vec::new();
@@ -67,7 +67,7 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-fn live(bench: &Bench<'_>) -> u64 {
+fn live(bench: &PinnedBench<'_>) -> u64 {
     LIVE[usize::from(bench.pace == Pace::QUICK)]
 }
 
@@ -75,15 +75,15 @@ fn random_name(bytes: u64) -> [String; 2] {
     ["random", "waste, random"].map(|what| format!("{what} up to {}", size(bytes)))
 }
 
-pub(super) fn random_names(_: &Bench<'_>) -> Vec<String> {
+pub(super) fn random_names(_: &PinnedBench<'_>) -> Vec<String> {
     RANDOM.into_iter().flat_map(random_name).collect()
 }
 
 /// Random sizes, and their rounding waste, measured once at the peak of live bytes.
-pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn random(bench: &mut PinnedBench<'_>) -> Result<()> {
     for bytes in RANDOM {
         let [name, waste] = random_name(bytes);
-        let work = Work::random_within(bytes, 0, live(bench));
+        let work = WorkPlan::random_within(bytes, 0, live(bench));
         // Twice the peak, so that the pool never has to grow, as one that has run for a while.
         let needed = 2 * work.peak + (64 << 20);
         if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste))
@@ -106,7 +106,7 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
 
 /// Returns the rounding of live blocks in per cent of the requested bytes, over the first blocks of
 /// `work` up to its peak.
-fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Result<f64> {
+fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &WorkPlan) -> Result<f64> {
     let (mut held, mut bytes) = (Vec::new(), 0);
     for step in work.operations.iter().filter(|step| step.allocates) {
         bytes += step.bytes;
@@ -122,7 +122,7 @@ fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Resu
     Ok((memory.live as f64 / memory.requested.max(1) as f64 - 1.0) * 100.0)
 }
 
-fn work_of<'a, S: Source + 'a>(source: S, work: &'a Work) -> Contender<'a> {
+fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
     let mut lane = Lane::new(source);
     let operations = work.operations.len() as u64;
     Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))
@@ -130,12 +130,12 @@ fn work_of<'a, S: Source + 'a>(source: S, work: &'a Work) -> Contender<'a> {
 
 /// A job of several threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Job {
+struct PinnedJob {
     random: bool,
     bytes: u64,
 }
 
-impl Job {
+impl PinnedJob {
     /// Returns the rows for this many threads: over all, and each.
     fn rows(self, threads: usize) -> [String; 2] {
         let s = if threads == 1 { "" } else { "s" };
@@ -145,12 +145,12 @@ impl Job {
     }
 }
 
-pub(super) fn thread_names(_: &Bench<'_>) -> Vec<String> {
-    let of = |job: Job| THREADS.into_iter().flat_map(move |threads| job.rows(threads));
+pub(super) fn thread_names(_: &PinnedBench<'_>) -> Vec<String> {
+    let of = |job: PinnedJob| THREADS.into_iter().flat_map(move |threads| job.rows(threads));
     JOBS.into_iter().flat_map(of).collect()
 }
 
-pub(super) fn threads(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn threads(bench: &mut PinnedBench<'_>) -> Result<()> {
     for job in JOBS {
         for threads in THREADS {
             let rows = job.rows(threads);
@@ -163,10 +163,15 @@ pub(super) fn threads(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// Adds the rows for this many threads on one pool.
-fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2]) -> Result<()> {
+fn together(
+    bench: &mut PinnedBench<'_>,
+    job: PinnedJob,
+    threads: usize,
+    rows: &[String; 2],
+) -> Result<()> {
     let works: Vec<_> = if job.random {
         let limit = live(bench) / threads as u64;
-        (0..threads as u64).map(|n| Work::random_within(job.bytes, n, limit)).collect()
+        (0..threads as u64).map(|n| WorkPlan::random_within(job.bytes, n, limit)).collect()
     } else {
         Vec::new()
     };
@@ -190,7 +195,7 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
 
 /// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
 /// work, or as many pairs as make a suitable lap.
-fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [Work]) -> Contender<'a>
+fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [WorkPlan]) -> Contender<'a>
 where
     S: Source + Send + 'a,
     S::Held: Send,

@@ -5,7 +5,7 @@
 //! than anything measured here. As much memory as the largest row needs is therefore touched and
 //! freed first.
 
-use super::{Bench, size};
+use super::{PinnedBench, size};
 use crate::bench::{
     lap::Pace,
     report::{Failure, LeftOut},
@@ -62,7 +62,7 @@ impl Case {
     }
 }
 
-fn cases(bench: &Bench<'_>, bytes: u64) -> Vec<Case> {
+fn cases(bench: &PinnedBench<'_>, bytes: u64) -> Vec<Case> {
     let few = bytes > 8 * GIB;
     let usual = RegionRequest::REGISTRATION;
     let mut cases = Vec::new();
@@ -84,7 +84,7 @@ fn cases(bench: &Bench<'_>, bytes: u64) -> Vec<Case> {
     cases
 }
 
-fn sizes(bench: &Bench<'_>) -> &'static [u64] {
+fn sizes(bench: &PinnedBench<'_>) -> &'static [u64] {
     if bench.pace == Pace::QUICK { &QUICK } else { &SIZES }
 }
 
@@ -96,7 +96,7 @@ fn close_name(bytes: u64) -> String {
     format!("region {} ended", size(bytes))
 }
 
-pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+pub(super) fn names(bench: &PinnedBench<'_>) -> Vec<String> {
     let mut names = Vec::new();
     for &bytes in sizes(bench) {
         names.extend(cases(bench, bytes).iter().map(Case::name));
@@ -108,7 +108,7 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
     names
 }
 
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
     let node =
         bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
     let wanted = |bytes: &u64| {
@@ -192,7 +192,7 @@ fn request(node: Option<NodeId>, bytes: u64) -> RegionRequest {
 }
 
 /// Touches this much memory, so that the machine gets it.
-fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
+fn touch(bench: &PinnedBench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
     let mut request = request(node, bytes);
     request.pinning = Pinning::Off;
     request.verify = Verify::Skip;
@@ -201,7 +201,7 @@ fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
 }
 
 /// Returns what this machine lacks for a row, and the affected rows.
-fn missing(bench: &Bench<'_>, node: Option<NodeId>, case: &Case) -> Option<(String, String)> {
+fn missing(bench: &PinnedBench<'_>, node: Option<NodeId>, case: &Case) -> Option<(String, String)> {
     let region = format!("region {}", size(case.bytes));
     let there = processors();
     if case.workers > there {
@@ -228,7 +228,7 @@ fn processors() -> usize {
 /// Returns the best times until a region is ready, and until it is freed. The inner error says why
 /// there is no such region here.
 fn ready(
-    bench: &Bench<'_>,
+    bench: &PinnedBench<'_>,
     node: Option<NodeId>,
     case: &Case,
 ) -> Result<std::result::Result<(Duration, Duration), String>> {
@@ -261,7 +261,7 @@ fn ready(
 }
 
 /// Returns the same for memory allocated by the driver.
-fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
+fn driver(bench: &mut PinnedBench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
     let told = |e| MemoryError::driver(bench.device, e);
     let mut best = (Duration::MAX, Duration::MAX);
     // From 8 GiB on, each repetition takes seconds.
@@ -293,7 +293,7 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
 }
 
 /// Measures the registration of memory whose pages are populated.
-fn in_place_once(bench: &Bench<'_>, bytes: u64) -> Result<Duration> {
+fn in_place_once(bench: &PinnedBench<'_>, bytes: u64) -> Result<Duration> {
     let mut memory = vec![1u8; bytes as usize];
     let mut best = Duration::MAX;
     for _ in 0..laps(bytes) {
@@ -319,8 +319,8 @@ mod tests {
         Place::Cuda { driver, info }
     }
 
-    fn measured<'a>(place: &'a Place, only: Option<&str>) -> Bench<'a> {
-        let mut bench = Bench::new(place, Pace::QUICK, only).unwrap();
+    fn measured<'a>(place: &'a Place, only: Option<&str>) -> PinnedBench<'a> {
+        let mut bench = PinnedBench::new(place, Pace::QUICK, only).unwrap();
         bench.measure(&mut Progress::silent()).unwrap();
         bench
     }
@@ -370,7 +370,7 @@ mod tests {
     fn no_two_rows_have_one_name_and_each_fits_the_page() {
         let sim = Sim::h200(1).symbolic();
         let place = as_if_real(&sim);
-        let mut bench = Bench::new(&place, Pace::QUICK, None).unwrap();
+        let mut bench = PinnedBench::new(&place, Pace::QUICK, None).unwrap();
         bench.pace = Pace::FULL;
         let mut all = names(&bench);
         assert!(all.iter().all(|name| name.chars().count() <= 41), "{all:?}");

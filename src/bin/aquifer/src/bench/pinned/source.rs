@@ -37,34 +37,34 @@ impl Pinned {
 
 /// Memory of [`Pinned`], accepted only by [`Pinned::give`].
 #[derive(Debug)]
-pub(super) struct Held(NonNull<u8>, Layout);
+pub(super) struct PinnedBlock(NonNull<u8>, Layout);
 
 // SAFETY: 1. only the owner accesses the memory.
-unsafe impl Send for Held {}
+unsafe impl Send for PinnedBlock {}
 
 fn layout(bytes: u64) -> Option<Layout> {
     Layout::from_size_align(bytes as usize, 16).ok()
 }
 
 impl Source for Pinned {
-    type Held = Held;
+    type Held = PinnedBlock;
     // Boxed, so that the result is no larger than a pointer. A larger result is passed through
     // memory, which takes longer than the pair.
     type Refused = Box<MemoryError>;
 
     #[inline(always)]
-    fn take(&self, bytes: u64) -> Result<Held, Self::Refused> {
+    fn take(&self, bytes: u64) -> Result<PinnedBlock, Self::Refused> {
         let too_large =
             || Box::new(MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 });
         let layout = layout(bytes).ok_or_else(too_large)?;
         match self.allocator.allocate(layout) {
-            Ok(block) => Ok(Held(block.cast(), layout)),
+            Ok(block) => Ok(PinnedBlock(block.cast(), layout)),
             Err(_) => Err(self.reason(layout)),
         }
     }
 
     #[inline(always)]
-    fn give(&self, Held(block, layout): Held) -> Result<(), Self::Refused> {
+    fn give(&self, PinnedBlock(block, layout): PinnedBlock) -> Result<(), Self::Refused> {
         // SAFETY: 1. a `Held` comes from `take` only, with its layout, and is consumed here.
         unsafe { self.allocator.deallocate(block, layout) };
         Ok(())
@@ -84,20 +84,20 @@ pub(super) struct Direct {
 
 /// Memory of [`Direct`], accepted only by [`Direct::give`].
 #[derive(Debug)]
-pub(super) struct Address(NonNull<u8>);
+pub(super) struct DriverAddress(NonNull<u8>);
 
 // SAFETY: 1. only the owner accesses the memory.
-unsafe impl Send for Address {}
+unsafe impl Send for DriverAddress {}
 
 impl Source for Direct {
-    type Held = Address;
+    type Held = DriverAddress;
     type Refused = DriverError;
 
-    fn take(&self, bytes: u64) -> Result<Address, DriverError> {
-        self.driver.host_alloc(self.device, bytes as usize, HostFlags::default()).map(Address)
+    fn take(&self, bytes: u64) -> Result<DriverAddress, DriverError> {
+        self.driver.host_alloc(self.device, bytes as usize, HostFlags::default()).map(DriverAddress)
     }
 
-    fn give(&self, Address(block): Address) -> Result<(), DriverError> {
+    fn give(&self, DriverAddress(block): DriverAddress) -> Result<(), DriverError> {
         // SAFETY: 1. an `Address` comes from `take` only, and is consumed here. 2. no work uses it.
         unsafe { self.driver.host_free(self.device, block) }
     }

@@ -4,7 +4,7 @@
 //! Measured over simulated devices, whose driver takes no time, and over this machine's GPUs. There
 //! it is compared with opening the driver and creating a context on each device.
 
-use super::{Bench, over, simulated};
+use super::{PlacementBench, over, simulated};
 use crate::{
     bench::{lap::repeat, row::Unit},
     gpu::Gpus,
@@ -18,12 +18,12 @@ const DEVICES: [u32; 2] = [1, 8];
 const HERE: &str = "start + end, this machine's GPUs";
 const DRIVER: &str = "driver, with contexts";
 
-pub(super) fn names(_: &Bench) -> Vec<String> {
+pub(super) fn names(_: &PlacementBench) -> Vec<String> {
     let simulated = DEVICES.map(|devices| format!("start + end, {}", over(devices)));
     simulated.into_iter().chain([HERE.to_owned()]).collect()
 }
 
-pub(super) fn measure(bench: &mut Bench) -> Result<()> {
+pub(super) fn measure(bench: &mut PlacementBench) -> Result<()> {
     for (name, devices) in names(bench).iter().zip(DEVICES) {
         if bench.sheet.wants(name) {
             let [took] = repeat(bench.pace, || started(simulated(devices)).map(|ns| [ns]))?;

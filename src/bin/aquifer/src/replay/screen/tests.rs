@@ -26,8 +26,8 @@ fn rounds() -> Vec<Round> {
     rounds.map(|(ns, tally)| Round { ns, tally }).to_vec()
 }
 
-fn clean() -> Report {
-    Report {
+fn clean() -> ReplayReport {
+    ReplayReport {
         trace: "tests/data/serve_mixed.csv.xz".into(),
         device: "sim".into(),
         device_named: false,
@@ -68,39 +68,39 @@ fn clean() -> Report {
     }
 }
 
-fn fitted() -> Report {
+fn fitted() -> ReplayReport {
     let timing = Timing { first: 8120.0, warm: 5284.0, rounds: 3 };
     let fit = Fit { bytes: 13_891_534_848, timing, rounds: rounds() };
-    Report { fit: Some(Search::Found(fit)), ..clean() }
+    ReplayReport { fit: Some(Search::Found(fit)), ..clean() }
 }
 
-fn refused() -> Report {
+fn refused() -> ReplayReport {
     let said = "out of memory on device 0: 125.85 MiB requested\n\
                 \x20 refused by  125.85 MiB asked of the budget of device 0, 11.90 GiB of 12.00 GiB used, 97.00 MiB left\n\
                 \x20 held        11.42 GiB live, 412.00 MiB cached, 71.00 MiB pending, 11.90 GiB physical\n\
                 \x20 largest     64.00 MiB free in one range\n\
                 \x20 holder      11.42 GiB in 311 blocks: \"untagged\"\n\
                 \x20 do          free some of the 11.42 GiB that \"untagged\" holds";
-    Report {
+    ReplayReport {
         budget: Some(12 << 30),
         peak_physical: 12_784_238_592,
-        failure: Some(Failure { operations: 9_120, said: said.into() }),
+        failure: Some(ReplayFailure { operations: 9_120, said: said.into() }),
         timing: None,
         rounds: Vec::new(),
         ..clean()
     }
 }
 
-fn objected() -> Report {
+fn objected() -> ReplayReport {
     let first = vec![
         "race: read of block 17 on stream 1 at src/a.rs:10 is not ordered with the write on stream 0 at src/b.rs:20"
             .to_owned(),
         "use after free: read of block 18 on stream 2 at src/a.rs:10".to_owned(),
     ];
-    Report { ignore_order: true, violations: Violations { count: 2750, first }, ..clean() }
+    ReplayReport { ignore_order: true, violations: Violations { count: 2750, first }, ..clean() }
 }
 
-fn golden(name: &str, report: &Report) {
+fn golden(name: &str, report: &ReplayReport) {
     let screen = report.to_screen();
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("src/replay/screen/golden")
@@ -129,7 +129,7 @@ fn no_screen_is_larger_than_a_terminal() {
     worst.fit = Some(Search::Nothing);
     worst.live_at_end = u64::MAX;
     worst.early_completions = u64::MAX;
-    let second = Report {
+    let second = ReplayReport {
         violations: worst.violations.clone(),
         live_at_end: u64::MAX,
         early_completions: u64::MAX,
@@ -143,7 +143,7 @@ fn no_screen_is_larger_than_a_terminal() {
         assert!(screen.lines().all(|line| line.chars().count() <= WIDTH), "{screen}");
     }
     // A command is never cut: a path that is too long gets a line of its own.
-    let screen = Report { trace: long.clone(), ..clean() }.to_screen();
+    let screen = ReplayReport { trace: long.clone(), ..clean() }.to_screen();
     assert!(screen.lines().count() <= HEIGHT);
     assert!(
         screen.ends_with(&format!("next  aquifer replay \\\n  '{long}' \\\n  --fit")),
@@ -153,16 +153,17 @@ fn no_screen_is_larger_than_a_terminal() {
 
 #[test]
 fn the_last_line_is_the_next_useful_command() {
-    let last = |report: &Report| report.to_screen().lines().last().unwrap_or_default().to_owned();
+    let last =
+        |report: &ReplayReport| report.to_screen().lines().last().unwrap_or_default().to_owned();
     let trace = "tests/data/serve_mixed.csv.xz";
     assert_eq!(last(&clean()), format!("next  aquifer replay {trace} --fit"));
     assert_eq!(last(&fitted()), format!("next  aquifer replay {trace} --budget 13891534848"));
     assert_eq!(last(&refused()), format!("next  aquifer replay {trace} --fit"));
     assert_eq!(last(&objected()), format!("next  aquifer replay {trace}"));
-    let other = Report { allocator: Allocator::Async, device_named: true, ..clean() };
+    let other = ReplayReport { allocator: Allocator::Async, device_named: true, ..clean() };
     assert_eq!(last(&other), format!("next  aquifer replay {trace} --device sim --allocator pool"));
-    let split = Report { split: Some(8), ..clean() };
+    let split = ReplayReport { split: Some(8), ..clean() };
     assert_eq!(last(&split), format!("next  aquifer replay {trace} --streams 8 --fit"));
-    let none = Report { fit: Some(Search::Nothing), ..refused() };
+    let none = ReplayReport { fit: Some(Search::Nothing), ..refused() };
     assert_eq!(last(&none), "next  aquifer doctor");
 }

@@ -4,7 +4,7 @@ use super::super::{Fault, Format, Trace, builder::Builder, error::Name};
 
 /// A live block of a workload.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct LiveBlock {
     id: u64,
     /// The size in the trace, after scaling.
     bytes: u64,
@@ -65,24 +65,24 @@ impl Maker {
     }
 
     /// Allocates `bytes`, which are scaled.
-    pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<Held, Fault> {
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<LiveBlock, Fault> {
         let bytes = self.scaled(bytes);
         self.row += 1;
         let id = self.next;
         self.next += 1;
         self.builder.allocate(self.row, Name::Id(id), bytes, stream)?;
         self.live += bytes;
-        Ok(Held { id, bytes, stream })
+        Ok(LiveBlock { id, bytes, stream })
     }
 
     /// Frees a block that no other stream uses.
-    pub(super) fn free(&mut self, held: Held) -> Result<(), Fault> {
+    pub(super) fn free(&mut self, held: LiveBlock) -> Result<(), Fault> {
         let stream = held.stream;
         self.free_on(held, stream)
     }
 
     /// Frees a block on a stream: its own, or one that has used it until now.
-    pub(super) fn free_on(&mut self, held: Held, stream: u64) -> Result<(), Fault> {
+    pub(super) fn free_on(&mut self, held: LiveBlock, stream: u64) -> Result<(), Fault> {
         self.row += 2;
         let id = Name::Id(held.id);
         self.builder.free(self.row - 1, id, held.bytes, stream)?;
@@ -94,13 +94,13 @@ impl Maker {
     /// Frees all blocks in reverse order.
     pub(super) fn free_all(
         &mut self,
-        held: impl IntoIterator<Item = Held, IntoIter: DoubleEndedIterator>,
+        held: impl IntoIterator<Item = LiveBlock, IntoIter: DoubleEndedIterator>,
     ) -> Result<(), Fault> {
         held.into_iter().rev().try_for_each(|held| self.free(held))
     }
 
     /// Frees a random block.
-    pub(super) fn free_any(&mut self, held: &mut Vec<Held>) -> Result<(), Fault> {
+    pub(super) fn free_any(&mut self, held: &mut Vec<LiveBlock>) -> Result<(), Fault> {
         if held.is_empty() {
             return Ok(());
         }

@@ -2,7 +2,7 @@
 
 use super::{
     super::Fault,
-    maker::{Held, Maker},
+    maker::{LiveBlock, Maker},
 };
 use std::collections::VecDeque;
 
@@ -16,7 +16,7 @@ pub(super) fn growing_kv(m: &mut Maker) -> Result<(), Fault> {
     /// The limit of all caches together. Above it the largest sequence ends.
     const ALL: u64 = 3 << 30;
     struct Sequence {
-        cache: Held,
+        cache: LiveBlock,
         /// The size before scaling.
         bytes: u64,
         until: u64,
@@ -71,7 +71,7 @@ pub(super) fn near_limit(m: &mut Maker) -> Result<(), Fault> {
 /// block in twenty-five outlives the next phase.
 pub(super) fn phases(m: &mut Maker) -> Result<(), Fault> {
     const STREAMS: u64 = 4;
-    let mut survivors: VecDeque<Vec<Held>> = VecDeque::from([Vec::new(), Vec::new()]);
+    let mut survivors: VecDeque<Vec<LiveBlock>> = VecDeque::from([Vec::new(), Vec::new()]);
     for round in 0..m.steps(8) {
         for phase in 0..3 {
             let mut held = Vec::new();
@@ -155,7 +155,7 @@ pub(super) fn idle_streams(m: &mut Maker) -> Result<(), Fault> {
 /// and end. The last row of a stream frees its last block.
 pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
     let most = m.scaled(1536 * MIB);
-    let mut before: Option<(u64, Vec<Held>)> = None;
+    let mut before: Option<(u64, Vec<LiveBlock>)> = None;
     // The replay holds a handle per stream, so their number is limited.
     for stream in 0..m.steps(40).min(200) {
         let mut held = Vec::new();

@@ -1,7 +1,7 @@
 //! Tests of the snapshot reader. `tests/data/snapshots/make.py` writes the files.
 
 use super::*;
-use crate::trace::{Action, Block, source::Source};
+use crate::trace::{Action, Block, source::TraceSource};
 use std::{
     io::Cursor,
     path::{Path, PathBuf},
@@ -16,7 +16,7 @@ fn trace(name: &str, device: Option<u32>) -> Trace {
 }
 
 fn parsed(bytes: &[u8]) -> Result<Trace, TraceError> {
-    Source::new(Cursor::new(bytes.to_vec())).and_then(|source| Trace::parse(source, None))
+    TraceSource::new(Cursor::new(bytes.to_vec())).and_then(|source| Trace::parse(source, None))
 }
 
 fn block(bytes: u64, stream: u32, freed: bool, lingers: bool) -> Block {
@@ -35,7 +35,7 @@ fn a_snapshot_from_the_start_is_the_trace_that_happened() {
         let read = trace(name, None);
         assert_eq!((&read.blocks, &read.steps), (&same.blocks, &same.steps), "{name}");
         assert_eq!((read.streams, read.peak_live, read.skipped), (2, same.peak_live, 1), "{name}");
-        let facts = Facts { device: 0, devices: 1, blocks_at_start: 0, bytes_at_start: 0 };
+        let facts = SnapshotFacts { device: 0, devices: 1, blocks_at_start: 0, bytes_at_start: 0 };
         assert_eq!((read.format, read.snapshot), (Format::Snapshot, Some(facts)), "{name}");
     }
 }
@@ -53,7 +53,8 @@ fn what_lived_before_the_ring_began_is_put_together_from_its_end() {
         block(4000, 1, true, false),
     ];
     assert_eq!(read.blocks, blocks);
-    let facts = Facts { device: 0, devices: 1, blocks_at_start: 4, bytes_at_start: 703_300 };
+    let facts =
+        SnapshotFacts { device: 0, devices: 1, blocks_at_start: 4, bytes_at_start: 703_300 };
     assert_eq!((read.snapshot, read.peak_live, read.live_at_end), (Some(facts), 705_000, 700_000));
     use Action::{Allocate, Complete, Free};
     let actions: Vec<_> = read.steps.iter().map(|step| (step.action, step.block)).collect();

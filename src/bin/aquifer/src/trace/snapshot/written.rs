@@ -2,7 +2,7 @@
 //! PyTorch's tools.
 
 use super::super::{Action, Block, Trace, pickle::Word};
-use crate::trace::source::Source;
+use crate::trace::source::TraceSource;
 use aquifer_core::{
     self as core, DeviceId, Event, Recorder, Tag,
     event::{BlockKind, HeldBlock, MemoryLocation, MemorySnapshot, RingSink, TraceFile},
@@ -19,7 +19,7 @@ use std::{
 fn read(snapshot: &MemorySnapshot) -> Result<Trace, String> {
     let mut bytes = Vec::new();
     snapshot.write_to(&mut bytes).unwrap();
-    let source = Source::new(io::Cursor::new(bytes)).map_err(|e| e.to_string())?;
+    let source = TraceSource::new(io::Cursor::new(bytes)).map_err(|e| e.to_string())?;
     Trace::parse(source, None).map_err(|e| e.to_string())
 }
 
@@ -92,7 +92,7 @@ fn what_a_pool_has_done_is_read_again_as_the_same_program() {
     // The rows so far: blocks that are still live have no end.
     let rows = program(config, |_| fs::read(&path).unwrap());
     fs::remove_file(&path).unwrap();
-    let same = Trace::parse(Source::new(io::Cursor::new(rows)).unwrap(), None)
+    let same = Trace::parse(TraceSource::new(io::Cursor::new(rows)).unwrap(), None)
         .unwrap_or_else(|e| panic!("{e}"));
 
     assert_eq!((&read.blocks, &read.steps), (&same.blocks, &same.steps));
