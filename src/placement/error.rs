@@ -72,12 +72,12 @@ pub struct NoFit {
 /// Why nothing was placed. Nothing is reserved.
 ///
 /// ```
-/// use aquifer::{PlacementRequest, PlaceError, Policy, Runtime, placement::Why, sim::Sim};
+/// use aquifer::{PlacementRequest, PlaceError, Policy, Runtime, placement::RejectReason, sim::Sim};
 /// let rt = Runtime::builder().driver(Sim::h200(1).driver()).device_budget(1 << 30).build()?;
 /// let Err(PlaceError::Nowhere(nowhere)) = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(2 << 30)) else {
 ///     panic!("there is no room")
 /// };
-/// assert_eq!(nowhere.devices[0].why, Why::Free { needs: 2 << 30 });
+/// assert_eq!(nowhere.devices[0].why, RejectReason::Free { needs: 2 << 30 });
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]

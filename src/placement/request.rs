@@ -7,7 +7,7 @@ use aquifer_host::topology::NodeId;
 /// A request for bytes on some device. Its constraints are always met or the request fails.
 ///
 /// ```
-/// use aquifer::Place;
+/// use aquifer::PlacementRequest;
 /// let place = PlacementRequest::bytes(6 << 30).min_free(10 << 30).min_compute((9, 0));
 /// assert_eq!(place.size(), 6 << 30);
 /// ```

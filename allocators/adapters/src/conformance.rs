@@ -21,7 +21,7 @@
 //! let arena = Arena::new();
 //! conformance::check(&&arena)?;
 //! conformance::Suite::new().seed(7).operations(200).check_clone(&&arena)?;
-//! # Ok::<(), conformance::Violation>(())
+//! # Ok::<(), conformance::ContractViolation>(())
 //! ```
 
 mod ledger;

@@ -70,9 +70,9 @@ struct LaunchEntry<'a> {
 ///
 /// ```
 /// use aquifer_core::Result;
-/// use aquifer_stream::{Launch, Stream, Tracked};
+/// use aquifer_stream::{Launch, Stream, TrackUses};
 ///
-/// fn add(s: &Stream, a: &impl Tracked, b: &impl Tracked, sum: &impl Tracked) -> Result<()> {
+/// fn add(s: &Stream, a: &impl TrackUses, b: &impl TrackUses, sum: &impl TrackUses) -> Result<()> {
 ///     let ready = Launch::on(s).reads(a).reads(b).writes(sum).preflight()?;
 ///     // … the kernel is launched on `s.raw()` …
 ///     ready.commit()

@@ -23,7 +23,7 @@ const MAX_LIVE: usize = 48;
 /// use aquifer_adapters::conformance::Suite;
 /// use allocator_api2::alloc::Global;
 /// Suite::new().seed(3).operations(500).largest(1 << 16).check_clone(&Global)?;
-/// # Ok::<(), aquifer_adapters::conformance::Violation>(())
+/// # Ok::<(), aquifer_adapters::conformance::ContractViolation>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Suite {

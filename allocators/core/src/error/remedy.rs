@@ -11,12 +11,12 @@ use std::fmt;
 /// last line of the error.
 ///
 /// ```
-/// use aquifer_core::{Budget, OutOfMemory, error::{Limits, Remedy}};
+/// use aquifer_core::{Budget, OutOfMemory, error::{RequiredLimits, Remedy}};
 /// let tenant = Budget::new("tenant a", 100);
 /// let live = tenant.charge(80)?;
 /// let mut error = OutOfMemory::new("device 0".into(), 30);
 /// (error.refused, error.of_live_bytes) = (tenant.charge(30).err(), true);
-/// let raise = Limits { budget: "tenant a", to: 110, more: &[] };
+/// let raise = RequiredLimits { budget: "tenant a", to: 110, more: &[] };
 /// assert_eq!(error.remedy(), Remedy::FreeOrRaise { live: 80, missing: 10, raise });
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
@@ -89,7 +89,7 @@ pub enum Remedy<'a> {
     },
 }
 
-/// Limits that are too low, and their required values. All of them have to be raised.
+/// RequiredLimits that are too low, and their required values. All of them have to be raised.
 ///
 /// See the example of [`Remedy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
