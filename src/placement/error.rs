@@ -58,6 +58,8 @@ pub struct RejectedDevice {
 }
 
 /// No device was found. Lists each device with the reason; the text has one line for each.
+///
+/// See [`PlaceError`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct NoFit {

@@ -33,6 +33,8 @@ pub trait Accounting: sealed::Sealed {
 pub struct Uncounted;
 
 /// Accounting for the process: totals, the peak, the cap, and allocated bytes by tag.
+///
+/// See [`Global`] for an example.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counted;
 

@@ -242,6 +242,8 @@ impl fmt::Debug for Launch<'_> {
 /// Until it ends, the memory of its blocks is not reused, even if they are freed, and conflicting
 /// uses are refused. Dropping it ends it as [`PreparedLaunch::commit`] does, which is correct
 /// whether or not the work was queued. Forgetting it leaks the blocks' memory.
+///
+/// See [`Launch`] for an example.
 #[must_use = "a launch that is dropped at once covers no work"]
 pub struct PreparedLaunch {
     on: Arc<Timeline>,

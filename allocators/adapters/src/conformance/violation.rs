@@ -3,6 +3,8 @@
 use std::{error, fmt};
 
 /// A method of the allocator traits.
+///
+/// See [`Suite`](super::Suite) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum AllocatorCall {
     /// `allocate`

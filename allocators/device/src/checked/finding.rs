@@ -39,6 +39,8 @@ pub struct BlockRecord {
 /// A fault of a block, or a possible fault.
 ///
 /// Its `Display` is a readable report of a few lines.
+///
+/// See [`Debugging`](crate::Debugging) for an example.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Finding {

@@ -111,6 +111,8 @@ impl fmt::Display for Party {
 }
 
 /// The memory of a violation.
+///
+/// See [`Sim`](super::Sim) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum ViolationLocation {
@@ -144,6 +146,8 @@ impl fmt::Display for ViolationLocation {
 /// unordered read after write: kernel sum by stream 2 of device 0 at src/step.rs:41,
 ///   not ordered after kernel scale by stream 1 of device 0 at src/step.rs:38 (4096 bytes at 0x10000000000 on device 0)
 /// ```
+///
+/// See [`Sim`](super::Sim) for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Violation {

@@ -66,6 +66,8 @@ pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
 }
 
 /// Limits that may affect pinned memory.
+///
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ProcessLimits {
