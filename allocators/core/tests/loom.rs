@@ -280,7 +280,7 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
     let event = |number: u64| Event {
         at_ns: number,
         action: Action::Free,
-        place: Place::Global,
+        place: MemoryLocation::Global,
         thread: number as u32,
         stream: number as u32,
         address: number,
