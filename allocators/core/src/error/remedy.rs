@@ -89,7 +89,7 @@ pub enum Remedy<'a> {
     },
 }
 
-/// RequiredLimits that are too low, and their required values. All of them have to be raised.
+/// Limits that are too low, and their required values. All of them have to be raised.
 ///
 /// See the example of [`Remedy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
