@@ -242,6 +242,20 @@ mod places {
             self.refuses.set(true);
         }
 
+        fn acquire(&self, layout: Layout) -> Option<NonNull<[u8]>> {
+            let mut taken = self.taken.borrow_mut();
+            let free = (0..4).find(|&place| !taken[place] && !self.is_held(place))?;
+            assert!(layout.size() <= BYTES && layout.align() <= 8);
+            taken[free] = true;
+            // SAFETY: the place lies in the memory.
+            let start = unsafe { self.memory.add(free * BYTES) };
+            Some(NonNull::slice_from_raw_parts(start, layout.size()))
+        }
+
+        fn release(&self, block: NonNull<u8>) {
+            self.taken.borrow_mut()[self.place(block)] = false;
+        }
+
         fn place(&self, address: NonNull<u8>) -> usize {
             (address.addr().get() - self.memory.addr().get()) / BYTES
         }
@@ -263,28 +277,21 @@ mod places {
         // it lives as long as all do.
         unsafe impl [] for Places {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-                let mut taken = self.taken.borrow_mut();
-                let free = (0..4).find(|&place| !taken[place] && !self.is_held(place)).ok_or(AllocError)?;
-                assert!(layout.size() <= BYTES && layout.align() <= 8);
-                taken[free] = true;
-                // SAFETY: the place lies in the memory.
-                let start = unsafe { self.memory.add(free * BYTES) };
-                Ok(NonNull::slice_from_raw_parts(start, layout.size()))
+                self.acquire(layout).ok_or(AllocError)
             }
 
             unsafe fn deallocate(&self, block: NonNull<u8>, _layout: Layout) {
-                self.taken.borrow_mut()[self.place(block)] = false;
+                self.release(block);
             }
 
             unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 if self.refuses.get() {
                     return Err(AllocError);
                 }
-                let moved = self.allocate(new)?;
+                let moved = self.acquire(new).ok_or(AllocError)?;
                 // SAFETY: both are places of at least as many bytes.
                 unsafe { moved.cast::<u8>().copy_from_nonoverlapping(block, old.size()) };
-                // SAFETY: the caller passes ownership.
-                unsafe { self.deallocate(block, old) };
+                self.release(block);
                 let hook = self.moved.take();
                 hook.into_iter().for_each(|hook| hook());
                 Ok(moved)
