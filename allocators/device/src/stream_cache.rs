@@ -798,6 +798,7 @@ impl CacheState {
         }
         self.usage = CacheUsage::default();
         self.last_free = 0;
+        self.skip_collects = 0;
         self.needs_follow_up = false;
         let heap = mem::replace(&mut self.heap, Heap::new(Config::device()));
         Some(RetiredCache { heap, binding: self.binding.take() })
