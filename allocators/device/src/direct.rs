@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block, Request,
+    Block,
     driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
 };
 use aquifer_core::{
@@ -103,20 +103,8 @@ impl DriverSource for DirectSource {
 }
 
 impl Opaque for Direct {
-    type Stream = Stream;
-    type Block = Block;
-
-    fn device(&self) -> DeviceId {
-        self.allocator.device()
-    }
-    #[track_caller]
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.allocator.allocate(stream, request)
-    }
+    crate::driver_alloc::forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         self.allocator.stats()
-    }
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.allocator.trim(keep)
     }
 }

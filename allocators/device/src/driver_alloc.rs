@@ -27,6 +27,31 @@ use std::{
     time::Instant,
 };
 
+/// The items of an [`Opaque`](aquifer_core::Opaque) implementation that forward to the field
+/// `allocator`, a [`DriverAllocator`]. Statistics are left to the implementation.
+macro_rules! forward_to_allocator {
+    () => {
+        type Stream = aquifer_stream::Stream;
+        type Block = $crate::Block;
+
+        fn device(&self) -> aquifer_core::DeviceId {
+            self.allocator.device()
+        }
+        #[track_caller]
+        fn allocate(
+            &self,
+            stream: &aquifer_stream::Stream,
+            request: $crate::Request,
+        ) -> aquifer_core::Result<$crate::Block> {
+            self.allocator.allocate(stream, request)
+        }
+        fn trim(&self, keep: u64) -> aquifer_core::Result<u64> {
+            self.allocator.trim(keep)
+        }
+    };
+}
+pub(crate) use forward_to_allocator;
+
 /// One of the driver's allocators.
 pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     /// Allocates memory that work on `stream` may use. Returns its address, and a charge that is

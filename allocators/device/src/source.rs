@@ -12,10 +12,7 @@
 //! be over before the memory may be reused.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
-use crate::{
-    Block, Request,
-    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
-};
+use crate::driver_alloc::{DeferredFree, DriverAllocator, DriverSource};
 use aquifer_core::{
     BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
     budget::HookRegistration,
@@ -271,20 +268,8 @@ impl<S: RangeSource> DriverSource for UserSource<S> {
 }
 
 impl<S: RangeSource> Opaque for SourcePool<S> {
-    type Stream = Stream;
-    type Block = Block;
-
-    fn device(&self) -> DeviceId {
-        self.allocator.device()
-    }
-    #[track_caller]
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.allocator.allocate(stream, request)
-    }
+    crate::driver_alloc::forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         self.allocator.stats()
-    }
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.allocator.trim(keep)
     }
 }

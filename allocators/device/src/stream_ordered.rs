@@ -2,12 +2,12 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block, Request,
+    Block,
     driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
     reclaim::reclaim_cost,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
+    Budget, Charge, MemoryError, Opaque, PoolStats, Result,
     budget::{HookRegistration, Offer, Reclaim},
     event::MemoryLocation,
 };
@@ -210,15 +210,7 @@ impl Reclaim for DriverAllocator<StreamOrderedSource> {
 }
 
 impl Opaque for StreamOrdered {
-    type Stream = Stream;
-    type Block = Block;
-
-    fn device(&self) -> DeviceId {
-        self.allocator.device()
-    }
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.allocator.allocate(stream, request)
-    }
+    crate::driver_alloc::forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         let mut stats = self.allocator.stats();
         let source = &self.allocator.source;
@@ -226,8 +218,5 @@ impl Opaque for StreamOrdered {
             stats.peak_physical = usage.reserved_high;
         }
         stats
-    }
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.allocator.trim(keep)
     }
 }
