@@ -107,12 +107,22 @@ mod by {
                 }
             }
 
-            unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            unsafe fn grow(
+                &self,
+                block: NonNull<u8>,
+                old: Layout,
+                new: Layout,
+            ) -> Result<NonNull<[u8]>, AllocError> {
                 // SAFETY: guaranteed by the caller.
                 unsafe { self.resize(block, old, new) }.ok_or(AllocError)
             }
 
-            unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            unsafe fn shrink(
+                &self,
+                block: NonNull<u8>,
+                old: Layout,
+                new: Layout,
+            ) -> Result<NonNull<[u8]>, AllocError> {
                 // SAFETY: guaranteed by the caller.
                 unsafe { self.resize(block, old, new) }.ok_or(AllocError)
             }

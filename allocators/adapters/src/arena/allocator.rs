@@ -29,7 +29,12 @@ macro_rules! bump_allocator {
                     unsafe { self.bump().deallocate(block, layout.size()) };
                 }
 
-                unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                unsafe fn grow(
+                    &self,
+                    block: NonNull<u8>,
+                    old: Layout,
+                    new: Layout,
+                ) -> Result<NonNull<[u8]>, AllocError> {
                     // SAFETY: guaranteed by the caller.
                     let block = unsafe { self.bump().grow(block, old, new) }.ok_or(AllocError)?;
                     Ok(NonNull::slice_from_raw_parts(block, new.size()))
@@ -48,7 +53,12 @@ macro_rules! bump_allocator {
                     Ok(NonNull::slice_from_raw_parts(block, new.size()))
                 }
 
-                unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                unsafe fn shrink(
+                    &self,
+                    block: NonNull<u8>,
+                    old: Layout,
+                    new: Layout,
+                ) -> Result<NonNull<[u8]>, AllocError> {
                     // SAFETY: guaranteed by the caller.
                     let block = unsafe { self.bump().shrink(block, old, new) }.ok_or(AllocError)?;
                     Ok(NonNull::slice_from_raw_parts(block, new.size()))

@@ -72,7 +72,10 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory. The value is dropped then.
         #[inline]
-        pub fn try_alloc<$($borrow,)? T>(&$($borrow)? self, value: T) -> Result<&$lifetime mut T, AllocError> {
+        pub fn try_alloc<$($borrow,)? T>(
+            &$($borrow)? self,
+            value: T,
+        ) -> Result<&$lifetime mut T, AllocError> {
             let mut block = typed::value(self.bump(), value)?;
             // SAFETY: 1. The block holds a `T` and is aligned for it. 2. The block was allocated
             // just now and only once, and it is not freed before the lifetime ends.
@@ -83,8 +86,12 @@ macro_rules! allocating_methods {
         ///
         /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
-        pub fn alloc_slice_copy<$($borrow,)? T: Copy>(&$($borrow)? self, source: &[T]) -> &$lifetime mut [T] {
-            self.try_alloc_slice_copy(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
+        pub fn alloc_slice_copy<$($borrow,)? T: Copy>(
+            &$($borrow)? self,
+            source: &[T],
+        ) -> &$lifetime mut [T] {
+            self.try_alloc_slice_copy(source)
+                .unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
         }
 
         /// Copies a slice into the arena.
@@ -92,7 +99,10 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory.
         #[inline]
-        pub fn try_alloc_slice_copy<$($borrow,)? T: Copy>(&$($borrow)? self, source: &[T]) -> Result<&$lifetime mut [T], AllocError> {
+        pub fn try_alloc_slice_copy<$($borrow,)? T: Copy>(
+            &$($borrow)? self,
+            source: &[T],
+        ) -> Result<&$lifetime mut [T], AllocError> {
             let mut block = typed::slice_copy(self.bump(), source)?;
             // SAFETY: as in `try_alloc`, for each element.
             Ok(unsafe { block.as_mut() })
@@ -102,7 +112,11 @@ macro_rules! allocating_methods {
         /// dropped.
         ///
         /// Calls [`handle_alloc_error`] if there is no memory.
-        pub fn alloc_slice_fill_with<$($borrow,)? T>(&$($borrow)? self, len: usize, fill: impl FnMut(usize) -> T) -> &$lifetime mut [T] {
+        pub fn alloc_slice_fill_with<$($borrow,)? T>(
+            &$($borrow)? self,
+            len: usize,
+            fill: impl FnMut(usize) -> T,
+        ) -> &$lifetime mut [T] {
             self.try_alloc_slice_fill_with(len, fill)
                 .unwrap_or_else(|_| handle_alloc_error(typed::slice_layout::<T>(len)))
         }
@@ -127,7 +141,8 @@ macro_rules! allocating_methods {
         /// Calls [`handle_alloc_error`] if there is no memory.
         #[inline]
         pub fn alloc_str<$($borrow)?>(&$($borrow)? self, source: &str) -> &$lifetime mut str {
-            self.try_alloc_str(source).unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
+            self.try_alloc_str(source)
+                .unwrap_or_else(|_| handle_alloc_error(Layout::for_value(source)))
         }
 
         /// Copies a string into the arena.
@@ -135,7 +150,10 @@ macro_rules! allocating_methods {
         /// # Errors
         /// [`AllocError`] if there is no memory.
         #[inline]
-        pub fn try_alloc_str<$($borrow)?>(&$($borrow)? self, source: &str) -> Result<&$lifetime mut str, AllocError> {
+        pub fn try_alloc_str<$($borrow)?>(
+            &$($borrow)? self,
+            source: &str,
+        ) -> Result<&$lifetime mut str, AllocError> {
             let bytes = self.try_alloc_slice_copy(source.as_bytes())?;
             // SAFETY: the bytes are those of a `str`.
             Ok(unsafe { std::str::from_utf8_unchecked_mut(bytes) })

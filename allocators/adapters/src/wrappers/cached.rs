@@ -239,7 +239,10 @@ impl_allocator! {
             if let Some(block) = self.shared.reuse(layout) {
                 return Ok(exact_block(block, layout));
             }
-            let block = self.shared.retry_after_trim(|inner| inner.allocate(layout)).map_err(|_| AllocError)?;
+            let block = self
+                .shared
+                .retry_after_trim(|inner| inner.allocate(layout))
+                .map_err(|_| AllocError)?;
             Ok(exact_block(block.cast(), layout))
         }
 
@@ -249,7 +252,10 @@ impl_allocator! {
                 unsafe { block.write_bytes(0, layout.size()) };
                 return Ok(exact_block(block, layout));
             }
-            let block = self.shared.retry_after_trim(|inner| inner.allocate_zeroed(layout)).map_err(|_| AllocError)?;
+            let block = self
+                .shared
+                .retry_after_trim(|inner| inner.allocate_zeroed(layout))
+                .map_err(|_| AllocError)?;
             Ok(exact_block(block.cast(), layout))
         }
 
@@ -260,22 +266,39 @@ impl_allocator! {
             if was_deferred || layout.size() == 0 {
                 shared.release(block, layout);
             } else {
-                shared.slot().push(block, layout, shared.capacity, |block, layout| shared.release(block, layout));
+                shared.slot().push(block, layout, shared.capacity, |block, layout| {
+                    shared.release(block, layout);
+                });
             }
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller. A refused call has left the block unchanged.
             self.shared.resize(block, old, new, |inner| unsafe { inner.grow(block, old, new) }).map_err(|_| AllocError)
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: as in `grow`. `old` is exact, so all bytes after it become zero.
             let grown = self.shared.resize(block, old, new, |inner| unsafe { inner.grow_zeroed(block, old, new) });
             grown.map_err(|_| AllocError)
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: as in `grow`.
             self.shared.resize(block, old, new, |inner| unsafe { inner.shrink(block, old, new) }).map_err(|_| AllocError)
         }

@@ -127,21 +127,36 @@ impl_allocator! {
             self.counters.count_free(layout.size());
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
             self.counters.add(new.size() - old.size());
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
             self.counters.subtract(old.size() - new.size());

@@ -83,7 +83,12 @@ impl_allocator! {
             }
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() == 0 {
                 return self.allocate(new);
             }
@@ -104,7 +109,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() == 0 {
                 return self.allocate_zeroed(new);
             }
@@ -125,7 +135,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if new.size() == 0 {
                 // SAFETY: the caller gives up the block.
                 unsafe { self.deallocate(block, old) };

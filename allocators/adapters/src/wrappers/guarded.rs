@@ -356,7 +356,12 @@ impl_allocator! {
             unsafe { self.inner.deallocate(record.base, outer) };
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }
@@ -368,7 +373,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }
@@ -380,7 +390,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > 0 && !self.check_live(block) {
                 return Err(AllocError);
             }

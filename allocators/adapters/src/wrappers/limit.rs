@@ -136,7 +136,12 @@ impl_allocator! {
             self.account.release(layout.size());
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new)? };
@@ -144,7 +149,12 @@ impl_allocator! {
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new)? };
@@ -152,7 +162,12 @@ impl_allocator! {
             Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.shrink(block, old, new)? };
             self.account.release(old.size() - new.size());

@@ -91,7 +91,12 @@ impl_allocator! {
             }
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.grow(block, old, new) };
@@ -109,7 +114,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() > self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
                 return unsafe { self.large.grow_zeroed(block, old, new) };
@@ -127,7 +137,12 @@ impl_allocator! {
             Ok(moved)
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             if old.size() <= self.threshold {
                 // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
                 return unsafe { self.small.shrink(block, old, new) }.map(|block| self.truncate(block));

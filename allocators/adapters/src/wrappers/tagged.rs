@@ -61,17 +61,32 @@ impl_allocator! {
             unsafe { self.inner.deallocate(block, layout) };
         }
 
-        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.grow(block, old, new) })
         }
 
-        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.grow_zeroed(block, old, new) })
         }
 
-        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
             tagged(self.tag, || unsafe { self.inner.shrink(block, old, new) })
         }

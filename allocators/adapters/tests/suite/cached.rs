@@ -284,7 +284,12 @@ mod places {
                 self.release(block);
             }
 
-            unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            unsafe fn grow(
+                &self,
+                block: NonNull<u8>,
+                old: Layout,
+                new: Layout,
+            ) -> Result<NonNull<[u8]>, AllocError> {
                 if self.refuses.get() {
                     return Err(AllocError);
                 }
@@ -297,7 +302,12 @@ mod places {
                 Ok(moved)
             }
 
-            unsafe fn shrink(&self, block: NonNull<u8>, _old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            unsafe fn shrink(
+                &self,
+                block: NonNull<u8>,
+                _old: Layout,
+                new: Layout,
+            ) -> Result<NonNull<[u8]>, AllocError> {
                 Ok(NonNull::slice_from_raw_parts(block, new.size()))
             }
         }
