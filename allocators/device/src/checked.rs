@@ -35,20 +35,24 @@ mod quarantine;
 mod range_set;
 mod settings;
 
-pub use finding::{BlockRecord, Fault, Finding};
+pub use finding::{Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use leaks::{LeakGroup, LeakReport};
-pub(crate) use leaks::{LiveBlockEntry, LiveBlockList};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
     Block, DeviceBuffer, Request, Resource,
-    block::{PackedRequest, UntilFree},
-    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
+    base::{
+        deferred::DeferredFree,
+        driver::notify_observer,
+        errors::is_shortage,
+        extent::{PackedRequest, UntilFree},
+        freed_addresses::FreedAddresses,
+        live_blocks::LiveBlockList,
+        record::{BlockRecord, stream_of},
+    },
+    driver_alloc::{DriverBlock, ReleaseBlock},
     pool::PoolCore,
-    raw::FreedAddresses,
-    reclaim::is_shortage,
-    stream_cache::notify_observer,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
@@ -638,13 +642,6 @@ impl CheckedPool {
     fn reader(&self) -> Option<Reader> {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
-}
-
-/// Returns the number by which findings name a stream: the driver's own, which violations of the
-/// simulated GPU use too. A stream without one, since it captures, is named by its number in its
-/// pool.
-pub(crate) fn stream_of(stream: &Timeline) -> u64 {
-    stream.id().unwrap_or_else(|| u64::from(stream.number()))
 }
 
 /// Returns whether work may be queued on the stream outside of its owner's calls. A retired stream

@@ -22,10 +22,9 @@ pub(crate) use span::Span;
 
 use crate::{
     PoolConfig,
-    driver_alloc::{DeferredFree, ReleaseBlock},
+    base::{deferred::DeferredFree, driver::notify_observer, waits::try_wait},
+    driver_alloc::ReleaseBlock,
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
-    slow_path::try_wait,
-    stream_cache::notify_observer,
 };
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag,

@@ -3,7 +3,8 @@
 
 use crate::{
     Block,
-    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
+    base::deferred::DeferredFree,
+    driver_alloc::{DriverAllocator, DriverSource},
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::HookRegistration,

@@ -6,11 +6,16 @@
 
 use crate::{
     Block, Request,
-    block::{PackedRequest, UntilFree},
-    raw::{FreedAddresses, RawTable},
-    reclaim::{Reclaimers, is_shortage},
+    base::{
+        deferred::DeferredFree,
+        driver::{check_stream_device, notify_observer},
+        errors::is_shortage,
+        extent::{PackedRequest, UntilFree},
+        freed_addresses::FreedAddresses,
+    },
+    raw::RawTable,
+    reclaim::Reclaimers,
     request::ValidateRequest,
-    stream_cache::{check_stream_device, notify_observer},
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
@@ -111,19 +116,6 @@ struct State {
     /// Blocks that were converted into raw addresses.
     raw: RawTable,
     freed: FreedAddresses,
-}
-
-/// A block that its owner has freed.
-pub(crate) struct DeferredFree {
-    pub(crate) address: u64,
-    pub(crate) bytes: u64,
-    pub(crate) generation: u64,
-    pub(crate) timeline: Arc<Timeline>,
-    /// The epoch of the owner stream at the free.
-    pub(crate) epoch: u64,
-    pub(crate) uses: Uses,
-    /// Values dropped when the memory is really free, such as charges.
-    pub(crate) until_free: UntilFree,
 }
 
 /// The part of a block that returns it to its allocator.

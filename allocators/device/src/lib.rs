@@ -170,6 +170,7 @@
 #![recursion_limit = "256"]
 
 mod arena;
+mod base;
 mod block;
 mod buffer;
 mod checked;
@@ -206,11 +207,12 @@ pub use aquifer_core::{
     budget::{Offer, Reclaim, Room},
 };
 pub use arena::DeviceArena;
+pub use base::record::BlockRecord;
 pub use block::Block;
 pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{
-    BlockRecord, CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup,
-    LeakReport, POISON_ALLOCATED, POISON_FREED,
+    CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
+    POISON_ALLOCATED, POISON_FREED,
 };
 pub use config::{Adoption, PoolConfig};
 pub use conformance::{BrokenPromise, conformance};

@@ -4,9 +4,14 @@ mod stats;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    block::{BlockExtent, BlockToken},
-    checked::{BlockSource, CheckedPool, LiveBlockList},
-    dedicated::{DedicatedPool, Span},
+    base::{
+        driver::{check_stream_device, notify_observer},
+        extent::BlockExtent,
+        live_blocks::{CommittedBytes, LiveBlockList},
+    },
+    block::BlockToken,
+    checked::{BlockSource, CheckedPool},
+    dedicated::DedicatedPool,
     direct::Direct,
     environment::Environment,
     graphs::{self, Announcements},
@@ -17,7 +22,7 @@ use crate::{
     retention::Retention,
     sharing_policy::SharingPolicy,
     slow_path::Counters,
-    stream_cache::{StreamCache, check_stream_device, notify_observer, recycle::IdleCache},
+    stream_cache::{StreamCache, recycle::IdleCache},
     tenants::LiveLimits,
 };
 use aquifer_core::{
@@ -31,14 +36,12 @@ use aquifer_heap::Heap;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
-    cell::Cell,
     fmt,
     panic::Location,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU32, AtomicU64, Ordering},
     },
-    time::Duration,
 };
 
 /// Keys under which pools attach their caches to streams. A key is never reused.
@@ -627,7 +630,11 @@ impl PoolCore {
     /// Lists a block that does not come from a stream's cache until it is freed, if leaks are
     /// reported. Reserved memory counts with its committed bytes.
     #[track_caller]
-    pub(crate) fn list_for_leaks(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
+    pub(crate) fn list_for_leaks(
+        &self,
+        block: &mut Block,
+        committed: Option<Arc<dyn CommittedBytes>>,
+    ) {
         if let Some(listing) = self.listing.get() {
             let (extent, tag, owner) =
                 ((block.address(), block.bytes()), block.tag(), block.home());
@@ -836,29 +843,6 @@ impl Drop for PoolHandle {
             recorder.flush();
         }
     }
-}
-
-thread_local! {
-    /// Whether this thread is in a call that must not wait.
-    static NO_WAIT: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Runs `work`. Allocations of this thread within it never wait, whatever the pool's settings.
-pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            NO_WAIT.set(self.0);
-        }
-    }
-    let _restore = Restore(NO_WAIT.replace(true));
-    work()
-}
-
-/// Returns when an allocation stops waiting, or `None` for never.
-pub(crate) fn deadline(wait: Duration) -> Option<std::time::Instant> {
-    let now = std::time::Instant::now();
-    if NO_WAIT.get() { Some(now) } else { now.checked_add(wait) }
 }
 
 impl fmt::Debug for DevicePool {

@@ -9,12 +9,13 @@
 
 use crate::{
     DevicePool,
+    base::waits::has_passed,
     checked::{BlockSource, CheckedPool},
     physical::Physical,
     pool::PoolCore,
 };
 use aquifer_core::{
-    Budget, DeviceId, MemoryError,
+    Budget, DeviceId,
     budget::{Asking, HookRegistration, Offer, Reclaim, Room},
     error::Tried,
     event::MemoryLocation,
@@ -40,19 +41,6 @@ pub(crate) fn reclaim_cost(
     let of =
         |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
     of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
-}
-
-pub(crate) fn has_passed(deadline: Option<Instant>) -> bool {
-    deadline.is_some_and(|deadline| Instant::now() >= deadline)
-}
-
-/// Returns whether released memory could resolve the error.
-pub(crate) fn is_shortage(error: &MemoryError) -> bool {
-    match error {
-        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
-        MemoryError::Driver(error) => error.is_out_of_memory(),
-        _ => false,
-    }
 }
 
 /// Returns whether memory of that place is the device's. Memory of an integrated device is host

@@ -2,7 +2,7 @@
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    block::LiveCharges,
+    base::extent::LiveCharges,
     dedicated::{DedicatedPool, Span, SpanRelease},
     pool::PoolCore,
     request::MAX_BYTES,
@@ -189,7 +189,7 @@ impl DevicePool {
             0,
         )?;
         let mut block = self.dedicated_block(stream, &span, requested, Tag::current(), None);
-        core.list_for_leaks(&mut block, Some(&span));
+        core.list_for_leaks(&mut block, Some(span.clone()));
         let (dedicated, pool, stream) = (dedicated.clone(), Arc::downgrade(core), stream.clone());
         let live = BTreeMap::new();
         Ok(Reserved {

@@ -20,6 +20,7 @@ mod oom;
 
 use crate::{
     Adoption, Block, Request,
+    base::waits::{deadline, try_wait},
     block::BlockToken,
     physical::{
         Physical,
@@ -27,7 +28,7 @@ use crate::{
         mapped::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
         segments::Segments,
     },
-    pool::{PoolCore, deadline},
+    pool::PoolCore,
     reclaim::Reclaimers,
     sharing_policy::GrowthOrder,
     stream_cache::{CollectMode, StreamCache},
@@ -207,20 +208,6 @@ impl Progress<'_> {
             Some(tried) => tried.gave += gave,
             None => self.tried.push(Tried { step, gave }),
         }
-    }
-}
-
-/// Runs `wait`, and returns whether there was something to wait for. A stream that captures cannot
-/// be waited for, one of another thread cannot be fenced, and one may have been destroyed: what
-/// those hold is not available, and is no error.
-pub(crate) fn try_wait(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
-    match wait() {
-        Err(
-            MemoryError::Capturing { .. }
-            | MemoryError::OtherThread { .. }
-            | MemoryError::UnknownId,
-        ) => Ok(false),
-        waited => waited,
     }
 }
 

@@ -12,7 +12,10 @@
 //! be over before the memory may be reused.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
-use crate::driver_alloc::{DeferredFree, DriverAllocator, DriverSource};
+use crate::{
+    base::deferred::DeferredFree,
+    driver_alloc::{DriverAllocator, DriverSource},
+};
 use aquifer_core::{
     BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
     budget::HookRegistration,

@@ -19,11 +19,10 @@ pub use export::Exported;
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    block::PackedRequest,
+    base::{driver::check_stream_device, extent::PackedRequest},
     dedicated::{DedicatedPool, Span, SpanRelease},
     driver_alloc::DriverBlock,
     request::ValidateRequest,
-    stream_cache::check_stream_device,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};

@@ -34,12 +34,17 @@ mod stats;
 
 use crate::{
     BLOCK_ALIGN, Block, Request,
-    block::{BlockExtent, BlockMeta, BlockToken, CacheRef, LazyBox, PackedRequest, UntilFree},
-    physical::shared_free::StreamDeps,
+    base::{
+        dependencies::StreamDeps,
+        driver::notify_observer,
+        extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
+        lazy_box::LazyBox,
+    },
+    block::{BlockToken, CacheRef},
     pool::PoolCore,
 };
-use aquifer_core::{Action, DeviceId, MemoryError, Tag, budget::Holding, event::EventTicket};
-use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
+use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::EventTicket};
+use aquifer_driver::{DeviceRange, Ownership, RawStream};
 use aquifer_heap::{Config, Heap, Key, Range};
 use aquifer_stream::{LastUse, Noted, Spin, StreamPool, Timeline, UseList, Uses};
 use crossbeam_utils::CachePadded;
@@ -831,36 +836,6 @@ impl CacheUsage {
             self.tagged.push(Holding { tag, bytes: 0, blocks: 0 });
             self.tagged.len() - 1
         })
-    }
-}
-
-/// Refuses a stream of another device or machine.
-///
-/// # Errors
-/// [`MemoryError::WrongDevice`] for another device; that of [`same_machine`] for another machine.
-pub(crate) fn check_stream_device(
-    driver: &dyn Driver,
-    expected: DeviceId,
-    stream: &Timeline,
-) -> aquifer_core::Result<()> {
-    let actual = stream.raw().device();
-    if expected != actual {
-        return Err(MemoryError::WrongDevice { expected, actual });
-    }
-    same_machine(driver, &**stream.driver())
-}
-
-/// Reports the owner of a range to the driver's observer, if the block has a generation.
-pub(crate) fn notify_observer(
-    driver: &Arc<dyn Driver>,
-    generation: u64,
-    range: DeviceRange,
-    owner: Ownership<'_>,
-) {
-    if generation != 0
-        && let Some(observer) = driver.observer()
-    {
-        observer.block(BlockNote { range, owner });
     }
 }
 

@@ -3,7 +3,8 @@
 
 use crate::{
     Block,
-    driver_alloc::{DeferredFree, DriverAllocator, DriverSource},
+    base::deferred::DeferredFree,
+    driver_alloc::{DriverAllocator, DriverSource},
     reclaim::reclaim_cost,
 };
 use aquifer_core::{

@@ -28,8 +28,8 @@
 //! takes the slow path for all its blocks.
 
 use crate::{
-    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, pool::PoolCore,
-    pool::deadline, request::ValidateRequest, reserved::StepCharges,
+    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, base::waits::deadline,
+    pool::PoolCore, request::ValidateRequest, reserved::StepCharges,
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag,

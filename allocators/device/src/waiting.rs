@@ -1,6 +1,6 @@
 //! Allocations that wait for room without blocking a thread.
 
-use crate::{Block, DevicePool, Request, Resource, Tenant, pool::without_waiting};
+use crate::{Block, DevicePool, Request, Resource, Tenant, base::waits::without_waiting};
 use aquifer_core::{MemoryError, OutOfMemory, Result, wake::Alarm};
 use aquifer_stream::Stream;
 use std::{

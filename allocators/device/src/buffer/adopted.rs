@@ -8,8 +8,8 @@
 
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
-    block::PackedRequest,
-    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
+    base::{deferred::DeferredFree, extent::PackedRequest},
+    driver_alloc::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{

@@ -1,40 +1,8 @@
-//! Findings, and the records of the blocks that they concern.
+//! Findings.
 
-use aquifer_core::{Bytes, MemoryError, Tag};
-use std::{backtrace::Backtrace, fmt, panic::Location, sync::Arc, time::Instant};
-
-/// The debugging record of a block.
-///
-/// See [`LeakReport`](crate::LeakReport) for an example.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct BlockRecord {
-    /// The block's first address.
-    pub address: u64,
-    /// Number of bytes requested.
-    pub bytes: u64,
-    /// The tag of the request.
-    pub tag: Tag,
-    /// The number of blocks that the pool had allocated with this one, itself included.
-    pub number: u64,
-    /// The driver's number of the owner stream (`cuStreamGetId`), which the simulated GPU uses
-    /// too.
-    pub stream: u64,
-    /// The number of that stream in its pool, which recorders and snapshots use.
-    pub(crate) of_pool: u32,
-    /// When it was allocated.
-    pub born: Instant,
-    /// The line that allocated it.
-    pub allocated_at: &'static Location<'static>,
-    /// The line that freed it, if it was freed by [`DevicePool::free`](crate::DevicePool::free) or
-    /// inside a function of this library. A plain drop does not pass its line.
-    pub freed_at: Option<&'static Location<'static>>,
-    /// The call stack of the allocation, with
-    /// [`Debugging::backtraces`](crate::Debugging::backtraces).
-    pub allocated_by: Option<Arc<Backtrace>>,
-    /// The call stack of the free, likewise.
-    pub freed_by: Option<Arc<Backtrace>>,
-}
+use crate::base::record::BlockRecord;
+use aquifer_core::MemoryError;
+use std::fmt;
 
 /// A fault of a block, or a possible fault.
 ///
@@ -89,33 +57,6 @@ pub enum Fault {
         /// The driver's error.
         error: MemoryError,
     },
-}
-
-impl fmt::Display for BlockRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { address, bytes, tag, number, stream, .. } = self;
-        write!(
-            f,
-            "block {number} at {address:#x}, {} for \"{tag}\" on stream {stream}",
-            Bytes(*bytes)
-        )
-    }
-}
-
-impl BlockRecord {
-    fn write_details(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "\n  block       {self}\n  allocated   {}", self.allocated_at)?;
-        if let Some(stack) = &self.allocated_by {
-            write!(f, "\n{stack}")?;
-        }
-        if let Some(freed_at) = self.freed_at {
-            write!(f, "\n  freed       {freed_at}")?;
-        }
-        if let Some(stack) = &self.freed_by {
-            write!(f, "\n  freed by\n{stack}")?;
-        }
-        Ok(())
-    }
 }
 
 impl fmt::Display for Finding {

@@ -1,21 +1,8 @@
 //! Reports of live blocks, by the lines that allocated them.
 
-use super::BlockRecord;
-use crate::dedicated::Span;
-use aquifer_core::{Bytes, Tag};
-use aquifer_driver::site;
-use aquifer_stream::Timeline;
-use std::{
-    backtrace::Backtrace,
-    collections::{BTreeMap, HashMap},
-    fmt,
-    panic::Location,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Instant,
-};
+use crate::base::record::BlockRecord;
+use aquifer_core::Bytes;
+use std::{collections::HashMap, fmt, panic::Location};
 
 /// The live blocks of a pool, grouped by the lines that allocated them, most bytes first.
 ///
@@ -52,92 +39,6 @@ pub struct LeakGroup {
     pub bytes: u64,
     /// The blocks, largest first, and older ones first among equals.
     pub blocks: Vec<BlockRecord>,
-}
-
-/// The live blocks of a pool that bypass its checks: stable and reserved memory, memory of graphs
-/// and parkable memory. Numbers all blocks of the pool.
-#[derive(Default)]
-pub(crate) struct LiveBlockList {
-    numbers: AtomicU64,
-    backtraces: bool,
-    live: Mutex<BTreeMap<u64, UncheckedBlock>>,
-}
-
-/// A block that bypasses the checks.
-struct UncheckedBlock {
-    record: BlockRecord,
-    /// For reserved memory, the span that it is committed in.
-    committed: Option<Weak<Span>>,
-}
-
-/// Removes its block from the listing when it is dropped.
-pub(crate) struct LiveBlockEntry {
-    listing: Arc<LiveBlockList>,
-    number: u64,
-}
-
-impl Drop for LiveBlockEntry {
-    fn drop(&mut self) {
-        self.listing.live().remove(&self.number);
-    }
-}
-
-impl LiveBlockList {
-    pub(super) fn new(backtraces: bool) -> Self {
-        Self { backtraces, ..Self::default() }
-    }
-
-    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, UncheckedBlock>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the number of the next block.
-    pub(super) fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
-    /// Lists a block of `bytes`, or of the committed bytes, until the returned value is dropped.
-    #[track_caller]
-    pub(crate) fn list(
-        self: &Arc<Self>,
-        (address, bytes): (u64, u64),
-        tag: Tag,
-        owner_stream: &Timeline,
-        committed: Option<&Arc<Span>>,
-    ) -> LiveBlockEntry {
-        let number = self.number();
-        let record = BlockRecord {
-            address,
-            bytes,
-            tag,
-            number,
-            stream: super::stream_of(owner_stream),
-            of_pool: owner_stream.number(),
-            born: Instant::now(),
-            allocated_at: site::current(),
-            freed_at: None,
-            allocated_by: self.backtraces.then(|| Arc::new(Backtrace::force_capture())),
-            freed_by: None,
-        };
-        let committed = committed.map(Arc::downgrade);
-        self.live().insert(number, UncheckedBlock { record, committed });
-        LiveBlockEntry { listing: self.clone(), number }
-    }
-
-    /// Returns the live blocks. Reserved memory counts with its committed bytes, and is left out if
-    /// it has none.
-    pub(super) fn records(&self) -> Vec<BlockRecord> {
-        let live = self.live();
-        let records = live.values().filter_map(|block| {
-            let committed = block.committed.as_ref().map(Weak::upgrade);
-            let bytes = match committed {
-                None => block.record.bytes,
-                Some(span) => span?.charged_bytes(),
-            };
-            (bytes > 0).then(|| BlockRecord { bytes, ..block.record.clone() })
-        });
-        records.collect()
-    }
 }
 
 impl LeakReport {

@@ -3,8 +3,8 @@
 use super::{BlockSource, CheckedPool, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
-    block::PackedRequest,
-    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
+    base::{deferred::DeferredFree, extent::PackedRequest},
+    driver_alloc::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};

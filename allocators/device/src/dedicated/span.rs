@@ -3,11 +3,12 @@
 
 use super::DedicatedPool;
 use crate::{
-    block::UntilFree,
-    physical::{
-        handle::{Handle, HeldBytes},
-        shared_free::{self, StreamDeps},
+    base::{
+        dependencies::{self, StreamDeps},
+        extent::UntilFree,
+        live_blocks::CommittedBytes,
     },
+    physical::handle::{Handle, HeldBytes},
 };
 use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{Driver, Relaxed};
@@ -83,7 +84,7 @@ struct State {
 impl RetiringSlots {
     /// Returns whether the host has seen all of its work done. Makes no driver call.
     fn is_over(&self) -> bool {
-        shared_free::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
+        dependencies::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
     }
 
     /// Returns the streams and epochs of its work, except for open uses.
@@ -513,6 +514,12 @@ impl Span {
             }
         }
         (released, stuck, refused)
+    }
+}
+
+impl CommittedBytes for Span {
+    fn committed_bytes(&self) -> u64 {
+        self.charged_bytes()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Announcements: which captures allocate from which memory.
 
 use super::memory::{Capture, GraphMemory};
-use crate::{Block, DevicePool, Request, pool::PoolCore, stream_cache::check_stream_device};
+use crate::{Block, DevicePool, Request, base::driver::check_stream_device, pool::PoolCore};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
 use aquifer_stream::{Fence, Stream, Timeline};

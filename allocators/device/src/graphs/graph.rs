@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
 use super::{Announced, GraphPool, memory::GraphMemory};
-use crate::stream_cache::check_stream_device;
+use crate::base::driver::check_stream_device;
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{
     CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site,

@@ -3,17 +3,18 @@
 
 use crate::{
     Block,
-    block::PackedRequest,
-    dedicated::{DedicatedPool, Span, SpanRelease},
-    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
-    park::parkable::{find_gap, latest},
-    physical::{
-        shared_free::{self, SharedFreeList, StreamDeps},
-        window::Grid,
+    base::{
+        deferred::DeferredFree,
+        dependencies::{self, StreamDeps, latest},
+        driver::check_stream_device,
+        extent::PackedRequest,
     },
+    dedicated::{DedicatedPool, Span, SpanRelease},
+    driver_alloc::{DriverBlock, ReleaseBlock},
+    park::parkable::find_gap,
+    physical::{shared_free::SharedFreeList, window::Grid},
     pool::PoolCore,
     sharing_policy::Fit,
-    stream_cache::check_stream_device,
 };
 use aquifer_core::{
     Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
@@ -202,7 +203,7 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range = self.free.find(bytes, align, Fit::Lowest, grid, shared_free::is_done)?;
+        let range = self.free.find(bytes, align, Fit::Lowest, grid, dependencies::is_done)?;
         self.free.take(range).map(|_| range)
     }
 
@@ -228,7 +229,7 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range = tail(&self.free, shared_free::is_done)?;
+        let range = tail(&self.free, dependencies::is_done)?;
         self.free.take(range).map(|_| range)
     }
 

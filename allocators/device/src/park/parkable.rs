@@ -11,18 +11,19 @@
 use super::saved::SavedPiece;
 use crate::{
     Adoption, Block,
-    block::PackedRequest,
-    dedicated::{DedicatedPool, Span, SpanRelease},
-    driver_alloc::{DeferredFree, DriverBlock, ReleaseBlock},
-    physical::{
-        shared_free::{self, SharedFreeList, StreamDeps},
-        window::Grid,
+    base::{
+        deferred::DeferredFree,
+        dependencies::{self, StreamDeps, latest},
+        driver::check_stream_device,
+        extent::PackedRequest,
+        waits::{deadline, try_wait},
     },
-    pool::{PoolCore, deadline},
+    dedicated::{DedicatedPool, Span, SpanRelease},
+    driver_alloc::{DriverBlock, ReleaseBlock},
+    physical::{shared_free::SharedFreeList, window::Grid},
+    pool::PoolCore,
     request::ValidateRequest,
     sharing_policy::Fit,
-    slow_path::try_wait,
-    stream_cache::check_stream_device,
 };
 use aquifer_core::{
     Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
@@ -301,7 +302,7 @@ impl ParkablePool {
         }
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let own = Some(stream.timeline());
-        let done = |deps: &StreamDeps| shared_free::is_done_except(deps, own);
+        let done = |deps: &StreamDeps| dependencies::is_done_except(deps, own);
         if let Some((range, deps)) = self.take_free(bytes, &request, done)? {
             return self.register_block(stream, range, deps, &request);
         }
@@ -591,7 +592,7 @@ impl ParkablePool {
                 return Ok(0);
             }
             let slots: Vec<u64> = state.claimed.iter().copied().collect();
-            let removed = state.remove_free_slots(&slots, self.grid(), shared_free::is_done);
+            let removed = state.remove_free_slots(&slots, self.grid(), dependencies::is_done);
             // Accounted before another thread can unmap them.
             self.dedicated.slot_pool_retired(removed.len() as u64 * self.span.slot);
             for slot in &removed {
@@ -713,19 +714,6 @@ impl ReleaseBlock for ParkableRelease {
     fn release(&self, block: DeferredFree) {
         self.0.deallocate(block);
     }
-}
-
-/// Returns the latest unfinished epoch of each stream.
-pub(crate) fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
-    let mut latest: Vec<(Arc<Timeline>, u64)> = Vec::new();
-    for (timeline, epoch) in work {
-        match latest.iter_mut().find(|(other, _)| Arc::ptr_eq(other, &timeline)) {
-            Some((_, last)) => *last = epoch.max(*last),
-            None if timeline.is_done(epoch) => {}
-            None => latest.push((timeline, epoch)),
-        }
-    }
-    latest
 }
 
 /// Returns the first of `count` consecutive numbers that are not taken.

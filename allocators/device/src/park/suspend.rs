@@ -6,8 +6,8 @@ use super::{
     saved::{self, SavedPiece},
 };
 use crate::{
-    physical::shared_free::StreamDeps,
-    pool::{PoolCore, deadline},
+    base::{dependencies::StreamDeps, waits::deadline},
+    pool::PoolCore,
 };
 use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
 use aquifer_driver::Ownership;

@@ -34,11 +34,13 @@ mod warm;
 
 use super::{
     handle::{HandleError, HeldBytes},
-    shared_free::{SharedFreeList, is_done_except},
+    shared_free::SharedFreeList,
     slots::{Mapping, Slots},
     window::{self, Grid, Window},
 };
-use crate::{Request, sharing_policy::Fit, stream_cache::StreamCache};
+use crate::{
+    Request, base::dependencies::is_done_except, sharing_policy::Fit, stream_cache::StreamCache,
+};
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Reservation, Result,
     scratch::{List, Scratch},

@@ -9,15 +9,11 @@
 //! merged range has the dependencies of both parts.
 
 use super::window::Grid;
-use crate::sharing_policy::Fit;
+use crate::{
+    base::dependencies::{StreamDeps, merge_deps},
+    sharing_policy::Fit,
+};
 use aquifer_heap::Range;
-use aquifer_stream::Timeline;
-use smallvec::SmallVec;
-use std::sync::Arc;
-
-/// The dependencies of a range: the streams that used it, and the epochs that must be done before
-/// it is reused.
-pub(crate) type StreamDeps = SmallVec<[(Arc<Timeline>, u64); 2]>;
 
 /// The free ranges by address. None touches the next.
 ///
@@ -45,32 +41,6 @@ const CHUNK: usize = 128;
 
 /// The index of a chunk, and of a range in it.
 type SpanIndex = (usize, usize);
-
-/// Returns whether the host has seen all dependencies done.
-pub(crate) fn is_done(deps: &StreamDeps) -> bool {
-    is_done_except(deps, None)
-}
-
-/// Returns whether the host has seen all dependencies done, except for those on `own`, which is in
-/// order with itself.
-pub(crate) fn is_done_except(deps: &StreamDeps, own: Option<&Arc<Timeline>>) -> bool {
-    let is_own = |timeline| own.is_some_and(|own| Arc::ptr_eq(own, timeline));
-    deps.iter().all(|(timeline, epoch)| is_own(timeline) || timeline.is_done(*epoch))
-}
-
-/// Merges the dependencies `more` into `deps`, without those that are done.
-fn merge_deps(deps: &mut StreamDeps, more: StreamDeps) {
-    deps.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
-    for (timeline, epoch) in more {
-        if timeline.is_done(epoch) {
-            continue;
-        }
-        match deps.iter_mut().find(|(other, _)| Arc::ptr_eq(other, &timeline)) {
-            Some((_, latest)) => *latest = (*latest).max(epoch),
-            None => deps.push((timeline, epoch)),
-        }
-    }
-}
 
 impl SharedFreeList {
     /// Returns the free bytes.
@@ -220,7 +190,7 @@ mod tests {
     use aquifer_driver::{DeviceId, sim::Sim};
     use aquifer_stream::{Stream, StreamPool};
     use smallvec::smallvec;
-    use std::collections::BTreeMap;
+    use std::{collections::BTreeMap, sync::Arc};
 
     const GRID: Grid = Grid { base: 0, slot: 100 };
 

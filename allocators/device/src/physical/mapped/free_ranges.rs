@@ -4,10 +4,8 @@
 
 use super::{Mapped, Readiness, intersection};
 use crate::{
-    physical::{
-        shared_free::{StreamDeps, is_done, is_done_except},
-        slots::Mapping,
-    },
+    base::dependencies::{StreamDeps, is_done, is_done_except},
+    physical::slots::Mapping,
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};

@@ -3,10 +3,8 @@
 
 use super::{Mapped, Readiness, free_ranges::MappingCandidate};
 use crate::{
-    physical::{
-        shared_free::{StreamDeps, is_done},
-        slots::{Mapping, runs},
-    },
+    base::dependencies::{StreamDeps, is_done},
+    physical::slots::{Mapping, runs},
     stream_cache::StreamCache,
 };
 use aquifer_core::{

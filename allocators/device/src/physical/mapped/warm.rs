@@ -1,10 +1,7 @@
 //! Mapping memory ahead of need.
 
 use super::{Claim, Granularity, Mapped, MappingPlan, PlaceOptions, PlaceOutcome, Readiness};
-use crate::{
-    physical::{shared_free::StreamDeps, window},
-    sharing_policy::Fit,
-};
+use crate::{base::dependencies::StreamDeps, physical::window, sharing_policy::Fit};
 use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
 

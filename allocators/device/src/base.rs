@@ -1,0 +1,12 @@
+//! Small definitions that the rest of the crate stands on. They know neither caches nor pools.
+
+pub(crate) mod deferred;
+pub(crate) mod dependencies;
+pub(crate) mod driver;
+pub(crate) mod errors;
+pub(crate) mod extent;
+pub(crate) mod freed_addresses;
+pub(crate) mod lazy_box;
+pub(crate) mod live_blocks;
+pub(crate) mod record;
+pub(crate) mod waits;

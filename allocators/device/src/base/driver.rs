@@ -1,0 +1,36 @@
+//! Checks of streams against a device, and reports to a driver's observer.
+
+use aquifer_core::{DeviceId, MemoryError, Result};
+use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, same_machine};
+use aquifer_stream::Timeline;
+use std::sync::Arc;
+
+/// Refuses a stream of another device or machine.
+///
+/// # Errors
+/// [`MemoryError::WrongDevice`] for another device; that of [`same_machine`] for another machine.
+pub(crate) fn check_stream_device(
+    driver: &dyn Driver,
+    expected: DeviceId,
+    stream: &Timeline,
+) -> Result<()> {
+    let actual = stream.raw().device();
+    if expected != actual {
+        return Err(MemoryError::WrongDevice { expected, actual });
+    }
+    same_machine(driver, &**stream.driver())
+}
+
+/// Reports the owner of a range to the driver's observer, if the block has a generation.
+pub(crate) fn notify_observer(
+    driver: &Arc<dyn Driver>,
+    generation: u64,
+    range: DeviceRange,
+    owner: Ownership<'_>,
+) {
+    if generation != 0
+        && let Some(observer) = driver.observer()
+    {
+        observer.block(BlockNote { range, owner });
+    }
+}

@@ -1,0 +1,93 @@
+//! What a block is, wherever it comes from.
+
+use super::live_blocks::LiveBlockEntry;
+use aquifer_core::{Tag, budget::Leased, panics::Contained};
+use std::any::Any;
+
+/// Address and request of a block.
+///
+/// A cache stores this and [`CacheRef`] for a block, two halves of sixteen bytes. Each half is
+/// always copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
+/// buffer, which would stall every free.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockExtent {
+    pub(crate) address: u64,
+    pub(crate) request: PackedRequest,
+}
+
+/// The size and the tag of a request, packed into eight bytes: no request reaches 2⁴⁸.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PackedRequest {
+    low: u32,
+    high: u16,
+    tag: Tag,
+}
+
+impl PackedRequest {
+    #[inline]
+    pub(crate) fn new(bytes: u64, tag: Tag) -> Self {
+        debug_assert!(bytes < 1 << 48, "a request was not checked");
+        Self { low: bytes as u32, high: (bytes >> 32) as u16, tag }
+    }
+
+    #[inline]
+    pub(crate) fn bytes(self) -> u64 {
+        u64::from(self.high) << 32 | u64::from(self.low)
+    }
+
+    #[inline]
+    pub(crate) fn tag(self) -> Tag {
+        self.tag
+    }
+}
+
+/// Metadata that few blocks have.
+#[derive(Default)]
+pub(crate) struct BlockMeta {
+    /// Distinguishes the block from all others at its address, if the driver has an observer; 0 if
+    /// not.
+    pub(crate) generation: u64,
+    /// Values dropped when the memory is really free, such as charges of wrappers.
+    pub(crate) until_free: UntilFree,
+    /// Live bytes of a tenant and of a tag. They end with the block, even if other streams still
+    /// use its memory.
+    pub(crate) live: LiveCharges,
+}
+
+/// The accounts that a block's live bytes are charged to.
+#[derive(Default)]
+pub(crate) struct LiveCharges {
+    pub(crate) of_tenant: Option<Leased>,
+    pub(crate) of_tag: Option<Leased>,
+    /// The block's entry in the list of live blocks, if leaks are reported and it is in no cache.
+    pub(crate) listed: Option<LiveBlockEntry>,
+}
+
+impl LiveCharges {
+    /// Returns whether neither account is charged.
+    pub(crate) fn is_none(&self) -> bool {
+        self.of_tenant.is_none() && self.of_tag.is_none()
+    }
+
+    /// Splits `bytes` off each charge that has as many.
+    pub(crate) fn split(&mut self, bytes: u64) -> Self {
+        let split = |charge: &mut Option<Leased>| charge.as_mut()?.split(bytes);
+        Self {
+            of_tenant: split(&mut self.of_tenant),
+            of_tag: split(&mut self.of_tag),
+            listed: None,
+        }
+    }
+}
+
+impl BlockMeta {
+    /// Returns whether the cache need not process the extras.
+    pub(crate) fn has_only_charges(&self) -> bool {
+        self.generation == 0 && self.until_free.is_none()
+    }
+}
+
+/// Values dropped when a block's memory is really free.
+///
+/// A panic in one of these drops is contained, since the pool may itself be within a drop.
+pub(crate) type UntilFree = Option<Box<Vec<Contained<Box<dyn Any + Send + Sync>>>>>;
