@@ -1,5 +1,7 @@
 //! Small definitions that the rest of the crate stands on. They know neither caches nor pools.
 
+pub(crate) mod address_directory;
+pub(crate) mod address_map;
 pub(crate) mod deferred;
 pub(crate) mod dependencies;
 pub(crate) mod driver;

@@ -1,13 +1,12 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{
-    Request,
     base::{
         extent::{BlockExtent, BlockMeta, PackedRequest},
         lazy_box::LazyBox,
     },
     driver_alloc::DriverBlock,
-    stream_cache::StreamCache,
+    stream_cache::{BlockToken, CacheRef},
 };
 use aquifer_core::{
     DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
@@ -15,7 +14,6 @@ use aquifer_core::{
 use aquifer_driver::{
     Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site,
 };
-use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, TrackUses, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
 
@@ -53,13 +51,6 @@ pub struct Block {
     pub(crate) uses: UseList,
     /// Created when a block first needs it. Most blocks never do.
     pub(crate) meta: LazyBox<BlockMeta>,
-}
-
-/// A reference to a stream's cache, and the key of the block in its heap.
-#[derive(Clone, Copy)]
-pub(crate) struct CacheRef {
-    pub(crate) cache: &'static StreamCache,
-    pub(crate) key: Key,
 }
 
 /// Where a block returns to.
@@ -333,27 +324,6 @@ impl Block {
                 driver_block.release(self.extent.address, meta.generation, uses, meta.until_free);
             }
         }
-    }
-}
-
-/// The part of a block that a cache stores and allocates.
-#[derive(Clone, Copy)]
-pub(crate) struct BlockToken {
-    pub(crate) cache_ref: CacheRef,
-    pub(crate) extent: BlockExtent,
-}
-
-impl BlockToken {
-    /// Makes the token of the block that the heap of `cache` allocated for `request`.
-    #[inline]
-    pub(crate) fn new(
-        cache: &'static StreamCache,
-        found: &aquifer_heap::HeapBlock,
-        request: &Request,
-    ) -> Self {
-        let request = PackedRequest::new(request.size(), request.owner());
-        let extent = BlockExtent { address: found.address, request };
-        Self { cache_ref: CacheRef { cache, key: found.key }, extent }
     }
 }
 

@@ -5,11 +5,11 @@ mod stats;
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     base::{
+        address_directory::{AddressDirectory, DIRECT_CACHES},
         driver::{check_stream_device, notify_observer},
         extent::BlockExtent,
         live_blocks::{CommittedBytes, LiveBlockList},
     },
-    block::BlockToken,
     checked::{BlockSource, CheckedPool},
     dedicated::DedicatedPool,
     direct::Direct,
@@ -17,12 +17,11 @@ use crate::{
     graphs::{self, Announcements},
     park::ParkablePools,
     physical::{Physical, mapped::Mapped, segments::Segments},
-    raw::AddressDirectory,
     request::ValidateRequest,
     retention::Retention,
     sharing_policy::SharingPolicy,
     slow_path::Counters,
-    stream_cache::{StreamCache, recycle::IdleCache},
+    stream_cache::{BlockToken, CacheHost, StreamCache, recycle::IdleCache},
     tenants::LiveLimits,
 };
 use aquifer_core::{
@@ -36,7 +35,7 @@ use aquifer_heap::Heap;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
-    fmt,
+    fmt, iter,
     panic::Location,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
@@ -114,8 +113,11 @@ pub(crate) struct PoolCore {
     /// Scratch memory for lists of caches.
     pub(crate) scratch: Scratch,
     idle_caches: Mutex<Vec<IdleCache>>,
+    /// The caches by number, as far as the directory has their numbers. They exist until the pool
+    /// closes.
+    numbered_caches: Box<[OnceLock<&'static StreamCache>]>,
     /// Finds the cache of a raw address.
-    pub(crate) directory: AddressDirectory,
+    pub(crate) directory: Arc<AddressDirectory>,
     /// Whether the driver has an observer, which needs the owner of each block.
     observed: bool,
     /// Number of reasons to take the slow allocation path: another source of blocks, an observer
@@ -236,7 +238,8 @@ impl DevicePool {
             caches: RwLock::default(),
             scratch: Scratch::new(),
             idle_caches: Mutex::default(),
-            directory: AddressDirectory::new(),
+            numbered_caches: iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
+            directory: Arc::default(),
             observed,
             slow_reasons: AtomicU32::new(u32::from(!quick)),
             announcements: Announcements::default(),
@@ -312,7 +315,7 @@ impl DevicePool {
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         if let Some(cache) = self.fast_cache(stream, &request)
-            && let Some(block) = cache.fast_alloc(&request)
+            && let Some(block) = cache.fast_alloc(&request, Block::from_token)
         {
             return Ok(block);
         }
@@ -563,7 +566,7 @@ impl PoolCore {
     #[inline]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let cache = self.cache_for(stream)?;
-        match cache.try_alloc(self, &request) {
+        match self.try_cache(cache, &request) {
             Some(block) => Ok(block),
             None => {
                 let _site = site::enter();
@@ -585,7 +588,7 @@ impl PoolCore {
         let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
         let before = remaining();
         let cache = self.cache_for(stream)?;
-        let block = match cache.try_alloc(self, &request) {
+        let block = match self.try_cache(cache, &request) {
             Some(block) => block,
             None => {
                 let _site = site::enter();
@@ -596,6 +599,21 @@ impl PoolCore {
         let unused = bytes.saturating_sub(drawn).min(remaining());
         drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(unused));
         Ok(block)
+    }
+
+    /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
+    /// Returns `None` if the cache has no room, or if the request is to be served from the ranges
+    /// that streams share.
+    pub(crate) fn try_cache(
+        &self,
+        cache: &'static StreamCache,
+        request: &Request,
+    ) -> Option<Block> {
+        if self.sharing_policy.prefers_shared(request.size()) {
+            return None;
+        }
+        let (token, ticket) = cache.fast_alloc(request, |token| (*token, self.ticket()))?;
+        Some(self.make_block(cache, &token, ticket))
     }
 
     /// Returns the cache of a stream, and creates it at its first use.
@@ -610,7 +628,13 @@ impl PoolCore {
     #[inline]
     fn known_cache(&self, stream: &Stream) -> Option<&'static StreamCache> {
         let number = stream.timeline().attachment(self.key)? as usize;
-        self.directory.cache(number).or_else(|| self.cache_beyond_table(number))
+        self.numbered_cache(number).or_else(|| self.cache_beyond_table(number))
+    }
+
+    /// Returns the cache of this number, if the directory has its number.
+    #[inline]
+    pub(crate) fn numbered_cache(&self, number: usize) -> Option<&'static StreamCache> {
+        self.numbered_caches.get(number)?.get().copied()
     }
 
     /// Returns a cache whose number exceeds the directory. The list is ordered by number.
@@ -647,11 +671,6 @@ impl PoolCore {
         self.bypass.as_ref()
     }
 
-    /// Returns whether every event is recorded.
-    pub(crate) fn is_recorded(&self) -> bool {
-        self.config.recorder.is_some()
-    }
-
     #[cold]
     fn open_cache(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
         check_stream_device(&*self.driver, self.info.device, stream.timeline())?;
@@ -666,14 +685,17 @@ impl PoolCore {
         let (cache, number) = match self.idle_caches().pop() {
             Some(idle) => {
                 let number = idle.number;
-                (idle.bind(self, stream.timeline()), number)
+                (idle.bind(self.clone(), self.directory.clone(), stream.timeline()), number)
             }
             None => {
                 // Caches leave the list only when the pool closes, and none is created then, so a
                 // number is never reused.
                 let number = caches.len();
-                let cache = StreamCache::open(self.clone(), stream.timeline().clone(), number);
-                self.directory.insert_cache(number, cache);
+                let (pool, directory) = (self.clone(), self.directory.clone());
+                let cache = StreamCache::open(pool, directory, stream.timeline().clone(), number);
+                if let Some(slot) = self.numbered_caches.get(number) {
+                    let _only_once = slot.set(cache);
+                }
                 caches.push(cache);
                 (cache, number)
             }
@@ -769,39 +791,56 @@ impl PoolCore {
         cached + self.dedicated.held().now()
     }
 
-    /// Removes a retired cache whose stream could not be waited for. Its memory is kept, since work
-    /// may still use it.
-    pub(crate) fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.leak();
-        }
-        self.remove_cache(cache, timeline);
-    }
-
-    fn remove_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
-        timeline.detach(self.key);
-        self.unregister_cache(cache);
-    }
-
     fn unregister_cache(&self, cache: &'static StreamCache) {
         self.caches
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|other| !std::ptr::eq(*other, cache));
     }
+}
 
-    /// Removes a retired cache, and returns its ranges to the pool.
-    pub(crate) fn reclaim_cache(
+impl CacheHost for PoolCore {
+    fn streams(&self) -> &StreamPool {
+        &self.streams
+    }
+
+    fn is_recorded(&self) -> bool {
+        self.config.recorder.is_some()
+    }
+
+    fn ticket(&self) -> Option<EventTicket> {
+        self.ticket()
+    }
+
+    fn report(
         &self,
-        cache: &'static StreamCache,
-        timeline: &Arc<Timeline>,
-        heap: &Heap,
+        ticket: Option<EventTicket>,
+        action: Action,
+        stream: u32,
+        extent: &BlockExtent,
     ) {
+        let BlockExtent { address, request } = extent;
+        self.report(ticket, action, stream, *address, request.bytes(), request.tag());
+    }
+
+    fn count_completion(&self) {
+        self.dedicated.count_completion();
+    }
+
+    fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
         timeline.detach(self.key);
         self.unregister_cache(cache);
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.take_back(heap.free_extents().map(|e| e.range));
         }
+    }
+
+    fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
+        if let Physical::Mapped(mapped) = &self.physical {
+            mapped.leak();
+        }
+        timeline.detach(self.key);
+        self.unregister_cache(cache);
     }
 }
 
@@ -829,8 +868,9 @@ impl Drop for PoolHandle {
             checked.close();
         }
         let pass = self.core.scratch.begin();
+        let host: Arc<dyn CacheHost> = self.core.clone();
         for cache in self.core.caches(&pass) {
-            cache.close(&self.core);
+            cache.close(&host);
         }
         let idle = std::mem::take(&mut *self.core.idle_caches());
         for idle in idle {

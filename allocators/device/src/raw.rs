@@ -11,140 +11,19 @@
 
 use crate::{
     Block, DevicePool, Request,
-    base::{extent::BlockMeta, lazy_box::LazyBox},
-    block::{BlockOwner, BlockToken},
+    block::BlockOwner,
     direct::Direct,
     physical::Physical,
-    stream_cache::{FreeFollowUp, StreamCache},
+    stream_cache::{BlockToken, RawToken, StreamCache},
 };
 use aquifer_core::{MemoryError, Result, event::HeldBlock};
 use aquifer_heap::HeapError;
-use aquifer_stream::{Stream, UseList};
+use aquifer_stream::Stream;
 use std::{
-    collections::{BTreeMap, HashMap},
-    hash::{BuildHasherDefault, Hasher},
+    collections::BTreeMap,
     mem::{self, ManuallyDrop},
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
-
-/// A block that was released as its raw address.
-pub(crate) enum RawBlock {
-    /// The contents of its token.
-    Unique(RawToken),
-    /// The token itself: it is or was shared.
-    Shared(Arc<Block>),
-}
-
-/// The contents of a block's token.
-pub(crate) struct RawToken {
-    token: BlockToken,
-    uses: UseList,
-    meta: LazyBox<BlockMeta>,
-}
-
-impl RawToken {
-    fn into_block(self) -> Block {
-        let Self { token: BlockToken { cache_ref, extent }, uses, meta } = self;
-        Block { owner: BlockOwner::Cache(cache_ref), extent, uses, meta }
-    }
-}
-
-/// The blocks of one cache that were released as raw addresses.
-pub(crate) type CacheRawTable = HashMap<u64, RawBlock, BuildHasherDefault<AddressHasher>>;
-
-/// A hash for addresses, whose low bits are all alike. It is deterministic, like all of the pool.
-#[derive(Default)]
-pub(crate) struct AddressHasher(u64);
-
-impl Hasher for AddressHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u64(u64::from(byte));
-        }
-    }
-    fn write_u64(&mut self, address: u64) {
-        let mixed = (self.0 ^ address).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = mixed ^ mixed >> 32;
-    }
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
-/// The bytes of addresses that share an entry, as a power of two.
-const GRAIN_BITS: u32 = 21;
-/// The number of entries: 128 GiB of consecutive addresses have one each.
-const ENTRIES: usize = 1 << 16;
-/// Caches per entry, in two bytes each: the number of the cache plus one, the latest in the lowest.
-const CACHES_PER_ENTRY: u32 = 4;
-/// The maximum number of caches that can be recorded.
-const DIRECT_CACHES: usize = 1024;
-
-/// Maps addresses to the caches that may have released them as raw addresses.
-pub(crate) struct AddressDirectory {
-    /// Allocated at the first raw address: half a MiB, of which the kernel backs only what is
-    /// used.
-    entries: OnceLock<Box<[AtomicU64]>>,
-    /// The caches of the pool in the order of their creation. They exist until the pool closes,
-    /// and the directory is not used afterwards.
-    caches: Box<[OnceLock<&'static StreamCache>]>,
-}
-
-impl AddressDirectory {
-    pub(crate) fn new() -> Self {
-        Self {
-            entries: OnceLock::new(),
-            caches: std::iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
-        }
-    }
-
-    /// Registers a cache. A cache beyond the limit is found by searching all.
-    pub(crate) fn insert_cache(&self, number: usize, cache: &'static StreamCache) {
-        if let Some(slot) = self.caches.get(number) {
-            let _ = slot.set(cache);
-        }
-    }
-
-    /// Returns the cache of this number, if it is registered.
-    #[inline]
-    pub(crate) fn cache(&self, number: usize) -> Option<&'static StreamCache> {
-        self.caches.get(number)?.get().copied()
-    }
-
-    fn entry(address: u64) -> usize {
-        (address >> GRAIN_BITS) as usize % ENTRIES
-    }
-
-    /// Records that the cache of this number has released an address here.
-    pub(crate) fn record(&self, address: u64, number: usize) {
-        if number >= DIRECT_CACHES {
-            return;
-        }
-        let entries = self
-            .entries
-            .get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(ENTRIES).collect());
-        let lane = number as u64 + 1;
-        let entry = &entries[Self::entry(address)];
-        let noted = entry.load(Ordering::Relaxed);
-        if !(0..CACHES_PER_ENTRY).any(|n| noted >> (16 * n) & 0xffff == lane) {
-            // A race between two stores may lose one of the records. The only cost is a search.
-            entry.store(noted << 16 | lane, Ordering::Relaxed);
-        }
-    }
-
-    /// Returns the caches that may have released `address`, the most likely first.
-    fn candidates(&self, address: u64) -> impl Iterator<Item = &'static StreamCache> {
-        let entry = self.entries.get().map(|entries| &entries[Self::entry(address)]);
-        let noted = entry.map_or(0, |entry| entry.load(Ordering::Relaxed));
-        (0..CACHES_PER_ENTRY).filter_map(move |n| {
-            let number = (noted >> (16 * n) & 0xffff).checked_sub(1)?;
-            self.cache(number as usize)
-        })
-    }
-}
 
 impl Block {
     /// Converts the block to its raw address. The block stays allocated, with its recorded uses,
@@ -169,6 +48,12 @@ impl Block {
         }
         address
     }
+}
+
+/// Converts the contents of a token back to the token.
+fn into_block(raw: RawToken) -> Block {
+    let RawToken { token: BlockToken { cache_ref, extent }, uses, meta } = raw;
+    Block { owner: BlockOwner::Cache(cache_ref), extent, uses, meta }
 }
 
 /// Raw blocks that belong to no cache, by address. No two live blocks of a process share an
@@ -265,7 +150,7 @@ impl DevicePool {
         if let Some(direct) = self.bypass(address) {
             return direct.from_raw(address);
         }
-        let block = self.find(address, |cache| cache.take_raw(address));
+        let block = self.find(address, |cache| cache.take_raw(address, into_block));
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().take_unique(address)).flatten()
         });
@@ -297,7 +182,7 @@ impl DevicePool {
         if let Some(direct) = self.bypass(address) {
             return direct.share_raw(address);
         }
-        let block = self.find(address, |cache| cache.share_raw(address));
+        let block = self.find(address, |cache| cache.share_raw(address, into_block));
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().share(address)).flatten()
         });
@@ -340,7 +225,8 @@ impl DevicePool {
         mut query: impl FnMut(&'static StreamCache) -> Option<T>,
     ) -> Option<T> {
         let core = self.core();
-        let likely = core.directory.candidates(address).find_map(&mut query);
+        let numbers = core.directory.candidates(address);
+        let likely = numbers.filter_map(|number| core.numbered_cache(number)).find_map(&mut query);
         likely.or_else(|| core.caches(&core.scratch.begin()).into_iter().find_map(query))
     }
 
@@ -374,105 +260,5 @@ impl DevicePool {
         } else {
             MemoryError::ForeignBlock { address }
         }
-    }
-}
-
-impl StreamCache {
-    /// Allocates a block from the cache, if it has room, and returns its address. The fast path
-    /// without listeners.
-    #[inline]
-    fn fast_alloc_raw(&'static self, request: &Request) -> Option<u64> {
-        self.with_unflushed(|s| {
-            let token = *s.allocate_token(self, request)?;
-            let address = token.extent.address;
-            s.raw.insert(
-                address,
-                RawBlock::Unique(RawToken { token, uses: UseList::new(), meta: LazyBox::NONE }),
-            );
-            s.record_raw(address);
-            Some(address)
-        })
-    }
-
-    /// Returns the raw blocks of this cache.
-    fn raw_blocks(&'static self) -> Vec<HeldBlock> {
-        let stream = self.timeline().number();
-        let to_held = |(&address, raw): (&u64, &RawBlock)| {
-            let request = match raw {
-                RawBlock::Unique(token) => token.token.extent.request,
-                RawBlock::Shared(block) => block.extent.request,
-            };
-            HeldBlock { address, bytes: request.bytes(), stream, tag: request.tag(), at: None }
-        };
-        // The list is allocated before the lock is taken. It may grow under the lock if blocks were
-        // added since.
-        let mut blocks = Vec::with_capacity(self.with(|s| s.raw.len()));
-        self.with(|s| blocks.extend(s.raw.iter().map(to_held)));
-        blocks
-    }
-
-    /// Stores the contents of a token while its address is released.
-    fn insert_raw(&self, address: u64, token: RawToken) {
-        self.with_unflushed(|s| {
-            s.raw.insert(address, RawBlock::Unique(token));
-            s.record_raw(address);
-        });
-    }
-
-    /// Removes and returns the raw block at `address`; `None` if this cache has none.
-    fn take_raw(&self, address: u64) -> Option<Result<Block>> {
-        self.with_unflushed(|s| {
-            let block = match s.raw.remove(&address)? {
-                RawBlock::Unique(token) => Ok(token.into_block()),
-                // References are cloned only under this lock, so a unique one stays unique.
-                RawBlock::Shared(block) => Arc::try_unwrap(block),
-            };
-            Some(block.map_err(|shared| {
-                s.raw.insert(address, RawBlock::Shared(shared));
-                MemoryError::Busy { address }
-            }))
-        })
-    }
-
-    /// Returns the raw block at `address`, which stays raw; `None` if this cache has none.
-    fn share_raw(&self, address: u64) -> Option<Arc<Block>> {
-        self.with_unflushed(|s| {
-            let block = match s.raw.remove(&address)? {
-                RawBlock::Unique(token) => Arc::new(token.into_block()),
-                RawBlock::Shared(block) => block,
-            };
-            s.raw.insert(address, RawBlock::Shared(block.clone()));
-            Some(block)
-        })
-    }
-
-    /// Frees the raw block at `address`; `None` if this cache has none.
-    fn free_raw(&'static self, address: u64) -> Option<()> {
-        /// What remains to be done after the lock is released.
-        enum FreeStep {
-            After(Option<Box<FreeFollowUp>>),
-            Token(RawToken),
-            Shared(Arc<Block>),
-        }
-        let rest = self.with_unflushed(|s| {
-            Some(match s.raw.remove(&address)? {
-                RawBlock::Unique(mut raw) => {
-                    if raw.uses.is_empty() && raw.meta.is_none() {
-                        FreeStep::After(s.deallocate(&raw.token.cache_ref, &raw.token.extent))
-                    } else {
-                        FreeStep::Token(raw)
-                    }
-                }
-                RawBlock::Shared(block) => FreeStep::Shared(block),
-            })
-        })?;
-        match rest {
-            FreeStep::After(after) => self.follow_up(after),
-            FreeStep::Token(RawToken { token, mut uses, meta }) => {
-                self.deallocate_with_meta(token, &mut uses, meta);
-            }
-            FreeStep::Shared(block) => drop(block),
-        }
-        Some(())
     }
 }

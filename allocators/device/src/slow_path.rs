@@ -21,7 +21,6 @@ mod oom;
 use crate::{
     Adoption, Block, Request,
     base::waits::{deadline, try_wait},
-    block::BlockToken,
     physical::{
         Physical,
         handle::{Funds, HandleError},
@@ -31,7 +30,7 @@ use crate::{
     pool::PoolCore,
     reclaim::Reclaimers,
     sharing_policy::GrowthOrder,
-    stream_cache::{CollectMode, StreamCache},
+    stream_cache::{BlockToken, StreamCache, pending::CollectMode},
 };
 use aquifer_core::{
     Action, MemoryError, PoolStats, Reservation, Result, Tag,
@@ -596,7 +595,7 @@ impl PoolCore {
         request: &Request,
         collected: u64,
     ) -> Option<Block> {
-        if collected == 0 { None } else { cache.try_alloc(self, request) }
+        if collected == 0 { None } else { self.try_cache(cache, request) }
     }
 
     /// Records an event behind every stream that has freed since its last event, polls the events,

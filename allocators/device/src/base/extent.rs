@@ -6,7 +6,7 @@ use std::any::Any;
 
 /// Address and request of a block.
 ///
-/// A cache stores this and [`CacheRef`] for a block, two halves of sixteen bytes. Each half is
+/// A cache stores this and a reference to itself for a block, two halves of sixteen bytes. Each half is
 /// always copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
 /// buffer, which would stall every free.
 #[derive(Clone, Copy)]

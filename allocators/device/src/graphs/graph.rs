@@ -266,7 +266,7 @@ fn retained() -> MutexGuard<'static, Vec<RetainedMemory>> {
 /// Drops memory whose graphs the driver has released, and retries the release of caches that the
 /// driver has refused.
 pub(crate) fn sweep_released() {
-    crate::stream_cache::retry_teardowns();
+    crate::stream_cache::close::retry_teardowns();
     let gone: Vec<_> =
         retained().extract_if(.., |entry| entry.released.load(Ordering::Acquire)).collect();
     gone.into_iter().for_each(|entry| drop(entry.memory));

@@ -11,8 +11,8 @@
 //! from the pool's list finds it empty, or bound to another stream of the same pool. Both are
 //! correct.
 
-use super::{Binding, CacheUsage, StreamCache, UNBOUND};
-use crate::{physical::Physical, pool::PoolCore};
+use super::{Binding, CacheHost, CacheUsage, StreamCache, UNBOUND};
+use crate::{base::address_directory::AddressDirectory, physical::Physical, pool::PoolCore};
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
@@ -33,25 +33,25 @@ impl StreamCache {
     /// timeline, to be dropped where driver calls are allowed: the drop destroys its events, and
     /// the stream if the pool owns it.
     pub(crate) fn unbind_if_idle(&'static self) -> Option<(IdleCache, Timeline)> {
-        let (number, timeline, pool) = self.with(|s| {
+        let (number, timeline, binding) = self.with(|s| {
             let unleased = s.binding.as_ref().is_some_and(|v| v.open && !v.timeline.is_leased());
             if !unleased || s.heap.managed_bytes() > 0 || !s.pending.is_empty() || s.collecting > 0
             {
                 return None;
             }
-            let Binding { pool, number, timeline, open } = s.binding.take()?;
+            let Binding { pool, directory, number, timeline, open } = s.binding.take()?;
             match Arc::try_unwrap(timeline) {
                 Ok(timeline) => {
                     (s.last_free, s.needs_follow_up) = (0, false);
-                    Some((number, timeline, pool))
+                    Some((number, timeline, (pool, directory)))
                 }
                 Err(timeline) => {
-                    s.binding = Some(Binding { pool, number, timeline, open });
+                    s.binding = Some(Binding { pool, directory, number, timeline, open });
                     None
                 }
             }
         })?;
-        drop(pool);
+        drop(binding);
         Some((IdleCache { cache: self, number }, timeline))
     }
 }
@@ -60,10 +60,11 @@ impl IdleCache {
     /// Binds the cache to another stream of the same pool. Its counters are kept.
     pub(crate) fn bind(
         self,
-        pool: &Arc<PoolCore>,
+        pool: Arc<dyn CacheHost>,
+        directory: Arc<AddressDirectory>,
         timeline: &Arc<Timeline>,
     ) -> &'static StreamCache {
-        self.cache.bind(pool.clone(), timeline.clone(), self.number);
+        self.cache.bind(pool, directory, timeline.clone(), self.number);
         self.cache
     }
 
