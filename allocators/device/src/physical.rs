@@ -9,17 +9,123 @@
 
 pub(crate) mod handle;
 pub(crate) mod mapped;
+pub(crate) mod options;
 pub(crate) mod segments;
 pub(crate) mod shared_free;
 pub(crate) mod slots;
 pub(crate) mod window;
 
-use mapped::Mapped;
-use segments::Segments;
+use crate::{Request, sharing_policy::Fit, stream_cache::StreamCache};
+use aquifer_core::{
+    MemoryError, Result,
+    scratch::{Bump, List},
+};
+use aquifer_heap::{HeapBlock, Range};
+use aquifer_stream::Timeline;
+use handle::HeldBytes;
+use options::{PlaceOptions, PlaceOutcome};
+use std::{fmt, sync::Arc, time::Duration};
 
-/// The physical memory of a pool, of one of the two kinds.
-#[derive(Debug)]
-pub(crate) enum Physical {
-    Mapped(Mapped),
-    Segments(Segments),
+/// The physical memory of a pool, of one of the two kinds. It is asked on slow paths only.
+pub(crate) trait Physical: fmt::Debug + Send + Sync {
+    /// Returns the counter of bytes held from the driver.
+    fn held(&self) -> &HeldBytes;
+
+    /// Returns whether the memory is mapped: it can be moved between caches in parts, and be
+    /// released without a wait for the device.
+    fn is_mapped(&self) -> bool;
+
+    /// Returns the least number of bytes that are released at once.
+    fn unit(&self) -> u64;
+
+    /// Returns the bytes of physical memory that hold any block of this request.
+    fn backing_bytes(&self, request: &Request) -> u64;
+
+    /// Returns the cost of releasing `bytes` and taking them again, with `peers` that have access.
+    fn reclaim_cost(&self, bytes: u64, peers: u32) -> Duration;
+
+    /// Finds room for `request` in the free memory of `cache` and `donors` and in new memory, as
+    /// far as `options` allows, and allocates there. Returns `None` if there is not enough.
+    fn place(
+        &self,
+        cache: &'static StreamCache,
+        donors: &[&'static StreamCache],
+        request: &Request,
+        options: PlaceOptions,
+        fit: Fit,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<Option<HeapBlock>>;
+
+    /// Returns the bytes that a trim of the caches could release now.
+    fn idle(&self, caches: &[&'static StreamCache]) -> u64;
+
+    /// Releases free memory whose work is known to be done from the caches until they hold at most
+    /// `keep` bytes. Returns the bytes.
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64>;
+
+    /// Takes the free memory of caches whose streams have no lease: for `heir`, or for all streams.
+    /// Returns the bytes that `heir` got, and the number of moves begun. Makes no driver call.
+    fn inherit(&self, heir: &'static StreamCache, abandoned: &[&'static StreamCache])
+    -> (u64, u64);
+
+    /// Takes memory from the driver until `bytes` are held. Returns the bytes taken.
+    fn warm(&self, _bytes: u64) -> Result<u64> {
+        Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" })
+    }
+
+    /// Allocates a block from the free memory that no cache has. Makes no driver call.
+    fn allocate_shared(
+        &self,
+        _cache: &'static StreamCache,
+        _request: &Request,
+        _fit: Fit,
+    ) -> Option<HeapBlock> {
+        None
+    }
+
+    /// Takes free ranges of at least `least` bytes from caches, for all streams.
+    fn share_free(&self, _caches: &[&'static StreamCache], _least: u64) {}
+
+    /// As [`Physical::share_free`], for what each cache has beyond `cap` bytes. Returns the number
+    /// of moves begun.
+    fn cap_caches(&self, _caches: &[&'static StreamCache], _cap: u64) -> u64 {
+        0
+    }
+
+    /// Takes the ranges of a retired cache. All work of its stream has been waited for.
+    fn take_back(&self, _ranges: &mut dyn Iterator<Item = Range>) {}
+
+    /// Marks that queued work which cannot be waited for may still use a cache's memory.
+    fn leak(&self) {}
+
+    /// Drops references to streams whose work is done.
+    fn forget_done(&self) {}
+
+    /// Releases held memory that is mapped nowhere.
+    fn drop_spare(&self) {}
+
+    /// Returns the bytes that are neither in a cache nor in use.
+    fn spare_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Returns whether an address is free and in no cache.
+    fn is_shared_free(&self, _address: u64) -> bool {
+        false
+    }
+
+    /// Calls `note` for each free range in no cache that queued work may still use, with the number
+    /// of that work's stream and the bytes.
+    fn shared_in_use(&self, _note: &mut dyn FnMut(u32, u64)) {}
+
+    /// Returns the number of moves begun and ended. Comparing it with a later result shows whether
+    /// memory was being moved.
+    fn move_counts(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
+    /// Returns the epochs that unused mappings wait for.
+    fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
+        List::new_in(bump)
+    }
 }

@@ -101,7 +101,7 @@ pub(crate) struct PoolCore {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) info: DeviceInfo,
     streams: StreamPool,
-    pub(crate) physical: Physical,
+    pub(crate) physical: Box<dyn Physical>,
     pub(crate) budget: Budget,
     /// Dedicated memory: stable blocks and reserved elements.
     pub(crate) dedicated: Arc<DedicatedPool>,
@@ -187,7 +187,7 @@ impl DevicePool {
         let maps = info.virtual_memory && info.granularity > 0;
         config.check_retention(budget.limit(), maps)?;
         let accessors = config.accessors(&*driver, device, maps)?;
-        let physical = if maps {
+        let physical: Box<dyn Physical> = if maps {
             let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
             if !slot.is_power_of_two() {
                 let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
@@ -198,7 +198,7 @@ impl DevicePool {
                 });
             }
             let fixed = config.handle_bytes > 0;
-            Physical::Mapped(Mapped::open(
+            Box::new(Mapped::open(
                 &driver,
                 accessors.clone(),
                 info.memory,
@@ -208,7 +208,7 @@ impl DevicePool {
                 budget.clone(),
             )?)
         } else {
-            Physical::Segments(Segments::new(&driver, device, budget.clone()))
+            Box::new(Segments::new(&driver, device, budget.clone()))
         };
         let streams = StreamPool::new(driver.clone(), device, config.streams);
         let bypass = config
@@ -221,7 +221,7 @@ impl DevicePool {
         let dedicated = DedicatedPool::new(&driver, &info, &config, accessors);
         let observed = driver.observer().is_some();
         let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
-        let sharing = matches!(physical, Physical::Mapped(_)) && config.adoption != Adoption::Never;
+        let sharing = physical.is_mapped() && config.adoption != Adoption::Never;
         let sharing_policy = SharingPolicy::new(sharing);
         let retention = Retention::new(config.release_threshold, config.stream_cache);
         let warm = config.warm_reserve;
@@ -784,11 +784,7 @@ impl PoolCore {
 
     /// Returns the bytes held from the driver.
     pub(crate) fn held(&self) -> u64 {
-        let cached = match &self.physical {
-            Physical::Mapped(mapped) => mapped.held().now(),
-            Physical::Segments(segments) => segments.held().now(),
-        };
-        cached + self.dedicated.held().now()
+        self.physical.held().now() + self.dedicated.held().now()
     }
 
     fn unregister_cache(&self, cache: &'static StreamCache) {
@@ -830,15 +826,11 @@ impl CacheHost for PoolCore {
     fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
         timeline.detach(self.key);
         self.unregister_cache(cache);
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.take_back(heap.free_extents().map(|e| e.range));
-        }
+        self.physical.take_back(&mut heap.free_extents().map(|e| e.range));
     }
 
     fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.leak();
-        }
+        self.physical.leak();
         timeline.detach(self.key);
         self.unregister_cache(cache);
     }

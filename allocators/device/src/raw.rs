@@ -13,7 +13,6 @@ use crate::{
     Block, DevicePool, Request,
     block::BlockOwner,
     direct::Direct,
-    physical::Physical,
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
 use aquifer_core::{MemoryError, Result, event::HeldBlock};
@@ -250,10 +249,7 @@ impl DevicePool {
                 }
             })
         });
-        let shared = || match &self.core().physical {
-            Physical::Mapped(mapped) => mapped.is_shared_free(address),
-            Physical::Segments(_) => false,
-        };
+        let shared = || self.core().physical.is_shared_free(address);
         let checked = || self.checked().is_some_and(|checked| checked.was_freed(address));
         if freed || shared() || checked() {
             MemoryError::DoubleFree { address }

@@ -9,9 +9,8 @@
 
 use crate::{
     DevicePool,
-    base::waits::has_passed,
+    base::{reclaim_cost::reclaim_cost, waits::has_passed},
     checked::{BlockSource, CheckedPool},
-    physical::Physical,
     pool::PoolCore,
 };
 use aquifer_core::{
@@ -25,23 +24,6 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-
-const MIB: u64 = 1 << 20;
-
-/// The bytes of a segment of a pool without virtual memory mapping.
-const COST_UNIT: u64 = 64 * MIB;
-
-/// Returns the cost of releasing so many bytes in so many pieces and allocating them again.
-pub(crate) fn reclaim_cost(
-    pieces: u64,
-    each: Duration,
-    bytes: u64,
-    each_mib: Duration,
-) -> Duration {
-    let of =
-        |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
-    of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
-}
 
 /// Returns whether memory of that place is the device's. Memory of an integrated device is host
 /// memory.
@@ -98,10 +80,7 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let live: u64 =
             self.caches(&pass).iter().map(|cache| cache.with(|s| s.footprint().live)).sum();
-        let (held, unit) = match &self.physical {
-            Physical::Mapped(mapped) => (mapped.held().now(), mapped.backing_bytes(1)),
-            Physical::Segments(segments) => (segments.held().now(), 1),
-        };
+        let (held, unit) = (self.physical.held().now(), self.physical.unit());
         let idle = held.saturating_sub(live);
         // Memory that shares a handle with a live block is kept. The number is not rounded: a
         // reclaimer that failed is called again when it changes.
@@ -116,20 +95,7 @@ impl Reclaim for PoolCore {
 
     fn offer(&self) -> Offer {
         let bytes = self.idle();
-        let micros = Duration::from_micros;
-        let cost = match &self.physical {
-            Physical::Mapped(mapped) => {
-                let handles = bytes.div_ceil(mapped.mean_handle());
-                let each = micros(44) + micros(1000) * self.config.peers.len() as u32;
-                reclaim_cost(handles, each, bytes, Duration::from_nanos(1300))
-            }
-            Physical::Segments(_) => reclaim_cost(
-                bytes.div_ceil(COST_UNIT),
-                micros(52),
-                bytes,
-                Duration::from_nanos(400),
-            ),
-        };
+        let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);
         Offer { bytes, cost }
     }
 
@@ -147,7 +113,7 @@ impl Reclaim for PoolCore {
     }
 
     fn waits(&self) -> bool {
-        matches!(self.physical, Physical::Segments(_))
+        !self.physical.is_mapped()
     }
 
     fn place(&self) -> Option<MemoryLocation> {

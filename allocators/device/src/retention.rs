@@ -10,9 +10,7 @@
 //!   then on. A loop pays once for the memory that it needs, and later rounds make no memory call.
 //!   Memory that is not needed again stays released. An explicit trim resets this.
 
-use crate::{
-    DevicePool, physical::Physical, pool::PoolCore, slow_path::WaitScope, stream_cache::StreamCache,
-};
+use crate::{DevicePool, pool::PoolCore, slow_path::WaitScope, stream_cache::StreamCache};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::{leftovers, site};
 use std::sync::{
@@ -186,11 +184,7 @@ impl PoolCore {
 
     /// Returns the bytes whose release the driver has refused.
     fn stuck(&self) -> u64 {
-        let cached = match &self.physical {
-            Physical::Mapped(mapped) => mapped.held().stuck(),
-            Physical::Segments(segments) => segments.held().stuck(),
-        };
-        cached + self.dedicated.held().stuck()
+        self.physical.held().stuck() + self.dedicated.held().stuck()
     }
 
     /// As [`DevicePool::poll`].
@@ -226,14 +220,13 @@ impl PoolCore {
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
     /// the next trim.
     pub(crate) fn enforce_threshold(&self) {
-        let Physical::Mapped(mapped) = &self.physical else { return };
-        if self.retention.retains_all() {
+        if !self.physical.is_mapped() || self.retention.retains_all() {
             return;
         }
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let keep = self.retention.bytes_to_retain(live(&caches));
-        if mapped.held().now() > keep {
+        if self.physical.held().now() > keep {
             self.retention.record_release(self.release_idle(&caches, keep).unwrap_or(0));
         }
     }
@@ -241,10 +234,7 @@ impl PoolCore {
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
     fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
-        let released = match &self.physical {
-            Physical::Mapped(mapped) => mapped.trim(caches, keep)?,
-            Physical::Segments(segments) => segments.trim(caches, keep)?,
-        };
+        let released = self.physical.trim(caches, keep)?;
         if released > 0 {
             self.counters.reaped.fetch_add(released, Ordering::Relaxed);
             self.report_pool(Action::Reap, released, Tag::NONE);
@@ -254,16 +244,14 @@ impl PoolCore {
 
     /// As [`DevicePool::warm`].
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
-        let taken = match &self.physical {
-            _ if bytes == 0 => 0,
-            Physical::Mapped(mapped) if self.bypass().is_none() => {
-                mapped.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
-            }
-            _ => {
-                return Err(MemoryError::Unsupported {
-                    feature: "a warm reserve (cuMemMap, and no bypass)",
-                });
-            }
+        let taken = if bytes == 0 {
+            0
+        } else if self.physical.is_mapped() && !self.config.bypass {
+            self.physical.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
+        } else {
+            return Err(MemoryError::Unsupported {
+                feature: "a warm reserve (cuMemMap, and no bypass)",
+            });
         };
         self.retention.set_reserve(bytes);
         if taken > 0 {

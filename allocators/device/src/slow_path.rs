@@ -22,10 +22,8 @@ use crate::{
     Adoption, Block, Request,
     base::waits::{deadline, try_wait},
     physical::{
-        Physical,
         handle::{Funds, HandleError},
-        mapped::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
-        segments::Segments,
+        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
     },
     pool::PoolCore,
     reclaim::Reclaimers,
@@ -268,7 +266,7 @@ impl PoolCore {
                 count(&self.counters.failures, 1);
                 self.report_pool(Action::Fail, request.size(), request.owner());
                 // Handles set aside for this request are released before it is refused.
-                self.drop_spare();
+                self.physical.drop_spare();
                 Err(MemoryError::OutOfMemory(Box::new(self.explain(
                     request.size(),
                     Some(cache),
@@ -303,10 +301,7 @@ impl PoolCore {
     }
 
     fn move_counts(&self) -> MoveCounts {
-        match &self.physical {
-            Physical::Mapped(mapped) => mapped.move_counts(),
-            Physical::Segments(_) => (0, 0),
-        }
+        self.physical.move_counts()
     }
 
     fn run_slow_path(
@@ -433,10 +428,8 @@ impl PoolCore {
         let (inherited, own_moves) = self.share_abandoned(&pass, &caches, cache);
         collected += inherited;
         progress.own_moves += own_moves;
-        if let (true, Physical::Mapped(mapped)) =
-            (self.retention.stream_cache < u64::MAX, &self.physical)
-        {
-            progress.own_moves += mapped.cap_caches(&caches, self.retention.stream_cache);
+        if self.retention.stream_cache < u64::MAX {
+            progress.own_moves += self.physical.cap_caches(&caches, self.retention.stream_cache);
         }
         progress.record("fence and poll", collected);
         let shares_all = sharing && self.sharing_policy.shares_all();
@@ -506,8 +499,8 @@ impl PoolCore {
         // Blocks that earlier steps have collected are free, but their work is not yet known to be
         // done.
         self.poll_fences(&pass, &caches)?;
-        let wanted = self.backing_bytes(request);
-        let idle = self.idle_handles(&caches);
+        let wanted = self.physical.backing_bytes(request);
+        let idle = self.physical.idle(&caches);
         let short = Funds { budget: &self.budget, reserved: progress.reserved }.shortfall(wanted);
         if gone + idle == 0 || idle < short {
             return Ok(None);
@@ -523,34 +516,18 @@ impl PoolCore {
         self.place(cache, &[cache], request, GROW, progress)
     }
 
-    /// Returns the bytes of physical memory that hold any block of this request.
-    fn backing_bytes(&self, request: &Request) -> u64 {
-        match &self.physical {
-            Physical::Mapped(mapped) => mapped.backing_bytes(request.size()),
-            Physical::Segments(_) => Segments::backing_bytes(request),
-        }
-    }
-
-    /// Returns the bytes that a trim of the caches could give back now.
-    fn idle_handles(&self, caches: &[&'static StreamCache]) -> u64 {
-        match &self.physical {
-            Physical::Mapped(mapped) => mapped.idle(caches),
-            Physical::Segments(segments) => segments.idle(caches),
-        }
-    }
-
     /// Gives back idle memory of this pool where the budget that refuses has no other user that
     /// could: the others that have to give the rest are found only once the next budget above
     /// refuses. Gives nothing unless it is enough for that budget. Returns whether it gave any.
     fn reclaim_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(HandleError::Budget(refused)) = progress.refused else { return Ok(false) };
-        let wanted = self.backing_bytes(&Request::bytes(wanted)).max(refused.requested);
+        let wanted = self.physical.backing_bytes(&Request::bytes(wanted)).max(refused.requested);
         let Some(refused) = self.budget.refusal(wanted) else { return Ok(false) };
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         self.poll_fences(&pass, &caches)?;
         let short = refused.missing();
-        if self.idle_handles(&caches) < short {
+        if self.physical.idle(&caches) < short {
             return Ok(false);
         }
         let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
@@ -567,12 +544,14 @@ impl PoolCore {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Option<Block> {
-        let Physical::Mapped(mapped) = &self.physical else { return None };
+        if !self.physical.is_mapped() {
+            return None;
+        }
         if self.sharing_policy.prefers_shared(request.size()) {
-            mapped.share_free(donors, self.sharing_policy.min_shared_extent());
+            self.physical.share_free(donors, self.sharing_policy.min_shared_extent());
             progress.own_moves += 1;
         }
-        let place = mapped.allocate_shared(cache, request, self.sharing_policy.fit())?;
+        let place = self.physical.allocate_shared(cache, request, self.sharing_policy.fit())?;
         count(&self.counters.adoptions, 1);
         Some(self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket()))
     }
@@ -626,18 +605,13 @@ impl PoolCore {
                 }
             }
         }
-        if let Physical::Mapped(mapped) = &self.physical {
-            for (timeline, epoch) in mapped.zombie_fences(bump) {
-                fence(timeline, epoch)?;
-            }
+        for (timeline, epoch) in self.physical.zombie_fences(bump) {
+            fence(timeline, epoch)?;
         }
         for timeline in fenced {
             timeline.poll()?;
         }
-        let shared = match &self.physical {
-            Physical::Mapped(mapped) => mapped.spare_bytes(),
-            Physical::Segments(_) => 0,
-        };
+        let shared = self.physical.spare_bytes();
         // Bytes of the warm reserve do not count as idle.
         self.sharing_policy.update(
             &self.budget,
@@ -663,27 +637,8 @@ impl PoolCore {
         let whole = self.sharing_policy.grows_whole_blocks(request.size());
         let mut outcome =
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
-        let place = match &self.physical {
-            Physical::Mapped(mapped) => mapped.place(
-                cache,
-                donors,
-                request,
-                options,
-                self.sharing_policy.fit(),
-                &mut outcome,
-            )?,
-            Physical::Segments(segments)
-                if !options.grow && !options.move_handles
-                    || options.readiness == Readiness::MayWait =>
-            {
-                segments.adopt(cache, donors, request, options.readiness, &mut outcome)?
-            }
-            Physical::Segments(segments) if options.grow => {
-                segments.place(cache, request, &mut outcome)?
-            }
-            // Segments cannot be moved.
-            Physical::Segments(_) => None,
-        };
+        let fit = self.sharing_policy.fit();
+        let place = self.physical.place(cache, donors, request, options, fit, &mut outcome)?;
         let (step, gave) = match options {
             PlaceOptions { readiness: Readiness::MayWait, .. } => {
                 ("take over what is in use", outcome.adopted)
@@ -780,11 +735,5 @@ impl PoolCore {
         }
         waited |= wait_unfenceable(self.dedicated.retiring_work(), scope)?;
         Ok(waited)
-    }
-
-    fn drop_spare(&self) {
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.drop_spare();
-        }
     }
 }

@@ -3,9 +3,8 @@
 
 use crate::{
     Block,
-    base::deferred::DeferredFree,
+    base::{deferred::DeferredFree, reclaim_cost::reclaim_cost},
     driver_alloc::{DriverAllocator, DriverSource},
-    reclaim::reclaim_cost,
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, Opaque, PoolStats, Result,

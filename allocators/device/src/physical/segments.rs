@@ -6,29 +6,39 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use super::{
+    Physical,
     handle::{Funds, HandleError, HeldBytes},
-    mapped::{PlaceOutcome, Readiness},
+    options::{PlaceOptions, PlaceOutcome, Readiness},
 };
-use crate::{Request, stream_cache::StreamCache};
+use crate::{
+    Request,
+    base::reclaim_cost::{MIB, reclaim_cost},
+    sharing_policy::Fit,
+    stream_cache::StreamCache,
+};
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Result,
     budget::StrandedCharge,
     scratch::{Bump, List, Scratch, list},
 };
 use aquifer_driver::{Driver, Relaxed, leftovers};
-use aquifer_heap::Range;
+use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
 use std::{
     cmp::Reverse,
     collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 /// The minimum length of segments in bytes, if the budget allows it.
 const SEGMENT: u64 = 32 << 20;
 /// The granularity of segment lengths in bytes, that of the driver.
 const SEGMENT_UNIT: u64 = 2 << 20;
+
+/// The bytes of a segment, in the cost of reclaim.
+const COST_UNIT: u64 = 64 * MIB;
 
 /// Physical memory in segments.
 pub(crate) struct Segments {
@@ -53,7 +63,7 @@ impl Segments {
         Self { driver, device, budget, held: Arc::default(), segments, scratch: Scratch::new() }
     }
 
-    pub(crate) fn held(&self) -> &HeldBytes {
+    fn held(&self) -> &HeldBytes {
         &self.held
     }
 
@@ -109,14 +119,14 @@ impl Segments {
 
     /// Moves a free segment of another cache to `cache`, whose stream waits for it on the
     /// device if necessary, and allocates from it.
-    pub(crate) fn adopt(
+    fn adopt(
         &self,
         cache: &'static StreamCache,
         donors: &[&'static StreamCache],
         request: &Request,
         readiness: Readiness,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<Option<aquifer_heap::HeapBlock>> {
+    ) -> Result<Option<HeapBlock>> {
         let Some((range, donor, timeline, stamp)) =
             self.take_free_segment(cache, donors, request, readiness)
         else {
@@ -140,11 +150,7 @@ impl Segments {
 
     /// Moves all free segments whose work is known to be done from the caches `from` to
     /// `cache`. Returns the bytes.
-    pub(crate) fn inherit(
-        &self,
-        cache: &'static StreamCache,
-        from: &[&'static StreamCache],
-    ) -> u64 {
+    fn inherit(&self, cache: &'static StreamCache, from: &[&'static StreamCache]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
         let mut inherited = 0;
@@ -165,7 +171,7 @@ impl Segments {
     }
 
     /// Returns the bytes of segments that a trim could release now.
-    pub(crate) fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
+    fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
         let in_cache = |cache: &&'static StreamCache| -> u64 {
@@ -181,18 +187,18 @@ impl Segments {
     }
 
     /// Returns the bytes of a segment that holds any block of this request.
-    pub(crate) fn backing_bytes(request: &Request) -> u64 {
+    fn backing_bytes(request: &Request) -> u64 {
         (request.size() + request.alignment()).div_ceil(SEGMENT_UNIT) * SEGMENT_UNIT
     }
 
     /// Allocates a segment that `request` fits in, adds it to `cache` and allocates
     /// from it. Returns `None` if neither a large nor an exact segment is available.
-    pub(crate) fn place(
+    fn grow(
         &self,
         cache: &'static StreamCache,
         request: &Request,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<Option<aquifer_heap::HeapBlock>> {
+    ) -> Result<Option<HeapBlock>> {
         let exact = Self::backing_bytes(request);
         let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
         for bytes in [exact.max(SEGMENT), exact] {
@@ -232,7 +238,7 @@ impl Segments {
     /// Releases whole free segments whose work is known to be done, largest first, until at most
     /// `keep` bytes are held. Blocks until the device is idle if it releases any. Returns the
     /// bytes.
-    pub(crate) fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
+    fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
         let before = self.held.now();
         let pass = self.scratch.begin();
         let mut segments = self.ranges(&pass);
@@ -311,6 +317,65 @@ impl Segments {
 fn is_one_of(segments: &[Range], range: Range) -> bool {
     let at = segments.partition_point(|segment| segment.start < range.start);
     segments.get(at) == Some(&range)
+}
+
+impl Physical for Segments {
+    fn held(&self) -> &HeldBytes {
+        self.held()
+    }
+
+    fn is_mapped(&self) -> bool {
+        false
+    }
+
+    fn unit(&self) -> u64 {
+        1
+    }
+
+    fn backing_bytes(&self, request: &Request) -> u64 {
+        Self::backing_bytes(request)
+    }
+
+    fn reclaim_cost(&self, bytes: u64, _peers: u32) -> Duration {
+        let pieces = bytes.div_ceil(COST_UNIT);
+        reclaim_cost(pieces, Duration::from_micros(52), bytes, Duration::from_nanos(400))
+    }
+
+    fn place(
+        &self,
+        cache: &'static StreamCache,
+        donors: &[&'static StreamCache],
+        request: &Request,
+        options: PlaceOptions,
+        _fit: Fit,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<Option<HeapBlock>> {
+        let PlaceOptions { readiness, grow, move_handles, .. } = options;
+        if !grow && !move_handles || readiness == Readiness::MayWait {
+            self.adopt(cache, donors, request, readiness, outcome)
+        } else if grow {
+            self.grow(cache, request, outcome)
+        } else {
+            // Segments cannot be moved.
+            Ok(None)
+        }
+    }
+
+    fn idle(&self, caches: &[&'static StreamCache]) -> u64 {
+        self.idle(caches)
+    }
+
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
+        self.trim(caches, keep)
+    }
+
+    fn inherit(
+        &self,
+        heir: &'static StreamCache,
+        abandoned: &[&'static StreamCache],
+    ) -> (u64, u64) {
+        (self.inherit(heir, abandoned), 0)
+    }
 }
 
 impl Drop for Segments {

@@ -1,7 +1,7 @@
 //! Statistics of a pool.
 
 use super::{AllocPath, PoolCore};
-use crate::{DevicePool, physical::Physical};
+use crate::DevicePool;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
 impl DevicePool {
@@ -57,10 +57,7 @@ impl DevicePool {
     pub fn reset_peaks(&self) {
         let core = self.core();
         core.caches(&core.scratch.begin()).iter().for_each(|cache| cache.with(|s| s.reset_peaks()));
-        match &core.physical {
-            Physical::Mapped(mapped) => mapped.held().reset_peak(),
-            Physical::Segments(segments) => segments.held().reset_peak(),
-        }
+        core.physical.held().reset_peak();
         core.dedicated.reset_peaks();
         if let Some(direct) = core.bypass() {
             direct.reset_peaks();
@@ -81,13 +78,8 @@ impl PoolCore {
         for cache in self.caches(&self.scratch.begin()) {
             cache.with(|s| s.add_to(&mut stats));
         }
-        let held = match &self.physical {
-            Physical::Mapped(mapped) => {
-                stats.cached += mapped.spare_bytes();
-                mapped.held()
-            }
-            Physical::Segments(segments) => segments.held(),
-        };
+        stats.cached += self.physical.spare_bytes();
+        let held = self.physical.held();
         stats.pending += held.stuck();
         stats.physical += held.now();
         stats.peak_physical += held.peak();

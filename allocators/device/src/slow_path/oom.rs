@@ -4,7 +4,7 @@ use super::Progress;
 use super::count;
 use crate::{
     Adoption, Request,
-    physical::{Physical, handle::HandleError},
+    physical::handle::HandleError,
     pool::PoolCore,
     stream_cache::{CacheState, StreamCache},
 };
@@ -68,11 +68,12 @@ impl PoolCore {
     /// Returns whether other streams can now take parts of the free memory of a cache.
     fn can_give_parts(&self, state: &CacheState) -> bool {
         let done = || state.timeline().is_none_or(|timeline| timeline.is_done(state.last_free));
-        match (&self.physical, self.config.adoption) {
-            (Physical::Segments(_), _) | (_, Adoption::Never) => false,
-            (Physical::Mapped(_), Adoption::DoneOnly) => done(),
-            (Physical::Mapped(_), Adoption::Wait) => true,
-        }
+        self.physical.is_mapped()
+            && match self.config.adoption {
+                Adoption::Never => false,
+                Adoption::DoneOnly => done(),
+                Adoption::Wait => true,
+            }
     }
 
     /// Turns the refusal of `bytes` into the error of a request that found no room, where no other
@@ -106,8 +107,8 @@ impl PoolCore {
             Some(HandleError::Budget(refused)) => {
                 error.refused = Some(refused);
                 // Idle memory is given back for a request that fits with it.
-                let whole = self.backing_bytes(&Request::bytes(bytes));
-                error.raise = self.budget.raises(whole, self.idle_handles(&caches));
+                let whole = self.physical.backing_bytes(&Request::bytes(bytes));
+                error.raise = self.budget.raises(whole, self.physical.idle(&caches));
             }
             Some(HandleError::Driver(refused)) => error.driver = Some(refused),
             None => {}
@@ -117,9 +118,8 @@ impl PoolCore {
         (error.pending, error.physical) = (stats.pending, stats.physical);
         error.tried = progress.tried.into_vec();
         let mut holders: Vec<Holding> = Vec::new();
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.shared_in_use(|stream, bytes| add_in_use(&mut error.in_use, stream, bytes));
-        }
+        let in_use = &mut error.in_use;
+        self.physical.shared_in_use(&mut |stream, bytes| add_in_use(in_use, stream, bytes));
         for &other in &caches {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());
@@ -144,7 +144,7 @@ impl PoolCore {
             });
         }
         let left = error.refused.map_or(0, |refused| refused.remaining);
-        error.available = error.available.max(self.idle_handles(&caches).saturating_add(left));
+        error.available = error.available.max(self.physical.idle(&caches).saturating_add(left));
         self.dedicated
             .holdings()
             .into_iter()

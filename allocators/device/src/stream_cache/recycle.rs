@@ -12,7 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheUsage, StreamCache, UNBOUND};
-use crate::{base::address_directory::AddressDirectory, physical::Physical, pool::PoolCore};
+use crate::{base::address_directory::AddressDirectory, pool::PoolCore};
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
@@ -85,9 +85,9 @@ impl PoolCore {
         if caches.is_empty() {
             return;
         }
-        if let Physical::Mapped(mapped) = &self.physical {
-            mapped.share_free(&abandoned(&pass, &caches), 0);
-            mapped.forget_done();
+        if self.physical.is_mapped() {
+            self.physical.share_free(&abandoned(&pass, &caches), 0);
+            self.physical.forget_done();
         }
         for cache in caches {
             if let Some((idle, timeline)) = cache.unbind_if_idle() {
@@ -110,13 +110,7 @@ impl PoolCore {
         if abandoned.is_empty() {
             return (0, 0);
         }
-        match &self.physical {
-            Physical::Mapped(mapped) => {
-                mapped.share_free(&abandoned, 0);
-                (0, 1)
-            }
-            Physical::Segments(segments) => (segments.inherit(heir, &abandoned), 0),
-        }
+        self.physical.inherit(heir, &abandoned)
     }
 }
 

@@ -2,10 +2,10 @@
 //! address, and the handles that lie wholly in them. The lists belong to a pass and are partly
 //! built under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
 
-use super::{Mapped, Readiness, intersection};
+use super::{Mapped, intersection};
 use crate::{
     base::dependencies::{StreamDeps, is_done, is_done_except},
-    physical::slots::Mapping,
+    physical::{options::Readiness, slots::Mapping},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};

@@ -1,7 +1,7 @@
 //! Mapping and unmapping of handles.
 #![expect(unsafe_code, reason = "maps and unmaps")]
 
-use super::{Mapped, MappingPlan, free_ranges::ReclaimedMapping};
+use super::{Mapped, free_ranges::ReclaimedMapping, plan::MappingPlan};
 use crate::physical::{
     handle::Handle,
     slots::{Mapping, Zombie, runs},

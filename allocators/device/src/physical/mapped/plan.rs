@@ -1,10 +1,11 @@
 //! The handles for a mapping plan: spare ones, new ones of the driver, those under free memory, and
 //! those made from other handles.
 
-use super::{Claim, Mapped, PlaceOptions, PlaceOutcome, Readiness, free_ranges::ReclaimedMapping};
+use super::{Mapped, claim::Claim, free_ranges::ReclaimedMapping};
 use crate::{
     physical::{
         handle::{Funds, Handle, HandleError},
+        options::{PlaceOptions, PlaceOutcome, Readiness},
         slots::Mapping,
     },
     stream_cache::StreamCache,

@@ -1,10 +1,13 @@
 //! Releasing handles to the driver, by a trim and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
-use super::{Mapped, Readiness, free_ranges::MappingCandidate};
+use super::{Mapped, free_ranges::MappingCandidate};
 use crate::{
     base::dependencies::{StreamDeps, is_done},
-    physical::slots::{Mapping, runs},
+    physical::{
+        options::Readiness,
+        slots::{Mapping, runs},
+    },
     stream_cache::StreamCache,
 };
 use aquifer_core::{
@@ -107,7 +110,7 @@ impl Mapped {
     }
 
     /// Returns the bytes of handles for any block of `bytes` where nothing is mapped.
-    pub(crate) fn backing_bytes(&self, bytes: u64) -> u64 {
+    pub(crate) fn handle_bytes(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.slot)
     }
 

@@ -1,7 +1,14 @@
 //! Mapping memory ahead of need.
 
-use super::{Claim, Granularity, Mapped, MappingPlan, PlaceOptions, PlaceOutcome, Readiness};
-use crate::{base::dependencies::StreamDeps, physical::window, sharing_policy::Fit};
+use super::{Mapped, claim::Claim, plan::MappingPlan};
+use crate::{
+    base::dependencies::StreamDeps,
+    physical::{
+        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
+        window,
+    },
+    sharing_policy::Fit,
+};
 use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
 

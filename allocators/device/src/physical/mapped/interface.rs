@@ -1,0 +1,131 @@
+//! Mapped memory as a pool's physical memory.
+
+use super::Mapped;
+use crate::{
+    Request,
+    base::reclaim_cost::reclaim_cost,
+    physical::{
+        Physical,
+        handle::HeldBytes,
+        options::{PlaceOptions, PlaceOutcome},
+    },
+    sharing_policy::Fit,
+    stream_cache::StreamCache,
+};
+use aquifer_core::{
+    Result,
+    scratch::{Bump, List},
+};
+use aquifer_heap::{HeapBlock, Range};
+use aquifer_stream::Timeline;
+use std::{sync::Arc, time::Duration};
+
+impl Physical for Mapped {
+    fn held(&self) -> &HeldBytes {
+        self.held()
+    }
+
+    fn is_mapped(&self) -> bool {
+        true
+    }
+
+    fn unit(&self) -> u64 {
+        self.handle_bytes(1)
+    }
+
+    fn backing_bytes(&self, request: &Request) -> u64 {
+        self.handle_bytes(request.size())
+    }
+
+    fn reclaim_cost(&self, bytes: u64, peers: u32) -> Duration {
+        let handles = bytes.div_ceil(self.mean_handle());
+        let each = Duration::from_micros(44) + Duration::from_micros(1000) * peers;
+        reclaim_cost(handles, each, bytes, Duration::from_nanos(1300))
+    }
+
+    fn place(
+        &self,
+        cache: &'static StreamCache,
+        donors: &[&'static StreamCache],
+        request: &Request,
+        options: PlaceOptions,
+        fit: Fit,
+        outcome: &mut PlaceOutcome<'_>,
+    ) -> Result<Option<HeapBlock>> {
+        self.place(cache, donors, request, options, fit, outcome)
+    }
+
+    fn idle(&self, caches: &[&'static StreamCache]) -> u64 {
+        self.idle(caches)
+    }
+
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
+        self.trim(caches, keep)
+    }
+
+    fn inherit(
+        &self,
+        _heir: &'static StreamCache,
+        abandoned: &[&'static StreamCache],
+    ) -> (u64, u64) {
+        self.share_free(abandoned, 0);
+        (0, 1)
+    }
+
+    fn warm(&self, bytes: u64) -> Result<u64> {
+        self.warm(bytes)
+    }
+
+    fn allocate_shared(
+        &self,
+        cache: &'static StreamCache,
+        request: &Request,
+        fit: Fit,
+    ) -> Option<HeapBlock> {
+        self.allocate_shared(cache, request, fit)
+    }
+
+    fn share_free(&self, caches: &[&'static StreamCache], least: u64) {
+        self.share_free(caches, least);
+    }
+
+    fn cap_caches(&self, caches: &[&'static StreamCache], cap: u64) -> u64 {
+        self.cap_caches(caches, cap)
+    }
+
+    fn take_back(&self, ranges: &mut dyn Iterator<Item = Range>) {
+        self.take_back(ranges);
+    }
+
+    fn leak(&self) {
+        self.leak();
+    }
+
+    fn forget_done(&self) {
+        self.forget_done();
+    }
+
+    fn drop_spare(&self) {
+        self.drop_spare();
+    }
+
+    fn spare_bytes(&self) -> u64 {
+        self.spare_bytes()
+    }
+
+    fn is_shared_free(&self, address: u64) -> bool {
+        self.is_shared_free(address)
+    }
+
+    fn shared_in_use(&self, note: &mut dyn FnMut(u32, u64)) {
+        self.shared_in_use(note);
+    }
+
+    fn move_counts(&self) -> (u64, u64) {
+        self.move_counts()
+    }
+
+    fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
+        self.zombie_fences(bump)
+    }
+}

@@ -1,0 +1,55 @@
+//! The options and the result of an attempt to place a block.
+
+use super::handle::HandleError;
+use aquifer_core::Reservation;
+use std::sync::Mutex;
+
+/// Which free memory of other caches may be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Readiness {
+    /// Memory whose last work the host has seen done.
+    Completed,
+    /// Also memory that is still in use: the receiving stream waits for it on the device.
+    MayWait,
+}
+
+/// The pieces in which memory is transferred between caches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Granularity {
+    /// Whole slots, so that caches stay separate.
+    Slots,
+    /// Single units.
+    Units,
+}
+
+/// The options of an attempt to place a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PlaceOptions {
+    pub(crate) readiness: Readiness,
+    pub(crate) granularity: Granularity,
+    /// Whether new memory may be taken from the driver.
+    pub(crate) grow: bool,
+    /// Whether handles may be taken from under free memory elsewhere.
+    pub(crate) move_handles: bool,
+}
+
+/// The result of an attempt to place a block.
+#[derive(Default, Debug)]
+pub(crate) struct PlaceOutcome<'a> {
+    /// A reservation that new memory draws from before it charges the budget.
+    pub(crate) reserved: Option<&'a Mutex<Reservation>>,
+    /// If the attempt may grow but not steal, it grows by the whole block.
+    pub(crate) whole: bool,
+    /// Bytes taken from the driver.
+    pub(crate) grown: u64,
+    /// Bytes taken over from other caches.
+    pub(crate) adopted: u64,
+    /// Handles that were moved, or released and recreated.
+    pub(crate) moves: u64,
+    /// Waits queued on the device.
+    pub(crate) waits: u64,
+    /// Moves of memory that this call has begun.
+    pub(crate) own_moves: u64,
+    /// Why no more could be taken from the driver.
+    pub(crate) refused: Option<HandleError>,
+}
