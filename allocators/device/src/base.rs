@@ -12,4 +12,6 @@ pub(crate) mod lazy_box;
 pub(crate) mod live_blocks;
 pub(crate) mod reclaim_cost;
 pub(crate) mod record;
+pub(crate) mod retained;
+pub(crate) mod slots;
 pub(crate) mod waits;

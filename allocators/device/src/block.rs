@@ -2,10 +2,10 @@
 
 use crate::{
     base::{
-        extent::{BlockExtent, BlockMeta, PackedRequest},
+        deferred::DeferredFree,
+        extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
     },
-    driver_alloc::DriverBlock,
     stream_cache::{BlockToken, CacheRef},
 };
 use aquifer_core::{
@@ -14,7 +14,7 @@ use aquifer_core::{
 use aquifer_driver::{
     Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site,
 };
-use aquifer_stream::{Account, Stream, StreamPool, Timeline, TrackUses, Use, UseList};
+use aquifer_stream::{Account, Stream, StreamPool, Timeline, TrackUses, Use, UseList, Uses};
 use std::{any::Any, fmt, sync::Arc};
 
 /// A block of device memory that returns to its pool when it is dropped.
@@ -59,6 +59,50 @@ pub(crate) enum BlockOwner {
     Cache(CacheRef),
     /// One of the driver's own allocators.
     Driver(Box<DriverBlock>),
+}
+
+/// The part of a block that returns it to its allocator.
+pub(crate) struct DriverBlock {
+    pub(crate) releaser: Arc<dyn ReleaseBlock>,
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) streams: StreamPool,
+    pub(crate) bytes: u64,
+}
+
+/// Releases freed blocks.
+pub(crate) trait ReleaseBlock: Send + Sync {
+    /// Called before the block at this address is released. References to its uses that others hold
+    /// must be dropped here.
+    fn before_release(&self, _address: u64) {}
+
+    fn release(&self, block: DeferredFree);
+
+    /// Keeps a block while its address is raw, or returns it, to be kept in the table of all blocks
+    /// that belong to no cache.
+    fn insert_raw(&self, block: Block) -> Option<Block> {
+        Some(block)
+    }
+}
+
+impl DriverBlock {
+    /// Returns the allocator, which can also keep the block.
+    pub(crate) fn releaser(&self) -> Arc<dyn ReleaseBlock> {
+        self.releaser.clone()
+    }
+
+    /// Releases a freed block. `uses` are those not known to be done.
+    pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
+        let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
+        self.releaser.release(DeferredFree {
+            address,
+            bytes,
+            generation,
+            timeline,
+            epoch,
+            uses,
+            until_free,
+        });
+    }
 }
 
 impl Block {

@@ -51,7 +51,7 @@ use crate::{
         live_blocks::LiveBlockList,
         record::{BlockRecord, stream_of},
     },
-    driver_alloc::{DriverBlock, ReleaseBlock},
+    block::{DriverBlock, ReleaseBlock},
     pool::PoolCore,
 };
 use aquifer_core::{

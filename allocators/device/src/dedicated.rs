@@ -23,7 +23,7 @@ pub(crate) use span::Span;
 use crate::{
     PoolConfig,
     base::{deferred::DeferredFree, driver::notify_observer, waits::try_wait},
-    driver_alloc::ReleaseBlock,
+    block::ReleaseBlock,
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
 use aquifer_core::{

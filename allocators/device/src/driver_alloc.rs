@@ -10,10 +10,11 @@ use crate::{
         deferred::DeferredFree,
         driver::{check_stream_device, notify_observer},
         errors::is_shortage,
-        extent::{PackedRequest, UntilFree},
+        extent::PackedRequest,
         freed_addresses::FreedAddresses,
     },
-    raw::RawTable,
+    block::{DriverBlock, ReleaseBlock},
+    raw_table::RawTable,
     reclaim::Reclaimers,
     request::ValidateRequest,
 };
@@ -22,7 +23,7 @@ use aquifer_core::{
     budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
-use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
+use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     fmt,
     sync::{
@@ -116,49 +117,6 @@ struct State {
     /// Blocks that were converted into raw addresses.
     raw: RawTable,
     freed: FreedAddresses,
-}
-
-/// The part of a block that returns it to its allocator.
-pub(crate) struct DriverBlock {
-    pub(crate) releaser: Arc<dyn ReleaseBlock>,
-    pub(crate) timeline: Arc<Timeline>,
-    pub(crate) streams: StreamPool,
-    pub(crate) bytes: u64,
-}
-
-/// Releases freed blocks.
-pub(crate) trait ReleaseBlock: Send + Sync {
-    /// Called before the block at this address is released. References to its uses that others hold
-    /// must be dropped here.
-    fn before_release(&self, _address: u64) {}
-
-    fn release(&self, block: DeferredFree);
-
-    /// Keeps a block while its address is raw.
-    fn insert_raw(&self, block: Block) {
-        crate::raw::insert_raw_block(block);
-    }
-}
-
-impl DriverBlock {
-    /// Returns the allocator, which can also keep the block.
-    pub(crate) fn releaser(&self) -> Arc<dyn ReleaseBlock> {
-        self.releaser.clone()
-    }
-
-    /// Releases a freed block. `uses` are those not known to be done.
-    pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
-        let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
-        self.releaser.release(DeferredFree {
-            address,
-            bytes,
-            generation,
-            timeline,
-            epoch,
-            uses,
-            until_free,
-        });
-    }
 }
 
 impl<S: DriverSource> DriverAllocator<S> {
@@ -383,8 +341,9 @@ impl<S: DriverSource> DriverAllocator<S> {
 }
 
 impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
-    fn insert_raw(&self, block: Block) {
+    fn insert_raw(&self, block: Block) -> Option<Block> {
         self.state().raw.insert(block);
+        None
     }
 
     fn release(&self, block: DeferredFree) {

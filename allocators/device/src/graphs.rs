@@ -73,10 +73,9 @@ mod memory;
 
 pub use announcement::Announced;
 pub(crate) use announcement::Announcements;
-pub(crate) use graph::sweep_released;
 pub use graph::{Captured, Graph};
 
-use crate::DevicePool;
+use crate::{DevicePool, stream_cache::close::sweep_released};
 use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result};
 use aquifer_driver::{RawStream, site};

@@ -186,7 +186,7 @@ mod pages;
 mod park;
 mod physical;
 mod pool;
-mod raw;
+mod raw_table;
 mod reclaim;
 mod request;
 mod reserved;

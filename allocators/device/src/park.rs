@@ -44,7 +44,7 @@
 //! fails, because the budget or the driver refuses, leaves everything parked and can be retried. If
 //! the pool is closed, blocks that are parked stay so for good.
 
-pub(crate) mod parkable;
+mod parkable;
 mod saved;
 mod suspend;
 

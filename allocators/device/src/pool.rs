@@ -1,5 +1,6 @@
 //! The caching pool of one device.
 
+mod raw;
 mod stats;
 
 use crate::{
@@ -14,14 +15,14 @@ use crate::{
     dedicated::DedicatedPool,
     direct::Direct,
     environment::Environment,
-    graphs::{self, Announcements},
+    graphs::Announcements,
     park::ParkablePools,
     physical::{Physical, mapped::Mapped, segments::Segments},
     request::ValidateRequest,
     retention::Retention,
     sharing_policy::SharingPolicy,
     slow_path::Counters,
-    stream_cache::{BlockToken, CacheHost, StreamCache, recycle::IdleCache},
+    stream_cache::{BlockToken, CacheHost, StreamCache, close::sweep_released, recycle::IdleCache},
     tenants::LiveLimits,
 };
 use aquifer_core::{
@@ -154,7 +155,7 @@ impl DevicePool {
     /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
-        graphs::sweep_released();
+        sweep_released();
         let _site = site::enter();
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
@@ -869,7 +870,7 @@ impl Drop for PoolHandle {
             self.core.unregister_cache(idle.cache);
             idle.retire();
         }
-        graphs::sweep_released();
+        sweep_released();
         self.core.dedicated.reap_nonblocking();
         if let Some(recorder) = &self.core.config.recorder {
             recorder.flush();

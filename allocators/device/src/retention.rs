@@ -10,7 +10,12 @@
 //!   then on. A loop pays once for the memory that it needs, and later rounds make no memory call.
 //!   Memory that is not needed again stays released. An explicit trim resets this.
 
-use crate::{DevicePool, pool::PoolCore, slow_path::WaitScope, stream_cache::StreamCache};
+use crate::{
+    DevicePool,
+    pool::PoolCore,
+    slow_path::WaitScope,
+    stream_cache::{StreamCache, close::sweep_released},
+};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::{leftovers, site};
 use std::sync::{
@@ -165,7 +170,7 @@ impl PoolCore {
     /// driver has refused. Returns the released bytes. What is refused again is left to the next
     /// sweep.
     pub(crate) fn retry_releases(&self) -> u64 {
-        crate::graphs::sweep_released();
+        sweep_released();
         self.retry_leftovers().0
     }
 

@@ -20,8 +20,8 @@ pub use export::Exported;
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
     base::{driver::check_stream_device, extent::PackedRequest},
+    block::DriverBlock,
     dedicated::{DedicatedPool, Span, SpanRelease},
-    driver_alloc::DriverBlock,
     request::ValidateRequest,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};

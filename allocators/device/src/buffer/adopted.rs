@@ -9,7 +9,7 @@
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
     base::{deferred::DeferredFree, extent::PackedRequest},
-    driver_alloc::{DriverBlock, ReleaseBlock},
+    block::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{

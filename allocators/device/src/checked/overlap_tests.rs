@@ -4,7 +4,7 @@ use super::{BlockSource, CheckedPool, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
     base::{deferred::DeferredFree, extent::PackedRequest},
-    driver_alloc::{DriverBlock, ReleaseBlock},
+    block::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};

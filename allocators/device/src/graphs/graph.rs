@@ -2,7 +2,10 @@
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
 use super::{Announced, GraphPool, memory::GraphMemory};
-use crate::base::driver::check_stream_device;
+use crate::{
+    base::{driver::check_stream_device, retained},
+    stream_cache::close::sweep_released,
+};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{
     CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site,
@@ -11,7 +14,7 @@ use aquifer_stream::Stream;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -232,7 +235,7 @@ impl Captured {
         let word = released.clone();
         let driver = self.memory.driver().clone();
         // Registered before the driver can report the release.
-        retained().push(RetainedMemory { released: released.clone(), memory: self.memory });
+        retained::retain(&released, Box::new(self.memory));
         let call = Box::new(move || word.store(true, Ordering::Release));
         let _relaxed = Relaxed::enter(&*driver);
         driver.graph_on_release(graph, call).map_err(|refused| {
@@ -247,27 +250,4 @@ impl fmt::Debug for Captured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Captured").field("memory", &self.memory).finish()
     }
-}
-
-/// Memory that the driver keeps for a graph.
-struct RetainedMemory {
-    /// Set by the driver's callback.
-    released: Arc<AtomicBool>,
-    memory: Arc<GraphMemory>,
-}
-
-/// For all pools, since graphs can outlive them.
-static RETAINED: Mutex<Vec<RetainedMemory>> = Mutex::new(Vec::new());
-
-fn retained() -> MutexGuard<'static, Vec<RetainedMemory>> {
-    RETAINED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Drops memory whose graphs the driver has released, and retries the release of caches that the
-/// driver has refused.
-pub(crate) fn sweep_released() {
-    crate::stream_cache::close::retry_teardowns();
-    let gone: Vec<_> =
-        retained().extract_if(.., |entry| entry.released.load(Ordering::Acquire)).collect();
-    gone.into_iter().for_each(|entry| drop(entry.memory));
 }

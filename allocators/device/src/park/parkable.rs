@@ -16,10 +16,11 @@ use crate::{
         dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
         extent::PackedRequest,
+        slots::find_gap,
         waits::{deadline, try_wait},
     },
+    block::{DriverBlock, ReleaseBlock},
     dedicated::{DedicatedPool, Span, SpanRelease},
-    driver_alloc::{DriverBlock, ReleaseBlock},
     physical::{shared_free::SharedFreeList, window::Grid},
     pool::PoolCore,
     request::ValidateRequest,
@@ -714,18 +715,6 @@ impl ReleaseBlock for ParkableRelease {
     fn release(&self, block: DeferredFree) {
         self.0.deallocate(block);
     }
-}
-
-/// Returns the first of `count` consecutive numbers that are not taken.
-pub(crate) fn find_gap(taken: &BTreeSet<u64>, count: u64) -> u64 {
-    let mut first = 0;
-    for &slot in taken {
-        if slot - first >= count {
-            break;
-        }
-        first = slot + 1;
-    }
-    first
 }
 
 impl Drop for ParkablePool {

@@ -5,6 +5,7 @@ use super::{
     pending::CollectMode,
     retire::{DEFERRED, DeferredTeardown, defer_teardown},
 };
+use crate::base::retained;
 use aquifer_core::MemoryError;
 use aquifer_stream::{LastUse, Timeline};
 use std::{
@@ -12,9 +13,16 @@ use std::{
     sync::{Arc, PoisonError},
 };
 
+/// Drops values whose graphs the driver has released, and retries the closing of caches that the
+/// driver has refused.
+pub(crate) fn sweep_released() {
+    retry_teardowns();
+    retained::sweep();
+}
+
 /// Retries the closing of caches that the driver refused. What it refuses again is kept for the
 /// next call.
-pub(crate) fn retry_teardowns() {
+fn retry_teardowns() {
     let deferred = mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     for one in deferred {
         match one {

@@ -13,15 +13,15 @@ use crate::{
     Block, DevicePool, Request,
     block::BlockOwner,
     direct::Direct,
+    raw_table::raw_table,
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
 use aquifer_core::{MemoryError, Result, event::HeldBlock};
 use aquifer_heap::HeapError;
 use aquifer_stream::Stream;
 use std::{
-    collections::BTreeMap,
     mem::{self, ManuallyDrop},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 impl Block {
@@ -35,7 +35,9 @@ impl Block {
         let address = self.address();
         if let BlockOwner::Driver(driver_block) = &self.owner {
             let releaser = driver_block.releaser();
-            releaser.insert_raw(self);
+            if let Some(block) = releaser.insert_raw(self) {
+                raw_table().insert(block);
+            }
             return address;
         }
         // Dropping it would free the block.
@@ -53,48 +55,6 @@ impl Block {
 fn into_block(raw: RawToken) -> Block {
     let RawToken { token: BlockToken { cache_ref, extent }, uses, meta } = raw;
     Block { owner: BlockOwner::Cache(cache_ref), extent, uses, meta }
-}
-
-/// Raw blocks that belong to no cache, by address. No two live blocks of a process share an
-/// address.
-static RAW_TABLE: Mutex<RawTable> = Mutex::new(RawTable(BTreeMap::new()));
-
-/// Blocks by their raw addresses. Any of them may be shared.
-#[derive(Default)]
-pub(crate) struct RawTable(BTreeMap<u64, Arc<Block>>);
-
-impl RawTable {
-    pub(crate) fn insert(&mut self, block: Block) {
-        let before = self.0.insert(block.address(), Arc::new(block));
-        debug_assert!(before.is_none(), "two live blocks at one address");
-    }
-
-    pub(crate) fn share(&self, address: u64) -> Option<Arc<Block>> {
-        self.0.get(&address).cloned()
-    }
-
-    /// Removes and returns the block, unless it is shared.
-    pub(crate) fn take_unique(&mut self, address: u64) -> Option<Result<Block>> {
-        let block = self.0.remove(&address)?;
-        Some(Arc::try_unwrap(block).map_err(|shared| {
-            self.0.insert(address, shared);
-            MemoryError::Busy { address }
-        }))
-    }
-
-    /// Removes the block. The caller must drop it without this table's lock.
-    pub(crate) fn remove(&mut self, address: u64) -> Option<Arc<Block>> {
-        self.0.remove(&address)
-    }
-}
-
-fn raw_table() -> MutexGuard<'static, RawTable> {
-    RAW_TABLE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Stores a block that belongs to no cache while its address is released.
-pub(crate) fn insert_raw_block(block: Block) {
-    raw_table().insert(block);
 }
 
 impl DevicePool {
@@ -196,7 +156,7 @@ impl DevicePool {
 
     /// Returns whether a raw block of this pool that belongs to no cache has this address.
     fn is_in_raw_table(&self, address: u64) -> bool {
-        raw_table().0.get(&address).is_some_and(|block| match &block.owner {
+        raw_table().get(address).is_some_and(|block| match &block.owner {
             BlockOwner::Driver(driver_block) => driver_block.streams.is(self.streams()),
             BlockOwner::Cache(_) => false,
         })
