@@ -2,6 +2,7 @@
 
 pub(crate) mod address_directory;
 pub(crate) mod address_map;
+pub(crate) mod append_list;
 pub(crate) mod deferred;
 pub(crate) mod dependencies;
 pub(crate) mod driver;

@@ -33,15 +33,17 @@ mod leaks;
 mod overlap_tests;
 mod quarantine;
 mod range_set;
+mod reclaim;
 mod settings;
 
 pub use finding::{Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use leaks::{LeakGroup, LeakReport};
+pub(crate) use reclaim::QuarantineHook;
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
-    Block, DeviceBuffer, Request, Resource,
+    Block, DeviceBuffer, Request,
     base::{
         deferred::DeferredFree,
         driver::notify_observer,
@@ -52,7 +54,6 @@ use crate::{
         record::{BlockRecord, stream_of},
     },
     block::{DriverBlock, ReleaseBlock},
-    pool::PoolCore,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
@@ -76,18 +77,44 @@ use std::{
 /// the most informative.
 const MAX_FINDINGS: usize = 1024;
 
-/// The source of the memory.
-#[derive(Debug)]
-pub(crate) enum BlockSource {
-    /// The streams' caches of the caching pool.
-    Pool(Arc<PoolCore>),
-    /// An allocation of the driver for each block.
-    Direct(Arc<dyn Resource>),
+/// A source of blocks that can be checked.
+pub(crate) trait BlockSource: fmt::Debug + Send + Sync {
+    /// Allocates a block for the request, which contains the `bytes` of a user. Draws new memory
+    /// from `drawn` first, which goes down by `bytes` or more.
+    fn allocate(
+        &self,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+        bytes: u64,
+    ) -> Result<Block>;
+
+    /// Returns the statistics of the pool.
+    fn stats(&self) -> PoolStats;
+
+    /// Returns the part of the statistics that concerns memory beside the checks.
+    fn unchecked_stats(&self) -> PoolStats;
+
+    /// Returns the bytes held from the driver besides those of the pool itself.
+    fn physical(&self) -> u64 {
+        0
+    }
+
+    /// Returns the unchecked live bytes that the error of a refused request counts.
+    fn unchecked_live(&self) -> u64 {
+        0
+    }
+
+    /// Gives free memory back until at most `keep` bytes are held. Returns the bytes.
+    fn trim(&self, keep: u64) -> Result<u64>;
+
+    /// Gives memory back for others, as [`Reclaim::reclaim`](aquifer_core::budget::Reclaim).
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {}
 }
 
 /// The allocation path of a pool whose blocks are checked.
 pub(crate) struct CheckedPool {
-    source: BlockSource,
+    source: Arc<dyn BlockSource>,
     settings: Debugging,
     driver: Arc<dyn Driver>,
     device: DeviceId,
@@ -175,77 +202,13 @@ struct QuarantinedBlock {
     refused: bool,
 }
 
-impl BlockSource {
-    fn allocate(
-        &self,
-        stream: &Stream,
-        held: Request,
-        drawn: Option<&Mutex<Reservation>>,
-        bytes: u64,
-    ) -> Result<Block> {
-        match (self, drawn) {
-            (Self::Pool(core), None) => core.allocate(stream, held),
-            (Self::Pool(core), Some(drawn)) => core.allocate_drawing(stream, held, drawn, bytes),
-            (Self::Direct(direct), drawn) => {
-                Self::draw_and_allocate(direct, stream, held, drawn, bytes)
-            }
-        }
-    }
-
-    /// Makes an allocation of the driver, for which a reservation makes room.
-    pub(crate) fn draw_and_allocate(
-        direct: &Arc<dyn Resource>,
-        stream: &Stream,
-        request: Request,
-        drawn: Option<&Mutex<Reservation>>,
-        bytes: u64,
-    ) -> Result<Block> {
-        if let Some(drawn) = drawn {
-            // The driver's allocations are charged as a whole, so this releases the reservation to
-            // make room for it.
-            drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
-        }
-        direct.allocate(stream, request)
-    }
-
-    fn stats(&self, pool: &PoolCore) -> PoolStats {
-        match self {
-            Self::Pool(_) => pool.stats(),
-            Self::Direct(direct) => pool.stats_with(direct.stats()),
-        }
-    }
-
-    /// Returns the bytes held from the driver besides those of the pool itself.
-    pub(crate) fn physical(&self) -> u64 {
-        match self {
-            Self::Pool(_) => 0,
-            Self::Direct(direct) => direct.stats().physical,
-        }
-    }
-
-    /// Returns the unchecked live bytes that the error of a refused request counts.
-    fn dedicated_live(&self) -> u64 {
-        match self {
-            Self::Pool(core) => core.dedicated.live(),
-            Self::Direct(_) => 0,
-        }
-    }
-
-    fn trim(&self, pool: &PoolCore, keep: u64) -> Result<u64> {
-        match self {
-            Self::Pool(_) => pool.trim(keep),
-            Self::Direct(direct) => pool.trim_with(&**direct, keep),
-        }
-    }
-}
-
 impl CheckedPool {
     /// Creates the checks, with a stream to read blocks back on if they need one.
     ///
     /// # Errors
     /// The driver's, for that stream.
     pub(crate) fn new(
-        source: BlockSource,
+        source: Arc<dyn BlockSource>,
         settings: Debugging,
         driver: Arc<dyn Driver>,
         streams: StreamPool,
@@ -298,8 +261,8 @@ impl CheckedPool {
         }
     }
 
-    pub(crate) fn source(&self) -> &BlockSource {
-        &self.source
+    pub(crate) fn source(&self) -> &dyn BlockSource {
+        &*self.source
     }
 
     pub(crate) fn device(&self) -> DeviceId {
@@ -337,7 +300,7 @@ impl CheckedPool {
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let users = self.state().own.live + self.source.dedicated_live();
+                    let users = self.state().own.live + self.source.unchecked_live();
                     let held_back = error.live.saturating_sub(users);
                     error.live -= held_back;
                     error.pending += held_back;
@@ -575,11 +538,10 @@ impl CheckedPool {
 
     /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
     /// blocks with the counters here.
-    pub(crate) fn stats(&self, pool: &PoolCore) -> PoolStats {
+    pub(crate) fn stats(&self) -> PoolStats {
         let own = self.state().own;
-        let mut dedicated = PoolStats::default();
-        pool.dedicated.add_to(&mut dedicated);
-        let mut stats = self.source.stats(pool);
+        let dedicated = self.source.unchecked_stats();
+        let mut stats = self.source.stats();
         // Memory that is held through the checks and has no user is pending.
         stats.pending += (stats.live - dedicated.live).saturating_sub(own.live);
         stats.live = own.live + dedicated.live;

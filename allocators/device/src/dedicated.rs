@@ -14,7 +14,6 @@
 //!                          └──────── unmap, release ◀── its work done, no registration ─────┘
 //! ```
 
-mod room;
 mod slot_usage;
 mod span;
 

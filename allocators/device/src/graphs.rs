@@ -72,7 +72,6 @@ mod graph;
 mod memory;
 
 pub use announcement::Announced;
-pub(crate) use announcement::Announcements;
 pub use graph::{Captured, Graph};
 
 use crate::{DevicePool, stream_cache::close::sweep_released};

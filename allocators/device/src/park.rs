@@ -50,11 +50,15 @@ mod suspend;
 
 pub(crate) use parkable::ParkablePool;
 
-use crate::{Block, DeviceBuffer, DevicePool, Request, pool::PoolCore, request::ValidateRequest};
+use crate::{
+    Block, DeviceBuffer, DevicePool, Request,
+    pool_core::{PoolCore, PoolHook},
+    request::ValidateRequest,
+};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::site;
-use aquifer_stream::Stream;
+use aquifer_stream::{Stream, Timeline};
 use bytemuck::Pod;
 use std::{
     fmt,
@@ -247,12 +251,20 @@ impl ParkablePools {
         drop(all);
         found.unwrap_or(new)
     }
+}
 
-    /// Returns slots that are wholly free to the driver. Returns the bytes.
-    ///
-    /// # Errors
-    /// The driver's first error. All others have been tried.
-    pub(crate) fn trim(&self) -> Result<u64> {
+impl PoolHook for ParkablePools {
+    fn poll(&self) -> Result<()> {
+        self.all().iter().try_for_each(|parkable| parkable.poll_fences())
+    }
+
+    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.all().iter().flat_map(|parkable| parkable.freed_work()).collect()
+    }
+
+    /// Returns slots that are wholly free to the driver. Returns the driver's first error, after
+    /// all others have been tried.
+    fn release_free(&self) -> Result<u64> {
         let all = self.all();
         let (mut released, mut outcome) = (0, Ok(()));
         for parkable in all {
@@ -293,14 +305,14 @@ impl DevicePool {
     pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
         let _site = site::enter();
         let core = self.core();
-        let parkable = match core.parkables.of(tag) {
+        let parkable = match core.feature::<ParkablePools>().of(tag) {
             Some(parkable) => parkable,
             None => {
                 if core.dedicated.step() == 0 {
                     return Err(UNSUPPORTED);
                 }
                 core.dedicated.reap_nonblocking();
-                core.parkables.add(ParkablePool::new(core, tag, core.slot())?)
+                core.feature::<ParkablePools>().add(ParkablePool::new(core, tag, core.slot())?)
             }
         };
         Ok(Parkable { pool: self.clone(), slots: parkable })
@@ -339,7 +351,7 @@ impl DevicePool {
         if core.dedicated.step() == 0 {
             return Err(UNSUPPORTED);
         }
-        match core.parkables.of(tag) {
+        match core.feature::<ParkablePools>().of(tag) {
             Some(parkable) => parkable.park(&how),
             None => {
                 let mut report = ParkReport::of(tag);
@@ -364,7 +376,7 @@ impl DevicePool {
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();
-        match self.core().parkables.of(tag) {
+        match self.core().feature::<ParkablePools>().of(tag) {
             Some(parkable) => parkable.resume(deadline),
             None => Ok(ResumeReport::of(tag)),
         }

@@ -4,10 +4,10 @@ use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
     base::extent::LiveCharges,
     dedicated::{DedicatedPool, Span, SpanRelease},
-    pool::PoolCore,
+    limits::LiveLimit,
+    pool_core::PoolCore,
     request::MAX_BYTES,
     stable::bounds,
-    tenants::LiveLimit,
 };
 use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, Ownership, RawStream, site};

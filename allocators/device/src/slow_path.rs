@@ -6,8 +6,8 @@
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream that has freed since its last event, and poll the events;
 //! 3. new physical memory, free memory of other caches, memory in use that this stream waits for on
-//!    the device, and handles from under free memory, in the order of one of the lists of [`Step`]s
-//!    below, which [`crate::sharing_policy`] chooses;
+//!    the device, and handles from under free memory, in the order of one of the lists of [`Step`]s,
+//!    which [`crate::sharing_policy`] chooses;
 //! 4. release free handles and create new ones, where the free memory suffices but is fragmented;
 //! 5. reclaim from others registered with the budget, without waiting;
 //! 6. wait on the host, up to a deadline, for the oldest work that frees something;
@@ -17,149 +17,29 @@
 //! Stable and reserved memory, which needs new handles, goes through steps 5 to 8 as well.
 
 mod oom;
+mod progress;
+mod room;
+mod steps;
 
 use crate::{
     Adoption, Block, Request,
-    base::waits::{deadline, try_wait},
+    base::waits::deadline,
     physical::{
         handle::{Funds, HandleError},
-        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
+        options::{PlaceOptions, PlaceOutcome, Readiness},
     },
-    pool::PoolCore,
+    pool_core::{PoolCore, counters::count},
     reclaim::Reclaimers,
     sharing_policy::GrowthOrder,
-    stream_cache::{BlockToken, StreamCache, pending::CollectMode},
+    stream_cache::{BlockToken, StreamCache},
 };
-use aquifer_core::{
-    Action, MemoryError, PoolStats, Reservation, Result, Tag,
-    error::Tried,
-    scratch::{Bump, List, list},
-};
-use aquifer_stream::Timeline;
-use smallvec::SmallVec;
+use aquifer_core::{Action, MemoryError, Reservation, Result, Tag, error::Tried, scratch::list};
+use progress::{MoveCounts, Progress};
 use std::{
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
-
-/// Counters of the slow path.
-#[derive(Default, Debug)]
-pub(crate) struct Counters {
-    pub(crate) reaped: AtomicU64,
-    failures: AtomicU64,
-    growths: AtomicU64,
-    moves: AtomicU64,
-    adoptions: AtomicU64,
-    fences: AtomicU64,
-    stream_waits: AtomicU64,
-    host_waits: AtomicU64,
-}
-
-impl Counters {
-    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        stats.reaped += read(&self.reaped);
-        stats.failures += read(&self.failures);
-        stats.growths += read(&self.growths);
-        stats.moves += read(&self.moves);
-        stats.adoptions += read(&self.adoptions);
-        stats.fences += read(&self.fences);
-        stats.stream_waits += read(&self.stream_waits);
-        stats.host_waits += read(&self.host_waits);
-    }
-}
-
-/// A step of the slow path.
-#[derive(Clone, Copy)]
-enum Step {
-    /// Search all caches that share.
-    FromAll(PlaceOptions),
-    /// Search the stream's own cache only.
-    FromOwn(PlaceOptions),
-    /// Make each stream wait on the device for the other users of what it has freed.
-    Wait,
-}
-
-const fn options(
-    readiness: Readiness,
-    granularity: Granularity,
-    grow: bool,
-    move_handles: bool,
-) -> PlaceOptions {
-    PlaceOptions { readiness, granularity, grow, move_handles }
-}
-
-/// Whole slots in any cache that are free, and whose work is done.
-const ADOPT: PlaceOptions = options(Readiness::Completed, Granularity::Slots, false, false);
-/// As [`ADOPT`], by the unit.
-const ADOPT_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, false);
-/// As [`ADOPT_UNITS`], and memory still in use: the stream waits for it on the device.
-const ADOPT_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Units, false, false);
-/// New memory where it is missing.
-const GROW: PlaceOptions = options(Readiness::Completed, Granularity::Slots, true, false);
-/// Handles from under free memory where it is missing.
-const MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, true);
-/// As [`MOVE`], also from under memory that is still in use.
-const MOVE_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Units, false, true);
-/// New memory, and handles where new memory is refused.
-const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, true);
-/// All of the above.
-const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
-
-/// While memory is ample, streams stay separate: a stream takes new memory before that of others.
-const GROW_FIRST: &[Step] = &[
-    Step::FromOwn(GROW),
-    Step::FromAll(ADOPT),
-    Step::FromAll(GROW),
-    Step::FromAll(ADOPT_UNITS),
-    Step::FromAll(GROW_AND_MOVE),
-    Step::Wait,
-    Step::FromAll(ALL),
-];
-/// As [`GROW_FIRST`], where memory has been enough before: shared free ranges come first, also with
-/// a wait on the device.
-const SHARED_FIRST: &[Step] = &[
-    Step::FromOwn(ADOPT_UNITS),
-    Step::FromOwn(ADOPT_IN_USE),
-    Step::FromOwn(GROW),
-    Step::FromAll(ADOPT),
-    Step::FromAll(GROW),
-    Step::FromAll(ADOPT_UNITS),
-    Step::FromAll(GROW_AND_MOVE),
-    Step::Wait,
-    Step::FromAll(ALL),
-];
-/// Where much memory is idle: it is used before new memory, even if the stream has to wait for
-/// another.
-const REUSE_FIRST: &[Step] = &[
-    Step::FromAll(ADOPT_UNITS),
-    Step::Wait,
-    Step::FromAll(ADOPT_IN_USE),
-    Step::FromAll(GROW),
-    Step::FromAll(GROW_AND_MOVE),
-    Step::FromAll(ALL),
-];
-/// Where most memory is idle, or on request: handles move as well.
-const COMPACT_FIRST: &[Step] = &[
-    Step::FromAll(ADOPT_UNITS),
-    Step::Wait,
-    Step::FromAll(ADOPT_IN_USE),
-    Step::FromAll(MOVE),
-    Step::FromAll(MOVE_IN_USE),
-    Step::FromAll(GROW_AND_MOVE),
-    Step::FromAll(ALL),
-];
-/// Where all free memory is shared, and has been searched already.
-const SHARED_ONLY: &[Step] = &[Step::FromAll(GROW_AND_MOVE), Step::Wait, Step::FromAll(ALL)];
-
-fn count(counter: &AtomicU64, by: u64) {
-    if by > 0 {
-        counter.fetch_add(by, Ordering::Relaxed);
-    }
-}
+use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step};
 
 /// How many times moves of other threads are waited for before a request is refused.
 const MOVE_RETRIES: u32 = 64;
@@ -175,63 +55,9 @@ fn take_turn(turns: &mut u32) -> bool {
     left
 }
 
-/// Number of steps recorded without a heap allocation: the steps of one slow path, and some of
-/// reclaimers.
-const INLINE_STEPS: usize = 16;
-
 /// Bounds of the pause between two checks of the moves of other threads.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
-
-/// The number of moves begun, and the number of moves ended.
-type MoveCounts = (u64, u64);
-
-/// The state of a slow path.
-#[derive(Default)]
-pub(crate) struct Progress<'a> {
-    reserved: Option<&'a Mutex<Reservation>>,
-    /// The counts when the last search began.
-    move_counts: MoveCounts,
-    /// Number of moves that this slow path itself has begun since.
-    own_moves: u64,
-    tried: SmallVec<[Tried; INLINE_STEPS]>,
-    pub(crate) refused: Option<HandleError>,
-}
-
-impl Progress<'_> {
-    /// Adds the bytes that a step gave.
-    pub(crate) fn record(&mut self, step: &'static str, gave: u64) {
-        match self.tried.iter_mut().find(|t| t.step == step) {
-            Some(tried) => tried.gave += gave,
-            None => self.tried.push(Tried { step, gave }),
-        }
-    }
-}
-
-/// Which of the streams that cannot be fenced are waited for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum WaitScope {
-    /// All of them.
-    All,
-    /// Streams without a lease, which nothing will fence later.
-    Abandoned,
-}
-
-/// Waits until these epochs are proved, as far as no event can prove them. Waits for the device.
-/// Returns whether there were any.
-fn wait_unfenceable(
-    work: impl IntoIterator<Item = (Arc<Timeline>, u64)>,
-    scope: WaitScope,
-) -> Result<bool> {
-    let mut waited = false;
-    for (timeline, epoch) in work {
-        let included = scope == WaitScope::All || !timeline.is_leased();
-        if included && timeline.is_out_of_reach(epoch) {
-            waited |= timeline.wait(epoch, None)?;
-        }
-    }
-    Ok(waited)
-}
 
 impl PoolCore {
     #[cold]
@@ -320,9 +146,13 @@ impl PoolCore {
         })
     }
 
+    fn reclaimers(&self) -> Reclaimers<'_> {
+        Reclaimers::new(&self.budget, self.registration.get(), &*self.driver, self.info.device)
+    }
+
     /// Retries `attempt` with reclaim from others and waits for queued work in between. These are
     /// the blocking steps, for memory of any kind. The work of `first` is waited for first.
-    pub(crate) fn retry_with_reclaim<'a, T>(
+    fn retry_with_reclaim<'a, T>(
         &self,
         wanted: u64,
         first: Option<&'static StreamCache>,
@@ -333,9 +163,8 @@ impl PoolCore {
             return Ok(Some(gained));
         }
         let until = deadline(self.config.wait);
-        if let Some(checked) = self.quarantine.get().and_then(Weak::upgrade) {
-            loop {
-                let gave = checked.reclaim_quarantine(wanted);
+        for hook in self.hooks() {
+            while let Some(gave) = hook.release_held_back(wanted) {
                 progress.record("let blocks out of quarantine", gave);
                 if gave == 0 {
                     break;
@@ -495,7 +324,7 @@ impl PoolCore {
     ) -> Result<Option<Block>> {
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
-        let gone = self.retry_releases() + self.dedicated.reap()? + self.parkables.trim()?;
+        let gone = self.retry_releases() + self.dedicated.reap()? + self.release_free()?;
         // Blocks that earlier steps have collected are free, but their work is not yet known to be
         // done.
         self.poll_fences(&pass, &caches)?;
@@ -556,18 +385,6 @@ impl PoolCore {
         Some(self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket()))
     }
 
-    /// Makes each stream wait on the device for the other users of what it has freed. Returns the
-    /// bytes that become free.
-    fn wait_on_device(&self, caches: &[&'static StreamCache]) -> Result<u64> {
-        let mut collected = 0;
-        for &cache in caches {
-            let (bytes, waits) = cache.collect_pending(CollectMode::WaitOnDevice)?;
-            count(&self.counters.stream_waits, waits);
-            collected += bytes;
-        }
-        Ok(collected)
-    }
-
     fn retry_cache(
         &self,
         cache: &'static StreamCache,
@@ -575,54 +392,6 @@ impl PoolCore {
         collected: u64,
     ) -> Option<Block> {
         if collected == 0 { None } else { self.try_cache(cache, request) }
-    }
-
-    /// Records an event behind every stream that has freed since its last event, polls the events,
-    /// and collects blocks whose uses are over. Returns the bytes of these blocks. Never blocks.
-    pub(crate) fn poll_fences(&self, bump: &Bump, caches: &[&'static StreamCache]) -> Result<u64> {
-        let mut held = List::with_capacity_in(caches.len(), bump);
-        // All fences come before the first poll, since a device needs a moment to complete the
-        // event of an idle stream.
-        let mut fenced = List::new_in(bump);
-        let mut fence = |timeline: Arc<Timeline>, epoch: u64| -> Result<()> {
-            count(&self.counters.fences, u64::from(epoch > 0 && timeline.fence(epoch)?.is_new()));
-            if !fenced.iter().any(|other| Arc::ptr_eq(other, &timeline)) {
-                fenced.push(timeline);
-            }
-            Ok(())
-        };
-        for &cache in caches {
-            let (timeline, last_free, users) = cache.with(|s| {
-                held.push(s.footprint());
-                let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
-                (s.timeline().cloned(), s.last_free, users)
-            });
-            let Some(timeline) = timeline else { continue };
-            fence(timeline, last_free)?;
-            for (user, epoch) in users {
-                if !user.is_done(epoch) {
-                    fence(user, epoch)?;
-                }
-            }
-        }
-        for (timeline, epoch) in self.physical.zombie_fences(bump) {
-            fence(timeline, epoch)?;
-        }
-        for timeline in fenced {
-            timeline.poll()?;
-        }
-        let shared = self.physical.spare_bytes();
-        // Bytes of the warm reserve do not count as idle.
-        self.sharing_policy.update(
-            &self.budget,
-            &held,
-            shared.saturating_sub(self.retention.reserve()),
-        );
-        let mut collected = 0;
-        for &cache in caches {
-            collected += cache.collect_pending(CollectMode::Completed)?.0;
-        }
-        Ok(collected)
     }
 
     /// Takes over memory of other caches and maps memory, so that the request finds room.
@@ -669,71 +438,5 @@ impl PoolCore {
         Ok(place.map(|place| {
             self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket())
         }))
-    }
-
-    /// Waits for the oldest work that keeps memory from being free: first of `first`, then of
-    /// dedicated memory, then of all other caches. Returns whether there was any. Blocks.
-    pub(crate) fn wait_for_oldest(
-        &self,
-        first: Option<&'static StreamCache>,
-        until: Option<Instant>,
-    ) -> Result<bool> {
-        let pass = self.scratch.begin();
-        let caches = self.caches(&pass);
-        let pending = |cache: &'static StreamCache| move || cache.wait_for_pending(until);
-        let freed = |cache: &'static StreamCache| {
-            move || {
-                let (timeline, last_free) = cache.with(|s| (s.timeline().cloned(), s.last_free));
-                let timeline = timeline.filter(|timeline| !timeline.is_done(last_free));
-                timeline.map_or(Ok(false), |timeline| timeline.wait(last_free, until))
-            }
-        };
-        if let Some(first) = first
-            && try_wait(pending(first))?
-        {
-            return Ok(true);
-        }
-        if self.dedicated.wait_for_oldest(until)? {
-            return Ok(true);
-        }
-        for &cache in &caches {
-            if try_wait(pending(cache))? {
-                return Ok(true);
-            }
-        }
-        for &cache in &caches {
-            if try_wait(freed(cache))? {
-                return Ok(true);
-            }
-        }
-        self.wait_unfenceable(&pass, &caches, WaitScope::All)
-    }
-
-    /// Waits for the device if caches hold memory of streams that this thread cannot fence, such as
-    /// the default streams of threads that have ended: nothing else proves that their work is done.
-    /// Does nothing while a capture is announced. Returns whether there was any such memory.
-    /// Blocks, with no deadline.
-    pub(crate) fn wait_unfenceable(
-        &self,
-        bump: &Bump,
-        caches: &[&'static StreamCache],
-        scope: WaitScope,
-    ) -> Result<bool> {
-        if self.dedicated.announced.load(Ordering::Relaxed) > 0 {
-            return Ok(false);
-        }
-        let mut waited = false;
-        for &cache in caches {
-            let work = cache.with(|s| {
-                let own = s.timeline().map(|timeline| (timeline.clone(), s.last_free));
-                list(bump, own.into_iter().chain(s.pending.iter().flat_map(|p| p.uses.stamped())))
-            });
-            waited |= wait_unfenceable(work, scope)?;
-        }
-        for parkable in self.parkables.all() {
-            waited |= wait_unfenceable(parkable.freed_work(), scope)?;
-        }
-        waited |= wait_unfenceable(self.dedicated.retiring_work(), scope)?;
-        Ok(waited)
     }
 }

@@ -6,12 +6,12 @@ use crate::{
     base::{deferred::DeferredFree, extent::PackedRequest},
     block::{DriverBlock, ReleaseBlock},
 };
-use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result};
+use aquifer_core::{DeviceId, MemoryError, PoolStats, Reservation, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -21,7 +21,7 @@ use std::{
 #[derive(Debug)]
 struct OverlappingSource {
     pool: DevicePool,
-    first: std::sync::Mutex<Option<u64>>,
+    first: Mutex<Option<u64>>,
     releases: Arc<CountedReleases>,
 }
 
@@ -35,14 +35,14 @@ impl ReleaseBlock for CountedReleases {
     }
 }
 
-impl Opaque for OverlappingSource {
-    type Stream = Stream;
-    type Block = Block;
-
-    fn device(&self) -> DeviceId {
-        self.pool.device()
-    }
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
+impl BlockSource for OverlappingSource {
+    fn allocate(
+        &self,
+        stream: &Stream,
+        request: Request,
+        _drawn: Option<&Mutex<Reservation>>,
+        _bytes: u64,
+    ) -> Result<Block> {
         let mut first = self.first.lock().unwrap();
         let Some(address) = *first else {
             let block = self.pool.alloc(stream, request)?;
@@ -66,6 +66,9 @@ impl Opaque for OverlappingSource {
     fn stats(&self) -> PoolStats {
         self.pool.stats()
     }
+    fn unchecked_stats(&self) -> PoolStats {
+        PoolStats::default()
+    }
     fn trim(&self, keep: u64) -> Result<u64> {
         self.pool.trim(keep)
     }
@@ -83,9 +86,8 @@ fn overlapping_block_is_refused_untouched_and_leaked() {
     });
     let (streams, s) = (pool.streams().clone(), pool.stream().unwrap());
     let settings = Debugging { overlap: true, poison: true, ..Debugging::default() };
-    let source = BlockSource::Direct(overlapping);
     let checked = CheckedPool::new(
-        source,
+        overlapping,
         settings,
         sim.driver(),
         streams,

@@ -4,7 +4,6 @@ use super::{
     CANARY, CheckedBlock, CheckedPool, Fault, Finding, GuardedBlock, POISON_FREED,
     QuarantinedBlock, guards::first_wrong, is_usable,
 };
-use crate::pool::PoolCore;
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::Stream;
 use std::{
@@ -263,17 +262,17 @@ impl CheckedPool {
 
     /// Gives free memory back to the driver, also from the quarantine, until the pool holds at most
     /// `keep` bytes.
-    pub(crate) fn trim(&self, pool: &PoolCore, keep: u64) -> Result<u64> {
+    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         self.collect_waiting();
-        let mut given = self.source.trim(pool, keep)?;
+        let mut given = self.source.trim(keep)?;
         // One block at a time, so that no more are released than necessary.
-        while self.source.stats(pool).physical > keep
+        while self.source.stats().physical > keep
             && let Some(freed) = self.pop_oldest(0)
         {
             if !self.inspect_and_release(freed, OnUnread::Keep) {
                 break;
             }
-            given += self.source.trim(pool, keep)?;
+            given += self.source.trim(keep)?;
         }
         Ok(given)
     }

@@ -1,7 +1,11 @@
 //! Announcements: which captures allocate from which memory.
 
 use super::memory::{Capture, GraphMemory};
-use crate::{Block, DevicePool, Request, base::driver::check_stream_device, pool::PoolCore};
+use crate::{
+    Block, DevicePool, Request,
+    base::driver::check_stream_device,
+    pool_core::{PoolCore, PoolHook},
+};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
 use aquifer_stream::{Fence, Stream, Timeline};
@@ -71,18 +75,17 @@ impl Announcements {
     }
 }
 
-impl PoolCore {
-    /// Allocates a block for work that `stream` captures, if the capture was announced. The request
-    /// has been checked.
-    pub(crate) fn allocate_for_graph(
-        self: &Arc<Self>,
+impl PoolHook for Announcements {
+    fn allocate(
+        &self,
+        core: &PoolCore,
         stream: &Stream,
         request: Request,
     ) -> Result<Option<Block>> {
-        if self.dedicated.announced.load(Ordering::Relaxed) == 0 {
+        if core.dedicated.announced.load(Ordering::Relaxed) == 0 {
             return Ok(None);
         }
-        let Some((memory, capture)) = self.announcements.memory_for(stream)? else {
+        let Some((memory, capture)) = self.memory_for(stream)? else {
             return Ok(None);
         };
         memory.allocate(stream, request, capture).map(Some)
@@ -118,7 +121,7 @@ impl Announced {
         });
         let core = pool.core();
         {
-            let mut open = core.announcements.lock();
+            let mut open = core.feature::<Announcements>().lock();
             if let AnnouncedStreams::Stream(timeline) = &announcement.streams
                 && open.iter().any(
                     |a| matches!(&a.streams, AnnouncedStreams::Stream(t) if Arc::ptr_eq(t, timeline)),
@@ -155,7 +158,7 @@ impl Drop for Announced {
     fn drop(&mut self) {
         let core = self.pool.core();
         let gone = {
-            let mut open = core.announcements.lock();
+            let mut open = core.feature::<Announcements>().lock();
             let at = open.iter().position(|a| Arc::ptr_eq(a, &self.announcement));
             at.map(|at| open.remove(at))
         };

@@ -13,7 +13,7 @@ use crate::{
     block::{DriverBlock, ReleaseBlock},
     dedicated::{DedicatedPool, Span, SpanRelease},
     physical::{shared_free::SharedFreeList, window::Grid},
-    pool::PoolCore,
+    pool_core::PoolCore,
     sharing_policy::Fit,
 };
 use aquifer_core::{

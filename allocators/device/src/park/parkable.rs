@@ -22,7 +22,7 @@ use crate::{
     block::{DriverBlock, ReleaseBlock},
     dedicated::{DedicatedPool, Span, SpanRelease},
     physical::{shared_free::SharedFreeList, window::Grid},
-    pool::PoolCore,
+    pool_core::PoolCore,
     request::ValidateRequest,
     sharing_policy::Fit,
 };

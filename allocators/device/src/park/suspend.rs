@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     base::{dependencies::StreamDeps, waits::deadline},
-    pool::PoolCore,
+    pool_core::PoolCore,
 };
 use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
 use aquifer_driver::Ownership;

@@ -78,7 +78,7 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc_raw(&self, stream: &Stream, request: Request) -> Result<u64> {
-        if let Some(cache) = self.fast_cache(stream, &request)
+        if let Some(cache) = self.core().fast_cache(stream, &request)
             && let Some(address) = cache.fast_alloc_raw(&request)
         {
             return Ok(address);
@@ -151,7 +151,7 @@ impl DevicePool {
     /// Returns the bypass allocator, in which each block is its own allocation, unless the address
     /// is one of a graph's or a stable block.
     fn bypass(&self, address: u64) -> Option<&Direct> {
-        self.core().bypass().filter(|_| !self.is_in_raw_table(address))
+        self.bypass_source().filter(|_| !self.is_in_raw_table(address))
     }
 
     /// Returns whether a raw block of this pool that belongs to no cache has this address.

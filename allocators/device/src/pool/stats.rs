@@ -1,6 +1,6 @@
 //! Statistics of a pool.
 
-use super::{AllocPath, PoolCore};
+use super::AllocPath;
 use crate::DevicePool;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
@@ -38,7 +38,7 @@ impl DevicePool {
         match &self.handle.alloc_path {
             None => self.core().stats(),
             Some(AllocPath::Direct(direct)) => self.core().stats_with(direct.stats()),
-            Some(AllocPath::Checked(checked)) => checked.stats(self.core()),
+            Some(AllocPath::Checked(checked)) => checked.stats(),
         }
     }
 
@@ -59,32 +59,11 @@ impl DevicePool {
         core.caches(&core.scratch.begin()).iter().for_each(|cache| cache.with(|s| s.reset_peaks()));
         core.physical.held().reset_peak();
         core.dedicated.reset_peaks();
-        if let Some(direct) = core.bypass() {
+        if let Some(direct) = self.bypass_source() {
             direct.reset_peaks();
         }
         if let Some(checked) = self.checked() {
             checked.reset_peaks();
         }
-    }
-}
-
-impl PoolCore {
-    pub(crate) fn stats(&self) -> PoolStats {
-        self.stats_with(PoolStats::default())
-    }
-
-    /// Adds what the pool holds to `stats`.
-    pub(crate) fn stats_with(&self, mut stats: PoolStats) -> PoolStats {
-        for cache in self.caches(&self.scratch.begin()) {
-            cache.with(|s| s.add_to(&mut stats));
-        }
-        stats.cached += self.physical.spare_bytes();
-        let held = self.physical.held();
-        stats.pending += held.stuck();
-        stats.physical += held.now();
-        stats.peak_physical += held.peak();
-        self.dedicated.add_to(&mut stats);
-        self.counters.add_to(&mut stats);
-        stats
     }
 }

@@ -1,11 +1,10 @@
 //! Errors of requests that found no room.
 
-use super::Progress;
-use super::count;
+use super::progress::Progress;
 use crate::{
     Adoption, Request,
     physical::handle::HandleError,
-    pool::PoolCore,
+    pool_core::{PoolCore, counters::count},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::{
@@ -92,7 +91,7 @@ impl PoolCore {
 
     /// Returns the error for `bytes` that found no room, with the pool's contents and their
     /// holders. `own` is the cache of the request, or `None` for stable and reserved memory.
-    pub(crate) fn explain(
+    pub(super) fn explain(
         &self,
         bytes: u64,
         own: Option<&'static StreamCache>,
@@ -153,7 +152,7 @@ impl PoolCore {
         error.stranded.sort_by_key(|s| std::cmp::Reverse(s.cached + s.pending));
         error.in_use.sort_by_key(|user| std::cmp::Reverse(user.bytes));
         error.holders = holders;
-        error.tenants = self.tenants.holdings();
+        error.tenants = self.hooks().flat_map(|hook| hook.tenant_holdings()).collect();
         error
     }
 }

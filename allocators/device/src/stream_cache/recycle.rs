@@ -12,8 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheUsage, StreamCache, UNBOUND};
-use crate::{base::address_directory::AddressDirectory, pool::PoolCore};
-use aquifer_core::scratch::{Bump, List, list};
+use crate::base::address_directory::AddressDirectory;
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 
@@ -73,52 +72,6 @@ impl IdleCache {
         self.cache.with(|s| s.usage = CacheUsage::default());
         UNBOUND.lock().unwrap_or_else(PoisonError::into_inner).push(self.cache);
     }
-}
-
-impl PoolCore {
-    /// Unbinds caches from streams that have no lease and whose work is known to be done, so that
-    /// there are never more caches than streams at one time. Destroys their events, and the streams
-    /// that the pool owns.
-    pub(crate) fn recycle_caches(&self) {
-        let pass = self.scratch.begin();
-        let caches = self.caches(&pass);
-        if caches.is_empty() {
-            return;
-        }
-        if self.physical.is_mapped() {
-            self.physical.share_free(&abandoned(&pass, &caches), 0);
-            self.physical.forget_done();
-        }
-        for cache in caches {
-            if let Some((idle, timeline)) = cache.unbind_if_idle() {
-                self.idle_caches().push(idle);
-                drop(timeline);
-            }
-        }
-    }
-
-    /// Moves the free memory in the caches of streams without a lease to the shared free list, or
-    /// to `heir` on devices without virtual memory. Returns the bytes that `heir` got, and the
-    /// number of moves begun. Makes no driver call.
-    pub(crate) fn share_abandoned(
-        &self,
-        bump: &Bump,
-        caches: &[&'static StreamCache],
-        heir: &'static StreamCache,
-    ) -> (u64, u64) {
-        let abandoned = abandoned(bump, caches);
-        if abandoned.is_empty() {
-            return (0, 0);
-        }
-        self.physical.inherit(heir, &abandoned)
-    }
-}
-
-fn abandoned<'s>(
-    bump: &'s Bump,
-    caches: &[&'static StreamCache],
-) -> List<'s, &'static StreamCache> {
-    list(bump, caches.iter().copied().filter(|cache| cache.is_abandoned()))
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! Makes room for dedicated memory.
 
-use super::Span;
+use super::progress::Progress;
 use crate::{
+    dedicated::Span,
     physical::handle::{Funds, HandleError},
-    pool::PoolCore,
-    slow_path::Progress,
+    pool_core::PoolCore,
 };
 use aquifer_core::{MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::ExportTypes;

@@ -1,0 +1,114 @@
+//! What a pool releases for others, and the requests of others to it.
+
+use crate::{DevicePool, base::waits::has_passed, pool_core::PoolCore, reclaim::Reclaimers};
+use aquifer_core::{
+    budget::{Offer, Reclaim, Room},
+    event::MemoryLocation,
+};
+use aquifer_driver::site;
+use std::{sync::Arc, time::Instant};
+
+impl PoolCore {
+    /// Registers this pool as a reclaimer of its budgets.
+    pub(crate) fn register(self: &Arc<Self>) {
+        let _only_once = self.registration.set(self.budget.on_need(self));
+    }
+
+    /// Returns the bytes that are in no live block, including those of pending frees.
+    fn idle(&self) -> u64 {
+        let pass = self.scratch.begin();
+        let live: u64 =
+            self.caches(&pass).iter().map(|cache| cache.with(|s| s.footprint().live)).sum();
+        let (held, unit) = (self.physical.held().now(), self.physical.unit());
+        let idle = held.saturating_sub(live);
+        // Memory that shares a handle with a live block is kept. The number is not rounded: a
+        // reclaimer that failed is called again when it changes.
+        (if idle >= unit { idle } else { 0 }) + self.dedicated.retiring()
+    }
+}
+
+impl Reclaim for PoolCore {
+    fn name(&self) -> &'static str {
+        "caches of a pool"
+    }
+
+    fn offer(&self) -> Offer {
+        let bytes = self.idle();
+        let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);
+        Offer { bytes, cost }
+    }
+
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+        if self.waits() && has_passed(deadline) {
+            return;
+        }
+        let keep = self.held().saturating_sub(bytes);
+        // Bytes whose release the driver refuses stay charged, and the next trim retries.
+        while self.trim_under_pressure(keep).is_ok()
+            && self.held() > keep
+            && !has_passed(deadline)
+            && self.wait_for_oldest(None, deadline).unwrap_or(false)
+        {}
+    }
+
+    fn waits(&self) -> bool {
+        !self.physical.is_mapped()
+    }
+
+    fn place(&self) -> Option<MemoryLocation> {
+        Some(MemoryLocation::Device(self.info.device))
+    }
+}
+
+impl DevicePool {
+    /// Releases device memory to the driver for other users, such as a library whose own allocation
+    /// has failed or is about to. Calls this pool and all reclaimers under the same root of budgets
+    /// that have memory of this device, the cheapest first, until `bytes` have been released or no
+    /// more is available. Returns what is missing, and what each reclaimer released.
+    ///
+    /// The bytes then belong to the driver, and the budget has that much more room. To keep this
+    /// program from taking them again, lower the budget's limit ([`Budget::shrink`]) or charge them
+    /// to it.
+    ///
+    /// Blocks for the time of the driver calls and, until `deadline`, for queued work and the
+    /// device. With a deadline in the past it waits for neither. `None` means no limit.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+    /// let sim = Sim::h200(1).symbolic();
+    /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+    /// let stream = pool.stream()?;
+    /// drop(pool.alloc(&stream, Request::bytes(100 << 30))?);        // idle now
+    ///
+    /// // Another library's own allocation, which fails for lack of memory.
+    /// let theirs = || sim.driver().mem_alloc(DeviceId(0), 60 << 30);
+    /// let answer = theirs().or_else(|refused| {
+    ///     match pool.give_back(60 << 30, None).missing {
+    ///         0 => theirs(),
+    ///         _ => Err(refused),
+    ///     }
+    /// });
+    /// assert!(answer.is_ok());
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[track_caller]
+    pub fn give_back(&self, bytes: u64, deadline: Option<Instant>) -> Room {
+        let _site = site::enter();
+        let PoolCore { driver, info, budget, .. } = &**self.core();
+        let root = budget.root();
+        let before = root.used();
+        let mut reclaimers = Reclaimers::new(budget, None, &**driver, info.device);
+        let mut room = Room { missing: bytes, tried: Vec::new() };
+        // First what is available without waiting, then the rest.
+        for deadline in [Some(Instant::now()), deadline] {
+            while room.missing > 0
+                && let Some(tried) = reclaimers.for_memory(room.missing, deadline)
+            {
+                room.missing = bytes.saturating_sub(before.saturating_sub(root.used()));
+                room.tried.push(tried);
+            }
+        }
+        room
+    }
+}

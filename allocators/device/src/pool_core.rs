@@ -1,0 +1,330 @@
+//! The core of a pool: what all of its parts need, and nothing of its features.
+//!
+//! Features, such as memory of graphs, stand above the core. What they have to do within the core's
+//! slow paths they register as a [`PoolHook`].
+
+pub(crate) mod caches;
+pub(crate) mod counters;
+mod events;
+pub(crate) mod fences;
+mod give_back;
+mod stats;
+
+use crate::{
+    Adoption, Block, PoolConfig, Request,
+    base::{
+        address_directory::{AddressDirectory, DIRECT_CACHES},
+        append_list::AppendList,
+        extent::BlockExtent,
+        live_blocks::{CommittedBytes, LiveBlockList},
+    },
+    dedicated::DedicatedPool,
+    physical::Physical,
+    request::ValidateRequest,
+    retention::Retention,
+    sharing_policy::SharingPolicy,
+    stream_cache::{CacheHost, StreamCache, recycle::IdleCache},
+};
+use aquifer_core::{
+    Action, Budget, DeviceId, Result,
+    budget::{HookRegistration, Leased},
+    error::TenantHolding,
+    event::EventTicket,
+    scratch::Scratch,
+};
+use aquifer_driver::{DeviceInfo, Driver};
+use aquifer_heap::Heap;
+use aquifer_stream::{Stream, StreamPool, Timeline};
+use counters::Counters;
+use std::{
+    any::Any,
+    fmt, iter,
+    sync::{
+        Arc, Mutex, OnceLock, RwLock,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+};
+
+/// Keys under which pools attach their caches to streams. A key is never reused.
+static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
+
+/// The shared core of a pool: what all of its parts need. Features keep what is theirs in hooks.
+pub(crate) struct PoolCore {
+    key: u64,
+    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) info: DeviceInfo,
+    streams: StreamPool,
+    pub(crate) physical: Box<dyn Physical>,
+    pub(crate) budget: Budget,
+    /// Dedicated memory: stable blocks and reserved elements.
+    pub(crate) dedicated: Arc<DedicatedPool>,
+    pub(crate) config: PoolConfig,
+    /// All caches of the pool, also idle ones.
+    caches: RwLock<Vec<&'static StreamCache>>,
+    /// Scratch memory for lists of caches.
+    pub(crate) scratch: Scratch,
+    idle_caches: Mutex<Vec<IdleCache>>,
+    /// The caches by number, as far as the directory has their numbers. They exist until the pool
+    /// closes.
+    numbered_caches: Box<[OnceLock<&'static StreamCache>]>,
+    /// Finds the cache of a raw address.
+    pub(crate) directory: Arc<AddressDirectory>,
+    /// Whether the driver has an observer, which needs the owner of each block.
+    observed: bool,
+    /// Number of reasons to take the slow allocation path: another source of blocks, an observer
+    /// or recorder, the limit of a tag, announced captures.
+    slow_reasons: AtomicU32,
+    /// The features that take part, in the order of their first use.
+    hooks: AppendList<Box<dyn PoolHook>>,
+    generations: AtomicU64,
+    pub(crate) counters: Counters,
+    pub(crate) sharing_policy: SharingPolicy,
+    pub(crate) retention: Retention,
+    /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
+    pub(crate) listing: OnceLock<Arc<LiveBlockList>>,
+    /// The pool's registration as a reclaimer.
+    pub(crate) registration: OnceLock<HookRegistration>,
+}
+
+/// What a feature does within the slow paths of a pool's core.
+///
+/// A feature that changes allocations also registers a [slow reason](PoolCore::add_slow_reason):
+/// the fast path asks no hook.
+pub(crate) trait PoolHook: Any + Send + Sync {
+    /// Charges the bytes of a request to the limit of its tag, if the tag has one.
+    fn charge(
+        &self,
+        _core: &PoolCore,
+        _stream: &Stream,
+        _request: &Request,
+    ) -> Result<Option<Leased>> {
+        Ok(None)
+    }
+
+    /// Allocates a block from elsewhere than the pool's caches, if the request belongs there. The
+    /// request has been checked.
+    fn allocate(
+        &self,
+        _core: &PoolCore,
+        _stream: &Stream,
+        _request: Request,
+    ) -> Result<Option<Block>> {
+        Ok(None)
+    }
+
+    /// Polls the work that freed blocks depend on. Never blocks.
+    fn poll(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns the work that freed blocks depend on, except for open uses.
+    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        Vec::new()
+    }
+
+    /// Returns free memory to the driver. Returns the bytes.
+    fn release_free(&self) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Returns at least `bytes` to the pool that freed blocks were kept from it. Returns the bytes,
+    /// or `None` if the feature keeps no blocks. Blocks.
+    fn release_held_back(&self, _bytes: u64) -> Option<u64> {
+        None
+    }
+
+    /// Returns unused charges to budgets of live bytes.
+    fn release_charges(&self) {}
+
+    /// Returns the live bytes of each tenant and limited tag, most first.
+    fn tenant_holdings(&self) -> Vec<TenantHolding> {
+        Vec::new()
+    }
+}
+
+impl PoolCore {
+    /// Creates the core of a pool on the first device of `accessors`, whose mappings all of them
+    /// can access.
+    pub(crate) fn new(
+        driver: Arc<dyn Driver>,
+        info: DeviceInfo,
+        budget: Budget,
+        config: PoolConfig,
+        physical: Box<dyn Physical>,
+        accessors: Arc<[DeviceId]>,
+    ) -> Arc<Self> {
+        let observed = driver.observer().is_some();
+        let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
+        let sharing = physical.is_mapped() && config.adoption != Adoption::Never;
+        Arc::new(Self {
+            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
+            streams: StreamPool::new(driver.clone(), info.device, config.streams),
+            dedicated: DedicatedPool::new(&driver, &info, &config, accessors),
+            driver,
+            info,
+            physical,
+            budget,
+            caches: RwLock::default(),
+            scratch: Scratch::new(),
+            idle_caches: Mutex::default(),
+            numbered_caches: iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
+            directory: Arc::default(),
+            observed,
+            slow_reasons: AtomicU32::new(u32::from(slow)),
+            hooks: AppendList::new(),
+            generations: AtomicU64::new(1),
+            counters: Counters::default(),
+            sharing_policy: SharingPolicy::new(sharing),
+            retention: Retention::new(config.release_threshold, config.stream_cache),
+            config,
+            listing: OnceLock::new(),
+            registration: OnceLock::new(),
+        })
+    }
+
+    /// Returns the streams of the device.
+    pub(crate) fn streams(&self) -> &StreamPool {
+        &self.streams
+    }
+
+    /// Returns the budget that physical memory is charged to.
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Registers a reason to take the slow allocation path.
+    pub(crate) fn add_slow_reason(&self) {
+        self.slow_reasons.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Removes a reason that was registered by [`PoolCore::add_slow_reason`].
+    pub(crate) fn remove_slow_reason(&self) {
+        self.slow_reasons.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Lists a block that does not come from a stream's cache until it is freed, if leaks are
+    /// reported. Reserved memory counts with its committed bytes.
+    #[track_caller]
+    pub(crate) fn list_for_leaks(
+        &self,
+        block: &mut Block,
+        committed: Option<Arc<dyn CommittedBytes>>,
+    ) {
+        if let Some(listing) = self.listing.get() {
+            let (extent, tag, owner) =
+                ((block.address(), block.bytes()), block.tag(), block.home());
+            block.meta_mut().live.listed = Some(listing.list(extent, tag, &owner, committed));
+        }
+    }
+
+    /// Returns the bytes held from the driver.
+    pub(crate) fn held(&self) -> u64 {
+        self.physical.held().now() + self.dedicated.held().now()
+    }
+
+    /// Returns the stream's cache if the fast path may serve the request from it.
+    #[inline]
+    pub(crate) fn fast_cache(
+        &self,
+        stream: &Stream,
+        request: &Request,
+    ) -> Option<&'static StreamCache> {
+        let quick = request.is_plain()
+            && self.slow_reasons.load(Ordering::Relaxed) == 0
+            && !self.sharing_policy.prefers_shared(request.size());
+        if quick { self.known_cache(stream) } else { None }
+    }
+
+    /// Returns the hooks of features.
+    pub(crate) fn hooks(&self) -> impl Iterator<Item = &dyn PoolHook> {
+        self.hooks.iter().map(|hook| &**hook)
+    }
+
+    /// Adds the hook of a feature.
+    pub(crate) fn add_hook(&self, hook: Box<dyn PoolHook>) {
+        self.hooks.push(hook);
+    }
+
+    /// Returns the part of a feature that belongs to this pool, created at its first use.
+    pub(crate) fn feature<F: PoolHook + Default>(&self) -> &F {
+        self.hooks.find_or_push(
+            |hook| {
+                let any: &dyn Any = &**hook;
+                any.downcast_ref()
+            },
+            || Box::new(F::default()),
+        )
+    }
+
+    /// Charges the request's bytes to the limit of its tag, if the tag has one.
+    pub(crate) fn charge_tag(&self, stream: &Stream, request: &Request) -> Result<Option<Leased>> {
+        for hook in self.hooks() {
+            if let Some(charged) = hook.charge(self, stream, request)? {
+                return Ok(Some(charged));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Allocates a block from a feature, if the request belongs there. The request has been
+    /// checked.
+    pub(crate) fn allocate_from_feature(
+        &self,
+        stream: &Stream,
+        request: Request,
+    ) -> Result<Option<Block>> {
+        for hook in self.hooks() {
+            if let Some(block) = hook.allocate(self, stream, request)? {
+                return Ok(Some(block));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl CacheHost for PoolCore {
+    fn streams(&self) -> &StreamPool {
+        &self.streams
+    }
+
+    fn is_recorded(&self) -> bool {
+        self.config.recorder.is_some()
+    }
+
+    fn ticket(&self) -> Option<EventTicket> {
+        self.ticket()
+    }
+
+    fn report(
+        &self,
+        ticket: Option<EventTicket>,
+        action: Action,
+        stream: u32,
+        extent: &BlockExtent,
+    ) {
+        let BlockExtent { address, request } = extent;
+        self.report(ticket, action, stream, *address, request.bytes(), request.tag());
+    }
+
+    fn count_completion(&self) {
+        self.dedicated.count_completion();
+    }
+
+    fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
+        timeline.detach(self.key);
+        self.unregister_cache(cache);
+        self.physical.take_back(&mut heap.free_extents().map(|e| e.range));
+    }
+
+    fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
+        self.physical.leak();
+        timeline.detach(self.key);
+        self.unregister_cache(cache);
+    }
+}
+
+impl fmt::Debug for PoolCore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolCore").field("device", &self.info.device).finish_non_exhaustive()
+    }
+}

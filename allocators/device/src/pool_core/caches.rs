@@ -1,0 +1,135 @@
+//! The caches of a pool's streams: opened at a stream's first request, and recycled when it is gone.
+
+use super::PoolCore;
+use crate::{
+    base::driver::check_stream_device,
+    stream_cache::{StreamCache, recycle::IdleCache},
+};
+use aquifer_core::{
+    Result,
+    scratch::{Bump, List, list},
+};
+use aquifer_stream::Stream;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+impl PoolCore {
+    /// Returns the cache of a stream, and creates it at its first use.
+    pub(crate) fn cache_for(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
+        match self.known_cache(stream) {
+            Some(cache) => Ok(cache),
+            None => self.open_cache(stream),
+        }
+    }
+
+    /// Returns the cache of a stream that has one already.
+    #[inline]
+    pub(super) fn known_cache(&self, stream: &Stream) -> Option<&'static StreamCache> {
+        let number = stream.timeline().attachment(self.key)? as usize;
+        self.numbered_cache(number).or_else(|| self.cache_beyond_table(number))
+    }
+
+    /// Returns the cache of this number, if the directory has its number.
+    #[inline]
+    pub(crate) fn numbered_cache(&self, number: usize) -> Option<&'static StreamCache> {
+        self.numbered_caches.get(number)?.get().copied()
+    }
+
+    /// Returns a cache whose number exceeds the directory. The list is ordered by number.
+    #[cold]
+    fn cache_beyond_table(&self, number: usize) -> Option<&'static StreamCache> {
+        self.caches.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
+    }
+
+    #[cold]
+    fn open_cache(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
+        check_stream_device(&*self.driver, self.info.device, stream.timeline())?;
+        self.recycle_caches();
+        // The lock prevents two threads from creating a cache for one stream. No driver call is
+        // made under it.
+        let mut caches = self.caches.write().unwrap_or_else(PoisonError::into_inner);
+        let known = stream.timeline().attachment(self.key);
+        if let Some(&cache) = known.and_then(|number| caches.get(number as usize)) {
+            return Ok(cache);
+        }
+        let (cache, number) = match self.idle_caches().pop() {
+            Some(idle) => {
+                let number = idle.number;
+                (idle.bind(self.clone(), self.directory.clone(), stream.timeline()), number)
+            }
+            None => {
+                // Caches leave the list only when the pool closes, and none is created then, so a
+                // number is never reused.
+                let number = caches.len();
+                let (pool, directory) = (self.clone(), self.directory.clone());
+                let cache = StreamCache::open(pool, directory, stream.timeline().clone(), number);
+                if let Some(slot) = self.numbered_caches.get(number) {
+                    let _only_once = slot.set(cache);
+                }
+                caches.push(cache);
+                (cache, number)
+            }
+        };
+        stream.timeline().attach(self.key, number as u32);
+        Ok(cache)
+    }
+
+    pub(crate) fn idle_caches(&self) -> MutexGuard<'_, Vec<IdleCache>> {
+        self.idle_caches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lists all caches of the pool.
+    pub(crate) fn caches<'s>(&self, bump: &'s Bump) -> List<'s, &'static StreamCache> {
+        list(bump, self.caches.read().unwrap_or_else(PoisonError::into_inner).iter().copied())
+    }
+
+    pub(crate) fn unregister_cache(&self, cache: &'static StreamCache) {
+        self.caches
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|other| !std::ptr::eq(*other, cache));
+    }
+
+    /// Unbinds caches from streams that have no lease and whose work is known to be done, so that
+    /// there are never more caches than streams at one time. Destroys their events, and the streams
+    /// that the pool owns.
+    pub(crate) fn recycle_caches(&self) {
+        let pass = self.scratch.begin();
+        let caches = self.caches(&pass);
+        if caches.is_empty() {
+            return;
+        }
+        if self.physical.is_mapped() {
+            self.physical.share_free(&abandoned(&pass, &caches), 0);
+            self.physical.forget_done();
+        }
+        for cache in caches {
+            if let Some((idle, timeline)) = cache.unbind_if_idle() {
+                self.idle_caches().push(idle);
+                drop(timeline);
+            }
+        }
+    }
+
+    /// Moves the free memory in the caches of streams without a lease to the shared free list, or
+    /// to `heir` on devices without virtual memory. Returns the bytes that `heir` got, and the
+    /// number of moves begun. Makes no driver call.
+    pub(crate) fn share_abandoned(
+        &self,
+        bump: &Bump,
+        caches: &[&'static StreamCache],
+        heir: &'static StreamCache,
+    ) -> (u64, u64) {
+        let abandoned = abandoned(bump, caches);
+        if abandoned.is_empty() {
+            return (0, 0);
+        }
+        self.physical.inherit(heir, &abandoned)
+    }
+}
+
+fn abandoned<'s>(
+    bump: &'s Bump,
+    caches: &[&'static StreamCache],
+) -> List<'s, &'static StreamCache> {
+    list(bump, caches.iter().copied().filter(|cache| cache.is_abandoned()))
+}

@@ -1,0 +1,100 @@
+//! Blocks of the caches, and the events that are reported of them.
+
+use super::PoolCore;
+use crate::{
+    Block, Request,
+    base::{driver::notify_observer, extent::BlockExtent},
+    stream_cache::{BlockToken, StreamCache},
+};
+use aquifer_core::{
+    Action, Recorder, Tag,
+    event::{self, EventTicket},
+};
+use aquifer_driver::{DeviceRange, Ownership};
+use std::sync::atomic::Ordering;
+
+impl PoolCore {
+    /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
+    /// Returns `None` if the cache has no room, or if the request is to be served from the ranges
+    /// that streams share.
+    pub(crate) fn try_cache(
+        &self,
+        cache: &'static StreamCache,
+        request: &Request,
+    ) -> Option<Block> {
+        if self.sharing_policy.prefers_shared(request.size()) {
+            return None;
+        }
+        let (token, ticket) = cache.fast_alloc(request, |token| (*token, self.ticket()))?;
+        Some(self.make_block(cache, &token, ticket))
+    }
+
+    /// Makes a block from the token, and reports it to the observer and the recorder.
+    pub(crate) fn make_block(
+        &self,
+        cache: &'static StreamCache,
+        token: &BlockToken,
+        ticket: Option<EventTicket>,
+    ) -> Block {
+        let mut block = Block::from_token(token);
+        if self.observed {
+            let generation = self.notify_live(cache, token);
+            block.meta_mut().generation = generation;
+        }
+        if ticket.is_some() {
+            let (stream, BlockExtent { address, request }) =
+                (cache.timeline().number(), token.extent);
+            self.report(ticket, Action::Allocate, stream, address, request.bytes(), request.tag());
+        }
+        block
+    }
+
+    #[cold]
+    fn notify_live(&self, cache: &'static StreamCache, token: &BlockToken) -> u64 {
+        let generation = self.generations.fetch_add(1, Ordering::Relaxed);
+        let stream = cache.timeline().raw();
+        let address = token.extent.address;
+        let bytes = cache.size_of(address, token.cache_ref.key);
+        let range = DeviceRange { device: self.info.device, address, bytes };
+        notify_observer(&self.driver, generation, range, Ownership::Live { stream, generation });
+        generation
+    }
+
+    /// Takes a ticket in the order of events, if there is a recorder.
+    #[inline]
+    pub(crate) fn ticket(&self) -> Option<EventTicket> {
+        self.config.recorder.as_deref().map(Recorder::ticket)
+    }
+
+    /// Records an event under its ticket, if there is one.
+    #[inline]
+    pub(crate) fn report(
+        &self,
+        ticket: Option<EventTicket>,
+        action: Action,
+        stream: u32,
+        address: u64,
+        bytes: u64,
+        tag: Tag,
+    ) {
+        if let (Some(ticket), Some(recorder)) = (ticket, &self.config.recorder) {
+            let place = event::MemoryLocation::Device(self.info.device);
+            recorder.record(ticket, recorder.event(action, place, stream, address, bytes, tag));
+        }
+    }
+
+    /// Records an event that concerns no block.
+    pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
+        if let Some(recorder) = &self.config.recorder {
+            let event = recorder.event(
+                action,
+                event::MemoryLocation::Device(self.info.device),
+                0,
+                0,
+                bytes,
+                tag,
+            );
+            recorder.record(recorder.ticket(), event);
+        }
+    }
+}

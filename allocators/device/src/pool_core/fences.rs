@@ -1,0 +1,169 @@
+//! Queued work that keeps memory from being free: polled, or waited for.
+
+use super::{PoolCore, counters::count};
+use crate::{
+    base::waits::try_wait,
+    stream_cache::{StreamCache, pending::CollectMode},
+};
+use aquifer_core::{
+    Result,
+    scratch::{Bump, List, list},
+};
+use aquifer_stream::Timeline;
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
+};
+
+/// Which of the streams that cannot be fenced are waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum WaitScope {
+    /// All of them.
+    All,
+    /// Streams without a lease, which nothing will fence later.
+    Abandoned,
+}
+
+/// Waits until these epochs are proved, as far as no event can prove them. Waits for the device.
+/// Returns whether there were any.
+fn wait_unfenceable(
+    work: impl IntoIterator<Item = (Arc<Timeline>, u64)>,
+    scope: WaitScope,
+) -> Result<bool> {
+    let mut waited = false;
+    for (timeline, epoch) in work {
+        let included = scope == WaitScope::All || !timeline.is_leased();
+        if included && timeline.is_out_of_reach(epoch) {
+            waited |= timeline.wait(epoch, None)?;
+        }
+    }
+    Ok(waited)
+}
+
+impl PoolCore {
+    /// Makes each stream wait on the device for the other users of what it has freed. Returns the
+    /// bytes that become free.
+    pub(crate) fn wait_on_device(&self, caches: &[&'static StreamCache]) -> Result<u64> {
+        let mut collected = 0;
+        for &cache in caches {
+            let (bytes, waits) = cache.collect_pending(CollectMode::WaitOnDevice)?;
+            count(&self.counters.stream_waits, waits);
+            collected += bytes;
+        }
+        Ok(collected)
+    }
+
+    /// Records an event behind every stream that has freed since its last event, polls the events,
+    /// and collects blocks whose uses are over. Returns the bytes of these blocks. Never blocks.
+    pub(crate) fn poll_fences(&self, bump: &Bump, caches: &[&'static StreamCache]) -> Result<u64> {
+        let mut held = List::with_capacity_in(caches.len(), bump);
+        // All fences come before the first poll, since a device needs a moment to complete the
+        // event of an idle stream.
+        let mut fenced = List::new_in(bump);
+        let mut fence = |timeline: Arc<Timeline>, epoch: u64| -> Result<()> {
+            count(&self.counters.fences, u64::from(epoch > 0 && timeline.fence(epoch)?.is_new()));
+            if !fenced.iter().any(|other| Arc::ptr_eq(other, &timeline)) {
+                fenced.push(timeline);
+            }
+            Ok(())
+        };
+        for &cache in caches {
+            let (timeline, last_free, users) = cache.with(|s| {
+                held.push(s.footprint());
+                let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
+                (s.timeline().cloned(), s.last_free, users)
+            });
+            let Some(timeline) = timeline else { continue };
+            fence(timeline, last_free)?;
+            for (user, epoch) in users {
+                if !user.is_done(epoch) {
+                    fence(user, epoch)?;
+                }
+            }
+        }
+        for (timeline, epoch) in self.physical.zombie_fences(bump) {
+            fence(timeline, epoch)?;
+        }
+        for timeline in fenced {
+            timeline.poll()?;
+        }
+        let shared = self.physical.spare_bytes();
+        // Bytes of the warm reserve do not count as idle.
+        self.sharing_policy.update(
+            &self.budget,
+            &held,
+            shared.saturating_sub(self.retention.reserve()),
+        );
+        let mut collected = 0;
+        for &cache in caches {
+            collected += cache.collect_pending(CollectMode::Completed)?.0;
+        }
+        Ok(collected)
+    }
+
+    /// Waits for the oldest work that keeps memory from being free: first of `first`, then of
+    /// dedicated memory, then of all other caches. Returns whether there was any. Blocks.
+    pub(crate) fn wait_for_oldest(
+        &self,
+        first: Option<&'static StreamCache>,
+        until: Option<Instant>,
+    ) -> Result<bool> {
+        let pass = self.scratch.begin();
+        let caches = self.caches(&pass);
+        let pending = |cache: &'static StreamCache| move || cache.wait_for_pending(until);
+        let freed = |cache: &'static StreamCache| {
+            move || {
+                let (timeline, last_free) = cache.with(|s| (s.timeline().cloned(), s.last_free));
+                let timeline = timeline.filter(|timeline| !timeline.is_done(last_free));
+                timeline.map_or(Ok(false), |timeline| timeline.wait(last_free, until))
+            }
+        };
+        if let Some(first) = first
+            && try_wait(pending(first))?
+        {
+            return Ok(true);
+        }
+        if self.dedicated.wait_for_oldest(until)? {
+            return Ok(true);
+        }
+        for &cache in &caches {
+            if try_wait(pending(cache))? {
+                return Ok(true);
+            }
+        }
+        for &cache in &caches {
+            if try_wait(freed(cache))? {
+                return Ok(true);
+            }
+        }
+        self.wait_unfenceable(&pass, &caches, WaitScope::All)
+    }
+
+    /// Waits for the device if caches hold memory of streams that this thread cannot fence, such as
+    /// the default streams of threads that have ended: nothing else proves that their work is done.
+    /// Does nothing while a capture is announced. Returns whether there was any such memory.
+    /// Blocks, with no deadline.
+    pub(crate) fn wait_unfenceable(
+        &self,
+        bump: &Bump,
+        caches: &[&'static StreamCache],
+        scope: WaitScope,
+    ) -> Result<bool> {
+        if self.dedicated.announced.load(Ordering::Relaxed) > 0 {
+            return Ok(false);
+        }
+        let mut waited = false;
+        for &cache in caches {
+            let work = cache.with(|s| {
+                let own = s.timeline().map(|timeline| (timeline.clone(), s.last_free));
+                list(bump, own.into_iter().chain(s.pending.iter().flat_map(|p| p.uses.stamped())))
+            });
+            waited |= wait_unfenceable(work, scope)?;
+        }
+        for hook in self.hooks() {
+            waited |= wait_unfenceable(hook.freed_work(), scope)?;
+        }
+        waited |= wait_unfenceable(self.dedicated.retiring_work(), scope)?;
+        Ok(waited)
+    }
+}

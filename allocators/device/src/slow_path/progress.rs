@@ -1,0 +1,35 @@
+//! What one slow path has tried so far.
+
+use crate::physical::handle::HandleError;
+use aquifer_core::{Reservation, error::Tried};
+use smallvec::SmallVec;
+use std::sync::Mutex;
+
+/// Number of steps recorded without a heap allocation: the steps of one slow path, and some of
+/// reclaimers.
+const INLINE_STEPS: usize = 16;
+
+/// The number of moves begun, and the number of moves ended.
+pub(super) type MoveCounts = (u64, u64);
+
+/// The state of a slow path.
+#[derive(Default)]
+pub(super) struct Progress<'a> {
+    pub(super) reserved: Option<&'a Mutex<Reservation>>,
+    /// The counts when the last search began.
+    pub(super) move_counts: MoveCounts,
+    /// Number of moves that this slow path itself has begun since.
+    pub(super) own_moves: u64,
+    pub(super) tried: SmallVec<[Tried; INLINE_STEPS]>,
+    pub(super) refused: Option<HandleError>,
+}
+
+impl Progress<'_> {
+    /// Adds the bytes that a step gave.
+    pub(super) fn record(&mut self, step: &'static str, gave: u64) {
+        match self.tried.iter_mut().find(|t| t.step == step) {
+            Some(tried) => tried.gave += gave,
+            None => self.tried.push(Tried { step, gave }),
+        }
+    }
+}
