@@ -1,9 +1,11 @@
 //! Typed device memory.
 
 mod adopted;
+mod declined;
 mod slice;
 
-pub use adopted::{Adopted, Declined};
+pub use adopted::Adopted;
+pub use declined::Declined;
 pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
 
 use crate::{Block, Request, Resource};

@@ -18,6 +18,7 @@ mod slot_usage;
 mod span;
 
 pub(crate) use span::Span;
+use span::SpanPlace;
 
 use crate::{
     PoolConfig,
@@ -241,6 +242,11 @@ impl DedicatedPool {
         bytes.next_multiple_of(if self.plain { crate::BLOCK_ALIGN } else { self.granularity })
     }
 
+    fn span_place(&self) -> SpanPlace {
+        let (driver, accessors) = (self.driver.clone(), self.accessors.clone());
+        SpanPlace { driver, device: self.device, accessors }
+    }
+
     /// Reserves `bytes` of addresses in slots of `slot` bytes. Maps nothing.
     pub(crate) fn reserve_span(
         &self,
@@ -254,7 +260,7 @@ impl DedicatedPool {
             .driver
             .address_reserve(self.device, bytes, align)
             .map_err(|e| self.driver_error(e))?;
-        Ok(Arc::new(Span::mapped(self, kind, address, bytes, slot)))
+        Ok(Arc::new(Span::mapped(self.span_place(), kind, address, bytes, slot)))
     }
 
     /// Creates a physical handle for one slot of a span.
@@ -281,7 +287,14 @@ impl DedicatedPool {
             let _relaxed = Relaxed::enter(&*self.driver);
             let address = self.driver.mem_alloc(self.device, bytes).map_err(HandleError::Driver)?;
             self.held.add(bytes);
-            return Ok(Arc::new(Span::whole(self, kind, address, bytes, charge, &self.held)));
+            return Ok(Arc::new(Span::whole(
+                self.span_place(),
+                kind,
+                address,
+                bytes,
+                charge,
+                &self.held,
+            )));
         }
         let handle = self.handle(charge, self.export)?;
         self.map_span(kind, handle, bytes, align).map_err(HandleError::Driver)
@@ -298,7 +311,7 @@ impl DedicatedPool {
     ) -> Result<Arc<Span>, aquifer_core::DriverError> {
         let align = align.max(self.granularity);
         let address = self.driver.address_reserve(self.device, bytes, align)?;
-        let span = Arc::new(Span::mapped(self, kind, address, bytes, bytes));
+        let span = Arc::new(Span::mapped(self.span_place(), kind, address, bytes, bytes));
         match self.map(&span, vec![(0, handle)]) {
             Ok(()) => Ok(span),
             Err(error) => {

@@ -8,6 +8,7 @@ pub(crate) mod counters;
 mod events;
 pub(crate) mod fences;
 mod give_back;
+mod host;
 mod stats;
 
 use crate::{
@@ -15,25 +16,21 @@ use crate::{
     base::{
         address_directory::{AddressDirectory, DIRECT_CACHES},
         append_list::AppendList,
-        extent::BlockExtent,
         live_blocks::{CommittedBytes, LiveBlockList},
     },
     dedicated::DedicatedPool,
     physical::Physical,
-    request::ValidateRequest,
     retention::Retention,
     sharing_policy::SharingPolicy,
-    stream_cache::{CacheHost, StreamCache, recycle::IdleCache},
+    stream_cache::{StreamCache, recycle::IdleCache},
 };
 use aquifer_core::{
-    Action, Budget, DeviceId, Result,
+    Budget, DeviceId, Result,
     budget::{HookRegistration, Leased},
     error::TenantHolding,
-    event::EventTicket,
     scratch::Scratch,
 };
 use aquifer_driver::{DeviceInfo, Driver};
-use aquifer_heap::Heap;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use counters::Counters;
 use std::{
@@ -222,19 +219,6 @@ impl PoolCore {
         self.physical.held().now() + self.dedicated.held().now()
     }
 
-    /// Returns the stream's cache if the fast path may serve the request from it.
-    #[inline]
-    pub(crate) fn fast_cache(
-        &self,
-        stream: &Stream,
-        request: &Request,
-    ) -> Option<&'static StreamCache> {
-        let quick = request.is_plain()
-            && self.slow_reasons.load(Ordering::Relaxed) == 0
-            && !self.sharing_policy.prefers_shared(request.size());
-        if quick { self.known_cache(stream) } else { None }
-    }
-
     /// Returns the hooks of features.
     pub(crate) fn hooks(&self) -> impl Iterator<Item = &dyn PoolHook> {
         self.hooks.iter().map(|hook| &**hook)
@@ -279,47 +263,6 @@ impl PoolCore {
             }
         }
         Ok(None)
-    }
-}
-
-impl CacheHost for PoolCore {
-    fn streams(&self) -> &StreamPool {
-        &self.streams
-    }
-
-    fn is_recorded(&self) -> bool {
-        self.config.recorder.is_some()
-    }
-
-    fn ticket(&self) -> Option<EventTicket> {
-        self.ticket()
-    }
-
-    fn report(
-        &self,
-        ticket: Option<EventTicket>,
-        action: Action,
-        stream: u32,
-        extent: &BlockExtent,
-    ) {
-        let BlockExtent { address, request } = extent;
-        self.report(ticket, action, stream, *address, request.bytes(), request.tag());
-    }
-
-    fn count_completion(&self) {
-        self.dedicated.count_completion();
-    }
-
-    fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
-        timeline.detach(self.key);
-        self.unregister_cache(cache);
-        self.physical.take_back(&mut heap.free_extents().map(|e| e.range));
-    }
-
-    fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
-        self.physical.leak();
-        timeline.detach(self.key);
-        self.unregister_cache(cache);
     }
 }
 

@@ -6,6 +6,7 @@
 //! - At the end the memory does not enter a cache. It returns to its library, behind all of its
 //!   uses.
 
+use super::Declined;
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
     base::{deferred::DeferredFree, extent::PackedRequest},
@@ -19,7 +20,7 @@ use aquifer_stream::{Account, StreamPool, Timeline, TrackUses, Uses};
 use bytemuck::Pod;
 use std::{
     any::Any,
-    error, fmt,
+    fmt,
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -64,16 +65,6 @@ use std::{
 pub struct Adopted<F: Foreign> {
     buffer: DeviceBuffer<F::Item>,
     owner: Arc<ForeignOwner<F>>,
-}
-
-/// A value that could not be adopted or returned, with the error.
-///
-/// See [`Adopted`] for an example.
-pub struct Declined<V> {
-    /// The value that was handed in.
-    pub value: V,
-    /// The reason.
-    pub error: MemoryError,
 }
 
 /// The foreign value, which is returned to its library once.
@@ -324,22 +315,5 @@ impl<F: Foreign> fmt::Debug for Adopted<F> {
             .field("buffer", &self.buffer)
             .field("home", &self.owner.timeline.raw())
             .finish_non_exhaustive()
-    }
-}
-
-impl<V> fmt::Debug for Declined<V> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-impl<V> fmt::Display for Declined<V> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-impl<V> error::Error for Declined<V> {}
-impl<V> From<Declined<V>> for MemoryError {
-    fn from(declined: Declined<V>) -> Self {
-        declined.error
     }
 }

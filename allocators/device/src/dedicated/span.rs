@@ -1,7 +1,6 @@
 //! A dedicated range of addresses, and the memory mapped there.
 #![expect(unsafe_code, reason = "maps, unmaps and frees")]
 
-use super::DedicatedPool;
 use crate::{
     base::{
         dependencies::{self, StreamDeps},
@@ -24,6 +23,14 @@ use std::{
     },
     time::Instant,
 };
+
+/// Where spans are mapped.
+pub(super) struct SpanPlace {
+    pub(super) driver: Arc<dyn Driver>,
+    pub(super) device: DeviceId,
+    /// The devices that mappings grant access to.
+    pub(super) accessors: Arc<[DeviceId]>,
+}
 
 /// The memory behind a slot.
 pub(crate) enum SpanMemory {
@@ -111,17 +118,17 @@ impl RetiringSlots {
 impl Span {
     /// Makes a span of reserved addresses with nothing mapped.
     pub(super) fn mapped(
-        dedicated: &DedicatedPool,
+        place: SpanPlace,
         kind: BlockKind,
         address: u64,
         bytes: u64,
         slot: u64,
     ) -> Self {
-        Self::new(dedicated, kind, address, bytes, slot, None)
+        Self::new(place, kind, address, bytes, slot, None)
     }
 
     fn new(
-        dedicated: &DedicatedPool,
+        place: SpanPlace,
         kind: BlockKind,
         address: u64,
         bytes: u64,
@@ -131,9 +138,9 @@ impl Span {
         let reserved = whole.is_none();
         let mapped = whole.into_iter().map(|memory| (0, memory)).collect();
         Self {
-            driver: dedicated.driver.clone(),
-            device: dedicated.device,
-            accessors: dedicated.accessors.clone(),
+            driver: place.driver,
+            device: place.device,
+            accessors: place.accessors,
             kind,
             address,
             bytes,
@@ -147,7 +154,7 @@ impl Span {
 
     /// Makes a span of an allocation of the driver.
     pub(super) fn whole(
-        dedicated: &DedicatedPool,
+        place: SpanPlace,
         kind: BlockKind,
         address: u64,
         bytes: u64,
@@ -155,7 +162,7 @@ impl Span {
         held: &Arc<HeldBytes>,
     ) -> Self {
         let allocation = SpanMemory::Allocation { charge, held: held.clone() };
-        Self::new(dedicated, kind, address, bytes, bytes, Some(allocation))
+        Self::new(place, kind, address, bytes, bytes, Some(allocation))
     }
 
     /// Returns the kind of block that the span is for.

@@ -33,6 +33,7 @@ mod mapping;
 mod place;
 mod plan;
 mod release;
+mod unmapping;
 mod warm;
 
 use super::{handle::HeldBytes, shared_free::SharedFreeList, slots::Slots, window::Grid};

@@ -2,7 +2,9 @@
 
 use super::PoolCore;
 use crate::{
+    Request,
     base::driver::check_stream_device,
+    request::ValidateRequest,
     stream_cache::{StreamCache, recycle::IdleCache},
 };
 use aquifer_core::{
@@ -10,9 +12,22 @@ use aquifer_core::{
     scratch::{Bump, List, list},
 };
 use aquifer_stream::Stream;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError, atomic::Ordering};
 
 impl PoolCore {
+    /// Returns the stream's cache if the fast path may serve the request from it.
+    #[inline]
+    pub(crate) fn fast_cache(
+        &self,
+        stream: &Stream,
+        request: &Request,
+    ) -> Option<&'static StreamCache> {
+        let quick = request.is_plain()
+            && self.slow_reasons.load(Ordering::Relaxed) == 0
+            && !self.sharing_policy.prefers_shared(request.size());
+        if quick { self.known_cache(stream) } else { None }
+    }
+
     /// Returns the cache of a stream, and creates it at its first use.
     pub(crate) fn cache_for(self: &Arc<Self>, stream: &Stream) -> Result<&'static StreamCache> {
         match self.known_cache(stream) {
@@ -23,7 +38,7 @@ impl PoolCore {
 
     /// Returns the cache of a stream that has one already.
     #[inline]
-    pub(super) fn known_cache(&self, stream: &Stream) -> Option<&'static StreamCache> {
+    fn known_cache(&self, stream: &Stream) -> Option<&'static StreamCache> {
         let number = stream.timeline().attachment(self.key)? as usize;
         self.numbered_cache(number).or_else(|| self.cache_beyond_table(number))
     }

@@ -1,17 +1,9 @@
-//! Mapping and unmapping of handles.
+//! Mapping of planned handles.
 #![expect(unsafe_code, reason = "maps and unmaps")]
 
-use super::{Mapped, free_ranges::ReclaimedMapping, plan::MappingPlan};
-use crate::physical::{
-    handle::Handle,
-    slots::{Mapping, Zombie, runs},
-};
-use aquifer_core::{
-    Result,
-    scratch::{Bump, List, list},
-};
-use aquifer_stream::Timeline;
-use std::sync::Arc;
+use super::{Mapped, plan::MappingPlan};
+use crate::physical::slots::runs;
+use aquifer_core::Result;
 
 impl Mapped {
     /// Maps the planned handles and grants access to the device and its peers. If that fails, no
@@ -58,76 +50,5 @@ impl Mapped {
                 .map_err(|e| self.driver_error(e))?;
         }
         Ok(())
-    }
-
-    /// Unmaps reclaimed mappings whose work the host has seen done, releases their slots, and
-    /// returns the handles. If a call fails, mappings that are not yet unmapped are returned to
-    /// their caches.
-    pub(super) fn unmap_done<'s>(
-        &self,
-        mut reclaimed: List<'s, ReclaimedMapping<'s>>,
-    ) -> (List<'s, Arc<Handle>>, Result<()>) {
-        reclaimed.sort_unstable_by_key(|s| s.mapping.first);
-        let bump = *reclaimed.allocator();
-        let together =
-            list(bump, runs(reclaimed.iter().map(|s| (s.mapping.first, s.mapping.count))));
-        let mut unmapped = List::with_capacity_in(reclaimed.len(), bump);
-        let mut reclaimed = reclaimed.into_iter().peekable();
-        for (first, count) in together {
-            if let Err(error) = self.unmap_run(first, count) {
-                self.restore_mappings(reclaimed);
-                return (unmapped, Err(error));
-            }
-            while let Some(s) = reclaimed.next_if(|s| s.mapping.first < first + count) {
-                unmapped.push(s.mapping.handle);
-            }
-        }
-        (unmapped, Ok(()))
-    }
-
-    /// Unmaps a run of slots that no queued work uses, and releases the slots.
-    pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
-        // SAFETY: 1. the caller's slots are in no cache, so nothing is queued for them any more,
-        // and the host has seen the epochs done that cover their last use.
-        let unmapped =
-            unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
-        unmapped.map_err(|e| self.driver_error(e))?;
-        self.slots().release(first, count);
-        Ok(())
-    }
-
-    /// Keeps the old mappings of handles that have been mapped a second time until their work is
-    /// done.
-    pub(super) fn zombify(&self, busy: List<'_, ReclaimedMapping<'_>>) {
-        let zombies = busy.into_iter().map(|ReclaimedMapping { mapping, pieces }| {
-            let until = pieces.into_iter().flat_map(|piece| piece.deps).collect();
-            Zombie { mapping, until }
-        });
-        self.slots().zombies.extend(zombies);
-    }
-
-    /// Keeps unused mappings whose removal the driver has refused, to be retried. Their memory
-    /// stays charged.
-    pub(super) fn zombify_mappings(&self, stuck: impl IntoIterator<Item = Mapping>) {
-        let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: Vec::new() });
-        self.slots().zombies.extend(zombies);
-    }
-
-    /// Unmaps zombies whose streams are done with them. Never blocks.
-    pub(super) fn reap_zombies(&self, bump: &Bump) -> Result<()> {
-        let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
-        let mut over = over.into_iter();
-        while let Some(zombie) = over.next() {
-            if let Err(error) = self.unmap_run(zombie.mapping.first, zombie.mapping.count) {
-                self.slots().zombies.extend(std::iter::once(zombie).chain(over));
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the streams and epochs that zombies wait for.
-    pub(crate) fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
-        list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))
     }
 }
