@@ -16,18 +16,24 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `spin_lock` | the lock of a tree |
-//! | `node` | creation and recycling of nodes |
+//! | `immortal_list` | lists of leaked objects that are recycled |
+//! | `refusal` | [`OutOfBudget`], [`Raise`] |
+//! | `level` | [`Level`], [`Levels`] and their thresholds |
+//! | `hooks` | lists of registered hooks, and their calls |
+//! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
+//! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
+//! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
 //! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
-//! | `refusal` | [`OutOfBudget`], [`Raise`] |
-//! | `wait` | [`Waiting`]: the wait queue |
+//! | `wait` | [`Waiting`]: the scan of the wait queue |
 //! | `lease` | [`BudgetLease`]: prepaid bytes |
-//! | `level` | [`Level`]: soft limits and their hooks |
-//! | `reclaim` | [`Reclaim`]: holders of memory that can be reclaimed |
-//! | `hooks` | calls of registered hooks |
+//! | `registration` | [`HookRegistration`] |
+//! | `level_hooks` | level changes, and the calls of their hooks |
+//! | `reclaim` | [`Asking`]: the search for memory to reclaim |
+//!
+//! Each module imports only modules above it in this table.
 //!
 //! # The protocol
 //! Each tree has one spin lock. A charge checks every node from its own up to the root under this
@@ -61,48 +67,36 @@ mod admission;
 mod charge;
 #[doc(hidden)]
 pub mod forks;
+mod holding;
 mod hooks;
+mod immortal_list;
 mod lease;
 mod level;
+mod level_hooks;
 mod node;
 mod reclaim;
+pub(crate) mod reclaimer;
 mod refusal;
+mod registration;
 mod reserve_all;
 mod spin_lock;
 mod tree;
 mod wait;
 
 pub use charge::{Charge, Reservation, StrandedCharge};
+pub use holding::Holding;
 pub use lease::{BudgetLease, Leased};
-pub use level::{HookRegistration, Level, LevelChange, LevelHook, Levels};
-pub use reclaim::{Asking, Offer, Reclaim, Room};
+pub use level::{Level, LevelChange, Levels};
+pub use node::{Budget, LevelHook};
+pub use reclaim::{Asking, Room};
+pub use reclaimer::{Offer, Reclaim};
 pub use refusal::{OutOfBudget, Raise};
+pub use registration::HookRegistration;
 pub use wait::Waiting;
 
-use crate::{Tag, sync::atomic::Ordering::Relaxed};
+use crate::sync::atomic::Ordering::Relaxed;
 use node::Node;
 use std::{fmt, time::Instant};
-
-/// A shared limit on bytes: a node in a tree of budgets.
-///
-/// Clones are handles to the same node.
-///
-/// ```
-/// use aquifer_core::Budget;
-/// let device = Budget::new("device 0", 100);
-/// let tenant = device.child("tenant a", 80);
-/// let other = device.child("tenant b", 100);
-/// other.set_guarantee(30)?;                    // set aside: other budgets cannot charge it
-/// let most = tenant.charge(70)?;
-/// assert_eq!(tenant.charge(5).unwrap_err().budget, "device 0");
-/// assert_eq!((device.used(), device.remaining(), other.remaining()), (70, 0, 30));
-/// drop(most);
-/// assert_eq!(device.used(), 0);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
-/// ```
-pub struct Budget {
-    node: &'static Node,
-}
 
 /// The figures of one node at one moment, in bytes unless noted.
 ///
@@ -364,18 +358,6 @@ impl Budget {
     }
 }
 
-impl Clone for Budget {
-    fn clone(&self) -> Self {
-        self.node.new_handle()
-    }
-}
-
-impl Drop for Budget {
-    fn drop(&mut self) {
-        self.node.release_handle();
-    }
-}
-
 impl fmt::Debug for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Budget")
@@ -385,17 +367,4 @@ impl fmt::Debug for Budget {
             .field("peak", &self.peak())
             .finish()
     }
-}
-
-/// The live bytes and blocks of one tag.
-///
-/// See the example of [`OutOfMemory`](crate::OutOfMemory).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Holding {
-    /// The tag.
-    pub tag: Tag,
-    /// Live bytes.
-    pub bytes: u64,
-    /// Live blocks.
-    pub blocks: u64,
 }

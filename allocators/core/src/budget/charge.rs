@@ -1,6 +1,9 @@
 //! Charged bytes: charges, reservations, and charges whose release has failed.
 
-use super::{Budget, node::Node, refusal::OutOfBudget};
+use super::{
+    node::{Budget, Node},
+    refusal::OutOfBudget,
+};
 use crate::sync::atomic::Ordering::Relaxed;
 use std::{fmt, mem::ManuallyDrop};
 

@@ -21,7 +21,10 @@
 //! waits or lowers a limit publishes that first and recalls afterwards. So one of the two sees the
 //! other.
 
-use super::{Budget, node::Node, refusal::OutOfBudget};
+use super::{
+    node::{Budget, LeaseBody},
+    refusal::OutOfBudget,
+};
 use crate::sync::{
     atomic::{
         AtomicU8, AtomicU64,
@@ -35,19 +38,6 @@ use std::fmt;
 const CLOSED: u64 = 1 << 63;
 const IDLE: u8 = 0;
 const IN_USE: u8 = 1;
-
-/// The state of a lease. Allocated once, never freed, and recycled, as nodes are.
-#[repr(align(128))]
-pub(super) struct LeaseBody {
-    /// Bytes that are prepaid and not charged, and the [`CLOSED`] bit.
-    spare: AtomicU64,
-    /// Bytes taken from the tree and not released, plus one while the lease is open. The thread
-    /// that brings it to zero recycles the state.
-    outstanding: AtomicU64,
-    grain: AtomicU64,
-    node: &'static Node,
-    state: AtomicU8,
-}
 
 /// A prepaid part of a budget, for the live bytes of a thread, a stream or a shard.
 ///

@@ -1,4 +1,7 @@
-//! Nodes of a budget tree, and their creation and recycling.
+//! The data of a budget tree, and the creation and recycling of its nodes.
+//!
+//! The handles, leases and waiters of a node point to it, and the node to them. So their data is in
+//! one file. What is done with it is in the modules above this one.
 //!
 //! - Nodes are allocated once, never freed, and recycled: when the last handle is gone and nothing
 //!   is charged, a node is idle until its parent creates another child.
@@ -16,13 +19,12 @@
 //! without a lock.
 
 use super::{
-    Budget,
     hooks::Hooks,
-    lease::LeaseBody,
-    level::{LevelHook, Thresholds},
-    reclaim::Reclaimer,
+    immortal_list::ImmortalList,
+    level::{LevelChange, Thresholds},
+    reclaimer::Reclaimer,
+    refusal::OutOfBudget,
     spin_lock::SpinLock,
-    wait::WaitQueue,
 };
 use crate::sync::{
     Mutex,
@@ -32,7 +34,7 @@ use crate::sync::{
     },
     lock,
 };
-use std::sync::{Arc, OnceLock};
+use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, task::Waker, time::Instant};
 
 /// The waiter priority of a node that has no waiter.
 pub(super) const NO_WAITER: i64 = i64::MIN;
@@ -103,47 +105,107 @@ pub(super) struct Node {
     pub(super) leases: ImmortalList<LeaseBody>,
 }
 
-/// A list of leaked objects that are recycled. The list only grows.
-pub(super) struct ImmortalList<T: 'static> {
-    first: OnceLock<&'static Link<T>>,
-}
-
-struct Link<T: 'static> {
-    item: T,
-    next: OnceLock<&'static Link<T>>,
-}
-
-impl<T> ImmortalList<T> {
-    pub(super) const fn new() -> Self {
-        Self { first: OnceLock::new() }
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = &'static T> {
-        std::iter::successors(self.first.get().copied(), |link| link.next.get().copied())
-            .map(|link| &link.item)
-    }
-
-    /// Returns the first object that `claim` accepts, or appends a new one, which is claimed
-    /// already.
-    pub(super) fn claim(&self, claim: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &'static T {
-        if let Some(item) = self.iter().find(|item| claim(item)) {
-            return item;
-        }
-        let link: &'static Link<T> =
-            Box::leak(Box::new(Link { item: make(), next: OnceLock::new() }));
-        let mut end = &self.first;
-        while end.set(link).is_err() {
-            match end.get() {
-                Some(link) => end = &link.next,
-                None => break,
-            }
-        }
-        &link.item
-    }
-}
-
 /// All nodes without a parent.
 pub(super) static ROOTS: ImmortalList<Node> = ImmortalList::new();
+
+/// The state of a lease. Allocated once, never freed, and recycled, as nodes are.
+#[repr(align(128))]
+pub(super) struct LeaseBody {
+    /// Bytes that are prepaid and not charged, and the bit that closes it.
+    pub(super) spare: AtomicU64,
+    /// Bytes taken from the tree and not released, plus one while the lease is open. The thread
+    /// that brings it to zero recycles the state.
+    pub(super) outstanding: AtomicU64,
+    pub(super) grain: AtomicU64,
+    pub(super) node: &'static Node,
+    pub(super) state: AtomicU8,
+}
+
+/// The key of a waiter: higher priority first, then earlier arrival.
+pub(super) type WaiterKey = (Reverse<i64>, u64);
+pub(super) type WaitResult = Result<(), OutOfBudget>;
+
+/// The wait queue of a tree.
+pub(super) struct WaitQueue {
+    /// The number of waiters. Written under the tree's lock.
+    pub(super) waiters: AtomicU64,
+    /// The number of scans requested.
+    pub(super) scans_requested: AtomicU64,
+    pub(super) state: Mutex<Waiters>,
+}
+
+/// The waiters of a tree, and their results.
+pub(super) struct Waiters {
+    pub(super) next: u64,
+    /// The value of `scans_requested` that the last scan has covered.
+    pub(super) scans_done: u64,
+    pub(super) waiters: BTreeMap<WaiterKey, Waiter>,
+    pub(super) results: BTreeMap<u64, WaitResult>,
+    /// Nodes that refused a waiter in the last scan. Their room is kept for waiters.
+    pub(super) contended: Vec<&'static Node>,
+}
+
+/// One waiter.
+pub(super) struct Waiter {
+    pub(super) node: &'static Node,
+    pub(super) bytes: u64,
+    pub(super) deadline: Option<Instant>,
+    pub(super) waker: Option<Waker>,
+    pub(super) result: Option<WaitResult>,
+}
+
+impl WaitQueue {
+    pub(super) fn new() -> Self {
+        Self {
+            waiters: AtomicU64::new(0),
+            scans_requested: AtomicU64::new(0),
+            state: Mutex::new(Waiters {
+                next: 0,
+                scans_done: 0,
+                waiters: BTreeMap::new(),
+                results: BTreeMap::new(),
+                contended: Vec::new(),
+            }),
+        }
+    }
+}
+
+/// A shared limit on bytes: a node in a tree of budgets.
+///
+/// Clones are handles to the same node.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// let device = Budget::new("device 0", 100);
+/// let tenant = device.child("tenant a", 80);
+/// let other = device.child("tenant b", 100);
+/// other.set_guarantee(30)?;                    // set aside: other budgets cannot charge it
+/// let most = tenant.charge(70)?;
+/// assert_eq!(tenant.charge(5).unwrap_err().budget, "device 0");
+/// assert_eq!((device.used(), device.remaining(), other.remaining()), (70, 0, 30));
+/// drop(most);
+/// assert_eq!(device.used(), 0);
+/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// ```
+pub struct Budget {
+    pub(super) node: &'static Node,
+}
+
+impl Clone for Budget {
+    fn clone(&self) -> Self {
+        self.node.new_handle()
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.node.release_handle();
+    }
+}
+
+/// A hook that is called when a level has changed. It may charge, release, set limits and panic. It
+/// should not block.
+pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 
 impl Node {
     /// Returns a live, empty node with one handle.

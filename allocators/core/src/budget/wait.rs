@@ -28,16 +28,16 @@
 //! - So a charge may be dropped anywhere, also by an allocator that the queue itself calls.
 
 use super::{
-    Budget, Charge,
-    node::{NO_WAITER, Node},
+    charge::Charge,
+    node::{Budget, NO_WAITER, Node, WaitQueue, WaitResult, Waiter, WaiterKey, Waiters},
     refusal::OutOfBudget,
 };
 use crate::{
     panics::contain,
     sync::{
-        Mutex, MutexGuard, Parker,
+        MutexGuard, Parker,
         atomic::{
-            AtomicBool, AtomicU64,
+            AtomicBool,
             Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
         },
         lock, try_lock,
@@ -45,44 +45,12 @@ use crate::{
 };
 use std::{
     cmp::Reverse,
-    collections::BTreeMap,
     future::Future,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, Wake, Waker},
     time::Instant,
 };
-
-/// The key of a waiter: higher priority first, then earlier arrival.
-type WaiterKey = (Reverse<i64>, u64);
-type WaitResult = Result<(), OutOfBudget>;
-
-/// The wait queue of a tree.
-pub(super) struct WaitQueue {
-    /// The number of waiters. Written under the tree's lock.
-    waiters: AtomicU64,
-    /// The number of scans requested.
-    scans_requested: AtomicU64,
-    state: Mutex<State>,
-}
-
-struct State {
-    next: u64,
-    /// The value of `scans_requested` that the last scan has covered.
-    scans_done: u64,
-    waiters: BTreeMap<WaiterKey, Waiter>,
-    results: BTreeMap<u64, WaitResult>,
-    /// Nodes that refused a waiter in the last scan. Their room is kept for waiters.
-    contended: Vec<&'static Node>,
-}
-
-struct Waiter {
-    node: &'static Node,
-    bytes: u64,
-    deadline: Option<Instant>,
-    waker: Option<Waker>,
-    result: Option<WaitResult>,
-}
 
 /// Wakers and hooks to call once no lock is held. Wakers are also dropped then.
 #[derive(Default)]
@@ -104,20 +72,6 @@ impl Wakeups {
 }
 
 impl WaitQueue {
-    pub(super) fn new() -> Self {
-        Self {
-            waiters: AtomicU64::new(0),
-            scans_requested: AtomicU64::new(0),
-            state: Mutex::new(State {
-                next: 0,
-                scans_done: 0,
-                waiters: BTreeMap::new(),
-                results: BTreeMap::new(),
-                contended: Vec::new(),
-            }),
-        }
-    }
-
     /// Returns whether there is a waiter. Exact under the tree's lock. Sequentially consistent for
     /// leases, which read it without the lock.
     #[inline]
@@ -145,7 +99,7 @@ impl WaitQueue {
 
     /// Locks the queue for `work`. Every access except [`WaitQueue::request_scan`] goes through
     /// here, including reads, since a scan requested in the meantime is left to the lock holder.
-    fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
+    fn with<R>(&self, work: impl FnOnce(&mut Waiters) -> R) -> R {
         let mut state = lock(&self.state);
         let result = work(&mut state);
         self.scan_and_unlock(state);
@@ -153,7 +107,7 @@ impl WaitQueue {
     }
 
     /// Scans as long as scans are requested, and unlocks the queue.
-    fn scan_and_unlock<'a>(&'a self, mut state: MutexGuard<'a, State>) {
+    fn scan_and_unlock<'a>(&'a self, mut state: MutexGuard<'a, Waiters>) {
         loop {
             let scans_requested = self.scans_requested.load(Acquire);
             let wakeups = (state.scans_done != scans_requested).then(|| {
@@ -181,7 +135,7 @@ impl WaitQueue {
     }
 }
 
-impl State {
+impl Waiters {
     /// Scans the queue from the first waiter on. Allocates only before and after the tree's lock.
     fn scan(&mut self, queue: &WaitQueue, at: Option<Instant>) -> Wakeups {
         let mut wakeups = Wakeups::default();

@@ -16,7 +16,19 @@ enum Value<'a> {
 
 use Value::{Bool, Null, Number, Object, Raw, Text};
 
-pub(super) fn serialise_error(error: &OutOfMemory) -> String {
+impl OutOfMemory {
+    /// Returns the whole error as one JSON object on one line, for logs that a program reads.
+    ///
+    /// Every field has its name as key. Bytes are integers, and missing values are `null` or an
+    /// empty list. Lists are complete, while the text shows the first few entries. The text of the
+    /// [remedy](OutOfMemory::remedy) is under `do`.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        serialise_error(self)
+    }
+}
+
+fn serialise_error(error: &OutOfMemory) -> String {
     let refused = error.refused.as_ref().map_or(Null, |refused| {
         Raw(serialise(&Object(&[
             ("budget", Text(refused.budget)),

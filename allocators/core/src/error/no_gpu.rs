@@ -1,6 +1,6 @@
 //! The reasons why no GPU can be used.
 
-use crate::DriverError;
+use super::DriverError;
 use std::{error, fmt};
 
 /// The reason why no GPU can be used here.

@@ -112,8 +112,16 @@ impl fmt::Display for RequiredLimits<'_> {
     }
 }
 
+impl OutOfMemory {
+    /// Returns the recommended action.
+    #[must_use]
+    pub fn remedy(&self) -> Remedy<'_> {
+        Remedy::for_error(self)
+    }
+}
+
 impl<'a> Remedy<'a> {
-    pub(super) fn for_error(error: &'a OutOfMemory) -> Self {
+    fn for_error(error: &'a OutOfMemory) -> Self {
         let requested = error.requested;
         let refused = error.refused.as_ref();
         let raise = match (error.raise.split_first(), refused) {

@@ -1,6 +1,6 @@
 //! Delivery of events in the order of their tickets, from many threads.
 
-use super::Event;
+use super::record::Event;
 use std::{
     collections::BTreeMap,
     sync::{

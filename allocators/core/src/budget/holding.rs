@@ -1,0 +1,16 @@
+//! What one tag holds.
+
+use crate::Tag;
+
+/// The live bytes and blocks of one tag.
+///
+/// See the example of [`OutOfMemory`](crate::OutOfMemory).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Holding {
+    /// The tag.
+    pub tag: Tag,
+    /// Live bytes.
+    pub bytes: u64,
+    /// Live blocks.
+    pub blocks: u64,
+}

@@ -1,0 +1,135 @@
+//! The record of one operation on memory.
+
+use crate::{DeviceId, Tag};
+
+/// The kind of an event.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Action {
+    /// A block was allocated.
+    Allocate,
+    /// A block was freed by its owner. Its bytes may still be in use on other streams.
+    Free,
+    /// The last use of a freed block is done. Its bytes can be reused from here on.
+    Complete,
+    /// The pool allocated memory from the driver or the kernel.
+    Grow,
+    /// The pool released memory to the driver or the kernel.
+    Reap,
+    /// A physical handle moved to another address.
+    Move,
+    /// A free range moved from one stream's cache to another's.
+    Adopt,
+    /// An allocation failed.
+    Fail,
+    /// A debugging pool found an error: the bytes, the location or the owner of a block are wrong.
+    Finding,
+}
+
+/// The kind of a block, by the way its memory is held.
+///
+/// ```
+/// use aquifer_core::event::BlockKind;
+/// assert_eq!(BlockKind::Reserved.name(), "reserved");
+/// assert_eq!(BlockKind::from_name("reserved"), Some(BlockKind::Reserved));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[non_exhaustive]
+pub enum BlockKind {
+    /// Device memory of a stream's cache, or a driver allocation used instead.
+    Cached,
+    /// Device memory with its own physical memory and addresses.
+    Stable,
+    /// A committed step of reserved device memory. Commit allocates it, decommit frees it.
+    Reserved,
+    /// Device memory that can be parked. Parking frees it. Resuming allocates it again at the same
+    /// address.
+    Parkable,
+    /// Device memory of captured graphs.
+    Graph,
+    /// Pinned host memory.
+    Pinned,
+    /// Memory of the global allocator.
+    Global,
+}
+
+impl BlockKind {
+    /// Every kind.
+    pub const ALL: [Self; 7] = [
+        Self::Cached,
+        Self::Stable,
+        Self::Reserved,
+        Self::Parkable,
+        Self::Graph,
+        Self::Pinned,
+        Self::Global,
+    ];
+
+    /// Returns the name that traces use.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cached => "cached",
+            Self::Stable => "stable",
+            Self::Reserved => "reserved",
+            Self::Parkable => "parkable",
+            Self::Graph => "graph",
+            Self::Pinned => "pinned",
+            Self::Global => "global",
+        }
+    }
+
+    /// Returns the kind with this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// The location of an event.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum MemoryLocation {
+    /// Memory of a device.
+    Device(DeviceId),
+    /// Pinned memory of a NUMA node, or of an unknown node.
+    Host(Option<u32>),
+    /// The global allocator.
+    Global,
+}
+
+/// One operation on memory.
+///
+/// See the example of [`Recorder`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Event {
+    /// The time, in nanoseconds since the recorder was created.
+    pub at_ns: u64,
+    /// The action.
+    pub action: Action,
+    /// The location.
+    pub place: MemoryLocation,
+    /// The thread: a number unique in the process, from 1 on, in the order of the threads' first
+    /// events.
+    pub thread: u32,
+    /// The stream's number in its pool, or 0 if there are no streams.
+    pub stream: u32,
+    /// The address of the block or range.
+    pub address: u64,
+    /// Bytes: the requested size for allocations, frees and completions, otherwise the size taken
+    /// or released.
+    pub bytes: u64,
+    /// The kind of memory.
+    pub kind: BlockKind,
+    /// The tag.
+    pub tag: Tag,
+}
+
+impl Event {
+    /// Returns the event with another kind.
+    #[inline]
+    #[must_use]
+    pub fn of_kind(self, kind: BlockKind) -> Self {
+        Self { kind, ..self }
+    }
+}
