@@ -3,37 +3,24 @@
 //! `charged` is one shared atomic. Each thread has a slot with its *credit*, the part of `charged`
 //! that it has not used yet. See the diagram in the documentation of the crate.
 
-mod slot;
+mod charged;
+mod credit;
+pub(crate) mod slot;
 mod soft;
+mod tag_cells;
 pub(crate) mod tags;
+mod watermark;
 
-pub(crate) use slot::{
-    SHARED, Slot, charge, charge_growth, credit_free, credit_shrink, refund, thread_slot,
-    try_charge_unrouted, try_charge_unscoped, try_credit_free,
+pub(crate) use credit::{
+    charge, charge_growth, credit_free, credit_shrink, refund, thread_slot, try_charge_unrouted,
+    try_charge_unscoped, try_credit_free,
 };
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
-use crate::{report, route};
-use crossbeam_utils::CachePadded;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Bytes that a thread charges at once in addition to what it needs.
-const BATCH: u64 = 64 << 10;
-/// The credit above which a thread returns all except [`BATCH`].
-const MAX_CREDIT: u64 = 2 * BATCH;
-/// Headroom below which a thread charges only what it needs, so that the last bytes below the cap
-/// can all be allocated.
-const NEAR_CAP: u64 = 64 * BATCH;
-
-// Relaxed throughout: none of these guards other memory, and each has its own modification order.
-/// Bytes in live blocks and in the credit of threads. Never above the cap that was in effect when
-/// it was last raised. A lower cap recalls the credit.
-static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
-static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
-/// The maximum of `CHARGED` since the last reset.
-static PEAK: AtomicU64 = AtomicU64::new(0);
-static REFUSALS: AtomicU64 = AtomicU64::new(0);
+use crate::{not_installed, route};
+use charged::{CAP, CHARGED, PEAK, REFUSALS};
+use std::sync::atomic::Ordering;
 
 /// What the process has allocated through [`Global`](crate::Global).
 ///
@@ -110,7 +97,7 @@ pub fn stats() -> Stats {
 /// [`is_installed`](crate::is_installed).
 pub fn set_cap(bytes: u64) -> u64 {
     if bytes != u64::MAX {
-        report::warn_unless_installed();
+        not_installed::warn_once();
     }
     CAP.store(bytes, Ordering::Relaxed);
     slot::recall();
@@ -129,41 +116,4 @@ pub fn cap() -> u64 {
 pub fn reset_peak() {
     PEAK.store(CHARGED.load(Ordering::Relaxed), Ordering::Relaxed);
     tags::reset_peaks();
-}
-
-/// Charges `need` bytes to the shared account, and `extra` more if the cap is not near. Returns the
-/// charged bytes, or `None` if the cap refuses.
-fn charge_account(need: u64, extra: u64) -> Option<u64> {
-    let mut charged = CHARGED.load(Ordering::Relaxed);
-    loop {
-        let cap = CAP.load(Ordering::Relaxed);
-        let least = charged.checked_add(need).filter(|&least| least <= cap)?;
-        let added = if cap - least >= NEAR_CAP { need + extra } else { need };
-        match CHARGED.compare_exchange_weak(
-            charged,
-            charged + added,
-            Ordering::Relaxed,
-            Ordering::Relaxed,
-        ) {
-            Ok(_) => {
-                if PEAK.load(Ordering::Relaxed) < charged + added {
-                    PEAK.fetch_max(charged + added, Ordering::Relaxed);
-                }
-                soft::on_increase(charged + added);
-                return Some(added);
-            }
-            Err(now) => charged = now,
-        }
-    }
-}
-
-/// Gives bytes back to the shared account.
-fn uncharge(bytes: u64) {
-    let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
-    soft::on_decrease(before.saturating_sub(bytes));
-}
-
-#[cold]
-fn count_refusal() {
-    REFUSALS.fetch_add(1, Ordering::Relaxed);
 }

@@ -1,7 +1,7 @@
 //! The wrapper around the program's allocator.
 #![expect(unsafe_code, reason = "implements `GlobalAlloc`")]
 
-use crate::{account, footer, route};
+use crate::{account, footer, report, route};
 use account::tags;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -156,6 +156,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         let block = if !K::TRACKS && account::try_charge_unrouted(bytes) {
             self.allocate_charged(whole, |inner| allocate_inner(inner, whole))
         } else {
+            // The first allocation of each thread gets here, since it has no credit yet.
+            report::request();
             self.route_or_allocate(whole, routed, allocate_inner)
         };
         // SAFETY: the block was allocated by the wrapped allocator or by a route, with the layout

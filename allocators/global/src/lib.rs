@@ -83,6 +83,7 @@ pub mod account;
 pub mod allocator;
 pub mod context;
 mod footer;
+mod not_installed;
 pub mod report;
 pub mod route;
 pub mod sample;

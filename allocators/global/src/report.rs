@@ -2,19 +2,17 @@
 
 mod exit;
 
+pub(crate) use exit::request;
 pub use exit::{BadReportTo, ReportTo, report_at_exit};
-pub(crate) use exit::{request, warn_unless_installed};
 
 use crate::{
     account::{self, Consumer, Stats},
+    not_installed::NOT_INSTALLED,
     route::{is_installed, unrouted},
     sample::{self, Stack},
 };
 use aquifer_core::Bytes;
 use std::fmt;
-
-/// The message for programs in which figures stay at zero.
-pub(crate) const NOT_INSTALLED: &str = "aquifer's Global is not this program's #[global_allocator]";
 
 /// Number of tags, and of call stacks, in a report.
 const LARGEST: usize = 20;

@@ -33,10 +33,12 @@ pub use over::Over;
 pub use probe::is_installed;
 pub use table::{RouteId, RoutesFull, register};
 
-pub(crate) use scope::{Scope, scoped};
-pub use scope::{route, unrouted};
+pub(crate) use scope::Scope;
+pub(crate) use scoped::scoped;
+pub use scoped::{route, unrouted};
 
 mod scope;
+mod scoped;
 mod serve;
 
 pub(crate) use serve::{Reallocation, allocate, allocate_zeroed, deallocate, figures, reallocate};

@@ -14,18 +14,22 @@
 //! The allocating thread walks its stack without using this allocator or its locks. Symbols are
 //! resolved when a stack is printed.
 
+pub(crate) mod clock;
+mod paused;
 mod record;
 mod stack;
 
+pub(crate) use paused::paused;
 pub(crate) use record::{free, tag};
 pub use stack::{Stack, stacks};
 
 use crate::{
-    account::Slot,
+    account::slot::Slot,
     thread_state::{THREAD_STATE, ThreadState},
 };
+use clock::Clock;
 use record::FRAMES;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Average bytes between samples, or 0 without sampling.
 static INTERVAL: AtomicU64 = AtomicU64::new(0);
@@ -57,37 +61,6 @@ const CHECK_INTERVAL: i64 = 1 << 20;
 #[cfg(feature = "stacks")]
 pub fn sample_every(bytes: u64) {
     INTERVAL.store(bytes, Ordering::Relaxed);
-}
-
-/// When the next sample of a thread is due. Only the owner of its slot accesses it.
-pub(crate) struct Clock {
-    /// Bytes until the next sample or the next check.
-    remaining: AtomicI64,
-    /// The interval for which `remaining` was drawn, 0 for none.
-    drawn_for: AtomicU64,
-    /// The state of the thread's random number generator.
-    seed: AtomicU64,
-}
-
-impl Clock {
-    pub(crate) const fn new() -> Self {
-        Self { remaining: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
-    }
-
-    /// Returns the bytes to the next point, drawn from an exponential distribution with this mean
-    /// (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
-    fn draw(&self, interval: u64) -> i64 {
-        // All clocks start in the same state, so the address is mixed in to distinguish them.
-        let step = 0x9e37_79b9_7f4a_7c15u64;
-        let seed = self.seed.load(Ordering::Relaxed).wrapping_add(step);
-        self.seed.store(seed, Ordering::Relaxed);
-        let mut word = seed ^ (std::ptr::from_ref(self).addr() as u64).wrapping_mul(step);
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^= word >> 31;
-        let unit = ((word >> 11) + 1) as f64 / (1u64 << 53) as f64; // in (0, 1]
-        (-unit.ln() * interval as f64) as i64
-    }
 }
 
 /// Samples a block if it is due, and returns the number of the sample. A thread without a slot
@@ -130,16 +103,4 @@ fn sample_if_due(state: &ThreadState, clock: &Clock, tag: u16, bytes: usize) -> 
     state.sampling_paused.set(false);
     let weight = bytes as f64 / -(-(bytes as f64) / interval as f64).exp_m1();
     record::store(tag, weight as u64, bytes as u64, frames.get(..depth)?)
-}
-
-/// Runs `work` without sampling on this thread.
-pub(crate) fn paused<R>(work: impl FnOnce() -> R) -> R {
-    struct Resume(bool);
-    impl Drop for Resume {
-        fn drop(&mut self) {
-            THREAD_STATE.with(|state| state.sampling_paused.set(self.0));
-        }
-    }
-    let _resume = Resume(THREAD_STATE.with(|state| state.sampling_paused.replace(true)));
-    work()
 }

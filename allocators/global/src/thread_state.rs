@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "points to slots, which are never freed")]
 
 use crate::{
-    account::{SHARED, Slot},
+    account::slot::{SHARED, Slot},
     route::Scope,
 };
 use aquifer_core::{__tag, Tag};

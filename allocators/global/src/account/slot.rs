@@ -12,12 +12,11 @@
 //!   check.
 #![expect(unsafe_code, reason = "leaks chunks of slots that come from the system")]
 
-use super::{BATCH, MAX_CREDIT, charge_account, count_refusal, tags::TagCells, uncharge};
-use crate::{
-    report,
-    sample::Clock,
-    thread_state::{THREAD_STATE, ThreadState},
+use super::{
+    charged::{BATCH, MAX_CREDIT, charge_account, count_refusal, uncharge},
+    tag_cells::TagCells,
 };
+use crate::sample::clock::Clock;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     ptr,
@@ -40,9 +39,9 @@ pub(crate) struct Slot {
     /// by the owner. Signed, so that one comparison also detects an insufficient credit.
     floor: AtomicI64,
     /// Allocations of all owners. Written only by the current owner.
-    allocations: AtomicU64,
+    pub(super) allocations: AtomicU64,
     /// Frees of all owners. Written only by the current owner.
-    frees: AtomicU64,
+    pub(super) frees: AtomicU64,
     /// The counts by tag. Without an owner the cells belong to no tag.
     pub(super) cells: TagCells,
     /// When the next call stack of this thread is due.
@@ -65,13 +64,13 @@ impl Slot {
 
     /// Adds `more` to a counter. The caller must be its only writer.
     #[inline]
-    fn add(counter: &AtomicU64, more: u64) {
+    pub(super) fn add(counter: &AtomicU64, more: u64) {
         counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
     /// Debits a nonzero number of bytes from the credit, if it is sufficient.
     #[inline]
-    fn try_debit(&self, bytes: u64) -> bool {
+    pub(super) fn try_debit(&self, bytes: u64) -> bool {
         // Cannot overflow: the credit is small, and no block is larger than `i64::MAX`.
         let rest = (self.credit.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
         if rest < self.floor.load(Ordering::Relaxed) {
@@ -83,7 +82,7 @@ impl Slot {
 
     /// Debits the bytes of an allocation, and counts it, if the credit is sufficient.
     #[inline]
-    fn try_debit_allocation(&self, bytes: usize) -> bool {
+    pub(super) fn try_debit_allocation(&self, bytes: usize) -> bool {
         let debited = self.try_debit(bytes as u64);
         if debited {
             Self::add(&self.allocations, 1);
@@ -91,7 +90,7 @@ impl Slot {
         debited
     }
 
-    fn refill_and_debit(&self, bytes: u64) -> bool {
+    pub(super) fn refill_and_debit(&self, bytes: u64) -> bool {
         // The credit may come from an earlier cap, or from frees while the cap was exceeded.
         // Acquire: sees the new cap, if this reads the value that its setter wrote.
         if self.floor.swap(0, Ordering::Acquire) != 0 {
@@ -118,7 +117,7 @@ impl Slot {
 
     /// Adds `bytes` to the credit, if that stays within the maximum.
     #[inline]
-    fn try_add_credit(&self, bytes: u64) -> bool {
+    pub(super) fn try_add_credit(&self, bytes: u64) -> bool {
         let credit = self.credit.load(Ordering::Relaxed).wrapping_add(bytes);
         if credit > self.max_credit {
             return false;
@@ -128,14 +127,14 @@ impl Slot {
     }
 
     /// Credits `bytes`, and returns all of the credit except one batch to the account.
-    fn add_credit_and_trim(&self, bytes: u64) {
+    pub(super) fn add_credit_and_trim(&self, bytes: u64) {
         let credit = self.credit.load(Ordering::Relaxed) + bytes;
         self.credit.store(BATCH, Ordering::Relaxed);
         uncharge(credit - BATCH);
     }
 
     /// Releases the slot for another thread.
-    fn release(&self) {
+    pub(super) fn release(&self) {
         uncharge(self.credit.swap(0, Ordering::Relaxed));
         self.cells.flush();
         self.owned.store(false, Ordering::Release);
@@ -147,7 +146,7 @@ impl Slot {
 const RECALL_FLOOR: i64 = i64::MAX;
 
 /// Slots per chunk.
-const SLOTS: usize = 64;
+pub(super) const SLOTS: usize = 64;
 
 /// A chunk of slots. The first one is static, further ones are leaked.
 struct SlotChunk {
@@ -204,7 +203,7 @@ static FIRST: SlotChunk = SlotChunk::new();
 pub(crate) static SHARED: Slot = Slot::new(0);
 
 /// Claims a slot without an owner.
-fn claim() -> Option<&'static Slot> {
+pub(super) fn claim() -> Option<&'static Slot> {
     let mut next = Some(&FIRST);
     while let Some(chunk) = next {
         for slot in &chunk.slots {
@@ -221,165 +220,6 @@ fn claim() -> Option<&'static Slot> {
         next = chunk.next().or_else(|| chunk.append());
     }
     None
-}
-
-/// Releases the slot of a thread when the thread ends.
-struct ReleaseOnExit;
-
-impl Drop for ReleaseOnExit {
-    fn drop(&mut self) {
-        THREAD_STATE.with(|state| {
-            state.ending.set(true);
-            if let Some(slot) = state.clear_slot() {
-                slot.release();
-            }
-        });
-    }
-}
-
-thread_local! {
-    static RELEASE_ON_EXIT: ReleaseOnExit = const { ReleaseOnExit };
-}
-
-/// Assigns a slot to this thread, if possible.
-#[cold]
-#[inline(never)]
-fn assign_slot(state: &ThreadState) -> Option<&'static Slot> {
-    if state.ending.get() {
-        return None;
-    }
-    let slot = claim()?;
-    report::request();
-    // First, so that an allocation inside the next call finds the slot.
-    state.set_slot(slot);
-    ThreadState::observe_tags();
-    // Registers the destructor. This fails only if it has already run.
-    if RELEASE_ON_EXIT.try_with(|_| ()).is_err() {
-        state.ending.set(true);
-        state.clear_slot();
-        slot.release();
-        return None;
-    }
-    Some(slot)
-}
-
-/// Returns the calling thread's slot, or `None` if it counts in the shared one.
-#[inline]
-pub(crate) fn thread_slot(state: &ThreadState) -> Option<&'static Slot> {
-    state.own_slot().or_else(|| assign_slot(state))
-}
-
-/// Debits `bytes` bytes and counts an allocation, if this thread is in no scope and its credit is
-/// sufficient. This is the complete fast path of most allocations.
-#[inline]
-pub(crate) fn try_charge_unscoped(bytes: usize) -> bool {
-    THREAD_STATE.with(|state| state.unscoped_slot().try_debit_allocation(bytes))
-}
-
-/// Debits and counts as [`try_charge_unscoped`] does, also in a scope of a tag.
-#[inline]
-pub(crate) fn try_charge_unrouted(bytes: usize) -> bool {
-    THREAD_STATE.with(|state| state.unrouted_slot().try_debit_allocation(bytes))
-}
-
-/// Debits `bytes` bytes and counts an allocation. Returns `false` and changes nothing if the cap
-/// refuses.
-#[cold]
-#[inline(never)]
-pub(crate) fn charge(bytes: usize) -> bool {
-    THREAD_STATE.with(|state| debit(state, bytes as u64, 1))
-}
-
-/// Debits `bytes` bytes for the growth of a block.
-#[inline]
-pub(crate) fn charge_growth(bytes: usize) -> bool {
-    let bytes = bytes as u64;
-    THREAD_STATE.with(|state| state.slot().try_debit(bytes) || charge_growth_slowly(state, bytes))
-}
-
-#[cold]
-#[inline(never)]
-fn charge_growth_slowly(state: &ThreadState, bytes: u64) -> bool {
-    debit(state, bytes, 0)
-}
-
-fn debit(state: &ThreadState, bytes: u64, allocations: u64) -> bool {
-    let Some(slot) = thread_slot(state) else { return charge_shared(bytes, allocations) };
-    let debited = slot.try_debit(bytes) || slot.refill_and_debit(bytes);
-    if debited {
-        Slot::add(&slot.allocations, allocations);
-    }
-    debited
-}
-
-fn charge_shared(bytes: u64, allocations: u64) -> bool {
-    let debited = charge_account(bytes, 0).is_some();
-    if debited {
-        SHARED.allocations.fetch_add(allocations, Ordering::Relaxed);
-    } else {
-        count_refusal();
-    }
-    debited
-}
-
-/// Undoes [`charge`], because the wrapped allocator had no memory.
-#[cold]
-pub(crate) fn refund(bytes: usize) {
-    THREAD_STATE.with(|state| {
-        match thread_slot(state) {
-            Some(slot) => Slot::add(&slot.allocations, 1u64.wrapping_neg()),
-            None => _ = SHARED.allocations.fetch_sub(1, Ordering::Relaxed),
-        }
-        add_credit(state, bytes as u64, 0);
-    });
-}
-
-/// Credits the `bytes` of a block that this thread is about to free, and counts the free, if its
-/// credit has room. The bytes stay charged, so no other thread can use them before the block is
-/// really free.
-#[inline]
-pub(crate) fn try_credit_free(bytes: usize) -> bool {
-    THREAD_STATE.with(|state| {
-        let slot = state.slot();
-        let credited = slot.try_add_credit(bytes as u64);
-        if credited {
-            Slot::add(&slot.frees, 1);
-        }
-        credited
-    })
-}
-
-/// Credits the `bytes` of a freed block, and counts the free.
-pub(crate) fn credit_free(bytes: usize) {
-    THREAD_STATE.with(|state| add_credit(state, bytes as u64, 1));
-}
-
-/// Credits `bytes` by which a block has shrunk, or could not grow.
-#[inline]
-pub(crate) fn credit_shrink(bytes: usize) {
-    let bytes = bytes as u64;
-    THREAD_STATE.with(|state| {
-        if bytes > 0 && !state.slot().try_add_credit(bytes) {
-            add_credit(state, bytes, 0);
-        }
-    });
-}
-
-#[cold]
-#[inline(never)]
-fn add_credit(state: &ThreadState, bytes: u64, frees: u64) {
-    match thread_slot(state) {
-        Some(slot) => {
-            Slot::add(&slot.frees, frees);
-            if !slot.try_add_credit(bytes) {
-                slot.add_credit_and_trim(bytes);
-            }
-        }
-        None => {
-            SHARED.frees.fetch_add(frees, Ordering::Relaxed);
-            uncharge(bytes);
-        }
-    }
 }
 
 /// Sums over all slots.
@@ -409,40 +249,4 @@ pub(super) fn totals() -> Totals {
 pub(super) fn recall() {
     // Release: a thread that sees the floor also sees the new cap.
     slots().for_each(|slot| slot.floor.store(RECALL_FLOOR, Ordering::Release));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::{collections::BTreeSet, thread};
-
-    /// A single test, since slots are global to the process.
-    #[test]
-    fn slots_are_exclusive_reused_and_extended_on_demand() {
-        let address = |slot: &'static Slot| ptr::from_ref(slot).addr();
-        let first: Vec<_> = (0..3 * SLOTS).map_while(|_| claim()).collect();
-        let distinct: BTreeSet<_> = first.iter().map(|slot| address(slot)).collect();
-        assert_eq!(distinct.len(), 3 * SLOTS);
-        first.iter().for_each(|slot| slot.release());
-        let again: BTreeSet<_> = (0..3 * SLOTS).filter_map(|_| claim()).map(address).collect();
-        assert_eq!(again, distinct);
-        slots().for_each(|slot| {
-            if distinct.contains(&address(slot)) {
-                slot.release();
-            }
-        });
-
-        // A thread that ends releases its slot and returns its credit.
-        let used = move || THREAD_STATE.with(|state| thread_slot(state).map(address));
-        let (one, charged) = (thread::spawn(used).join().unwrap(), crate::stats().live);
-        let other = thread::spawn(move || {
-            assert!(charge(1000));
-            credit_free(1000);
-            used()
-        });
-        other.join().unwrap();
-        assert!(one.is_some());
-        assert_eq!(crate::stats().live, charged);
-        assert_eq!(totals().credit, 0);
-    }
 }

@@ -11,21 +11,17 @@
 //! crosses the threshold only sets a flag and wakes a thread. That thread runs the hooks outside of
 //! every allocation, one after another and never recursively, even if they allocate.
 
-use super::{CHARGED, stats};
+use super::{
+    charged::CHARGED,
+    stats,
+    watermark::{CAP, CROSSINGS, EXCEEDED, HOOK_THREAD, on_decrease, on_increase, wake},
+};
 use std::{
     fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
-    thread::{self, Thread},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    thread,
 };
-
-static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
-static EXCEEDED: AtomicBool = AtomicBool::new(false);
-/// Number of upward crossings.
-static CROSSINGS: AtomicU64 = AtomicU64::new(0);
 
 /// The argument of a hook.
 ///
@@ -44,52 +40,6 @@ pub struct SoftCap {
 type Hook = dyn Fn(SoftCap) + Send + Sync;
 
 static HOOKS: Mutex<Vec<Arc<Hook>>> = Mutex::new(Vec::new());
-/// The thread that runs the hooks, once it exists.
-static HOOK_THREAD: OnceLock<Thread> = OnceLock::new();
-
-/// Returns the lower threshold.
-fn low(cap: u64) -> u64 {
-    cap - cap / 8
-}
-
-/// Checks the cap after the charged bytes have risen to `charged`.
-#[inline]
-pub(super) fn on_increase(charged: u64) {
-    if charged > CAP.load(Ordering::Relaxed) {
-        exceeded();
-    }
-}
-
-/// Checks the lower threshold after the charged bytes have fallen to `charged`.
-#[inline]
-pub(super) fn on_decrease(charged: u64) {
-    if EXCEEDED.load(Ordering::Relaxed) && charged <= low(CAP.load(Ordering::Relaxed)) {
-        no_longer_exceeded();
-    }
-}
-
-#[cold]
-fn exceeded() {
-    if !EXCEEDED.swap(true, Ordering::Relaxed) {
-        CROSSINGS.fetch_add(1, Ordering::Relaxed);
-        wake();
-    }
-}
-
-#[cold]
-fn no_longer_exceeded() {
-    if EXCEEDED.swap(false, Ordering::Relaxed) {
-        wake();
-    }
-}
-
-/// At most one futex call. Takes no lock and no memory.
-fn wake() {
-    if let Some(thread) = HOOK_THREAD.get() {
-        thread.unpark();
-    }
-}
-
 /// Sets the soft cap in bytes, above which hooks are called ([`on_soft_cap`]). `u64::MAX` removes
 /// it. Returns whether it is already exceeded, for which hooks are called too.
 ///

@@ -8,23 +8,19 @@
 //! lock of the environment.
 #![expect(unsafe_code, reason = "registers a function with the C library")]
 
-use super::{NOT_INSTALLED, report};
-use crate::{
-    route::{is_installed, unrouted},
-    sample::paused,
-};
+use super::report;
+use crate::{not_installed::print, route::unrouted, sample::paused};
 use std::{
     env, error,
     ffi::{OsStr, OsString},
-    fmt, fs,
-    io::{self, Write},
+    fmt, fs, io,
     panic::{AssertUnwindSafe, catch_unwind},
     path::PathBuf,
     process,
     str::FromStr,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
 };
 
@@ -161,23 +157,10 @@ fn write_report() {
     }
 }
 
-/// Warns once if a cap has little effect, because [`Global`](crate::Global) is not installed.
-pub(crate) fn warn_unless_installed() {
-    static CHECKED: AtomicBool = AtomicBool::new(false);
-    if !cfg!(miri) && !CHECKED.swap(true, Ordering::Relaxed) && !is_installed() {
-        print(&format!("{NOT_INSTALLED}: a cap refuses nothing that other code allocates"));
-    }
-}
-
 fn write_file(path: PathBuf) -> Result<(), (PathBuf, io::Error)> {
     let path = match path.to_str() {
         Some(text) => PathBuf::from(text.replace("%p", &process::id().to_string())),
         None => path,
     };
     fs::write(&path, format!("{}\n", report())).map_err(|e| (path, e))
-}
-
-fn print(text: &str) {
-    // A write error cannot be reported anywhere.
-    let _ = writeln!(io::stderr().lock(), "aquifer: {text}");
 }

@@ -1,12 +1,9 @@
 //! Routing scopes, which determine the allocations that are routed.
-#![expect(unsafe_code, reason = "reads the scope on the stack")]
 
-use super::{Route, RouteId};
-use crate::thread_state::{THREAD_STATE, ThreadState};
+use super::Route;
 use std::{
     fmt,
     panic::{RefUnwindSafe, UnwindSafe},
-    ptr,
 };
 
 /// A routing scope of one thread, stored on its stack.
@@ -17,22 +14,6 @@ pub(crate) struct Scope {
     pub(super) at_least: usize,
 }
 
-impl Scope {
-    /// Returns the innermost scope of a thread.
-    #[inline]
-    pub(super) fn innermost(state: &ThreadState) -> Option<&Self> {
-        // SAFETY: 1. The pointer is null or points to a `Scope` on this thread's stack, whose
-        // function has not returned: it removes the pointer before it returns. 2. A scope is never
-        // written.
-        unsafe { state.scope().as_ref() }
-    }
-
-    /// Returns the innermost scope of this thread.
-    pub(crate) fn current() -> Option<Self> {
-        THREAD_STATE.with(|state| Self::innermost(state).copied())
-    }
-}
-
 // A route does not unwind, so no inconsistent state of one can be observed.
 impl UnwindSafe for Scope {}
 impl RefUnwindSafe for Scope {}
@@ -41,47 +22,4 @@ impl fmt::Debug for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Scope").field("at_least", &self.at_least).finish_non_exhaustive()
     }
-}
-
-/// Restores the previous scope, also on unwind.
-struct Restore(*const Scope);
-
-impl Drop for Restore {
-    fn drop(&mut self) {
-        THREAD_STATE.with(|state| state.replace_scope(self.0));
-    }
-}
-
-fn with_scope<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
-    let _restore = Restore(THREAD_STATE.with(|state| state.replace_scope(scope)));
-    work()
-}
-
-/// Runs `work` in a scope in which the route `to` serves this thread's allocations of `at_least`
-/// bytes or more.
-///
-/// A block that grows to that size in the scope moves to the route. The innermost scope applies. If
-/// the route refuses, the wrapped allocator serves the request. Blocks may outlive the scope.
-/// Unless a [`Global`](crate::Global) is the program's global allocator, nothing is routed. See
-/// [`Route`] for an example.
-pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
-    let Some(route) = to.get() else { return work() };
-    scoped(Some(Scope { route, at_least }), work)
-}
-
-/// Runs `work` in this scope, or in none.
-pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
-    // The scope outlives the call of `with_scope`, which removes its address from the thread's
-    // state before it returns or unwinds.
-    with_scope(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
-}
-
-/// Runs `work` outside of all routing scopes: the wrapped allocator serves its allocations on this
-/// thread.
-///
-/// Use this for bookkeeping that must not lie in the memory that it describes.
-///
-/// See [`route`](fn@route) for an example of a scope in which this can be called.
-pub fn unrouted<R>(work: impl FnOnce() -> R) -> R {
-    scoped(None, work)
 }
