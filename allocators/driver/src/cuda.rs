@@ -40,6 +40,7 @@
 //! up in.
 
 mod abi;
+mod calls;
 mod codes;
 mod context;
 mod copies;

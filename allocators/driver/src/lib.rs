@@ -33,6 +33,7 @@
 mod calls;
 mod copies;
 mod devices;
+mod driver;
 mod events;
 mod foreign;
 pub mod forks;
@@ -45,6 +46,7 @@ mod memory;
 mod observe;
 mod operand;
 mod physical;
+mod relaxed;
 pub mod site;
 mod streams;
 
@@ -56,6 +58,7 @@ pub use aquifer_core::{DeviceId, DriverError};
 pub use calls::{Call, CallCounts};
 pub use copies::{Copies, Pattern, Pitched, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
+pub use driver::{Driver, same_machine};
 pub use events::Events;
 pub use foreign::{External, Foreign};
 pub use graphs::{CaptureStatus, Graphs, OnRelease};
@@ -66,54 +69,8 @@ pub use memory::{Memory, PoolUsage};
 pub use observe::{BlockNote, HostAccess, Observer, Ownership};
 pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
 pub use physical::Physical;
-pub use streams::{CaptureMode, Relaxed, Streams};
-
-/// Checks that both drivers belong to the same machine.
-///
-/// # Errors
-/// [`MemoryError::OtherMachine`](aquifer_core::MemoryError::OtherMachine).
-pub fn same_machine(expected: &dyn Driver, actual: &dyn Driver) -> aquifer_core::Result<()> {
-    let (expected, actual) = (expected.machine(), actual.machine());
-    if expected == actual {
-        Ok(())
-    } else {
-        Err(aquifer_core::MemoryError::OtherMachine { expected, actual })
-    }
-}
+pub use relaxed::Relaxed;
+pub use streams::{CaptureMode, Streams};
 
 /// The result of a driver call.
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
-
-/// A GPU driver: all families of calls, and its identity.
-///
-/// # Safety
-/// 1. All families belong to one driver: a device, a handle or an address that one of them returns
-///    means the same to the others.
-#[expect(unsafe_code, reason = "declares a trait whose results are trusted; holds no unsafe block")]
-pub unsafe trait Driver:
-    Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
-{
-    /// Returns the driver's name: `cuda` or `sim`.
-    fn name(&self) -> &'static str;
-
-    /// Returns the number of times each call has been made since the driver was opened.
-    fn calls(&self) -> &CallCounts;
-
-    /// Returns the observer that checks the ownership of blocks. The simulated GPU has one, a real
-    /// driver has none.
-    fn observer(&self) -> Option<&dyn Observer> {
-        None
-    }
-
-    /// Returns the number of the machine that the devices belong to: 0 for the GPUs of this host, a
-    /// different number for each simulated machine. Streams and memory of two machines are
-    /// unrelated, even if their numbers are equal.
-    fn machine(&self) -> u64 {
-        0
-    }
-
-    /// Returns the simulated machine of this driver, or `None` for any other driver.
-    fn simulator(self: std::sync::Arc<Self>) -> Option<sim::Sim> {
-        None
-    }
-}

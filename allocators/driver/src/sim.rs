@@ -175,7 +175,6 @@ pub use outstanding::Outstanding;
 pub use reporting::{BadOnViolation, OnViolation};
 pub use violation::{Party, Violation, ViolationKind, ViolationLocation};
 
-use crate::Driver;
 use machine::Machine;
 use std::sync::Arc;
 
@@ -289,11 +288,5 @@ impl Sim {
     #[must_use]
     pub fn config(&self) -> &SimConfig {
         &self.machine.config
-    }
-
-    /// Returns the driver of this machine.
-    #[must_use]
-    pub fn driver(&self) -> Arc<dyn Driver> {
-        Arc::clone(&self.machine) as Arc<dyn Driver>
     }
 }

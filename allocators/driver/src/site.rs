@@ -5,6 +5,8 @@
 //! the upper crates [`enter`] the line of their caller. It applies to all calls they make on this
 //! thread.
 
+mod checkpoint;
+
 use std::{cell::Cell, panic::Location};
 
 /// A line of the program.
@@ -36,21 +38,6 @@ pub fn enter() -> Entered {
 /// the thread that this one works for. Compare [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
     Entered { previous: SITE.replace(site) }
-}
-
-impl Entered {
-    /// Panics for violations of the simulated GPU, if
-    /// [`OnViolation::Panic`](crate::sim::OnViolation::Panic) is set and no outer function has
-    /// entered a site. Public functions that queue work or wait for it call this at their end,
-    /// without holding a lock.
-    #[track_caller]
-    pub fn checkpoint(&self, driver: &dyn crate::Driver) {
-        if self.previous.is_none()
-            && let Some(observer) = driver.observer()
-        {
-            observer.checkpoint();
-        }
-    }
 }
 
 /// Sets `site` as the site of driver calls on this thread, unless an outer function has entered

@@ -217,11 +217,6 @@ fn element_count<B: Typed + ?Sized>(operand: &B) -> usize {
     capacity.map_or(0, |capacity| capacity.min(operand.len()))
 }
 
-/// Returns the device of a stream's context.
-fn device_of(stream: &CudaStream) -> DeviceId {
-    DeviceId(u32::try_from(stream.context().ordinal()).unwrap_or(u32::MAX))
-}
-
 impl<B: Typed + ?Sized> DeviceSlice<B::Item> for Lent<'_, B> {
     fn len(&self) -> usize {
         element_count(self.operand)

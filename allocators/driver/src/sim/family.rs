@@ -2,6 +2,7 @@
 
 pub(super) mod copies;
 mod devices;
+mod driver;
 mod events;
 mod graphs;
 mod host_memory;

@@ -1,7 +1,10 @@
 //! cudarc's slices as foreign memory.
 #![expect(unsafe_code, reason = "implements an unsafe trait for cudarc's slices")]
 
-use super::{device_of, keep_alive, memory_error, raw_handle};
+use super::{
+    keep_alive, memory_error,
+    stream::{device_of, raw_handle},
+};
 use crate::{DeviceRange, Foreign, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};

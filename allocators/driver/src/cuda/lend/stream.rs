@@ -1,8 +1,7 @@
 //! cudarc's streams as handles of our traits.
 #![expect(unsafe_code, reason = "creates the handle of a stream that another library owns")]
 
-use super::device_of;
-use crate::{KeepAlive, RawStream};
+use crate::{DeviceId, KeepAlive, RawStream};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
 
@@ -33,4 +32,9 @@ pub(super) fn raw_handle(stream: &CudaStream) -> RawStream {
     // that receives the handle also receives the value that keeps the stream alive, or knows the
     // stream and is responsible for its lifetime.
     unsafe { RawStream::from_raw(device_of(stream), stream.cu_stream().expose_provenance() as u64) }
+}
+
+/// Returns the device of a stream's context.
+pub(super) fn device_of(stream: &CudaStream) -> DeviceId {
+    DeviceId(u32::try_from(stream.context().ordinal()).unwrap_or(u32::MAX))
 }

@@ -1,38 +1,10 @@
-//! The driver trait, and the observer for notes of pools.
+//! The observer for notes of pools.
 
 use crate::{
-    BlockNote, CallCounts, DeviceRange, Driver, HostAccess, Observer,
-    sim::{
-        Sim,
-        machine::{Machine, caller_site},
-    },
+    BlockNote, DeviceRange, HostAccess, Observer,
+    sim::machine::{Machine, caller_site},
     site,
 };
-use std::sync::{Arc, atomic::Ordering};
-
-// SAFETY: 1. All families share one state.
-#[expect(unsafe_code, reason = "implements a trusted trait; holds no unsafe block")]
-unsafe impl Driver for Machine {
-    fn name(&self) -> &'static str {
-        "sim"
-    }
-
-    fn calls(&self) -> &CallCounts {
-        &self.calls
-    }
-
-    fn observer(&self) -> Option<&dyn Observer> {
-        if self.oracle_on.load(Ordering::Relaxed) { Some(self) } else { None }
-    }
-
-    fn machine(&self) -> u64 {
-        self.machine_id + 1
-    }
-
-    fn simulator(self: Arc<Self>) -> Option<Sim> {
-        Some(Sim { machine: self })
-    }
-}
 
 impl Observer for Machine {
     fn block(&self, note: BlockNote<'_>) {
