@@ -3,8 +3,9 @@
 
 use crate::{
     entry::{CallResult, enter, require, write_out, write_out_if_set},
-    runtime::{self, SharedRuntime, aq_runtime},
+    runtime::aq_runtime,
     status::{Failure, Status, aq_status},
+    table::{self, SharedRuntime},
     thread_state,
 };
 use aquifer::{Access, MemoryError, device::Request};
@@ -108,7 +109,7 @@ pub(crate) unsafe fn allocate(
             if shared.closed.load(Ordering::Acquire) {
                 let _ = pool.free_raw(address);
                 shared.remove_if_unused();
-                return Err(runtime::no_runtime(shared.id));
+                return Err(table::no_runtime(shared.id));
             }
             Ok(address)
         })
@@ -149,7 +150,7 @@ pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> CallResult
 /// Frees a block of a destroyed runtime.
 #[cold]
 fn free_after_close(runtime: aq_runtime, device: u32, address: u64) -> CallResult {
-    let shared = runtime::open_or_closing(runtime)?;
+    let shared = table::open_or_closing(runtime)?;
     shared
         .pool(device)?
         .free_raw(address)

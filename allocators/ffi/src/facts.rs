@@ -3,8 +3,9 @@
 
 use crate::{
     entry::{CallResult, c_str_of, enter, fill, require, text, write_out, write_out_if_set},
-    runtime::{SharedRuntime, aq_runtime},
+    runtime::aq_runtime,
     status::{Failure, Status, aq_status},
+    table::SharedRuntime,
     thread_state,
 };
 use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, base::MemoryError};

@@ -8,8 +8,9 @@
 //! |---|---|
 //! | [`status`] | the status codes, and their errors |
 //! | [`entry`] | the entry of each call: panics, error texts |
-//! | [`runtime`] | runtimes by number, destroyed in any order |
+//! | `table` | runtimes by number, destroyed in any order |
 //! | `thread_state` | thread-local state: finds the stream of a raw handle without a lock |
+//! | [`runtime`] | creating and destroying runtimes |
 //! | [`device`] | device memory |
 //! | [`stream`] | the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
@@ -32,5 +33,6 @@ pub mod sim;
 pub mod staging;
 pub mod status;
 pub mod stream;
+mod table;
 mod thread_state;
 pub mod torch;

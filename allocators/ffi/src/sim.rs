@@ -7,8 +7,9 @@
 use crate::{
     device::{access, handle},
     entry::{CallResult, enter, require, text, write_out},
-    runtime::{SharedRuntime, aq_runtime, ordinal},
+    runtime::{aq_runtime, ordinal},
     status::{Failure, Status, aq_status},
+    table::SharedRuntime,
     thread_state,
 };
 use aquifer::{

@@ -10,8 +10,9 @@
 use crate::{
     device::{foreign_block, handle},
     entry::{CallResult, enter, enter_with, null, require, write_out},
-    runtime::{SharedRuntime, aq_runtime},
+    runtime::aq_runtime,
     status::{Failure, Status, aq_status},
+    table::SharedRuntime,
     thread_state,
 };
 use aquifer::{

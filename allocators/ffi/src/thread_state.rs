@@ -9,7 +9,7 @@
 
 use crate::{
     entry::CallResult,
-    runtime::{self, ResolvedStream, SharedRuntime, aq_runtime},
+    table::{self, ResolvedStream, SharedRuntime, aq_runtime},
 };
 use aquifer::{DevicePool, Stream};
 use std::{
@@ -139,7 +139,7 @@ unsafe fn load_with_stream(
 /// Looks up a runtime, and remembers it.
 #[cold]
 fn load(runtime: aq_runtime) -> CallResult<Arc<SharedRuntime>> {
-    let found = runtime::open(runtime);
+    let found = table::open(runtime);
     let before = THREAD_STATE.try_with(|state| {
         let mut state = state.try_borrow_mut().ok()?;
         if state.as_ref().is_some_and(|state| state.is_for(runtime)) {
@@ -163,7 +163,7 @@ fn load(runtime: aq_runtime) -> CallResult<Arc<SharedRuntime>> {
     let shared = found?;
     if shared.closed.load(Ordering::Acquire) {
         clear(runtime);
-        return runtime::open(runtime);
+        return table::open(runtime);
     }
     Ok(shared)
 }

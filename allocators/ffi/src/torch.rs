@@ -8,9 +8,9 @@
 use crate::{
     device::{allocate, free, handle},
     entry::{CallResult, enter, require, write_out},
-    runtime::{self, AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
+    runtime::{AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
     status::{Failure, Status, aq_status},
-    thread_state,
+    table, thread_state,
 };
 use aquifer::{Access, device::Request};
 use std::{
@@ -63,7 +63,7 @@ fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime>
         if !explicit {
             return Ok(before);
         }
-        if runtime::open(before).is_ok() {
+        if table::open(before).is_ok() {
             let text = format!("runtime {before} serves PyTorch in this process already");
             return Err(Failure::new(Status::Busy, text));
         }
