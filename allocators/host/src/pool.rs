@@ -21,6 +21,7 @@
 //! | `depot` | shared cache of free blocks above 64 KiB that exceed a thread's own cache |
 //! | `thread` | thread numbers, and the thread's current magazine |
 //! | `page_map`, `span` | lock-free lookup from an address to its slot and the slot's state |
+//! | `config`, `context`, `stats` | settings, what a pool is opened with, statistics |
 //! | `state` | the pool's state under its lock |
 //! | `classes`, `slabs` | size classes up to 1 MiB, and slabs for those up to 64 KiB |
 //! | `grow` | the slow path when no free block fits, and releasing regions |
@@ -120,6 +121,8 @@ mod allocator;
 mod buffer;
 mod cache_bin;
 mod classes;
+mod config;
+mod context;
 mod depot;
 mod grow;
 mod magazine;
@@ -132,167 +135,34 @@ mod reclaim;
 mod slabs;
 mod span;
 mod state;
+mod stats;
+mod tally;
 mod thread;
 
 pub use allocator::PinnedAllocator;
 pub use buffer::PinnedBuf;
+pub use config::{Grow, PinnedConfig};
+pub(crate) use context::IdleHolder;
 pub use pending::sweep;
 pub use pool_core::stale_frees;
-pub(crate) use reclaim::IdleHolder;
+pub use stats::PinnedStats;
 
 use crate::{
-    region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
+    region::{self, Host, RegionReport},
     topology::NodeId,
 };
-use aquifer_core::{
-    Budget, MemoryError, PoolStats, Recorder, Result, event::MemoryLocation, scratch::Scratch,
-};
-use aquifer_driver::{HostFlags, site};
-use bytemuck::Pod;
-use pool_core::{Effort, PoolCore};
+use aquifer_core::{Budget, MemoryError, Recorder, Result, scratch::Scratch};
+use aquifer_driver::site;
+use config::Effort;
+use context::PoolContext;
+use pool_core::PoolCore;
 use std::{
     alloc::Layout,
     fmt,
     ptr::NonNull,
-    sync::{Arc, Mutex, OnceLock, Weak},
-    time::{Duration, Instant},
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    time::Instant,
 };
-
-/// Settings of a [`PinnedPool`].
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct PinnedConfig {
-    /// The NUMA node for the memory. `None` for no placement.
-    pub node: Option<NodeId>,
-    /// Whether memory on another node is an error.
-    pub strict: bool,
-    /// Whether the memory must be pinned.
-    pub pinning: Pinning,
-    /// Minimum bytes of a region. Larger requests get a region of their own size.
-    pub chunk: usize,
-    /// Maximum bytes of one registration when [`PinnedPool::warm`] takes a large region.
-    pub registration: usize,
-    /// The largest page size to try.
-    pub pages: PageTier,
-    /// Flags for the registration with the driver.
-    pub flags: HostFlags,
-    /// How many pages of a new region are verified with the kernel.
-    pub verify: Verify,
-    /// Maximum time for making one region. `None` for no limit.
-    pub deadline: Option<Duration>,
-    /// Maximum time that an allocation which would fail waits for pending blocks, and that reclaim
-    /// may wait for memory of other pools. Zero for no wait.
-    pub patience: Duration,
-    /// When the pool may grow.
-    pub grow: Grow,
-    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not grow.
-    /// Zero for none.
-    pub grow_ahead: usize,
-    /// Free bytes that every trim leaves in the pool.
-    pub reserve: usize,
-    /// Whether each thread caches free blocks. If not, every call takes the pool's lock.
-    pub magazines: bool,
-    /// Receives the pool's events, in addition to the file that `AQUIFER_TRACE` names. A pool
-    /// whose events are recorded has no magazines.
-    pub recorder: Option<Arc<Recorder>>,
-}
-
-/// When a pool registers memory with the driver. A registration stalls threads that launch kernels
-/// for milliseconds.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-#[non_exhaustive]
-pub enum Grow {
-    /// In any allocation that needs it.
-    #[default]
-    Now,
-    /// Only in [`PinnedPool::warm`] and [`PinnedPool::quiet_point`]. Other allocations that do not
-    /// fit are refused, and release no regions.
-    AtQuietPoints,
-}
-
-impl Default for PinnedConfig {
-    fn default() -> Self {
-        Self {
-            node: None,
-            strict: false,
-            pinning: Pinning::default(),
-            chunk: 64 << 20,
-            registration: region::RegionRequest::REGISTRATION,
-            pages: PageTier::HugeTlb,
-            flags: HostFlags::default(),
-            verify: Verify::default(),
-            deadline: None,
-            patience: Duration::from_millis(100),
-            grow: Grow::Now,
-            grow_ahead: 0,
-            reserve: 0,
-            magazines: true,
-            recorder: None,
-        }
-    }
-}
-
-impl PinnedConfig {
-    /// Returns the default settings for this node.
-    #[must_use]
-    pub fn on(node: NodeId) -> Self {
-        Self { node: Some(node), ..Self::default() }
-    }
-
-    fn check(&self) -> Result<()> {
-        for (name, bytes) in [("chunk", self.chunk), ("registration", self.registration)] {
-            if !(GRANULE..=1 << 39).contains(&bytes) {
-                let expected = "2 MiB to 512 GiB";
-                return Err(MemoryError::BadSetting { name, value: bytes.to_string(), expected });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Statistics of a [`PinnedPool`].
-///
-/// See [`PinnedPool`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-#[non_exhaustive]
-pub struct PinnedStats {
-    /// The statistics common to all pools.
-    pub memory: PoolStats,
-    /// Regions (a count).
-    pub regions: u64,
-    /// Bytes of regions that devices can access directly, without staging.
-    pub pinned: u64,
-    /// Bytes of free blocks in magazines, including those of ended threads, and in the depot. A
-    /// part of `memory.cached`.
-    pub in_magazines: u64,
-    /// Refused frees (a count): the pointer was no live block, or the layout did not fit the
-    /// block. Nothing was freed.
-    pub refused_frees: u64,
-    /// Acquisitions of the pool's lock (a count), including the one by `stats`. Magazines keep
-    /// this number low.
-    pub locked: u64,
-}
-
-/// State that is fixed when the pool is made.
-#[derive(Debug)]
-struct PoolContext {
-    host: Host,
-    budget: Budget,
-    config: PinnedConfig,
-    /// Whether an observer is notified of the host's accesses to pinned memory.
-    observed: bool,
-    registration: OnceLock<reclaim::BudgetRegistration>,
-    /// Holders of idle blocks that the pool can take back.
-    idle_holders: Mutex<Vec<Weak<dyn IdleHolder>>>,
-    /// Scratch memory of reclaim passes.
-    scratch: Scratch,
-}
-
-impl PoolContext {
-    fn place(&self) -> MemoryLocation {
-        MemoryLocation::Host(self.config.node.map(|node| node.0))
-    }
-}
 
 /// A pool of pinned memory blocks. Cheap to clone. Dropping the last clone closes the pool.
 ///
@@ -351,6 +221,7 @@ impl PinnedPool {
             idle_holders,
             scratch,
         });
+        sweep();
         let (core, generation) = PoolCore::open(shared.clone());
         shared.register(core, generation);
         Ok(Self { handle: Arc::new(PoolHandle { core, generation, shared }) })
@@ -407,15 +278,6 @@ impl PinnedPool {
         };
         poison::on_allocate(block.cast(), layout.size());
         Ok(block)
-    }
-
-    /// Allocates a buffer of `len` zeroed elements.
-    ///
-    /// # Errors
-    /// As [`PinnedPool::allocate`].
-    #[track_caller]
-    pub fn buffer<T: Pod>(&self, len: usize) -> Result<PinnedBuf<T>> {
-        PinnedBuf::new_in(self, len)
     }
 
     /// Grows until the pool holds `bytes`, populated and registered, so that later allocations need
@@ -502,6 +364,16 @@ impl PinnedPool {
     }
 
     /// Returns the pool core, or an error in a child process.
+    /// Registers `holder`, whose idle blocks the pool may take back. The pool holds a weak
+    /// reference.
+    pub(crate) fn register_idle_holder<K: IdleHolder + 'static>(&self, holder: &Arc<K>) {
+        let holder: Weak<K> = Arc::downgrade(holder);
+        let mut all =
+            self.handle.shared.idle_holders.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(holder);
+    }
+
     fn core(&self) -> Result<&'static PoolCore> {
         let core = self.handle.core;
         if core.is_current_process() { Ok(core) } else { Err(MemoryError::OtherProcess) }

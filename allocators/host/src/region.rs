@@ -48,6 +48,7 @@ mod backing;
 mod claims;
 mod file_map;
 mod flight;
+mod host;
 mod in_place;
 mod make;
 mod mapping;
@@ -55,10 +56,11 @@ mod report;
 mod retired;
 mod shared;
 mod stall_detector;
+mod stranded;
 pub mod window;
 
-pub use backing::{retry_stranded, stranded_bytes};
 pub use file_map::FileMap;
+pub use host::{Host, Reach};
 pub use in_place::{InPlace, PinError, Pinnable, PinnableMut, scope, scope_mut};
 pub use report::{
     Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
@@ -66,19 +68,16 @@ pub use report::{
 };
 pub use retired::{end_retired, retired_bytes};
 pub use shared::SharedRegion;
+pub use stranded::{retry_stranded, stranded_bytes};
 
 use crate::{
-    kernel::{Kernel, Span, pointer},
-    topology::{NodeId, Topology},
-    workers::Workers,
+    kernel::{Span, pointer},
+    topology::NodeId,
 };
-use aquifer_core::{Budget, DriverError};
-use aquifer_driver::{DeviceId, Driver, HostFlags};
-use backing::Backing;
-use std::{fmt, num::NonZeroUsize, ptr::NonNull, sync::Arc, time::Instant};
-
-/// More bytes than any machine can pin.
-const LARGEST: usize = 1 << 41;
+use aquifer_core::DriverError;
+use aquifer_driver::HostFlags;
+use backing::{Backing, retire};
+use std::{num::NonZeroUsize, ptr::NonNull, time::Instant};
 
 /// Whether a region must be pinned.
 ///
@@ -116,82 +115,6 @@ impl Default for Verify {
     fn default() -> Self {
         const SPREAD: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
         Self::Sample(SPREAD)
-    }
-}
-
-/// A device and its driver.
-///
-/// See [`Host`] for an example.
-#[derive(Clone)]
-pub struct Reach {
-    /// The driver.
-    pub driver: Arc<dyn Driver>,
-    /// The device whose context registers memory. The first region creates its primary context.
-    pub device: DeviceId,
-}
-
-impl Reach {
-    /// Runs a driver call that pins or unpins host memory, on the device, or on another one if this
-    /// device is lost.
-    ///
-    /// Pinned memory belongs to the process, so any context can register and unregister it. If the
-    /// loss affects all contexts, as an illegal address does, the call fails for all of them.
-    ///
-    /// # Errors
-    /// The error of the device itself, if the call succeeds on no other device.
-    fn call<T>(
-        &self,
-        call: impl Fn(&dyn Driver, DeviceId) -> Result<T, DriverError>,
-    ) -> Result<T, DriverError> {
-        let driver = &*self.driver;
-        call(driver, self.device).or_else(|refused| {
-            if !refused.is_device_lost() {
-                return Err(refused);
-            }
-            let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceId);
-            let mut others =
-                devices.filter(|&other| other != self.device && !driver.is_lost(other));
-            others.find_map(|other| call(driver, other).ok()).ok_or(refused)
-        })
-    }
-}
-
-impl fmt::Debug for Reach {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reach")
-            .field("driver", &self.driver.name())
-            .field("device", &self.device)
-            .finish()
-    }
-}
-
-/// The resources that create regions: kernel, topology, workers and an optional driver. Cheap to
-/// clone.
-#[derive(Clone, Debug)]
-pub struct Host {
-    /// The system calls.
-    pub kernel: Kernel,
-    /// The topology of the machine.
-    pub topology: Arc<Topology>,
-    /// The threads that populate memory by first touch.
-    pub workers: Arc<Workers>,
-    /// The driver. With `None` all memory is pageable.
-    pub reach: Option<Reach>,
-}
-
-impl Host {
-    /// Creates a host without a driver.
-    #[must_use]
-    pub fn new(topology: Topology, kernel: Kernel) -> Self {
-        let workers = Arc::new(Workers::new(&topology, kernel.clone()));
-        Self { kernel, topology: Arc::new(topology), workers, reach: None }
-    }
-
-    /// Adds a driver, and the device whose context registers memory.
-    #[must_use]
-    pub fn with_driver(mut self, driver: Arc<dyn Driver>, device: DeviceId) -> Self {
-        self.reach = Some(Reach { driver, device });
-        self
     }
 }
 
@@ -285,15 +208,6 @@ pub struct Region {
 }
 
 impl Region {
-    /// Creates a region. Blocks while its pages are populated and registered.
-    ///
-    /// # Errors
-    /// [`RegionError`] with the failed step and all attempts. Nothing is left behind, except memory
-    /// that the error reports as stranded.
-    pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
-        make::region(host, budget, request, &make::Sharing::Private)
-    }
-
     /// Returns the address range.
     #[must_use]
     pub fn span(&self) -> Span {
@@ -339,7 +253,7 @@ impl Region {
     /// Gives up the region without releasing it. Does not block. [`end_retired`] releases it, and
     /// until then it stays charged.
     pub fn retire(mut self) {
-        retired::retire(self.backing.take());
+        retire(self.backing.take());
     }
 
     /// Releases the region. Blocks until copies in flight are done and the device is idle.

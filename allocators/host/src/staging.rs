@@ -64,6 +64,7 @@ mod installed;
 mod lane;
 mod parts;
 mod permit;
+mod permits;
 mod plan;
 mod pump;
 mod scope;
@@ -71,6 +72,7 @@ mod short_wait;
 mod source;
 mod stores;
 mod submit;
+mod synchronize;
 mod ticket;
 mod transfer;
 
@@ -89,7 +91,7 @@ use crate::{PinnedPool, kernel::Process, region::Host, topology::NodeId, workers
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
-use permit::Permits;
+use permits::Permits;
 use plan::{ChunkSizing, Direction};
 use short_wait::ShortWaits;
 use std::{

@@ -2,11 +2,7 @@
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
 use super::{
-    magazine::Magazine,
-    poison,
-    pool_core::{Effort, PoolCore},
-    span::SlabSpan,
-    thread,
+    config::Effort, magazine::Magazine, poison, pool_core::PoolCore, span::SlabSpan, thread,
 };
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};

@@ -70,6 +70,17 @@ pub struct PinnedBuf<T: Pod> {
     pinned: bool,
 }
 
+impl PinnedPool {
+    /// Allocates a buffer of `len` zeroed elements.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::allocate`].
+    #[track_caller]
+    pub fn buffer<T: Pod>(&self, len: usize) -> Result<PinnedBuf<T>> {
+        PinnedBuf::new_in(self, len)
+    }
+}
+
 impl<T: Pod> PinnedBuf<T> {
     /// Creates a buffer of `len` zeroed elements. Blocks when the pool has to grow.
     ///

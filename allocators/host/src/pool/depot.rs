@@ -19,7 +19,7 @@
 use super::{
     cache_bin::CacheBin,
     classes::{self, SHARED},
-    magazine::Tally,
+    tally::Tally,
 };
 use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;

@@ -1,10 +1,11 @@
 //! The slow path of an allocation, growing the pool, and releasing regions.
 
 use super::{
-    Grow, PoolContext,
-    magazine::Tally,
-    pool_core::{AllocatedBlock, Effort, PoolCore},
+    config::{Effort, Grow},
+    context::PoolContext,
+    pool_core::{AllocatedBlock, PoolCore},
     state::PoolState,
+    tally::Tally,
     thread::InsidePool,
 };
 use crate::{

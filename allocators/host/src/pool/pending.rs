@@ -1,32 +1,17 @@
 //! Pending frees: blocks that were freed while a gate was shut, and closed pools with such blocks.
 
 use super::{
-    pool_core::PoolCore,
+    pool_core::{LINGERING, PoolCore, is_open},
     state::{FreedBlock, PolledBlock},
 };
-use crate::{
-    clock,
-    kernel::{ForkSafe, LockOrder},
-    region,
-};
-use aquifer_core::{Action, Gate, event::EventTicket};
+use crate::{clock, region};
+use aquifer_core::{Action, event::EventTicket};
 use aquifer_driver::HostAccess;
 use std::{
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
     time::Duration,
 };
-
-/// Cores of closed pools with pending blocks. No allocation polls their gates any more.
-static LINGERING: ForkSafe<Vec<&'static PoolCore>> =
-    ForkSafe::new(LockOrder::Lingering, Vec::new());
-
-pub(super) fn linger(core: &'static PoolCore) {
-    let mut lingering = LINGERING.lock();
-    if !lingering.iter().any(|other| std::ptr::eq(*other, core)) {
-        lingering.push(core);
-    }
-}
 
 /// Releases the memory of closed pools that had live blocks or unfinished copies, as far as these
 /// are done now. Also called when a pool is created, and by an allocation that has to grow its
@@ -44,12 +29,6 @@ pub fn sweep() {
         }
     }
     region::end_retired();
-}
-
-/// Returns whether a gate is open. A gate that panics counts as shut, since allocators must not
-/// unwind.
-pub(super) fn is_open(gate: &dyn Gate) -> bool {
-    catch_unwind(AssertUnwindSafe(|| gate.is_open())).unwrap_or(false)
 }
 
 /// An iterator over the blocks whose gates are all open.

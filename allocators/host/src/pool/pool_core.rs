@@ -2,14 +2,16 @@
 //! generation.
 
 use super::{
-    PoolContext,
     classes::{self, LINE},
+    config::Effort,
+    context::PoolContext,
     depot::Depot,
-    magazine::{LARGE_MAX, Magazine, Tally},
+    magazine::{LARGE_MAX, Magazine},
     page_map,
     slabs::SHARDS,
     span::{NO_CLASS, SlabSpan, SlotState},
     state::{FreeOutcome, FreedBlock, PoolState},
+    tally::Tally,
     thread::{self, InsidePool, THREADS},
 };
 use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
@@ -21,6 +23,7 @@ use std::{
     alloc::Layout,
     fmt,
     num::NonZeroUsize,
+    panic::{AssertUnwindSafe, catch_unwind},
     ptr::NonNull,
     sync::{
         Arc, Condvar, Mutex, OnceLock, PoisonError,
@@ -74,10 +77,26 @@ pub fn stale_frees() -> u64 {
 static IDLE_CORES: ForkSafe<Vec<&'static PoolCore>> =
     ForkSafe::new(LockOrder::IdleCores, Vec::new());
 
+/// Cores of closed pools with pending blocks. No allocation polls their gates any more.
+pub(super) static LINGERING: ForkSafe<Vec<&'static PoolCore>> =
+    ForkSafe::new(LockOrder::Lingering, Vec::new());
+
+fn linger(core: &'static PoolCore) {
+    let mut lingering = LINGERING.lock();
+    if !lingering.iter().any(|other| std::ptr::eq(*other, core)) {
+        lingering.push(core);
+    }
+}
+
+/// Returns whether a gate is open. A gate that panics counts as shut, since allocators must not
+/// unwind.
+pub(super) fn is_open(gate: &dyn Gate) -> bool {
+    catch_unwind(AssertUnwindSafe(|| gate.is_open())).unwrap_or(false)
+}
+
 impl PoolCore {
     /// Returns a core for a new pool, and the generation of its allocators.
     pub(super) fn open(shared: Arc<PoolContext>) -> (&'static Self, u64) {
-        super::sweep();
         let process = Process::current();
         let idle = || IDLE_CORES.lock().pop();
         let idle = std::iter::from_fn(idle).find(|core| core.process == process);
@@ -258,7 +277,7 @@ impl PoolCore {
         } else if self.with(|state| {
             !state.open && (state.has_gated_blocks() || self.magazines_hold(state.generation))
         }) {
-            super::pending::linger(self);
+            linger(self);
         }
     }
 
@@ -655,8 +674,7 @@ impl PoolCore {
             let count = state.add_gate(start, gate);
             Ok((start, if count.is_multiple_of(MANY) { state.gates(start) } else { Vec::new() }))
         })?;
-        let open: Vec<_> =
-            gates.into_iter().filter(|gate| super::pending::is_open(&**gate)).collect();
+        let open: Vec<_> = gates.into_iter().filter(|gate| is_open(&**gate)).collect();
         if !open.is_empty() {
             drop(self.with(|state| state.remove_gates(start, &open)));
         }
@@ -707,15 +725,4 @@ impl fmt::Debug for PoolCore {
                 .finish_non_exhaustive()
         })
     }
-}
-
-/// What an allocation may do when no free block fits.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Effort {
-    /// The steps that the pool's settings allow.
-    Configured,
-    /// Nothing that grows the pool or waits.
-    None,
-    /// As `Configured`, then waiting until this time.
-    Until(std::time::Instant),
 }

@@ -1,14 +1,16 @@
 //! A pool's state under its lock: its memory, live blocks and pending frees.
 
 use super::{
-    PinnedStats, PoolContext,
     classes::{self, LINE},
+    context::PoolContext,
     depot::{Depot, DepotCapacity},
-    magazine::{Magazine, Tally},
+    magazine::Magazine,
     owner_biased_lock::LockProof,
     page_map, poison,
     slabs::Spans,
     span::{SlabSpan, SlotState},
+    stats::PinnedStats,
+    tally::Tally,
 };
 use crate::{
     kernel::Span as AddressRange,

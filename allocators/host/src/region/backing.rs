@@ -6,8 +6,8 @@
 //! retried.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
-use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
-use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder, Span, pointer};
+use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, stranded::strand, window};
+use crate::kernel::{ForkSafe, LockOrder, Process, Span, pointer};
 use aquifer_core::{Charge, DriverError, Gate};
 use aquifer_driver::{Driver, Relaxed};
 use std::{
@@ -120,11 +120,8 @@ impl Drop for DriverBlock {
     fn drop(&mut self) {
         if self.release().is_err() {
             let charge = self.charge.take();
-            strand(StrandedMemory::DriverBlock(Self {
-                span: self.span,
-                reach: self.reach.clone(),
-                charge,
-            }));
+            let block = Self { span: self.span, reach: self.reach.clone(), charge };
+            strand(self.span.len as u64, block);
         }
     }
 }
@@ -295,7 +292,7 @@ impl Backing {
     }
 
     pub(super) fn strand(&mut self) {
-        strand(StrandedMemory::Backing(self.take()));
+        strand(self.bytes(), self.take());
     }
 
     /// Moves everything out, for a later release.
@@ -323,58 +320,16 @@ impl Drop for Backing {
     }
 }
 
-/// Something whose release failed. Dropping it tries again, and strands it again on failure.
-#[derive(Debug)]
-pub(super) enum StrandedMemory {
-    Mapping(Mapping),
-    DriverBlock(DriverBlock),
-    Backing(Backing),
-}
+/// Backings that are no longer used and not yet released. Each with the process that retired it: a forked child has not inherited the memory.
+pub(super) static RETIRED: ForkSafe<Vec<(Process, Backing)>> =
+    ForkSafe::new(LockOrder::Retired, Vec::new());
+/// The bytes that it holds.
+pub(super) static RETIRED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-static STRANDED: ForkSafe<Vec<(u64, StrandedMemory)>> =
-    ForkSafe::new(LockOrder::Stranded, Vec::new());
-static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
-
-fn stranded() -> ForkSafeGuard<'static, Vec<(u64, StrandedMemory)>> {
-    STRANDED.lock()
-}
-
-pub(super) fn strand(memory: StrandedMemory) {
-    let bytes = match &memory {
-        StrandedMemory::Mapping(mapping) => mapping.span().len,
-        StrandedMemory::DriverBlock(block) => block.span.len,
-        StrandedMemory::Backing(backing) => backing.bytes() as usize,
-    } as u64;
-    STRANDED_BYTES.fetch_add(bytes, Ordering::Relaxed);
-    stranded().push((bytes, memory));
-}
-
-/// Returns the bytes of this process's regions that the driver or the kernel refused to release.
-/// They stay charged.
-///
-/// See [`Region`](super::Region) for an example.
-#[must_use]
-pub fn stranded_bytes() -> u64 {
-    STRANDED_BYTES.load(Ordering::Relaxed)
-}
-
-/// Tries again to release stranded memory, and returns the bytes that are still stranded.
-///
-/// Creating a region and every quiet point do this too. Blocks while devices are busy, if anything
-/// is stranded.
-///
-/// See [`Region`](super::Region) for an example.
-pub fn retry_stranded() -> u64 {
-    if stranded_bytes() == 0 {
-        return 0;
-    }
-    let waiting = mem::take(&mut *stranded());
-    for (bytes, memory) in waiting {
-        STRANDED_BYTES.fetch_sub(bytes, Ordering::Relaxed);
-        // Its `Drop` tries again, without the lock.
-        drop(memory);
-    }
-    stranded_bytes()
+/// Keeps the backing until a quiet point.
+pub(super) fn retire(backing: Backing) {
+    RETIRED_BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
+    RETIRED.lock().push((Process::current(), backing));
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@
 
 use super::{
     Host, RegionError, Shortfall, Step,
-    backing::{Backing, ForeignMemory},
+    backing::{Backing, ForeignMemory, retire},
     claims,
     make::{charge, registration_limit},
     report::{Cause, Unfit},
@@ -282,7 +282,7 @@ impl<T: Pinnable> InPlace<T> {
     pub fn retire(self) {
         let (mut backing, owner) = self.into_parts();
         backing.set_owner(owner);
-        super::retired::retire(backing);
+        retire(backing);
     }
 }
 

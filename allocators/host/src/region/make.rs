@@ -13,11 +13,14 @@ mod verify;
 pub(super) use populate::registration_limit;
 
 use super::{
-    Host, LARGEST, Pinning, Reach, Region, RegionRequest,
-    backing::{Backing, DriverBlock, retry_stranded},
+    Host, Pinning, Reach, Region, RegionRequest,
+    backing::{Backing, DriverBlock},
     mapping::Mapping,
-    report::{Cause, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step},
+    report::{
+        Cause, LARGEST, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step,
+    },
     retired::end_retired,
+    stranded::retry_stranded,
     window::GRANULE,
 };
 use crate::{
@@ -75,6 +78,17 @@ struct BuiltRegion {
     span: Span,
     pages: PageTier,
     placed_by: PlacedBy,
+}
+
+impl Region {
+    /// Creates a region. Blocks while its pages are populated and registered.
+    ///
+    /// # Errors
+    /// [`RegionError`] with the failed step and all attempts. Nothing is left behind, except memory
+    /// that the error reports as stranded.
+    pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
+        region(host, budget, request, &Sharing::Private)
+    }
 }
 
 pub(super) fn region(

@@ -3,8 +3,8 @@
 
 use super::{
     PageTier,
-    backing::{StrandedMemory, strand},
     stall_detector::{Pages, StallDetector},
+    stranded::strand,
     window,
 };
 use crate::kernel::{Advice, Kernel, Span};
@@ -163,14 +163,9 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         if self.release().is_err() {
             let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            strand(StrandedMemory::Mapping(Self {
-                span,
-                kernel,
-                file,
-                mapped: true,
-                fresh: false,
-                charge: self.charge.take(),
-            }));
+            let charge = self.charge.take();
+            let mapping = Self { span, kernel, file, mapped: true, fresh: false, charge };
+            strand(span.len as u64, mapping);
         }
     }
 }

@@ -8,6 +8,9 @@ use crate::{
 use aquifer_core::{DriverError, MemoryError, OutOfBudget, SystemError};
 use std::{error, fmt};
 
+/// More bytes than any machine can pin.
+pub(super) const LARGEST: usize = 1 << 41;
+
 /// The kind of pages of a region, in ascending order of quality.
 ///
 /// See [`RegionReport`] for an example.
@@ -295,7 +298,7 @@ impl RegionError {
 
     /// Creates the error for a request whose size computation overflows.
     pub(crate) fn too_large(bytes: usize) -> Self {
-        Self::new(Step::Request, Cause::Size { bytes, max: super::LARGEST })
+        Self::new(Step::Request, Cause::Size { bytes, max: LARGEST })
     }
 
     /// Creates the error for a region that was created but could not be kept.

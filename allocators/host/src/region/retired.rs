@@ -3,30 +3,16 @@
 //! Ending a registration makes the driver wait for the whole device, so it is deferred while a
 //! program is busy. Retired memory stays mapped, registered and charged until a quiet point.
 
-use super::backing::{Backing, retry_stranded, stranded_bytes};
-use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder, Process};
-use std::{
-    mem,
-    sync::atomic::{AtomicU64, Ordering},
+use super::{
+    backing::{Backing, RETIRED, RETIRED_BYTES},
+    stranded::{retry_stranded, stranded_bytes},
 };
-
-/// Each with the process that retired it: a forked child has not inherited the memory.
-static RETIRED: ForkSafe<Vec<(Process, Backing)>> = ForkSafe::new(LockOrder::Retired, Vec::new());
-static BYTES: AtomicU64 = AtomicU64::new(0);
-
-fn list() -> ForkSafeGuard<'static, Vec<(Process, Backing)>> {
-    RETIRED.lock()
-}
-
-pub(super) fn retire(backing: Backing) {
-    BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
-    list().push((Process::current(), backing));
-}
+use std::{mem, sync::atomic::Ordering};
 
 /// Returns the bytes that wait for [`end_retired`]. They stay charged.
 #[must_use]
 pub fn retired_bytes() -> u64 {
-    BYTES.load(Ordering::Relaxed)
+    RETIRED_BYTES.load(Ordering::Relaxed)
 }
 
 /// Releases retired and stranded memory, and returns the number of released bytes.
@@ -55,12 +41,13 @@ pub fn end_retired() -> u64 {
     if retired_bytes() == 0 {
         return retried;
     }
-    let waiting = mem::take(&mut *list());
+    let waiting = mem::take(&mut *RETIRED.lock());
     let (idle, busy): (Vec<_>, Vec<_>) = waiting
         .into_iter()
         .partition(|(process, backing)| process.is_current() && backing.is_idle());
-    list().extend(busy);
-    BYTES.fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
+    RETIRED.lock().extend(busy);
+    RETIRED_BYTES
+        .fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
     // Each is released, or stranded, without the lock.
     let end = |(_, backing): (_, Backing)| {
         let bytes = backing.bytes();

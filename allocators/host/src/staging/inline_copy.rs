@@ -19,8 +19,9 @@ use super::{
     permit::Permit,
     plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
     pump::queue_moves,
-    short_wait::{ShortWaits, synchronize, synchronize_or_abort},
+    short_wait::ShortWaits,
     stores::{self, Stores},
+    synchronize::{synchronize, synchronize_or_abort},
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};

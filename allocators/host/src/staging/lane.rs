@@ -7,8 +7,8 @@
 use super::{
     StageError,
     plan::Move,
-    short_wait::synchronize,
     submit::{Receipt, Submission},
+    synchronize::synchronize,
 };
 use crate::{PinnedBuf, PinnedPool, pool::IdleHolder};
 use aquifer_core::Result;

@@ -1,4 +1,4 @@
-//! Permits, which bound the number of transfers in flight.
+//! Permission to start a transfer.
 
 use super::{StageError, Stager, StagerCore};
 use aquifer_core::{MemoryError, panics::contain};
@@ -6,35 +6,10 @@ use std::{
     fmt,
     future::Future,
     pin::Pin,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll, Waker},
+    sync::{Arc, PoisonError},
+    task::{Context, Poll},
     time::Instant,
 };
-
-/// The permits of one stager.
-pub(super) struct Permits {
-    state: Mutex<State>,
-    /// Signalled when a permit is returned.
-    changed: Condvar,
-}
-
-struct State {
-    free: usize,
-    wakers: Vec<Waker>,
-}
-
-impl Permits {
-    pub(super) fn new(depth: usize) -> Self {
-        Self {
-            state: Mutex::new(State { free: depth, wakers: Vec::new() }),
-            changed: Condvar::new(),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// Permission to start one more transfer.
 ///

@@ -7,13 +7,12 @@
 //! does, so that no periodic pattern of the program can assign all longer transfers to one kind.
 #![expect(unsafe_code, reason = "lends the device a word of a slot")]
 
-use super::lane::Slot;
+use super::{lane::Slot, synchronize::SynchronizeFn};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::Timeline;
 use std::{
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
-    thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 /// How a thread waits for a transfer that it makes itself.
@@ -33,9 +32,6 @@ pub enum ShortWait {
 
 /// Number of waits that alternate for the measurement.
 const TRIALS: u32 = 128;
-
-/// Interval of the checks whether a capture has ended.
-const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 /// How a stager waits for short transfers.
 pub(super) struct ShortWaits {
@@ -71,7 +67,8 @@ impl ShortWaits {
         }
     }
 
-    /// Waits as `fallback` ([`synchronize`] or [`synchronize_or_abort`]) does, with the faster kind
+    /// Waits as `fallback` ([`synchronize`](super::synchronize::synchronize) or
+    /// [`synchronize_or_abort`](super::synchronize::synchronize_or_abort)) does, with the faster kind
     /// of wait. A wait by a word needs a slot that carries nothing.
     ///
     /// # Errors
@@ -97,41 +94,6 @@ impl ShortWaits {
             shortest.fetch_min(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         }
         Ok(())
-    }
-}
-
-/// A function that waits until no work that was queued on a stream runs any more.
-pub(super) type SynchronizeFn = fn(&Timeline) -> Result<()>;
-
-/// Waits until no work that was queued on a stream runs any more, with every method of the driver.
-/// For callers that can keep the memory of that work. Blocks, also while a capture is open on the
-/// stream, since no wait is possible before it ends.
-///
-/// # Errors
-/// As [`Timeline::settle`]. [`MemoryError::Capturing`] if a capture was seen and has ended: the
-/// queued work may have become part of it, and may never have run.
-pub(super) fn synchronize(timeline: &Timeline) -> Result<()> {
-    retry_after_captures(timeline, Timeline::settle)
-}
-
-/// Waits as [`synchronize`] does, for callers that cannot keep the memory: does not return while
-/// work may run. See [`Timeline::settle_or_abort`].
-///
-/// # Errors
-/// As [`synchronize`]. No work runs any more.
-pub(super) fn synchronize_or_abort(timeline: &Timeline) -> Result<()> {
-    retry_after_captures(timeline, Timeline::settle_or_abort)
-}
-
-fn retry_after_captures(timeline: &Timeline, synchronize: SynchronizeFn) -> Result<()> {
-    let mut seen = Ok(());
-    loop {
-        match synchronize(timeline) {
-            Ok(()) => return seen,
-            Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
-            refused => return refused,
-        }
-        thread::sleep(CAPTURE_PAUSE);
     }
 }
 

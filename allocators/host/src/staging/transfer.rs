@@ -15,8 +15,8 @@ use super::{
     lane::Lane,
     permit::Permit,
     plan::{Direction, TransferPlan},
-    short_wait::synchronize_or_abort,
     submit::Submissions,
+    synchronize::synchronize_or_abort,
 };
 use crate::workers::Job;
 use aquifer_core::panics::contain;

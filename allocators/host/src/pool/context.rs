@@ -1,0 +1,96 @@
+//! What a pool is opened with, and the holders of memory that it can take back.
+
+use super::{PinnedConfig, thread::InsidePool};
+use crate::region::{Cause, Host, RegionError};
+use aquifer_core::{
+    Budget,
+    budget::{HookRegistration, Reclaim},
+    error::Tried,
+    event::MemoryLocation,
+    scratch::{Bump, List, Scratch, list},
+};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    time::Instant,
+};
+
+/// A holder of idle blocks of a pool.
+pub(crate) trait IdleHolder: Send + Sync {
+    /// Returns the bytes of idle blocks. Must not block.
+    fn idle_bytes(&self) -> u64;
+
+    /// Frees idle blocks. Must not allocate from the pool. Returns their bytes.
+    fn release_idle(&self) -> u64;
+}
+
+/// A pool's registration with its budget.
+pub(super) struct BudgetRegistration {
+    pub(super) registration: HookRegistration,
+    /// Keeps the reclaimer alive.
+    pub(super) _reclaimer: Arc<dyn Reclaim>,
+}
+
+impl fmt::Debug for BudgetRegistration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.registration.fmt(f)
+    }
+}
+
+/// State that is fixed when the pool is made.
+#[derive(Debug)]
+pub(super) struct PoolContext {
+    pub(super) host: Host,
+    pub(super) budget: Budget,
+    pub(super) config: PinnedConfig,
+    /// Whether an observer is notified of the host's accesses to pinned memory.
+    pub(super) observed: bool,
+    pub(super) registration: OnceLock<BudgetRegistration>,
+    /// Holders of idle blocks that the pool can take back.
+    pub(super) idle_holders: Mutex<Vec<Weak<dyn IdleHolder>>>,
+    /// Scratch memory of reclaim passes.
+    pub(super) scratch: Scratch,
+}
+
+impl PoolContext {
+    pub(super) fn place(&self) -> MemoryLocation {
+        MemoryLocation::Host(self.config.node.map(|node| node.0))
+    }
+
+    /// Returns the idle holders. Their methods must be called outside the lock.
+    pub(super) fn idle_holders<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn IdleHolder>> {
+        // The list's memory must not come from this pool.
+        let _inside = InsidePool::enter();
+        let all = self.idle_holders.lock().unwrap_or_else(PoisonError::into_inner);
+        list(bump, all.iter().filter_map(Weak::upgrade))
+    }
+
+    /// Makes all idle holders free their idle blocks. Returns the bytes freed.
+    pub(super) fn reclaim_idle(&self) -> u64 {
+        self.idle_holders(&self.scratch.begin()).iter().map(|holder| holder.release_idle()).sum()
+    }
+
+    /// Retries `grow` while a budget refuses it and other pools below that budget give memory back.
+    pub(super) fn reclaim_from_others<T>(
+        &self,
+        refused: RegionError,
+        deadline: Instant,
+        tried: &mut Vec<Tried>,
+        mut grow: impl FnMut() -> Result<T, RegionError>,
+    ) -> Result<T, RegionError> {
+        let mut asking = self.budget.asking(self.registration.get().map(|held| &held.registration));
+        let mut error = refused;
+        while let Cause::Budget(refused) = &error.cause {
+            let Some(asked) = asking.for_charge(refused.requested, Some(deadline)) else { break };
+            match tried.iter_mut().find(|earlier| earlier.step == asked.step) {
+                Some(earlier) => earlier.gave += asked.gave,
+                None => tried.push(asked),
+            }
+            match grow() {
+                Ok(grown) => return Ok(grown),
+                Err(again) => error = again,
+            }
+        }
+        Err(error)
+    }
+}

@@ -1,0 +1,60 @@
+//! The error of workers.
+
+use crate::topology::NodeId;
+use aquifer_core::SystemError;
+use std::{error, fmt};
+
+/// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
+///
+/// See [`Workers`] for an example.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// The machine does not have the node, or `AQUIFER_NUMA=off` hides it.
+    UnknownNode {
+        /// The node.
+        node: NodeId,
+    },
+    /// The node has no CPUs, or the process may not run on them.
+    NoCpus {
+        /// The node.
+        node: NodeId,
+    },
+    /// A worker could not be bound to the node's CPUs, and runs anywhere.
+    Bind {
+        /// The node.
+        node: NodeId,
+        /// The cause.
+        error: SystemError,
+    },
+    /// No thread could be started.
+    Spawn {
+        /// The cause.
+        error: SystemError,
+    },
+    /// The workers are threads of the parent process.
+    Forked,
+}
+
+impl fmt::Display for WorkerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnknownNode { node } => write!(f, "there is no {node} here"),
+            Self::NoCpus { node } => write!(f, "the process may run on no CPU of {node}"),
+            Self::Bind { node, error } => {
+                write!(f, "a worker could not be bound to {node}: {error}")
+            }
+            Self::Spawn { error } => write!(f, "no worker could be started: {error}"),
+            Self::Forked => f.write_str("the workers are the parent process's"),
+        }
+    }
+}
+
+impl error::Error for WorkerError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Bind { error, .. } | Self::Spawn { error } => Some(error),
+            _ => None,
+        }
+    }
+}
