@@ -178,8 +178,8 @@ typedef struct aq_runtime_options {
                                    driver; 0: unlimited */
     uint64_t history;           /* number of recent events kept for aq_memory_snapshot, 64 bytes
                                    each, at most 2^24; 0: none. Adds up to 0.5 us to an
-                                   allocation and its free. Not together with AQUIFER_TRACE
-                                   (AQ_ERROR_BAD_SETTING) */
+                                   allocation and its free. With AQUIFER_TRACE, the trace gets
+                                   the same events */
 } aq_runtime_options;
 
 /* Creates a runtime: opens the driver, creates a context on each device (which takes the driver's

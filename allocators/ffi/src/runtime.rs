@@ -140,11 +140,6 @@ impl aq_runtime_options {
             );
             return Err(Failure::new(Status::BadArgument, text));
         }
-        if std::env::var_os("AQUIFER_TRACE").is_some_and(|path| !path.is_empty()) {
-            let text =
-                "options->history and AQUIFER_TRACE are both set, and events go to one of them";
-            return Err(Failure::new(Status::BadSetting, text));
-        }
         Ok(Some(Arc::new(RingSink::new(self.history as usize))))
     }
 

@@ -248,6 +248,53 @@ static void memory_snapshots(void) {
     CHECK(remove(path) == 0);
 }
 
+/* Whether the bytes are in the file. */
+static int is_in(const char *path, const void *bytes, size_t count) {
+    static unsigned char text[1 << 16];
+    FILE *file = fopen(path, "rb");
+    CHECK(file != NULL);
+    size_t length = fread(text, 1, sizeof text, file);
+    CHECK(length < sizeof text && fclose(file) == 0);
+    for (size_t at = 0; at + count <= length; at++) {
+        if (memcmp(text + at, bytes, count) == 0) return 1;
+    }
+    return 0;
+}
+
+/* That the row of an allocation or a free of a block of so many bytes is in the trace. */
+static int traced(const char *path, char op, int id, int bytes) {
+    char row[64];
+    int length = snprintf(row, sizeof row, ",%c,%d,%d,", op, id, bytes);
+    return is_in(path, row, (size_t)length);
+}
+
+static void history_and_trace_receive_the_same_events(void) {
+    char snapshot[] = "/tmp/aquifer-history-XXXXXX", trace[] = "/tmp/aquifer-trace-XXXXXX";
+    int first = mkstemp(snapshot), second = mkstemp(trace);
+    CHECK(first >= 0 && close(first) == 0 && second >= 0 && close(second) == 0);
+    aq_runtime_options options = simulated(2);
+    options.history = 64;
+    CHECK(setenv("AQUIFER_TRACE", trace, 1) == 0);
+    aq_runtime runtime = create(&options);
+    /* Freed, so that only the events of a snapshot have these sizes. */
+    const int bytes[] = {0x123457, 0x234567};
+    for (uint32_t device = 0; device < 2; device++) {
+        OK(aq_free(runtime, device, alloc(runtime, device, (uint64_t)bytes[device], NULL)));
+    }
+    for (uint32_t device = 0; device < 2; device++) {
+        OK(aq_memory_snapshot(runtime, device, snapshot));
+        const unsigned char pickled[] = {0x8a, 3, bytes[device] & 0xff, bytes[device] >> 8 & 0xff, bytes[device] >> 16};
+        CHECK(is_in(snapshot, pickled, sizeof pickled));
+        CHECK(told(snapshot, "free_completed") == 1);
+        int id = (int)device + 1;
+        CHECK(traced(trace, 'a', id, bytes[device]) && traced(trace, 'f', id, bytes[device]));
+    }
+    in_order(runtime, 2);
+    OK(aq_runtime_destroy(runtime));
+    CHECK(unsetenv("AQUIFER_TRACE") == 0);
+    CHECK(remove(snapshot) == 0 && remove(trace) == 0);
+}
+
 /* A device whose memory cannot be mapped in parts. */
 static void plain_devices(void) {
     aq_runtime_options options = simulated(1);
@@ -320,6 +367,7 @@ int main(void) {
     in_order(runtime, 2);
     OK(aq_runtime_destroy(runtime));
     memory_snapshots();
+    history_and_trace_receive_the_same_events();
     plain_devices();
     runtimes_that_are_over();
     puts("basics: as the header says");
