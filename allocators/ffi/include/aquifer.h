@@ -2,7 +2,7 @@
  * the two.
  *
  * This file documents the interface. It is C11 and C++17, and includes only <stddef.h> and
- * <stdint.h>.
+ * <stdint.h>. For C++17, aquifer.hpp adds owners, exceptions and allocators.
  *
  *     aq_runtime_options options = {0};          // aq_runtime_options options{} in C++
  *     options.size = sizeof options;

@@ -1,0 +1,192 @@
+// The memory resources of aquifer.hpp, by the names that libcu++ and RMM call, on a simulated device. The headers of libcu++ are
+// those of stand_in.
+#include "aquifer.hpp"
+#include "check.h"
+#include <type_traits>
+
+static_assert(AQUIFER_CUDA_MR == 1, "the stand-in is found");
+
+namespace {
+
+using aquifer::device_resource;
+using aquifer::pinned_resource;
+
+// What libcu++ from 3.1 on requires of a resource, and what versions before it required.
+template <class R, class = void>
+struct is_resource : std::false_type {};
+template <class R>
+struct is_resource<
+    R, std::enable_if_t<
+           std::is_same_v<void *, decltype(std::declval<R &>().allocate(std::declval<cuda::stream_ref>(), std::size_t{}, std::size_t{}))> &&
+           std::is_same_v<void *, decltype(std::declval<R &>().allocate_sync(std::size_t{}, std::size_t{}))> &&
+           noexcept(std::declval<R &>().deallocate(std::declval<cuda::stream_ref>(), std::declval<void *>(), std::size_t{}, std::size_t{})) &&
+           noexcept(std::declval<R &>().deallocate_sync(std::declval<void *>(), std::size_t{}, std::size_t{})) &&
+           std::is_same_v<bool, decltype(std::declval<const R &>() == std::declval<const R &>())> &&
+           std::is_same_v<bool, decltype(std::declval<const R &>() != std::declval<const R &>())>>> : std::true_type {};
+
+template <class R, class = void>
+struct is_async_resource : std::false_type {};
+template <class R>
+struct is_async_resource<
+    R, std::enable_if_t<
+           std::is_same_v<void *, decltype(std::declval<R &>().allocate_async(std::size_t{}, std::size_t{}, std::declval<cuda::stream_ref>()))> &&
+           std::is_same_v<void *, decltype(std::declval<R &>().allocate(std::size_t{}, std::size_t{}))> &&
+           noexcept(std::declval<R &>().deallocate_async(std::declval<void *>(), std::size_t{}, std::size_t{}, std::declval<cuda::stream_ref>())) &&
+           noexcept(std::declval<R &>().deallocate(std::declval<void *>(), std::size_t{}, std::size_t{}))>> : std::true_type {};
+
+template <class R, class Property, class = void>
+struct has_property : std::false_type {};
+template <class R, class Property>
+struct has_property<R, Property, std::void_t<decltype(get_property(std::declval<const R &>(), std::declval<Property>()))>> : std::true_type {};
+
+static_assert(is_resource<device_resource>::value && is_resource<pinned_resource>::value);
+static_assert(is_async_resource<device_resource>::value && is_async_resource<pinned_resource>::value);
+static_assert(has_property<device_resource, cuda::mr::device_accessible>::value);
+static_assert(!has_property<device_resource, cuda::mr::host_accessible>::value);
+static_assert(has_property<pinned_resource, cuda::mr::device_accessible>::value);
+static_assert(has_property<pinned_resource, cuda::mr::host_accessible>::value);
+static_assert(std::is_same_v<device_resource::default_queries, cuda::mr::properties_list<cuda::mr::device_accessible>>);
+// A type-erased owner of libcu++ copies and moves them.
+static_assert(std::is_copy_constructible_v<device_resource> && std::is_nothrow_move_constructible_v<device_resource>);
+static_assert(std::is_copy_constructible_v<pinned_resource> && std::is_nothrow_move_constructible_v<pinned_resource>);
+
+constexpr std::size_t MIB = 1u << 20;
+
+cuda::stream_ref ref(const aquifer::sim_stream &stream) { return static_cast<cudaStream_t>(stream.get()); }
+
+void touch(aquifer::runtime_view rt, void *stream, void *memory, std::uint32_t access = AQ_WRITE) {
+    OK(aq_sim_touch(rt.get(), 0, stream, reinterpret_cast<std::uintptr_t>(memory), MIB, access));
+}
+
+/* A device whose queued work runs late, with so little memory that blocks get what others had. */
+aquifer::runtime late(std::uint64_t seed) {
+    aq_runtime_options options = simulated(1);
+    options.sim_seed = seed;
+    options.device_limit = 2 * MIB;
+    return aquifer::runtime(options);
+}
+
+void a_block_is_reused_after_the_work_of_the_stream_that_deallocates_it() {
+    const aquifer::runtime rt = late(7);
+    device_resource memory(rt, 0);
+    {
+        const aquifer::sim_stream a(rt, 0), b(rt, 0);
+        for (int n = 0; n < 50; n++) {
+            void *block = memory.allocate(ref(a), MIB, 256);
+            touch(rt, a.get(), block);
+            b.wait(a.get());
+            touch(rt, b.get(), block, AQ_READ);
+            memory.deallocate(ref(b), block, MIB, 256);
+            block = memory.allocate_async(MIB, 256, ref(a));
+            touch(rt, a.get(), block);
+            memory.deallocate_async(block, MIB, 256, ref(a));
+        }
+        a.synchronize();
+        b.synchronize();
+    }
+    in_order(rt.get(), 1);
+}
+
+void synchronous_memory_is_usable_on_any_stream_at_once() {
+    for (std::uint64_t seed = 1; seed < 20; seed++) {
+        const aquifer::runtime rt = late(seed);
+        device_resource memory(rt, 0);
+        const aquifer::sim_stream a(rt, 0), b(rt, 0);
+        for (int n = 0; n < 10; n++) {
+            void *blocks[] = {memory.allocate(ref(a), MIB), memory.allocate(ref(a), MIB)};
+            for (void *block : blocks) touch(rt, a.get(), block);
+            for (void *block : blocks) memory.deallocate(ref(a), block, MIB);
+            void *ready = n % 2 == 0 ? memory.allocate_sync(MIB) : memory.allocate(MIB);
+            touch(rt, b.get(), ready);
+            b.synchronize();
+            memory.deallocate_sync(ready, MIB);
+        }
+        in_order(rt.get(), 1);
+    }
+}
+
+void sizes_alignments_and_errors() {
+    const aquifer::runtime rt(simulated(2)), other(simulated(1));
+    device_resource memory(rt, 0);
+    CHECK(memory == device_resource(rt, 0));
+    CHECK(memory != device_resource(rt, 1) && memory != device_resource(other, 0));
+    CHECK(memory.runtime() == rt && memory.device() == 0);
+    const aquifer::sim_stream stream(rt, 0);
+    CHECK(memory.allocate(ref(stream), 0) == nullptr && memory.allocate_sync(0) == nullptr);
+    memory.deallocate(ref(stream), nullptr, 0);
+    memory.deallocate_sync(nullptr, 0);
+    void *aligned = memory.allocate(ref(stream), 100, MIB);
+    CHECK(reinterpret_cast<std::uintptr_t>(aligned) % MIB == 0);
+    memory.deallocate(ref(stream), aligned, 100, MIB);
+    for (std::size_t align : {std::size_t{0}, std::size_t{3}, std::size_t{4} << 20}) {
+        try {
+            memory.allocate(ref(stream), 100, align);
+            CHECK(!"an alignment that is none");
+        } catch (const aquifer::call_error &error) {
+            CHECK(error.status() == AQ_ERROR_BAD_ALIGNMENT);
+        }
+    }
+    try {
+        memory.allocate(ref(stream), std::size_t{1} << 40);
+        CHECK(!"more than there is");
+    } catch (const std::bad_alloc &error) {
+        CHECK(strstr(error.what(), "device 0") != nullptr);
+    }
+    in_order(rt.get(), 2);
+}
+
+int dropped = 0;
+
+void a_destroyed_runtime_takes_its_blocks_back() {
+    aquifer::runtime rt(simulated(1));
+    device_resource memory(rt, 0);
+    pinned_resource pinned(rt, 0);
+    aquifer::sim_stream stream(rt, 0);
+    void *one = memory.allocate(ref(stream), MIB), *two = memory.allocate_sync(MIB);
+    void *three = pinned.allocate_sync(MIB, 64);
+    rt.reset();
+    CHECK(!rt);
+    aquifer::set_drop_error_handler([](const char *, aq_status, const char *) noexcept { dropped++; });
+    memory.deallocate(ref(stream), one, MIB);
+    memory.deallocate_sync(two, MIB);
+    pinned.deallocate(ref(stream), three, MIB, 64);
+    CHECK(dropped == 0);
+    memory.deallocate_sync(two, MIB);
+    CHECK(dropped == 1);
+    aquifer::set_drop_error_handler(nullptr);
+    try {
+        memory.allocate(ref(stream), MIB);
+        CHECK(!"memory of a runtime that is over");
+    } catch (const aquifer::error &error) {
+        CHECK(error.status() == AQ_ERROR_CLOSED);
+    }
+}
+
+void pinned_memory_for_both_sides() {
+    const aquifer::runtime rt(simulated(1));
+    pinned_resource memory(rt, 0);
+    CHECK(memory == pinned_resource(rt, 0) && memory.runtime() == rt && memory.device() == 0);
+    const aquifer::sim_stream stream(rt, 0);
+    void *first = memory.allocate(ref(stream), MIB, 64), *second = memory.allocate_sync(MIB, 4096);
+    CHECK(reinterpret_cast<std::uintptr_t>(second) % 4096 == 0);
+    CHECK(memory.allocate_sync(0, 64) == nullptr);
+    memset(first, 1, MIB);
+    memset(second, 2, MIB);
+    CHECK(rt.pinned_stats(0).blocks == 2);
+    memory.deallocate(ref(stream), first, MIB, 64);
+    memory.deallocate(ref(stream), nullptr, 0, 64);
+    memory.deallocate_sync(second, MIB, 4096);
+    CHECK(rt.pinned_stats(0).blocks == 0);
+}
+
+}  // namespace
+
+int main() {
+    a_block_is_reused_after_the_work_of_the_stream_that_deallocates_it();
+    synchronous_memory_is_usable_on_any_stream_at_once();
+    sizes_alignments_and_errors();
+    a_destroyed_runtime_takes_its_blocks_back();
+    pinned_memory_for_both_sides();
+    puts("resources: as libcu++ calls them");
+    return 0;
+}
