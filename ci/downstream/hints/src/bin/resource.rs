@@ -1,0 +1,9 @@
+//~ is no source of device memory
+//~ memory of your own is a `SourcePool` over a `RangeSource`
+use aquifer::Resource;
+
+pub fn serve(_: impl Resource) {}
+
+fn main() {
+    serve(String::new());
+}
