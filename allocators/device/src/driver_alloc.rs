@@ -22,10 +22,11 @@ use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
     budget::HookRegistration,
 };
-use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
+use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     fmt,
+    mem::ManuallyDrop,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
@@ -89,7 +90,7 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
 
 /// A driver-backed allocator: a source with its statistics.
 pub(crate) struct DriverAllocator<S: DriverSource> {
-    pub(crate) source: S,
+    pub(crate) source: Arc<S>,
     driver: Arc<dyn Driver>,
     streams: StreamPool,
     observed: bool,
@@ -121,7 +122,7 @@ struct State {
 
 impl<S: DriverSource> DriverAllocator<S> {
     pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
-        let observed = driver.observer().is_some();
+        let (observed, source) = (driver.observer().is_some(), Arc::new(source));
         let state = Mutex::default();
         let generations = AtomicU64::new(1);
         Arc::new_cyclic(|weak_self| Self {
@@ -143,6 +144,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         self.streams.device()
     }
 
+    #[track_caller]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
         check_stream_device(&*self.driver, self.device(), stream.timeline())?;
@@ -150,6 +152,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         if request.alignment() > self.source.alignment() {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
+        let _site = site::enter();
         self.retry_deferred();
         let allocated = self.allocate_with_reclaim(stream, request.size());
         let (address, charge) = match allocated {
@@ -207,15 +210,20 @@ impl<S: DriverSource> DriverAllocator<S> {
     fn explain_refusal(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let device = self.device();
         let mut full = OutOfMemory::new(device.to_string(), bytes);
+        // The bytes that the source would have charged, which may be more than the block's.
+        let mut missing = bytes;
         match error {
-            MemoryError::OutOfBudget(refused) => full.refused = Some(refused),
+            MemoryError::OutOfBudget(refused) => {
+                missing = refused.requested;
+                full.refused = Some(refused);
+            }
             MemoryError::Driver(refused) if refused.is_out_of_memory() => {
                 full.driver = Some(refused);
             }
             other => return other,
         }
         if let (Some(_), Some((budget, _))) = (full.refused, self.source.budget()) {
-            full.raise = budget.raises(bytes, 0);
+            full.raise = budget.raises(missing, 0);
         }
         full.capacity = self.driver.device_info(device).map_or(0, |info| info.memory);
         let stats = self.stats();
@@ -367,14 +375,30 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
     }
 }
 
+/// Leaves a block to the device, charged for good.
+fn keep_charged(block: DeferredFree) {
+    let _still_charged = ManuallyDrop::new(block.until_free);
+}
+
 impl<S: DriverSource> Drop for DriverAllocator<S> {
     fn drop(&mut self) {
         self.retry_deferred();
         // Blocks left here have open uses that cannot end any more, or the driver refused them.
-        // They stay charged, since the device still holds them.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for block in state.deferred.drain(..) {
-            let _still_charged = std::mem::ManuallyDrop::new(block.until_free);
+            if block.uses.is_open() {
+                keep_charged(block);
+                continue;
+            }
+            let (source, mut left) = (self.source.clone(), Some(block));
+            leftovers::keep(&self.driver, move || {
+                match left.as_ref().map_or(Ok(()), |block| source.deallocate(block)) {
+                    Err(MemoryError::Driver(refused)) => return Err(refused),
+                    Ok(()) => drop(left.take()),
+                    Err(_) => left.take().into_iter().for_each(keep_charged),
+                }
+                Ok(())
+            });
         }
     }
 }

@@ -14,16 +14,19 @@ use aquifer_core::{
 use aquifer_driver::{Driver, PoolHandle};
 use aquifer_stream::{Stream, StreamPool};
 use std::{
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 /// Memory from a pool of the driver, some 0.3 µs a call on one thread.
 ///
-/// The pool keeps freed memory, and holds at most what its budget had left when it was created. The
-/// memory that it reserves is charged after each allocation, since only the driver can determine
-/// the amount. If there is no room, it reclaims from others under the same budget what they can
-/// release without waiting. It releases its unused memory for them too.
+/// The pool keeps freed memory. The memory that it reserves is charged after each allocation, since
+/// only the driver can determine the amount. If there is no room, the allocation is returned to the
+/// driver before it has been used, and the pool reclaims from others under the same budget what they
+/// can release without waiting. It releases its unused memory for them too.
 ///
 /// ```
 /// use aquifer_core::{Budget, Opaque};
@@ -50,6 +53,8 @@ struct StreamOrderedSource {
     budget: Budget,
     /// The charge for what the pool has reserved.
     charged: Mutex<Option<Charge>>,
+    /// Whether a refused allocation has left memory reserved that is not charged.
+    uncharged: AtomicBool,
     registration: OnceLock<HookRegistration>,
 }
 
@@ -66,17 +71,15 @@ impl StreamOrdered {
                 feature: "stream-ordered pools (cuMemPoolCreate)",
             });
         }
-        let most = budget.remaining();
-        let total = driver.memory_info(device).map_err(driver_error)?.total;
-        let pool = driver
-            .pool_create(device, if most < total { most } else { 0 })
-            .map_err(driver_error)?;
+        // A maximum could not follow the budget's limit: the driver fixes it here.
+        let pool = driver.pool_create(device, 0).map_err(driver_error)?;
         let charged = Mutex::new(None);
         let source = StreamOrderedSource {
             driver: driver.clone(),
             pool,
             budget,
             charged,
+            uncharged: AtomicBool::new(false),
             registration: OnceLock::new(),
         };
         let allocator = DriverAllocator::new(source, driver, streams);
@@ -113,7 +116,14 @@ impl StreamOrderedSource {
         } else if let Some(charge) = charged.as_mut() {
             drop(charge.split(now - reserved));
         }
+        self.uncharged.store(false, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Releases unused memory and charges the rest.
+    fn trim_and_charge(&self, keep: u64) -> Result<()> {
+        self.driver.pool_trim(self.pool, keep).map_err(|e| self.driver_error(e))?;
+        self.charge_reserved()
     }
 }
 
@@ -129,6 +139,11 @@ impl StreamOrdered {
 
 impl DriverSource for StreamOrderedSource {
     fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+        // A refused allocation is released when its stream reaches the free. Until then the pool
+        // takes no more, so that it exceeds its budget by one allocation at most.
+        if self.uncharged.load(Ordering::Relaxed) {
+            self.trim_and_charge(0)?;
+        }
         let address = self
             .driver
             .pool_alloc(self.pool, stream.raw(), bytes)
@@ -136,8 +151,8 @@ impl DriverSource for StreamOrderedSource {
         if let Err(error) = self.charge_reserved() {
             // SAFETY: 1. `pool_alloc` has just returned it. 2. it has not been used.
             let _ = unsafe { self.driver.pool_free(stream.raw(), address) };
-            let _ = self.driver.pool_trim(self.pool, 0);
-            let _ = self.charge_reserved();
+            self.uncharged.store(true, Ordering::Relaxed);
+            let _ = self.trim_and_charge(0);
             return Err(error);
         }
         Ok((address, None))
@@ -165,8 +180,7 @@ impl DriverSource for StreamOrderedSource {
 
     fn trim(&self, keep: u64) -> Result<u64> {
         let before = self.reserved().unwrap_or(0);
-        self.driver.pool_trim(self.pool, keep).map_err(|e| self.driver_error(e))?;
-        self.charge_reserved()?;
+        self.trim_and_charge(keep)?;
         Ok(before.saturating_sub(self.reserved().unwrap_or(0)))
     }
 }

@@ -4,6 +4,7 @@ mod adopted;
 mod advice;
 mod bounded;
 mod debugging;
+mod driver_backed;
 mod foreign;
 mod giving_way;
 mod gone;

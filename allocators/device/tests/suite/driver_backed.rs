@@ -1,0 +1,99 @@
+//! Tests of resources whose blocks come from the driver's own allocators.
+
+use crate::{advice::limits, support::MIB};
+use aquifer_core::{Budget, DeviceId, MemoryError, Opaque};
+use aquifer_device::{Direct, Request, Resource, StreamOrdered};
+use aquifer_driver::{
+    Access, Call, Operand, leftovers,
+    sim::{Sim, SimKernel},
+};
+use aquifer_stream::StreamPool;
+
+fn open(sim: &Sim, limit: u64) -> (StreamPool, Budget, StreamOrdered) {
+    let (streams, budget) =
+        (StreamPool::new(sim.driver(), DeviceId(0), 4), Budget::new("ordered", limit));
+    let pool = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap();
+    (streams, budget, pool)
+}
+
+#[test]
+fn a_stream_ordered_pool_serves_what_a_raised_limit_admits() {
+    let sim = Sim::h200(1);
+    let (streams, budget, pool) = open(&sim, 8 * MIB);
+    let s = streams.lease().unwrap();
+    let held = pool.allocate(&s, Request::bytes(5 * MIB)).unwrap();
+    for asked in [5 * MIB, 11 * MIB + 1] {
+        let Err(MemoryError::OutOfMemory(refused)) = pool.allocate(&s, Request::bytes(asked))
+        else {
+            panic!("{asked} bytes are served under {} bytes", budget.limit());
+        };
+        let raise = limits(&refused.remedy());
+        assert!(budget.used() <= budget.limit());
+        budget.set_limit(raise.to);
+        drop(pool.allocate(&s, Request::bytes(asked)).unwrap());
+        pool.trim(0).unwrap();
+    }
+    drop((held, pool));
+    assert_eq!(budget.used(), 0);
+    assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+}
+
+/// The driver releases a refused allocation only when its stream reaches the free.
+#[test]
+fn refused_requests_on_a_busy_stream_reserve_one_allocation_beyond_the_budget_at_most() {
+    let sim = Sim::h200(1).stepped();
+    let (streams, budget, pool) = open(&sim, 8 * MIB);
+    let s = streams.lease().unwrap();
+    let block = pool.allocate(&s, Request::bytes(4 * MIB)).unwrap();
+    sim.launch(s.raw(), SimKernel::new("busy").writes(block.range(), None)).unwrap();
+    for asked in [8, 16, 32, 64] {
+        assert!(pool.allocate(&s, Request::bytes(asked * MIB)).is_err());
+        assert!(pool.stats().physical <= 12 * MIB, "{}", pool.stats().physical);
+    }
+    s.synchronize().unwrap();
+    drop(pool.allocate(&s, Request::bytes(4 * MIB)).unwrap());
+    assert_eq!(budget.used(), 8 * MIB);
+}
+
+#[test]
+fn memory_that_the_driver_refuses_to_free_at_the_end_is_freed_by_a_sweep() {
+    for ordered in [false, true] {
+        let sim = Sim::h200(1);
+        let streams = StreamPool::new(sim.driver(), DeviceId(0), 4);
+        let budget = Budget::new("the device", 64 * MIB);
+        let (call, resource): (_, Box<dyn Resource>) = if ordered {
+            let pool = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone());
+            (Call::PoolFree, Box::new(pool.unwrap()))
+        } else {
+            let direct = Direct::new(sim.driver(), streams.clone(), Some(budget.clone()));
+            (Call::MemFree, Box::new(direct))
+        };
+        let s = streams.lease().unwrap();
+        let block = resource.allocate(&s, Request::bytes(MIB)).unwrap();
+        // At the drop of the block, and at the end of its allocator.
+        sim.fail(call, 1, 999);
+        sim.fail(call, 2, 999);
+        drop(resource);
+        drop(block);
+        assert_eq!(leftovers::count(&sim.driver()), 1);
+        assert!(budget.used() > 0 && !sim.outstanding().is_empty());
+        leftovers::sweep(&sim.driver()).unwrap();
+        assert_eq!(budget.used(), 0);
+        drop((s, streams));
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    }
+}
+
+#[test]
+fn allocations_are_attributed_to_the_callers_line() {
+    let sim = Sim::h200(1);
+    let (streams, _, pool) = open(&sim, 64 * MIB);
+    let s = streams.lease().unwrap();
+    let (block, line) = (pool.allocate(&s, Request::bytes(MIB)).unwrap(), line!());
+    let other = sim.driver().stream_create(DeviceId(0), 0).unwrap();
+    sim.access(other, block.range(), Access::Write, None).unwrap();
+    let found = sim.take_violations();
+    let earlier = found[0].earlier.unwrap();
+    assert_eq!((earlier.site.file(), earlier.site.line()), (file!(), line), "{}", found[0]);
+}
