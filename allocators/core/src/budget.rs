@@ -25,7 +25,7 @@
 //! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `admission` | charging and releasing |
-//! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
+//! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`], [`StrandedCount`] |
 //! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
 //! | `wait` | [`Waiting`]: the scan of the wait queue |
 //! | `lease` | [`BudgetLease`]: prepaid bytes |
@@ -83,7 +83,7 @@ mod spin_lock;
 mod tree;
 mod wait;
 
-pub use charge::{Charge, Reservation, StrandedCharge};
+pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
 pub use holding::Holding;
 pub use lease::{BudgetLease, Leased};
 pub use level::{Level, LevelChange, Levels};

@@ -606,9 +606,16 @@ impl Drop for DedicatedPool {
             let _ = span.wait(None).and_then(|_| span.synchronize_if_required());
             // A later sweep retries what the driver refuses. Memory with open uses stays mapped and
             // charged.
-            leftovers::release(&self.driver, move || match span.reap() {
-                (_, Err(MemoryError::Driver(refused))) => Err(refused),
-                _ => Ok(()),
+            let mut stranded = Vec::new();
+            leftovers::release(&self.driver, move || {
+                stranded.clear();
+                match span.reap() {
+                    (_, Err(MemoryError::Driver(refused))) => {
+                        stranded = span.count_stranded();
+                        Err(refused)
+                    }
+                    _ => Ok(()),
+                }
             });
         }
     }

@@ -26,7 +26,7 @@ use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site}
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     fmt,
-    mem::ManuallyDrop,
+    mem::{ManuallyDrop, forget},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
@@ -390,12 +390,16 @@ impl<S: DriverSource> Drop for DriverAllocator<S> {
                 keep_charged(block);
                 continue;
             }
-            let (source, mut left) = (self.source.clone(), Some(block));
+            let stranded = self.source.budget().map(|(b, _)| b.count_stranded(block.bytes));
+            let (source, mut left) = (self.source.clone(), Some((block, stranded)));
             leftovers::keep(&self.driver, move || {
-                match left.as_ref().map_or(Ok(()), |block| source.deallocate(block)) {
+                match left.as_ref().map_or(Ok(()), |(block, _)| source.deallocate(block)) {
                     Err(MemoryError::Driver(refused)) => return Err(refused),
                     Ok(()) => drop(left.take()),
-                    Err(_) => left.take().into_iter().for_each(keep_charged),
+                    Err(_) => left.take().into_iter().for_each(|(block, stranded)| {
+                        keep_charged(block);
+                        forget(stranded);
+                    }),
                 }
                 Ok(())
             });

@@ -162,6 +162,42 @@ impl Reservation {
     }
 }
 
+/// Bytes that are counted as stranded until this is dropped, see [`Budget::count_stranded`].
+#[must_use = "the bytes are counted until this is dropped"]
+#[derive(Debug)]
+pub struct StrandedCount {
+    budget: Budget,
+    bytes: u64,
+}
+
+impl Budget {
+    /// Counts `bytes` as stranded here and in every ancestor until the returned value is dropped,
+    /// or for good if it is forgotten. It is for memory whose charges belong to other values, which
+    /// cannot be freed: it stays charged by those values. Compare [`Charge::strand`]. Never waits
+    /// for the driver.
+    ///
+    /// ```
+    /// use aquifer_core::Budget;
+    /// let budget = Budget::new("device 0", 100);
+    /// let charge = budget.charge(60)?;                          // for a range that stays mapped
+    /// let count = budget.count_stranded(charge.bytes());
+    /// assert_eq!((budget.used(), budget.stranded()), (60, 60));
+    /// drop((count, charge));                                    // it has been unmapped
+    /// assert_eq!((budget.used(), budget.stranded()), (0, 0));
+    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// ```
+    pub fn count_stranded(&self, bytes: u64) -> StrandedCount {
+        self.node.strand(bytes);
+        StrandedCount { budget: self.clone(), bytes }
+    }
+}
+
+impl Drop for StrandedCount {
+    fn drop(&mut self) {
+        self.budget.node.unstrand(self.bytes);
+    }
+}
+
 /// A charge for a resource that could not be freed. Its bytes stay charged, even when this is
 /// dropped, since the memory is still allocated.
 ///

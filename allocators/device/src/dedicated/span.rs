@@ -9,7 +9,9 @@ use crate::{
     },
     physical::handle::{Handle, HeldBytes},
 };
-use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result, event::BlockKind};
+use aquifer_core::{
+    Charge, DeviceId, DriverError, MemoryError, Result, budget::StrandedCount, event::BlockKind,
+};
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Noted, Timeline};
 use std::{
@@ -225,6 +227,13 @@ impl Span {
     /// Returns the bytes that are mapped and charged.
     pub(crate) fn charged_bytes(&self) -> u64 {
         self.state().mapped.values().map(|memory| memory.charged(self.slot)).sum()
+    }
+
+    /// Counts all memory of the span as stranded until the returned values are dropped.
+    pub(super) fn count_stranded(&self) -> Vec<StrandedCount> {
+        let state = self.state();
+        let retiring = state.retiring.iter().flat_map(|r| r.slots.iter().map(|(_, memory)| memory));
+        state.mapped.values().chain(retiring).filter_map(SpanMemory::count_stranded).collect()
     }
 
     /// Returns the bytes that the owner has freed and that are still charged.
@@ -536,6 +545,13 @@ impl SpanMemory {
         match self {
             Self::Handle(handle) => handle.bytes(),
             Self::Allocation { .. } => slot,
+        }
+    }
+
+    fn count_stranded(&self) -> Option<StrandedCount> {
+        match self {
+            Self::Handle(handle) => handle.count_stranded(),
+            Self::Allocation { charge, .. } => Some(charge.budget().count_stranded(charge.bytes())),
         }
     }
 

@@ -2,7 +2,8 @@
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation, budget::StrandedCharge,
+    Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation,
+    budget::{StrandedCharge, StrandedCount},
 };
 use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, leftovers};
 use std::{
@@ -228,6 +229,12 @@ impl Handle {
                 charge
             }
         }
+    }
+
+    /// Counts the handle as stranded until the returned value is dropped. Returns `None` for memory
+    /// that is not charged here.
+    pub(crate) fn count_stranded(&self) -> Option<StrandedCount> {
+        self.charge.as_ref().map(|charge| charge.budget().count_stranded(charge.bytes()))
     }
 
     /// Keeps a handle whose release the driver has refused. It stays charged, as stranded, until a

@@ -280,6 +280,10 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
                 "{call:?}: {}",
                 sim.outstanding()
             );
+            if matches!(call, Call::HandleRelease | Call::Unmap | Call::MemFree) && left {
+                assert!(budget.used() > 0, "{call:?}");
+                assert_eq!(budget.stranded(), budget.used(), "{call:?}");
+            }
             sim.clear_failures();
             // Freeing one may free memory that another lies in.
             while leftovers::count(&sim.driver()) > 0 {

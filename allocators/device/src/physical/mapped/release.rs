@@ -12,15 +12,17 @@ use crate::{
 };
 use aquifer_core::{
     DriverError, Result,
+    budget::StrandedCount,
     scratch::{List, list},
 };
 use aquifer_driver::leftovers;
 use aquifer_heap::Range;
 use std::{
     cmp::Reverse,
+    collections::BTreeMap,
     iter,
     mem::ManuallyDrop,
-    sync::{PoisonError, atomic::Ordering},
+    sync::{Arc, PoisonError, atomic::Ordering},
 };
 
 impl Mapped {
@@ -149,6 +151,12 @@ fn is_gone(unmapped: Result<(), DriverError>) -> bool {
     unmapped.map_or_else(|error| error.is_device_lost(), |()| true)
 }
 
+/// Counts the handles of `mappings` as stranded, each of them once.
+fn count_stranded<'a>(mappings: impl Iterator<Item = &'a Mapping>) -> Vec<StrandedCount> {
+    let handles: BTreeMap<_, _> = mappings.map(|m| (Arc::as_ptr(&m.handle), &m.handle)).collect();
+    handles.values().filter_map(|handle| handle.count_stranded()).collect()
+}
+
 impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -189,10 +197,12 @@ impl Drop for Mapped {
         }
         let (driver, device, base, bytes) =
             (self.driver.clone(), self.device, self.base, self.bytes);
+        let mut stranded = Vec::new();
         // Ranges that the driver refuses to unmap are still mapped. Their handles stay, and stay
-        // charged, until a later sweep.
+        // charged, as stranded, until a later sweep.
         leftovers::release(&self.driver, move || {
             let mut refused = None;
+            stranded.clear();
             left.retain(|(address, bytes, _)| {
                 // SAFETY: 1. every cache has been retired and its stream waited for, and so has the
                 // work that zombies wait for.
@@ -201,6 +211,7 @@ impl Drop for Mapped {
                 refused = refused.or(unmapped.err().filter(|_| !gone));
                 !gone
             });
+            stranded.extend(count_stranded(left.iter().flat_map(|(.., mappings)| mappings)));
             match refused {
                 Some(refused) => Err(refused),
                 None if for_good => Ok(()),
