@@ -28,7 +28,7 @@ use crate::{
         handle::{Funds, HandleError},
         options::{PlaceOptions, PlaceOutcome, Readiness},
     },
-    pool_core::{PoolCore, counters::count},
+    pool_core::{PoolCore, counters::count, fences::FenceScope},
     reclaim::Reclaimers,
     sharing_policy::GrowthOrder,
     stream_cache::{BlockToken, StreamCache},
@@ -253,7 +253,7 @@ impl PoolCore {
         {
             return Ok(Some(block));
         }
-        let mut collected = self.poll_fences(&pass, &caches)?;
+        let mut collected = self.poll_fences(&pass, &caches, FenceScope::Free)?;
         let (inherited, own_moves) = self.share_abandoned(&pass, &caches, cache);
         collected += inherited;
         progress.own_moves += own_moves;
@@ -327,7 +327,7 @@ impl PoolCore {
         let gone = self.retry_releases() + self.dedicated.reap()? + self.release_free()?;
         // Blocks that earlier steps have collected are free, but their work is not yet known to be
         // done.
-        self.poll_fences(&pass, &caches)?;
+        self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
         let wanted = self.physical.backing_bytes(request);
         let idle = self.physical.idle(&caches);
         let short = Funds { budget: &self.budget, reserved: progress.reserved }.shortfall(wanted);
@@ -354,7 +354,7 @@ impl PoolCore {
         let Some(refused) = self.budget.refusal(wanted) else { return Ok(false) };
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
-        self.poll_fences(&pass, &caches)?;
+        self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
         let short = refused.missing();
         if self.physical.idle(&caches) < short {
             return Ok(false);

@@ -72,8 +72,8 @@ pub(crate) struct CacheState {
     /// Calls of [`StreamCache::collect_throttled`] still to be skipped.
     skip_collects: usize,
     pub(crate) usage: CacheUsage,
-    /// The epoch of the last free, including frees of pending blocks. It must be fenced before
-    /// other streams can take free memory from this cache.
+    /// The epoch of the last free. It must be fenced before other streams can take free memory from
+    /// this cache.
     pub(crate) last_free: u64,
     /// The current binding; `None` while the cache is idle.
     binding: Option<Binding>,
@@ -333,6 +333,11 @@ impl CacheState {
         let found = self.allocate(request)?;
         self.last = Some(BlockToken::new(cache, &found, request));
         Some(())
+    }
+
+    /// Returns the epoch of the last free, pending blocks included.
+    pub(crate) fn last_freed_epoch(&self) -> u64 {
+        self.pending.iter().map(|entry| entry.epoch).fold(self.last_free, u64::max)
     }
 
     /// Returns the last freed block to the heap and the counters, if it is free.

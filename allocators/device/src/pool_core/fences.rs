@@ -15,6 +15,16 @@ use std::{
     time::Instant,
 };
 
+/// Which freed memory of a cache is fenced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FenceScope {
+    /// Free memory.
+    Free,
+    /// Free memory, and blocks that are pending: once their uses on other streams are over, they
+    /// are proved to be idle at once. For steps that release idle memory.
+    FreeAndPending,
+}
+
 /// Which of the streams that cannot be fenced are waited for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WaitScope {
@@ -55,7 +65,12 @@ impl PoolCore {
 
     /// Records an event behind every stream that has freed since its last event, polls the events,
     /// and collects blocks whose uses are over. Returns the bytes of these blocks. Never blocks.
-    pub(crate) fn poll_fences(&self, bump: &Bump, caches: &[&'static StreamCache]) -> Result<u64> {
+    pub(crate) fn poll_fences(
+        &self,
+        bump: &Bump,
+        caches: &[&'static StreamCache],
+        scope: FenceScope,
+    ) -> Result<u64> {
         let mut held = List::with_capacity_in(caches.len(), bump);
         // All fences come before the first poll, since a device needs a moment to complete the
         // event of an idle stream.
@@ -71,7 +86,11 @@ impl PoolCore {
             let (timeline, last_free, users) = cache.with(|s| {
                 held.push(s.footprint());
                 let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
-                (s.timeline().cloned(), s.last_free, users)
+                let last = match scope {
+                    FenceScope::Free => s.last_free,
+                    FenceScope::FreeAndPending => s.last_freed_epoch(),
+                };
+                (s.timeline().cloned(), last, users)
             });
             let Some(timeline) = timeline else { continue };
             fence(timeline, last_free)?;
@@ -155,7 +174,7 @@ impl PoolCore {
         let mut waited = false;
         for &cache in caches {
             let work = cache.with(|s| {
-                let own = s.timeline().map(|timeline| (timeline.clone(), s.last_free));
+                let own = s.timeline().map(|t| (t.clone(), s.last_freed_epoch()));
                 list(bump, own.into_iter().chain(s.pending.iter().flat_map(|p| p.uses.stamped())))
             });
             waited |= wait_unfenceable(work, scope)?;

@@ -1,6 +1,9 @@
 //! Giving memory back to the driver.
 
-use super::{PoolCore, fences::WaitScope};
+use super::{
+    PoolCore,
+    fences::{FenceScope, WaitScope},
+};
 use crate::stream_cache::{StreamCache, close::sweep_released};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::leftovers;
@@ -26,7 +29,7 @@ impl PoolCore {
             let caches = self.caches(&pass);
             self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
             let released = self.dedicated.reap()?;
-            self.poll_fences(&pass, &caches)?;
+            self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
             excess |= keep < self.held();
             Ok(released + if excess { self.release_free()? } else { 0 })
         })?;
@@ -79,7 +82,7 @@ impl PoolCore {
         let rounds = self.dedicated.repeat_until_stable(|| {
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
-            self.poll_fences(&pass, &caches)?;
+            self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
             self.dedicated.reap_nonblocking();
             self.hooks().try_for_each(|hook| hook.poll())?;
             Ok(0)
@@ -94,7 +97,7 @@ impl PoolCore {
             let released = self.dedicated.reap()? + self.release_free()?;
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
-            self.poll_fences(&pass, &caches)?;
+            self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
             Ok(released)
         })?;
         let pass = self.scratch.begin();

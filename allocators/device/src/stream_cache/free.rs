@@ -98,9 +98,6 @@ impl StreamCache {
             s.usage.record_free(token.extent.request);
             s.usage.pending += bytes;
             s.usage.pending_blocks += 1;
-            // The block's own work ends in this epoch, so the next fence of this stream has to
-            // cover it.
-            s.last_free = s.last_free.max(epoch);
             s.pending.push(PendingFree { token, bytes, generation, epoch, uses, until_free });
             let closed = s.binding.as_ref().filter(|binding| !binding.open);
             (s.free_events(true, false), closed.map(|binding| binding.pool.clone()))
