@@ -26,7 +26,7 @@ use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site}
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     fmt,
-    mem::{ManuallyDrop, forget},
+    mem::ManuallyDrop,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
@@ -398,7 +398,7 @@ impl<S: DriverSource> Drop for DriverAllocator<S> {
                     Ok(()) => drop(left.take()),
                     Err(_) => left.take().into_iter().for_each(|(block, stranded)| {
                         keep_charged(block);
-                        forget(stranded);
+                        let _still_stranded = ManuallyDrop::new(stranded);
                     }),
                 }
                 Ok(())
