@@ -102,6 +102,7 @@ use std::{fmt, time::Instant};
 ///
 /// See the example of [`Budget`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Figures {
     /// The name given at creation.

@@ -9,6 +9,7 @@ use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic:
 ///
 /// Any ordinal can be written down. The driver returns an error for one that does not exist.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct DeviceId(pub u32);
 
 /// The names of the first devices.

@@ -9,6 +9,7 @@ use std::ops::Add;
 ///
 /// See the example of any pool, such as `DevicePool` of aquifer-device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PoolStats {
     /// Bytes in live blocks, in rounded sizes.

@@ -17,6 +17,14 @@ use std::{cell::Cell, collections::BTreeMap, fmt, sync::Mutex};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(u16);
 
+/// A tag is written as its name.
+#[cfg(feature = "serde")]
+impl serde::Serialize for Tag {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 struct TagNames {
     by_name: BTreeMap<&'static str, u16>,
     by_tag: Vec<&'static str>,

@@ -27,6 +27,7 @@ use std::sync::atomic::Ordering;
 /// A block that moves between the wrapped allocator and a route counts as a free of one and an
 /// allocation of the other.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Stats {
     /// Requested bytes in live blocks of the wrapped allocator. Exact when no call is in progress

@@ -93,6 +93,7 @@ impl Default for ArenaSettings {
 
 /// The statistics of an [`Arena`](crate::Arena), in bytes unless stated otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ArenaStats {
     /// Allocated since the last reset, including alignment padding and memory held back for gates.

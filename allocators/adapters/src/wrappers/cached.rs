@@ -74,6 +74,7 @@ struct SharedCache<A: UpstreamAllocator> {
 
 /// The current contents of a [`Cached`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct CacheStats {
     /// Number of cached blocks.

@@ -6,6 +6,7 @@ use crate::Tag;
 ///
 /// See the example of [`OutOfMemory`](crate::OutOfMemory).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Holding {
     /// The tag.
     pub tag: Tag,

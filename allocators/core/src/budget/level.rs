@@ -4,6 +4,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// How close the use of a budget is to its limit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 pub enum Level {
     /// Below the soft limit.
     Nominal,

@@ -4,6 +4,7 @@ use crate::{DeviceId, Tag};
 
 /// The kind of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 #[non_exhaustive]
 pub enum Action {
     /// A block was allocated.
@@ -34,6 +35,7 @@ pub enum Action {
 /// assert_eq!(BlockKind::from_name("reserved"), Some(BlockKind::Reserved));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 #[non_exhaustive]
 pub enum BlockKind {
     /// Device memory of a stream's cache, or a driver allocation used instead.
@@ -88,6 +90,7 @@ impl BlockKind {
 
 /// The location of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 #[non_exhaustive]
 pub enum MemoryLocation {
     /// Memory of a device.
@@ -102,6 +105,7 @@ pub enum MemoryLocation {
 ///
 /// See the example of [`Recorder`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Event {
     /// The time, in nanoseconds since the recorder was created.
     pub at_ns: u64,

@@ -53,7 +53,8 @@ macro_rules! serves {
                 rows.push(row);
             }
             assert_eq!(counting.0.get(), 1 + 48, "all but those of no length");
-            assert_eq!(rows.iter().map(|row| row.len()).sum::<usize>(), (0..50).map(|length| length / 2).sum());
+            let lengths = rows.iter().map(|row| row.len()).sum::<usize>();
+            assert_eq!(lengths, (0..50).map(|length| length / 2).sum::<usize>());
             drop(rows);
             assert_eq!(counting.0.get(), 0);
         }

@@ -11,4 +11,6 @@ mod budget_wait;
 mod events;
 mod explain;
 mod ids;
+#[cfg(feature = "serde")]
+mod serialized;
 mod sinks;

@@ -6,6 +6,7 @@ use aquifer_core::PoolStats;
 ///
 /// See [`PinnedPool`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PinnedStats {
     /// The statistics common to all pools.
