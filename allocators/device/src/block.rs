@@ -91,11 +91,12 @@ impl DriverBlock {
     }
 
     /// Releases a freed block. `uses` are those not known to be done.
-    pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
+    fn release(&self, extent: &BlockExtent, generation: u64, uses: Uses, until_free: UntilFree) {
         let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
         self.releaser.release(DeferredFree {
-            address,
+            address: extent.address,
             bytes,
+            tag: extent.request.tag(),
             generation,
             timeline,
             epoch,
@@ -365,7 +366,7 @@ impl Block {
                 driver_block.releaser.before_release(self.extent.address);
                 let uses = self.uses.take(&driver_block.timeline);
                 let meta = self.meta.take().or_default();
-                driver_block.release(self.extent.address, meta.generation, uses, meta.until_free);
+                driver_block.release(&self.extent, meta.generation, uses, meta.until_free);
             }
         }
     }

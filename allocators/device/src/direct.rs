@@ -7,7 +7,7 @@ use crate::{
     driver_alloc::{DriverAllocator, DriverSource},
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::HookRegistration,
+    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag, budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
@@ -57,6 +57,11 @@ impl Direct {
     /// As [`DevicePool::free_raw`](crate::DevicePool::free_raw).
     pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
         self.allocator.free_raw(address)
+    }
+
+    /// As [`DevicePool::held_by`](crate::DevicePool::held_by).
+    pub(crate) fn held_by(&self, tag: Tag) -> u64 {
+        self.allocator.held_by(tag)
     }
 
     /// As [`DevicePool::reset_peaks`](crate::DevicePool::reset_peaks).

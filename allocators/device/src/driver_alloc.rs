@@ -19,12 +19,13 @@ use crate::{
     request::ValidateRequest,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
+    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result, Tag,
     budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
+    collections::BTreeMap,
     fmt,
     mem::ManuallyDrop,
     sync::{
@@ -113,6 +114,8 @@ impl<S: DriverSource> LastUse for RetryOnLastUse<S> {
 #[derive(Default)]
 struct State {
     stats: PoolStats,
+    /// Requested bytes in live blocks.
+    live_by_tag: BTreeMap<Tag, u64>,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
     deferred: Vec<DeferredFree>,
     /// Blocks that were converted into raw addresses.
@@ -179,6 +182,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.remove(address);
+            *state.live_by_tag.entry(request.owner()).or_default() += request.size();
             let stats = &mut state.stats;
             stats.live += request.size();
             stats.requested += request.size();
@@ -253,6 +257,11 @@ impl<S: DriverSource> DriverAllocator<S> {
             }
             allocated = self.source.allocate(stream, bytes);
         }
+    }
+
+    /// Returns the bytes that live blocks of this tag hold.
+    pub(crate) fn held_by(&self, tag: Tag) -> u64 {
+        self.state().live_by_tag.get(&tag).copied().unwrap_or(0)
     }
 
     /// Returns the bytes in blocks, live or pending.
@@ -358,6 +367,7 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.insert(block.address);
+            state.live_by_tag.entry(block.tag).and_modify(|live| *live -= block.bytes);
             let stats = &mut state.stats;
             stats.live -= block.bytes;
             stats.requested -= block.bytes;

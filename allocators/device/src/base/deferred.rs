@@ -1,6 +1,7 @@
 //! Freed blocks that wait for their last uses.
 
 use super::extent::UntilFree;
+use aquifer_core::Tag;
 use aquifer_stream::{Timeline, Uses};
 use std::sync::Arc;
 
@@ -8,6 +9,8 @@ use std::sync::Arc;
 pub(crate) struct DeferredFree {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+    /// The tag of the request.
+    pub(crate) tag: Tag,
     pub(crate) generation: u64,
     pub(crate) timeline: Arc<Timeline>,
     /// The epoch of the owner stream at the free.

@@ -29,7 +29,8 @@ impl DevicePool {
             .iter()
             .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
-        cached + core.dedicated.holdings().iter().map(of).sum::<u64>()
+        let direct = self.bypass_source().map_or(0, |direct| direct.held_by(tag));
+        cached + direct + core.dedicated.holdings().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.

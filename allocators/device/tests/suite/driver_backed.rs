@@ -1,7 +1,10 @@
 //! Tests of resources whose blocks come from the driver's own allocators.
 
-use crate::{advice::limits, support::MIB};
-use aquifer_core::{Budget, DeviceId, MemoryError, Opaque};
+use crate::{
+    advice::limits,
+    support::{MIB, Rig},
+};
+use aquifer_core::{Budget, DeviceId, MemoryError, Opaque, Tag};
 use aquifer_device::{Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
     Access, Call, Operand, leftovers,
@@ -94,7 +97,33 @@ fn allocations_are_attributed_to_the_callers_line() {
     let (block, line) = (pool.allocate(&s, Request::bytes(MIB)).unwrap(), line!());
     let other = sim.driver().stream_create(DeviceId(0), 0).unwrap();
     sim.access(other, block.range(), Access::Write, None).unwrap();
+    let at = block.range();
+    // A plain drop has no line of its own.
+    drop(block);
+    sim.access(other, at, Access::Write, None).unwrap();
     let found = sim.take_violations();
-    let earlier = found[0].earlier.unwrap();
-    assert_eq!((earlier.site.file(), earlier.site.line()), (file!(), line), "{}", found[0]);
+    assert!(found.len() >= 2, "{found:?}");
+    for violation in &found {
+        let earlier = violation.earlier.unwrap();
+        assert_eq!((earlier.site.file(), earlier.site.line()), (file!(), line), "{violation}");
+    }
+}
+
+#[test]
+fn live_bytes_by_tag_are_counted_in_every_mode() {
+    let tag = Tag::named("by tag");
+    for mode in 0..4 {
+        let rig = Rig::on(Sim::h200(1), 64, |config| {
+            config.bypass = mode % 2 == 1;
+            config.debug.leaks = mode >= 2;
+        });
+        let s = rig.stream();
+        let request = Request::bytes(MIB).tag(tag);
+        let blocks = [rig.pool.alloc(&s, request).unwrap(), rig.pool.alloc(&s, request).unwrap()];
+        let _other = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        assert_eq!(rig.pool.held_by(tag), 2 * MIB, "mode {mode}");
+        let [first, _second] = blocks;
+        drop(first);
+        assert_eq!(rig.pool.held_by(tag), MIB, "mode {mode}");
+    }
 }

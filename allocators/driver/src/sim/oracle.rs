@@ -189,6 +189,21 @@ impl MachineState {
         self.report(findings, action, None);
     }
 
+    /// Returns how a free is named, and its line: the line that was entered, or that of the
+    /// allocation for a plain drop, which has no line.
+    pub(crate) fn cause_of_free(
+        &self,
+        address: u64,
+        entered: Option<Site>,
+        own: Site,
+    ) -> (&'static str, Site) {
+        match (entered, self.owners.site_at(address)) {
+            (Some(site), _) => ("free", site),
+            (None, Some(made)) => ("drop of the block allocated", made),
+            (None, None) => ("free", own),
+        }
+    }
+
     /// Records the owner of a range, as reported by its pool.
     ///
     /// A free without a line comes from a drop. It is reported with the line that allocated the
@@ -198,11 +213,7 @@ impl MachineState {
         if !self.oracle || range.bytes == 0 {
             return;
         }
-        let (freed, freed_at) = match (site, self.owners.site_at(range.address)) {
-            (Some(site), _) => ("free", site),
-            (None, Some(made)) => ("drop of the block allocated", made),
-            (None, None) => ("free", own),
-        };
+        let (freed, freed_at) = self.cause_of_free(range.address, site, own);
         let site = site.unwrap_or(own);
         let (owner, cause) = match note.owner {
             Ownership::Live { stream, generation } => {

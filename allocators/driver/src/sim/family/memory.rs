@@ -13,6 +13,7 @@ use crate::{
         owner_map::Owner,
         violation::ViolationKind,
     },
+    site,
 };
 
 /// The address of a pool's empty blocks. Freeing it has no effect in any call.
@@ -156,7 +157,7 @@ unsafe impl Memory for Machine {
     }
 
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()> {
-        let site = caller_site();
+        let (entered, own) = (site::entered(), caller_site());
         let call = Call::PoolFree;
         let mut state = self.enter(call, Some(stream.device()))?;
         let index = state.stream(stream).map_err(error_of(call))?;
@@ -170,7 +171,8 @@ unsafe impl Memory for Machine {
             state.pool_block(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
         state = self.wait_until_idle(state);
         self.cost(call, size);
-        let action = state.next_stream_action(index, ActionKind::Free, "free", site);
+        let (freed, site) = state.cause_of_free(address, entered, own);
+        let action = state.next_stream_action(index, ActionKind::Free, freed, site);
         if state.oracle {
             let mut findings = std::mem::take(&mut state.findings);
             let state = &mut *state;
