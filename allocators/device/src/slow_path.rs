@@ -6,8 +6,8 @@
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream that has freed since its last event, and poll the events;
 //! 3. new physical memory, free memory of other caches, memory in use that this stream waits for on
-//!    the device, and handles from under free memory, in the order of one of the lists of [`Step`]s,
-//!    which [`crate::sharing_policy`] chooses;
+//!    the device, and handles from under free memory, in the order of one of the lists of
+//!    [`Step`]s, which [`crate::sharing_policy`] chooses;
 //! 4. release free handles and create new ones, where the free memory suffices but is fragmented;
 //! 5. reclaim from others registered with the budget, without waiting;
 //! 6. wait on the host, up to a deadline, for the oldest work that frees something;

@@ -6,9 +6,9 @@ use std::any::Any;
 
 /// Address and request of a block.
 ///
-/// A cache stores this and a reference to itself for a block, two halves of sixteen bytes. Each half is
-/// always copied whole. A value stored in parts and loaded whole cannot be forwarded from the store
-/// buffer, which would stall every free.
+/// A cache stores this and a reference to itself for a block, two halves of sixteen bytes. Each
+/// half is always copied whole. A value stored in parts and loaded whole cannot be forwarded from
+/// the store buffer, which would stall every free.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockExtent {
     pub(crate) address: u64,
@@ -90,4 +90,7 @@ impl BlockMeta {
 /// Values dropped when a block's memory is really free.
 ///
 /// A panic in one of these drops is contained, since the pool may itself be within a drop.
-pub(crate) type UntilFree = Option<Box<Vec<Contained<Box<dyn Any + Send + Sync>>>>>;
+pub(crate) type UntilFree = Option<Box<Vec<AttachedValue>>>;
+
+/// A value that is dropped when a block's memory is really free.
+pub(crate) type AttachedValue = Contained<Box<dyn Any + Send + Sync>>;

@@ -7,11 +7,9 @@ use crate::{
         deferred::DeferredFree,
         dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
-        extent::PackedRequest,
-        slots::find_gap,
     },
-    block::{DriverBlock, ReleaseBlock},
-    dedicated::{DedicatedPool, Span, SpanRelease},
+    block::ReleaseBlock,
+    dedicated::{DedicatedPool, Span, SpanRelease, slot_pool::SlotRanges},
     physical::{shared_free::SharedFreeList, window::Grid},
     pool_core::PoolCore,
     sharing_policy::Fit,
@@ -25,7 +23,7 @@ use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use smallvec::smallvec;
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -69,14 +67,11 @@ pub(crate) struct GraphMemory {
 struct State {
     /// Live blocks, by address.
     blocks: BTreeMap<u64, GraphBlock>,
-    /// Free ranges that any capture may use once the host has seen their dependencies done.
-    free: SharedFreeList,
-    /// Freed blocks that other streams still use.
-    pending: Vec<GraphPendingFree>,
+    /// What is in no live block. Any capture may use the free ranges once the host has seen their
+    /// dependencies done.
+    ranges: SlotRanges,
     /// Ranges freed within captures that are still open.
     capture_lists: Vec<CaptureFreeList>,
-    /// Slots that have memory or are getting it.
-    claimed: BTreeSet<u64>,
     /// Allocations of the driver, on devices without virtual memory mapping.
     segments: Vec<Arc<Span>>,
     /// For streams with announced captures: the announcement, the stream, and the epoch that was
@@ -110,12 +105,6 @@ impl GraphBlock {
             let _ = watch.record(on, epoch);
         }
     }
-}
-
-struct GraphPendingFree {
-    block: DeferredFree,
-    /// The epoch of the owner stream that covers the block's own work.
-    own: (Arc<Timeline>, u64),
 }
 
 /// The ranges that one stream has freed within one capture. The stream can reuse them at once,
@@ -173,7 +162,7 @@ impl State {
         for capture_list in closed {
             let ranges: Vec<_> =
                 capture_list.free.iter().map(|(range, deps)| (range, deps.clone())).collect();
-            ranges.into_iter().for_each(|(range, deps)| self.free.add(range, deps));
+            ranges.into_iter().for_each(|(range, deps)| self.ranges.free.add(range, deps));
         }
     }
 
@@ -203,8 +192,9 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range = self.free.find(bytes, align, Fit::Lowest, grid, dependencies::is_done)?;
-        self.free.take(range).map(|_| range)
+        let range =
+            self.ranges.free.find(bytes, align, Fit::Lowest, grid, dependencies::is_done)?;
+        self.ranges.free.take(range).map(|_| range)
     }
 
     /// Takes the free range that ends at `end`, from an aligned address on, if the capture may use
@@ -229,8 +219,8 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range = tail(&self.free, dependencies::is_done)?;
-        self.free.take(range).map(|_| range)
+        let range = tail(&self.ranges.free, dependencies::is_done)?;
+        self.ranges.free.take(range).map(|_| range)
     }
 
     /// Frees a range whose last work is `own`.
@@ -252,45 +242,26 @@ impl State {
                     own_list.add(range, smallvec![own]);
                 }
             }
-            None => self.free.add(range, smallvec![own]),
+            None => self.ranges.free.add(range, smallvec![own]),
         }
     }
 
     /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
     /// outside the lock.
     fn collect_pending(&mut self, dedicated: &DedicatedPool) -> Vec<DeferredFree> {
-        let mut over = Vec::new();
-        for mut pending in std::mem::take(&mut self.pending) {
-            pending.block.uses.forget_done();
-            if pending.block.uses.is_empty() {
-                record_collected(dedicated, pending.block.bytes);
-                let range = Range { start: pending.block.address, len: pending.block.bytes };
-                self.add_free(range, pending.own, None);
-                over.push(pending.block);
-            } else {
-                self.pending.push(pending);
-            }
-        }
-        over
+        self.ranges.collect(false, |bytes| record_collected(dedicated, bytes))
     }
 
     /// Returns the work that freed memory depends on, except for open uses.
     fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        let capture_lists = self.capture_lists.iter().map(|capture_list| &capture_list.free);
-        let deps = std::iter::once(&self.free).chain(capture_lists).flat_map(SharedFreeList::iter);
-        let mut work: Vec<_> = deps.flat_map(|(_, deps)| deps.iter().cloned()).collect();
-        for pending in &self.pending {
-            work.push(pending.own.clone());
-            work.extend(pending.block.uses.stamped());
-        }
-        work
+        let captured = self.capture_lists.iter().flat_map(|capture_list| capture_list.free.iter());
+        let captured = captured.flat_map(|(_, deps)| deps.iter().cloned());
+        self.ranges.free_work().chain(captured).chain(self.ranges.pending_work()).collect()
     }
 
     /// Returns all work that a launch must follow: everything that touches any of the memory.
     fn all_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        if let Some(open) = self.pending.iter().find(|pending| pending.block.uses.is_open()) {
-            return Err(MemoryError::Busy { address: open.block.address });
-        }
+        self.ranges.check_closed()?;
         let mut work = self.freed_work();
         for (&address, live) in &self.blocks {
             work.push((live.owner_stream.clone(), live.owner_stream.open()));
@@ -404,16 +375,16 @@ impl GraphMemory {
         capture: Capture,
     ) -> Result<Range> {
         let (Grid { base, slot }, timeline) = (self.grid(), stream.timeline());
-        let (first, count, tail) = {
+        let (first, count, slots, tail) = {
             let mut state = self.state();
-            let next = state.claimed.last().map_or(0, |last| last + 1);
+            let next = state.ranges.next_slot();
             let tail =
                 state.take_tail(capture, timeline, base + next * slot, request.alignment(), bytes);
             let (first, count) = match tail {
                 Some(tail) => (next, (bytes - tail.len).div_ceil(slot)),
                 None => {
                     let count = bytes.div_ceil(slot);
-                    (find_gap(&state.claimed, count), count)
+                    (state.ranges.find_gap(count), count)
                 }
             };
             if (first + count) * slot > span.bytes {
@@ -422,26 +393,19 @@ impl GraphMemory {
                 }
                 return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
             }
-            state.claimed.extend(first..first + count);
-            (first, count, tail)
+            (first, count, state.ranges.claim(first, count), tail)
         };
-        let slots: Vec<u64> = (first..first + count).collect();
         match pool.back_slots(span, timeline, request.owner(), &slots, None) {
             Ok(new) => {
                 let (start, end) = (base + first * slot, base + (first + count) * slot);
                 self.record_growth(Range { start, len: end - start }, new);
-                let range = Range { start: tail.map_or(start, |tail| tail.start), len: bytes };
-                if range.end() < end {
-                    let rest = Range { start: range.end(), len: end - range.end() };
-                    self.state().free.add(rest, StreamDeps::new());
-                }
+                let from = tail.map_or(start, |tail| tail.start);
+                let range = self.state().ranges.cut(from, bytes, end);
                 Ok(range)
             }
             Err(error) => {
                 let mut state = self.state();
-                slots.iter().for_each(|slot| {
-                    state.claimed.remove(slot);
-                });
+                state.ranges.unclaim(&slots);
                 if let Some(tail) = tail {
                     state.add_free(tail, (timeline.clone(), timeline.open()), Some(capture));
                 }
@@ -463,11 +427,7 @@ impl GraphMemory {
         self.record_growth(Range { start: span.address, len: segment }, segment);
         let mut state = self.state();
         state.segments.push(span);
-        let range = Range { start, len: bytes };
-        if range.end() < end {
-            state.free.add(Range { start: range.end(), len: end - range.end() }, StreamDeps::new());
-        }
-        Ok(range)
+        Ok(state.ranges.cut(start, bytes, end))
     }
 
     /// Accounts new memory.
@@ -497,20 +457,10 @@ impl GraphMemory {
     ) -> Block {
         let (dedicated, timeline) = (&self.dedicated, stream.timeline());
         let (requested, tag) = (request.size(), request.owner());
-        let generation = dedicated.generation();
-        let driver_block = DriverBlock {
-            releaser: self.clone(),
-            timeline: timeline.clone(),
-            streams: self.streams.clone(),
-            bytes: range.len,
-        };
-        let block = Block::from_driver_block(
-            range.start,
-            PackedRequest::new(requested, tag),
-            driver_block,
-            generation,
-        );
-        let watch = Some(block.uses.watch(timeline));
+        let (releaser, streams) = (self.clone(), &self.streams);
+        let (block, watch) =
+            dedicated.slot_pool_block(releaser, streams, stream, range, requested, tag);
+        let (generation, watch) = (block.generation(), Some(watch));
         {
             let mut state = self.state();
             dedicated.slot_pool_allocated(range.len, requested, tag);
@@ -672,7 +622,7 @@ impl GraphMemory {
         stats.blocks = state.blocks.len() as u64;
         stats.live = state.blocks.values().map(|live| live.bytes).sum();
         stats.requested = state.blocks.values().map(|live| live.requested).sum();
-        stats.pending = state.pending.iter().map(|pending| pending.block.bytes).sum();
+        stats.pending = state.ranges.pending_bytes();
         stats.cached = stats.physical - stats.live - stats.pending;
         stats
     }
@@ -703,7 +653,7 @@ impl ReleaseBlock for GraphMemory {
                 state.add_free(range, own, Some(live.capture));
                 Some(block)
             } else {
-                state.pending.push(GraphPendingFree { block, own });
+                state.ranges.defer(block, own);
                 None
             };
             (live.requested, live.tag, over)
@@ -715,17 +665,13 @@ impl ReleaseBlock for GraphMemory {
 
 impl Drop for GraphMemory {
     fn drop(&mut self) {
-        let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let mut state =
+            std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
         // No block is live, but launches and work on freed blocks may still run.
         let mut work = state.freed_work();
         work.extend(state.launches);
         let until: StreamDeps = latest(work).into();
-        let (mut uses, mut until_free) = (Vec::new(), Vec::new());
-        for GraphPendingFree { block, .. } in state.pending {
-            uses.extend(block.uses.follow());
-            until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
-            record_collected(&self.dedicated, block.bytes);
-        }
+        let mut left = state.ranges.end(|bytes| record_collected(&self.dedicated, bytes));
         self.dedicated.slot_pool_retired(state.physical);
         self.dedicated.update_usage(|usage| {
             usage.graphs -= state.physical;
@@ -735,14 +681,13 @@ impl Drop for GraphMemory {
             if self.dedicated.driver.observer().is_some() {
                 let dedicated = Arc::downgrade(&self.dedicated);
                 let range = self.device_range(Range { start: span.address, len: span.bytes });
-                until_free.push(Contained::new(Box::new(GraphRangeRelease { dedicated, range })));
+                left.until_free
+                    .push(Contained::new(Box::new(GraphRangeRelease { dedicated, range })));
             }
             if state.has_untracked_launches {
                 span.require_synchronize();
             }
-            let attachments =
-                (!until_free.is_empty()).then(|| Box::new(std::mem::take(&mut until_free)));
-            span.retire_whole(until.clone(), uses.clone(), attachments);
+            span.retire_whole(until.clone(), left.uses.clone(), left.take_until_free());
             self.dedicated.enqueue_retiring(span);
         }
     }

@@ -4,7 +4,7 @@
 //!   each.
 //! - Blocks are cut out of slots that have memory, lowest address first.
 //! - Each free range stores its dependencies: the work that must be over before it is reused. Free
-//!   ranges are kept in a [`SharedFreeList`], as in the caches, here for one tag.
+//!   ranges are kept in a [`SharedFreeList`](crate::physical::shared_free::SharedFreeList), as in the caches, here for one tag.
 //! - A stream reuses its own freed ranges at once, and those of other streams when their work is
 //!   known to be done. If no more memory is available, it waits for that work on the device.
 
@@ -15,13 +15,11 @@ use crate::{
         deferred::DeferredFree,
         dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
-        extent::PackedRequest,
-        slots::find_gap,
         waits::{deadline, try_wait},
     },
-    block::{DriverBlock, ReleaseBlock},
-    dedicated::{DedicatedPool, Span, SpanRelease},
-    physical::{shared_free::SharedFreeList, window::Grid},
+    block::ReleaseBlock,
+    dedicated::{DedicatedPool, Span, SpanRelease, slot_pool::SlotRanges},
+    physical::window::Grid,
     pool_core::PoolCore,
     request::ValidateRequest,
     sharing_policy::Fit,
@@ -34,7 +32,7 @@ use aquifer_driver::{Ownership, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::{Duration, Instant},
@@ -79,12 +77,8 @@ pub(super) struct ParkableState {
     pub(super) phase: Phase,
     /// Live blocks, by address.
     pub(super) blocks: BTreeMap<u64, LiveBlock>,
-    /// Free ranges in claimed slots.
-    pub(super) free: SharedFreeList,
-    /// Freed blocks that other streams still use, with what is dropped once they are free.
-    pending: Vec<ParkedPendingFree>,
-    /// Claimed slots: they have memory, are getting it, or had it when they were parked.
-    pub(super) claimed: BTreeSet<u64>,
+    /// What is in no live block.
+    pub(super) ranges: SlotRanges,
     /// The contents of the live blocks when they were parked.
     pub(super) saved: Vec<SavedPiece>,
     /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
@@ -103,18 +97,6 @@ pub(super) struct LiveBlock {
     pub(super) generation: u64,
     /// `None` as soon as its owner drops the block.
     pub(super) watch: Option<Watch>,
-}
-
-struct ParkedPendingFree {
-    block: DeferredFree,
-    /// The epoch of the owner stream that covers the block's own work.
-    own: (Arc<Timeline>, u64),
-}
-
-impl ParkedPendingFree {
-    fn range(&self) -> Range {
-        Range { start: self.block.address, len: self.block.bytes }
-    }
 }
 
 /// Takes back parkable blocks that were dropped.
@@ -163,18 +145,7 @@ impl ParkableState {
         dedicated: &DedicatedPool,
         all: bool,
     ) -> Vec<DeferredFree> {
-        let mut over = Vec::new();
-        for mut pending in std::mem::take(&mut self.pending) {
-            pending.block.uses.forget_done();
-            if !all && !pending.block.uses.is_empty() {
-                self.pending.push(pending);
-                continue;
-            }
-            dedicated.slot_pool_collected(pending.block.bytes);
-            self.free.add(pending.range(), std::iter::once(pending.own).collect());
-            over.push(pending.block);
-        }
-        over
+        self.ranges.collect(all, |bytes| dedicated.slot_pool_collected(bytes))
     }
 
     /// Returns where `bytes` fit with the fewest slots without memory: the first such slot, their
@@ -187,10 +158,14 @@ impl ParkableState {
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> (u64, u64, Option<Range>) {
         let count = bytes.div_ceil(grid.slot);
-        let next = self.claimed.last().map_or(0, |last| last + 1);
+        let next = self.ranges.next_slot();
         let end = grid.base + next * grid.slot;
-        let tail =
-            self.free.iter().last().filter(|(range, deps)| range.end() == end && ready(deps));
+        let tail = self
+            .ranges
+            .free
+            .iter()
+            .last()
+            .filter(|(range, deps)| range.end() == end && ready(deps));
         let start = tail.map_or(end, |(range, _)| range.start.next_multiple_of(align));
         if start < end {
             let fewer = bytes.saturating_sub(end - start).div_ceil(grid.slot).max(1);
@@ -198,39 +173,13 @@ impl ParkableState {
                 return (next, fewer, Some(Range { start, len: end - start }));
             }
         }
-        (find_gap(&self.claimed, count), count, None)
-    }
-
-    /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns
-    /// them.
-    pub(super) fn remove_free_slots(
-        &mut self,
-        slots: &[u64],
-        grid: Grid,
-        ready: impl Fn(&StreamDeps) -> bool,
-    ) -> Vec<u64> {
-        let mut removed = Vec::new();
-        for &slot in slots {
-            let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
-            // Taken to inspect it, and added back if it is to stay. The lock keeps other threads
-            // from seeing this.
-            let Some(deps) = self.free.take(range) else { continue };
-            if ready(&deps) {
-                self.claimed.remove(&slot);
-                removed.push(slot);
-            } else {
-                self.free.add(range, deps);
-            }
-        }
-        removed
+        (self.ranges.find_gap(count), count, None)
     }
 
     /// Refuses uses of all blocks, unless one is open. Returns the work that may be queued for
     /// them.
     fn quiesce_blocks(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        if let Some(open) = self.pending.iter().find(|pending| pending.block.uses.is_open()) {
-            return Err(MemoryError::Busy { address: open.block.address });
-        }
+        self.ranges.check_closed()?;
         let mut work = Vec::new();
         for (&address, live) in &self.blocks {
             // A block being dropped would be counted in `operations`, which is 0.
@@ -264,9 +213,7 @@ impl ParkablePool {
         let state = ParkableState {
             phase: Phase::Resident,
             blocks: BTreeMap::new(),
-            free: SharedFreeList::default(),
-            pending: Vec::new(),
-            claimed: BTreeSet::new(),
+            ranges: SlotRanges::default(),
             saved: Vec::new(),
             unreported: Vec::new(),
             operations: 0,
@@ -351,8 +298,9 @@ impl ParkablePool {
     ) -> Result<Option<(Range, StreamDeps)>> {
         let mut state = self.state();
         self.check_resident(&state)?;
-        let range = state.free.find(bytes, request.alignment(), Fit::Lowest, self.grid(), ready);
-        Ok(range.and_then(|range| Some((range, state.free.take(range)?))))
+        let range =
+            state.ranges.free.find(bytes, request.alignment(), Fit::Lowest, self.grid(), ready);
+        Ok(range.and_then(|range| Some((range, state.ranges.free.take(range)?))))
     }
 
     /// Like `take`, for any free range: the stream waits for its dependencies on the device.
@@ -371,7 +319,7 @@ impl ParkablePool {
         match waited {
             Ok(()) => Ok(Some((range, deps))),
             Err(error) => {
-                self.state().free.add(range, deps);
+                self.state().ranges.free.add(range, deps);
                 // The stream cannot wait for these now. Other memory may be available.
                 match error {
                     MemoryError::Capturing { .. }
@@ -394,7 +342,7 @@ impl ParkablePool {
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Result<(Range, StreamDeps)> {
         let Grid { base, slot } = self.grid();
-        let (first, count, tail) = {
+        let (first, count, slots, tail) = {
             let mut state = self.state();
             self.check_resident(&state)?;
             let (first, count, tail) = state.growth_slots(self.grid(), bytes, align, ready);
@@ -402,13 +350,11 @@ impl ParkablePool {
             if (first + count) * slot > limit {
                 return Err(MemoryError::TooLarge { requested: bytes, limit });
             }
-            let tail = tail.and_then(|tail| Some((tail, state.free.take(tail)?)));
-            state.claimed.extend(first..first + count);
+            let tail = tail.and_then(|tail| Some((tail, state.ranges.free.take(tail)?)));
             state.operations += 1;
-            (first, count, tail)
+            (first, count, state.ranges.claim(first, count), tail)
         };
         let _operation = OperationGuard(self);
-        let slots: Vec<u64> = (first..first + count).collect();
         let backed = pool.back_slots(&self.span, stream.timeline(), self.tag, &slots, None);
         let mut state = self.state();
         match backed {
@@ -417,21 +363,13 @@ impl ParkablePool {
                 let end = base + (first + count) * slot;
                 let (tail, deps) = tail
                     .unwrap_or((Range { start: end - count * slot, len: 0 }, StreamDeps::new()));
-                let range = Range { start: tail.start, len: bytes };
-                if range.end() < end {
-                    state.free.add(
-                        Range { start: range.end(), len: end - range.end() },
-                        StreamDeps::new(),
-                    );
-                }
+                let range = state.ranges.cut(tail.start, bytes, end);
                 Ok((range, deps))
             }
             Err(error) => {
-                slots.iter().for_each(|slot| {
-                    state.claimed.remove(slot);
-                });
+                state.ranges.unclaim(&slots);
                 if let Some((tail, deps)) = tail {
-                    state.free.add(tail, deps);
+                    state.ranges.free.add(tail, deps);
                 }
                 Err(error)
             }
@@ -448,21 +386,12 @@ impl ParkablePool {
         request: &Request,
     ) -> Result<Block> {
         let (dedicated, tag, timeline) = (&self.dedicated, self.tag, stream.timeline());
-        let generation = dedicated.generation();
-        let driver_block = DriverBlock {
-            releaser: Arc::new(ParkableRelease(self.clone())),
-            timeline: timeline.clone(),
-            streams: self.streams.clone(),
-            bytes: range.len,
-        };
-        let block = Block::from_driver_block(
-            range.start,
-            PackedRequest::new(request.size(), tag),
-            driver_block,
-            generation,
-        );
-        let watch = Some(block.uses.watch(timeline));
         let requested = request.size();
+        let releaser = Arc::new(ParkableRelease(self.clone()));
+        let streams = &self.streams;
+        let (block, watch) =
+            dedicated.slot_pool_block(releaser, streams, stream, range, requested, tag);
+        let generation = block.generation();
         let entered = {
             let mut state = self.state();
             let resident = self.check_resident(&state);
@@ -471,8 +400,13 @@ impl ParkablePool {
                 let live = Ownership::Live { stream: stream.raw(), generation };
                 dedicated.notify_observer(generation, range.start, range.len, live);
                 let owner_stream = timeline.clone();
-                let live_block =
-                    LiveBlock { bytes: range.len, requested, owner_stream, generation, watch };
+                let live_block = LiveBlock {
+                    bytes: range.len,
+                    requested,
+                    owner_stream,
+                    generation,
+                    watch: Some(watch),
+                };
                 state.blocks.insert(range.start, live_block);
             }
             resident.map(|()| {
@@ -488,7 +422,7 @@ impl ParkablePool {
             Err(error) => {
                 // The block was never handed out.
                 drop(block);
-                self.state().free.add(range, deps);
+                self.state().ranges.free.add(range, deps);
                 Err(error)
             }
         }
@@ -509,13 +443,7 @@ impl ParkablePool {
     /// Returns the work that freed blocks depend on, except for open uses.
     pub(crate) fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let state = self.state();
-        let mut work: Vec<_> =
-            state.free.iter().flat_map(|(_, deps)| deps.iter().cloned()).collect();
-        for pending in &state.pending {
-            work.push(pending.own.clone());
-            work.extend(pending.block.uses.stamped());
-        }
-        work
+        state.ranges.free_work().chain(state.ranges.pending_work()).collect()
     }
 
     /// Reports freed blocks as free, and drops what was kept until then.
@@ -592,8 +520,9 @@ impl ParkablePool {
             if state.phase != Phase::Resident {
                 return Ok(0);
             }
-            let slots: Vec<u64> = state.claimed.iter().copied().collect();
-            let removed = state.remove_free_slots(&slots, self.grid(), dependencies::is_done);
+            let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
+            let removed =
+                state.ranges.remove_free_slots(&slots, self.grid(), dependencies::is_done);
             // Accounted before another thread can unmap them.
             self.dedicated.slot_pool_retired(removed.len() as u64 * self.span.slot);
             for slot in &removed {
@@ -617,8 +546,8 @@ impl ParkablePool {
         if matches!(state.phase, Phase::Resident | Phase::Parking) {
             stats.live = state.blocks.values().map(|live| live.bytes).sum();
             stats.requested = state.blocks.values().map(|live| live.requested).sum();
-            stats.cached = state.free.bytes();
-            stats.pending = state.pending.iter().map(|pending| pending.block.bytes).sum();
+            stats.cached = state.ranges.free.bytes();
+            stats.pending = state.ranges.pending_bytes();
         }
         stats
     }
@@ -655,14 +584,14 @@ impl ParkablePool {
                 Phase::Parked => pieces = state.drop_saved(range),
             }
             let over = if !there {
-                state.free.add(range, StreamDeps::new());
+                state.ranges.free.add(range, StreamDeps::new());
                 Some(block)
             } else if block.uses.is_empty() && state.phase == Phase::Resident {
                 self.dedicated.slot_pool_collected(range.len);
-                state.free.add(range, std::iter::once(own).collect());
+                state.ranges.free.add(range, std::iter::once(own).collect());
                 Some(block)
             } else {
-                state.pending.push(ParkedPendingFree { block, own });
+                state.ranges.defer(block, own);
                 None
             };
             let event = |action| {
@@ -721,17 +650,12 @@ impl Drop for ParkablePool {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         // No block is live, but work on freed ones may still use the free ranges.
-        let (mut until, mut uses, mut until_free) = (StreamDeps::new(), Vec::new(), Vec::new());
-        until.extend(state.free.iter().flat_map(|(_, deps)| deps.iter().cloned()));
-        for ParkedPendingFree { block, own } in state.pending.drain(..) {
-            until.push(own);
-            uses.extend(block.uses.follow());
-            until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
-            self.dedicated.slot_pool_collected(block.bytes);
-        }
+        let mut until: Vec<_> = state.ranges.free_work().collect();
+        let mut left = state.ranges.end(|bytes| self.dedicated.slot_pool_collected(bytes));
+        until.append(&mut left.until);
         self.dedicated.slot_pool_retired(self.span.charged_bytes());
-        let until_free = (!until_free.is_empty()).then(|| Box::new(until_free));
-        self.span.retire_whole(latest(until.into_vec()).into(), uses, until_free);
+        let until_free = left.take_until_free();
+        self.span.retire_whole(latest(until).into(), left.uses, until_free);
         self.dedicated.enqueue_retiring(&self.span);
     }
 }

@@ -38,8 +38,9 @@ impl ParkableState {
         let lives = |slot: &u64| {
             self.has_live_in(Range { start: grid.base + slot * grid.slot, len: grid.slot })
         };
-        let empty: Vec<u64> = self.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
-        let _ = self.remove_free_slots(&empty, grid, |_| true);
+        let empty: Vec<u64> =
+            self.ranges.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
+        let _ = self.ranges.remove_free_slots(&empty, grid, |_| true);
     }
 
     /// Keeps those of `pieces` that hold contents of a live block. Returns the others.
@@ -169,7 +170,7 @@ impl ParkablePool {
                 Phase::Parked => state.phase = Phase::Resuming,
             }
             state.remove_empty_slots(self);
-            let slots: Vec<u64> = state.claimed.iter().copied().collect();
+            let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
             (slots, state.live_ranges(), std::mem::take(&mut state.saved))
         };
         report.taken = slots.len() as u64 * self.span.slot;

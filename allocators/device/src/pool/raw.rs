@@ -3,11 +3,10 @@
 //! - [`Block::into_raw`] stores the contents of the block's token in a table of its stream's cache,
 //!   under that cache's lock. So streams share no state here either. A table that has reached its
 //!   size allocates nothing.
-//! - Caches share the pool's address range, so the cache of an address has to be found. A
-//!   [`AddressDirectory`] stores, for each 2 MiB, up to four caches that have released raw
-//!   addresses there. In a steady state it is only read.
-//! - The directory is a hint. A cache that it has dropped is found by searching all caches, and a
-//!   cache that it names wrongly does not have the address.
+//! - Caches share the pool's address range, so the cache of an address has to be found. An
+//!   [`AddressDirectory`](crate::base::address_directory::AddressDirectory) stores, for each 2 MiB,
+//!   up to four caches that have released raw addresses there. In a steady state it is only read.
+//!   It is a hint: other caches are searched if it does not help.
 
 use crate::{
     Block, DevicePool, Request,

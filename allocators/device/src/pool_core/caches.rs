@@ -1,4 +1,4 @@
-//! The caches of a pool's streams: opened at a stream's first request, and recycled when it is gone.
+//! The caches of a pool's streams: opened at a stream's first request, recycled when it is gone.
 
 use super::PoolCore;
 use crate::{

@@ -1,0 +1,96 @@
+//! The release of blocks that have a span of their own.
+
+use super::{DedicatedPool, Span};
+use crate::{base::deferred::DeferredFree, block::ReleaseBlock};
+use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
+use aquifer_driver::{Ownership, RawStream};
+use aquifer_stream::Timeline;
+use smallvec::smallvec;
+use std::sync::Arc;
+
+/// Releases a block that has a span of its own.
+pub(crate) struct SpanRelease {
+    pub(crate) dedicated: Arc<DedicatedPool>,
+    pub(crate) span: Arc<Span>,
+    /// Bytes that were requested; `None` if the bytes mapped at the end count.
+    pub(crate) block_bytes: Option<u64>,
+    /// The tag of the request.
+    pub(crate) tag: Tag,
+}
+
+/// Records the completion of a block when it is dropped.
+struct CompleteOnDrop {
+    dedicated: std::sync::Weak<DedicatedPool>,
+    stream: u32,
+    address: u64,
+    bytes: u64,
+    tag: Tag,
+}
+
+impl Drop for CompleteOnDrop {
+    fn drop(&mut self) {
+        if let Some(dedicated) = self.dedicated.upgrade() {
+            dedicated.report(
+                BlockKind::Stable,
+                Action::Complete,
+                self.stream,
+                self.address,
+                self.bytes,
+                self.tag,
+            );
+        }
+    }
+}
+
+impl SpanRelease {
+    /// Returns the stream and its open epoch, which covers the work of the block so far.
+    pub(crate) fn free_epoch(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
+        let epoch = timeline.open();
+        if timeline.fences_at_once() {
+            // After a refusal the epoch has no proof: the memory stays until the stream is retired.
+            let _ = timeline.fence(epoch);
+        }
+        (timeline.clone(), epoch)
+    }
+}
+
+impl ReleaseBlock for SpanRelease {
+    fn release(&self, block: DeferredFree) {
+        let Self { dedicated, span, block_bytes, tag } = self;
+        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let owner =
+            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        for (address, bytes) in span.ranges() {
+            dedicated.notify_observer(block.generation, address, bytes, owner);
+        }
+        let live = span.charged_bytes();
+        let requested = block_bytes.unwrap_or(live);
+        dedicated.update_usage(|a| {
+            a.record_free(live, requested, *tag);
+            a.holding_mut(*tag).blocks -= 1;
+            a.blocks -= u64::from(block_bytes.is_some());
+            a.frees += u64::from(block_bytes.is_some());
+        });
+        let (mut until_free, stream) = (block.until_free, block.timeline.number());
+        if let (Some(bytes), tag) = (*block_bytes, *tag) {
+            dedicated.report(BlockKind::Stable, Action::Free, stream, block.address, bytes, tag);
+            if dedicated.recorder.is_some() {
+                let dedicated = Arc::downgrade(dedicated);
+                let completes =
+                    CompleteOnDrop { dedicated, stream, address: block.address, bytes, tag };
+                until_free
+                    .get_or_insert_default()
+                    .push(Contained::new(Box::new(completes) as Box<_>));
+            }
+        }
+        if block_bytes.is_none() {
+            dedicated.report_decommit(span.ranges(), span.slot, stream, users.is_empty(), *tag);
+        }
+        span.retire_whole(
+            smallvec![Self::free_epoch(&block.timeline)],
+            block.uses.follow(),
+            until_free,
+        );
+        dedicated.enqueue_retiring(span);
+    }
+}

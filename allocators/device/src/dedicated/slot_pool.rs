@@ -1,0 +1,213 @@
+//! Slot pools: memory in slots of a span, out of which blocks are cut. Memory of graphs and parkable
+//! memory are such pools.
+//!
+//! ```text
+//!   slot without memory ──claimed, backed──▶ free ──cut──▶ block
+//!                                             ▲              │ freed
+//!                                             │              ▼
+//!                                             └── collected ─ pending, while other streams use it
+//! ```
+
+use super::DedicatedPool;
+use crate::{
+    Block,
+    base::{
+        deferred::DeferredFree,
+        dependencies::StreamDeps,
+        extent::{AttachedValue, PackedRequest, UntilFree},
+        slots::find_gap,
+    },
+    block::{DriverBlock, ReleaseBlock},
+    physical::{shared_free::SharedFreeList, window::Grid},
+};
+use aquifer_core::{MemoryError, Result, Tag};
+use aquifer_heap::Range;
+use aquifer_stream::{Noted, Stream, StreamPool, Timeline, Watch};
+use std::{collections::BTreeSet, mem, sync::Arc};
+
+/// The ranges of a slot pool that are in no live block.
+#[derive(Default)]
+pub(crate) struct SlotRanges {
+    /// Free ranges in claimed slots, with their dependencies.
+    pub(crate) free: SharedFreeList,
+    /// Slots that have memory, are getting it, or had it when they were parked.
+    pub(crate) claimed: BTreeSet<u64>,
+    /// Freed blocks that other streams still use.
+    pending: Vec<PendingSlotFree>,
+}
+
+/// A freed block that other streams still use.
+struct PendingSlotFree {
+    block: DeferredFree,
+    /// The epoch of the owner stream that covers the block's own work.
+    own: (Arc<Timeline>, u64),
+}
+
+/// What the freed blocks of a slot pool leave behind when the pool ends.
+#[derive(Default)]
+pub(crate) struct SlotLeftovers {
+    /// The epochs that cover the blocks' own work.
+    pub(crate) until: Vec<(Arc<Timeline>, u64)>,
+    /// Uses by other streams.
+    pub(crate) uses: Vec<Noted>,
+    /// Values to be dropped when the memory is really free.
+    pub(crate) until_free: Vec<AttachedValue>,
+}
+
+impl SlotRanges {
+    /// Keeps a freed block until its uses are done. `own` covers the block's own work.
+    pub(crate) fn defer(&mut self, block: DeferredFree, own: (Arc<Timeline>, u64)) {
+        self.pending.push(PendingSlotFree { block, own });
+    }
+
+    /// Moves freed blocks whose uses are done to the free ranges, and counts their bytes. With
+    /// `all`, the host has seen all uses done. Returns what is to be dropped outside the lock.
+    pub(crate) fn collect(&mut self, all: bool, count: impl Fn(u64)) -> Vec<DeferredFree> {
+        let mut over = Vec::new();
+        for mut pending in mem::take(&mut self.pending) {
+            pending.block.uses.forget_done();
+            if !all && !pending.block.uses.is_empty() {
+                self.pending.push(pending);
+                continue;
+            }
+            let PendingSlotFree { block, own } = pending;
+            count(block.bytes);
+            let range = Range { start: block.address, len: block.bytes };
+            self.free.add(range, std::iter::once(own).collect());
+            over.push(block);
+        }
+        over
+    }
+
+    /// Returns an error if a use of a freed block is open.
+    pub(crate) fn check_closed(&self) -> Result<()> {
+        match self.pending.iter().find(|pending| pending.block.uses.is_open()) {
+            Some(open) => Err(MemoryError::Busy { address: open.block.address }),
+            None => Ok(()),
+        }
+    }
+
+    /// An iterator over the work that free ranges depend on.
+    pub(crate) fn free_work(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> {
+        self.free.iter().flat_map(|(_, deps)| deps.iter().cloned())
+    }
+
+    /// An iterator over the work that freed blocks depend on, except for open uses.
+    pub(crate) fn pending_work(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> {
+        self.pending.iter().flat_map(|pending| {
+            std::iter::once(pending.own.clone()).chain(pending.block.uses.stamped())
+        })
+    }
+
+    /// Returns the bytes of freed blocks that other streams still use.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.pending.iter().map(|pending| pending.block.bytes).sum()
+    }
+
+    /// Returns the slot behind the last one that is claimed.
+    pub(crate) fn next_slot(&self) -> u64 {
+        self.claimed.last().map_or(0, |last| last + 1)
+    }
+
+    /// Returns the first of `count` consecutive slots that are not claimed.
+    pub(crate) fn find_gap(&self, count: u64) -> u64 {
+        find_gap(&self.claimed, count)
+    }
+
+    /// Claims slots that are getting memory. Returns their numbers.
+    pub(crate) fn claim(&mut self, first: u64, count: u64) -> Vec<u64> {
+        self.claimed.extend(first..first + count);
+        (first..first + count).collect()
+    }
+
+    /// Releases slots that have no memory.
+    pub(crate) fn unclaim(&mut self, slots: &[u64]) {
+        slots.iter().for_each(|slot| {
+            self.claimed.remove(slot);
+        });
+    }
+
+    /// Cuts a block of `bytes` out of memory that begins at `start` and ends at `end`. What is left
+    /// is new and free.
+    pub(crate) fn cut(&mut self, start: u64, bytes: u64, end: u64) -> Range {
+        let range = Range { start, len: bytes };
+        if range.end() < end {
+            let rest = Range { start: range.end(), len: end - range.end() };
+            self.free.add(rest, StreamDeps::new());
+        }
+        range
+    }
+
+    /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns
+    /// them.
+    pub(crate) fn remove_free_slots(
+        &mut self,
+        slots: &[u64],
+        grid: Grid,
+        ready: impl Fn(&StreamDeps) -> bool,
+    ) -> Vec<u64> {
+        let mut removed = Vec::new();
+        for &slot in slots {
+            let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
+            // Taken to inspect it, and added back if it is to stay. The lock keeps other threads
+            // from seeing this.
+            let Some(deps) = self.free.take(range) else { continue };
+            if ready(&deps) {
+                self.claimed.remove(&slot);
+                removed.push(slot);
+            } else {
+                self.free.add(range, deps);
+            }
+        }
+        removed
+    }
+
+    /// Ends the freed blocks when the pool ends, and counts their bytes.
+    pub(crate) fn end(&mut self, count: impl Fn(u64)) -> SlotLeftovers {
+        let mut left = SlotLeftovers::default();
+        for PendingSlotFree { block, own } in self.pending.drain(..) {
+            left.until.push(own);
+            left.uses.extend(block.uses.follow());
+            left.until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
+            count(block.bytes);
+        }
+        left
+    }
+}
+
+impl SlotLeftovers {
+    /// Takes the values to be dropped when the memory is really free.
+    pub(crate) fn take_until_free(&mut self) -> UntilFree {
+        (!self.until_free.is_empty()).then(|| Box::new(mem::take(&mut self.until_free)))
+    }
+}
+
+impl DedicatedPool {
+    /// Wraps a range of a slot pool in a block, which `releaser` takes back. Returns it with the
+    /// watch over its uses.
+    pub(crate) fn slot_pool_block(
+        &self,
+        releaser: Arc<dyn ReleaseBlock>,
+        streams: &StreamPool,
+        stream: &Stream,
+        range: Range,
+        requested: u64,
+        tag: Tag,
+    ) -> (Block, Watch) {
+        let timeline = stream.timeline();
+        let driver_block = DriverBlock {
+            releaser,
+            timeline: timeline.clone(),
+            streams: streams.clone(),
+            bytes: range.len,
+        };
+        let block = Block::from_driver_block(
+            range.start,
+            PackedRequest::new(requested, tag),
+            driver_block,
+            self.generation(),
+        );
+        let watch = block.uses.watch(timeline);
+        (block, watch)
+    }
+}
