@@ -8,7 +8,8 @@
 
 use crate::{
     Stream, Timeline, Use, UseList,
-    uses::{Predecessors, UnorderedUse, table::ConflictingBorrows},
+    use_table::ConflictingBorrows,
+    uses::{Predecessors, UnorderedUse},
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, Operand, same_machine, site};

@@ -24,6 +24,7 @@ mod retirement;
 mod stream;
 mod sync;
 mod timeline;
+mod use_table;
 mod uses;
 mod wait_cache;
 
@@ -36,4 +37,5 @@ pub use pool::{DEFAULT_CAP, StreamOptions, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};
-pub use uses::{Noted, Use, UseList, Uses, Watch, table::LastUse};
+pub use use_table::LastUse;
+pub use uses::{Noted, Use, UseList, Uses, Watch};

@@ -1,6 +1,10 @@
 //! A pool of leased and recycled streams.
 
-use crate::{Stream, StreamLifetime, Timeline, identity::id_of};
+use crate::{
+    Stream, StreamLifetime, Timeline,
+    identity::id_of,
+    stream::{ReturnSlot, StreamLease},
+};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
 use aquifer_driver::{Driver, KeepAlive, RawStream, leftovers};
 use std::{
@@ -151,36 +155,6 @@ struct Slot {
     /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
     lease: Weak<StreamLease>,
-}
-
-/// One lease. The stream returns to the pool when the last clone is dropped.
-pub(crate) struct StreamLease {
-    pub(crate) pool: Arc<PoolCore>,
-    pub(crate) timeline: Arc<Timeline>,
-    pub(crate) id: Id<Stream>,
-    /// The slot it returns to, or `None` for an adopted stream.
-    slot: Option<u32>,
-}
-
-impl StreamLease {
-    fn new(
-        pool: &Arc<PoolCore>,
-        timeline: &Arc<Timeline>,
-        id: Id<Stream>,
-        slot: Option<u32>,
-    ) -> Arc<Self> {
-        timeline.begin_lease();
-        Arc::new(Self { pool: pool.clone(), timeline: timeline.clone(), id, slot })
-    }
-}
-
-impl Drop for StreamLease {
-    fn drop(&mut self) {
-        self.timeline.end_lease();
-        if let Some(slot) = self.slot {
-            self.pool.slots().idle.push(slot);
-        }
-    }
 }
 
 impl StreamPool {
@@ -376,7 +350,7 @@ impl StreamPool {
     fn adopt_stream(&self, raw: RawStream, life: StreamLifetime) -> Result<Stream> {
         let timeline = self.core.adopt_timeline(raw, life)?;
         let id = self.core.ids.mint(timeline.number(), 0);
-        Ok(Stream { lease: StreamLease::new(&self.core, &timeline, id, None) })
+        Ok(Stream { lease: StreamLease::new(self.core.clone(), &timeline, id, None) })
     }
 
     /// Returns the timeline of a stream by its handle. The stream is leased or adopted here, or
@@ -466,6 +440,12 @@ impl StreamPool {
     }
 }
 
+impl ReturnSlot for PoolCore {
+    fn return_slot(&self, slot: u32) {
+        self.slots().idle.push(slot);
+    }
+}
+
 impl PoolCore {
     fn slots(&self) -> MutexGuard<'_, SlotTable> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
@@ -513,7 +493,7 @@ impl PoolCore {
         let entry = &mut slots.slots[slot as usize];
         entry.generation += 1;
         let id = self.ids.mint(slot, entry.generation);
-        let lease = StreamLease::new(self, &entry.timeline, id, Some(slot));
+        let lease = StreamLease::new(self.clone(), &entry.timeline, id, Some(slot));
         entry.lease = Arc::downgrade(&lease);
         self.timelines()
             .insert(StreamKey::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));

@@ -1,6 +1,6 @@
 //! A leased stream, as the user holds it.
 
-use crate::{Timeline, pool::StreamLease};
+use crate::Timeline;
 use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result, wake::Opened};
 use aquifer_driver::{Driver, RawStream, same_machine, site};
 use std::{
@@ -145,6 +145,43 @@ impl fmt::Debug for Stream {
             .field("number", &self.number())
             .field("raw", &self.raw())
             .finish_non_exhaustive()
+    }
+}
+
+/// A pool that leased a stream.
+pub(crate) trait ReturnSlot: Send + Sync {
+    /// Makes the stream of this slot available to the next lease.
+    fn return_slot(&self, slot: u32);
+}
+
+/// One lease. The stream returns to the pool when the last clone is dropped.
+pub(crate) struct StreamLease {
+    /// Lives as long as its leases.
+    pool: Arc<dyn ReturnSlot>,
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) id: Id<Stream>,
+    /// The slot it returns to, or `None` for an adopted stream.
+    slot: Option<u32>,
+}
+
+impl StreamLease {
+    pub(crate) fn new(
+        pool: Arc<dyn ReturnSlot>,
+        timeline: &Arc<Timeline>,
+        id: Id<Stream>,
+        slot: Option<u32>,
+    ) -> Arc<Self> {
+        timeline.begin_lease();
+        Arc::new(Self { pool, timeline: timeline.clone(), id, slot })
+    }
+}
+
+impl Drop for StreamLease {
+    fn drop(&mut self) {
+        self.timeline.end_lease();
+        if let Some(slot) = self.slot {
+            self.pool.return_slot(slot);
+        }
     }
 }
 

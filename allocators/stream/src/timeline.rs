@@ -5,7 +5,7 @@ use crate::{
     attachments::Attachments,
     events::{EventPool, OwnedEvent},
     identity::{StreamIdentity, id_of},
-    uses::table::IdleTables,
+    use_table::{IdleTables, UseTable, UsedStream},
     wait_cache::WaitCache,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
@@ -17,7 +17,7 @@ use std::{
     io::{self, Write},
     process,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -107,11 +107,40 @@ pub struct Timeline {
     epochs: Epochs<OwnedEvent>,
     events: EventPool,
     /// Idle use records for the blocks of this stream.
-    idle_tables: IdleTables,
+    idle_tables: IdleTables<Self>,
     wait_cache: WaitCache,
     /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
     attachments: Attachments,
+}
+
+/// Tables of streams that no longer exist.
+static SPARE_TABLES: Mutex<Vec<&'static UseTable<Timeline>>> = Mutex::new(Vec::new());
+
+impl UsedStream for Timeline {
+    #[inline]
+    fn open(&self) -> u64 {
+        Timeline::open(self)
+    }
+
+    #[inline]
+    fn is_done(&self, epoch: u64) -> bool {
+        Timeline::is_done(self, epoch)
+    }
+
+    #[inline]
+    fn fences_at_once(&self) -> bool {
+        Timeline::fences_at_once(self)
+    }
+
+    #[inline]
+    fn idle_tables(&self) -> &IdleTables<Self> {
+        &self.idle_tables
+    }
+
+    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>> {
+        &SPARE_TABLES
+    }
 }
 
 impl Timeline {
@@ -213,10 +242,6 @@ impl Timeline {
     /// Returns whether the stream has this driver id.
     pub(crate) fn has_id(&self, id: u64) -> bool {
         self.identity.matches(id, &self.life)
-    }
-
-    pub(crate) fn idle_tables(&self) -> &IdleTables {
-        &self.idle_tables
     }
 
     pub(crate) fn begin_lease(&self) {

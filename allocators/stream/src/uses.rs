@@ -25,39 +25,37 @@
 //!   parts.
 #![expect(unsafe_code, reason = "follows a pointer to what is never freed")]
 
-pub(crate) mod table;
 mod watch;
 
 pub use watch::Watch;
 
 use crate::{
     Timeline,
-    sync::atomic::{AtomicPtr, AtomicU64, Ordering},
+    sync::atomic::{AtomicPtr, Ordering},
+    use_table::{
+        self, ABORTED, ConflictingBorrows, LastUse, Stamp, UseSnapshot, UseVec, UsedStream as _,
+    },
 };
 use aquifer_core::Result;
 use aquifer_driver::Access;
 use std::{fmt, ptr, sync::Arc};
-use table::{ABORTED, ConflictingBorrows, LastUse, Stamp, UseTable, UseVec};
+
+/// The use records of a block.
+type UseTable = use_table::UseTable<Timeline>;
+type TableGuard = use_table::TableGuard<Timeline>;
 
 /// A use that was not known to be complete when its block, or a part of it, was freed. A snapshot,
 /// or its current state if it is [followed](Uses::follow).
 ///
 /// See [`UseList`] for an example.
 #[derive(Clone)]
-pub struct Noted {
-    on: Arc<Timeline>,
-    access: Access,
-    /// `None` if it was open.
-    epoch: Option<u64>,
-    /// Receives the epoch in which the use ends. 0 while it is open.
-    end: Option<Arc<AtomicU64>>,
-}
+pub struct Noted(UseSnapshot<Timeline>);
 
 impl Noted {
     /// Returns the stream of the use.
     #[must_use]
     pub fn on(&self) -> &Arc<Timeline> {
-        &self.on
+        &self.0.on
     }
 
     /// Returns whether the use is still open.
@@ -70,7 +68,7 @@ impl Noted {
     /// aborted.
     #[must_use]
     pub fn epoch(&self) -> Option<u64> {
-        self.epoch.or_else(|| match self.end.as_ref()?.load(Ordering::Acquire) {
+        self.0.epoch.or_else(|| match self.0.end.as_ref()?.load(Ordering::Acquire) {
             0 => None,
             ABORTED => Some(0),
             epoch => Some(epoch),
@@ -80,18 +78,23 @@ impl Noted {
     /// Returns whether all work of the use is known to be complete. Makes no driver call.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.epoch().is_some_and(|epoch| self.on.is_done(epoch))
+        self.epoch().is_some_and(|epoch| self.0.on.is_done(epoch))
     }
 }
 
 impl fmt::Debug for Noted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Noted")
-            .field("stream", &self.on.number())
-            .field("access", &self.access)
+            .field("stream", &self.0.on.number())
+            .field("access", &self.0.access)
             .field("epoch", &self.epoch())
             .finish()
     }
+}
+
+/// Returns all uses of a table in their current state.
+fn snapshots(table: &UseTable) -> UseVec<Noted> {
+    table.snapshots().into_iter().map(Noted).collect()
 }
 
 /// A use that was prepared and is not finished. While it is held, the block's memory is not reused,
@@ -377,7 +380,7 @@ impl UseList {
     /// immediately. The use is recorded even then.
     pub fn record(&self, owner: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
         // Only parked memory refuses a record, and that error contains no address.
-        let to_error = |error: table::UseError| error.with_address(0);
+        let to_error = |error: use_table::UseError| error.with_address(0);
         if Arc::ptr_eq(owner, on) {
             return self.table().map_or(Ok(()), UseTable::check_parked).map_err(to_error);
         }
@@ -462,7 +465,7 @@ impl Drop for UseList {
 
 impl fmt::Debug for UseList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("UseList").field(&self.table().map(UseTable::snapshots)).finish()
+        f.debug_tuple("UseList").field(&self.table().map(snapshots)).finish()
     }
 }
 
@@ -488,30 +491,6 @@ pub struct Uses {
     own: Option<TableGuard>,
     /// Uses that came back with sub-allocated memory.
     joined: Vec<TableGuard>,
-}
-
-/// A table that returns to the owner stream's idle tables when it has no records left. If a use is
-/// still open, its holder returns the table.
-pub(crate) struct TableGuard {
-    /// `None` once a list has taken the table.
-    table: Option<&'static UseTable>,
-    owner: Arc<Timeline>,
-}
-
-impl TableGuard {
-    fn table(&self) -> Option<&'static UseTable> {
-        self.table
-    }
-}
-
-impl Drop for TableGuard {
-    fn drop(&mut self) {
-        if let Some(table) = self.table
-            && table.clear()
-        {
-            self.owner.idle_tables().release(table);
-        }
-    }
 }
 
 impl Uses {
@@ -557,7 +536,7 @@ impl Uses {
     /// Returns the remaining uses in their current state.
     pub fn iter(&self) -> impl Iterator<Item = Noted> + use<> {
         let mut all = UseVec::new();
-        self.tables().for_each(|table| all.extend(table.snapshots()));
+        self.tables().for_each(|table| all.extend(table.snapshots().into_iter().map(Noted)));
         all.into_iter()
     }
 
@@ -565,7 +544,7 @@ impl Uses {
     /// this value is dropped. For memory that is released in several parts.
     #[must_use]
     pub fn follow(&self) -> Vec<Noted> {
-        self.tables().flat_map(UseTable::follow).collect()
+        self.tables().flat_map(UseTable::follow).map(Noted).collect()
     }
 
     /// Calls [`LastUse::ended`] when no use is open any more: once for the block's own uses, and

@@ -1,7 +1,7 @@
 //! Access to the uses of a live block from its pool, which parks the block's memory or runs its own
 //! work on it.
 
-use super::{UseList, table::UseTable};
+use super::{UseList, UseTable, snapshots};
 use crate::Timeline;
 use aquifer_core::{Result, Tag};
 use aquifer_driver::Access;
@@ -84,6 +84,6 @@ impl Watch {
 
 impl fmt::Debug for Watch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Watch").field(&self.table.snapshots()).finish()
+        f.debug_tuple("Watch").field(&snapshots(self.table)).finish()
     }
 }

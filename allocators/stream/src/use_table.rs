@@ -3,16 +3,15 @@
 //! - Tables are leaked once and recycled. A block takes a table at its first use by another stream,
 //!   and returns it when the block is freed and all uses have ended. So recording a use allocates
 //!   nothing once there are as many tables as blocks in use.
-//! - A [`Use`](super::Use) needs no reference count to find its record: it stores a plain `&'static
+//! - A [`Use`](crate::Use) needs no reference count to find its record: it stores a plain `&'static
 //!   UseTable`.
 //! - While a use is open, its table serves no other block, even if its own block is freed.
 //! - Memory that a block's holder sub-allocated comes back with its uses. Open uses must find their
 //!   records where they were created, so such a table is *joined* to the block's table instead of
 //!   merged into it.
 
-use super::{Noted, TableGuard};
 use crate::{
-    Spin, Timeline,
+    Spin,
     sync::atomic::{AtomicU64, Ordering},
 };
 use aquifer_core::{MemoryError, Tag};
@@ -24,11 +23,11 @@ use std::{
 };
 
 /// Most blocks are used by at most two other streams. More elements go to the heap.
-pub(super) type UseVec<T> = SmallVec<[T; 2]>;
+pub(crate) type UseVec<T> = SmallVec<[T; 2]>;
 
 /// When the work of a use ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Stamp {
+pub(crate) enum Stamp {
     /// The use is still open.
     Open,
     /// It ends with a borrow, whose end cannot be observed here.
@@ -52,12 +51,46 @@ impl ConflictingBorrows {
     }
 }
 
+/// A stream whose work uses blocks, as far as their tables need it.
+pub(crate) trait UsedStream: Sized + Send + Sync + 'static {
+    /// Returns the open epoch. It covers all work that is queued so far.
+    fn open(&self) -> u64;
+
+    /// Returns whether an epoch is known to be complete. Makes no driver call.
+    fn is_done(&self, epoch: u64) -> bool;
+
+    /// Returns whether uses must be fenced immediately.
+    fn fences_at_once(&self) -> bool;
+
+    /// Returns the idle tables for the blocks of this stream.
+    fn idle_tables(&self) -> &IdleTables<Self>;
+
+    /// Returns the tables of streams that no longer exist.
+    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>>;
+}
+
+/// The state of a use at one moment, or its current state if it is followed.
+pub(crate) struct UseSnapshot<S> {
+    pub(crate) on: Arc<S>,
+    pub(crate) access: Access,
+    /// `None` if it was open.
+    pub(crate) epoch: Option<u64>,
+    /// Receives the epoch in which the use ends. 0 while it is open.
+    pub(crate) end: Option<Arc<AtomicU64>>,
+}
+
+impl<S> Clone for UseSnapshot<S> {
+    fn clone(&self) -> Self {
+        let Self { on, access, epoch, end } = self;
+        Self { on: on.clone(), access: *access, epoch: *epoch, end: end.clone() }
+    }
+}
+
 /// The record of one stream's use of the block. Filled field by field and emptied by taking the
 /// stream out, never moved: copying a struct just after partial writes stalls on store forwarding.
-#[derive(Clone)]
-struct UseRecord {
+struct UseRecord<S> {
     /// `None` if the record is free.
-    on: Option<Arc<Timeline>>,
+    on: Option<Arc<S>>,
     stamp: Stamp,
     /// The id of the record in its table, used to finish the use.
     id: u64,
@@ -67,7 +100,7 @@ struct UseRecord {
     by_owner: bool,
 }
 
-impl UseRecord {
+impl<S: UsedStream> UseRecord<S> {
     const FREE: Self =
         Self { on: None, stamp: Stamp::Open, id: 0, access: Access::Read, by_owner: false };
 
@@ -83,22 +116,22 @@ impl UseRecord {
         }
     }
 
-    fn matches(&self, on: &Arc<Timeline>, access: Access) -> bool {
+    fn matches(&self, on: &Arc<S>, access: Access) -> bool {
         self.is_on(on) && self.access == access
     }
 
-    fn is_on(&self, on: &Arc<Timeline>) -> bool {
+    fn is_on(&self, on: &Arc<S>) -> bool {
         self.on.as_ref().is_some_and(|other| Arc::ptr_eq(other, on))
     }
 
     /// Returns its current state, or `None` if the record is free.
-    fn snapshot(&self) -> Option<Noted> {
+    fn snapshot(&self) -> Option<UseSnapshot<S>> {
         let epoch = if let Stamp::Epoch(epoch) = self.stamp { Some(epoch) } else { None };
-        self.on.clone().map(|on| Noted { on, access: self.access, epoch, end: None })
+        self.on.clone().map(|on| UseSnapshot { on, access: self.access, epoch, end: None })
     }
 
     /// Returns its stream and epoch if it is stamped.
-    fn stamped(&self) -> Option<(&Arc<Timeline>, u64)> {
+    fn stamped(&self) -> Option<(&Arc<S>, u64)> {
         match (&self.on, self.stamp) {
             (Some(on), Stamp::Epoch(epoch)) => Some((on, epoch)),
             _ => None,
@@ -120,14 +153,13 @@ pub trait LastUse: Send + Sync {
     fn ended(&self);
 }
 
-#[derive(Default)]
-struct State {
-    records: UseVec<UseRecord>,
+struct State<S: UsedStream> {
+    records: UseVec<UseRecord<S>>,
     next_id: u64,
     watcher: Option<Arc<dyn LastUse>>,
     /// Tables of uses that came back with sub-allocated memory. No thread that holds their locks
     /// acquires this one.
-    joined: Vec<TableGuard>,
+    joined: Vec<TableGuard<S>>,
     /// Where to store the epochs in which open uses end, by record id.
     followers: Vec<(u64, Arc<AtomicU64>)>,
     /// Only the holders of open uses still refer to the table.
@@ -136,9 +168,23 @@ struct State {
     parked: Option<Tag>,
 }
 
+impl<S: UsedStream> Default for State<S> {
+    fn default() -> Self {
+        Self {
+            records: UseVec::new(),
+            next_id: 0,
+            watcher: None,
+            joined: Vec::new(),
+            followers: Vec::new(),
+            orphaned: false,
+            parked: None,
+        }
+    }
+}
+
 /// Why a use may not begin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum UseError {
+pub(crate) enum UseError {
     /// A conflicting use is open.
     Busy,
     /// The block's memory is parked.
@@ -147,7 +193,7 @@ pub(super) enum UseError {
 
 impl UseError {
     /// Converts to an error for the block at `address`.
-    pub(super) fn with_address(self, address: u64) -> MemoryError {
+    pub(crate) fn with_address(self, address: u64) -> MemoryError {
         match self {
             Self::Busy => MemoryError::Busy { address },
             Self::Parked(tag) => MemoryError::Parked { tag },
@@ -156,49 +202,51 @@ impl UseError {
 }
 
 /// Stored instead of an epoch when a use was aborted. 0 stands for an open use.
-pub(super) const ABORTED: u64 = u64::MAX;
+pub(crate) const ABORTED: u64 = u64::MAX;
 
 /// The use records of a block.
-#[derive(Default)]
-pub(super) struct UseTable {
-    state: Spin<State>,
+pub(crate) struct UseTable<S: UsedStream> {
+    state: Spin<State<S>>,
 }
 
-/// Tables of streams that no longer exist.
-static SPARE_TABLES: Mutex<Vec<&'static UseTable>> = Mutex::new(Vec::new());
+impl<S: UsedStream> Default for UseTable<S> {
+    fn default() -> Self {
+        Self { state: Spin::default() }
+    }
+}
 
-impl UseTable {
+impl<S: UsedStream> UseTable<S> {
     /// Returns an unused table.
     #[cold]
-    pub(super) fn new_or_recycled() -> &'static Self {
+    pub(crate) fn new_or_recycled() -> &'static Self {
         // Loom locks belong to one model run, so no table passes from one run to the next.
         let old = if cfg!(loom) {
             None
         } else {
-            SPARE_TABLES.lock().unwrap_or_else(PoisonError::into_inner).pop()
+            S::spare_tables().lock().unwrap_or_else(PoisonError::into_inner).pop()
         };
         old.unwrap_or_else(|| Box::leak(Box::default()))
     }
 
     /// Takes in the tables of a stream that no longer exists, or a table whose stream is unknown.
     #[cold]
-    pub(super) fn recycle(tables: impl IntoIterator<Item = &'static Self>) {
+    pub(crate) fn recycle(tables: impl IntoIterator<Item = &'static Self>) {
         if !cfg!(loom) {
-            SPARE_TABLES.lock().unwrap_or_else(PoisonError::into_inner).extend(tables);
+            S::spare_tables().lock().unwrap_or_else(PoisonError::into_inner).extend(tables);
         }
     }
 
     /// Records a use if it may begin. Returns the id of the record if one is needed. Adds to
     /// `predecessors` the conflicting uses that must be waited for: stamped uses, and unless
     /// borrows have ended, the work queued so far for them.
-    pub(super) fn begin(
+    pub(crate) fn begin(
         &self,
         by_owner: bool,
-        on: &Arc<Timeline>,
+        on: &Arc<S>,
         access: Access,
         stamp: Stamp,
         borrows: ConflictingBorrows,
-        predecessors: &mut UseVec<(Arc<Timeline>, u64)>,
+        predecessors: &mut UseVec<(Arc<S>, u64)>,
     ) -> Result<Option<u64>, UseError> {
         // Streams are dropped after the lock is released: this may be the last reference to another
         // library's stream.
@@ -211,20 +259,16 @@ impl UseTable {
             s.remove_where(&mut released, UseRecord::is_done);
             // Borrows by the owner stream need no record: the block returns to that stream. Two
             // borrows by one stream share the record, which is stamped later and covers both.
-            let borrowed =
-                |record: &UseRecord| record.stamp == Stamp::Borrowed && record.matches(on, access);
+            let borrowed = |record: &UseRecord<S>| {
+                record.stamp == Stamp::Borrowed && record.matches(on, access)
+            };
             let covered = stamp == Stamp::Borrowed && (by_owner || s.records.iter().any(borrowed));
             Ok((!covered).then(|| s.add_record(on, access, stamp, by_owner)))
         })
     }
 
     /// Records a use whose work ends in `epoch`.
-    pub(super) fn record(
-        &self,
-        on: &Arc<Timeline>,
-        access: Access,
-        epoch: u64,
-    ) -> Result<(), UseError> {
+    pub(crate) fn record(&self, on: &Arc<S>, access: Access, epoch: u64) -> Result<(), UseError> {
         self.state.with(|s| {
             s.check_parked()?;
             if !s.raise_epoch(on, access, epoch) {
@@ -235,13 +279,13 @@ impl UseTable {
     }
 
     /// Checks whether a use may begin, without recording one.
-    pub(super) fn check_parked(&self) -> Result<(), UseError> {
+    pub(crate) fn check_parked(&self) -> Result<(), UseError> {
         self.state.with(|s| s.check_parked())
     }
 
     /// Refuses every use from now on, unless one is open. Returns the work that may be queued or
     /// running, including that of borrows.
-    pub(super) fn park(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>, UseError> {
+    pub(crate) fn park(&self, tag: Tag) -> Result<Vec<(Arc<S>, u64)>, UseError> {
         self.state.with(|s| {
             s.check_parked()?;
             let mut work = Vec::new();
@@ -253,18 +297,18 @@ impl UseTable {
 
     /// Returns the work that may be queued or running, including that of borrows, unless a use is
     /// open.
-    pub(super) fn pending_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>, UseError> {
+    pub(crate) fn pending_work(&self) -> Result<Vec<(Arc<S>, u64)>, UseError> {
         let mut work = Vec::new();
         self.state.with(|s| s.pending_work(&mut work)).map(|()| work)
     }
 
     /// Allows uses again.
-    pub(super) fn resume(&self) {
+    pub(crate) fn resume(&self) {
         self.state.with(|s| s.parked = None);
     }
 
     /// Ends an open use on `on` in `epoch`. `None` aborts it.
-    pub(super) fn end(&'static self, id: u64, on: &Arc<Timeline>, epoch: Option<u64>) {
+    pub(crate) fn end(&'static self, id: u64, on: &Arc<S>, epoch: Option<u64>) {
         let mut released = UseVec::new();
         let (watcher, recycle) = self.state.with(|s| {
             let Some(at) = s.records.iter().position(|record| record.id == id && record.is_open())
@@ -301,7 +345,7 @@ impl UseTable {
     }
 
     /// Withdraws a use that could not be ordered.
-    pub(super) fn withdraw(&self, id: u64) {
+    pub(crate) fn withdraw(&self, id: u64) {
         let mut released = UseVec::new();
         self.state.with(|s| {
             s.remove_where(&mut released, |record| record.id == id);
@@ -311,7 +355,7 @@ impl UseTable {
 
     /// Forgets uses that the owner stream has been made to wait for, unless their epoch has been
     /// raised since.
-    pub(super) fn remove_waited(&self, waited: &[(Arc<Timeline>, u64)]) {
+    pub(crate) fn remove_waited(&self, waited: &[(Arc<S>, u64)]) {
         let mut released = UseVec::new();
         self.state.with(|s| {
             s.remove_where(&mut released, |record| {
@@ -326,10 +370,10 @@ impl UseTable {
     /// order with the owner stream are forgotten. Returns whether any use is left. Adds to
     /// `stamped` the epochs that must be fenced immediately, and moves the joined tables to
     /// `joined`.
-    pub(super) fn on_block_freed(
+    pub(crate) fn on_block_freed(
         &self,
-        stamped: &mut UseVec<(Arc<Timeline>, u64)>,
-        joined: &mut Vec<TableGuard>,
+        stamped: &mut UseVec<(Arc<S>, u64)>,
+        joined: &mut Vec<TableGuard<S>>,
     ) -> bool {
         let mut released = UseVec::new();
         self.state.with(|s| {
@@ -349,12 +393,12 @@ impl UseTable {
     }
 
     /// Called when the block that this table was joined to is freed.
-    pub(super) fn clear_owner(&self) {
+    pub(crate) fn clear_owner(&self) {
         self.state.with(State::clear_owner);
     }
 
     /// Forgets complete uses. Returns whether any use is left.
-    pub(super) fn remove_completed(&self) -> bool {
+    pub(crate) fn remove_completed(&self) -> bool {
         let mut released = UseVec::new();
         self.state.with(|s| {
             s.remove_where(&mut released, UseRecord::is_done);
@@ -364,7 +408,7 @@ impl UseTable {
 
     /// Forgets everything that is not open. Returns whether nothing is left, so that the table may
     /// serve another block. Otherwise the holder of the last open use recycles the table.
-    pub(super) fn clear(&self) -> bool {
+    pub(crate) fn clear(&self) -> bool {
         let mut released = UseVec::new();
         let (empty, _watcher, _joined) = self.state.with(|s| {
             s.remove_where(&mut released, |record| record.stamp != Stamp::Open);
@@ -377,21 +421,21 @@ impl UseTable {
 
     /// Releases the table of a block that is no longer tracked.
     #[cold]
-    pub(super) fn release(&'static self) {
+    pub(crate) fn release(&'static self) {
         if self.clear() {
             Self::recycle([self]);
         }
     }
 
     /// Joins tables of the same memory to this one.
-    pub(super) fn join(&self, others: impl Iterator<Item = TableGuard>) {
+    pub(crate) fn join(&self, others: impl Iterator<Item = TableGuard<S>>) {
         for other in others {
             self.state.with(|s| s.joined.push(other));
         }
     }
 
     /// Makes `owner` the owner stream of the block.
-    pub(super) fn set_owner(&self, owner: &Arc<Timeline>) {
+    pub(crate) fn set_owner(&self, owner: &Arc<S>) {
         self.state.with(|s| {
             for record in &mut s.records {
                 record.by_owner = record.is_on(owner);
@@ -400,23 +444,24 @@ impl UseTable {
     }
 
     /// Returns whether a use is open.
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.state.with(|s| s.any_open())
     }
 
     /// Returns the stamped uses, with their epochs.
-    pub(super) fn stamped(&self) -> UseVec<(Arc<Timeline>, u64)> {
-        let stamped = |record: &UseRecord| record.stamped().map(|(on, epoch)| (on.clone(), epoch));
+    pub(crate) fn stamped(&self) -> UseVec<(Arc<S>, u64)> {
+        let stamped =
+            |record: &UseRecord<S>| record.stamped().map(|(on, epoch)| (on.clone(), epoch));
         self.state.with(|s| s.records.iter().filter_map(stamped).collect())
     }
 
     /// Returns all uses in their current state.
-    pub(super) fn snapshots(&self) -> UseVec<Noted> {
+    pub(crate) fn snapshots(&self) -> UseVec<UseSnapshot<S>> {
         self.state.with(|s| s.records.iter().filter_map(UseRecord::snapshot).collect())
     }
 
     /// Returns all uses in their current state. Those that are open are updated when they end.
-    pub(super) fn follow(&self) -> Vec<Noted> {
+    pub(crate) fn follow(&self) -> Vec<UseSnapshot<S>> {
         self.state.with(|s| {
             let mut all = Vec::with_capacity(s.records.len());
             for record in &s.records {
@@ -437,21 +482,21 @@ impl UseTable {
 
     /// Calls `watcher` when no use is open any more, unless none is open now. Returns whether one
     /// is open.
-    pub(super) fn set_watcher(&self, watcher: &Arc<dyn LastUse>) -> bool {
+    pub(crate) fn set_watcher(&self, watcher: &Arc<dyn LastUse>) -> bool {
         let replaced =
             self.state.with(|s| s.any_open().then(|| s.watcher.replace(watcher.clone())));
         replaced.is_some()
     }
 }
 
-impl State {
+impl<S: UsedStream> State<S> {
     fn check_parked(&self) -> Result<(), UseError> {
         self.parked.map_or(Ok(()), |tag| Err(UseError::Parked(tag)))
     }
 
     /// Adds the work that may be queued or running, unless a use is open. For a borrow, this is all
     /// work that its stream has queued so far.
-    fn pending_work(&self, all: &mut Vec<(Arc<Timeline>, u64)>) -> Result<(), UseError> {
+    fn pending_work(&self, all: &mut Vec<(Arc<S>, u64)>) -> Result<(), UseError> {
         for record in &self.records {
             let Some(on) = &record.on else { continue };
             match record.stamp {
@@ -468,11 +513,11 @@ impl State {
     /// use may begin.
     fn collect_predecessors(
         &mut self,
-        on: &Arc<Timeline>,
+        on: &Arc<S>,
         access: Access,
         borrows: ConflictingBorrows,
-        released: &mut UseVec<Arc<Timeline>>,
-        predecessors: &mut UseVec<(Arc<Timeline>, u64)>,
+        released: &mut UseVec<Arc<S>>,
+        predecessors: &mut UseVec<(Arc<S>, u64)>,
     ) -> bool {
         if self.records.iter().any(|record| record.is_open() && record.access.conflicts(access)) {
             return false;
@@ -518,13 +563,7 @@ impl State {
         self.records.iter().all(|record| record.on.is_none())
     }
 
-    fn add_record(
-        &mut self,
-        on: &Arc<Timeline>,
-        access: Access,
-        stamp: Stamp,
-        by_owner: bool,
-    ) -> u64 {
+    fn add_record(&mut self, on: &Arc<S>, access: Access, stamp: Stamp, by_owner: bool) -> u64 {
         let id = self.next_id;
         self.next_id = id + 1;
         let at = self.records.iter().position(|record| record.on.is_none()).unwrap_or_else(|| {
@@ -542,7 +581,7 @@ impl State {
 
     /// Raises a stamped record of the same stream and access to cover `epoch` too. One record is
     /// enough, because the later epoch covers the earlier. Returns whether such a record exists.
-    fn raise_epoch(&mut self, on: &Arc<Timeline>, access: Access, epoch: u64) -> bool {
+    fn raise_epoch(&mut self, on: &Arc<S>, access: Access, epoch: u64) -> bool {
         for record in &mut self.records {
             if let Stamp::Epoch(earlier) = record.stamp
                 && record.matches(on, access)
@@ -557,8 +596,8 @@ impl State {
     /// Stamps the records of ended borrows that `which` selects.
     fn end_borrows(
         &mut self,
-        released: &mut UseVec<Arc<Timeline>>,
-        which: impl Fn(&UseRecord) -> bool,
+        released: &mut UseVec<Arc<S>>,
+        which: impl Fn(&UseRecord<S>) -> bool,
     ) {
         for at in 0..self.records.len() {
             let record = &self.records[at];
@@ -585,8 +624,8 @@ impl State {
 
     fn remove_where(
         &mut self,
-        released: &mut UseVec<Arc<Timeline>>,
-        which: impl Fn(&UseRecord) -> bool,
+        released: &mut UseVec<Arc<S>>,
+        which: impl Fn(&UseRecord<S>) -> bool,
     ) {
         for record in &mut self.records {
             if record.on.is_some() && which(record) {
@@ -596,26 +635,55 @@ impl State {
     }
 }
 
-/// The idle tables of a stream, for its blocks.
-#[derive(Default)]
-pub(crate) struct IdleTables {
-    idle: Spin<Vec<&'static UseTable>>,
+/// A table that returns to the owner stream's idle tables when it has no records left. If a use is
+/// still open, its holder returns the table.
+pub(crate) struct TableGuard<S: UsedStream> {
+    /// `None` once a list has taken the table.
+    pub(crate) table: Option<&'static UseTable<S>>,
+    pub(crate) owner: Arc<S>,
 }
 
-impl IdleTables {
-    pub(super) fn acquire(&self) -> &'static UseTable {
+impl<S: UsedStream> TableGuard<S> {
+    pub(crate) fn table(&self) -> Option<&'static UseTable<S>> {
+        self.table
+    }
+}
+
+impl<S: UsedStream> Drop for TableGuard<S> {
+    fn drop(&mut self) {
+        if let Some(table) = self.table
+            && table.clear()
+        {
+            self.owner.idle_tables().release(table);
+        }
+    }
+}
+
+/// The idle tables of a stream, for its blocks.
+pub(crate) struct IdleTables<S: UsedStream> {
+    idle: Spin<Vec<&'static UseTable<S>>>,
+}
+
+impl<S: UsedStream> IdleTables<S> {
+    pub(crate) fn acquire(&self) -> &'static UseTable<S> {
         self.idle.with(Vec::pop).unwrap_or_else(UseTable::new_or_recycled)
     }
 
     /// Returns a table that is empty and has no other references.
-    pub(super) fn release(&self, table: &'static UseTable) {
+    pub(crate) fn release(&self, table: &'static UseTable<S>) {
         if !cfg!(loom) {
             self.idle.with(|idle| idle.push(table));
         }
     }
 }
 
-impl Drop for IdleTables {
+impl<S: UsedStream> Default for IdleTables<S> {
+    fn default() -> Self {
+        Self { idle: Spin::default() }
+    }
+}
+
+impl<S: UsedStream> Drop for IdleTables<S> {
     fn drop(&mut self) {
         let idle = mem::take(self.idle.get_mut());
         if !idle.is_empty() {
@@ -624,7 +692,7 @@ impl Drop for IdleTables {
     }
 }
 
-impl fmt::Debug for IdleTables {
+impl<S: UsedStream> fmt::Debug for IdleTables<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("IdleTables(..)")
     }
