@@ -8,7 +8,7 @@ use aquifer_core::{Budget, DeviceId, MemoryError, Opaque, Tag};
 use aquifer_device::{Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
     Access, Call, Operand, leftovers,
-    sim::{Sim, SimKernel},
+    sim::{Sim, SimKernel, Violation},
 };
 use aquifer_stream::StreamPool;
 
@@ -104,9 +104,13 @@ fn allocations_are_attributed_to_the_callers_line() {
     let found = sim.take_violations();
     assert!(found.len() >= 2, "{found:?}");
     for violation in &found {
-        let earlier = violation.earlier.unwrap();
-        assert_eq!((earlier.site.file(), earlier.site.line()), (file!(), line), "{violation}");
+        for party in violation.earlier.iter().chain([&violation.later]) {
+            assert_eq!(party.site.file(), file!(), "{violation}");
+        }
     }
+    assert!(found[0].earlier.is_some_and(|earlier| earlier.site.line() == line), "{}", found[0]);
+    let dropped = |v: &Violation| v.later.work.contains("drop") && v.later.site.line() == line;
+    assert!(found.iter().any(dropped), "{found:?}");
 }
 
 #[test]
