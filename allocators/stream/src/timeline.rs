@@ -1,11 +1,13 @@
 //! The epochs of one stream: which of its work is complete, and the events that prove it.
 
+mod used;
+
 use crate::{
     Calling, Ended, Epochs, Retirement, StreamLifetime,
     attachments::Attachments,
     events::{EventPool, OwnedEvent},
     identity::{StreamIdentity, id_of},
-    use_table::{IdleTables, UseTable, UsedStream},
+    use_table::IdleTables,
     wait_cache::WaitCache,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
@@ -17,7 +19,7 @@ use std::{
     io::{self, Write},
     process,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -112,35 +114,6 @@ pub struct Timeline {
     /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
     attachments: Attachments,
-}
-
-/// Tables of streams that no longer exist.
-static SPARE_TABLES: Mutex<Vec<&'static UseTable<Timeline>>> = Mutex::new(Vec::new());
-
-impl UsedStream for Timeline {
-    #[inline]
-    fn open(&self) -> u64 {
-        Timeline::open(self)
-    }
-
-    #[inline]
-    fn is_done(&self, epoch: u64) -> bool {
-        Timeline::is_done(self, epoch)
-    }
-
-    #[inline]
-    fn fences_at_once(&self) -> bool {
-        Timeline::fences_at_once(self)
-    }
-
-    #[inline]
-    fn idle_tables(&self) -> &IdleTables<Self> {
-        &self.idle_tables
-    }
-
-    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>> {
-        &SPARE_TABLES
-    }
 }
 
 impl Timeline {

@@ -33,16 +33,13 @@ use crate::{
     Timeline,
     sync::atomic::{AtomicPtr, Ordering},
     use_table::{
-        self, ABORTED, ConflictingBorrows, LastUse, Stamp, UseSnapshot, UseVec, UsedStream as _,
+        ABORTED, ConflictingBorrows, LastUse, Stamp, TableGuard, UseError, UseSnapshot, UseTable,
+        UseVec, UsedStream as _,
     },
 };
 use aquifer_core::Result;
 use aquifer_driver::Access;
 use std::{fmt, ptr, sync::Arc};
-
-/// The use records of a block.
-type UseTable = use_table::UseTable<Timeline>;
-type TableGuard = use_table::TableGuard<Timeline>;
 
 /// A use that was not known to be complete when its block, or a part of it, was freed. A snapshot,
 /// or its current state if it is [followed](Uses::follow).
@@ -93,7 +90,7 @@ impl fmt::Debug for Noted {
 }
 
 /// Returns all uses of a table in their current state.
-fn snapshots(table: &UseTable) -> UseVec<Noted> {
+fn snapshots(table: &UseTable<Timeline>) -> UseVec<Noted> {
     table.snapshots().into_iter().map(Noted).collect()
 }
 
@@ -109,7 +106,7 @@ fn snapshots(table: &UseTable) -> UseVec<Noted> {
 /// See [`UseList`] for an example.
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
-    table: &'static UseTable,
+    table: &'static UseTable<Timeline>,
     id: u64,
     on: Arc<Timeline>,
     ended: bool,
@@ -171,12 +168,12 @@ impl fmt::Debug for Use {
 #[derive(Default)]
 pub struct UseList {
     /// Null, or a table that only this list records in. Tables are never freed.
-    table: AtomicPtr<UseTable>,
+    table: AtomicPtr<UseTable<Timeline>>,
 }
 
 /// A use that is recorded but may not be ordered yet.
 pub(crate) struct UnorderedUse {
-    table: &'static UseTable,
+    table: &'static UseTable<Timeline>,
     /// The id of the record, or `None` for a borrow that needs none.
     id: Option<u64>,
 }
@@ -242,21 +239,21 @@ impl UseList {
     }
 
     #[inline]
-    fn table(&self) -> Option<&'static UseTable> {
+    fn table(&self) -> Option<&'static UseTable<Timeline>> {
         // SAFETY: 1. null, or created from a `&'static UseTable`.
         unsafe { self.table.load(Ordering::Acquire).as_ref() }
     }
 
     /// Returns the table. The first use takes it from the tables of the owner stream.
     #[inline]
-    fn table_or_init(&self, owner: &Timeline) -> &'static UseTable {
+    fn table_or_init(&self, owner: &Timeline) -> &'static UseTable<Timeline> {
         match self.table() {
             Some(table) => table,
             None => self.init_table(owner),
         }
     }
 
-    fn init_table(&self, owner: &Timeline) -> &'static UseTable {
+    fn init_table(&self, owner: &Timeline) -> &'static UseTable<Timeline> {
         let new = owner.idle_tables().acquire();
         let at = ptr::from_ref(new).cast_mut();
         match self.table.compare_exchange(ptr::null_mut(), at, Ordering::AcqRel, Ordering::Acquire)
@@ -380,7 +377,7 @@ impl UseList {
     /// immediately. The use is recorded even then.
     pub fn record(&self, owner: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
         // Only parked memory refuses a record, and that error contains no address.
-        let to_error = |error: use_table::UseError| error.with_address(0);
+        let to_error = |error: UseError| error.with_address(0);
         if Arc::ptr_eq(owner, on) {
             return self.table().map_or(Ok(()), UseTable::check_parked).map_err(to_error);
         }
@@ -488,13 +485,13 @@ impl fmt::Debug for UseList {
 /// ```
 #[derive(Default)]
 pub struct Uses {
-    own: Option<TableGuard>,
+    own: Option<TableGuard<Timeline>>,
     /// Uses that came back with sub-allocated memory.
-    joined: Vec<TableGuard>,
+    joined: Vec<TableGuard<Timeline>>,
 }
 
 impl Uses {
-    fn tables(&self) -> impl Iterator<Item = &'static UseTable> {
+    fn tables(&self) -> impl Iterator<Item = &'static UseTable<Timeline>> {
         self.own.iter().chain(&self.joined).filter_map(TableGuard::table)
     }
 
@@ -506,7 +503,8 @@ impl Uses {
 
     /// Forgets uses whose work is known to be complete. Makes no driver call.
     pub fn forget_done(&mut self) {
-        let remains = |guard: &TableGuard| guard.table.is_some_and(UseTable::remove_completed);
+        let remains =
+            |guard: &TableGuard<Timeline>| guard.table.is_some_and(UseTable::remove_completed);
         if self.own.as_ref().is_some_and(|guard| !remains(guard)) {
             self.own = None;
         }

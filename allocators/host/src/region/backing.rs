@@ -320,7 +320,8 @@ impl Drop for Backing {
     }
 }
 
-/// Backings that are no longer used and not yet released. Each with the process that retired it: a forked child has not inherited the memory.
+/// Backings that are no longer used and not yet released. Each with the process that retired it: a
+/// forked child has not inherited the memory.
 pub(super) static RETIRED: ForkSafe<Vec<(Process, Backing)>> =
     ForkSafe::new(LockOrder::Retired, Vec::new());
 /// The bytes that it holds.

@@ -1,8 +1,8 @@
 //! Access to the uses of a live block from its pool, which parks the block's memory or runs its own
 //! work on it.
 
-use super::{UseList, UseTable, snapshots};
-use crate::Timeline;
+use super::{UseList, snapshots};
+use crate::{Timeline, use_table::UseTable};
 use aquifer_core::{Result, Tag};
 use aquifer_driver::Access;
 use std::{fmt, sync::Arc};
@@ -31,7 +31,7 @@ use std::{fmt, sync::Arc};
 /// # Ok::<(), MemoryError>(())
 /// ```
 pub struct Watch {
-    table: &'static UseTable,
+    table: &'static UseTable<Timeline>,
 }
 
 impl UseList {
