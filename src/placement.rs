@@ -23,6 +23,7 @@
 //! the devices that satisfy every hint and are in service. A lost device is excluded as soon as any
 //! call has returned the loss. A [drained](Placer::drain) device receives no new requests.
 
+mod candidate;
 mod device_set;
 mod error;
 mod group;
@@ -32,13 +33,14 @@ mod policy;
 mod request;
 mod waiting;
 
+pub use candidate::Candidate;
 pub use device_set::Health;
 pub(crate) use device_set::{DeviceSet, MAX_DEVICES};
 pub use error::{NoFit, PlaceError, RejectReason, RejectedDevice};
 pub use group::Grouping;
 pub use hash::key_of;
 pub use lease::Lease;
-pub use policy::{Candidate, Custom, Policy, Weights};
+pub use policy::{Custom, Policy, Weights};
 pub use request::{Group, Near, PlacementRequest};
 pub use waiting::Placing;
 
@@ -205,7 +207,9 @@ impl Placer {
         rejections: &mut Rejections,
     ) -> Option<Lease> {
         match member.reserve(place.size(), place.requested_priority()) {
-            Ok(reservation) => Some(self.device_set.lease(index, member.generation, reservation)),
+            Ok(reservation) => {
+                Some(Lease::new(self.device_set.clone(), index, member.generation, reservation))
+            }
             Err(error) => {
                 rejections.add(index, error);
                 None

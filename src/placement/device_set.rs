@@ -14,8 +14,8 @@
 //! exist.
 
 use super::{
-    Candidate, Near, PlacementRequest, RejectReason, RejectedDevice, lease::Lease,
-    policy::PolicyInput,
+    Near, PlacementRequest, RejectReason, RejectedDevice,
+    candidate::{Candidate, PolicyInput},
 };
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
 use aquifer_device::DevicePool;
@@ -673,17 +673,6 @@ impl DeviceSet {
         for (_, waker) in wakers {
             contain(|| waker.wake());
         }
-    }
-
-    /// Returns a lease of what was reserved.
-    #[inline]
-    pub(super) fn lease(
-        self: &Arc<Self>,
-        index: usize,
-        generation: u32,
-        reservation: Reservation,
-    ) -> Lease {
-        Lease::new(self.clone(), index, generation, reservation)
     }
 }
 

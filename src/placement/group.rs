@@ -206,7 +206,7 @@ impl Placer {
         // Restore the policy's order.
         reservations.sort_by_key(|(at, _)| *at);
         let lease = |(at, reserved): (usize, _)| {
-            self.device_set.lease(parts[at].index, parts[at].generation, reserved)
+            Lease::new(self.device_set.clone(), parts[at].index, parts[at].generation, reserved)
         };
         Ok(reservations.into_iter().map(lease).collect())
     }

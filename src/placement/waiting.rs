@@ -143,7 +143,7 @@ impl Placing {
         let mut reservation = Reservation::from(charge);
         // `min_free` beyond the size was a condition only. It is not kept.
         drop(reservation.draw(self.needs() - self.place.size()));
-        Some(device_set.lease(index, generation, reservation))
+        Some(Lease::new(device_set.clone(), index, generation, reservation))
     }
 
     /// Polls every queue entry. Entries at devices out of service are dropped.
