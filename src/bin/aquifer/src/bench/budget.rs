@@ -10,6 +10,7 @@
 //! GPU and back.
 
 mod parked;
+mod state;
 
 use super::{
     device::{
@@ -30,6 +31,7 @@ use aquifer_core::{
     Budget, Charge, MemoryError, OutOfBudget, Result,
     budget::{BudgetLease, Leased, Offer, Reclaim},
 };
+use state::BudgetBench;
 use std::{
     future::Future,
     hint::black_box,
@@ -78,12 +80,6 @@ pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<BenchReport, B
     let mut bench = BudgetBench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
     Ok(bench.sheet.report("budget", &place, version, args.rows.quick))
-}
-
-/// The state of a benchmark.
-struct BudgetBench {
-    pace: Pace,
-    sheet: Sheet,
 }
 
 impl BudgetBench {

@@ -25,23 +25,18 @@ mod growth;
 mod holes;
 pub(super) mod lane;
 pub(super) mod source;
+mod state;
 mod threads;
 pub(super) mod work;
 
 use super::{
-    lap::{Contender, Outcome, Pace, contest},
+    lap::Pace,
     report::BenchReport,
     row::size,
-    sheet::{BenchError, RowGroup, Sheet, measure},
+    sheet::{BenchError, RowGroup, measure},
 };
-use crate::{
-    cli,
-    place::{Place, Session},
-    progress::Progress,
-};
-use aquifer_core::MemoryError;
-use source::AsyncPool;
-use std::sync::Arc;
+use crate::{cli, place::Place, progress::Progress};
+use state::DeviceBench;
 
 /// The groups, in the order of measurement and output. The holes are the last group that holds
 /// memory, since they need the most.
@@ -73,79 +68,9 @@ pub(crate) fn run(args: &cli::BenchDevice) -> Result<BenchReport, BenchError> {
     Ok(sheet.report("device", &place, version, args.rows.quick))
 }
 
-/// The state of a benchmark.
-struct DeviceBench<'a> {
-    place: &'a Place,
-    pace: Pace,
-    /// Whether the driver's calls are measured too.
-    driver: bool,
-    /// The maximum bytes of a pool: its default.
-    room: u64,
-    /// Version of the driver interface.
-    version: u32,
-    /// The number of devices.
-    devices: u32,
-    sheet: Sheet,
-}
-
-impl<'a> DeviceBench<'a> {
-    fn new(
-        place: &'a Place,
-        pace: Pace,
-        only: Option<&str>,
-        driver: bool,
-    ) -> Result<Self, BenchError> {
-        let session = place.begin(false);
-        let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
-        let free = session.driver.memory_info(session.device).map_err(lost)?.free;
-        Ok(Self {
-            place,
-            pace,
-            driver,
-            room: free / 5 * 4,
-            version: session.driver.driver_version().map_err(lost)?,
-            devices: session.driver.device_count().map_err(lost)?,
-            sheet: Sheet::new(only),
-        })
-    }
-
+impl DeviceBench<'_> {
     fn measure(&mut self, progress: &mut Progress) -> Result<(), BenchError> {
         measure(self, |bench| &mut bench.sheet, &groups(), progress)
-    }
-
-    /// Opens the device with the simulator's oracle inactive.
-    fn session(&self) -> Session {
-        self.place.begin(false)
-    }
-
-    /// Returns the driver's allocator if it is a peer: on a GPU that has it.
-    fn peer(&self, session: &Session) -> aquifer_core::Result<Option<Arc<AsyncPool>>> {
-        let there = matches!(self.place, Place::Cuda { .. }) && self.place.info().async_pools;
-        if there { AsyncPool::open(session).map(Some) } else { Ok(None) }
-    }
-
-    /// Returns whether there is memory for a row, for the pool and a peer. Otherwise notes why the
-    /// row is missing.
-    fn has_room(&mut self, name: &str, bytes: u64, peer: bool) -> bool {
-        self.sheet.has_room(name, if peer { bytes * 2 } else { bytes }, self.room)
-    }
-
-    /// Measures the pool and its peer, if any, and returns both outcomes. Notes failed calls.
-    fn compete<'c>(
-        &mut self,
-        pace: Pace,
-        name: &str,
-        pool: Contender<'c>,
-        peer: Option<Contender<'c>>,
-    ) -> (Outcome, Option<Outcome>) {
-        let contenders = std::iter::once(pool).chain(peer).collect();
-        let mut outcomes = contest(pace, contenders).into_iter();
-        let mut next = |who: &str| {
-            let mut outcome = outcomes.next()?;
-            self.sheet.note(&format!("{name}{who}"), std::mem::take(&mut outcome.failed));
-            Some(outcome)
-        };
-        (next("").unwrap_or_default(), next(" (peer)"))
     }
 }
 

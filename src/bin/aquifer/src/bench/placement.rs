@@ -7,6 +7,7 @@
 //! The first rows measure a whole [runtime](start).
 
 mod start;
+mod state;
 
 use super::{
     budget::pairs_of,
@@ -24,22 +25,18 @@ use crate::{
 use aquifer::{
     DeviceId, Group as Shards, Lease, PlaceError, PlacementRequest, Placer, Policy, Runtime,
     placement::{Candidate, key_of},
-    sim::Sim,
 };
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::Driver;
+use state::{PlacementBench, over, simulated};
 use std::{
     convert::Infallible,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Mutex, PoisonError},
 };
 
 /// Bytes per request, as given to the lanes.
 const BYTES: u64 = 1 << 20;
 /// The budget of each device, more than is ever leased here.
 const LIMIT: u64 = 8 << 30;
-/// The memory of each device. Small enough that there are addresses for the largest number of
-/// devices.
-const MEMORY: u64 = 16 << 30;
 const DEVICES: [u32; 3] = [1, 8, 64];
 const GROUPS: [usize; 2] = [4, 8];
 const THREADS: usize = 16;
@@ -69,12 +66,6 @@ pub(crate) fn run(args: &cli::BenchPlacement) -> std::result::Result<BenchReport
     let mut bench = PlacementBench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
     Ok(bench.sheet.report("placement", &machine, version, args.rows.quick))
-}
-
-/// The state of a benchmark.
-struct PlacementBench {
-    pace: Pace,
-    sheet: Sheet,
 }
 
 impl PlacementBench {
@@ -112,14 +103,6 @@ fn policies() -> [(&'static str, Policy); 9] {
 /// Creates a runtime over this many idle devices.
 fn runtime(devices: u32) -> Result<Runtime> {
     Runtime::builder().driver(simulated(devices)).device_budget(LIMIT).build()
-}
-
-fn simulated(devices: u32) -> Arc<dyn Driver> {
-    Sim::h200(devices).symbolic().capacity(MEMORY).driver()
-}
-
-fn over(devices: u32) -> String {
-    format!("{devices} device{}", if devices == 1 { "" } else { "s" })
 }
 
 /// Placement requests of one thread.

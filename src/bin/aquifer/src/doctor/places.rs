@@ -2,7 +2,7 @@
 
 use super::{
     facts::{Facts, Gpu},
-    findings::{Finding, gigabytes},
+    finding::{Finding, gigabytes},
     probe::{PROBE_BYTES, Probe},
 };
 use aquifer_core::Bytes;
@@ -222,7 +222,7 @@ pub(super) fn devices(facts: &Facts, findings: &mut Vec<Finding>) {
 mod tests {
     use super::*;
     use crate::doctor::{
-        findings::Kind,
+        finding::Kind,
         probe::{Link, ProbeResult, Target},
     };
     use aquifer_core::{Budget, SystemError};

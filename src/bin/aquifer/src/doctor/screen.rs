@@ -3,7 +3,7 @@
 use super::{
     Diagnosis,
     facts::Gpu,
-    findings::{Finding, Kind, gigabytes},
+    finding::{Finding, Kind, gigabytes},
     probe::{PROBE_BYTES, Probe, Target},
 };
 use crate::{figures::Count, json, layout::wrap};

@@ -13,8 +13,8 @@
 
 use super::{
     bench::ReplayBench,
-    report::{Fit, ReplayReport, Round, Timing, Violations},
-    work::TOLD,
+    report::{Fit, ReplayReport, Round, Timing},
+    work::{TOLD, Violations},
 };
 use crate::progress::Progress;
 use aquifer_core::Result;

@@ -1,6 +1,9 @@
 //! The result of a replay, and its JSON form.
 
-use super::tally::{Paths, Tally};
+use super::{
+    tally::Tally,
+    work::{Paths, Violations},
+};
 use crate::{
     cli::Allocator,
     json,
@@ -215,15 +218,6 @@ fn of_snapshot(facts: SnapshotFacts) -> Value {
 fn rounded(value: f64, digits: i32) -> f64 {
     let scale = 10_f64.powi(digits);
     (value * scale).round() / scale
-}
-
-/// Violations that the checks found.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Violations {
-    /// The number of violating accesses.
-    pub(crate) count: u64,
-    /// Descriptions of the first few.
-    pub(crate) first: Vec<String>,
 }
 
 /// The result of the search for the smallest budget.

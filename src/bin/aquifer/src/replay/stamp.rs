@@ -10,10 +10,7 @@
     reason = "queues copies on raw addresses, and reads the pinned memory they end in"
 )]
 
-use super::{
-    report::Violations,
-    work::{Spot, TOLD, Verdict, Work},
-};
+use super::work::{Spot, TOLD, Verdict, Violations, Work};
 use crate::trace::{Action, Trace};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Call, DeviceId, Driver, HostFlags};

@@ -22,28 +22,10 @@
 //!
 //! A GPU reports no such lengths. There only the counts are available.
 
-use super::work::Work;
+use super::work::{Paths, Work};
 use aquifer_core::PoolStats;
 use aquifer_driver::{Call, CallCounts};
 use std::ops::Sub;
-
-/// Lengths in reads and writes. See the [module documentation](self).
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Paths {
-    /// The length of the longest stream.
-    pub(crate) longest_stream: u64,
-    /// The longest chain in the order that the trace requires.
-    pub(crate) needed: u64,
-    /// The longest chain as queued.
-    pub(crate) taken: u64,
-}
-
-impl Paths {
-    /// Returns the factor by which the allocator's waits lengthen the work, at least 1.
-    pub(crate) fn cost(&self) -> f64 {
-        self.taken.max(self.needed).max(1) as f64 / self.needed.max(1) as f64
-    }
-}
 
 /// Counts of a round, or since the beginning.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]

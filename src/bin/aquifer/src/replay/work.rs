@@ -1,6 +1,5 @@
 //! The work that a replay performs on its blocks.
 
-use super::{report::Violations, tally::Paths};
 use crate::trace::Trace;
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::Block;
@@ -19,6 +18,33 @@ use std::{
 
 /// The number of violations that are described.
 pub(crate) const TOLD: usize = 4;
+
+/// Violations that the checks found.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Violations {
+    /// The number of violating accesses.
+    pub(crate) count: u64,
+    /// Descriptions of the first few.
+    pub(crate) first: Vec<String>,
+}
+
+/// Lengths in reads and writes. See the [module documentation](super::tally).
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Paths {
+    /// The length of the longest stream.
+    pub(crate) longest_stream: u64,
+    /// The longest chain in the order that the trace requires.
+    pub(crate) needed: u64,
+    /// The longest chain as queued.
+    pub(crate) taken: u64,
+}
+
+impl Paths {
+    /// Returns the factor by which the allocator's waits lengthen the work, at least 1.
+    pub(crate) fn cost(&self) -> f64 {
+        self.taken.max(self.needed).max(1) as f64 / self.needed.max(1) as f64
+    }
+}
 
 /// The location of a block on the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

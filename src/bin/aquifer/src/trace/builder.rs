@@ -1,6 +1,8 @@
 //! Converts rows to steps and rejects impossible ones.
 
-use super::{Action, Block, Fault, Format, MAX_BLOCK, MAX_STREAMS, Step, Trace, error::Name};
+use super::{
+    Account, Action, Block, Fault, Format, MAX_BLOCK, MAX_STREAMS, Step, Trace, error::Name,
+};
 use aquifer_core::event::BlockKind;
 use std::collections::{BTreeMap, HashMap};
 
@@ -21,23 +23,6 @@ pub(super) struct Builder {
     /// Totals by kind and tag, and the index of the last one used.
     accounts: Vec<Account>,
     last: usize,
-}
-
-/// Totals of the blocks of one kind and one tag.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Account {
-    /// Their kind.
-    pub(crate) kind: BlockKind,
-    /// Their tag. Empty if the input has none.
-    pub(crate) tag: String,
-    /// The number of allocations.
-    pub(crate) allocations: u64,
-    /// The number of blocks that are still allocated.
-    pub(crate) blocks: u64,
-    /// Their bytes.
-    pub(crate) bytes: u64,
-    /// The peak of allocated bytes.
-    pub(crate) peak: u64,
 }
 
 /// The state of a name.

@@ -1,6 +1,10 @@
 //! Errors in traces.
 
-use super::{MAX_BLOCK, MAX_STREAMS, made::MadeError, snapshot::SnapshotError};
+use super::{
+    made::MadeError,
+    model::{EVENTS_HEADER, MAX_BLOCK, MAX_STREAMS, RMM_HEADER},
+    snapshot::SnapshotError,
+};
 use std::{error, fmt, io};
 
 /// The error in a trace and its row. Row 1 is the header.
@@ -189,8 +193,8 @@ impl fmt::Display for Fault {
                 f,
                 "not a trace: the first row is {:?}, not {:?} or {:?}",
                 Clipped(found),
-                super::events::HEADER,
-                super::rmm::HEADER
+                EVENTS_HEADER,
+                RMM_HEADER
             ),
             Self::NoAllocation => f.write_str("nothing is allocated in it"),
             Self::Fields { found, expected } => write!(f, "{found} fields where {expected} belong"),

@@ -12,8 +12,6 @@ use super::{
 use aquifer_core::event::BlockKind;
 use std::{borrow::Cow, collections::BTreeMap};
 
-/// The header of files without kinds, devices and tags.
-pub(super) const HEADER: &str = "t_us,op,id,bytes,stream";
 /// The maximum number of fields in a row.
 const MOST: usize = 32;
 

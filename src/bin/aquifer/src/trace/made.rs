@@ -12,14 +12,17 @@
 //!
 //! A size is at least one byte, and a loop has at least one step.
 
+mod error;
 mod maker;
 mod workloads;
+
+pub(super) use error::MadeError;
 
 use super::{Fault, Format, Trace, TraceError};
 use crate::layout::wrap;
 use maker::Maker;
 use serde_json::json;
-use std::{error, fmt, ops::RangeInclusive, path::Path, str::FromStr};
+use std::{ops::RangeInclusive, path::Path, str::FromStr};
 
 /// The prefix of a workload's name.
 const PREFIX: &str = "made:";
@@ -96,51 +99,6 @@ pub(crate) struct GeneratedTrace {
     scale: f64,
     length: f64,
 }
-
-/// Why a name is not a valid generated trace.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum MadeError {
-    /// No such workload.
-    Name {
-        /// The name.
-        found: String,
-    },
-    /// No such option.
-    Option {
-        /// The text found.
-        found: String,
-    },
-    /// An option with an invalid value.
-    Value {
-        /// The option.
-        option: &'static str,
-        /// The value.
-        found: String,
-        /// The expected value.
-        expected: &'static str,
-    },
-}
-
-impl fmt::Display for MadeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Name { found } => {
-                write!(f, "no workload is called {found:?}; `aquifer replay made:` lists them")
-            }
-            Self::Option { found } => {
-                write!(
-                    f,
-                    "{found:?} is no option of a made trace; there are seed=, scale= and length="
-                )
-            }
-            Self::Value { option, found, expected } => {
-                write!(f, "{option} is {found:?}, not {expected}")
-            }
-        }
-    }
-}
-
-impl error::Error for MadeError {}
 
 /// Returns the text after `made:`, if the path begins so. A file of such a name is reached as
 /// `./made:…`.

@@ -14,9 +14,6 @@ use super::{
     source::fields,
 };
 
-/// The header.
-pub(super) const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
-
 /// Adds one row.
 pub(super) fn take(text: &str, row: u64, builder: &mut Builder) -> Result<(), Fault> {
     let [thread, time, action, pointer, bytes, stream] = fields(text)?;

@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::replay::{
-    report::{Fit, Violations},
-    tally::{Paths, Tally},
+    report::Fit,
+    tally::Tally,
+    work::{Paths, Violations},
 };
 
 fn rounds() -> Vec<Round> {
