@@ -27,8 +27,8 @@ pub struct Candidate<'a> {
     pub peers: &'a [DeviceId],
     /// The weight under [`Policy::weighted`](super::Policy::weighted), else 1.
     pub weight: u32,
-    /// The distance from what the request is to be near, under [`Policy::Near`](super::Policy::Near), else 0.
-    /// Comparable only within one request.
+    /// The distance from what the request is to be near, under
+    /// [`Policy::Near`](super::Policy::Near), else 0. Comparable only within one request.
     pub far: u32,
     /// The age of the last sample of the driver's free memory and of the caches. The other figures
     /// are current.

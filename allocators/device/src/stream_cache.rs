@@ -72,8 +72,8 @@ pub(crate) struct CacheState {
     /// Calls of [`StreamCache::collect_throttled`] still to be skipped.
     skip_collects: usize,
     pub(crate) usage: CacheUsage,
-    /// The epoch of the last free. It must be fenced before other streams can take free memory from
-    /// this cache.
+    /// The epoch of the last free. It must be fenced before other streams can take free memory
+    /// from this cache.
     pub(crate) last_free: u64,
     /// The current binding; `None` while the cache is idle.
     binding: Option<Binding>,

@@ -25,8 +25,8 @@ use std::{
 ///
 /// The pool keeps freed memory. The memory that it reserves is charged after each allocation, since
 /// only the driver can determine the amount. If there is no room, the allocation is returned to the
-/// driver before it has been used, and the pool reclaims from others under the same budget what they
-/// can release without waiting. It releases its unused memory for them too.
+/// driver before it has been used, and the pool reclaims from others under the same budget what
+/// they can release without waiting. It releases its unused memory for them too.
 ///
 /// ```
 /// use aquifer_core::{Budget, Opaque};

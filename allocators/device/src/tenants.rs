@@ -22,10 +22,10 @@
 //! pool's again, as in its statistics. For pinned memory and any other `Allocator`, a `Limit`
 //! around it charges the same budget.
 //!
-//! **Cost**: charges come from [`BudgetLease`](aquifer_core::budget::BudgetLease)s, one for each group of streams, so a block up to
-//! the lease's grain usually takes no lock of the tree. The block stores its charge in a small host
-//! allocation. Blocks without a tenant are not affected, except that a pool with a limited tag
-//! takes the slow path for all its blocks.
+//! **Cost**: charges come from [`BudgetLease`](aquifer_core::budget::BudgetLease)s, one for each
+//! group of streams, so a block up to the lease's grain usually takes no lock of the tree. The
+//! block stores its charge in a small host allocation. Blocks without a tenant are not affected,
+//! except that a pool with a limited tag takes the slow path for all its blocks.
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock,

@@ -1,5 +1,5 @@
-//! Slot pools: memory in slots of a span, out of which blocks are cut. Memory of graphs and parkable
-//! memory are such pools.
+//! Slot pools: memory in slots of a span, out of which blocks are cut. Memory of graphs and
+//! parkable memory are such pools.
 //!
 //! ```text
 //!   slot without memory ──claimed, backed──▶ free ──cut──▶ block

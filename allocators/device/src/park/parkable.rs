@@ -4,7 +4,8 @@
 //!   each.
 //! - Blocks are cut out of slots that have memory, lowest address first.
 //! - Each free range stores its dependencies: the work that must be over before it is reused. Free
-//!   ranges are kept in a [`SharedFreeList`](crate::physical::shared_free::SharedFreeList), as in the caches, here for one tag.
+//!   ranges are kept in a [`SharedFreeList`](crate::physical::shared_free::SharedFreeList), as in
+//!   the caches, here for one tag.
 //! - A stream reuses its own freed ranges at once, and those of other streams when their work is
 //!   known to be done. If no more memory is available, it waits for that work on the device.
 

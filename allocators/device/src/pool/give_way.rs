@@ -67,8 +67,8 @@ impl DevicePool {
     /// more is available. Returns what is missing, and what each reclaimer released.
     ///
     /// The bytes then belong to the driver, and the budget has that much more room. To keep this
-    /// program from taking them again, lower the budget's limit ([`Budget::shrink`](aquifer_core::Budget::shrink)) or charge them
-    /// to it.
+    /// program from taking them again, lower the budget's limit
+    /// ([`Budget::shrink`](aquifer_core::Budget::shrink)) or charge them to it.
     ///
     /// Blocks for the time of the driver calls and, until `deadline`, for queued work and the
     /// device. With a deadline in the past it waits for neither. `None` means no limit.

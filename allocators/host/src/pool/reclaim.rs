@@ -5,8 +5,8 @@
 //! memory is therefore the most expensive offer, and only a caller that may wait can use it
 //! ([`Reclaim::waits`]).
 //!
-//! An [`IdleHolder`](super::IdleHolder) keeps idle blocks of a pool, such as a stager with its slots. The pool takes
-//! these blocks back first when it runs out of memory or is reclaimed from.
+//! An [`IdleHolder`](super::IdleHolder) keeps idle blocks of a pool, such as a stager with its
+//! slots. The pool takes these blocks back first when it runs out of memory or is reclaimed from.
 
 use super::{
     config::Grow,

@@ -68,8 +68,8 @@ impl ShortWaits {
     }
 
     /// Waits as `fallback` ([`synchronize`](super::synchronize::synchronize) or
-    /// [`synchronize_or_abort`](super::synchronize::synchronize_or_abort)) does, with the faster kind
-    /// of wait. A wait by a word needs a slot that carries nothing.
+    /// [`synchronize_or_abort`](super::synchronize::synchronize_or_abort)) does, with the faster
+    /// kind of wait. A wait by a word needs a slot that carries nothing.
     ///
     /// # Errors
     /// As `fallback`. The slot is busy as well. It stays busy forever if the stream was capturing,
