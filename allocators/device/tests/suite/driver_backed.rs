@@ -1,4 +1,5 @@
 //! Tests of resources whose blocks come from the driver's own allocators.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::{
     advice::limits,
