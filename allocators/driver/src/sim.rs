@@ -1,10 +1,10 @@
 //! A simulated GPU, with an oracle that reports unordered and invalid memory accesses.
 //!
 //! A real GPU does not report a missing wait. It computes with wrong bytes, but only on some runs
-//! and some machines. The simulator implements the [`Driver`], runs the work that is queued on it,
-//! and checks every access against the order that the program has *declared* to the driver. Order
-//! that is only accidental is reported as a [`Violation`], with both sides and the source lines of
-//! the program that caused them. [`Sim`] has an example.
+//! and some machines. The simulator implements the [`Driver`](crate::Driver), runs the work that is
+//! queued on it, and checks every access against the order that the program has *declared* to the
+//! driver. Order that is only accidental is reported as a [`Violation`], with both sides and the
+//! source lines of the program that caused them. [`Sim`] has an example.
 //!
 //! # Two timelines
 //! A program acts on the host. The work it queues happens later, in each stream:

@@ -112,8 +112,9 @@
 //!   [`PinnedPool::quiet_point`].
 //! - Threads have magazines only if the kernel offers `membarrier` and the pool's events are not
 //!   recorded, for at most 1,024 threads at a time. Otherwise every call takes the lock.
-//! - [`PoolStats::peak_live`] counts blocks in magazines and the depot as live. `peak_requested`
-//!   misses blocks that were allocated and freed within magazines between two calls of `stats`.
+//! - [`PoolStats::peak_live`](aquifer_core::PoolStats::peak_live) counts blocks in magazines and
+//!   the depot as live. `peak_requested` misses blocks that were allocated and freed within
+//!   magazines between two calls of `stats`.
 //! - While a thread is inside a pool, its other allocations from pools are refused: a pool's
 //!   metadata must not be allocated from the pool itself, however allocations are routed.
 

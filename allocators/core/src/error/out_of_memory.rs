@@ -45,7 +45,7 @@ pub struct TenantHolding {
 }
 
 /// Out of memory, with the figures that explain it. Its text ends with one recommended action, the
-/// [`Remedy`].
+/// [`Remedy`](crate::error::Remedy).
 ///
 /// ```
 /// use aquifer_core::{Budget, OutOfMemory};

@@ -103,7 +103,7 @@ pub enum MemoryLocation {
 
 /// One operation on memory.
 ///
-/// See the example of [`Recorder`].
+/// See the example of [`Recorder`](crate::Recorder).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Event {

@@ -41,7 +41,7 @@ fn with_scope<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
 /// A block that grows to that size in the scope moves to the route. The innermost scope applies. If
 /// the route refuses, the wrapped allocator serves the request. Blocks may outlive the scope.
 /// Unless a [`Global`](crate::Global) is the program's global allocator, nothing is routed. See
-/// [`Route`] for an example.
+/// [`Route`](crate::Route) for an example.
 pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
     let Some(route) = to.get() else { return work() };
     scoped(Some(Scope { route, at_least }), work)

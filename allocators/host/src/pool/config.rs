@@ -20,7 +20,8 @@ pub struct PinnedConfig {
     pub pinning: Pinning,
     /// Minimum bytes of a region. Larger requests get a region of their own size.
     pub chunk: usize,
-    /// Maximum bytes of one registration when [`PinnedPool::warm`] takes a large region.
+    /// Maximum bytes of one registration when [`PinnedPool::warm`](crate::PinnedPool::warm) takes
+    /// a large region.
     pub registration: usize,
     /// The largest page size to try.
     pub pages: PageTier,
@@ -35,8 +36,8 @@ pub struct PinnedConfig {
     pub patience: Duration,
     /// When the pool may grow.
     pub grow: Grow,
-    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not grow.
-    /// Zero for none.
+    /// Free bytes that [`PinnedPool::quiet_point`](crate::PinnedPool::quiet_point) grows to, so
+    /// that allocations need not grow. Zero for none.
     pub grow_ahead: usize,
     /// Free bytes that every trim leaves in the pool.
     pub reserve: usize,
@@ -55,7 +56,8 @@ pub enum Grow {
     /// In any allocation that needs it.
     #[default]
     Now,
-    /// Only in [`PinnedPool::warm`] and [`PinnedPool::quiet_point`]. Other allocations that do not
+    /// Only in [`PinnedPool::warm`](crate::PinnedPool::warm) and
+    /// [`PinnedPool::quiet_point`](crate::PinnedPool::quiet_point). Other allocations that do not
     /// fit are refused, and release no regions.
     AtQuietPoints,
 }

@@ -2,9 +2,9 @@
 
 use aquifer_core::PoolStats;
 
-/// Statistics of a [`PinnedPool`].
+/// Statistics of a [`PinnedPool`](crate::PinnedPool).
 ///
-/// See [`PinnedPool`] for an example.
+/// See [`PinnedPool`](crate::PinnedPool) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]

@@ -6,7 +6,7 @@ use std::{error, fmt};
 
 /// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
 ///
-/// See [`Workers`] for an example.
+/// See [`Workers`](crate::workers::Workers) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
