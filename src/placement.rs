@@ -8,6 +8,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `request` | [`PlacementRequest`], [`Near`], [`Group`]: the request |
+//! | `candidate` | what policies compare: a device with its free memory |
 //! | `policy` | [`Policy`]: the choice among the devices that satisfy a request |
 //! | `hash` | the hash of [`Policy::Affinity`], specified |
 //! | `device_set` | the devices: current free memory, health, generations |

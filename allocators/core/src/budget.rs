@@ -19,6 +19,7 @@
 //! | `spin_lock` | the lock of a tree |
 //! | `immortal_list` | lists of leaked objects that are recycled |
 //! | `refusal` | [`OutOfBudget`], [`Raise`] |
+//! | `holding` | [`Holding`]: live bytes of a tag |
 //! | `level` | [`Level`], [`Levels`] and their thresholds |
 //! | `hooks` | lists of registered hooks, and their calls |
 //! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
@@ -32,8 +33,10 @@
 //! | `registration` | [`HookRegistration`] |
 //! | `level_hooks` | level changes, and the calls of their hooks |
 //! | `reclaim` | [`Asking`]: the search for memory to reclaim |
+//! | `forks` | the locks of all trees while a process forks |
 //!
-//! Each module imports only modules above it in this table.
+//! Each module imports only modules above it in this table. A method of a node may be defined below
+//! its callers: `admission` calls `report_levels` of `level_hooks`, for example.
 //!
 //! # The protocol
 //! Each tree has one spin lock. A charge checks every node from its own up to the root under this

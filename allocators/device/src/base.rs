@@ -1,4 +1,4 @@
-//! Small definitions that the rest of the crate stands on. They know neither caches nor pools.
+//! Small definitions that the rest of the crate stands on. They depend on neither caches nor pools.
 
 pub(crate) mod address_directory;
 pub(crate) mod address_map;

@@ -21,7 +21,7 @@ mod span;
 
 pub(crate) use release::SpanRelease;
 pub(crate) use span::Span;
-use span::SpanPlace;
+use span::SpanContext;
 
 use crate::{
     PoolConfig,
@@ -240,9 +240,9 @@ impl DedicatedPool {
         bytes.next_multiple_of(if self.plain { crate::BLOCK_ALIGN } else { self.granularity })
     }
 
-    fn span_place(&self) -> SpanPlace {
+    fn span_context(&self) -> SpanContext {
         let (driver, accessors) = (self.driver.clone(), self.accessors.clone());
-        SpanPlace { driver, device: self.device, accessors }
+        SpanContext { driver, device: self.device, accessors }
     }
 
     /// Reserves `bytes` of addresses in slots of `slot` bytes. Maps nothing.
@@ -258,7 +258,7 @@ impl DedicatedPool {
             .driver
             .address_reserve(self.device, bytes, align)
             .map_err(|e| self.driver_error(e))?;
-        Ok(Arc::new(Span::mapped(self.span_place(), kind, address, bytes, slot)))
+        Ok(Arc::new(Span::mapped(self.span_context(), kind, address, bytes, slot)))
     }
 
     /// Creates a physical handle for one slot of a span.
@@ -286,7 +286,7 @@ impl DedicatedPool {
             let address = self.driver.mem_alloc(self.device, bytes).map_err(HandleError::Driver)?;
             self.held.add(bytes);
             return Ok(Arc::new(Span::whole(
-                self.span_place(),
+                self.span_context(),
                 kind,
                 address,
                 bytes,
@@ -309,7 +309,7 @@ impl DedicatedPool {
     ) -> Result<Arc<Span>, aquifer_core::DriverError> {
         let align = align.max(self.granularity);
         let address = self.driver.address_reserve(self.device, bytes, align)?;
-        let span = Arc::new(Span::mapped(self.span_place(), kind, address, bytes, bytes));
+        let span = Arc::new(Span::mapped(self.span_context(), kind, address, bytes, bytes));
         match self.map(&span, vec![(0, handle)]) {
             Ok(()) => Ok(span),
             Err(error) => {

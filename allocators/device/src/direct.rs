@@ -4,10 +4,11 @@
 use crate::{
     Block,
     base::deferred::DeferredFree,
-    driver_alloc::{DriverAllocator, DriverSource},
+    driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag, budget::HookRegistration,
+    Budget, Charge, DeviceId, DriverError, MemoryError, Opaque, PoolStats, Result, Tag,
+    budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
@@ -86,7 +87,22 @@ impl DriverSource for DirectSource {
     }
 
     fn deallocate(&self, block: &DeferredFree) -> Result<()> {
-        let (owner_stream, address, uses) = (&block.timeline, block.address, &block.uses);
+        if self.wait_for_work(block)? {
+            self.free_call(block.address)().map_err(|e| MemoryError::driver(self.device, e))?;
+        }
+        Ok(())
+    }
+
+    fn release_later(&self, block: &DeferredFree) -> Option<ReleaseCall> {
+        self.wait_for_work(block).ok().map(|_| Box::new(self.free_call(block.address)) as _)
+    }
+}
+
+impl DirectSource {
+    /// Waits until all uses of a freed block are over. Returns whether its device still exists:
+    /// after its loss no work runs, and its memory ends with its context. Blocks.
+    fn wait_for_work(&self, block: &DeferredFree) -> Result<bool> {
+        let (owner_stream, uses) = (&block.timeline, &block.uses);
         // `cuMemFree` waits for the device in practice, but does not guarantee it. These waits do.
         let waited = (|| {
             for noted in uses.iter() {
@@ -95,16 +111,21 @@ impl DriverSource for DirectSource {
             owner_stream.wait(owner_stream.open(), None)
         })();
         match waited {
-            Ok(_) => {}
-            // After the loss of the device no work runs, and its memory ends with its context.
-            Err(MemoryError::DeviceLost { .. }) => return Ok(()),
-            Err(error) => return Err(error),
+            Err(MemoryError::DeviceLost { .. }) => Ok(false),
+            waited => waited.map(|_| true),
         }
-        let _relaxed = Relaxed::enter(&*self.driver);
-        // SAFETY: 1. The address came from `mem_alloc`. Each block is freed once, and kept whole if
-        // the call fails. 2. The owner stream and every other user have been waited for.
-        unsafe { self.driver.mem_free(self.device, address) }
-            .map_err(|e| MemoryError::driver(self.device, e))
+    }
+
+    /// Returns the call that frees a block whose work has been waited for.
+    fn free_call(&self, address: u64) -> impl FnMut() -> Result<(), DriverError> + Send + use<> {
+        let (driver, device) = (self.driver.clone(), self.device);
+        move || {
+            let _relaxed = Relaxed::enter(&*driver);
+            // SAFETY: 1. The address came from `mem_alloc`. Each block is freed once: the call is
+            // repeated only after the driver has refused it. 2. The owner stream and every other
+            // user have been waited for.
+            unsafe { driver.mem_free(device, address) }
+        }
     }
 }
 

@@ -19,8 +19,8 @@ use crate::{
     request::ValidateRequest,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result, Tag,
-    budget::HookRegistration,
+    Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
+    Result, Tag, budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site};
 use aquifer_stream::{LastUse, Stream, StreamPool};
@@ -60,6 +60,9 @@ macro_rules! forward_to_allocator {
 }
 pub(crate) use forward_to_allocator;
 
+/// A call that frees memory, and can be repeated until it succeeds.
+pub(crate) type ReleaseCall = Box<dyn FnMut() -> Result<(), DriverError> + Send>;
+
 /// One of the driver's allocators.
 pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     /// Allocates memory that work on `stream` may use. Returns its address, and a charge that is
@@ -69,6 +72,12 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     /// Frees a block behind its uses, all of which are stamped, with a wait of the host or of the
     /// device.
     fn deallocate(&self, block: &DeferredFree) -> Result<()>;
+
+    /// Waits for the work of a block whose allocator ends. Returns the call that frees it, for
+    /// [`leftovers`], or `None` if nothing can free it later.
+    fn release_later(&self, _block: &DeferredFree) -> Option<ReleaseCall> {
+        None
+    }
 
     /// Returns the alignment that every block has.
     fn alignment(&self) -> u64 {
@@ -91,7 +100,7 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
 
 /// A driver-backed allocator: a source with its statistics.
 pub(crate) struct DriverAllocator<S: DriverSource> {
-    pub(crate) source: Arc<S>,
+    pub(crate) source: S,
     driver: Arc<dyn Driver>,
     streams: StreamPool,
     observed: bool,
@@ -125,7 +134,7 @@ struct State {
 
 impl<S: DriverSource> DriverAllocator<S> {
     pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
-        let (observed, source) = (driver.observer().is_some(), Arc::new(source));
+        let observed = driver.observer().is_some();
         let state = Mutex::default();
         let generations = AtomicU64::new(1);
         Arc::new_cyclic(|weak_self| Self {
@@ -385,33 +394,29 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
     }
 }
 
-/// Leaves a block to the device, charged for good.
-fn keep_charged(block: DeferredFree) {
-    let _still_charged = ManuallyDrop::new(block.until_free);
-}
-
 impl<S: DriverSource> Drop for DriverAllocator<S> {
     fn drop(&mut self) {
         self.retry_deferred();
-        // Blocks left here have open uses that cannot end any more, or the driver refused them.
+        // Blocks left here have open uses that cannot end any more, or their free was refused.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for block in state.deferred.drain(..) {
-            if block.uses.is_open() {
-                keep_charged(block);
-                continue;
-            }
-            let stranded = self.source.budget().map(|(b, _)| b.count_stranded(block.bytes));
-            let (source, mut left) = (self.source.clone(), Some((block, stranded)));
-            leftovers::keep(&self.driver, move || {
-                match left.as_ref().map_or(Ok(()), |(block, _)| source.deallocate(block)) {
-                    Err(MemoryError::Driver(refused)) => return Err(refused),
-                    Ok(()) => drop(left.take()),
-                    Err(_) => left.take().into_iter().for_each(|(block, stranded)| {
-                        keep_charged(block);
-                        let _still_stranded = ManuallyDrop::new(stranded);
-                    }),
+            let release =
+                if block.uses.is_open() { None } else { self.source.release_later(&block) };
+            // Still charged, also if nothing can free it any more.
+            let mut until_free = ManuallyDrop::new(block.until_free);
+            let Some(mut release) = release else { continue };
+            let (budget, bytes) = (self.source.budget().map(|(b, _)| b.clone()), block.bytes);
+            let mut stranded = None;
+            leftovers::release(&self.driver, move || {
+                drop(stranded.take());
+                let released = release();
+                match &released {
+                    Err(refused) if !refused.is_device_lost() => {
+                        stranded = budget.as_ref().map(|budget| budget.count_stranded(bytes));
+                    }
+                    _ => drop(std::mem::take(&mut *until_free)),
                 }
-                Ok(())
+                released
             });
         }
     }

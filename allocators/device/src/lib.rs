@@ -25,7 +25,8 @@
 //! steps in order, and tries again after each:
 //!
 //! 1. release the stream's own frees whose other users are done;
-//! 2. record an event behind every stream that has freed something, and poll the events;
+//! 2. record an event behind every stream whose free memory has none yet, and behind the users of
+//!    pending frees, and poll the events;
 //! 3. new physical memory, free memory of other caches, memory still in use that the stream waits
 //!    for *on the device*, and handles from under free memory, in an order that depends on how much
 //!    is left: see below;

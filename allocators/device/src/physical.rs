@@ -26,7 +26,7 @@ use handle::HeldBytes;
 use options::{PlaceOptions, PlaceOutcome};
 use std::{fmt, sync::Arc, time::Duration};
 
-/// The physical memory of a pool, of one of the two kinds. It is asked on slow paths only.
+/// The physical memory of a pool, of one of the two kinds. It is called on slow paths only.
 pub(crate) trait Physical: fmt::Debug + Send + Sync {
     /// Returns the counter of bytes held from the driver.
     fn held(&self) -> &HeldBytes;

@@ -86,7 +86,7 @@ pub(crate) struct PoolCore {
 /// What a feature does within the slow paths of a pool's core.
 ///
 /// A feature that changes allocations also registers a [slow reason](PoolCore::add_slow_reason):
-/// the fast path asks no hook.
+/// the fast path calls no hook.
 pub(crate) trait PoolHook: Any + Send + Sync {
     /// Charges the bytes of a request to the limit of its tag, if the tag has one.
     fn charge(
@@ -124,8 +124,8 @@ pub(crate) trait PoolHook: Any + Send + Sync {
         Ok(0)
     }
 
-    /// Returns at least `bytes` to the pool that freed blocks were kept from it. Returns the bytes,
-    /// or `None` if the feature keeps no blocks. Blocks.
+    /// Returns freed blocks that the feature holds back to the pool, at least `bytes`. Returns
+    /// their bytes, or `None` if the feature holds no blocks back. Blocks.
     fn release_held_back(&self, _bytes: u64) -> Option<u64> {
         None
     }

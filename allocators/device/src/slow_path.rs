@@ -4,7 +4,8 @@
 //! for queued work and reclaim handlers block. No lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
-//! 2. record an event behind each stream that has freed since its last event, and poll the events;
+//! 2. record an event behind each stream whose free memory has none yet, and behind the users of
+//!    pending frees, and poll the events;
 //! 3. new physical memory, free memory of other caches, memory in use that this stream waits for on
 //!    the device, and handles from under free memory, in the order of one of the lists of
 //!    [`Step`]s, which [`crate::sharing_policy`] chooses;
@@ -137,7 +138,7 @@ impl PoolCore {
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         let collected = cache.collect_throttled()?;
-        progress.record("settle own frees", collected);
+        progress.record("collect own frees", collected);
         if let Some(block) = self.retry_cache(cache, request, collected) {
             return Ok(Some(block));
         }
@@ -253,7 +254,7 @@ impl PoolCore {
         {
             return Ok(Some(block));
         }
-        let mut collected = self.poll_fences(&pass, &caches, FenceScope::Free)?;
+        let mut collected = self.poll_fences(&pass, &caches, self.first_fence_scope())?;
         let (inherited, own_moves) = self.share_abandoned(&pass, &caches, cache);
         collected += inherited;
         progress.own_moves += own_moves;

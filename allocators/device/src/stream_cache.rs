@@ -121,8 +121,8 @@ impl BlockToken {
 pub(crate) enum RawBlock {
     /// The contents of its token.
     Unique(RawToken),
-    /// The block itself, which is or was shared, and its request. A cache knows no blocks, only
-    /// their tokens.
+    /// The block itself, which is or was shared, and its request. A cache depends on tokens
+    /// only.
     Shared { block: Arc<dyn Any + Send + Sync>, request: PackedRequest },
 }
 
@@ -133,7 +133,7 @@ pub(crate) struct RawToken {
     pub(crate) meta: LazyBox<BlockMeta>,
 }
 
-/// What a cache needs of its pool. It is asked on slow paths only.
+/// What a cache needs of its pool. It is called on slow paths only.
 pub(crate) trait CacheHost: Send + Sync {
     /// Returns the streams of the pool.
     fn streams(&self) -> &StreamPool;
@@ -278,7 +278,7 @@ impl StreamCache {
     pub(crate) fn timeline(&self) -> Arc<Timeline> {
         // A cache stays bound while a block or an open pool refers to it, and only those call this.
         self.with_unflushed(|s| s.binding.as_ref().map(|binding| binding.timeline.clone()))
-            .unwrap_or_else(|| unreachable!("a block outlived its shell's service"))
+            .unwrap_or_else(|| unreachable!("a block outlived the binding of its cache"))
     }
 
     /// Returns the stream pool of this cache's pool.
@@ -287,7 +287,7 @@ impl StreamCache {
     }
 
     /// Allocates from the cache, and returns what `make` makes of the token under the lock, or
-    /// `None` if the cache has no room. The hot path, for pools without recorder and observer.
+    /// `None` if the cache has no room. The hot path.
     #[inline]
     pub(crate) fn fast_alloc<B>(
         &'static self,
@@ -429,13 +429,13 @@ impl CacheState {
     /// memory has no other owner.
     pub(crate) fn add(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add(range, stamp);
-        debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
+        debug_assert!(added.is_ok(), "a range without an owner is in the heap: {added:?}");
     }
 
     /// As [`CacheState::add`], for memory whose ends no block may cross.
     pub(crate) fn add_segment(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add_segment(range, stamp);
-        debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");
+        debug_assert!(added.is_ok(), "a range without an owner is in the heap: {added:?}");
     }
 }
 

@@ -140,9 +140,16 @@ impl StreamOrdered {
 impl DriverSource for StreamOrderedSource {
     fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         // A refused allocation is released when its stream reaches the free. Until then the pool
-        // takes no more, so that it exceeds its budget by one allocation at most.
+        // takes no more, so that it exceeds its budget by one allocation of each thread at most.
         if self.uncharged.load(Ordering::Relaxed) {
-            self.trim_and_charge(0)?;
+            self.trim_and_charge(0).map_err(|error| match error {
+                // Others are asked for this request only: the excess is about to be freed.
+                MemoryError::OutOfBudget(mut refused) => {
+                    refused.requested = refused.requested.min(bytes);
+                    MemoryError::OutOfBudget(refused)
+                }
+                error => error,
+            })?;
         }
         let address = self
             .driver

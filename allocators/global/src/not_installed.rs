@@ -1,4 +1,4 @@
-//! The warning that the program uses another allocator.
+//! Lines on standard error: the warning that the program uses another allocator.
 
 use crate::route::is_installed;
 use std::{

@@ -21,7 +21,8 @@
 //! | `depot` | shared cache of free blocks above 64 KiB that exceed a thread's own cache |
 //! | `thread` | thread numbers, and the thread's current magazine |
 //! | `page_map`, `span` | lock-free lookup from an address to its slot and the slot's state |
-//! | `config`, `context`, `stats` | settings, what a pool is opened with, statistics |
+//! | `config`, `context` | settings, and what a pool is opened with |
+//! | `stats`, `tally` | statistics |
 //! | `state` | the pool's state under its lock |
 //! | `classes`, `slabs` | size classes up to 1 MiB, and slabs for those up to 64 KiB |
 //! | `grow` | the slow path when no free block fits, and releasing regions |
@@ -364,7 +365,6 @@ impl PinnedPool {
         self.core().is_ok_and(|core| core.with_tally(|state, tally| state.is_consistent(tally)))
     }
 
-    /// Returns the pool core, or an error in a child process.
     /// Registers `holder`, whose idle blocks the pool may take back. The pool holds a weak
     /// reference.
     pub(crate) fn register_idle_holder<K: IdleHolder + 'static>(&self, holder: &Arc<K>) {
@@ -375,6 +375,7 @@ impl PinnedPool {
         all.push(holder);
     }
 
+    /// Returns the pool core, or an error in a child process.
     fn core(&self) -> Result<&'static PoolCore> {
         let core = self.handle.core;
         if core.is_current_process() { Ok(core) } else { Err(MemoryError::OtherProcess) }

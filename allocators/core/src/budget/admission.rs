@@ -147,15 +147,17 @@ impl Node {
         bytes
     }
 
+    /// Counts bytes as stranded until [`Node::unstrand`] is called for the same number. The sums
+    /// wrap, so that each pair of calls cancels out.
     pub(super) fn strand(&'static self, bytes: u64) {
         let _guard = self.tree.lock.lock();
-        self.path()
-            .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) + bytes, Relaxed));
+        let add = |node: &Node| node.stranded.load(Relaxed).wrapping_add(bytes);
+        self.path().for_each(|node| node.stranded.store(add(node), Relaxed));
     }
 
     pub(super) fn unstrand(&'static self, bytes: u64) {
         let _guard = self.tree.lock.lock();
-        self.path()
-            .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) - bytes, Relaxed));
+        let sub = |node: &Node| node.stranded.load(Relaxed).wrapping_sub(bytes);
+        self.path().for_each(|node| node.stranded.store(sub(node), Relaxed));
     }
 }

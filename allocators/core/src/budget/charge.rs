@@ -172,9 +172,9 @@ pub struct StrandedCount {
 
 impl Budget {
     /// Counts `bytes` as stranded here and in every ancestor until the returned value is dropped,
-    /// or for good if it is forgotten. It is for memory whose charges belong to other values, which
-    /// cannot be freed: it stays charged by those values. Compare [`Charge::strand`]. Never waits
-    /// for the driver.
+    /// or for good if it is forgotten. The bytes must be charged to this budget by other values,
+    /// and belong to memory that could not be freed. Compare [`Charge::strand`]. Takes the
+    /// tree's lock.
     ///
     /// ```
     /// use aquifer_core::Budget;

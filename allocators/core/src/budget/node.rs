@@ -1,7 +1,7 @@
 //! The data of a budget tree, and the creation and recycling of its nodes.
 //!
 //! The handles, leases and waiters of a node point to it, and the node to them. So their data is in
-//! one file. What is done with it is in the modules above this one.
+//! one file. What is done with it is in the modules that import this one.
 //!
 //! - Nodes are allocated once, never freed, and recycled: when the last handle is gone and nothing
 //!   is charged, a node is idle until its parent creates another child.

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-/// A value that the driver keeps.
+/// A value that is kept until the driver reports the release.
 struct Retained {
     /// Set by the driver's callback.
     released: Arc<AtomicBool>,

@@ -27,7 +27,7 @@ use std::{
 };
 
 /// Where spans are mapped.
-pub(super) struct SpanPlace {
+pub(super) struct SpanContext {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) device: DeviceId,
     /// The devices that mappings grant access to.
@@ -120,7 +120,7 @@ impl RetiringSlots {
 impl Span {
     /// Makes a span of reserved addresses with nothing mapped.
     pub(super) fn mapped(
-        place: SpanPlace,
+        place: SpanContext,
         kind: BlockKind,
         address: u64,
         bytes: u64,
@@ -130,7 +130,7 @@ impl Span {
     }
 
     fn new(
-        place: SpanPlace,
+        place: SpanContext,
         kind: BlockKind,
         address: u64,
         bytes: u64,
@@ -156,7 +156,7 @@ impl Span {
 
     /// Makes a span of an allocation of the driver.
     pub(super) fn whole(
-        place: SpanPlace,
+        place: SpanContext,
         kind: BlockKind,
         address: u64,
         bytes: u64,

@@ -79,7 +79,7 @@ pub(crate) struct Mapped {
     shared_free: Mutex<SharedFreeList>,
     /// Scratch memory for the lists of a pass.
     scratch: Scratch,
-    /// The number of transits begun and ended.
+    /// The number of moves begun and ended.
     moves_begun: AtomicU64,
     moves_ended: AtomicU64,
     /// Set if work that cannot be waited for may still use the mappings. They are then never
@@ -199,7 +199,7 @@ impl Mapped {
         MoveGuard(self)
     }
 
-    /// Returns the number of transits begun and ended. Comparing it with a later result shows
+    /// Returns the number of moves begun and ended. Comparing it with a later result shows
     /// whether memory was being moved.
     pub(crate) fn move_counts(&self) -> (u64, u64) {
         // The end count is read first. Otherwise a move that begins and ends between the two

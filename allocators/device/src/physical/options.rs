@@ -38,7 +38,7 @@ pub(crate) struct PlaceOptions {
 pub(crate) struct PlaceOutcome<'a> {
     /// A reservation that new memory draws from before it charges the budget.
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
-    /// If the attempt may grow but not steal, it grows by the whole block.
+    /// If the attempt may grow but not take over, it grows by the whole block.
     pub(crate) whole: bool,
     /// Bytes taken from the driver.
     pub(crate) grown: u64,

@@ -50,7 +50,7 @@ impl Block {
     }
 }
 
-/// Converts the contents of a token back to the token.
+/// Makes the block of a token's contents.
 fn into_block(raw: RawToken) -> Block {
     let RawToken { token: BlockToken { cache_ref, extent }, uses, meta } = raw;
     Block { owner: BlockOwner::Cache(cache_ref), extent, uses, meta }

@@ -2,6 +2,7 @@
 
 use super::{PoolCore, counters::count};
 use crate::{
+    Adoption,
     base::waits::try_wait,
     stream_cache::{StreamCache, pending::CollectMode},
 };
@@ -51,6 +52,16 @@ fn wait_unfenceable(
 }
 
 impl PoolCore {
+    /// Returns what the first step of the slow path fences. Later steps wait on the device for
+    /// memory that is not known to be done. A pool without such steps needs the proof at once.
+    pub(crate) fn first_fence_scope(&self) -> FenceScope {
+        if self.physical.is_mapped() && self.config.adoption == Adoption::Wait {
+            FenceScope::Free
+        } else {
+            FenceScope::FreeAndPending
+        }
+    }
+
     /// Makes each stream wait on the device for the other users of what it has freed. Returns the
     /// bytes that become free.
     pub(crate) fn wait_on_device(&self, caches: &[&'static StreamCache]) -> Result<u64> {
@@ -63,8 +74,9 @@ impl PoolCore {
         Ok(collected)
     }
 
-    /// Records an event behind every stream that has freed since its last event, polls the events,
-    /// and collects blocks whose uses are over. Returns the bytes of these blocks. Never blocks.
+    /// Records an event behind every stream whose freed memory, as far as `scope` includes it, has
+    /// none yet, and behind the users of pending frees. Polls the events, and collects blocks whose
+    /// uses are over. Returns the bytes of these blocks. Never blocks.
     pub(crate) fn poll_fences(
         &self,
         bump: &Bump,

@@ -189,17 +189,20 @@ impl MachineState {
         self.report(findings, action, None);
     }
 
-    /// Returns how a free is named, and its line: the line that was entered, or that of the
-    /// allocation for a plain drop, which has no line.
+    /// Returns how a free is named, and its line: the line that was entered, or for a plain drop,
+    /// which has none, that of the allocation or of what has ended it already.
     pub(crate) fn cause_of_free(
         &self,
         address: u64,
         entered: Option<Site>,
         own: Site,
     ) -> (&'static str, Site) {
-        match (entered, self.owners.site_at(address)) {
+        match (entered, self.owners.cause_at(address)) {
             (Some(site), _) => ("free", site),
-            (None, Some(made)) => ("drop of the block allocated", made),
+            (None, Some(cause)) if cause.kind == ActionKind::Allocate => {
+                ("drop of the block allocated", cause.site)
+            }
+            (None, Some(cause)) => (cause.work, cause.site),
             (None, None) => ("free", own),
         }
     }

@@ -9,7 +9,6 @@ use super::{
     access_history::Action,
     violation::{Finding, ViolationKind},
 };
-use crate::site::Site;
 use std::collections::{BTreeMap, VecDeque};
 
 /// The state of an interval of addresses.
@@ -154,10 +153,10 @@ impl OwnerMap {
         }
     }
 
-    /// Returns the source line of the last owner record of an address.
-    pub(crate) fn site_at(&self, address: u64) -> Option<Site> {
+    /// Returns the cause of the last owner record of an address.
+    pub(crate) fn cause_at(&self, address: u64) -> Option<&Action> {
         let (_, interval) = self.intervals.range(..=address).next_back()?;
-        (interval.end > address).then_some(interval.cause.site)
+        (interval.end > address).then_some(&interval.cause)
     }
 
     /// Calls `each` with the parts of a range that do not belong to this block yet.

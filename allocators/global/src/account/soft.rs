@@ -40,6 +40,7 @@ pub struct SoftCap {
 type Hook = dyn Fn(SoftCap) + Send + Sync;
 
 static HOOKS: Mutex<Vec<Arc<Hook>>> = Mutex::new(Vec::new());
+
 /// Sets the soft cap in bytes, above which hooks are called ([`on_soft_cap`]). `u64::MAX` removes
 /// it. Returns whether it is already exceeded, for which hooks are called too.
 ///

@@ -117,11 +117,15 @@ unsafe extern "C" {
 
 /// Registers [`at_exit`] with the C library, once. This is also safe inside an allocation, since it
 /// does not use the wrapped allocator. If the registration fails there is no report.
-#[cold]
+#[inline]
 pub(crate) fn request() {
-    if cfg!(miri) || PROCESS.load(Ordering::Relaxed) != 0 {
-        return;
+    if !cfg!(miri) && PROCESS.load(Ordering::Relaxed) == 0 {
+        register();
     }
+}
+
+#[cold]
+fn register() {
     if PROCESS.compare_exchange(0, process::id(), Ordering::Relaxed, Ordering::Relaxed).is_ok() {
         let _ = atexit(at_exit);
     }

@@ -1,4 +1,5 @@
-//! What a pool is opened with, and the holders of memory that it can take back.
+//! What a pool is opened with, and the holders of memory that it can take back: its own idle ones,
+//! and others under its budget.
 
 use super::{PinnedConfig, thread::InsidePool};
 use crate::region::{Cause, Host, RegionError};

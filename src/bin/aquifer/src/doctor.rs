@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `facts` | the data of the driver and the kernel |
 //! | `probe` | tests of pinning and copying |
+//! | `finding`, `diagnosis` | one conclusion, and all of a machine |
 //! | `findings` | the conclusions: what a program gets, and warnings with their fixes |
 //! | `places` | the conclusions on host memory of each node and device |
 //! | `screen` | the page, and JSON |

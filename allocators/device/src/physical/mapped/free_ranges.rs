@@ -177,7 +177,7 @@ impl Mapped {
 
     /// Moves free ranges whose work is known to be done from the caches of `donors` to the shared
     /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
-    /// longest ranges. Returns the number of transits.
+    /// longest ranges. Returns the number of moves.
     pub(crate) fn cap_caches(&self, donors: &[&'static StreamCache], cap: u64) -> u64 {
         let mut own_moves = 0;
         for &donor in donors {

@@ -9,7 +9,7 @@ pub(crate) const MAX_BLOCK: u64 = 1 << 47;
 pub(crate) const MAX_STREAMS: usize = 1024;
 /// The header of files of [`Format::Events`] without kinds, devices and tags.
 pub(super) const EVENTS_HEADER: &str = "t_us,op,id,bytes,stream";
-/// The header.
+/// The header of files of [`Format::Rmm`].
 pub(super) const RMM_HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
 /// The form of the input.

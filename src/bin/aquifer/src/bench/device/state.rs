@@ -10,6 +10,7 @@ use crate::{
 };
 use aquifer_core::MemoryError;
 use std::sync::Arc;
+
 /// The state of a benchmark.
 pub(super) struct DeviceBench<'a> {
     pub(super) place: &'a Place,

@@ -12,6 +12,7 @@ use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_driver::Driver;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use std::sync::Arc;
+
 /// The state of a benchmark.
 pub(super) struct PinnedBench<'a> {
     pub(super) place: &'a Place,
