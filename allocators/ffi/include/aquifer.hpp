@@ -21,8 +21,11 @@
  * CUDA.       The header needs no header of CUDA and links to nothing but the library. Where
  *             <cuda/memory_resource> of libcu++ and <cuda_runtime_api.h> are found,
  *             AQUIFER_CUDA_MR is 1, and device_resource and pinned_resource model cuda::mr's
- *             concepts. Define AQUIFER_CUDA_MR as 0 to leave that out. libcu++ before 3.1 has its
- *             concepts only where LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined.
+ *             concepts. Define AQUIFER_CUDA_MR as 0 to leave that out, or as 1 for an error where
+ *             it is not possible. libcu++ before 3.1 has its concepts only where
+ *             LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined. Files that differ in
+ *             this, or in CUDA_API_PER_THREAD_DEFAULT_STREAM, can be linked together, but cannot
+ *             pass each other the two resources: those are types of their own in each.
  */
 #ifndef AQUIFER_HPP
 #define AQUIFER_HPP
@@ -47,19 +50,36 @@
 
 #ifndef AQUIFER_CUDA_MR
 #if __has_include(<cuda/memory_resource>) && __has_include(<cuda_runtime_api.h>)
+#include <cuda/memory_resource>
+#if (!defined(CCCL_VERSION) || CCCL_VERSION < 3001000) && \
+    !defined(LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE)
+#define AQUIFER_CUDA_MR 0
+#else
 #define AQUIFER_CUDA_MR 1
+#endif
 #else
 #define AQUIFER_CUDA_MR 0
 #endif
-#endif
-#if AQUIFER_CUDA_MR
+#elif AQUIFER_CUDA_MR
+#if !__has_include(<cuda/memory_resource>) || !__has_include(<cuda_runtime_api.h>)
+#error "AQUIFER_CUDA_MR is 1, but <cuda/memory_resource> and <cuda_runtime_api.h> are not found"
+#else
 #include <cuda/memory_resource>
-#include <cuda/stream_ref>
-#if defined(CCCL_VERSION) && CCCL_VERSION < 3001000 && \
+#if (!defined(CCCL_VERSION) || CCCL_VERSION < 3001000) && \
     !defined(LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE)
-#undef AQUIFER_CUDA_MR
-#define AQUIFER_CUDA_MR 0
+#error "AQUIFER_CUDA_MR is 1, but libcu++ before 3.1 has no concepts of memory resources"
 #endif
+#endif
+#endif
+
+/* What depends on the settings above and on CUDA_API_PER_THREAD_DEFAULT_STREAM is in an inline
+ * namespace, so that files with different settings can be linked together. */
+#if !AQUIFER_CUDA_MR
+#define AQUIFER_CONFIGURATION plain
+#elif defined(CUDA_API_PER_THREAD_DEFAULT_STREAM) || defined(__CUDA_API_PER_THREAD_DEFAULT_STREAM)
+#define AQUIFER_CONFIGURATION mr_per_thread
+#else
+#define AQUIFER_CONFIGURATION mr_legacy
 #endif
 
 namespace aquifer {
@@ -668,9 +688,10 @@ inline void free_pinned(void *memory) noexcept {
     check_dropped("aq_pinned_free", aq_pinned_free(memory));
 }
 
+inline namespace AQUIFER_CONFIGURATION {
+
 #if AQUIFER_CUDA_MR
-/* Returns the handle of a stream. Where the null stream is that of the calling thread, so it is
- * here. */
+/* Returns the handle of a stream. Null is handle 2 where per-thread default streams are enabled. */
 inline stream_handle handle_of(cuda::stream_ref stream) noexcept {
     const auto handle = stream.get();
 #if defined(CUDA_API_PER_THREAD_DEFAULT_STREAM) || defined(__CUDA_API_PER_THREAD_DEFAULT_STREAM)
@@ -731,7 +752,10 @@ private:
     friend bool operator!=(const Resource &a, const Resource &b) noexcept { return !(a == b); }
 };
 
+}  // namespace AQUIFER_CONFIGURATION
 }  // namespace detail
+
+inline namespace AQUIFER_CONFIGURATION {
 
 /* Device memory of a runtime as a memory resource. Models cuda::mr::resource_with<...,
  * cuda::mr::device_accessible>, and the concepts of libcu++ before 3.1, so RMM and libcu++'s
@@ -865,6 +889,8 @@ public:
 #endif
 #endif
 };
+
+}  // namespace AQUIFER_CONFIGURATION
 
 /* A standard allocator of pinned host memory near a device: std::vector<T, pinned_allocator<T>>.
  * Calls aq_pinned_alloc, which blocks while the pool grows, and aq_pinned_free. Throws
@@ -1049,5 +1075,7 @@ private:
 };
 
 }  // namespace aquifer
+
+#undef AQUIFER_CONFIGURATION
 
 #endif

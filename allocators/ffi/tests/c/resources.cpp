@@ -1,10 +1,19 @@
-// The memory resources of aquifer.hpp, by the names that libcu++ and RMM call, on a simulated device. The headers of libcu++ are
-// those of stand_in.
+// The memory resources of aquifer.hpp, by the names that libcu++ and RMM call, on a simulated
+// device. The headers of libcu++ are those of stand_in.
 #include "aquifer.hpp"
 #include "check.h"
+#include "resources/null_stream.h"
 #include <type_traits>
 
 static_assert(AQUIFER_CUDA_MR == 1, "the stand-in is found");
+
+namespace per_thread {
+
+// In resources/per_thread.cpp.
+void *null_handle();
+std::uint64_t pending_bytes();
+
+}  // namespace per_thread
 
 namespace {
 
@@ -12,50 +21,70 @@ using aquifer::device_resource;
 using aquifer::pinned_resource;
 
 // What libcu++ from 3.1 on requires of a resource, and what versions before it required.
+template <class T>
+T &value() noexcept;
+template <class Expected, class Actual>
+using require_same = std::enable_if_t<std::is_same_v<Expected, Actual>>;
+using cuda::stream_ref;
+
 template <class R, class = void>
 struct is_resource : std::false_type {};
 template <class R>
 struct is_resource<
-    R, std::enable_if_t<
-           std::is_same_v<void *, decltype(std::declval<R &>().allocate(std::declval<cuda::stream_ref>(), std::size_t{}, std::size_t{}))> &&
-           std::is_same_v<void *, decltype(std::declval<R &>().allocate_sync(std::size_t{}, std::size_t{}))> &&
-           noexcept(std::declval<R &>().deallocate(std::declval<cuda::stream_ref>(), std::declval<void *>(), std::size_t{}, std::size_t{})) &&
-           noexcept(std::declval<R &>().deallocate_sync(std::declval<void *>(), std::size_t{}, std::size_t{})) &&
-           std::is_same_v<bool, decltype(std::declval<const R &>() == std::declval<const R &>())> &&
-           std::is_same_v<bool, decltype(std::declval<const R &>() != std::declval<const R &>())>>> : std::true_type {};
+    R, std::void_t<
+           require_same<void *, decltype(value<R>().allocate(value<stream_ref>(), 1u, 1u))>,
+           require_same<void *, decltype(value<R>().allocate_sync(1u, 1u))>,
+           std::enable_if_t<noexcept(
+               value<R>().deallocate(value<stream_ref>(), value<void *>(), 1u, 1u))>,
+           std::enable_if_t<noexcept(value<R>().deallocate_sync(value<void *>(), 1u, 1u))>,
+           require_same<bool, decltype(value<const R>() == value<const R>())>,
+           require_same<bool, decltype(value<const R>() != value<const R>())>>> : std::true_type {};
 
 template <class R, class = void>
 struct is_async_resource : std::false_type {};
 template <class R>
 struct is_async_resource<
-    R, std::enable_if_t<
-           std::is_same_v<void *, decltype(std::declval<R &>().allocate_async(std::size_t{}, std::size_t{}, std::declval<cuda::stream_ref>()))> &&
-           std::is_same_v<void *, decltype(std::declval<R &>().allocate(std::size_t{}, std::size_t{}))> &&
-           noexcept(std::declval<R &>().deallocate_async(std::declval<void *>(), std::size_t{}, std::size_t{}, std::declval<cuda::stream_ref>())) &&
-           noexcept(std::declval<R &>().deallocate(std::declval<void *>(), std::size_t{}, std::size_t{}))>> : std::true_type {};
+    R, std::void_t<
+           require_same<void *, decltype(value<R>().allocate_async(1u, 1u, value<stream_ref>()))>,
+           require_same<void *, decltype(value<R>().allocate(1u, 1u))>,
+           std::enable_if_t<noexcept(
+               value<R>().deallocate_async(value<void *>(), 1u, 1u, value<stream_ref>()))>,
+           std::enable_if_t<noexcept(value<R>().deallocate(value<void *>(), 1u, 1u))>>>
+    : std::true_type {};
 
 template <class R, class Property, class = void>
 struct has_property : std::false_type {};
 template <class R, class Property>
-struct has_property<R, Property, std::void_t<decltype(get_property(std::declval<const R &>(), std::declval<Property>()))>> : std::true_type {};
+struct has_property<
+    R, Property, std::void_t<decltype(get_property(value<const R>(), std::declval<Property>()))>>
+    : std::true_type {};
 
 static_assert(is_resource<device_resource>::value && is_resource<pinned_resource>::value);
-static_assert(is_async_resource<device_resource>::value && is_async_resource<pinned_resource>::value);
+static_assert(is_async_resource<device_resource>::value);
+static_assert(is_async_resource<pinned_resource>::value);
 static_assert(has_property<device_resource, cuda::mr::device_accessible>::value);
 static_assert(!has_property<device_resource, cuda::mr::host_accessible>::value);
 static_assert(has_property<pinned_resource, cuda::mr::device_accessible>::value);
 static_assert(has_property<pinned_resource, cuda::mr::host_accessible>::value);
-static_assert(std::is_same_v<device_resource::default_queries, cuda::mr::properties_list<cuda::mr::device_accessible>>);
+#if defined(CCCL_VERSION) && CCCL_VERSION >= 3002000
+static_assert(std::is_same_v<device_resource::default_queries,
+                             cuda::mr::properties_list<cuda::mr::device_accessible>>);
+#endif
 // A type-erased owner of libcu++ copies and moves them.
-static_assert(std::is_copy_constructible_v<device_resource> && std::is_nothrow_move_constructible_v<device_resource>);
-static_assert(std::is_copy_constructible_v<pinned_resource> && std::is_nothrow_move_constructible_v<pinned_resource>);
+template <class R>
+constexpr bool is_value =
+    std::is_copy_constructible_v<R> && std::is_nothrow_move_constructible_v<R>;
+static_assert(is_value<device_resource> && is_value<pinned_resource>);
 
 constexpr std::size_t MIB = 1u << 20;
 
-cuda::stream_ref ref(const aquifer::sim_stream &stream) { return static_cast<cudaStream_t>(stream.get()); }
+stream_ref ref(const aquifer::sim_stream &stream) {
+    return static_cast<cudaStream_t>(stream.get());
+}
 
 void touch(aquifer::runtime_view rt, void *stream, void *memory, std::uint32_t access = AQ_WRITE) {
-    OK(aq_sim_touch(rt.get(), 0, stream, reinterpret_cast<std::uintptr_t>(memory), MIB, access));
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    OK(aq_sim_touch(rt.get(), 0, stream, address, MIB, access));
 }
 
 /* A device whose queued work runs late, with so little memory that blocks get what others had. */
@@ -146,7 +175,8 @@ void a_destroyed_runtime_takes_its_blocks_back() {
     void *three = pinned.allocate_sync(MIB, 64);
     rt.reset();
     CHECK(!rt);
-    aquifer::set_drop_error_handler([](const char *, aq_status, const char *) noexcept { dropped++; });
+    aquifer::set_drop_error_handler(
+        [](const char *, aq_status, const char *) noexcept { dropped++; });
     memory.deallocate(ref(stream), one, MIB);
     memory.deallocate_sync(two, MIB);
     pinned.deallocate(ref(stream), three, MIB, 64);
@@ -179,6 +209,13 @@ void pinned_memory_for_both_sides() {
     CHECK(rt.pinned_stats(0).blocks == 0);
 }
 
+void files_differ_in_the_null_stream() {
+    CHECK(handle_of_null() == nullptr);
+    CHECK(per_thread::null_handle() == reinterpret_cast<void *>(2));
+    CHECK(pending_after_deallocation_elsewhere() == 0);
+    CHECK(per_thread::pending_bytes() != 0);
+}
+
 }  // namespace
 
 int main() {
@@ -187,6 +224,7 @@ int main() {
     sizes_alignments_and_errors();
     a_destroyed_runtime_takes_its_blocks_back();
     pinned_memory_for_both_sides();
+    files_differ_in_the_null_stream();
     puts("resources: as libcu++ calls them");
     return 0;
 }
