@@ -250,27 +250,22 @@ struct limit_and_used {
     std::uint64_t used;
 };
 
-/* A runtime that something else owns. It is a number: a copy costs nothing, and calls for a runtime
- * that was destroyed throw AQ_ERROR_CLOSED. */
-class runtime_view {
+namespace detail {
+
+/* The calls that runtime_view and runtime share: `Self` returns the number by get(). */
+template <class Self>
+class runtime_calls {
 public:
-    runtime_view() noexcept = default;
-    /* Not explicit, so that numbers of aquifer.h can be passed for it. */
-    runtime_view(aq_runtime number) noexcept : number_(number) {}
-
-    aq_runtime get() const noexcept { return number_; }
-    explicit operator bool() const noexcept { return number_ != 0; }
-
     /* Call aq_device_count and aq_device. */
     std::uint32_t device_count() const {
         std::uint32_t count = 0;
-        check(aq_device_count(number_, &count));
+        check(aq_device_count(number(), &count));
         return count;
     }
     aq_device_facts device(std::uint32_t device) const {
         aq_device_facts facts{};
         facts.size = sizeof facts;
-        check(aq_device(number_, device, &facts));
+        check(aq_device(number(), device, &facts));
         return facts;
     }
 
@@ -278,37 +273,37 @@ public:
     aq_stats stats(std::uint32_t device) const {
         aq_stats stats{};
         stats.size = sizeof stats;
-        check(aq_device_stats(number_, device, &stats));
+        check(aq_device_stats(number(), device, &stats));
         return stats;
     }
     aq_stats pinned_stats(std::uint32_t device) const {
         aq_stats stats{};
         stats.size = sizeof stats;
-        check(aq_pinned_stats(number_, device, &stats));
+        check(aq_pinned_stats(number(), device, &stats));
         return stats;
     }
-    void reset_peaks(std::uint32_t device) const { check(aq_reset_peaks(number_, device)); }
+    void reset_peaks(std::uint32_t device) const { check(aq_reset_peaks(number(), device)); }
 
     /* Call aq_limit, aq_set_limit, aq_pinned_limit and aq_set_pinned_limit. Setting a limit
      * returns the held bytes above it. */
     limit_and_used limit(std::uint32_t device) const {
         limit_and_used found{};
-        check(aq_limit(number_, device, &found.limit, &found.used));
+        check(aq_limit(number(), device, &found.limit, &found.used));
         return found;
     }
     std::uint64_t set_limit(std::uint32_t device, std::uint64_t limit) const {
         std::uint64_t excess = 0;
-        check(aq_set_limit(number_, device, limit, &excess));
+        check(aq_set_limit(number(), device, limit, &excess));
         return excess;
     }
     limit_and_used pinned_limit() const {
         limit_and_used found{};
-        check(aq_pinned_limit(number_, &found.limit, &found.used));
+        check(aq_pinned_limit(number(), &found.limit, &found.used));
         return found;
     }
     std::uint64_t set_pinned_limit(std::uint64_t limit) const {
         std::uint64_t excess = 0;
-        check(aq_set_pinned_limit(number_, limit, &excess));
+        check(aq_set_pinned_limit(number(), limit, &excess));
         return excess;
     }
 
@@ -316,41 +311,61 @@ public:
      * until the devices are idle. */
     std::uint64_t trim(std::uint32_t device, std::uint64_t keep = 0) const {
         std::uint64_t given = 0;
-        check(aq_trim(number_, device, keep, &given));
+        check(aq_trim(number(), device, keep, &given));
         return given;
     }
     std::uint64_t pinned_trim(std::uint32_t device, std::uint64_t keep = 0) const {
         std::uint64_t given = 0;
-        check(aq_pinned_trim(number_, device, keep, &given));
+        check(aq_pinned_trim(number(), device, keep, &given));
         return given;
     }
 
     /* Calls aq_snapshot and returns the JSON object. */
     std::string snapshot() const {
         char *json = nullptr;
-        check(aq_snapshot(number_, &json));
+        check(aq_snapshot(number(), &json));
         const text owned(json);
         return owned.get();
     }
 
     /* Calls aq_memory_snapshot. Blocks while it writes the file. */
     void memory_snapshot(std::uint32_t device, const char *path) const {
-        check(aq_memory_snapshot(number_, device, path));
+        check(aq_memory_snapshot(number(), device, path));
     }
 
-    friend bool operator==(runtime_view a, runtime_view b) noexcept {
-        return a.number_ == b.number_;
-    }
-    friend bool operator!=(runtime_view a, runtime_view b) noexcept { return !(a == b); }
+private:
+    friend Self;
+    runtime_calls() noexcept = default;
 
-protected:
+    aq_runtime number() const noexcept { return static_cast<const Self &>(*this).get(); }
+};
+
+}  // namespace detail
+
+/* A runtime that something else owns. It is a number: a copy costs nothing, and calls for a runtime
+ * that was destroyed throw call_error with AQ_ERROR_CLOSED. */
+class runtime_view : public detail::runtime_calls<runtime_view> {
+public:
+    runtime_view() noexcept = default;
+    /* Not explicit, so that runtimes of aquifer.h can be passed for it. No other type of number
+     * can. */
+    template <class Number, class = std::enable_if_t<std::is_same_v<Number, aq_runtime>>>
+    runtime_view(Number number) noexcept : number_(number) {}
+
+    aq_runtime get() const noexcept { return number_; }
+    explicit operator bool() const noexcept { return number_ != 0; }
+
+private:
     aq_runtime number_ = 0;
 };
+
+inline bool operator==(runtime_view a, runtime_view b) noexcept { return a.get() == b.get(); }
+inline bool operator!=(runtime_view a, runtime_view b) noexcept { return !(a == b); }
 
 /* Owns a runtime: aq_runtime_create and aq_runtime_destroy, which may block for as long as the
  * driver takes. Blocks that are live then stay valid until they are freed. A `runtime` can be
  * passed where a runtime_view is expected, which does not keep it open. */
-class runtime : public runtime_view {
+class runtime : public detail::runtime_calls<runtime> {
 public:
     runtime() : runtime(default_options()) {}
     explicit runtime(const aq_runtime_options &options) {
@@ -359,7 +374,7 @@ public:
     /* Takes over a runtime. */
     static runtime adopt(aq_runtime number) noexcept { return runtime(owned_number{number}); }
 
-    runtime(runtime &&other) noexcept : runtime_view(other.release()) {}
+    runtime(runtime &&other) noexcept : number_(other.release()) {}
     runtime &operator=(runtime &&other) noexcept {
         if (this != &other) {
             reset();
@@ -370,6 +385,10 @@ public:
     runtime(const runtime &) = delete;
     runtime &operator=(const runtime &) = delete;
     ~runtime() { reset(); }
+
+    aq_runtime get() const noexcept { return number_; }
+    explicit operator bool() const noexcept { return number_ != 0; }
+    operator runtime_view() const noexcept { return runtime_view(number_); }
 
     [[nodiscard]] aq_runtime release() noexcept { return std::exchange(number_, 0); }
     void reset() noexcept {
@@ -382,7 +401,9 @@ private:
     struct owned_number {
         aq_runtime number;
     };
-    explicit runtime(owned_number owned) noexcept : runtime_view(owned.number) {}
+    explicit runtime(owned_number owned) noexcept : number_(owned.number) {}
+
+    aq_runtime number_ = 0;
 };
 
 /* ---- Staging -------------------------------------------------------------------------------- */
@@ -564,12 +585,16 @@ public:
         block_.download(host, detail::bytes_of<T>(count), stream, detail::bytes_of<T>(first));
     }
 
-    /* The same for all values of a contiguous container, such as std::vector<T>. */
-    template <class Container, class = decltype(std::data(std::declval<const Container &>()))>
+    /* The same for all values of a contiguous container of T, such as std::vector<T>. */
+    template <class Container,
+              class Data = decltype(std::data(std::declval<const Container &>())),
+              class = std::enable_if_t<std::is_same_v<const T *, Data> ||
+                                       std::is_same_v<T *, Data>>>
     void upload(const Container &host, stream_handle stream) const {
         upload(std::data(host), std::size(host), stream);
     }
-    template <class Container, class = decltype(std::data(std::declval<Container &>()))>
+    template <class Container, class Data = decltype(std::data(std::declval<Container &>())),
+              class = std::enable_if_t<std::is_same_v<Data, T *>>>
     void download(Container &host, stream_handle stream) const {
         download(std::data(host), std::size(host), stream);
     }
@@ -674,10 +699,18 @@ private:
 
 namespace detail {
 
+/* Throws call_error with AQ_ERROR_BAD_ALIGNMENT unless `align` is a power of two. */
+inline void check_alignment(std::size_t align) {
+    if (align == 0 || (align & (align - 1)) != 0) {
+        throw_error(AQ_ERROR_BAD_ALIGNMENT, "the alignment is not a power of two");
+    }
+}
+
 /* Allocates pinned memory for a container. It need not be accessible to devices. A size of zero
  * gets a block of its own. */
 inline void *allocate_pinned(runtime_view runtime, std::uint32_t device, std::size_t bytes,
                              std::size_t align) {
+    check_alignment(align);
     void *memory = nullptr;
     check(aq_pinned_alloc(runtime.get(), device, bytes == 0 ? 1 : bytes, align < 64 ? 64 : align,
                           &memory));
@@ -762,7 +795,8 @@ inline namespace AQUIFER_CONFIGURATION {
  * containers can allocate from it. It is two numbers: copies are equal, and do not keep the runtime
  * open, which should outlive what allocates from it. Streams must be streams of the device.
  *
- * A size of zero gets null. Alignments are at most 2 MiB. */
+ * A size of zero gets null. Alignments are powers of two up to 2 MiB: others throw
+ * AQ_ERROR_BAD_ALIGNMENT, for a size of zero too. */
 class device_resource : public detail::resource_names<device_resource> {
 public:
     device_resource(runtime_view runtime, std::uint32_t device) noexcept
@@ -774,9 +808,10 @@ public:
     /* Calls aq_alloc or aq_alloc_aligned: memory for work queued on `stream` from now on. Blocks
      * only if memory in use must become free first. */
     void *allocate_on(stream_handle stream, std::size_t bytes, std::size_t align = 256) {
+        detail::check_alignment(align);
         if (bytes == 0) return nullptr;
         std::uint64_t address = 0;
-        check(align <= 512 && (align & (align - 1)) == 0 && align != 0
+        check(align <= 512
                   ? aq_alloc(runtime_.get(), device_, bytes, stream, &address)
                   : aq_alloc_aligned(runtime_.get(), device_, bytes, align, stream, &address));
         return reinterpret_cast<void *>(address);
@@ -799,18 +834,12 @@ public:
      * device's default stream is complete: aq_upload of one byte, which waits for it and for what
      * the memory was used for before. */
     void *allocate_sync(std::size_t bytes, std::size_t align = 256) {
-        void *memory = allocate_on(nullptr, bytes, align);
-        if (memory == nullptr) return nullptr;
-        const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory));
+        detail::check_alignment(align);
+        if (bytes == 0) return nullptr;
+        device_block block(runtime_, device_, bytes, nullptr, align > 512 ? align : 0);
         const char byte = 0;
-        const aq_status status =
-            aq_upload(runtime_.get(), device_, address, 0, &byte, sizeof byte, nullptr);
-        if (status != AQ_OK) {
-            const std::string text = aq_last_error();
-            detail::check_dropped("aq_free", aq_free(runtime_.get(), device_, address));
-            throw_error(status, text.c_str());
-        }
-        return memory;
+        block.upload(&byte, sizeof byte, nullptr);
+        return reinterpret_cast<void *>(block.release());
     }
 
     /* Calls aq_free. All work that uses the memory must be complete. Does not block. */
@@ -842,17 +871,13 @@ public:
 
     /* Calls aq_pinned_alloc and aq_pinned_is_pinned. */
     void *allocate_sync(std::size_t bytes, std::size_t align = 64) {
+        detail::check_alignment(align);
         if (bytes == 0) return nullptr;
-        void *memory = nullptr;
-        check(aq_pinned_alloc(runtime_.get(), device_, bytes, align < 64 ? 64 : align, &memory));
-        int pinned = 0;
-        const aq_status status = aq_pinned_is_pinned(memory, &pinned);
-        if (status != AQ_OK || pinned == 0) {
-            detail::free_pinned(memory);
-            if (status != AQ_OK) check(status);
+        pinned_block block(runtime_, device_, bytes, align < 64 ? 64 : align);
+        if (!block.is_pinned()) {
             throw_error(AQ_ERROR_UNSUPPORTED, "the host memory cannot be pinned");
         }
-        return memory;
+        return block.release();
     }
 
     /* Calls aq_pinned_free. All work that uses the memory must be complete. */

@@ -1,4 +1,5 @@
-// What the guide shows on its page about C and Python: the same memory from C++, on the GPU, or on a simulated one.
+// What the guide shows on its page about C and Python: the same memory from C++, on the GPU, or on
+// a simulated one.
 #include <aquifer.hpp>
 #include <cstdio>
 #include <vector>

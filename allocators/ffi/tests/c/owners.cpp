@@ -1,4 +1,5 @@
-// The owners, exceptions and containers of aquifer.hpp, on a simulated device, without any header of CUDA.
+// The owners, exceptions and containers of aquifer.hpp, on a simulated device, without any header
+// of CUDA.
 #include "aquifer.hpp"
 #include "check.h"
 #include <algorithm>
@@ -16,14 +17,49 @@ constexpr std::size_t MIB = 1u << 20;
 
 template <class T>
 constexpr bool is_owner = !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T> &&
-                          std::is_nothrow_move_constructible_v<T> && std::is_nothrow_move_assignable_v<T> &&
-                          std::is_nothrow_destructible_v<T>;
+                          std::is_nothrow_move_constructible_v<T> &&
+                          std::is_nothrow_move_assignable_v<T> && std::is_nothrow_destructible_v<T>;
 static_assert(is_owner<aquifer::runtime> && is_owner<aquifer::text> && is_owner<aquifer::transfer>);
-static_assert(is_owner<aquifer::device_block> && is_owner<aquifer::device_buffer<int>> && is_owner<aquifer::pinned_block>);
+static_assert(is_owner<aquifer::device_block> && is_owner<aquifer::device_buffer<int>>);
+static_assert(is_owner<aquifer::pinned_block>);
 static_assert(is_owner<aquifer::stream_registration> && is_owner<aquifer::torch_pool_user>);
 static_assert(is_owner<aquifer::sim_stream> && is_owner<aquifer::sim_graph>);
+// A runtime is no view that could be assigned, and views are made of runtimes and of nothing else.
+static_assert(std::is_convertible_v<aquifer::runtime &, aquifer::runtime_view>);
+static_assert(!std::is_base_of_v<aquifer::runtime_view, aquifer::runtime>);
+static_assert(!std::is_assignable_v<aquifer::runtime &, aquifer::runtime_view>);
+static_assert(std::is_convertible_v<aq_runtime, aquifer::runtime_view>);
+static_assert(!std::is_constructible_v<aquifer::runtime_view, int>);
+static_assert(!std::is_constructible_v<aquifer::runtime_view, bool>);
+
+// Containers of a type derived from T are no containers of T.
+struct base {
+    int first;
+};
+struct derived : base {
+    int second;
+};
+template <class T, class Container, class = void>
+struct uploads : std::false_type {};
+template <class T, class Container>
+struct uploads<T, Container,
+               std::void_t<decltype(std::declval<aquifer::device_buffer<T> &>().upload(
+                   std::declval<Container &>(), nullptr))>> : std::true_type {};
+template <class T, class Container, class = void>
+struct downloads : std::false_type {};
+template <class T, class Container>
+struct downloads<T, Container,
+                 std::void_t<decltype(std::declval<aquifer::device_buffer<T> &>().download(
+                     std::declval<Container &>(), nullptr))>> : std::true_type {};
+static_assert(uploads<base, std::vector<base>>::value && uploads<base, const base[3]>::value);
+static_assert(downloads<base, std::vector<base>>::value && downloads<base, base[3]>::value);
+static_assert(!uploads<base, std::vector<derived>>::value);
+static_assert(!downloads<base, std::vector<derived>>::value);
+static_assert(!downloads<base, const std::vector<base>>::value);
+
 // Exceptions are copied while others are under way.
-static_assert(std::is_nothrow_copy_constructible_v<aquifer::call_error> && std::is_nothrow_copy_constructible_v<aquifer::out_of_memory>);
+static_assert(std::is_nothrow_copy_constructible_v<aquifer::call_error>);
+static_assert(std::is_nothrow_copy_constructible_v<aquifer::out_of_memory>);
 
 // What was dropped, and why.
 const char *dropped_call = nullptr;
@@ -55,8 +91,14 @@ void exceptions() {
     const aquifer::runtime rt(simulated(1));
     expect<aquifer::call_error>(AQ_ERROR_NO_DEVICE, [&] { rt.stats(9); });
     expect<aquifer::error>(AQ_ERROR_NO_DEVICE, [&] { rt.device(9); });
-    expect<aquifer::call_error>(AQ_ERROR_ZERO_SIZE, [&] { aquifer::device_block(rt, 0, 0, nullptr); });
-    expect<aquifer::out_of_memory>(AQ_ERROR_OUT_OF_MEMORY, [&] { aquifer::device_block(rt, 0, 200 << 20, nullptr), aquifer::device_block(rt, 0, 1u << 30, nullptr); });
+    expect<aquifer::call_error>(AQ_ERROR_ZERO_SIZE,
+                                [&] { aquifer::device_block(rt, 0, 0, nullptr); });
+    expect<aquifer::call_error>(AQ_ERROR_ZERO_SIZE,
+                                [&] { aquifer::device_buffer<int>(rt, 0, 0, nullptr); });
+    expect<aquifer::out_of_memory>(AQ_ERROR_OUT_OF_MEMORY, [&] {
+        const aquifer::device_block most(rt, 0, 200 << 20, nullptr);
+        aquifer::device_block(rt, 0, 1u << 30, nullptr);
+    });
     expect<aquifer::error>(AQ_ERROR_BAD_RUNTIME, [] { aquifer::runtime_view().device_count(); });
     // As standard exceptions too, of one kind each.
     try {
@@ -126,7 +168,8 @@ void runtimes() {
     again.reset_peaks(0);
     CHECK(again.stats(0).peak_requested == 0);
     CHECK(again.trim(0) > 0 && again.stats(0).physical == 0 && again.pinned_trim(0) == 0);
-    expect<aquifer::call_error>(AQ_ERROR_UNSUPPORTED, [&] { again.memory_snapshot(0, "/nowhere/memory.pickle"); });
+    expect<aquifer::call_error>(AQ_ERROR_UNSUPPORTED,
+                                [&] { again.memory_snapshot(0, "/nowhere/memory.pickle"); });
 
     again.reset();
     again.reset();
@@ -148,7 +191,8 @@ void blocks() {
         {
             aquifer::device_block empty;
             CHECK(!empty && empty.get() == 0 && empty.data() == nullptr);
-            aquifer::device_block one(rt, 0, MIB, stream.get()), two(rt, 0, 100, stream.get(), 2 * MIB);
+            aquifer::device_block one(rt, 0, MIB, stream.get());
+            aquifer::device_block two(rt, 0, 100, stream.get(), 2 * MIB);
             CHECK(one && one.size() == MIB && one.runtime() == rt && one.device() == 0);
             CHECK(two.get() % (2 * MIB) == 0);
             const std::uint64_t address = one.get();
@@ -160,7 +204,9 @@ void blocks() {
             CHECK(!two && released == address && rt.stats(0).blocks == 1);
             aquifer::device_block adopted = aquifer::device_block::adopt(rt, 0, released);
             CHECK(adopted.size() == MIB);
-            expect<aquifer::call_error>(AQ_ERROR_FOREIGN_BLOCK, [&] { aquifer::device_block::adopt(rt, 0, released + 4096); });
+            expect<aquifer::call_error>(AQ_ERROR_FOREIGN_BLOCK, [&] {
+                aquifer::device_block::adopt(rt, 0, released + 4096);
+            });
 
             OK(aq_sim_touch(rt.get(), 0, stream.get(), released, MIB, AQ_WRITE));
             other.wait(stream.get());
@@ -212,14 +258,16 @@ void copies() {
         float part[3] = {};
         y.download(part, 3, nullptr, 6);
         CHECK(part[0] == 7 && part[1] == -1 && part[2] == -2);
-        expect<aquifer::call_error>(AQ_ERROR_OUT_OF_BOUNDS, [&] { y.upload(changed, 2, nullptr, y.size() - 1); });
+        expect<aquifer::call_error>(AQ_ERROR_OUT_OF_BOUNDS,
+                                    [&] { y.upload(changed, 2, nullptr, y.size() - 1); });
 
         std::fill(back.begin(), back.end(), 0.0f);
-        aquifer::transfer up = y.block().upload_begin(values.data(), values.size() * sizeof(float), nullptr);
+        const std::size_t bytes = values.size() * sizeof(float);
+        aquifer::transfer up = y.block().upload_begin(values.data(), bytes, nullptr);
         CHECK(up);
         up.wait();
         CHECK(up.poll());
-        aquifer::transfer down = y.block().download_begin(back.data(), back.size() * sizeof(float), nullptr);
+        aquifer::transfer down = y.block().download_begin(back.data(), bytes, nullptr);
         while (!down.poll()) {
         }
         CHECK(back == values);
@@ -230,7 +278,8 @@ void copies() {
         ANSWERS(AQ_ERROR_UNKNOWN_TICKET, aq_ticket_poll(ticket));
         expect<aquifer::call_error>(AQ_ERROR_UNKNOWN_TICKET, [] { aquifer::transfer().wait(); });
         // Cancelled where it stands.
-        const aquifer::transfer unfinished = y.block().download_begin(back.data(), back.size() * sizeof(float), nullptr);
+        const aquifer::transfer unfinished =
+            y.block().download_begin(back.data(), bytes, nullptr);
     }
     in_order(rt.get(), 1);
 }
@@ -282,7 +331,8 @@ void pinned() {
         OK(aq_pinned_free(gone.get()));
     }
     expect_dropped("aq_pinned_free", AQ_ERROR_FOREIGN_BLOCK);
-    expect<aquifer::call_error>(AQ_ERROR_BAD_ALIGNMENT, [&] { aquifer::pinned_block bad(rt, 0, 100, 3); });
+    expect<aquifer::call_error>(AQ_ERROR_BAD_ALIGNMENT,
+                                [&] { aquifer::pinned_block bad(rt, 0, 100, 3); });
     CHECK(rt.pinned_stats(0).blocks == 0);
 }
 
@@ -318,7 +368,8 @@ void allocators() {
         x.download(back, nullptr);
         CHECK(back == copied);
         // Through other types and with more alignment than a line.
-        std::map<int, int, std::less<>, aquifer::pinned_allocator<std::pair<const int, int>>> map(near);
+        using pairs = aquifer::pinned_allocator<std::pair<const int, int>>;
+        std::map<int, int, std::less<>, pairs> map(near);
         for (int n = 0; n < 100; n++) map[n] = n;
         struct alignas(256) wide {
             char bytes[256];
@@ -333,7 +384,9 @@ void allocators() {
         CHECK(!"more bytes than there are numbers");
     } catch (const std::bad_array_new_length &) {
     }
-    expect<aquifer::out_of_memory>(AQ_ERROR_TOO_LARGE, [&] { static_cast<void>(aquifer::pinned_allocator<char>(near).allocate(SIZE_MAX / 2)); });
+    expect<aquifer::out_of_memory>(AQ_ERROR_TOO_LARGE, [&] {
+        static_cast<void>(aquifer::pinned_allocator<char>(near).allocate(SIZE_MAX / 2));
+    });
     try {
         ints full(near);
         full.reserve(100 * MIB);
@@ -356,9 +409,18 @@ void allocators() {
         void *empty = resource.allocate(0);
         CHECK(empty != nullptr);
         resource.deallocate(empty, 0);
+        for (std::size_t align : {std::size_t{0}, std::size_t{3}, std::size_t{96}}) {
+            for (std::size_t bytes : {0, 100}) {
+                expect<aquifer::call_error>(AQ_ERROR_BAD_ALIGNMENT, [&] {
+                    static_cast<void>(resource.allocate(bytes, align));
+                });
+            }
+        }
         std::pmr::monotonic_buffer_resource arena(&resource);
         std::pmr::vector<std::pmr::string> words(&arena);
-        for (int n = 0; n < 1000; n++) words.emplace_back("a word that is too long to be kept in the string");
+        for (int n = 0; n < 1000; n++) {
+            words.emplace_back("a word that is too long to be kept in the string");
+        }
         // Its runtime may end before it.
         rt.reset();
         CHECK(values[49999] == 49999);

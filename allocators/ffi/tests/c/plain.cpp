@@ -29,7 +29,8 @@ int main() {
     if (status == AQ_OK) status = aq_device_stats(rt, 0, &stats);
     if (status == AQ_OK) status = aq_runtime_destroy(rt);
     if (status != AQ_OK || down != up || stats.blocks != 0) {
-        std::fprintf(stderr, "%s: %s\n", aq_status_name(status), std::string(aq_last_error()).c_str());
+        const std::string text(aq_last_error());
+        std::fprintf(stderr, "%s: %s\n", aq_status_name(status), text.c_str());
         return 1;
     }
     std::puts("plain: the same from C++");

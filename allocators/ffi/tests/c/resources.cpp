@@ -134,6 +134,18 @@ void synchronous_memory_is_usable_on_any_stream_at_once() {
     }
 }
 
+template <class Call>
+void refuses(std::size_t align, Call call) {
+    try {
+        call();
+    } catch (const aquifer::call_error &error) {
+        CHECK(error.status() == AQ_ERROR_BAD_ALIGNMENT);
+        return;
+    }
+    fprintf(stderr, "an alignment of %zu is not refused\n", align);
+    exit(1);
+}
+
 void sizes_alignments_and_errors() {
     const aquifer::runtime rt(simulated(2)), other(simulated(1));
     device_resource memory(rt, 0);
@@ -147,14 +159,20 @@ void sizes_alignments_and_errors() {
     void *aligned = memory.allocate(ref(stream), 100, MIB);
     CHECK(reinterpret_cast<std::uintptr_t>(aligned) % MIB == 0);
     memory.deallocate(ref(stream), aligned, 100, MIB);
-    for (std::size_t align : {std::size_t{0}, std::size_t{3}, std::size_t{4} << 20}) {
-        try {
-            memory.allocate(ref(stream), 100, align);
-            CHECK(!"an alignment that is none");
-        } catch (const aquifer::call_error &error) {
-            CHECK(error.status() == AQ_ERROR_BAD_ALIGNMENT);
+    pinned_resource pinned(rt, 0);
+    for (std::size_t align : {std::size_t{0}, std::size_t{3}, std::size_t{96}}) {
+        for (std::size_t bytes : {0, 100}) {
+            refuses(align, [&] { memory.allocate(ref(stream), bytes, align); });
+            refuses(align, [&] { memory.allocate_sync(bytes, align); });
+            refuses(align, [&] { pinned.allocate(ref(stream), bytes, align); });
+            refuses(align, [&] { pinned.allocate_sync(bytes, align); });
         }
     }
+    refuses(4 * MIB, [&] { memory.allocate(ref(stream), 100, 4 * MIB); });
+    refuses(4 * MIB, [&] { memory.allocate_sync(100, 4 * MIB); });
+    aligned = memory.allocate_sync(100, 1024);
+    CHECK(reinterpret_cast<std::uintptr_t>(aligned) % 1024 == 0);
+    memory.deallocate_sync(aligned, 100, 1024);
     try {
         memory.allocate(ref(stream), std::size_t{1} << 40);
         CHECK(!"more than there is");
