@@ -15,8 +15,9 @@
  * Blocking.   A function blocks only if its comment says so.
  *
  * Ownership.  Owners can be moved, but not copied. An owner is empty after it was moved from or
- *             released, and its destructor then does nothing. Owners may be destroyed in any order:
- *             a block that is live when its runtime is destroyed stays valid.
+ *             released, and its destructor then does nothing. Runtimes, blocks and transfers may
+ *             be destroyed in any order: a block that is live when its runtime is destroyed stays
+ *             valid. A stream_registration ends before its stream.
  *
  * CUDA.       The header needs no header of CUDA and links to nothing but the library. Where
  *             <cuda/memory_resource> of libcu++ and <cuda_runtime_api.h> are found,
@@ -86,7 +87,7 @@ namespace aquifer {
 
 /* ---- Errors --------------------------------------------------------------------------------- */
 
-/* What every exception of this header is, beside a standard exception: a status and its text. */
+/* The base of this header's exceptions: a status and its text. */
 class error {
 public:
     virtual ~error() = default;
@@ -110,7 +111,7 @@ private:
     std::runtime_error text_;
 };
 
-/* Memory or a limit does not suffice: AQ_ERROR_OUT_OF_MEMORY, _OUT_OF_BUDGET, _TOO_LARGE. */
+/* Not enough memory, or a limit was reached: AQ_ERROR_OUT_OF_MEMORY, _OUT_OF_BUDGET, _TOO_LARGE. */
 class out_of_memory final : public std::bad_alloc, public error {
 public:
     out_of_memory(aq_status status, const char *text) : error(status, text) {}
@@ -165,8 +166,8 @@ inline void check_dropped(const char *call, aq_status status) noexcept {
     }
 }
 
-/* A value that is ended once, by `End::end`, unless it is `End::empty`. */
-template <class T, class End>
+/* A value that is ended once, by `Deleter::end`, unless it is `Deleter::empty`. */
+template <class T, class Deleter>
 class owned {
 public:
     owned() noexcept = default;
@@ -184,10 +185,10 @@ public:
     ~owned() { reset(); }
 
     const T &value() const noexcept { return value_; }
-    bool is_empty() const noexcept { return End::empty(value_); }
+    bool is_empty() const noexcept { return Deleter::empty(value_); }
     T release() noexcept { return std::exchange(value_, T{}); }
     void reset() noexcept {
-        if (!is_empty()) End::end(release());
+        if (!is_empty()) Deleter::end(release());
     }
 
 private:
@@ -206,7 +207,8 @@ std::size_t bytes_of(std::size_t count) {
 }  // namespace detail
 
 /* Sets the handler of the process and returns the one before. The first handler writes a line to
- * the standard error, and so does null. */
+ * the standard error, and so does null. With hidden visibility each shared object has a handler of
+ * its own. */
 inline drop_error_handler set_drop_error_handler(drop_error_handler handler) noexcept {
     return detail::on_drop_error.exchange(handler != nullptr ? handler : &detail::print_drop_error,
                                           std::memory_order_acq_rel);
@@ -225,11 +227,11 @@ public:
     void reset() noexcept { text_.reset(); }
 
 private:
-    struct end_text {
+    struct text_deleter {
         static bool empty(const char *value) noexcept { return value == nullptr; }
         static void end(char *value) noexcept { aq_text_free(value); }
     };
-    detail::owned<char *, end_text> text_;
+    detail::owned<char *, text_deleter> text_;
 };
 
 /* ---- Runtimes ------------------------------------------------------------------------------- */
@@ -434,20 +436,21 @@ public:
     void wait() const { check(aq_ticket_wait(get())); }
 
 private:
-    struct end_ticket {
+    struct ticket_deleter {
         static bool empty(aq_ticket value) noexcept { return value == 0; }
         static void end(aq_ticket value) noexcept {
             detail::check_dropped("aq_ticket_free", aq_ticket_free(value));
         }
     };
-    detail::owned<aq_ticket, end_ticket> ticket_;
+    detail::owned<aq_ticket, ticket_deleter> ticket_;
 };
 
 /* ---- Device memory -------------------------------------------------------------------------- */
 
 /* Owns a block of device memory: aq_alloc and aq_free. Its destructor frees it in the order of the
  * stream that it was allocated for, and never waits. Uses by other streams must have been recorded
- * (record_use). */
+ * (record_use). Free it before that stream is destroyed, unless the stream is registered and is
+ * retired before. */
 class device_block {
 public:
     device_block() noexcept = default;
@@ -459,7 +462,7 @@ public:
         std::uint64_t address = 0;
         check(align == 0 ? aq_alloc(runtime.get(), device, bytes, stream, &address)
                          : aq_alloc_aligned(runtime.get(), device, bytes, align, stream, &address));
-        place_ = owned_place(place{runtime.get(), device, address, bytes});
+        block_ = owned_block(block_record{runtime.get(), device, address, bytes});
     }
 
     /* Takes over a block, whose size aq_block_size returns. */
@@ -467,47 +470,47 @@ public:
         std::uint64_t bytes = 0;
         check(aq_block_size(runtime.get(), device, address, &bytes, nullptr));
         device_block block;
-        block.place_ = owned_place(place{runtime.get(), device, address, bytes});
+        block.block_ = owned_block(block_record{runtime.get(), device, address, bytes});
         return block;
     }
 
-    std::uint64_t get() const noexcept { return place_.value().address; }
+    std::uint64_t get() const noexcept { return block_.value().address; }
     void *data() const noexcept { return reinterpret_cast<void *>(get()); }
     /* Returns the requested size. */
-    std::uint64_t size() const noexcept { return place_.value().bytes; }
-    runtime_view runtime() const noexcept { return place_.value().runtime; }
-    std::uint32_t device() const noexcept { return place_.value().device; }
-    explicit operator bool() const noexcept { return !place_.is_empty(); }
+    std::uint64_t size() const noexcept { return block_.value().bytes; }
+    runtime_view runtime() const noexcept { return block_.value().runtime; }
+    std::uint32_t device() const noexcept { return block_.value().device; }
+    explicit operator bool() const noexcept { return !block_.is_empty(); }
 
-    [[nodiscard]] std::uint64_t release() noexcept { return place_.release().address; }
-    void reset() noexcept { place_.reset(); }
+    [[nodiscard]] std::uint64_t release() noexcept { return block_.release().address; }
+    void reset() noexcept { block_.reset(); }
 
     /* Calls aq_free, and throws where the destructor would not. After an error the block is still
      * owned. */
     void free() {
-        check(aq_free(place_.value().runtime, device(), get()));
-        place_.release();
+        check(aq_free(block_.value().runtime, device(), get()));
+        block_.release();
     }
 
     /* Calls aq_free_on: `stream` has read and written the block. */
     void free_on(stream_handle stream) {
-        check(aq_free_on(place_.value().runtime, device(), get(), stream));
-        place_.release();
+        check(aq_free_on(block_.value().runtime, device(), get(), stream));
+        block_.release();
     }
 
     /* Calls aq_record_use. */
     void record_use(stream_handle stream, std::uint32_t access = AQ_READ | AQ_WRITE) const {
-        check(aq_record_use(place_.value().runtime, device(), get(), stream, access));
+        check(aq_record_use(block_.value().runtime, device(), get(), stream, access));
     }
 
     /* Call aq_upload and aq_download, from `offset` bytes on. Block until the copy is complete. */
     void upload(const void *host, std::uint64_t bytes, stream_handle stream,
                 std::uint64_t offset = 0) const {
-        check(aq_upload(place_.value().runtime, device(), get(), offset, host, bytes, stream));
+        check(aq_upload(block_.value().runtime, device(), get(), offset, host, bytes, stream));
     }
     void download(void *host, std::uint64_t bytes, stream_handle stream,
                   std::uint64_t offset = 0) const {
-        check(aq_download(place_.value().runtime, device(), get(), offset, host, bytes, stream));
+        check(aq_download(block_.value().runtime, device(), get(), offset, host, bytes, stream));
     }
 
     /* Call aq_upload_begin and aq_download_begin. Block while the maximum number of transfers is
@@ -515,33 +518,33 @@ public:
     [[nodiscard]] transfer upload_begin(const void *host, std::uint64_t bytes, stream_handle stream,
                                         std::uint64_t offset = 0) const {
         aq_ticket ticket = 0;
-        check(aq_upload_begin(place_.value().runtime, device(), get(), offset, host, bytes, stream,
+        check(aq_upload_begin(block_.value().runtime, device(), get(), offset, host, bytes, stream,
                               &ticket));
         return transfer(ticket);
     }
     [[nodiscard]] transfer download_begin(void *host, std::uint64_t bytes, stream_handle stream,
                                           std::uint64_t offset = 0) const {
         aq_ticket ticket = 0;
-        check(aq_download_begin(place_.value().runtime, device(), get(), offset, host, bytes,
+        check(aq_download_begin(block_.value().runtime, device(), get(), offset, host, bytes,
                                 stream, &ticket));
         return transfer(ticket);
     }
 
 private:
-    struct place {
+    struct block_record {
         aq_runtime runtime;
         std::uint32_t device;
         std::uint64_t address;
         std::uint64_t bytes;
     };
-    struct end_place {
-        static bool empty(const place &value) noexcept { return value.address == 0; }
-        static void end(const place &value) noexcept {
+    struct block_deleter {
+        static bool empty(const block_record &value) noexcept { return value.address == 0; }
+        static void end(const block_record &value) noexcept {
             detail::check_dropped("aq_free", aq_free(value.runtime, value.device, value.address));
         }
     };
-    using owned_place = detail::owned<place, end_place>;
-    owned_place place_;
+    using owned_block = detail::owned<block_record, block_deleter>;
+    owned_block block_;
 };
 
 /* Owns a block of `count` values of a trivially copyable type: a device_block with a type. The
@@ -556,7 +559,8 @@ public:
     device_buffer() noexcept = default;
 
     /* Allocates as device_block, aligned for T. Throws std::bad_array_new_length if the values
-     * have more bytes than a size_t can count. */
+     * have more bytes than a size_t can count, and call_error with AQ_ERROR_ZERO_SIZE for 0
+     * values. */
     device_buffer(runtime_view runtime, std::uint32_t device, std::size_t count,
                   stream_handle stream)
         : block_(runtime, device, detail::bytes_of<T>(count), stream,
@@ -607,43 +611,44 @@ private:
 
 /* Keeps a stream registered: aq_stream_register, which blocks for a stream that was used before,
  * and aq_stream_retire in the destructor, which blocks until the work queued there is complete.
- * End it before the stream is destroyed, and free the stream's blocks before. */
+ * End it before the stream is destroyed. Free the stream's blocks before the runtime or the stream
+ * is destroyed. */
 class stream_registration {
 public:
     stream_registration() noexcept = default;
     stream_registration(runtime_view runtime, std::uint32_t device, stream_handle stream) {
         check(aq_stream_register(runtime.get(), device, stream));
-        place_ = owned_place(place{runtime.get(), device, stream});
+        registration_ = owned_registration(registration_record{runtime.get(), device, stream});
     }
 
-    stream_handle get() const noexcept { return place_.value().stream; }
-    explicit operator bool() const noexcept { return !place_.is_empty(); }
+    stream_handle get() const noexcept { return registration_.value().stream; }
+    explicit operator bool() const noexcept { return !registration_.is_empty(); }
     /* Leaves the stream registered: retire it by aq_stream_retire. */
-    [[nodiscard]] stream_handle release() noexcept { return place_.release().stream; }
-    void reset() noexcept { place_.reset(); }
+    [[nodiscard]] stream_handle release() noexcept { return registration_.release().stream; }
+    void reset() noexcept { registration_.reset(); }
 
     /* Calls aq_stream_retire, and throws where the destructor would not. */
     void retire() {
-        check(aq_stream_retire(place_.value().runtime, place_.value().device, get()));
-        place_.release();
+        check(aq_stream_retire(registration_.value().runtime, registration_.value().device, get()));
+        registration_.release();
     }
 
 private:
-    struct place {
+    struct registration_record {
         aq_runtime runtime;
         std::uint32_t device;
         stream_handle stream;
     };
-    struct end_place {
-        static bool empty(const place &value) noexcept { return value.runtime == 0; }
-        static void end(const place &value) noexcept {
+    struct registration_deleter {
+        static bool empty(const registration_record &value) noexcept { return value.runtime == 0; }
+        static void end(const registration_record &value) noexcept {
             const aq_status status = aq_stream_retire(value.runtime, value.device, value.stream);
-            /* A runtime that is closed has no more use for the promise. */
+            /* A destroyed runtime no longer uses the stream. */
             if (status != AQ_ERROR_CLOSED) detail::check_dropped("aq_stream_retire", status);
         }
     };
-    using owned_place = detail::owned<place, end_place>;
-    owned_place place_;
+    using owned_registration = detail::owned<registration_record, registration_deleter>;
+    owned_registration registration_;
 };
 
 /* ---- Pinned host memory --------------------------------------------------------------------- */
@@ -658,7 +663,7 @@ public:
                  std::uint64_t align = 0) {
         void *memory = nullptr;
         check(aq_pinned_alloc(runtime.get(), device, bytes, align, &memory));
-        memory_ = owned_memory(memory_and_size{memory, static_cast<std::size_t>(bytes)});
+        memory_ = owned_memory(memory_record{memory, static_cast<std::size_t>(bytes)});
     }
 
     void *get() const noexcept { return memory_.value().memory; }
@@ -681,17 +686,17 @@ public:
     }
 
 private:
-    struct memory_and_size {
+    struct memory_record {
         void *memory;
         std::size_t bytes;
     };
-    struct end_memory {
-        static bool empty(const memory_and_size &value) noexcept { return value.memory == nullptr; }
-        static void end(const memory_and_size &value) noexcept {
+    struct memory_deleter {
+        static bool empty(const memory_record &value) noexcept { return value.memory == nullptr; }
+        static void end(const memory_record &value) noexcept {
             detail::check_dropped("aq_pinned_free", aq_pinned_free(value.memory));
         }
     };
-    using owned_memory = detail::owned<memory_and_size, end_memory>;
+    using owned_memory = detail::owned<memory_record, memory_deleter>;
     owned_memory memory_;
 };
 
@@ -736,7 +741,12 @@ inline stream_handle handle_of(cuda::stream_ref stream) noexcept {
 
 /* What device_resource and pinned_resource share: for `Resource`, the names that cuda::mr's
  * concepts call. libcu++ from 3.1 on calls allocate(stream, bytes, alignment) and allocate_sync.
- * Versions before call allocate_async(bytes, alignment, stream) and allocate(bytes, alignment). */
+ * Versions before call allocate_async(bytes, alignment, stream) and allocate(bytes, alignment).
+ *
+ * deallocate and deallocate_async call deallocate_on: a block of a device_resource must be
+ * deallocated before the stream that it was allocated for is destroyed, unless that stream is
+ * registered and is retired before. The deallocation may name another stream, which does not
+ * replace this. */
 template <class Resource>
 class resource_names {
 #if AQUIFER_CUDA_MR
@@ -795,6 +805,9 @@ inline namespace AQUIFER_CONFIGURATION {
  * containers can allocate from it. It is two numbers: copies are equal, and do not keep the runtime
  * open, which should outlive what allocates from it. Streams must be streams of the device.
  *
+ * Blocks must be deallocated before the stream that they were allocated for is destroyed, unless
+ * that stream is registered (aq_stream_register) and is retired before.
+ *
  * A size of zero gets null. Alignments are powers of two up to 2 MiB: others throw
  * AQ_ERROR_BAD_ALIGNMENT, for a size of zero too. */
 class device_resource : public detail::resource_names<device_resource> {
@@ -818,8 +831,11 @@ public:
     }
 
     /* Calls aq_free_on: the block is reused only after the work queued so far on `stream`, which
-     * need not be the one that it was allocated for. For a runtime that was destroyed calls
-     * aq_free, so other streams must be idle then. Does not block. */
+     * need not be the one that it was allocated for. That one must still exist, unless it was
+     * registered and retired. For a runtime that was destroyed calls aq_free, so other streams must
+     * be idle then. Does not block. While `stream` captures a graph, or if its use cannot be
+     * recorded, the block stays allocated, and the handler of set_drop_error_handler gets the
+     * error. */
     void deallocate_on(stream_handle stream, void *memory, std::size_t = 0) noexcept {
         const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory));
         const aq_status status = aq_free_on(runtime_.get(), device_, address, stream);
@@ -832,7 +848,8 @@ public:
 
     /* Allocates memory that any stream may use at once. Blocks until the work queued so far on the
      * device's default stream is complete: aq_upload of one byte, which waits for it and for what
-     * the memory was used for before. */
+     * the memory was used for before. Throws call_error with AQ_ERROR_CAPTURING while the legacy
+     * default stream cannot be used because of a capture. */
     void *allocate_sync(std::size_t bytes, std::size_t align = 256) {
         detail::check_alignment(align);
         if (bytes == 0) return nullptr;
@@ -891,7 +908,9 @@ public:
     }
 
     /* Calls aq_pinned_record_use and aq_pinned_free: the memory is reused only after the work
-     * queued so far on `stream`. For a runtime that was destroyed the stream must be idle. */
+     * queued so far on `stream`. For a runtime that was destroyed the stream must be idle. If the
+     * use cannot be recorded, as during a capture, the block stays allocated, and the handler of
+     * set_drop_error_handler gets the error. */
     void deallocate_on(stream_handle stream, void *memory, std::size_t = 0) noexcept {
         if (memory == nullptr) return;
         const aq_status status =
@@ -959,10 +978,10 @@ private:
     std::uint32_t device_;
 };
 
-#if defined(__cpp_lib_memory_resource)
+#if defined(__cpp_lib_memory_resource) && defined(__cpp_rtti)
 /* A std::pmr::memory_resource of pinned host memory near a device, otherwise like
  * pinned_allocator. It must outlive the containers that use it, but need not outlive their runtime
- * to free. */
+ * to free. It needs run-time type information (not -fno-rtti). */
 class pinned_memory_resource final : public std::pmr::memory_resource {
 public:
     pinned_memory_resource(runtime_view runtime, std::uint32_t device) noexcept
@@ -987,37 +1006,37 @@ private:
 
 /* ---- PyTorch -------------------------------------------------------------------------------- */
 
-/* Is a user of a pool of captured graphs, by the two numbers with which PyTorch names it:
+/* Holds one use of a pool of captured graphs, by the two numbers with which PyTorch names it:
  * aq_torch_pool_retain and aq_torch_pool_release. */
 class torch_pool_user {
 public:
     torch_pool_user() noexcept = default;
     torch_pool_user(int device, std::uint64_t first, std::uint64_t second) {
         check(aq_torch_pool_retain(device, first, second));
-        name_ = owned_name(name{true, device, first, second});
+        use_ = owned_use(use_record{true, device, first, second});
     }
 
-    explicit operator bool() const noexcept { return !name_.is_empty(); }
-    /* Remains a user: call aq_torch_pool_release. */
-    void release() noexcept { name_.release(); }
-    void reset() noexcept { name_.reset(); }
+    explicit operator bool() const noexcept { return !use_.is_empty(); }
+    /* Keeps the use without an owner: end it by aq_torch_pool_release. */
+    void release() noexcept { use_.release(); }
+    void reset() noexcept { use_.reset(); }
 
 private:
-    struct name {
-        bool is_user;
+    struct use_record {
+        bool is_held;
         int device;
         std::uint64_t first;
         std::uint64_t second;
     };
-    struct end_name {
-        static bool empty(const name &value) noexcept { return !value.is_user; }
-        static void end(const name &value) noexcept {
+    struct use_deleter {
+        static bool empty(const use_record &value) noexcept { return !value.is_held; }
+        static void end(const use_record &value) noexcept {
             detail::check_dropped("aq_torch_pool_release",
                                   aq_torch_pool_release(value.device, value.first, value.second));
         }
     };
-    using owned_name = detail::owned<name, end_name>;
-    owned_name name_;
+    using owned_use = detail::owned<use_record, use_deleter>;
+    owned_use use_;
 };
 
 /* ---- The simulated device, for tests -------------------------------------------------------- */
@@ -1029,40 +1048,40 @@ public:
     sim_stream(runtime_view runtime, std::uint32_t device) {
         stream_handle stream = nullptr;
         check(aq_sim_stream_create(runtime.get(), device, &stream));
-        place_ = owned_place(place{runtime.get(), device, stream});
+        stream_ = owned_stream(stream_record{runtime.get(), device, stream});
     }
 
-    stream_handle get() const noexcept { return place_.value().stream; }
-    explicit operator bool() const noexcept { return !place_.is_empty(); }
-    [[nodiscard]] stream_handle release() noexcept { return place_.release().stream; }
-    void reset() noexcept { place_.reset(); }
+    stream_handle get() const noexcept { return stream_.value().stream; }
+    explicit operator bool() const noexcept { return !stream_.is_empty(); }
+    [[nodiscard]] stream_handle release() noexcept { return stream_.release().stream; }
+    void reset() noexcept { stream_.reset(); }
 
     /* Calls aq_sim_stream_wait: later work here waits for what is queued on `other`. */
     void wait(stream_handle other) const {
-        check(aq_sim_stream_wait(place_.value().runtime, place_.value().device, get(), other));
+        check(aq_sim_stream_wait(stream_.value().runtime, stream_.value().device, get(), other));
     }
     /* Calls aq_sim_stream_synchronize. Blocks until the work queued here is complete. */
     void synchronize() const {
-        check(aq_sim_stream_synchronize(place_.value().runtime, place_.value().device, get()));
+        check(aq_sim_stream_synchronize(stream_.value().runtime, stream_.value().device, get()));
     }
 
 private:
-    struct place {
+    struct stream_record {
         aq_runtime runtime;
         std::uint32_t device;
         stream_handle stream;
     };
-    struct end_place {
-        static bool empty(const place &value) noexcept { return value.stream == nullptr; }
-        static void end(const place &value) noexcept {
+    struct stream_deleter {
+        static bool empty(const stream_record &value) noexcept { return value.stream == nullptr; }
+        static void end(const stream_record &value) noexcept {
             const aq_status status =
                 aq_sim_stream_destroy(value.runtime, value.device, value.stream);
-            /* Its device has ended with the runtime. */
+            /* The runtime destroyed the stream. */
             if (status != AQ_ERROR_CLOSED) detail::check_dropped("aq_sim_stream_destroy", status);
         }
     };
-    using owned_place = detail::owned<place, end_place>;
-    owned_place place_;
+    using owned_stream = detail::owned<stream_record, stream_deleter>;
+    owned_stream stream_;
 };
 
 /* Owns a graph of a simulated device, from aq_sim_capture_end: aq_sim_graph_destroy. */
@@ -1070,33 +1089,33 @@ class sim_graph {
 public:
     sim_graph() noexcept = default;
     sim_graph(runtime_view runtime, std::uint32_t device, std::uint64_t graph) noexcept
-        : place_(place{runtime.get(), device, graph}) {}
+        : graph_(graph_record{runtime.get(), device, graph}) {}
 
-    std::uint64_t get() const noexcept { return place_.value().graph; }
-    explicit operator bool() const noexcept { return !place_.is_empty(); }
-    [[nodiscard]] std::uint64_t release() noexcept { return place_.release().graph; }
-    void reset() noexcept { place_.reset(); }
+    std::uint64_t get() const noexcept { return graph_.value().graph; }
+    explicit operator bool() const noexcept { return !graph_.is_empty(); }
+    [[nodiscard]] std::uint64_t release() noexcept { return graph_.release().graph; }
+    void reset() noexcept { graph_.reset(); }
 
     /* Calls aq_sim_graph_launch. */
     void launch(stream_handle stream) const {
-        check(aq_sim_graph_launch(place_.value().runtime, place_.value().device, get(), stream));
+        check(aq_sim_graph_launch(graph_.value().runtime, graph_.value().device, get(), stream));
     }
 
 private:
-    struct place {
+    struct graph_record {
         aq_runtime runtime;
         std::uint32_t device;
         std::uint64_t graph;
     };
-    struct end_place {
-        static bool empty(const place &value) noexcept { return value.runtime == 0; }
-        static void end(const place &value) noexcept {
+    struct graph_deleter {
+        static bool empty(const graph_record &value) noexcept { return value.runtime == 0; }
+        static void end(const graph_record &value) noexcept {
             const aq_status status = aq_sim_graph_destroy(value.runtime, value.device, value.graph);
             if (status != AQ_ERROR_CLOSED) detail::check_dropped("aq_sim_graph_destroy", status);
         }
     };
-    using owned_place = detail::owned<place, end_place>;
-    owned_place place_;
+    using owned_graph = detail::owned<graph_record, graph_deleter>;
+    owned_graph graph_;
 };
 
 }  // namespace aquifer
