@@ -25,7 +25,7 @@ int main(void) {
     check(aq_upload(rt, 0, x, 0, host, sizeof host, stream));
     check(aq_download(rt, 0, x, 0, back, sizeof back, stream));
     check(aq_memory_snapshot(rt, 0, "memory.pickle")); /* for https://pytorch.org/memory_viz */
-    check(aq_free(rt, 0, x));                          /* no wait: what comes next on the stream may have it */
+    check(aq_free(rt, 0, x)); /* no wait: later work on the stream may reuse it */
     check(aq_runtime_destroy(rt));
     remove("memory.pickle");
     return memcmp(host, back, sizeof host) != 0;

@@ -19,7 +19,7 @@ int main() try {
     aquifer::transfer copy =
         x.block().download_begin(back.data(), back.size() * sizeof(float), stream);
     copy.wait();  // the other work of this thread was done meanwhile
-    x.reset();    // no wait: what comes next on the stream may have it
+    x.reset();    // no wait: later work on the stream may reuse it
     return back[12] != 1.5f;
 } catch (const aquifer::error &error) {
     std::fprintf(stderr, "%s: %s\n", aq_status_name(error.status()), error.what());
