@@ -14,5 +14,5 @@ pub(crate) mod live_blocks;
 pub(crate) mod reclaim_cost;
 pub(crate) mod record;
 pub(crate) mod retained;
-pub(crate) mod slots;
+pub(crate) mod stranded;
 pub(crate) mod waits;

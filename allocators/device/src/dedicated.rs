@@ -25,7 +25,7 @@ use span::SpanContext;
 
 use crate::{
     PoolConfig,
-    base::{driver::notify_observer, waits::try_wait},
+    base::{driver::notify_observer, stranded::release_or_strand, waits::try_wait},
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
 use aquifer_core::{
@@ -33,7 +33,7 @@ use aquifer_core::{
     budget::Holding,
     event::{BlockKind, Event, EventTicket, MemoryLocation},
 };
-use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, Relaxed, leftovers};
+use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, Relaxed};
 use aquifer_stream::Timeline;
 use std::{
     fmt,
@@ -604,17 +604,11 @@ impl Drop for DedicatedPool {
             let _ = span.wait(None).and_then(|_| span.synchronize_if_required());
             // A later sweep retries what the driver refuses. Memory with open uses stays mapped and
             // charged.
-            let mut stranded = Vec::new();
-            leftovers::release(&self.driver, move || {
-                stranded.clear();
-                match span.reap() {
-                    (_, Err(MemoryError::Driver(refused))) => {
-                        stranded = span.count_stranded();
-                        Err(refused)
-                    }
-                    _ => Ok(()),
-                }
-            });
+            let reap = |span: &mut Arc<Span>| match span.reap() {
+                (_, Err(MemoryError::Driver(refused))) => Err(refused),
+                _ => Ok(()),
+            };
+            release_or_strand(&self.driver, span, reap, |span| span.count_stranded());
         }
     }
 }

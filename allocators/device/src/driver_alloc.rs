@@ -12,6 +12,7 @@ use crate::{
         errors::is_shortage,
         extent::PackedRequest,
         freed_addresses::FreedAddresses,
+        stranded::release_or_strand,
     },
     block::{DriverBlock, ReleaseBlock},
     raw_table::RawTable,
@@ -22,7 +23,7 @@ use aquifer_core::{
     Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
     Result, Tag, budget::HookRegistration,
 };
-use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, leftovers, site};
+use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, site};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     collections::BTreeMap,
@@ -74,7 +75,7 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
     fn deallocate(&self, block: &DeferredFree) -> Result<()>;
 
     /// Waits for the work of a block whose allocator ends. Returns the call that frees it, for
-    /// [`leftovers`], or `None` if nothing can free it later.
+    /// [`release_or_strand`], or `None` if nothing can free it later.
     fn release_later(&self, _block: &DeferredFree) -> Option<ReleaseCall> {
         None
     }
@@ -402,22 +403,18 @@ impl<S: DriverSource> Drop for DriverAllocator<S> {
         for block in state.deferred.drain(..) {
             let release =
                 if block.uses.is_open() { None } else { self.source.release_later(&block) };
-            // Still charged, also if nothing can free it any more.
-            let mut until_free = ManuallyDrop::new(block.until_free);
-            let Some(mut release) = release else { continue };
+            let Some(release) = release else {
+                // Nothing can free it any more.
+                let _still_charged = ManuallyDrop::new(block.until_free);
+                continue;
+            };
             let (budget, bytes) = (self.source.budget().map(|(b, _)| b.clone()), block.bytes);
-            let mut stranded = None;
-            leftovers::release(&self.driver, move || {
-                drop(stranded.take());
-                let released = release();
-                match &released {
-                    Err(refused) if !refused.is_device_lost() => {
-                        stranded = budget.as_ref().map(|budget| budget.count_stranded(bytes));
-                    }
-                    _ => drop(std::mem::take(&mut *until_free)),
-                }
-                released
-            });
+            release_or_strand(
+                &self.driver,
+                (release, block.until_free),
+                |(release, _)| release(),
+                move |_| budget.iter().map(|budget| budget.count_stranded(bytes)).collect(),
+            );
         }
     }
 }

@@ -143,7 +143,7 @@ impl DriverSource for StreamOrderedSource {
         // takes no more, so that it exceeds its budget by one allocation of each thread at most.
         if self.uncharged.load(Ordering::Relaxed) {
             self.trim_and_charge(0).map_err(|error| match error {
-                // Others are asked for this request only: the excess is about to be freed.
+                // Reclaim for this request only: the excess is about to be freed.
                 MemoryError::OutOfBudget(mut refused) => {
                     refused.requested = refused.requested.min(bytes);
                     MemoryError::OutOfBudget(refused)

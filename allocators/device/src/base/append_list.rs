@@ -1,6 +1,6 @@
 //! Lists that only grow.
 
-use std::{fmt, iter, sync::OnceLock};
+use std::{iter, sync::OnceLock};
 
 /// A list whose entries stay for as long as it lives. Reading takes no lock.
 pub(crate) struct AppendList<T>(OnceLock<Box<Entry<T>>>);
@@ -48,12 +48,6 @@ impl<T> AppendList<T> {
             }
             list = &entry.rest;
         }
-    }
-}
-
-impl<T: fmt::Debug> fmt::Debug for AppendList<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.iter()).finish()
     }
 }
 

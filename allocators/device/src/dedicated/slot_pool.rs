@@ -15,7 +15,6 @@ use crate::{
         deferred::DeferredFree,
         dependencies::StreamDeps,
         extent::{AttachedValue, PackedRequest, UntilFree},
-        slots::find_gap,
     },
     block::{DriverBlock, ReleaseBlock},
     physical::{shared_free::SharedFreeList, window::Grid},
@@ -111,7 +110,14 @@ impl SlotRanges {
 
     /// Returns the first of `count` consecutive slots that are not claimed.
     pub(crate) fn find_gap(&self, count: u64) -> u64 {
-        find_gap(&self.claimed, count)
+        let mut first = 0;
+        for &slot in &self.claimed {
+            if slot - first >= count {
+                break;
+            }
+            first = slot + 1;
+        }
+        first
     }
 
     /// Claims slots that are getting memory. Returns their numbers.

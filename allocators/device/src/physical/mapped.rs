@@ -142,31 +142,6 @@ impl Mapped {
         })
     }
 
-    pub(crate) fn held(&self) -> &HeldBytes {
-        &self.held
-    }
-
-    /// Returns the bytes that are neither in a cache nor in use: unmapped handles and the shared
-    /// free list.
-    pub(crate) fn spare_bytes(&self) -> u64 {
-        let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
-        spare + self.shared_free().bytes()
-    }
-
-    /// Calls `note` for each free range in no cache that queued work may still use, with the number
-    /// of that work's stream and the bytes.
-    pub(crate) fn shared_in_use(&self, mut note: impl FnMut(u32, u64)) {
-        for (range, deps) in self.shared_free().iter() {
-            let busy = deps.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));
-            busy.for_each(|(timeline, _)| note(timeline.number(), range.len));
-        }
-    }
-
-    /// Returns whether an address is free and in no cache.
-    pub(crate) fn is_shared_free(&self, address: u64) -> bool {
-        self.shared_free().covers(address)
-    }
-
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -197,15 +172,6 @@ impl Mapped {
     fn begin_move(&self) -> MoveGuard<'_> {
         self.moves_begun.fetch_add(1, Ordering::SeqCst);
         MoveGuard(self)
-    }
-
-    /// Returns the number of moves begun and ended. Comparing it with a later result shows
-    /// whether memory was being moved.
-    pub(crate) fn move_counts(&self) -> (u64, u64) {
-        // The end count is read first. Otherwise a move that begins and ends between the two
-        // reads would look unfinished.
-        let moves_ended = self.moves_ended.load(Ordering::SeqCst);
-        (self.moves_begun.load(Ordering::SeqCst), moves_ended)
     }
 
     /// Returns the maximum number of slots of a new handle, while `live` bytes of the held memory

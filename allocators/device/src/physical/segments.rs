@@ -63,10 +63,6 @@ impl Segments {
         Self { driver, device, budget, held: Arc::default(), segments, scratch: Scratch::new() }
     }
 
-    fn held(&self) -> &HeldBytes {
-        &self.held
-    }
-
     fn segments(&self) -> MutexGuard<'_, BTreeMap<u64, Segment>> {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -148,44 +144,6 @@ impl Segments {
         }))
     }
 
-    /// Moves all free segments whose work is known to be done from the caches `from` to
-    /// `cache`. Returns the bytes.
-    fn inherit(&self, cache: &'static StreamCache, from: &[&'static StreamCache]) -> u64 {
-        let pass = self.scratch.begin();
-        let segments = self.ranges(&pass);
-        let mut inherited = 0;
-        for &donor in from {
-            let taken = donor.with(|s| {
-                let Some(timeline) = s.timeline().cloned() else { return List::new_in(&*pass) };
-                let free =
-                    s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
-                let mut free = list(&pass, free.filter(|&range| is_one_of(&segments, range)));
-                free.retain(|&range| s.heap.remove(range).is_ok());
-                free
-            });
-            inherited += taken.iter().map(|range| range.len).sum::<u64>();
-            // The host has seen their work done, so no epoch of the receiving stream is needed.
-            cache.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
-        }
-        inherited
-    }
-
-    /// Returns the bytes of segments that a trim could release now.
-    fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
-        let pass = self.scratch.begin();
-        let segments = self.ranges(&pass);
-        let in_cache = |cache: &&'static StreamCache| -> u64 {
-            cache.with(|s| {
-                let Some(timeline) = s.timeline() else { return 0 };
-                let done = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp));
-                let whole =
-                    |e: &Range| segments.iter().filter(|s| e.covers(s)).map(|s| s.len).sum::<u64>();
-                done.map(|e| whole(&e.range)).sum()
-            })
-        };
-        donors.iter().map(in_cache).sum()
-    }
-
     /// Returns the bytes of a segment that holds any block of this request.
     fn backing_bytes(request: &Request) -> u64 {
         (request.size() + request.alignment()).div_ceil(SEGMENT_UNIT) * SEGMENT_UNIT
@@ -233,38 +191,6 @@ impl Segments {
             }));
         }
         Ok(None)
-    }
-
-    /// Releases whole free segments whose work is known to be done, largest first, until at most
-    /// `keep` bytes are held. Blocks until the device is idle if it releases any. Returns the
-    /// bytes.
-    fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
-        let before = self.held.now();
-        let pass = self.scratch.begin();
-        let mut segments = self.ranges(&pass);
-        segments.sort_unstable_by_key(|segment| Reverse((segment.len, segment.start)));
-        for usable in segments {
-            if self.held.now() <= keep {
-                break;
-            }
-            let taken = donors.iter().find_map(|&cache| {
-                cache.with(|s| {
-                    let timeline = s.timeline()?.clone();
-                    let free = s.heap.free_extents().find(|e| e.range.covers(&usable))?;
-                    if !timeline.is_done(free.stamp) {
-                        return None;
-                    }
-                    s.heap.remove(usable).ok().map(|stamp| (cache, timeline, stamp))
-                })
-            });
-            // While the timeline is held, the cache is not recycled for another stream.
-            let Some((cache, _timeline, stamp)) = taken else { continue };
-            if let Err(error) = self.free(usable.start) {
-                cache.with(|s| s.add_segment(usable, stamp));
-                return Err(error);
-            }
-        }
-        Ok(before.saturating_sub(self.held.now()))
     }
 
     /// Keeps a segment whose release the driver has refused while the pool closes. It stays
@@ -321,7 +247,7 @@ fn is_one_of(segments: &[Range], range: Range) -> bool {
 
 impl Physical for Segments {
     fn held(&self) -> &HeldBytes {
-        self.held()
+        &self.held
     }
 
     fn is_mapped(&self) -> bool {
@@ -362,11 +288,48 @@ impl Physical for Segments {
     }
 
     fn idle(&self, caches: &[&'static StreamCache]) -> u64 {
-        self.idle(caches)
+        let pass = self.scratch.begin();
+        let segments = self.ranges(&pass);
+        let in_cache = |cache: &&'static StreamCache| -> u64 {
+            cache.with(|s| {
+                let Some(timeline) = s.timeline() else { return 0 };
+                let done = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp));
+                let whole =
+                    |e: &Range| segments.iter().filter(|s| e.covers(s)).map(|s| s.len).sum::<u64>();
+                done.map(|e| whole(&e.range)).sum()
+            })
+        };
+        caches.iter().map(in_cache).sum()
     }
 
     fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
-        self.trim(caches, keep)
+        // Whole segments, largest first. A release blocks until the device is idle.
+        let before = self.held.now();
+        let pass = self.scratch.begin();
+        let mut segments = self.ranges(&pass);
+        segments.sort_unstable_by_key(|segment| Reverse((segment.len, segment.start)));
+        for usable in segments {
+            if self.held.now() <= keep {
+                break;
+            }
+            let taken = caches.iter().find_map(|&cache| {
+                cache.with(|s| {
+                    let timeline = s.timeline()?.clone();
+                    let free = s.heap.free_extents().find(|e| e.range.covers(&usable))?;
+                    if !timeline.is_done(free.stamp) {
+                        return None;
+                    }
+                    s.heap.remove(usable).ok().map(|stamp| (cache, timeline, stamp))
+                })
+            });
+            // While the timeline is held, the cache is not recycled for another stream.
+            let Some((cache, _timeline, stamp)) = taken else { continue };
+            if let Err(error) = self.free(usable.start) {
+                cache.with(|s| s.add_segment(usable, stamp));
+                return Err(error);
+            }
+        }
+        Ok(before.saturating_sub(self.held.now()))
     }
 
     fn inherit(
@@ -374,7 +337,23 @@ impl Physical for Segments {
         heir: &'static StreamCache,
         abandoned: &[&'static StreamCache],
     ) -> (u64, u64) {
-        (self.inherit(heir, abandoned), 0)
+        let pass = self.scratch.begin();
+        let segments = self.ranges(&pass);
+        let mut inherited = 0;
+        for &donor in abandoned {
+            let taken = donor.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return List::new_in(&*pass) };
+                let free =
+                    s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
+                let mut free = list(&pass, free.filter(|&range| is_one_of(&segments, range)));
+                free.retain(|&range| s.heap.remove(range).is_ok());
+                free
+            });
+            inherited += taken.iter().map(|range| range.len).sum::<u64>();
+            // The host has seen their work done, so no epoch of the receiving stream is needed.
+            heir.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
+        }
+        (inherited, 0)
     }
 }
 

@@ -218,11 +218,6 @@ impl Mapped {
         own_moves
     }
 
-    /// Removes finished dependencies from the shared free list.
-    pub(crate) fn forget_done(&self) {
-        self.shared_free().forget_done();
-    }
-
     /// Takes `range` out of a free range. Returns `None` if another thread has taken it.
     pub(super) fn take_piece(
         &self,

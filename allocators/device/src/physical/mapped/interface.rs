@@ -14,15 +14,18 @@ use crate::{
 };
 use aquifer_core::{
     Result,
-    scratch::{Bump, List},
+    scratch::{Bump, List, list},
 };
 use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 impl Physical for Mapped {
     fn held(&self) -> &HeldBytes {
-        self.held()
+        &self.held
     }
 
     fn is_mapped(&self) -> bool {
@@ -98,34 +101,49 @@ impl Physical for Mapped {
     }
 
     fn leak(&self) {
-        self.leak();
+        self.leaked.store(true, Ordering::Relaxed);
     }
 
     fn forget_done(&self) {
-        self.forget_done();
+        self.shared_free().forget_done();
     }
 
     fn drop_spare(&self) {
-        self.drop_spare();
+        let mut slots = self.slots();
+        if slots.spare.is_empty() {
+            return;
+        }
+        let _move = self.begin_move();
+        let pass = self.scratch.begin();
+        let spare = list(&pass, slots.spare.drain(..));
+        drop(slots);
+        drop(spare);
     }
 
     fn spare_bytes(&self) -> u64 {
-        self.spare_bytes()
+        let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
+        spare + self.shared_free().bytes()
     }
 
     fn is_shared_free(&self, address: u64) -> bool {
-        self.is_shared_free(address)
+        self.shared_free().covers(address)
     }
 
     fn shared_in_use(&self, note: &mut dyn FnMut(u32, u64)) {
-        self.shared_in_use(note);
+        for (range, deps) in self.shared_free().iter() {
+            let busy = deps.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));
+            busy.for_each(|(timeline, _)| note(timeline.number(), range.len));
+        }
     }
 
     fn move_counts(&self) -> (u64, u64) {
-        self.move_counts()
+        // The end count is read first. Otherwise a move that begins and ends between the two
+        // reads would look unfinished.
+        let moves_ended = self.moves_ended.load(Ordering::SeqCst);
+        (self.moves_begun.load(Ordering::SeqCst), moves_ended)
     }
 
     fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
-        self.zombie_fences(bump)
+        list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))
     }
 }

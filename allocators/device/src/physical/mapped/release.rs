@@ -3,7 +3,10 @@
 
 use super::{Mapped, free_ranges::MappingCandidate};
 use crate::{
-    base::dependencies::{StreamDeps, is_done},
+    base::{
+        dependencies::{StreamDeps, is_done},
+        stranded::release_or_strand,
+    },
     physical::{
         options::Readiness,
         slots::{Mapping, runs},
@@ -15,7 +18,6 @@ use aquifer_core::{
     budget::StrandedCount,
     scratch::{List, list},
 };
-use aquifer_driver::leftovers;
 use aquifer_heap::Range;
 use std::{
     cmp::Reverse,
@@ -26,25 +28,6 @@ use std::{
 };
 
 impl Mapped {
-    /// Marks that queued work which cannot be waited for may still use a cache's memory. All
-    /// mappings are then kept for good.
-    pub(crate) fn leak(&self) {
-        self.leaked.store(true, Ordering::Relaxed);
-    }
-
-    /// Releases the handles that are not mapped to the driver.
-    pub(crate) fn drop_spare(&self) {
-        let mut slots = self.slots();
-        if slots.spare.is_empty() {
-            return;
-        }
-        let _move = self.begin_move();
-        let pass = self.scratch.begin();
-        let spare = list(&pass, slots.spare.drain(..));
-        drop(slots);
-        drop(spare);
-    }
-
     /// Releases handles to the driver until at most `keep` bytes are held, as far as free memory
     /// whose work is known to be done allows. Long stretches come first. Within a stretch, large
     /// handles are released first, since each costs the driver as much as a small one, and from the
@@ -197,12 +180,10 @@ impl Drop for Mapped {
         }
         let (driver, device, base, bytes) =
             (self.driver.clone(), self.device, self.base, self.bytes);
-        let mut stranded = Vec::new();
         // Ranges that the driver refuses to unmap are still mapped. Their handles stay, and stay
         // charged, as stranded, until a later sweep.
-        leftovers::release(&self.driver, move || {
+        let release = move |left: &mut Vec<(u64, u64, Vec<Mapping>)>| {
             let mut refused = None;
-            stranded.clear();
             left.retain(|(address, bytes, _)| {
                 // SAFETY: 1. every cache has been retired and its stream waited for, and so has the
                 // work that zombies wait for.
@@ -211,13 +192,15 @@ impl Drop for Mapped {
                 refused = refused.or(unmapped.err().filter(|_| !gone));
                 !gone
             });
-            stranded.extend(count_stranded(left.iter().flat_map(|(.., mappings)| mappings)));
             match refused {
                 Some(refused) => Err(refused),
                 None if for_good => Ok(()),
                 // SAFETY: 1. reserved in `open`, and everything in it has been unmapped.
                 None => unsafe { driver.address_free(device, base, bytes) },
             }
+        };
+        release_or_strand(&self.driver, left, release, |left| {
+            count_stranded(left.iter().flat_map(|(.., mappings)| mappings))
         });
     }
 }

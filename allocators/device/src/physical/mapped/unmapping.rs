@@ -10,7 +10,6 @@ use aquifer_core::{
     Result,
     scratch::{Bump, List, list},
 };
-use aquifer_stream::Timeline;
 use std::sync::Arc;
 
 impl Mapped {
@@ -78,10 +77,5 @@ impl Mapped {
             }
         }
         Ok(())
-    }
-
-    /// Returns the streams and epochs that zombies wait for.
-    pub(crate) fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
-        list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))
     }
 }
