@@ -1,8 +1,8 @@
 //! The cost of the device pool's hot path on this machine, compared with `malloc`.
 //!
 //! ```text
-//! cargo bench --bench hot_path                          every row, with a malloc pair of the same run beside it
-//! cargo bench --bench hot_path -- --count pair 1048576  one row, briefly, to be counted by callgrind:
+//! cargo bench -p aquifer-benches --bench hot_path                          every row, with a malloc pair of the same run beside it
+//! cargo bench -p aquifer-benches --bench hot_path -- --count pair 1048576  one row, briefly, to be counted by callgrind:
 //! valgrind --tool=callgrind --toggle-collect='*::measured' target/release/deps/hot_path-* --count pair 1048576
 //! ```
 //!
@@ -13,8 +13,7 @@
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
-    Block, Budget, DeviceId, DevicePool, PoolConfig, Request, Stream, Tenant, driver::Driver,
-    sim::Sim,
+    Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, Tenant, sim::Sim,
 };
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 

@@ -6,7 +6,8 @@
 #![expect(clippy::print_stdout, reason = "an example shows what it found")]
 
 use aquifer::{
-    DeviceId, DeviceRange, Driver, DriverError,
+    DeviceId, DeviceRange, Driver,
+    error::DriverError,
     sim::{Sim, SimKernel, ViolationKind},
 };
 use std::sync::{

@@ -7,9 +7,9 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use aquifer::{
-    DeviceBuffer, FileSource, Runtime, Source, Stager, StagerConfig,
+    DeviceBuffer, FileSource, Runtime, Stager, StagerConfig,
     sim::Sim,
-    staging::{ReadMode, Staged},
+    staging::{ReadMode, Source, Staged},
 };
 use serde_json::{Value, json};
 use std::{
@@ -77,7 +77,7 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
     let length = u64::from_le_bytes(length);
     let bytes = file.metadata()?.len();
     let refused = |what: String| format!("{}: {what}", path.display());
-    // Lengths and offsets come from the file, so no addition may overflow.
+    // Lengths, offsets and shapes come from the file, so no sum or product may overflow.
     let data = length.checked_add(8).filter(|&data| data <= bytes);
     let data =
         data.ok_or_else(|| refused(format!("a header of {length} bytes in a file of {bytes}")))?;
@@ -97,14 +97,18 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
                 .flatten()
                 .map(number)
                 .collect::<Result<Vec<_>, _>>()?;
-            let rows = shape.first().copied().unwrap_or(1);
-            let elements = shape.iter().fold(1u64, |all, &n| all.saturating_mul(n));
             let held = to.saturating_sub(from);
-            let (row_bytes, element) = (held / rows.max(1), held / elements.max(1));
             let end = data.checked_add(to).filter(|&end| from <= to && end <= bytes);
             end.ok_or_else(|| {
                 refused(format!("{name}: bytes {from} to {to} are not in the file"))
             })?;
+            // An element has a byte at least, so that no count exceeds the size of the file.
+            let elements = shape.iter().try_fold(1u64, |all, &n| all.checked_mul(n));
+            let elements = elements.filter(|&n| n <= held && (n == 0) == (held == 0));
+            let elements = elements
+                .ok_or_else(|| refused(format!("{name}: {shape:?} elements in {held} bytes")))?;
+            let rows = shape.first().copied().unwrap_or(1).min(elements);
+            let (row_bytes, element) = (held / rows.max(1), held / elements.max(1));
             Ok(Tensor {
                 name,
                 shard,

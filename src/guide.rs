@@ -45,8 +45,14 @@ pub mod testing_in_ci {}
 #[doc = include_str!("guide/safety.md")]
 pub mod safety {}
 
+#[doc = include_str!("guide/report.md")]
+pub mod report {}
+
 #[doc = include_str!("guide/watching.md")]
 pub mod watching {}
+
+#[doc = include_str!("guide/status.md")]
+pub mod status {}
 
 #[doc = include_str!("guide/tuning.md")]
 pub mod tuning {}
@@ -69,6 +75,9 @@ pub mod from_pytorch {}
 #[doc = include_str!("guide/c_and_python.md")]
 pub mod c_and_python {}
 
+#[doc = include_str!("guide/torchrun.md")]
+pub mod torchrun {}
+
 #[doc = include_str!("guide/comparison.md")]
 pub mod comparison {}
 
@@ -78,6 +87,9 @@ pub mod features {}
 #[doc = include_str!("guide/support.md")]
 pub mod support {}
 
+// The pictures by their data: the pages of rustdoc do not lie beside the files, to which the links
+// of the page itself lead.
+#[cfg_attr(doc, doc = include_str!("guide/pictures/definitions.txt"))]
 #[doc = include_str!("guide/figures.md")]
 pub mod figures {}
 

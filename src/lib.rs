@@ -1,48 +1,142 @@
+// The README's pictures by their data: its own links lead from the root of the repository.
+#![cfg_attr(doc, doc = include_str!("guide/pictures/definitions.txt"))]
 #![doc = include_str!("../README.md")]
 
 mod environment;
+pub mod event;
 pub mod guide;
 pub mod placement;
 pub mod pressure;
 mod runtime;
 pub mod staging;
 
-pub use placement::{
-    Group, Grouping, Lease, Near, PlaceError, PlacementRequest, Placer, Placing, Policy,
-};
-pub use pressure::{HostWatch, Pressure};
+pub use placement::{Group, Lease, Near, PlaceError, PlacementRequest, Placer, Placing, Policy};
 pub use runtime::{Runtime, RuntimeBuilder};
 
-pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit, NextFrame};
+pub use aquifer_adapters::{Arena, Frames, Limit};
 pub use aquifer_core::{
-    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event,
-    EventSink, Gate, MemoryError, Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder,
-    Reservation, StepMemory, Tag, error, event, impl_allocator, tagged, wake,
+    Budget, Bytes, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OutOfBudget, OutOfMemory,
+    PoolStats, Request, Tag, impl_allocator, tagged,
 };
 pub use aquifer_device::{
-    self as device, AddressRegistration, Adopted, Adoption, Allocating, Announced, Block, Captured,
-    Chunks, ChunksMut, Debugging, Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages,
-    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Graph,
-    GraphPool, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, RangeSource,
-    Reclaim, Request, Reserved, Resource, ResumeReport, Room, SourcePool, StableBlock,
-    StreamOrdered, Tenant,
+    Adopted, Allocating, Block, Debugging, Dependencies, DeviceArena, DeviceBuffer, DevicePages,
+    DevicePool, DeviceSlice, DeviceSliceMut, Direct, FailureCallback, Graph, GraphPool, Log, Park,
+    Parkable, PoolConfig, RangeSource, Reserved, Resource, SourcePool, StableBlock, StreamOrdered,
+    Tenant,
 };
-#[cfg(feature = "cuda")]
-pub use aquifer_driver::cuda;
-pub use aquifer_driver::{
-    self as driver, Access, DeviceRange, Driver, External, Foreign, Operand, OperandMut, RawStream,
-    Typed, sim,
-};
-pub use aquifer_global::{self as global, Global};
-pub use aquifer_heap as heap;
+pub use aquifer_driver::{Access, DeviceRange, Driver, Operand, OperandMut, RawStream, Typed};
+pub use aquifer_global::Global;
 pub use aquifer_host::{
-    self as host, FileSource, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, Source, Stager,
-    StagerConfig, Ticket,
+    FileSource, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, Stager, StagerConfig,
 };
-pub use aquifer_stream::{
-    self as stream, CopyScope, Grid, HostOwned, InFlight, Landing, Point, RefusedCopy, Stream,
-    StreamLifetime, StreamPool, Use,
-};
+pub use aquifer_stream::{Stream, StreamPool};
+
+/// Adapters that wrap any allocator, and the settings of arenas and frames: [`aquifer_adapters`].
+pub mod adapters {
+    pub use aquifer_adapters::{
+        ArenaMark, ArenaSettings, ArenaStats, CountingAllocator, Fallback, OnReset, Owns,
+        Segregate, Tagged,
+    };
+    pub use aquifer_core::StepMemory;
+}
+
+/// What a [`Budget`] hands out, reports and calls: [`aquifer_core::budget`].
+pub mod budget {
+    pub use aquifer_core::{
+        Charge, Reservation,
+        budget::{
+            BudgetLease, Figures, HookRegistration, Leased, Level, LevelChange, Levels, Offer,
+            Reclaim, Room,
+        },
+    };
+}
+
+/// Randomised tests of the contract of allocators: [`aquifer_conformance`].
+pub mod conformance {
+    pub use aquifer_conformance::{ContractFault, ContractViolation, Suite, check, check_clone};
+}
+
+/// The driver of NVIDIA GPUs, and memory that cudarc and this crate lend each other:
+/// [`aquifer_driver::cuda`].
+#[cfg(feature = "cuda")]
+pub mod cuda {
+    pub use aquifer_driver::cuda::{CudaDriver, Lend, keep_alive, raw_stream};
+}
+
+/// Settings, reports and errors of device memory, and its less common kinds: [`aquifer_device`].
+pub mod device {
+    pub use aquifer_core::OpaqueBlock;
+    pub use aquifer_device::{
+        Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Exported, Fault, Finding,
+        ForeignPages, GUARD_BYTES, LeakReport, MAX_ALIGN, OnFailure, POISON_ALLOCATED,
+        POISON_FREED, PageRun, ParkReport, ResumeReport, conformance,
+    };
+}
+
+/// What a [`Driver`] reports, and memory that other libraries own: [`aquifer_driver`].
+pub mod driver {
+    pub use aquifer_driver::{
+        Call, CaptureMode, DeviceInfo, ExportTypes, External, FabricHandle, Foreign, KeepAlive,
+        RawGraph,
+    };
+}
+
+/// The errors of drivers and systems, and the advice of an [`OutOfMemory`].
+pub mod error {
+    pub use aquifer_core::{DriverError, NoGpu, Result, SystemError, error::Remedy};
+}
+
+/// Accounts, limits and reports of the [`Global`] allocator: [`aquifer_global`].
+pub mod global {
+    #[cfg(feature = "stacks")]
+    pub use aquifer_global::sample_every;
+    pub use aquifer_global::{
+        Allocated, Counted, Held, SoftCap, Stats, Tracked, Uncounted, allocated_under, cap,
+        held_under, is_installed, is_soft_cap_exceeded, on_soft_cap, publish_status,
+        report::{Report, ReportTo, report, report_at_exit},
+        reset_peak, set_cap, set_soft_cap, soft_cap, stacks, stats, top,
+    };
+}
+
+/// The host's topology, and the settings and reports of pinned memory: [`aquifer_host`].
+pub mod host {
+    pub use aquifer_driver::HostFlags;
+    pub use aquifer_host::{
+        Grow, PinnedStats,
+        region::{Host, PageTier, PinnedBy, Pinning, RegionReport, Verify},
+        topology::{NodeId, Strain, Topology},
+    };
+}
+
+/// A GPU in software, whose oracle reports accesses that race: [`aquifer_driver::sim`].
+pub mod sim {
+    pub use aquifer_driver::sim::{
+        DeviceConfig, KernelMemory, Mode, OnViolation, Schedule, Sim, SimConfig, SimKernel,
+        Violation, ViolationKind,
+    };
+}
+
+/// Whether other processes can read the memory figures of this one: [`aquifer_status`], which also
+/// has their reader.
+pub mod status {
+    #[cfg(feature = "opentelemetry")]
+    pub use aquifer_status::register_metrics;
+    pub use aquifer_status::{disable, is_published};
+}
+
+/// Copies and launches in stream order: [`aquifer_stream`].
+pub mod stream {
+    pub use aquifer_core::Id;
+    pub use aquifer_stream::{
+        CopyScope, Grid, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime,
+        TrackUses, Use,
+    };
+}
+
+/// The future that waits for a gate, and wake-ups for your own futures: [`aquifer_core::wake`].
+pub mod wake {
+    pub use aquifer_core::wake::{Alarm, LONGEST_PAUSE, Opened};
+}
 
 /// Vectors over any allocator of this crate, from allocator-api2. [`vec::Vec`] is not re-exported
 /// at the root, so that `use aquifer::*` does not shadow the standard library's `Vec`, `vec!`,

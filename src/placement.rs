@@ -14,7 +14,7 @@
 //! | `device_set` | the devices: current free memory, health, generations |
 //! | `lease` | [`Lease`]: reserved bytes |
 //! | `group` | several leases, all or none |
-//! | `waiting` | [`Placing`], and [`Grouping`] for groups: waiting until there is room |
+//! | `waiting` | [`Placing`], and one for groups: waiting until there is room |
 //! | `error` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
 //! # Input of a policy
@@ -37,17 +37,17 @@ mod waiting;
 pub use candidate::Candidate;
 pub use device_set::Health;
 pub(crate) use device_set::{DeviceSet, MAX_DEVICES};
-pub use error::{NoFit, PlaceError, RejectReason, RejectedDevice};
-pub use group::Grouping;
+pub use error::{NoFit, PlaceError, RejectReason};
 pub use hash::key_of;
 pub use lease::Lease;
-pub use policy::{Custom, Policy, Weights};
+pub use policy::Policy;
 pub use request::{Group, Near, PlacementRequest};
 pub use waiting::Placing;
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::DevicePool;
 use device_set::{Member, Target};
+use error::RejectedDevice;
 use std::{
     fmt,
     sync::{

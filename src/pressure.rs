@@ -35,8 +35,8 @@ mod keep_free;
 mod report;
 mod watch_thread;
 
-pub use host::{HostHook, HostWatch};
-pub use report::{DevicePressure, DeviceReading, HostPressure, HostReading, Pressure};
+pub use host::HostWatch;
+pub use report::{DevicePressure, HostPressure, Pressure};
 
 pub(crate) use ceiling::Ceiling;
 pub(crate) use host::WatchedHost;

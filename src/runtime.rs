@@ -91,6 +91,7 @@ pub struct RuntimeBuilder {
     watch_host: Option<HostWatch>,
     kernel: Kernel,
     sample_interval: Duration,
+    publish_status: bool,
 }
 
 impl Default for RuntimeBuilder {
@@ -111,6 +112,7 @@ impl Default for RuntimeBuilder {
             watch_host: None,
             kernel: Kernel::new(),
             sample_interval: Duration::from_millis(100),
+            publish_status: true,
         }
     }
 }
@@ -145,7 +147,7 @@ impl RuntimeBuilder {
     /// of its blocks is dropped.
     ///
     /// ```
-    /// use aquifer::{Runtime, driver::sim::OnViolation};
+    /// use aquifer::{Runtime, sim::OnViolation};
     /// let rt = Runtime::builder().or_sim_quietly().on_violation(OnViolation::Panic).build()?;
     /// if let Some(sim) = rt.simulator() {
     ///     assert!(sim.violations().is_empty());
@@ -259,6 +261,15 @@ impl RuntimeBuilder {
         self
     }
 
+    /// Sets whether other processes of the user can [read](crate::guide::status) the memory figures
+    /// of this process. The default is `true`, unless `AQUIFER_STATUS=off`. With `false`, the
+    /// figures of the whole process are removed, and are not published again.
+    #[must_use]
+    pub fn publish_status(mut self, publish: bool) -> Self {
+        self.publish_status = publish;
+        self
+    }
+
     /// Opens the driver, reads the machine's topology, and creates the pools. Most of the time is
     /// the driver's, for one context per device.
     ///
@@ -271,6 +282,10 @@ impl RuntimeBuilder {
         // What the pools do when they close is attributed to the caller's line.
         let _site = site::enter();
         let environment = Environment::read()?;
+        if !self.publish_status {
+            aquifer_status::disable();
+        }
+        aquifer_global::publish_status()?;
         let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
         let watch_host =
             self.watch_host.or_else(|| environment.watch_host.then(HostWatch::default));
@@ -574,7 +589,7 @@ impl Runtime {
     /// its work. Returns `None` on real GPUs.
     ///
     /// ```
-    /// use aquifer::{Runtime, driver::sim::Sim};
+    /// use aquifer::{Runtime, sim::Sim};
     /// let rt = Runtime::on(Sim::h200(2).driver())?;
     /// let sim = rt.simulator().ok_or(aquifer::MemoryError::Closed)?;
     /// assert!(sim.violations().is_empty());

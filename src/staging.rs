@@ -1,4 +1,4 @@
-//! Staging: memory that is not pinned is copied by a [`Stager`], and memory allocated in pinned
+//! Staging: memory that is not pinned is copied by a [`Stager`](crate::Stager), and memory allocated in pinned
 //! memory needs no copy.
 //!
 //! [`install`] makes one pinned pool the staging allocator of the process. [`route`] directs the
@@ -16,7 +16,7 @@
 //! # }
 //! ```
 //!
-//! A [`Stager`] transfers pageable memory and files at the speed of the link:
+//! A [`Stager`](crate::Stager) transfers pageable memory and files at the speed of the link:
 //!
 //! ```
 //! use aquifer::{DeviceBuffer, Runtime, StagerConfig};
@@ -48,8 +48,7 @@
 mod pool_route;
 
 pub use aquifer_host::staging::{
-    Begun, Failed, FileSource, HostBuffer, Permit, PermitFuture, Progress, ReadMode, ShortWait,
-    Sink, Source, StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install,
-    installed,
+    Failed, HostBuffer, Permit, Progress, ReadMode, Sink, Source, StageError, StageScope, Staged,
+    Ticket, install, installed,
 };
 pub use pool_route::{ROUTE_FROM, route};

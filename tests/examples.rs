@@ -8,7 +8,7 @@
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{self, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -51,8 +51,9 @@ fn built() -> PathBuf {
 }
 
 /// Runs a program to its end, and returns its output as an error if it failed.
-fn run(program: &Path) -> Result<(), String> {
+fn run(program: &Path, arguments: &[&Path]) -> Result<(), String> {
     let mut command = Command::new(program);
+    command.args(arguments);
     for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA"] {
         command.env_remove(variable);
     }
@@ -92,10 +93,42 @@ fn every_example_runs_to_its_end() {
     let failed: Vec<String> = thread::scope(|scope| {
         let runs: Vec<_> = names
             .iter()
-            .map(|name| (name, scope.spawn(move || run(&built().join(name)))))
+            .map(|name| (name, scope.spawn(move || run(&built().join(name), &[]))))
             .collect();
         let ended = runs.into_iter().map(|(name, run)| (name, run.join().unwrap()));
         ended.filter_map(|(name, run)| Some(format!("{name}: {}", run.err()?))).collect()
     });
     assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+#[test]
+fn a_checkpoint_with_numbers_near_2_to_the_64_is_refused_with_its_error() {
+    let folder = env::temp_dir().join(format!("aquifer-hostile-{}", process::id()));
+    fs::create_dir(&folder).unwrap();
+    let shard = folder.join("hostile.safetensors");
+    let text = |offsets: [u64; 2], shape: &[u64]| {
+        format!(r#"{{"x.down.weight":{{"data_offsets":{offsets:?},"shape":{shape:?}}}}}"#)
+    };
+    let most = u64::MAX;
+    for (length, text, expected) in [
+        (Some(most), String::new(), "a header of 18446744073709551615 bytes"),
+        // The sum with the eight bytes before it is 0 modulo 2^64.
+        (Some(most - 7), String::new(), "a header of 18446744073709551608 bytes"),
+        (None, text([0, most], &[1, 1]), "are not in the file"),
+        (None, text([most, 3], &[1, 1]), "are not in the file"),
+        (None, text([0, 16], &[most, 1]), "elements in 16 bytes"),
+        (None, text([0, 16], &[1 << 32, 1 << 32]), "elements in 16 bytes"),
+        (None, text([0, 16], &[most, 0]), "elements in 16 bytes"),
+    ] {
+        let length = length.unwrap_or(text.len() as u64);
+        fs::write(&shard, [&length.to_le_bytes()[..], text.as_bytes(), &[7; 16]].concat()).unwrap();
+        let said = run(&built().join("load_safetensors"), &[&folder]).unwrap_err();
+        assert!(said.starts_with("exit status: 1\n") && said.contains(expected), "{text}: {said}");
+    }
+    // The control: an empty tensor has any other number of rows.
+    let whole = text([0, 0], &[most, 0]);
+    let bytes = [&(whole.len() as u64).to_le_bytes()[..], whole.as_bytes()].concat();
+    fs::write(&shard, bytes).unwrap();
+    run(&built().join("load_safetensors"), &[&folder]).unwrap();
+    fs::remove_dir_all(&folder).unwrap();
 }

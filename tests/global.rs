@@ -2,16 +2,16 @@
 //! plain memory, in scopes of tags, and in a route to pinned memory, where growing and shrinking
 //! move blocks between the two allocators.
 //!
-//! The tests form a separate process because they have one global allocator and one staging
-//! allocator.
+//! The test forms a separate process because its global allocator counts by tag, unlike that of
+//! `staging`, and because it installs a staging allocator.
 
 mod support;
 
 use allocator_api2::alloc::Global as Installed;
 use aquifer::{
-    Tag,
-    adapters::conformance::Suite,
-    global::{Counted, Global, Tracked, Uncounted},
+    Global, Tag,
+    conformance::Suite,
+    global::{Counted, Tracked, Uncounted},
     impl_allocator,
     sim::Sim,
     staging, tagged,

@@ -10,8 +10,6 @@
 
 mod waiting;
 
-pub use waiting::Grouping;
-
 use super::{Candidate, Group, Lease, PlaceError, Placer, RejectReason, Rejections};
 use aquifer_core::{MemoryError, Reservation};
 

@@ -42,13 +42,13 @@ const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 /// The hook that is called when the level of the host has changed. Its arguments are the old level,
 /// the new level and the reading. It runs on the watch thread, with no lock held. A panic is
 /// counted and otherwise ignored.
-pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
+type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 
 /// The thresholds at which host memory counts as scarce. Shares are of the host's memory, or of the
 /// tightest limit of the process's control groups.
 ///
 /// ```
-/// use aquifer::{Runtime, base::budget::Level, pressure::HostWatch, sim::Sim};
+/// use aquifer::{Runtime, budget::Level, pressure::HostWatch, sim::Sim};
 /// let watch = HostWatch::default().on_level(|_, level, _| {
 ///     if level > Level::Nominal {
 ///         println!("evict, or spill");

@@ -1,14 +1,14 @@
 //! The watch thread.
 
 use aquifer_core::SystemError;
-use aquifer_host::kernel::{Bell, Kernel, Process, StallAlarm, Woken};
+use aquifer_host::kernel::{Bell, Kernel, Process, SpawnedThread, StallAlarm, Woken};
 use std::{
     mem::ManuallyDrop,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::Duration,
 };
 
@@ -39,7 +39,7 @@ impl StopFlag {
 pub(super) struct WatchThread {
     stop: StopFlag,
     bell: Arc<Bell>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<SpawnedThread>,
     /// The process of the thread. A forked child does not have it.
     process: Process,
 }
@@ -58,7 +58,7 @@ impl WatchThread {
         let bell = Arc::new(kernel.bell()?);
         let stop = StopFlag { flag: Arc::default() };
         let (flag, waiting_bell, system) = (stop.clone(), bell.clone(), kernel.clone());
-        let thread = kernel.spawn(name.to_owned(), move || {
+        let thread = kernel.spawn(name, move || {
             let mut woken = Woken::default();
             while !flag.is_set() {
                 let Next::After(pause) = read(&flag, woken) else { return };
@@ -86,16 +86,15 @@ impl Drop for WatchThread {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if !self.process.is_current() {
-            // The bell is shared with the parent, and the behaviour of a handle to a thread that
-            // does not exist in this process is not specified.
+            // The bell is shared with the parent, and a lock of the handle may be held for ever.
             let _kept = ManuallyDrop::new(thread);
             return;
         }
         self.stop.flag.store(true, Ordering::Relaxed);
         self.bell.ring();
         // The last reference may be dropped by the function itself, on this thread.
-        if let Some(thread) = thread.filter(|there| there.thread().id() != thread::current().id()) {
-            let _ = thread.join();
+        if let Some(thread) = thread.filter(|thread| !thread.is_current()) {
+            thread.join();
         }
     }
 }
@@ -112,11 +111,12 @@ mod tests {
     fn the_watch_reads_at_start_and_on_request_and_ends_when_dropped_during_a_long_wait() {
         let (sender, receiver) = mpsc::channel();
         let watch = WatchThread::start(&Kernel::new(), "aq-test", None, move |_, woken| {
-            sender.send((woken.rung, thread::current().name().map(str::to_owned))).unwrap();
+            let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
+            sender.send((woken.rung, name)).unwrap();
             Next::After(LONG)
         })
         .unwrap();
-        assert_eq!(receiver.recv().unwrap(), (false, Some("aq-test".to_owned())));
+        assert_eq!(receiver.recv().unwrap(), (false, "aq-test\n".to_owned()));
         watch.run_now();
         assert!(receiver.recv().unwrap().0);
         let begun = Instant::now();

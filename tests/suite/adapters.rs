@@ -3,14 +3,13 @@
 
 use crate::support::runtime;
 use aquifer::{
-    Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag,
-    adapters::{
-        ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, OnReset, Segregate,
-        Tagged, conformance::Suite,
-    },
+    Arena, Budget, DeviceBuffer, Frames, Limit, PinnedAllocator, Tag,
+    adapters::{ArenaSettings, CountingAllocator, Fallback, OnReset, Segregate, Tagged},
+    conformance::Suite,
     sim::Sim,
     vec::Vec,
 };
+use aquifer_adapters::{Cached, Guarded};
 use arrow_array::{Array, Float32Array, StringArray};
 use arrow_buffer::{BooleanBuffer, Buffer, NullBuffer, OffsetBuffer, ScalarBuffer};
 use std::{panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};

@@ -7,9 +7,13 @@
 
 use crate::support::{self, MIB, assert_silent, read, runtime, small, within};
 use aquifer::{
-    Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError,
-    PinnedAllocator, PinnedBuf, PoolConfig, RefusedCopy, Runtime, StagerConfig, Stream,
-    boxed::Box as PinnedBox, driver::Call, sim::Sim, stream::StreamLifetime, vec::Vec as PinnedVec,
+    Access, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedBuf,
+    PoolConfig, Runtime, StagerConfig, Stream,
+    boxed::Box as PinnedBox,
+    driver::Call,
+    sim::Sim,
+    stream::{Grid, HostOwned, InFlight, RefusedCopy, StreamLifetime},
+    vec::Vec as PinnedVec,
 };
 use std::{
     mem::ManuallyDrop,

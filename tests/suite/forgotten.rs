@@ -117,7 +117,7 @@ fn a_flight() {
         let mut x = rig.buffer(&rig.s);
         forget(rig.s.upload(rig.pinned(), &mut x).unwrap());
         forget(rig.u.download(&x, rig.pinned()).unwrap());
-        let grid = aquifer::Grid::new(10, 20).source_pitch(50).target_pitch(30);
+        let grid = aquifer::stream::Grid::new(10, 20).source_pitch(50).target_pitch(30);
         forget(rig.s.upload_2d(rig.pinned(), &mut x, grid).unwrap());
     });
 }
@@ -206,9 +206,9 @@ fn a_point_and_a_gate_of_it() {
         forget((point.clone(), point));
         drop(x);
         // A gate that is never polled holds its memory for good.
-        let ahead = aquifer::Point::ahead(rig.s.timeline());
+        let ahead = aquifer::stream::Point::ahead(rig.s.timeline());
         let mut v = rig.pinned();
-        aquifer::HostOwned::defer(&mut v, std::sync::Arc::new(ahead.clone())).unwrap();
+        aquifer::stream::HostOwned::defer(&mut v, std::sync::Arc::new(ahead.clone())).unwrap();
         forget(ahead);
         drop(v);
     });

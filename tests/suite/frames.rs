@@ -4,8 +4,8 @@
 
 use crate::support::{assert_silent, read, runtime};
 use aquifer::{
-    Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, Operand,
-    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, adapters::Limit, sim::Sim,
+    Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, Limit, MemoryError,
+    Operand, OperandMut, PinnedAllocator, PoolConfig, Stream, adapters::StepMemory, sim::Sim,
     vec::Vec,
 };
 

@@ -4,9 +4,10 @@
 use crate::support::assert_silent;
 use aquifer::{
     Budget, DeviceId, DevicePool, PinnedConfig, PinnedPool, PoolConfig, Request, Runtime,
-    host::{kernel::Kernel, region::Host, topology::Topology},
+    host::{Host, Topology},
     sim::{DeviceConfig, Sim, SimConfig},
 };
+use aquifer_host::kernel::Kernel;
 use std::{path::Path, time::Duration};
 
 const MIB: u64 = 1 << 20;

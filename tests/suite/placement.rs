@@ -15,7 +15,7 @@ use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near,
     OutOfBudget, PlaceError, PlacementRequest, Placer, Policy, PoolConfig, Request, Runtime, Tag,
     driver::Call,
-    host::topology::{NodeId, Topology},
+    host::{NodeId, Topology},
     placement::{Candidate, RejectReason},
     sim::{DeviceConfig, Sim, SimConfig},
 };

@@ -9,9 +9,10 @@
 
 use crate::support::{assert_silent, runtime};
 use aquifer::{
-    DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream,
+    DeviceBuffer, DeviceId, MemoryError, Runtime, Stream,
     driver::Call,
     sim::{Sim, SimConfig},
+    stream::Grid,
     vec::Vec as PinnedVec,
 };
 use bytemuck::Pod;

@@ -8,14 +8,13 @@
 use crate::machine::Machine;
 use crate::support::{PATIENCE, assert_all_given_back, assert_silent, read, small};
 use aquifer::{
-    Block, Budget, Charge, DeviceId, DevicePool, HostWatch, MemoryError, PoolConfig, Request,
-    Runtime,
-    base::budget::{Level, Offer, Reclaim},
-    driver::{Call, Driver},
-    host::kernel::{Faults, Kernel, SystemCall},
-    pressure::DevicePressure,
+    Block, Budget, DeviceId, DevicePool, Driver, MemoryError, PoolConfig, Request, Runtime,
+    budget::{Charge, Level, Offer, Reclaim},
+    driver::Call,
+    pressure::{DevicePressure, HostWatch},
     sim::{DeviceConfig, Sim, SimConfig},
 };
+use aquifer_host::kernel::{Faults, Kernel, SystemCall};
 use std::{
     sync::{Arc, Mutex},
     thread,
@@ -152,7 +151,7 @@ fn the_mark_can_be_moved_while_it_runs_and_taken_away() {
         without.set_keep_free(1),
         Err(MemoryError::BadSetting { name: "keep_free", .. })
     ));
-    assert_eq!(without.pressure(), aquifer::Pressure::default());
+    assert_eq!(without.pressure(), aquifer::pressure::Pressure::default());
 }
 
 #[test]

@@ -9,9 +9,9 @@ use crate::support::{self, MIB, assert_all_given_back, assert_silent, runtime, s
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand,
     PinnedAllocator, PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream,
-    base::NoGpu,
     driver::Call,
-    host::topology::{NodeId, Topology},
+    error::NoGpu,
+    host::{NodeId, Topology},
     sim::{DeviceConfig, Mode, Sim, SimConfig},
     vec::Vec as PinnedVec,
 };
@@ -545,15 +545,18 @@ fn rows(path: &Path) -> Vec<Row> {
     fs::remove_file(path).unwrap();
     assert!(text.ends_with('\n'), "the last row is whole");
     let mut lines = text.lines();
-    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream,kind,device,tag"));
+    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream,kind,device,tag,address,thread"));
     let mut last = 0;
     lines
         .map(|line| {
             let cells: Vec<&str> = line.split(',').collect();
-            let [t_us, op, id, bytes, stream, kind, _device, _tag] = cells[..] else {
-                panic!("eight cells: {line}")
+            let [t_us, op, id, bytes, stream, kind, _device, _tag, address, thread] = cells[..]
+            else {
+                panic!("ten cells: {line}")
             };
             assert_eq!(kind, "cached", "{line}");
+            assert_eq!(address.starts_with("0x"), "afc".contains(op), "{line}");
+            assert!(thread.parse::<u32>().unwrap() > 0, "{line}");
             let t_us: u64 = t_us.parse().unwrap();
             assert!(t_us >= last, "time goes on: {line}");
             last = t_us;
@@ -591,7 +594,7 @@ fn a_trace_records_every_block_of_the_process_in_order() {
         }
         // In addition to the memory that the pool took from the driver and returned.
         assert_eq!(
-            rows.iter().filter(|row| !"gs".contains(row.op)).count(),
+            rows.iter().filter(|row| !"gsm".contains(row.op)).count(),
             12,
             "and nothing else"
         );

@@ -4,9 +4,9 @@
 
 use crate::support::assert_silent;
 use aquifer::{
-    Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats,
-    Request, Resource, Stream, Tag,
-    adapters::{CountingAllocator, Fallback, Limit, Segregate, Tagged},
+    Block, Budget, DeviceBuffer, DeviceId, DevicePool, Limit, MemoryError, Opaque, PoolConfig,
+    PoolStats, Request, Resource, Stream, Tag,
+    adapters::{CountingAllocator, Fallback, Segregate, Tagged},
     sim::Sim,
     vec::Vec,
 };

@@ -1,7 +1,8 @@
-//! Counts allocations from the host's heap, by thread.
+//! Counts allocations from the host's heap, by thread: a global allocator, for the whole of each
+//! program that has this module. Tests on other threads do not disturb the count.
 //!
 //! The tests of several crates include this file by its path, so it names no items of theirs.
-#![allow(dead_code, reason = "each test binary uses some of it")]
+#![allow(dead_code, unsafe_code, reason = "an allocator, of which each test binary uses some")]
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -21,6 +22,16 @@ unsafe impl GlobalAlloc for Counting {
         ASKED.set(ASKED.get() + 1);
         // SAFETY: 1. guaranteed by the caller.
         unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        ASKED.set(ASKED.get() + 1);
+        // SAFETY: 1. guaranteed by the caller.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, new: usize) -> *mut u8 {
+        ASKED.set(ASKED.get() + 1);
+        // SAFETY: 1. guaranteed by the caller.
+        unsafe { System.realloc(block, layout, new) }
     }
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // SAFETY: 1. guaranteed by the caller.

@@ -6,9 +6,8 @@
     reason = "a support function that fails is a failed test"
 )]
 
-use aquifer::{
-    DeviceBuffer, PinnedConfig, Runtime, Stream, host::pool, host::region::PageTier, sim::Sim,
-};
+use aquifer::{DeviceBuffer, PinnedConfig, Runtime, Stream, host::PageTier, sim::Sim};
+use aquifer_host::pool;
 use std::{
     sync::mpsc,
     thread,

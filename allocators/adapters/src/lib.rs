@@ -1,4 +1,5 @@
-//! Arenas and adapters over any allocator, and a conformance suite for the allocator contract.
+//! Arenas and adapters over any allocator. Part of aquifer; promises no stability beyond what
+//! aquifer re-exports.
 //!
 //! | module | holds |
 //! |---|---|
@@ -6,7 +7,6 @@
 //! | [`frames`] | [`Frames`]: a ring of arenas, one for each step in flight |
 //! | [`pages`] | [`PageArena`]: runs of pages at offsets in one block, with bounds-checked views |
 //! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] and [`Guarded`] |
-//! | [`conformance`] | randomised tests of the allocator contract |
 //!
 //! # Composition
 //! Every type here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is an
@@ -32,7 +32,6 @@
 //! holds through the whole stack, even if a part of the stack is dropped or forgotten.
 
 pub mod arena;
-pub mod conformance;
 pub mod frames;
 pub mod pages;
 pub mod wrappers;

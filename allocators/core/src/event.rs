@@ -12,43 +12,42 @@
 //! |---|---|
 //! | [`RingSink`] | keeps the last events in memory, without a lock |
 //! | [`TraceFile`] | writes a row in our own format, which `aquifer replay` reads |
-//! | [`RmmLog`] | writes a row in the format of RAPIDS' memory manager |
 //! | [`TracingSink`] | passes it to the program's logging |
 //! | [`NullSink`] | none |
 //!
-//! A [`MemorySnapshot`] writes the events of a ring for PyTorch's memory viewer.
+//! A tool that checks memory accesses has an order of its own, in which each thread waits until its
+//! event is through: see [`announcement`].
+//!
+//! The crate aquifer-formats writes events in the formats of other libraries. A [`LineLog`] is a
+//! file for a sink of your own.
 
+#[doc(hidden)]
+pub mod announcement;
 mod clock;
 mod delivery;
 mod environment;
 mod line_file;
+mod line_log;
 mod process;
 mod record;
 mod ring;
-mod rmm;
 mod sinks;
-pub mod snapshot;
+mod thread_number;
 mod trace;
 
+pub use line_log::LineLog;
 pub use record::{Action, BlockKind, Event, MemoryLocation};
 pub use ring::RingSink;
-pub use rmm::RmmLog;
 pub use sinks::{NullSink, TracingSink};
-pub use snapshot::{HeldBlock, MemorySnapshot};
 pub use trace::TraceFile;
 
 use crate::{Tag, panics::contain};
+use announcement::{Announcement, Turn};
 use clock::Clock;
 use delivery::OrderedDelivery;
 use process::PerProcess;
-use std::{
-    cell::Cell,
-    fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-};
+use std::{fmt, sync::Arc};
+use thread_number::thread_number;
 
 /// A receiver of events. Called with one event at a time, in order, and never under a lock of a
 /// pool or of the recorder.
@@ -89,6 +88,8 @@ pub struct EventTicket {
     number: u64,
     /// Whether the sink has reserved the position.
     reserved: bool,
+    /// The turn in the order of announcements, if there is an announcer.
+    turn: Option<Turn>,
 }
 
 /// Passes events to a [`EventSink`] in the order of their [`EventTicket`]s.
@@ -132,10 +133,12 @@ impl Recorder {
 
     /// Takes the next position in the order. Call it under the lock that guards the operation.
     #[inline]
+    #[doc(hidden)]
     pub fn ticket(&self) -> EventTicket {
+        let turn = Turn::take();
         match self.sink.reserve() {
-            Some(number) => EventTicket { number, reserved: true },
-            None => EventTicket { number: self.delivery().ticket(), reserved: false },
+            Some(number) => EventTicket { number, reserved: true, turn },
+            None => EventTicket { number: self.delivery().ticket(), reserved: false, turn },
         }
     }
 
@@ -163,9 +166,14 @@ impl Recorder {
 
     /// Passes the event on. A sink with reserved positions receives it at once. Any other sink
     /// receives it in order: in this call, unless an earlier ticket is outstanding or another event
-    /// is being passed on.
+    /// is being passed on. If there is an [announcer](announcement), it is called before, and in
+    /// this call.
     #[inline]
+    #[doc(hidden)]
     pub fn record(&self, ticket: EventTicket, event: Event) {
+        if let Some(turn) = ticket.turn {
+            turn.announce(Announcement::Event(event));
+        }
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
         } else {
@@ -193,23 +201,6 @@ impl Recorder {
 #[inline]
 fn contained(call: impl FnOnce()) {
     let _panicked = contain(call);
-}
-
-/// Returns the number of the calling thread.
-#[inline]
-fn thread_number() -> u32 {
-    static NEXT: AtomicU32 = AtomicU32::new(1);
-    thread_local! {
-        // `const` and without a destructor, so that a thread that is exiting can record events.
-        static NUMBER: Cell<u32> = const { Cell::new(0) };
-    }
-    NUMBER.with(|number| match number.get() {
-        0 => {
-            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
-            number.get()
-        }
-        number => number,
-    })
 }
 
 impl Drop for Recorder {

@@ -1,4 +1,5 @@
-//! The shared vocabulary of aquifer: the types that all pools, arenas and drivers use.
+//! The shared vocabulary of aquifer: the types that all pools, arenas and drivers use. Part of
+//! aquifer; promises no stability beyond what aquifer re-exports.
 //!
 //! | module | holds |
 //! |---|---|

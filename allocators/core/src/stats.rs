@@ -5,27 +5,45 @@ use std::ops::Add;
 /// The statistics of a pool at one moment. Fields are in bytes unless noted.
 ///
 /// `live + cached + pending` is what the pool's blocks and caches span. `physical` is what the pool
-/// holds from the driver or the kernel, and what its budget is charged for.
+/// holds from the driver or the kernel, and what its budget is charged for. Of device memory,
+/// `physical` also contains bytes that are in none of the three:
+///
+/// - free memory of graphs, which is a part of `graphs`;
+/// - a physical handle that is mapped only where it is not used any more: queued work may still
+///   access that mapping, or the driver has refused to remove it;
+/// - memory that a thread is moving, backing or releasing at this moment.
+///
+/// The crate documentation of aquifer-device has a table of all kinds of memory and their fields.
 ///
 /// See the example of any pool, such as `DevicePool` of aquifer-device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Bytes in live blocks, in rounded sizes.
+    /// Bytes in live blocks, in rounded sizes. Of device memory this includes stable blocks,
+    /// committed elements of reserved memory, parkable blocks that are not parked, and blocks of
+    /// graphs, but no memory that another process has exported to this one.
     pub live: u64,
     /// Bytes in live blocks, in requested sizes.
     pub requested: u64,
-    /// Free bytes that are backed by memory and can be allocated again. Excludes free memory that
-    /// belongs to graphs.
+    /// Free bytes that are backed by memory and can be allocated again. Includes memory that
+    /// queued work of its own stream may still use, physical handles that are mapped nowhere, and
+    /// free memory between parkable blocks. Excludes free memory that belongs to graphs.
     pub cached: u64,
-    /// Freed bytes that are pending on work of another stream, or on a release that the driver has
-    /// refused.
+    /// Freed bytes that cannot be allocated again yet:
+    ///
+    /// - blocks that other streams may still use, and host blocks whose gates are shut;
+    /// - stable blocks, reserved elements and memory of ended graphs until they are released: they
+    ///   wait for the work of all streams that used them, also their own, and for all
+    ///   registrations of their address;
+    /// - blocks that debugging holds back;
+    /// - memory whose release the driver has refused.
     pub pending: u64,
     /// Bytes held from the driver or the kernel.
     pub physical: u64,
     /// Bytes held for graphs, live or free. A part of `physical` that other requests cannot use
-    /// while a graph may be launched.
+    /// while a graph may be launched. Its live blocks count in `live` too, and its freed blocks
+    /// that other streams may still use in `pending` too.
     pub graphs: u64,
     /// The maximum of `requested`. If each stream counts separately, this is the sum of their
     /// peaks, which is an upper bound.
@@ -34,7 +52,7 @@ pub struct PoolStats {
     pub peak_live: u64,
     /// The maximum of `physical`.
     pub peak_physical: u64,
-    /// Live blocks (a count).
+    /// Live blocks (a count). Includes parked blocks. Excludes reserved memory.
     pub blocks: u64,
     /// Allocations that succeeded (a count).
     pub allocations: u64,
@@ -46,7 +64,9 @@ pub struct PoolStats {
     pub growths: u64,
     /// Bytes released to the driver or the kernel so far.
     pub reaped: u64,
-    /// Physical handles moved from one address to another (a count).
+    /// Physical handles taken from under free memory for a block elsewhere (a count): mapped at
+    /// another address, or released and created in another size. Memory that passes from one list
+    /// or cache to another with its mapping does not count here.
     pub moves: u64,
     /// Ranges that one stream's cache took from another's (a count).
     pub adoptions: u64,

@@ -42,9 +42,18 @@ use std::{any::Any, fmt, sync::Arc};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// The drop never calls the driver and never blocks, with one exception: once the pool is closed,
-/// the drop of the last block and of blocks that other streams use may do both. Forgetting a block
-/// leaks its memory. The contents are not initialised.
+/// The stream's lease may end before the block. The block then stays valid. After its drop, the
+/// next slow path of the pool makes its memory available to all streams. A stream takes it once the
+/// host has seen its work done, or waits for that work on the device if the pool's
+/// [`Adoption`](crate::Adoption) allows it. If nothing can prove the work done, only a wait for the
+/// whole device frees the memory, in [`DevicePool::trim`](crate::DevicePool::trim) or in an
+/// allocation that finds nothing else to wait for. An example is a block of a thread's default
+/// stream that is dropped after the thread has ended.
+///
+/// The drop never blocks and calls no driver, with these exceptions. On a stream that is fenced at
+/// once, such as a thread's default stream, it records an event. Once the pool is closed, the drop
+/// of the last block and of blocks that other streams use may call the driver and block. Forgetting
+/// a block leaks its memory. The contents are not initialised.
 pub struct Block {
     pub(crate) owner: BlockOwner,
     pub(crate) extent: BlockExtent,
@@ -189,6 +198,7 @@ impl Block {
 
     /// Returns the stream that owns the block.
     #[must_use]
+    #[doc(hidden)]
     pub fn home(&self) -> Arc<Timeline> {
         match &self.owner {
             BlockOwner::Cache(CacheRef { cache, .. }) => cache.timeline(),

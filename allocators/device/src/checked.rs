@@ -26,6 +26,7 @@
 //! filled at the free, so late writes to it are not detected. A block of a stream whose handle may
 //! become invalid at any time returns without a check, and so does a block that outlives its pool.
 
+mod age_queue;
 mod allocate;
 mod finding;
 mod guards;
@@ -51,6 +52,7 @@ use crate::{
     },
     block::ReleaseBlock,
 };
+use age_queue::AgeQueue;
 use aquifer_core::{
     Action, Budget, DeviceId, PoolStats, Recorder, Reservation, Result, budget::HookRegistration,
     event::MemoryLocation,
@@ -61,7 +63,7 @@ use guards::GuardLayout;
 use range_set::RangeSet;
 use std::{
     backtrace::Backtrace,
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
@@ -142,8 +144,8 @@ struct State {
     ranges: RangeSet<BlockRecord>,
     /// Freed blocks with uses that are not known to be done.
     waiting: Vec<QuarantinedBlock>,
-    /// Freed blocks, oldest first.
-    quarantine: VecDeque<QuarantinedBlock>,
+    /// Freed blocks by age.
+    quarantine: AgeQueue<QuarantinedBlock>,
     /// Bytes in the quarantine, with guards.
     quarantined: u64,
     /// Number of threads that have removed freed blocks from the lists to read them.
@@ -237,7 +239,7 @@ impl CheckedPool {
                 live: BTreeMap::new(),
                 ranges: RangeSet::new(),
                 waiting: Vec::new(),
-                quarantine: VecDeque::new(),
+                quarantine: AgeQueue::new(),
                 quarantined: 0,
                 inspecting: 0,
                 returned: 0,
@@ -479,7 +481,20 @@ impl QuarantinedBlock {
 impl State {
     fn enqueue(&mut self, freed: QuarantinedBlock) {
         self.quarantined += freed.capacity;
-        self.quarantine.push_back(freed);
+        self.quarantine.push(freed);
+    }
+
+    /// Accounts for a block that a thread has removed from the quarantine to read it.
+    fn begin_inspection(&mut self, freed: &QuarantinedBlock) {
+        self.quarantined -= freed.capacity;
+        self.inspecting += 1;
+    }
+
+    /// Returns a block that has been read to its place in the quarantine.
+    fn end_inspection(&mut self, age: u64, freed: QuarantinedBlock) {
+        self.quarantined += freed.capacity;
+        self.quarantine.put_back(age, freed);
+        self.inspecting -= 1;
     }
 }
 

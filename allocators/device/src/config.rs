@@ -21,11 +21,23 @@ pub enum Adoption {
     /// Never. Needed by streams that must not be ordered with each other, such as those of
     /// collectives. Memory whose work is known to be done still reaches other streams through the
     /// driver before a request is refused, and at once if its stream is gone.
+    ///
+    /// Removes from [step 3] of an allocation without room: the caches of other streams, the
+    /// orders in which all free memory is shared or shared free memory comes first, and all waits
+    /// on the device. Its own cache, the memory of streams that are gone, [warmed
+    /// memory](PoolConfig::warm_reserve), new memory, and handles from under any of these are left.
+    ///
+    /// [step 3]: crate#when-an-allocation-does-not-fit
     Never,
     /// Memory whose work the host has seen done. No stream waits for another.
+    ///
+    /// Removes from step 3 all waits on the device, and with them all memory that is still in use.
     DoneOnly,
     /// Also memory that is still in use: the taking stream waits on the device for the giving
     /// stream.
+    ///
+    /// Removes nothing. A stream that is isolated or captures a graph is treated as with
+    /// [`Adoption::DoneOnly`].
     #[default]
     Wait,
 }
@@ -40,15 +52,25 @@ pub struct PoolConfig {
     /// Code that can release memory when the pool is short of it registers there
     /// ([`Budget::on_need`]). Pools register themselves.
     pub budget: Option<Budget>,
-    /// How far streams share memory.
+    /// How far streams share memory. Each value of [`Adoption`] states what it removes from the
+    /// steps of an allocation. Default: [`Adoption::Wait`].
     pub adoption: Adoption,
-    /// How long an allocation that finds no room waits for queued work, at most.
+    /// How long an allocation that finds no room waits for queued work, at most. Default: 10 s.
+    ///
+    /// A wait for the whole device has no deadline. An allocation makes one for memory whose work
+    /// nothing else can prove to be done ([`Block`](crate::Block) has an example), and to release
+    /// memory on a device without virtual memory.
     pub wait: Duration,
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
-    /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take.
+    /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take. Default: 0.
     pub handle_bytes: u64,
     /// Moves free memory to where it is missing before more is taken from the driver. This uses
-    /// the least memory, at a cost of about 40 µs for each handle moved.
+    /// the least memory, at a cost of about 40 µs for each handle moved. Default: `false`.
+    ///
+    /// It selects, for every request, the order that is otherwise used while [more than 7/4 of the
+    /// peak is held](crate#which-memory-comes-first): free memory of all streams, memory that is
+    /// still in use, handles from under both, and only then new memory. While all free memory is
+    /// shared, the order stays, but handles still move before new ones are created.
     pub compact: bool,
     /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
     /// stream has served its request, whole handles above this bound go back to the driver as far
@@ -92,17 +114,17 @@ pub struct PoolConfig {
     /// pool's device among its [peers](aquifer_driver::DeviceInfo::peers). Default: none.
     pub peers: Vec<DeviceId>,
     /// The handle types that stable blocks can be exported as. No memory can be made exportable
-    /// later, so it is set here. All other memory of the pool cannot be exported.
+    /// later, so it is set here. All other memory of the pool cannot be exported. Default: none.
     pub export: ExportTypes,
     /// Maximum number of streams leased at once.
     pub streams: u32,
     /// Makes each block an allocation of its own from the driver. This is slow, but visible to
-    /// memory checkers.
+    /// memory checkers. Default: `false`.
     pub bypass: bool,
     /// The checks of blocks. Default: none, which costs nothing. The environment can enable checks
     /// too.
     pub debug: Debugging,
-    /// The recorder of all events.
+    /// The recorder of all events. Default: `None`.
     pub recorder: Option<Arc<Recorder>>,
 }
 

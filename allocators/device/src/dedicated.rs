@@ -6,6 +6,10 @@
 //!   the work done that used it and no registration keeps its address. A slow path of the pool, a
 //!   trim or the end of the pool then unmaps it.
 //! - So no drop calls the driver, and none waits.
+//! - *Retiring* is the word for memory that is freed and still mapped. In statistics it is part of
+//!   `pending`. Memory that the driver refuses to unmap stays retiring. Memory that is unmapped,
+//!   and that the driver refuses to release, is *stranded*, and so is all that it refuses at the
+//!   end.
 //!
 //! ```text
 //!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner frees──▶ retiring
@@ -34,11 +38,12 @@ use aquifer_core::{
     event::{BlockKind, Event, EventTicket, MemoryLocation},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, Relaxed};
+use aquifer_status::{PoolFigures, PoolSlot};
 use aquifer_stream::Timeline;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -70,6 +75,9 @@ pub(crate) struct DedicatedPool {
     /// Number of times that a freed block may have dropped attached values.
     completions: AtomicU64,
     state: Mutex<State>,
+    /// The pool's slot, if this part is shown beside it, and the slot of this part.
+    status: Option<Arc<PoolSlot>>,
+    part: OnceLock<PoolSlot>,
 }
 
 #[derive(Default)]
@@ -84,6 +92,8 @@ struct State {
 pub(crate) struct DedicatedUsage {
     pub(crate) live: u64,
     pub(crate) requested: u64,
+    /// Retiring memory, whatever it waits for, and freed blocks of slot pools that other streams
+    /// still use.
     pub(crate) pending: u64,
     /// Free parts of memory that several blocks share.
     cached: u64,
@@ -137,6 +147,7 @@ impl DedicatedPool {
         info: &DeviceInfo,
         config: &PoolConfig,
         accessors: Arc<[DeviceId]>,
+        status: Option<Arc<PoolSlot>>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
         let step = if granularity > 0 {
@@ -159,6 +170,8 @@ impl DedicatedPool {
             announced: AtomicU64::new(0),
             completions: AtomicU64::new(0),
             state: Mutex::default(),
+            status,
+            part: OnceLock::new(),
         })
     }
 
@@ -183,15 +196,43 @@ impl DedicatedPool {
 
     /// Changes the statistics under the lock.
     pub(crate) fn update_usage(&self, change: impl FnOnce(&mut DedicatedUsage)) {
-        change(&mut self.state().usage);
+        let mut state = self.state();
+        change(&mut state.usage);
+        // Pools without dedicated memory need no slot for it.
+        if let Some(pool) = &self.status {
+            self.part.get_or_init(|| pool.part());
+            self.publish_usage(&state.usage);
+        }
+    }
+
+    /// Publishes the statistics, if there was any dedicated memory.
+    pub(crate) fn publish(&self) {
+        if self.part.get().is_some() {
+            self.publish_usage(&self.state().usage);
+        }
+    }
+
+    /// Writes to memory only. The lock is held.
+    fn publish_usage(&self, usage: &DedicatedUsage) {
+        if let Some(part) = self.part.get() {
+            part.publish(|| {
+                let mut stats = PoolStats::default();
+                self.add_usage(usage, &mut stats);
+                PoolFigures { stats, ..PoolFigures::default() }
+            });
+        }
     }
 
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        let a = &self.state().usage;
+        self.add_usage(&self.state().usage, stats);
+    }
+
+    fn add_usage(&self, a: &DedicatedUsage, stats: &mut PoolStats) {
         stats.live += a.live;
         stats.requested += a.requested;
         stats.pending += a.pending + self.held.stuck();
-        stats.cached += a.cached - a.free_of_graphs;
+        // Between the two updates of a free of a graph, its bytes are in one of the counts only.
+        stats.cached += a.cached.saturating_sub(a.free_of_graphs);
         stats.graphs += a.graphs;
         stats.blocks += a.blocks;
         stats.allocations += a.allocations;

@@ -11,6 +11,7 @@ use aquifer_core::{
     budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
+use aquifer_status::PoolSlot;
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
@@ -37,6 +38,19 @@ impl Direct {
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Option<Budget>) -> Self {
         let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
         Self { allocator: DriverAllocator::new(source, driver, streams) }
+    }
+
+    /// As [`Direct::new`], for a pool whose figures include these. They are shown in `status`, or
+    /// by the pool itself.
+    pub(crate) fn of_pool(
+        driver: Arc<dyn Driver>,
+        streams: StreamPool,
+        budget: &Budget,
+        status: Option<PoolSlot>,
+    ) -> Self {
+        let budget = Some(budget.clone());
+        let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
+        Self { allocator: DriverAllocator::with_status(source, driver, streams, status) }
     }
 }
 
@@ -80,6 +94,10 @@ impl DriverSource for DirectSource {
             .mem_alloc(self.device, bytes)
             .map_err(|e| MemoryError::driver(self.device, e))?;
         Ok((address, charge))
+    }
+
+    fn name(&self) -> &'static str {
+        "cuMemAlloc"
     }
 
     fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {

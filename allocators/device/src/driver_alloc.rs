@@ -15,6 +15,7 @@ use crate::{
         stranded::release_or_strand,
     },
     block::{DriverBlock, ReleaseBlock},
+    publisher::describe,
     raw_table::RawTable,
     reclaim::Reclaimers,
     request::ValidateRequest,
@@ -24,6 +25,7 @@ use aquifer_core::{
     Result, Tag, budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, site};
+use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
     collections::BTreeMap,
@@ -80,6 +82,9 @@ pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// Returns the name that other processes are shown.
+    fn name(&self) -> &'static str;
+
     /// Returns the alignment that every block has.
     fn alignment(&self) -> u64 {
         crate::BLOCK_ALIGN
@@ -107,6 +112,8 @@ pub(crate) struct DriverAllocator<S: DriverSource> {
     observed: bool,
     generations: AtomicU64,
     state: Mutex<State>,
+    /// What other processes are shown; `None` if another slot has these figures.
+    status: Option<PoolSlot>,
     /// A reference to itself, for the notification that a use has ended.
     weak_self: Weak<Self>,
 }
@@ -124,6 +131,9 @@ impl<S: DriverSource> LastUse for RetryOnLastUse<S> {
 #[derive(Default)]
 struct State {
     stats: PoolStats,
+    /// The bytes that the source has last been found to hold, if they include more than the
+    /// blocks.
+    reserved: Option<u64>,
     /// Requested bytes in live blocks.
     live_by_tag: BTreeMap<Tag, u64>,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
@@ -133,8 +143,39 @@ struct State {
     freed: FreedAddresses,
 }
 
+impl State {
+    /// Returns the statistics, with what the source was last found to hold.
+    fn stats(&self) -> PoolStats {
+        let mut stats = self.stats;
+        if let Some(reserved) = self.reserved {
+            stats.physical = reserved;
+            stats.peak_physical = stats.peak_physical.max(reserved);
+            stats.cached = reserved.saturating_sub(stats.live + stats.pending);
+        }
+        stats
+    }
+}
+
 impl<S: DriverSource> DriverAllocator<S> {
+    /// Creates an allocator whose figures other processes are shown as those of a pool.
     pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
+        // The next pool reports a setting that is invalid.
+        let _ = aquifer_status::start();
+        let info = driver.device_info(streams.device()).ok();
+        let status = info
+            .map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, source.name())));
+        let allocator = Self::with_status(source, driver, streams, status);
+        allocator.publish(&allocator.state());
+        allocator
+    }
+
+    /// Creates an allocator with this slot.
+    pub(crate) fn with_status(
+        source: S,
+        driver: Arc<dyn Driver>,
+        streams: StreamPool,
+        status: Option<PoolSlot>,
+    ) -> Arc<Self> {
         let observed = driver.observer().is_some();
         let state = Mutex::default();
         let generations = AtomicU64::new(1);
@@ -145,6 +186,7 @@ impl<S: DriverSource> DriverAllocator<S> {
             observed,
             generations,
             state,
+            status,
             weak_self: weak_self.clone(),
         })
     }
@@ -171,7 +213,10 @@ impl<S: DriverSource> DriverAllocator<S> {
         let (address, charge) = match allocated {
             Ok(allocated) => allocated,
             Err(error) => {
-                self.state().stats.failures += 1;
+                let mut state = self.state();
+                state.stats.failures += 1;
+                self.publish(&state);
+                drop(state);
                 return Err(self.explain_refusal(request.size(), error));
             }
         };
@@ -204,6 +249,7 @@ impl<S: DriverSource> DriverAllocator<S> {
                 stats.physical += request.size();
                 stats.peak_physical = stats.peak_physical.max(stats.physical);
             }
+            self.publish(&state);
         }
         let driver_block = DriverBlock {
             releaser: self.clone(),
@@ -323,11 +369,13 @@ impl<S: DriverSource> DriverAllocator<S> {
             return;
         }
         drop(block.until_free);
-        let stats = &mut self.state().stats;
-        stats.pending -= block.bytes;
-        if self.source.reserved().is_none() {
-            stats.physical -= block.bytes;
+        let is_reserved = self.source.reserved().is_some();
+        let mut state = self.state();
+        state.stats.pending -= block.bytes;
+        if !is_reserved {
+            state.stats.physical -= block.bytes;
         }
+        self.publish(&state);
     }
 
     /// Defers a block until its uses have ended. Returns it if they have ended by now.
@@ -344,21 +392,34 @@ impl<S: DriverSource> DriverAllocator<S> {
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
-        let mut stats = self.state().stats;
-        if let Some(reserved) = self.source.reserved() {
-            stats.physical = reserved;
-            stats.peak_physical = stats.peak_physical.max(reserved);
-            stats.cached = reserved.saturating_sub(stats.live + stats.pending);
+        aquifer_status::resume();
+        // Asked before the lock is taken, since it may call the driver.
+        let reserved = self.source.reserved();
+        let mut state = self.state();
+        state.reserved = reserved;
+        self.publish(&state);
+        state.stats()
+    }
+
+    /// Publishes the statistics. Writes to memory only.
+    fn publish(&self, state: &State) {
+        if let Some(status) = &self.status {
+            status.publish(|| PoolFigures {
+                stats: state.stats(),
+                limit: self.source.budget().and_then(|(budget, _)| tightest_limit(budget)),
+                largest_free: None,
+            });
         }
-        stats
     }
 
     /// Sets the peaks to what is held now, except for those that the driver counts.
     pub(crate) fn reset_peaks(&self) {
-        let stats = &mut self.state().stats;
+        let mut state = self.state();
+        let stats = &mut state.stats;
         stats.peak_live = stats.live;
         stats.peak_requested = stats.requested;
         stats.peak_physical = stats.physical;
+        self.publish(&state);
     }
 
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
@@ -384,6 +445,7 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
             stats.blocks -= 1;
             stats.frees += 1;
             stats.pending += block.bytes;
+            self.publish(&state);
         }
         let range =
             DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };

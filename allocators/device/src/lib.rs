@@ -1,4 +1,5 @@
-//! Device memory: a cache for each stream, over physical memory that moves between the caches.
+//! Device memory: a cache for each stream, over physical memory that moves between the caches. Part
+//! of aquifer; promises no stability beyond what aquifer re-exports.
 //!
 //! | type | is |
 //! |---|---|
@@ -21,15 +22,17 @@
 //!
 //! # When an allocation does not fit
 //!
-//! A stream's cache serves a request without a driver call. If it has no room, the pool takes these
-//! steps in order, and tries again after each:
+//! A stream's cache serves a request without a driver call. If it has no room, or if the request is
+//! to be served from shared memory (see below), the pool takes these steps in order, and tries
+//! again after each:
 //!
 //! 1. release the stream's own frees whose other users are done;
 //! 2. record an event behind every stream whose free memory has none yet, and behind the users of
 //!    pending frees, and poll the events;
-//! 3. new physical memory, free memory of other caches, memory still in use that the stream waits
-//!    for *on the device*, and handles from under free memory, in an order that depends on how much
-//!    is left: see below;
+//! 3. the shared free list, with the free memory of streams that are gone and the warm reserve, new
+//!    physical memory, free memory of other caches, memory still in use that the stream waits for
+//!    *on the device*, and handles from under free memory, in an order that depends on how much is
+//!    left: see below;
 //! 4. release free handles to the driver and create new ones, where free memory and the rest of the
 //!    budget would suffice but are fragmented;
 //! 5. reclaim from others registered with the budget ([`Reclaim`]), the cheapest first: usually the
@@ -39,8 +42,8 @@
 //!    too, and reclaimers that cannot give without waiting are asked, pinned memory last;
 //! 8. return [`OutOfMemory`](aquifer_core::OutOfMemory), with the causes and the remedies.
 //!
-//! Stable and reserved memory comes from new handles only. Free memory is given back to the driver
-//! for it, then it takes steps 5 to 8.
+//! Stable and reserved memory comes from new handles only, and so does new memory of graphs and of
+//! parkable blocks. Free memory is given back to the driver for it, then it takes steps 5 to 8.
 //!
 //! If a budget refuses, only memory charged to it or below it is reclaimed: a tenant that has
 //! reached its own limit reclaims from its own caches. If the driver refuses, reclaim covers all
@@ -65,15 +68,28 @@
 //!
 //! Two pools that reclaim from each other neither deadlock nor livelock:
 //!
-//! - A pool that is itself being reclaimed from never waits for another pool.
-//! - A reclaimer is not asked again until its offer changes.
-//! - A pool takes its whole shortfall from the budget at once or nothing, so of two pools that need
-//!   the same bytes one gets all of them.
+//! - A thread that is inside a [`Reclaim::reclaim`] waits for no other reclaimer. Any other thread
+//!   may wait for a reclaimer that another thread is running, up to its deadline.
+//! - Within one search, a reclaimer is called again only if the last call has lowered its offer, if
+//!   the offer has changed since, or if it may wait now and could not then.
+//! - A pool charges the whole shortfall of a block to the budget at once or not at all, so of two
+//!   pools that need the same bytes one gets all of them. A request with a reservation is charged
+//!   handle by handle instead, first to the reservation.
 //!
 //! No lock is held over a driver call or a wait, so a shortage in one thread never stops another
 //! thread's hot path.
 //!
 //! # Which memory comes first
+//!
+//! Before step 3, the free memory of streams that have no lease moves to the shared free list,
+//! where the warm reserve lies too. From 8 MiB on, and for all blocks while all free memory is
+//! shared, a ready range of this list is tried next, except with [`Adoption::Never`]. Other blocks
+//! find the list in the searches below: each of them sees it beside the caches that it names.
+//!
+//! "New memory" is what is missing at the best place: a block goes to where the fewest handles are
+//! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
+//! created. Spare handles, which the pool holds and has mapped nowhere, come before new ones,
+//! unless one new handle would replace four or more of them.
 //!
 //! What a stream without room takes:
 //!
@@ -92,8 +108,9 @@
 //! created faster for each byte, but one small block keeps a whole handle in place.
 //!
 //! Shared memory is allocated at the lowest address first, so that free memory gathers at the high
-//! end, where whole handles become free. The price is a slow path for nearly every block above 64
-//! KiB while memory is short.
+//! end, where whole handles become free. The price is a slow path for every block above 64 KiB
+//! while all free memory is shared. This includes a block as large as the one that its stream has
+//! just freed: the cache, with its last freed block, is not tried first.
 //!
 //! If less than a thirty-second of the budget is left or free, placement also minimises the number
 //! of wholly free handles that a block keeps from being moved: among shared ranges, and among
@@ -116,6 +133,35 @@
 //! another stream has no room: before new memory is taken, even without a shortage. When the last
 //! block of the stream has been returned and its work is known to be done, its cache serves another
 //! stream. So the number of caches and events does not grow with the number of streams created.
+//!
+//! # What is moved, reclaimed and counted
+//!
+//! A live block never moves. All rows but that of parked blocks are part of
+//! [`physical`](aquifer_core::PoolStats::physical).
+//!
+//! | kind of memory | moved? | reclaimed under pressure? | fields of `PoolStats` |
+//! |---|---|---|---|
+//! | live block of a cache | no | no | `live` |
+//! | free memory of a cache, or shared | handles that lie wholly under it | the same handles, once its work is done | `cached` |
+//! | warm reserve, while it is free | as other free memory | as other free memory; a trim leaves it | `cached` |
+//! | spare handle | mapped where memory is missing | yes, before all others | `cached` |
+//! | zombie: the old mapping of a moved handle | no | unmapped once its work is done | none: the handle counts where it is mapped now |
+//! | pending free: other streams may still use it | no | once these uses are over | `pending` |
+//! | block held back by debugging | no | after it has been read | `pending` |
+//! | live [stable](StableBlock) block | no | no | `live` |
+//! | committed memory of [`Reserved`] | no | no | `live`, and no `blocks` |
+//! | live [parkable](Parkable) block | no | no; a park releases it | `live` |
+//! | parked block | has no memory | has no memory | `blocks` |
+//! | free memory between parkable blocks | no | handles that lie wholly under it, once its work is done | `cached` |
+//! | live block of a graph | no | no | `live` and `graphs` |
+//! | free memory of graphs | no, only captures reuse it | no, not while a graph may use it | `graphs` |
+//! | retiring: dropped stable blocks, decommitted elements, memory of ended graphs | no | once its work is done and no registration keeps the address | `pending` |
+//! | stranded: the driver has refused the release | no | the release is tried again | `pending` |
+//!
+//! On devices without virtual memory nothing moves, and free memory is released in whole segments.
+//!
+//! A freed block of a graph or of parkable memory that other streams may still use is `pending`
+//! too. That of a graph is then also part of `graphs`.
 //!
 //! # Tenants and tags
 //!
@@ -189,6 +235,7 @@ mod park;
 mod physical;
 mod pool;
 mod pool_core;
+mod publisher;
 mod raw_table;
 mod reclaim;
 mod request;

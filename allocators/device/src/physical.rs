@@ -35,7 +35,9 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     /// released without a wait for the device.
     fn is_mapped(&self) -> bool;
 
-    /// Returns the least number of bytes that are released at once.
+    /// Returns the least number of bytes that are released at once: a slot where memory is mapped.
+    /// Segments have no common length, so it is 1 there. It is unrelated to the unit of the heap in
+    /// [`Granularity::Units`](options::Granularity::Units).
     fn unit(&self) -> u64;
 
     /// Returns the bytes of physical memory that hold any block of this request.
@@ -63,8 +65,10 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     /// `keep` bytes. Returns the bytes.
     fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64>;
 
-    /// Takes the free memory of caches whose streams have no lease: for `heir`, or for all streams.
-    /// Returns the bytes that `heir` got, and the number of moves begun. Makes no driver call.
+    /// Takes the free memory of caches whose streams have no lease. Mapped memory goes to the
+    /// shared free list, and idle segments go to the cache `heir`. Returns the bytes that `heir`
+    /// got, and the number of moves begun, as [`Physical::move_counts`] counts them: these
+    /// transfers between lists move no handle. Makes no driver call.
     fn inherit(&self, heir: &'static StreamCache, abandoned: &[&'static StreamCache])
     -> (u64, u64);
 
@@ -87,7 +91,7 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     fn share_free(&self, _caches: &[&'static StreamCache], _least: u64) {}
 
     /// As [`Physical::share_free`], for what each cache has beyond `cap` bytes. Returns the number
-    /// of moves begun.
+    /// of moves begun, one for each such cache. No handle is moved.
     fn cap_caches(&self, _caches: &[&'static StreamCache], _cap: u64) -> u64 {
         0
     }
@@ -120,6 +124,10 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
 
     /// Returns the number of moves begun and ended. Comparing it with a later result shows whether
     /// memory was being moved.
+    ///
+    /// A move here is any time in which a thread has memory in hand that is in no list: while it is
+    /// transferred between lists, backed, or released, with or without a driver call.
+    /// [`PoolStats::moves`](aquifer_core::PoolStats::moves) counts something else: handles.
     fn move_counts(&self) -> (u64, u64) {
         (0, 0)
     }

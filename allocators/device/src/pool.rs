@@ -20,7 +20,7 @@ use crate::{
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result,
 };
-use aquifer_driver::{DeviceInfo, Driver, site};
+use aquifer_driver::{DeviceInfo, Driver, nvtx, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
 use source::{BypassSource, CacheSource, draw_and_allocate};
@@ -97,6 +97,7 @@ impl DevicePool {
         sweep_released();
         let _site = site::enter();
         let environment = Environment::read()?;
+        aquifer_status::start()?;
         config.bypass |= environment.bypass;
         config.recorder = Recorder::with_environment(config.recorder)?;
         config.debug = config.debug.or(environment.debug);
@@ -150,12 +151,17 @@ impl DevicePool {
         } else {
             Box::new(Segments::new(&driver, device, budget.clone()))
         };
+        if environment.nvtx {
+            // Tools require that the device is in use.
+            config.recorder = nvtx::announced(config.recorder);
+        }
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, physical, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;
-        let bypass = config
-            .bypass
-            .then(|| Direct::new(driver.clone(), core.streams().clone(), Some(budget.clone())));
+        let bypass = config.bypass.then(|| {
+            let status = core.status.parent().map(|pool| pool.part());
+            Direct::of_pool(driver.clone(), core.streams().clone(), budget, status)
+        });
         let direct = bypass.clone().map(|direct| match &config.recorder {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
             None => Arc::new(direct),
@@ -176,10 +182,12 @@ impl DevicePool {
                 let _only_once = core.listing.set(listing.clone());
             }
             checked.register(budget);
+            core.status.set_checked(&checked);
             Some(AllocPath::Checked(checked))
         } else {
             direct.map(AllocPath::Direct)
         };
+        core.publish();
         Ok(Self {
             handle: Arc::new(PoolHandle { core, opened_at: site::current(), alloc_path, bypass }),
         })
@@ -218,8 +226,10 @@ impl DevicePool {
 
     /// Allocates a block for work queued on `stream` from now on.
     ///
-    /// Makes no driver call if the stream's own cache has room. If not, a series of steps makes
-    /// room, of which only the last block. See the crate's documentation.
+    /// Makes no driver call if the stream's own cache serves the request. If not, a series of steps
+    /// makes room, of which only the waits for queued work and the reclaim from others may block.
+    /// On a device without virtual memory, releasing memory blocks too. See the crate's
+    /// documentation.
     ///
     /// # Errors
     /// - [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`] and
@@ -365,6 +375,12 @@ impl DevicePool {
     #[track_caller]
     pub fn poll(&self) -> Result<()> {
         let _site = site::enter();
+        let polled = self.poll_sources();
+        self.core().publish();
+        polled
+    }
+
+    fn poll_sources(&self) -> Result<()> {
         match &self.handle.alloc_path {
             None => self.core().poll(),
             Some(AllocPath::Direct(direct)) => {
@@ -389,11 +405,13 @@ impl DevicePool {
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
-        match &self.handle.alloc_path {
+        let released = match &self.handle.alloc_path {
             None => self.core().trim(keep),
             Some(AllocPath::Direct(direct)) => self.core().trim_with(&**direct, keep),
             Some(AllocPath::Checked(checked)) => checked.trim(keep),
-        }
+        };
+        self.core().publish();
+        released
     }
 
     /// Returns the budget that physical memory is charged to.
@@ -475,6 +493,8 @@ impl Drop for PoolHandle {
         }
         sweep_released();
         self.core.dedicated.reap_nonblocking();
+        // Blocks may outlive the pool. It is shown until the last of them ends.
+        self.core.publish();
         if let Some(recorder) = &self.core.config.recorder {
             recorder.flush();
         }

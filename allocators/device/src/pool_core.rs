@@ -9,6 +9,7 @@ mod events;
 pub(crate) mod fences;
 mod give_back;
 mod host;
+mod publish;
 mod stats;
 
 use crate::{
@@ -20,6 +21,7 @@ use crate::{
     },
     dedicated::DedicatedPool,
     physical::Physical,
+    publisher::PoolPublisher,
     retention::Retention,
     sharing_policy::SharingPolicy,
     stream_cache::{StreamCache, recycle::IdleCache},
@@ -75,6 +77,8 @@ pub(crate) struct PoolCore {
     hooks: AppendList<Box<dyn PoolHook>>,
     generations: AtomicU64,
     pub(crate) counters: Counters,
+    /// What other processes are shown.
+    pub(crate) status: PoolPublisher,
     pub(crate) sharing_policy: SharingPolicy,
     pub(crate) retention: Retention,
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
@@ -153,10 +157,13 @@ impl PoolCore {
         let observed = driver.observer().is_some();
         let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
         let sharing = physical.is_mapped() && config.adoption != Adoption::Never;
+        let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
+        let dedicated =
+            DedicatedPool::new(&driver, &info, &config, accessors, status.parent().cloned());
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),
-            dedicated: DedicatedPool::new(&driver, &info, &config, accessors),
+            dedicated,
             driver,
             info,
             physical,
@@ -171,6 +178,7 @@ impl PoolCore {
             hooks: AppendList::new(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
+            status,
             sharing_policy: SharingPolicy::new(sharing),
             retention: Retention::new(config.release_threshold, config.stream_cache),
             config,

@@ -134,7 +134,7 @@ impl SharingPolicy {
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
-    /// cache may have room.
+    /// cache may have room, and even if that stream has just freed a block of this size.
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
         bytes > ALWAYS_OWN

@@ -1,14 +1,17 @@
 //! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
 //! After each step the request is tried again, and the cheapest steps come first. Only the waits
-//! for queued work and reclaim handlers block. No lock is held over any step:
+//! for queued work and the reclaim from others, steps 5 to 7, may block. So may the release of
+//! memory on devices without virtual memory, and before step 5 the quarantine of a pool that is
+//! debugged. No lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream whose free memory has none yet, and behind the users of
 //!    pending frees, and poll the events;
-//! 3. new physical memory, free memory of other caches, memory in use that this stream waits for on
-//!    the device, and handles from under free memory, in the order of one of the lists of
-//!    [`Step`]s, which [`crate::sharing_policy`] chooses;
+//! 3. the shared free list, after it has got the free memory of streams without a lease; then new
+//!    physical memory, free memory of other caches, memory in use that this stream waits for on the
+//!    device, and handles from under free memory, in the order of one of the lists of [`Step`]s,
+//!    which [`crate::sharing_policy`] chooses;
 //! 4. release free handles and create new ones, where the free memory suffices but is fragmented;
 //! 5. reclaim from others registered with the budget, without waiting;
 //! 6. wait on the host, up to a deadline, for the oldest work that frees something;
@@ -69,6 +72,7 @@ impl PoolCore {
         reserved: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
         if let Some(error) = self.refuse_oversized(request.size(), request.owner()) {
+            self.publish();
             return Err(error);
         }
         let mut progress = Progress { reserved, ..Progress::default() };
@@ -83,7 +87,7 @@ impl PoolCore {
             self.wait_for_moves(until);
             block = self.run_slow_path(cache, request, &mut progress);
         }
-        match block {
+        let block = match block {
             Ok(Some(block)) => {
                 self.sharing_policy.record_served(request.size());
                 self.enforce_threshold();
@@ -105,7 +109,9 @@ impl PoolCore {
                 self.report_pool(Action::Fail, request.size(), request.owner());
                 Err(error)
             }
-        }
+        };
+        self.publish();
+        block
     }
 
     /// Returns whether another thread has moved memory since the counts were recorded.

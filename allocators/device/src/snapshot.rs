@@ -1,10 +1,8 @@
 //! Snapshots of a pool's history and state, for PyTorch's memory viewer.
 
 use crate::DevicePool;
-use aquifer_core::{
-    Event,
-    event::{HeldBlock, MemoryLocation, MemorySnapshot},
-};
+use aquifer_core::{Event, event::MemoryLocation};
+use aquifer_formats::{HeldBlock, MemorySnapshot};
 
 impl DevicePool {
     /// Returns a memory snapshot of this pool: its history as recorded in `events`, and the blocks

@@ -257,6 +257,10 @@ impl<S: RangeSource> DriverSource for UserSource<S> {
         self.source.alignment()
     }
 
+    fn name(&self) -> &'static str {
+        std::any::type_name::<S>()
+    }
+
     fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
         self.budget.as_ref().map(|budget| (budget, None))
     }

@@ -2,9 +2,11 @@
 //!
 //! - Each stream has a cache of its own, so its allocations and frees touch no memory that another
 //!   stream uses.
-//! - Caches are allocated once, never freed, and recycled. When the last block of a closed pool's
-//!   cache is returned, the cache can serve another stream. A block can therefore store a plain
-//!   `&'static StreamCache` instead of a reference count.
+//! - Caches are allocated once, never freed, and recycled. In an open pool, a cache serves another
+//!   stream when its own has no lease, all blocks have been returned, and the cache holds no memory
+//!   any more (see [`recycle`]). The cache of a closed pool can serve any pool once its last block
+//!   has been returned. A block can therefore store a plain `&'static StreamCache` instead of a
+//!   reference count.
 //! - **Memory in a cache's heap is ordered on its stream.** If only the owner stream used a block,
 //!   its free returns the block to the heap at once, and the stream can reuse it at once. If other
 //!   streams used it too, the block stays pending outside the heap until their uses are done, or
@@ -27,7 +29,15 @@
 //! [`StreamCache::with`] first returns it to the heap, so every other use of the cache sees it as
 //! free.
 //!
-//! Only one block is kept: keeping more of them is faster, but fragments memory.
+//! Only one block is kept: keeping more of them is faster, but fragments memory. Not kept are:
+//!
+//! - a block that other streams may still use when it is freed: it is pending, and goes to the heap
+//!   when those uses are over. Extras alone, such as the charge of a tenant, make no difference;
+//! - any block of a pool with a recorder, or of a stream that is fenced at once.
+//!
+//! A request that [prefers shared memory] does not take the kept block.
+//!
+//! [prefers shared memory]: crate::sharing_policy::SharingPolicy::prefers_shared
 
 pub(crate) mod close;
 mod events;
@@ -49,6 +59,7 @@ use crate::{
 };
 use aquifer_core::{Action, Tag, budget::Holding, event::EventTicket};
 use aquifer_heap::{Config, Heap, Key, Range};
+use aquifer_status::{CacheLine, claim_line};
 use aquifer_stream::{Spin, StreamPool, Timeline, UseList, Uses};
 use crossbeam_utils::CachePadded;
 use std::{
@@ -87,6 +98,10 @@ pub(crate) struct CacheState {
     needs_follow_up: bool,
     /// Blocks that were converted into raw addresses.
     raw: AddressMap<RawBlock>,
+    /// Copies of the counters for other processes. Never read.
+    line: &'static CacheLine,
+    /// The slot of the pool that the line belongs to, or 0.
+    line_owner: u64,
 }
 
 /// A reference to a stream's cache, and the key of the block in its heap.
@@ -140,6 +155,10 @@ pub(crate) trait CacheHost: Send + Sync {
 
     /// Returns whether every event is recorded.
     fn is_recorded(&self) -> bool;
+
+    /// Returns the slot that other processes read the pool's figures from, or 0 if caches do not
+    /// count for it.
+    fn status_id(&self) -> u64;
 
     /// Takes a ticket in the order of events, if there is a recorder.
     fn ticket(&self) -> Option<EventTicket>;
@@ -237,6 +256,8 @@ impl StreamCache {
                     last_is_free: false,
                     needs_follow_up: false,
                     raw: AddressMap::default(),
+                    line: claim_line(),
+                    line_owner: 0,
                 })),
             }))
         });
@@ -254,6 +275,8 @@ impl StreamCache {
     ) {
         self.state.with(|s| {
             s.needs_follow_up = pool.is_recorded() || timeline.fences_at_once();
+            s.line_owner = pool.status_id();
+            s.write_line();
             s.binding = Some(Binding { pool, directory, number, timeline, open: true });
         });
     }
@@ -354,6 +377,7 @@ impl CacheState {
             self.usage.record_free(last.extent.request);
             // No free has come since, so this is the block's own epoch, or a later one.
             self.free_to_heap(&last, self.last_free);
+            self.line.count_free(self.heap.live_bytes(), last.extent.request.bytes());
         }
     }
 
@@ -379,6 +403,7 @@ impl CacheState {
     /// Counts a block that the heap has just allocated.
     #[inline]
     fn count(&mut self, request: &Request) {
+        self.line.count_alloc(self.heap.live_bytes(), request.size());
         let live = self.live();
         let usage = &mut self.usage;
         usage.peak_live = usage.peak_live.max(live);

@@ -177,6 +177,10 @@ impl DriverSource for StreamOrderedSource {
             .map_err(|e| self.driver_error(e))
     }
 
+    fn name(&self) -> &'static str {
+        "cuMemAllocAsync"
+    }
+
     fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
         Some((&self.budget, self.registration.get()))
     }

@@ -19,10 +19,12 @@ pub unsafe trait Driver:
     fn name(&self) -> &'static str;
 
     /// Returns the number of times each call has been made since the driver was opened.
+    #[doc(hidden)]
     fn calls(&self) -> &CallCounts;
 
     /// Returns the observer that checks the ownership of blocks. The simulated GPU has one, a real
     /// driver has none.
+    #[doc(hidden)]
     fn observer(&self) -> Option<&dyn Observer> {
         None
     }

@@ -1,5 +1,5 @@
 //! The driver boundary: one trait per family of driver calls, implemented by CUDA and by a
-//! simulated GPU.
+//! simulated GPU. Part of aquifer; promises no stability beyond what aquifer re-exports.
 //!
 //! | family | calls |
 //! |---|---|
@@ -43,6 +43,8 @@ mod host_memory;
 mod ipc;
 pub mod leftovers;
 mod memory;
+#[doc(hidden)]
+pub mod nvtx;
 mod observe;
 mod operand;
 mod physical;

@@ -8,7 +8,7 @@ use crate::{
     table::{self, SharedRuntime},
     thread_state,
 };
-use aquifer::{Access, MemoryError, device::Request};
+use aquifer::{Access, MemoryError, Request};
 use std::{ffi::c_void, sync::atomic::Ordering};
 
 /// Work that reads.

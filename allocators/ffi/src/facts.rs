@@ -8,7 +8,7 @@ use crate::{
     table::SharedRuntime,
     thread_state,
 };
-use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, base::MemoryError};
+use aquifer::{Budget, DevicePool, MemoryError, PinnedPool, PoolStats};
 use serde_json::{Value, json};
 use std::{
     ffi::{OsStr, c_char},

@@ -12,7 +12,7 @@ use crate::{
     thread_state,
     torch::{default_runtime, device_of},
 };
-use aquifer::device::{Announced, GraphPool};
+use aquifer::{GraphPool, device::Announced};
 use std::{
     collections::HashMap,
     ffi::{c_int, c_void},

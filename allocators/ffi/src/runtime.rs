@@ -10,8 +10,8 @@ use crate::{
     thread_state,
 };
 use aquifer::{
-    DeviceId, MemoryError, PoolConfig, Recorder, Runtime,
-    event::RingSink,
+    DeviceId, MemoryError, PoolConfig, Runtime,
+    event::{Recorder, RingSink},
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
 use std::{
@@ -250,4 +250,22 @@ pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
         shared.remove_if_unused();
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_simulated_machine_has_at_most_as_many_devices_as_a_set_can_name() {
+        let most = SimConfig::MOST_DEVICES;
+        let devices = |sim_devices| {
+            let options = aq_runtime_options { sim_devices, ..Default::default() };
+            options.sim().map(|sim| sim.config().devices.len()).map_err(|refused| refused.status())
+        };
+        assert_eq!((devices(0), devices(most)), (Ok(1), Ok(most as usize)));
+        for beyond in [most + 1, u32::MAX] {
+            assert_eq!(devices(beyond), Err(Status::BadSetting), "{beyond} devices");
+        }
+    }
 }

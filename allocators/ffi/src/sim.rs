@@ -13,11 +13,9 @@ use crate::{
     thread_state,
 };
 use aquifer::{
-    DeviceRange, RawStream,
-    base::MemoryError,
-    driver::{CaptureMode, RawGraphExec},
-    sim::Sim,
+    DeviceRange, MemoryError, RawStream, driver::CaptureMode, error::DriverError, sim::Sim,
 };
+use aquifer_driver::RawGraphExec;
 use std::ffi::{c_char, c_void};
 
 fn sim(shared: &SharedRuntime) -> CallResult<&Sim> {
@@ -36,7 +34,7 @@ fn raw(shared: &SharedRuntime, device: u32, stream: *mut c_void) -> CallResult<R
 fn with<R>(
     runtime: aq_runtime,
     device: u32,
-    work: impl FnOnce(&SharedRuntime, &Sim, aquifer::DeviceId) -> Result<R, aquifer::DriverError>,
+    work: impl FnOnce(&SharedRuntime, &Sim, aquifer::DeviceId) -> Result<R, DriverError>,
 ) -> CallResult<R> {
     thread_state::with(runtime, |shared| {
         let device = ordinal(shared, device)?;

@@ -16,8 +16,8 @@ use crate::{
     status::{Failure, Status},
 };
 use aquifer::{
-    DevicePool, MemoryError, RawStream, Runtime, Stager, StagerConfig, Stream, StreamLifetime,
-    event::RingSink, sim::Sim,
+    DevicePool, MemoryError, RawStream, Runtime, Stager, StagerConfig, Stream, event::RingSink,
+    sim::Sim, stream::StreamLifetime,
 };
 use std::{
     collections::HashMap,

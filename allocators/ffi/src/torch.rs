@@ -12,7 +12,7 @@ use crate::{
     status::{Failure, Status, aq_status},
     table, thread_state,
 };
-use aquifer::{Access, device::Request};
+use aquifer::{Access, Request};
 use std::{
     collections::HashMap,
     ffi::{c_int, c_void},

@@ -5,6 +5,8 @@
 
 mod charged;
 mod credit;
+mod figures;
+mod shown;
 pub(crate) mod slot;
 mod soft;
 mod tag_cells;
@@ -15,60 +17,21 @@ pub(crate) use credit::{
     charge, charge_growth, credit_free, credit_shrink, refund, thread_slot, try_charge_unrouted,
     try_charge_unscoped, try_credit_free,
 };
+pub use figures::Stats;
+pub use shown::publish_status;
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
-use crate::{not_installed, route};
-use charged::{CAP, CHARGED, PEAK, REFUSALS};
+use crate::not_installed::Warning;
+use charged::{CAP, CHARGED, PEAK};
 use std::sync::atomic::Ordering;
-
-/// What the process has allocated through [`Global`](crate::Global).
-///
-/// A block that moves between the wrapped allocator and a route counts as a free of one and an
-/// allocation of the other.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct Stats {
-    /// Requested bytes in live blocks of the wrapped allocator. Exact when no call is in progress
-    /// on any thread.
-    pub live: u64,
-    /// Maximum of `live` since the start or the last [`reset_peak`]. Never too low, and too high
-    /// by at most 128 KiB per thread.
-    pub peak: u64,
-    /// Number of allocations. Resizing a block is neither an allocation nor a free.
-    pub allocations: u64,
-    /// Number of freed blocks.
-    pub frees: u64,
-    /// Number of calls that the cap refused.
-    pub refusals: u64,
-    /// Bytes in live blocks of routes. They are not part of `live` and not subject to the cap,
-    /// since their memory does not come from the wrapped allocator.
-    pub routed: u64,
-    /// Number of allocations that routes have served.
-    pub routed_allocations: u64,
-    /// Number of allocations that a route refused, whether the wrapped allocator then served them
-    /// or not.
-    pub route_refusals: u64,
-}
 
 /// Returns the current figures. Allocates nothing and takes no lock. Takes time linear in the
 /// maximum number of concurrent threads so far.
 #[must_use]
 pub fn stats() -> Stats {
-    let totals = slot::totals();
-    let live = CHARGED.load(Ordering::Relaxed).saturating_sub(totals.credit);
-    let (routed, routed_allocations, route_refusals) = route::figures();
-    Stats {
-        live,
-        peak: PEAK.load(Ordering::Relaxed).max(live),
-        allocations: totals.allocations,
-        frees: totals.frees,
-        refusals: REFUSALS.load(Ordering::Relaxed),
-        routed,
-        routed_allocations,
-        route_refusals,
-    }
+    shown::publish();
+    figures::read()
 }
 
 /// Sets the cap, the maximum of live bytes, for subsequent allocations. `u64::MAX` removes it.
@@ -97,8 +60,9 @@ pub fn stats() -> Stats {
 /// explicit allocations from it, and the first call prints a warning to standard error. See
 /// [`is_installed`](crate::is_installed).
 pub fn set_cap(bytes: u64) -> u64 {
+    static WARNING: Warning = Warning::new("a cap refuses nothing that other code allocates");
     if bytes != u64::MAX {
-        not_installed::warn_once();
+        WARNING.check_once();
     }
     CAP.store(bytes, Ordering::Relaxed);
     slot::recall();

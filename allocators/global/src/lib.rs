@@ -1,4 +1,5 @@
-//! A global allocator that counts, caps and routes allocations.
+//! A global allocator that counts, caps and routes allocations. Part of aquifer; promises no
+//! stability beyond what aquifer re-exports.
 //!
 //! ```
 //! use aquifer_global as global;
@@ -91,7 +92,8 @@ mod thread_state;
 
 pub use account::{
     Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under,
-    is_soft_cap_exceeded, on_soft_cap, reset_peak, set_cap, set_soft_cap, soft_cap, stats, top,
+    is_soft_cap_exceeded, on_soft_cap, publish_status, reset_peak, set_cap, set_soft_cap, soft_cap,
+    stats, top,
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use context::{Context, capture};

@@ -23,6 +23,8 @@ pub(crate) use paused::paused;
 pub(crate) use record::{free, tag};
 pub use stack::{Stack, stacks};
 
+#[cfg(feature = "stacks")]
+use crate::not_installed::Warning;
 use crate::{
     account::slot::Slot,
     thread_state::{THREAD_STATE, ThreadState},
@@ -39,7 +41,9 @@ const CHECK_INTERVAL: i64 = 1 << 20;
 /// Samples the call stack of one block in every `bytes` allocated bytes on average. 0 ends
 /// sampling.
 ///
-/// - It needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`.
+/// - It needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`. If
+///   [`Global`](crate::Global) is not the program's global allocator, the first call prints a
+///   warning to standard error.
 /// - Each thread starts and stops within the next MiB that it allocates. Sampled blocks are tracked
 ///   until they are freed.
 /// - A sample costs some microseconds, and 0.4 KiB from the system's allocator that are never
@@ -60,6 +64,10 @@ const CHECK_INTERVAL: i64 = 1 << 20;
 /// ```
 #[cfg(feature = "stacks")]
 pub fn sample_every(bytes: u64) {
+    static WARNING: Warning = Warning::new("no call stacks of other code are sampled");
+    if bytes > 0 {
+        WARNING.check_once();
+    }
     INTERVAL.store(bytes, Ordering::Relaxed);
 }
 

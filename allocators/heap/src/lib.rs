@@ -1,4 +1,5 @@
-//! Allocators for address ranges whose memory they never access.
+//! Allocators for address ranges whose memory they never access. Part of aquifer; promises no
+//! stability.
 //!
 //! Device memory cannot contain free lists, since the host cannot access it. Pinned memory must
 //! not, since a late DMA may still write into a freed block. So all metadata of this crate is

@@ -104,6 +104,12 @@ pub struct HeapBlock {
 ///
 /// Never all zero bits, so that an `Option` or an enum around it is no larger.
 ///
+/// The key of a freed block is refused as stale. The generation has 32 bits and wraps, so there is
+/// one exception: a live block at the same address that is exactly the 2³²nd block of its slab or
+/// record after the freed one, or a multiple of that. A wider generation would make the token of
+/// every block larger, and a check for the wrap would cost every allocation an instruction. A
+/// caller that frees each key once does not depend on it.
+///
 /// See the example of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {

@@ -48,7 +48,8 @@ pub(crate) struct Slab {
     generations: Box<[u32]>,
     /// The generation of the next block. It counts the blocks of all slots, and persists when the
     /// slab is reused: a reused slab may start elsewhere, so that an old address falls into
-    /// another slot, and a count per slot could repeat an old key.
+    /// another slot, and a count per slot could repeat an old key. Wraps, with the bound that
+    /// [`Key`](crate::Key) documents.
     next_generation: u32,
 }
 

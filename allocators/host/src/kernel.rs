@@ -11,12 +11,14 @@ mod files;
 mod fork_safe;
 mod mappings;
 mod process;
+mod threads;
 mod wait;
 
 pub use faults::{Faults, SystemCall};
 pub(crate) use fork_safe::{ForkSafe, ForkSafeGuard, LockOrder};
 pub use mappings::{Ground, MapEntry};
 pub use process::Process;
+pub use threads::SpawnedThread;
 pub use wait::{Bell, StallAlarm, Woken};
 
 use crate::topology::{Bitmap, NodeId};
@@ -27,9 +29,9 @@ use nix::{
     sys::utsname::uname,
     time::{ClockId, clock_gettime},
 };
-use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
+use std::{num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
 
-/// A range of addresses of this process.
+/// A range of addresses of this process. Plain numbers, without ownership.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Span {
     /// The first address.
@@ -344,23 +346,6 @@ impl Kernel {
         // the C type.
         check("sched_setaffinity", unsafe {
             libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
-        })
-    }
-
-    /// Starts a thread.
-    ///
-    /// # Errors
-    /// `EAGAIN` if the limit of threads is reached.
-    pub fn spawn(
-        &self,
-        name: String,
-        work: impl FnOnce() + Send + 'static,
-    ) -> Result<thread::JoinHandle<()>> {
-        self.intercept(SystemCall::Spawn)?;
-        let started: io::Result<_> = thread::Builder::new().name(name).spawn(work);
-        started.map_err(|e| SystemError {
-            call: "clone",
-            errno: e.raw_os_error().unwrap_or(libc::EAGAIN),
         })
     }
 }

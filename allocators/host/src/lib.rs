@@ -1,4 +1,5 @@
-//! Pinned host memory with NUMA placement: regions, pools and staged transfers.
+//! Pinned host memory with NUMA placement: regions, pools and staged transfers. Part of aquifer;
+//! promises no stability beyond what aquifer re-exports.
 //!
 //! | module | contents |
 //! |---|---|

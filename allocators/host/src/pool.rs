@@ -8,8 +8,10 @@
 //!
 //! ```text
 //!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► magazine of the thread: no lock
+//!                                                       │  empty or full
+//!                                                      depot, from 64 KiB to 1 MiB: a lock for each class
 //!                                                       │  empty or full, or a gate is noted on the block
-//!                                                      core ── slabs ── heap ── regions ── node's memory
+//!                                                      core, a lock ── slabs ── heap ── regions ── node's memory
 //!                                                       │
 //!                                                       └── blocks freed with a gate shut: given out again when it opens
 //! ```
@@ -32,18 +34,22 @@
 //!
 //! # Sizes
 //! - Up to 64 KiB a request gets a slot that is at most a sixteenth larger, 2.1 % on average.
-//! - Above 64 KiB a request gets a dedicated block by best fit over all free memory. Up to 1 MiB
-//!   its size is rounded up by at most a 32nd, 1.05 % on average over random sizes, so that
-//!   requests of similar size reuse each other's blocks.
+//! - Above 64 KiB a request gets a single block by best fit over all free memory. Up to 1 MiB its
+//!   size is rounded up by at most a 32nd, 1.05 % on average over random sizes, so that requests of
+//!   similar size reuse each other's blocks.
 //! - Above 1 MiB sizes are rounded up to 64 bytes.
 //!
 //! # Threads
-//! An allocation and its free take no lock and no atomic read-modify-write. Each thread has a
-//! [magazine] of free blocks:
+//! An allocation takes no lock and no atomic read-modify-write while the thread's magazine has a
+//! block for it, and a free takes none while the magazine has room and no gate is noted on the
+//! block. Otherwise they take a lock: from 64 KiB to 1 MiB that of the class in the depot, and if
+//! that does not help, or for other sizes, that of the pool. While blocks are pending, every 64th
+//! allocation takes the pool's lock to poll gates. Each thread has a [magazine] of free blocks:
 //! - Up to 64 KiB it starts with about 64 KiB of each class, but at least four blocks. It grows
 //!   with the thread's demand, as long as the pool has as much free memory outside magazines.
-//! - Up to 1 MiB it keeps the eight most recently freed blocks. A *depot*, shared by all threads
-//!   with one lock per class, keeps the rest.
+//! - Up to 1 MiB it keeps the last freed block of each of eight class residues: a freed block
+//!   replaces one whose class is equal modulo 8. A *depot*, shared by all threads with one lock per
+//!   class, keeps the rest.
 //! - Above 1 MiB it keeps four blocks.
 //!
 //! Blocks in magazines count as cached. They are collected before the pool grows, trims or refuses
@@ -133,6 +139,7 @@ mod page_map;
 mod pending;
 mod poison;
 mod pool_core;
+mod publish;
 mod reclaim;
 mod slabs;
 mod span;
@@ -155,6 +162,7 @@ use crate::{
 };
 use aquifer_core::{Budget, MemoryError, Recorder, Result, scratch::Scratch};
 use aquifer_driver::site;
+use aquifer_status::PoolSlot;
 use config::Effort;
 use context::PoolContext;
 use pool_core::PoolCore;
@@ -206,11 +214,13 @@ impl PinnedPool {
     /// Creates a pool whose regions are charged to `budget`. Takes no memory yet.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for an invalid configuration, or for an `AQUIFER_TRACE` that
-    /// cannot be written.
+    /// [`MemoryError::BadSetting`] for an invalid configuration, for an `AQUIFER_TRACE` that cannot
+    /// be written, or for an invalid `AQUIFER_STATUS`.
     pub fn new(host: &Host, budget: &Budget, mut config: PinnedConfig) -> Result<Self> {
         config.check()?;
         config.recorder = Recorder::with_environment(config.recorder)?;
+        aquifer_status::start()?;
+        let status = PoolSlot::open(publish::describe(config.node.map(|node| node.0)));
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
         let (host, budget, registration) = (host.clone(), budget.clone(), OnceLock::new());
         let (idle_holders, scratch) = (Mutex::default(), Scratch::new());
@@ -222,10 +232,12 @@ impl PinnedPool {
             registration,
             idle_holders,
             scratch,
+            status,
         });
         sweep();
         let (core, generation) = PoolCore::open(shared.clone());
         shared.register(core, generation);
+        core.publish(&shared);
         Ok(Self { handle: Arc::new(PoolHandle { core, generation, shared }) })
     }
 
@@ -290,7 +302,10 @@ impl PinnedPool {
     #[track_caller]
     pub fn warm(&self, bytes: usize) -> Result<()> {
         let _site = site::enter();
-        self.core()?.warm(self.handle.generation, bytes as u64)
+        let core = self.core()?;
+        let warmed = core.warm(self.handle.generation, bytes as u64);
+        core.publish(&self.handle.shared);
+        warmed
     }
 
     /// Grows until [`PinnedConfig::grow_ahead`] bytes are free. Returns the number of bytes taken.
@@ -306,7 +321,9 @@ impl PinnedPool {
         region::end_retired();
         core.poll_all();
         let ahead = self.handle.shared.config.grow_ahead as u64;
-        core.grow_ahead(self.handle.generation, ahead)
+        let grown = core.grow_ahead(self.handle.generation, ahead);
+        core.publish(&self.handle.shared);
+        grown
     }
 
     /// Releases wholly free regions, largest first. Returns the number of bytes released. At least
@@ -321,14 +338,23 @@ impl PinnedPool {
         let _site = site::enter();
         let core = self.core()?;
         core.poll_all();
-        core.trim(self.handle.generation, keep as u64)
+        let released = core.trim(self.handle.generation, keep as u64);
+        core.publish(&self.handle.shared);
+        released
     }
 
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PinnedStats {
         let stats = |core: &PoolCore| core.with_tally(|state, tally| state.stats(tally));
-        self.core().map_or_else(|_| PinnedStats::default(), stats)
+        self.core().map_or_else(
+            |_| PinnedStats::default(),
+            |core| {
+                let stats = stats(core);
+                core.publish(&self.handle.shared);
+                stats
+            },
+        )
     }
 
     /// Returns the NUMA node of the pool's memory.

@@ -27,6 +27,7 @@ type OperandVec<T> = SmallVec<[T; 8]>;
 )]
 pub trait TrackUses: Operand {
     /// Returns the use records of the block, which all parts of a block share.
+    #[doc(hidden)]
     fn account(&self) -> Account<'_>;
 }
 

@@ -1,5 +1,5 @@
 //! Leased CUDA streams with epochs, records of which streams use a block, and safe asynchronous
-//! copies.
+//! copies. Part of aquifer; promises no stability beyond what aquifer re-exports.
 //!
 //! | module | holds |
 //! |---|---|

@@ -364,6 +364,7 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::UnknownId`] for a retired stream, a stream of another driver, or a stream
     /// that is not known and has no `alive`. Otherwise the errors of adoption.
+    #[doc(hidden)]
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
         let alive = match alive.map(Arc::downcast::<Timeline>) {
             Some(Ok(timeline)) => {

@@ -57,6 +57,7 @@ impl Stream {
     /// Returns the timeline of the stream.
     #[inline]
     #[must_use]
+    #[doc(hidden)]
     pub fn timeline(&self) -> &Arc<Timeline> {
         &self.lease.timeline
     }
@@ -213,6 +214,7 @@ pub struct Point {
 impl Point {
     /// Creates a point whose work is still to be queued.
     #[must_use]
+    #[doc(hidden)]
     pub fn ahead(timeline: &Arc<Timeline>) -> Self {
         Self { timeline: timeline.clone(), epoch: Arc::new(AtomicU64::new(0)) }
     }

@@ -142,6 +142,7 @@ impl Use {
 
     /// Returns the stream of the use.
     #[must_use]
+    #[doc(hidden)]
     pub fn on(&self) -> &Arc<Timeline> {
         &self.on
     }

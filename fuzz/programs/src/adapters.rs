@@ -11,7 +11,7 @@
 //! - at the end every wrapper's account is zero, and all device memory is freed.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS};
+use crate::program::{Bytes, MAX_OPS, not_beside_alone};
 use aquifer_adapters::{CountingAllocator, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
 use aquifer_device::{
@@ -60,6 +60,7 @@ struct World {
 /// # Panics
 /// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
+    let _not_beside_alone = not_beside_alone();
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
     bytes.steps(MAX_OPS, |bytes| {

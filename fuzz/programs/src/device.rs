@@ -13,7 +13,7 @@
 //! become small, move, and are released.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS};
+use crate::program::{Bytes, MAX_OPS, not_beside_alone};
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{
     Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request,
@@ -162,6 +162,7 @@ pub fn run_checked(bytes: &[u8]) {
 }
 
 fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> usize {
+    let _not_beside_alone = not_beside_alone();
     let mut world = World::new(bytes, checked, retaining);
     let steps = bytes.steps(MAX_OPS, |bytes| {
         world.step(bytes);

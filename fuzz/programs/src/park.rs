@@ -9,7 +9,7 @@
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
 use crate::{
-    program::{Bytes, MAX_OPS},
+    program::{Bytes, MAX_OPS, not_beside_alone},
     rig::{Rig, went},
 };
 use allocator_api2::alloc::Global;
@@ -80,6 +80,7 @@ struct World {
 /// # Panics
 /// If an invariant is violated.
 pub fn run(bytes: &[u8]) -> (usize, usize) {
+    let _not_beside_alone = not_beside_alone();
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
     bytes.steps(MAX_OPS, |bytes| {

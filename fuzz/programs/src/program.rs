@@ -1,7 +1,7 @@
 //! Reads bytes as a program of a fuzz target.
 
 use std::sync::{
-    Mutex, MutexGuard, PoisonError,
+    PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
     atomic::{AtomicU64, Ordering},
 };
 
@@ -117,11 +117,20 @@ impl<'a> Bytes<'a> {
     }
 }
 
+/// Held for writing by programs that depend on state of the whole process, and for reading by those
+/// that change some of it.
+static PROCESS: RwLock<()> = RwLock::new(());
+
 /// Locks the process for one program at a time. Stranded memory, closed pools that linger, driver
 /// memory of graphs, and raw addresses (which machines without bytes share) are process-wide state.
-pub(crate) fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
+    PROCESS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps programs of [`alone`] from running beside this one: a pool that looks for memory also
+/// releases what other pools of the process have left behind.
+pub(crate) fn not_beside_alone() -> RwLockReadGuard<'static, ()> {
+    PROCESS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the length of the program of `seed`: log-uniform over 40 to 8,000 bytes.

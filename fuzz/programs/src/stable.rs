@@ -8,7 +8,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
-    program::{Bytes, MAX_OPS},
+    program::{Bytes, MAX_OPS, not_beside_alone},
     rig::{Rig, went},
 };
 use aquifer_core::{Budget, MemoryError};
@@ -94,6 +94,7 @@ struct World {
 /// # Panics
 /// If an invariant is violated.
 pub fn run(bytes: &[u8]) {
+    let _not_beside_alone = not_beside_alone();
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
     bytes.steps(MAX_OPS, |bytes| {

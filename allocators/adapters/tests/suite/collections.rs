@@ -9,8 +9,8 @@ use allocator_api2::{
 };
 use aquifer_adapters::{
     Arena, Cached, CountingAllocator, Fallback, Guarded, Limit, Segregate, Tagged,
-    conformance::Suite,
 };
+use aquifer_conformance::Suite;
 use aquifer_core::{Budget, Tag};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::{HashMap, HashSet};

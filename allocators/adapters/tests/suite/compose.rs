@@ -11,8 +11,8 @@ use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{
     Arena, ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, Owns, Segregate,
     Tagged,
-    conformance::{ContractFault, Suite},
 };
+use aquifer_conformance::{ContractFault, Suite};
 use aquifer_core::{Budget, DeferReuse, Gate, Tag};
 use std::{alloc::Layout, ptr::NonNull};
 

@@ -11,7 +11,6 @@ mod faults;
 mod gates;
 mod guarded;
 mod pages;
-mod planted;
 mod poison;
 mod support;
 mod wrappers;

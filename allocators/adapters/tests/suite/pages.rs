@@ -113,6 +113,13 @@ fn pages_whose_upstream_supports_no_gates_are_returned() {
 }
 
 #[test]
+fn errors_of_pages_read_the_same_in_debug_so_that_main_may_return_them() {
+    for error in [PageError::Foreign, PageError::Full { pages: 3, free: 2, waiting: 1 }] {
+        assert_eq!(format!("{error:?}"), error.to_string());
+    }
+}
+
+#[test]
 fn threads_take_write_and_free_at_a_time() {
     let arena = PageArena::new(16, 64).unwrap();
     thread::scope(|threads| {

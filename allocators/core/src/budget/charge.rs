@@ -76,6 +76,7 @@ impl Charge {
     /// Marks the bytes as stranded: the resource that they pay for could not be freed. They stay
     /// charged, and are counted as stranded here and in every ancestor until a later free succeeds.
     #[must_use = "the owner can try again"]
+    #[doc(hidden)]
     pub fn strand(self) -> StrandedCharge {
         self.budget.node.strand(self.bytes);
         StrandedCharge { charge: ManuallyDrop::new(self) }
@@ -186,6 +187,7 @@ impl Budget {
     /// assert_eq!((budget.used(), budget.stranded()), (0, 0));
     /// # Ok::<(), aquifer_core::OutOfBudget>(())
     /// ```
+    #[doc(hidden)]
     pub fn count_stranded(&self, bytes: u64) -> StrandedCount {
         self.node.strand(bytes);
         StrandedCount { budget: self.clone(), bytes }

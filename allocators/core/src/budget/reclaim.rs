@@ -149,6 +149,7 @@ impl Budget {
     /// Creates a search that calls one reclaimer at a time, so that a pool can check in between
     /// whether it has what it needs. `except` is skipped.
     #[must_use]
+    #[doc(hidden)]
     pub fn asking<'a>(&'a self, except: Option<&'a HookRegistration>) -> Asking<'a> {
         Asking { budget: self, except, calls: Vec::new(), calls_left: MAX_CALLS }
     }

@@ -37,7 +37,9 @@ pub trait Reclaim: Send + Sync {
     /// passed (`None`: no deadline).
     ///
     /// Called with no lock of the budget held. It may charge and release. A panic is counted and
-    /// otherwise ignored. It is called again as long as its offer decreases each time.
+    /// otherwise ignored. One search calls it again only if the last call has lowered its offer, if
+    /// the offer has changed since, or if the last call came after the deadline and this one does
+    /// not. A search within this call waits for no other reclaimer.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
 
     /// Returns whether it can release memory only by waiting. Such a reclaimer is called last, and

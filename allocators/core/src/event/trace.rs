@@ -5,13 +5,14 @@
 //! fields:
 //!
 //! ```text
-//! t_us,op,id,bytes,stream,kind,device,tag
-//! 0,a,1,4096,2,cached,0,
-//! 7,a,2,1048576,3,cached,1,kv%2Ccache
-//! 7,f,1,4096,2,cached,0,
-//! 12,c,1,4096,2,cached,0,
-//! 25,a,3,65536,0,pinned,host:1,
-//! 30,f,2,1048576,3,cached,1,kv%2Ccache
+//! t_us,op,id,bytes,stream,kind,device,tag,address,thread
+//! 0,a,1,4096,2,cached,0,,0x7f0000000000,1
+//! 7,a,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
+//! 7,f,1,4096,2,cached,0,,0x7f0000000000,1
+//! 12,c,1,4096,2,cached,0,,0x7f0000000000,1
+//! 25,a,3,65536,0,pinned,host:1,,0x7e0000000000,1
+//! 26,g,0,2097152,0,cached,0,,,1
+//! 30,f,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
 //! ```
 //!
 //! - `t_us`: the time in whole microseconds since the recorder's start. It never decreases except
@@ -21,9 +22,11 @@
 //!   - `f`: its owner freed it. Its bytes may still be in use on other streams.
 //!   - `c`: its last use is done, and its bytes can be reused.
 //!   - `g`, `s`: the pool allocated memory from the driver or the kernel, or released some.
+//!   - `m`: the pool moved physical memory of free ranges to other addresses.
 //!   - `x`: an allocation failed.
-//! - `id`: the number of the block, from 1 on and unique. 0 in `g`, `s` and `x`.
-//! - `bytes`: the requested bytes, the same in each line of a block. Never 0.
+//!   - `v`: a debugging pool found an error.
+//! - `id`: the number of the block, from 1 on and unique. 0 in `g`, `s`, `m`, `x` and `v`.
+//! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v`.
 //! - `stream`: the stream's number in its pool. In `a` it is the stream of the allocation, in `f`
 //!   that of the free. 0 if there is none. Numbers of different devices are unrelated.
 //! - `kind`: the name of a [`BlockKind`].
@@ -31,12 +34,15 @@
 //!   node is not known.
 //! - `tag`: the name of its [`Tag`]. `%`, `,` and control characters are written as `%` and two
 //!   hexadecimal digits for each byte. At most 1,024 bytes. Empty for none.
+//! - `address`: the first address of the block or range in hexadecimal, with `0x`. Empty where an
+//!   event has none, as most of `g`, `s` and `m`.
+//! - `thread`: the number of the thread that caused the event, from 1 on.
 //!
 //! Each block has one `a`, then at most one `f`, then at most one `c`. A block that is live at the
 //! end of the file has no `f`. A `c` directly after its `f` means that no use outlived the free.
 //! Without a `c`, the last use is not known to be done. All numbers are decimal, without a sign.
-//! Readers should use the names in the first line, since older files have only the first five
-//! fields.
+//! Readers should use the names in the first line, since older files have only the first five or
+//! the first eight fields.
 //!
 //! Each committed step of reserved memory is a block. Parking frees and completes a tag's blocks.
 //! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
@@ -54,7 +60,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag";
+const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread";
 /// The maximum length of a tag's name, in bytes.
 const MAX_TAG_BYTES: usize = 1024;
 
@@ -74,7 +80,8 @@ const MAX_TAG_BYTES: usize = 1024;
 /// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 2, 0x7f00, 512, Tag::NONE));
 /// let text = std::fs::read_to_string(&path)?;
-/// assert!(text.starts_with("t_us,op,id,bytes,stream,") && text.ends_with(",a,1,512,2,cached,0,\n"));
+/// assert!(text.starts_with("t_us,op,id,bytes,stream,"));
+/// assert!(text.contains(",a,1,512,2,cached,0,,0x7f00,"));
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), std::io::Error>(())
 /// ```
@@ -142,9 +149,21 @@ impl State {
         let place = event.place;
         self.rest.clear();
         // Writing to a string cannot fail.
-        let _ = write!(self.rest, "{},{},{}", kind.name(), DeviceField(place), TagField(tag));
+        let _ = write!(self.rest, "{},{},{},", kind.name(), DeviceField(place), TagField(tag));
+        if event.address != 0 {
+            let _ = write!(self.rest, "{:#x}", event.address);
+        }
+        let _ = write!(self.rest, ",{}", event.thread);
         let (at_us, stream, rest) = (event.at_ns / 1000, event.stream, &self.rest);
         self.lines.write(format_args!("{at_us},{op},{id},{bytes},{stream},{rest}"));
+    }
+
+    /// Writes a line that is about no traced block.
+    fn write_mark(&mut self, event: &Event, op: char) {
+        let Event { bytes, kind, tag, .. } = *event;
+        if bytes > 0 || op == 'v' {
+            self.write(event, op, TracedBlock { id: 0, bytes, kind, tag, freed: false });
+        }
     }
 
     /// Writes the end of a block whose address has been reused.
@@ -183,15 +202,12 @@ impl State {
                     self.write(event, 'c', block);
                 }
             }
-            Action::Grow | Action::Reap | Action::Fail if bytes > 0 => {
-                let op = match event.action {
-                    Action::Grow => 'g',
-                    Action::Reap => 's',
-                    _ => 'x',
-                };
-                self.write(event, op, TracedBlock { id: 0, bytes, kind, tag, freed: false });
-            }
-            _ => {}
+            Action::Grow => self.write_mark(event, 'g'),
+            Action::Reap => self.write_mark(event, 's'),
+            Action::Move => self.write_mark(event, 'm'),
+            Action::Fail => self.write_mark(event, 'x'),
+            Action::Finding => self.write_mark(event, 'v'),
+            Action::Allocate | Action::Adopt => {}
         }
     }
 }

@@ -1,10 +1,11 @@
 //! Tests of the text and the JSON of an error.
 
 use aquifer_core::{
-    Budget, DriverError, MemoryError, OutOfBudget, OutOfMemory, Tag,
+    Budget, DriverError, MemoryError, NoGpu, OutOfBudget, OutOfMemory, SystemError, Tag,
     budget::{Holding, Raise},
     error::{InUse, Remedy, Stranded, TenantHolding, Tried},
 };
+use std::error::Error;
 
 #[expect(clippy::unwrap_used, reason = "a helper of tests")]
 fn full() -> OutOfMemory {
@@ -52,6 +53,29 @@ fn the_json_holds_every_figure_under_its_name() {
     // The golden file has a line for each field.
     let folded: String = expected.lines().map(str::trim).collect();
     assert_eq!(error.to_json(), folded);
+}
+
+#[test]
+fn errors_read_the_same_in_debug_so_that_main_may_return_them() {
+    #[track_caller]
+    fn assert_same(error: impl Error) {
+        let text = error.to_string();
+        assert!(!text.is_empty() && format!("{error:?}") == text, "{error:?} is not {text}");
+    }
+    let driver = DriverError { call: "cuMemCreate", code: 2, name: "CUDA_ERROR_OUT_OF_MEMORY" };
+    assert_same(driver);
+    assert_same(SystemError { call: "mmap", errno: 12 });
+    assert_same(NoGpu::Start(driver));
+    assert_same(Budget::new("the device", 1).charge(2).map(drop).unwrap_err());
+    assert_same(full());
+    assert_same(MemoryError::OutOfMemory(Box::new(full())));
+    assert_same(MemoryError::NoGpu { asked: 0, why: Box::new(NoGpu::NoLibrary) });
+}
+
+#[test]
+fn the_refusal_of_a_lease_names_the_setting_that_allows_more_streams() {
+    let text = MemoryError::Capacity { max: 64 }.to_string();
+    assert!(text.contains("all 64 streams are leased") && text.contains("`streams`"), "{text}");
 }
 
 #[test]

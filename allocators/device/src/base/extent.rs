@@ -16,6 +16,8 @@ pub(crate) struct BlockExtent {
 }
 
 /// The size and the tag of a request, packed into eight bytes: no request reaches 2⁴⁸.
+///
+/// In parts, so that compilers copy a [`BlockExtent`] as one value of sixteen bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PackedRequest {
     low: u32,

@@ -133,21 +133,33 @@ impl CheckedPool {
         }
     }
 
-    /// Removes the oldest block of a quarantine that holds more than `bound` bytes. The caller must
-    /// release it.
-    fn pop_oldest(&self, bound: u64) -> Option<QuarantinedBlock> {
+    /// Removes the oldest block of a quarantine that holds more than `bound` bytes, and returns its
+    /// place. The caller must release it.
+    fn pop_oldest(&self, bound: u64) -> Option<(u64, QuarantinedBlock)> {
         let mut state = self.state();
         if state.quarantined <= bound {
             return None;
         }
-        let freed = state.quarantine.pop_front()?;
-        state.quarantined -= freed.capacity;
-        state.inspecting += 1;
-        Some(freed)
+        let taken = state.quarantine.pop_oldest()?;
+        state.begin_inspection(&taken.1);
+        Some(taken)
+    }
+
+    /// Removes the block that follows the one at `after` in the quarantine, up to that at `last`.
+    /// The caller must put it back.
+    fn take_next(&self, after: Option<u64>, last: u64) -> Option<(u64, QuarantinedBlock)> {
+        let mut state = self.state();
+        let taken = state.quarantine.take_next(after, last)?;
+        state.begin_inspection(&taken.1);
+        Some(taken)
     }
 
     /// Reads a block and releases it. Returns whether it was released.
-    fn inspect_and_release(&self, mut freed: QuarantinedBlock, on_unread: OnUnread) -> bool {
+    fn inspect_and_release(
+        &self,
+        (age, mut freed): (u64, QuarantinedBlock),
+        on_unread: OnUnread,
+    ) -> bool {
         let inspected = self.inspect_freed(&mut freed);
         let leaves = match inspected {
             Ok(_) => true,
@@ -164,10 +176,7 @@ impl CheckedPool {
             self.state().inspecting -= 1;
         } else {
             freed.refused = true;
-            let mut state = self.state();
-            state.quarantined += freed.capacity;
-            state.quarantine.push_front(freed);
-            state.inspecting -= 1;
+            self.state().end_inspection(age, freed);
         }
         leaves
     }
@@ -199,30 +208,13 @@ impl CheckedPool {
             found.append(&mut self.inspect_live(address, number)?);
         }
         // Blocks that are freed during this call are left for a later one.
-        let newest =
-            self.state().quarantine.iter().map(|freed| freed.record.number).collect::<Vec<_>>();
-        for number in newest {
-            let taken = {
-                let mut state = self.state();
-                let at = state.quarantine.iter().position(|freed| freed.record.number == number);
-                let taken = at.and_then(|at| Some((at, state.quarantine.remove(at)?)));
-                if let Some((_, freed)) = &taken {
-                    state.quarantined -= freed.capacity;
-                    state.inspecting += 1;
-                }
-                taken
-            };
-            let Some((at, mut freed)) = taken else { continue };
+        let newest = self.state().quarantine.newest();
+        let mut after = None;
+        while let Some((age, mut freed)) = newest.and_then(|last| self.take_next(after, last)) {
             let inspected = self.inspect_freed(&mut freed);
-            {
-                let mut state = self.state();
-                state.quarantined += freed.capacity;
-                // Other threads may have released older blocks in between.
-                let at = at.min(state.quarantine.len());
-                state.quarantine.insert(at, freed);
-                state.inspecting -= 1;
-            }
+            self.state().end_inspection(age, freed);
             found.append(&mut inspected?);
+            after = Some(age);
         }
         Ok(found)
     }

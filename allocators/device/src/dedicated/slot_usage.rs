@@ -6,6 +6,8 @@
 //!      │                 │  └──collected── pending ◀──freed
 //!      └── unmapped ──── pending ◀──retired
 //! ```
+//!
+//! Pending memory is of two kinds: freed blocks that other streams still use, and retiring slots.
 
 use super::DedicatedPool;
 use aquifer_core::{Action, Tag, event::BlockKind};

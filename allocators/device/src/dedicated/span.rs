@@ -10,7 +10,12 @@ use crate::{
     physical::handle::{Handle, HeldBytes},
 };
 use aquifer_core::{
-    Charge, DeviceId, DriverError, MemoryError, Result, budget::StrandedCount, event::BlockKind,
+    Charge, DeviceId, DriverError, MemoryError, Result,
+    budget::StrandedCount,
+    event::{
+        BlockKind,
+        announcement::{supply, withdraw},
+    },
 };
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Noted, Timeline};
@@ -42,7 +47,7 @@ pub(crate) enum SpanMemory {
     Allocation { charge: Charge, held: Arc<HeldBytes> },
 }
 
-/// Slots that their owner has freed.
+/// Slots that are retiring: their owner has freed them, and they are still mapped.
 pub(crate) struct RetiringSlots {
     pub(crate) slots: Vec<(u64, SpanMemory)>,
     /// The epochs that cover the work of the owner streams. Empty if there was none.
@@ -52,7 +57,10 @@ pub(crate) struct RetiringSlots {
     until_free: UntilFree,
 }
 
-/// A range of addresses, and the memory mapped there.
+/// A range of device addresses, and the memory mapped there.
+///
+/// In aquifer-host, `kernel::Span` is a plain range of host addresses, and a `SlabSpan` describes a
+/// slab or a block of a pinned pool.
 ///
 /// Memory that the driver refuses to release when the span is dropped stays mapped and charged.
 pub(crate) struct Span {
@@ -164,7 +172,18 @@ impl Span {
         held: &Arc<HeldBytes>,
     ) -> Self {
         let allocation = SpanMemory::Allocation { charge, held: held.clone() };
-        Self::new(place, kind, address, bytes, bytes, Some(allocation))
+        let span = Self::new(place, kind, address, bytes, bytes, Some(allocation));
+        if span.is_announced() {
+            supply(span.device, address, bytes);
+        }
+        span
+    }
+
+    /// Returns whether a tool that checks accesses is told of the memory. Launches of a graph
+    /// access blocks that were freed when it was captured, and parking copies whole slots: both
+    /// would be reported as errors.
+    fn is_announced(&self) -> bool {
+        !matches!(self.kind, BlockKind::Graph | BlockKind::Parkable)
     }
 
     /// Returns the kind of block that the span is for.
@@ -267,12 +286,18 @@ impl Span {
     }
 
     /// Maps handles at empty slots, and grants the devices access. On failure nothing stays mapped,
-    /// except for what the driver refuses to unmap: those slots leave, and their bytes are returned
-    /// with the error.
+    /// except for what the driver refuses to unmap: those slots become retiring, and their bytes
+    /// are returned with the error.
     pub(super) fn map(&self, parts: Vec<(u64, Arc<Handle>)>) -> Result<(), (DriverError, u64)> {
         let mut mapped = Vec::with_capacity(parts.len());
         match self.map_each(parts, &mut mapped) {
             Ok(()) => {
+                for (slot, handle) in &mapped {
+                    // Imported memory is announced where it was allocated.
+                    if self.is_announced() && handle.bytes() > 0 {
+                        supply(self.device, self.address + slot * self.slot, self.slot);
+                    }
+                }
                 let memory =
                     mapped.into_iter().map(|(slot, handle)| (slot, SpanMemory::Handle(handle)));
                 self.state().mapped.extend(memory);
@@ -336,7 +361,7 @@ impl Span {
         Ok(())
     }
 
-    /// Adds slots to those that leave.
+    /// Adds slots to those that are retiring.
     pub(crate) fn add_retiring(
         &self,
         slots: Vec<(u64, SpanMemory)>,
@@ -346,7 +371,7 @@ impl Span {
         self.state().retiring.push(RetiringSlots { slots, until, uses, until_free: None });
     }
 
-    /// Makes the mapped slots of a range leave.
+    /// Makes the mapped slots of a range retiring.
     pub(crate) fn retire(&self, slots: Range<u64>, until: StreamDeps, uses: Vec<Noted>) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
@@ -356,7 +381,7 @@ impl Span {
         state.retiring.push(RetiringSlots { slots, until, uses, until_free: None });
     }
 
-    /// Makes all mapped slots leave, and closes the span.
+    /// Makes all mapped slots retiring, and closes the span.
     pub(crate) fn retire_whole(&self, until: StreamDeps, uses: Vec<Noted>, until_free: UntilFree) {
         let mut state = self.state();
         state.closed = true;
@@ -506,6 +531,7 @@ impl Span {
             let count = run.end - run.start;
             let these: Vec<_> = slots.by_ref().take(count as usize).collect();
             let address = self.address + run.start * self.slot;
+            withdraw(self.device, address, count * self.slot);
             let ended = if self.reserved {
                 // SAFETY: 1. The callers have seen all work done that used these slots, or there
                 // was none.

@@ -611,8 +611,8 @@ impl ParkablePool {
                 (freed.is_some() && over.is_some()).then(|| event(Action::Complete)).flatten();
             (over, pieces, freed.into_iter().chain(completed))
         };
-        drop(pieces);
         self.dedicated.send(events);
+        drop(pieces);
         drop(over.and_then(|block| block.until_free));
     }
 }

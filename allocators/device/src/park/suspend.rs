@@ -138,8 +138,8 @@ impl ParkablePool {
             state.phase = Phase::Parked;
             (over, dropped, held, events)
         };
-        drop(dropped);
         self.dedicated.send(events);
+        drop(dropped);
         self.complete(over);
         let before = self.dedicated.held().stuck();
         let (_, refused) = self.dedicated.reap_span(&self.span);

@@ -1,7 +1,8 @@
 //! One range of addresses, and physical handles that are mapped where they are needed.
 //!
 //! All streams of the pool share the range: any free part of it can be transferred from one
-//! stream's cache to another's, a unit at a time. A handle is mapped and unmapped as a whole:
+//! stream's cache to another's, in multiples of the heap's unit of 512 bytes. A handle is mapped
+//! and unmapped as a whole:
 //!
 //! ```text
 //!   unclaimed ──claim──▶ being backed ──map, set access──▶ in the streams' caches ──┐
@@ -16,6 +17,28 @@
 //! the new mapping is made first, and the receiving stream waits for that work on the device. The
 //! old mapping becomes a *zombie*: it is removed when the host has seen the work done, since
 //! unmapping is not stream ordered. The host does not wait.
+//!
+//! **Growth** backs the missing slots of a window, in this order:
+//!
+//! 1. The window's unclaimed slots are claimed, and its backed parts are taken out of their lists.
+//! 2. Spare handles are taken. If they and the rest of the budget are not enough, handles are
+//!    unmapped under free memory (`cuMemUnmap`), where handles may move; a pool that compacts does
+//!    so in any case. The bytes that are missing then are charged, all at once. With a reservation,
+//!    each handle is charged in step 3 instead.
+//! 3. The missing handles are created with this charge (`cuMemCreate`).
+//! 4. The receiving stream waits on the device for work on memory that it takes over.
+//! 5. Each handle is mapped (`cuMemMap`), then each run of slots is made accessible
+//!    (`cuMemSetAccess`).
+//! 6. The window is added to the cache, and the block is allocated there.
+//!
+//! If the driver has no memory in step 3, smaller handles are tried. If these fail too, or if the
+//! budget refuses in step 2, only moves are left, where handles may move. If that is not enough,
+//! the attempt finds no place. The handles that it has created or unmapped stay charged, as spare,
+//! and the next attempt of the same request uses them. If the request is refused in the end, all
+//! spare handles are released. Any other error, in any step, ends the request: handles that the
+//! attempt has created are released with their charges, and others become spare. A new mapping that
+//! the driver refuses to remove again becomes a zombie, with its slots claimed and its handle
+//! charged.
 //!
 //! **Handle sizes.** The cost of a mapping depends on the number of handles and hardly on their
 //! size. So a block of 512 MiB gets a few large handles if a handle is far smaller than the memory
@@ -89,6 +112,8 @@ pub(crate) struct Mapped {
 
 /// Marks memory that is being moved, which other threads cannot see. It is counted before the
 /// memory is taken. So a thread that finds nothing, and no move, has seen all memory.
+///
+/// A transfer between two lists is such a move too, although no handle moves.
 struct MoveGuard<'a>(&'a Mapped);
 
 impl Drop for MoveGuard<'_> {

@@ -13,12 +13,13 @@ pub(crate) enum Readiness {
     MayWait,
 }
 
-/// The pieces in which memory is transferred between caches.
+/// The pieces in which a search takes memory of other caches and of the shared free list. What the
+/// stream's own cache has is used in pieces of any length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Granularity {
-    /// Whole slots, so that caches stay separate.
+    /// Whole slots, so that caches stay separate. A slot is the smallest handle, usually 2 MiB.
     Slots,
-    /// Single units.
+    /// Pieces of any length, down to one unit of the heap, which is 512 bytes.
     Units,
 }
 
@@ -44,11 +45,14 @@ pub(crate) struct PlaceOutcome<'a> {
     pub(crate) grown: u64,
     /// Bytes taken over from other caches.
     pub(crate) adopted: u64,
-    /// Handles that were moved, or released and recreated.
+    /// Handles that were taken from under free memory, to be mapped elsewhere or to be released
+    /// and recreated in another size. [`PoolStats::moves`](aquifer_core::PoolStats::moves) adds
+    /// them up.
     pub(crate) moves: u64,
     /// Waits queued on the device.
     pub(crate) waits: u64,
-    /// Moves of memory that this call has begun.
+    /// Moves that this call has begun, as
+    /// [`Physical::move_counts`](super::Physical::move_counts) counts them.
     pub(crate) own_moves: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<HandleError>,

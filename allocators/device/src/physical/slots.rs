@@ -15,7 +15,8 @@ pub(crate) struct Slots {
     free: BTreeMap<u64, u64>,
     /// Mappings by their first slot.
     mapped: BTreeMap<u64, Mapping>,
-    /// Handles that are not mapped.
+    /// Handles that are held and charged, but not mapped. The next growth takes them first. A trim
+    /// releases them first, and a block that finds no place in the end releases all of them.
     pub(crate) spare: Vec<Arc<Handle>>,
     /// Mappings to be removed once their streams are done with them.
     pub(crate) zombies: Vec<Zombie>,
@@ -30,7 +31,10 @@ pub(crate) struct Mapping {
     pub(crate) handle: Arc<Handle>,
 }
 
-/// An unused mapping that queued work may still access.
+/// An unused mapping that queued work may still access, or that the driver has refused to remove.
+///
+/// While the handle is also mapped elsewhere, its bytes count there. If it is not, they stay
+/// charged and are in no cache until the zombie is unmapped.
 #[derive(Debug)]
 pub(crate) struct Zombie {
     /// Keeps the memory charged while it is mapped here.

@@ -32,12 +32,23 @@ impl Reclaim for PoolCore {
         "caches of a pool"
     }
 
+    /// Returns the bytes of the caches' memory that are in no live block, whether free, pending or
+    /// spare, and the pending bytes of dedicated memory. The warm reserve counts. So do free bytes
+    /// beside a live block in one handle, although they cannot be released, but in all less than
+    /// one slot counts as nothing. Free memory of graphs and of parkable blocks does not count.
     fn offer(&self) -> Offer {
         let bytes = self.idle();
         let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);
         Offer { bytes, cost }
     }
 
+    /// Gives memory back until `bytes` fewer are held: retries releases that the driver has
+    /// refused, releases retiring memory and empty parkable slots, records and polls fences, and
+    /// releases idle memory, with the warm reserve. Before the deadline it then waits for the
+    /// oldest work that keeps memory from being free, and repeats. After the deadline it makes one
+    /// pass without such a wait, or does nothing where each release waits for the device. A pass
+    /// also frees the retiring driver allocations of a pool in bypass mode, which waits for the
+    /// device in any case.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
         if self.waits() && has_passed(deadline) {
             return;
@@ -49,8 +60,10 @@ impl Reclaim for PoolCore {
             && !has_passed(deadline)
             && self.wait_for_oldest(None, deadline).unwrap_or(false)
         {}
+        self.publish();
     }
 
+    /// Returns whether each release waits for the device, as on devices without virtual memory.
     fn waits(&self) -> bool {
         !self.physical.is_mapped()
     }

@@ -15,7 +15,8 @@ use crate::{
     raw_table::raw_table,
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
-use aquifer_core::{MemoryError, Result, event::HeldBlock};
+use aquifer_core::{MemoryError, Result};
+use aquifer_formats::HeldBlock;
 use aquifer_heap::HeapError;
 use aquifer_stream::Stream;
 use std::{

@@ -36,11 +36,13 @@ impl DevicePool {
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        match &self.handle.alloc_path {
+        let stats = match &self.handle.alloc_path {
             None => self.core().stats(),
             Some(AllocPath::Direct(direct)) => self.core().stats_with(direct.stats()),
             Some(AllocPath::Checked(checked)) => checked.stats(),
-        }
+        };
+        self.core().publish();
+        stats
     }
 
     /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never blocks.
@@ -66,5 +68,6 @@ impl DevicePool {
         if let Some(checked) = self.checked() {
             checked.reset_peaks();
         }
+        core.publish();
     }
 }

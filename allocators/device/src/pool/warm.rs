@@ -37,7 +37,9 @@ impl DevicePool {
     #[track_caller]
     pub fn warm(&self, bytes: u64) -> Result<u64> {
         let _site = site::enter();
-        self.core().warm(bytes)
+        let taken = self.core().warm(bytes);
+        self.core().publish();
+        taken
     }
 }
 

@@ -16,6 +16,20 @@ use std::sync::{Arc, MutexGuard, PoisonError, atomic::Ordering};
 
 impl PoolCore {
     /// Returns the stream's cache if the fast path may serve the request from it.
+    ///
+    /// Returns `None`, so that the request takes the full path, in these cases:
+    ///
+    /// - The request is invalid, or its alignment is not the default one.
+    /// - There is a [slow reason](PoolCore::add_slow_reason).
+    /// - The request [prefers shared memory](crate::sharing_policy::SharingPolicy::prefers_shared):
+    ///   more than 64 KiB while all free memory is shared, or 16 MiB and more while several streams
+    ///   hold five fourths of the peak in use.
+    /// - The stream has no cache yet.
+    ///
+    /// The full path tries the cache as well, with the block that was freed last, except for a
+    /// request that prefers shared memory. Such a request never takes the last freed block from the
+    /// cache. The slow path first moves that block to the shared free list with the other free
+    /// memory, and then takes a ready range of the list.
     #[inline]
     pub(crate) fn fast_cache(
         &self,

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 impl PoolCore {
     /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
     /// Returns `None` if the cache has no room, or if the request is to be served from the ranges
-    /// that streams share.
+    /// that streams share: then the block that was freed last is not tried either.
     pub(crate) fn try_cache(
         &self,
         cache: &'static StreamCache,

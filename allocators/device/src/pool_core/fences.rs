@@ -29,9 +29,11 @@ pub(crate) enum FenceScope {
 /// Which of the streams that cannot be fenced are waited for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WaitScope {
-    /// All of them.
+    /// All of them. For [`PoolCore::wait_for_oldest`] when it has found no other work to wait for:
+    /// in step 6 of an allocation without room, and in a reclaim before its deadline.
     All,
-    /// Streams without a lease, which nothing will fence later.
+    /// Streams without a lease, which nothing will fence later. For a trim. No step of an
+    /// allocation uses this scope.
     Abandoned,
 }
 
@@ -133,7 +135,9 @@ impl PoolCore {
     }
 
     /// Waits for the oldest work that keeps memory from being free: first of `first`, then of
-    /// dedicated memory, then of all other caches. Returns whether there was any. Blocks.
+    /// dedicated memory, then of all other caches. If there is none, waits for the device if
+    /// nothing else can prove work to be done. Returns whether there was any. Blocks, until `until`
+    /// except in waits for the device.
     pub(crate) fn wait_for_oldest(
         &self,
         first: Option<&'static StreamCache>,
@@ -174,6 +178,10 @@ impl PoolCore {
     /// the default streams of threads that have ended: nothing else proves that their work is done.
     /// Does nothing while a capture is announced. Returns whether there was any such memory.
     /// Blocks, with no deadline.
+    ///
+    /// Called by each [`PoolCore::trim`] for [`WaitScope::Abandoned`], and by
+    /// [`PoolCore::wait_for_oldest`] for [`WaitScope::All`]. The reclaim of steps 5 and 7 of an
+    /// allocation reaches it only within another pool's [`wait_for_oldest`](Self::wait_for_oldest).
     pub(crate) fn wait_unfenceable(
         &self,
         bump: &Bump,

@@ -18,6 +18,10 @@ impl CacheHost for PoolCore {
         self.config.recorder.is_some()
     }
 
+    fn status_id(&self) -> u64 {
+        self.status.lines_id()
+    }
+
     fn ticket(&self) -> Option<EventTicket> {
         self.ticket()
     }

@@ -13,13 +13,18 @@ impl PoolCore {
         for cache in self.caches(&self.scratch.begin()) {
             cache.with(|s| s.add_to(&mut stats));
         }
+        self.add_beside_caches(&mut stats);
+        self.dedicated.add_to(&mut stats);
+        stats
+    }
+
+    /// Adds what is neither in the caches nor dedicated.
+    pub(super) fn add_beside_caches(&self, stats: &mut PoolStats) {
         stats.cached += self.physical.spare_bytes();
         let held = self.physical.held();
         stats.pending += held.stuck();
         stats.physical += held.now();
         stats.peak_physical += held.peak();
-        self.dedicated.add_to(&mut stats);
-        self.counters.add_to(&mut stats);
-        stats
+        self.counters.add_to(stats);
     }
 }

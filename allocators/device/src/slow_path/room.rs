@@ -30,6 +30,7 @@ impl PoolCore {
         mut take: impl FnMut(Funds<'_>) -> Result<T, HandleError>,
     ) -> Result<T> {
         if let Some(error) = self.refuse_oversized(wanted, tag) {
+            self.publish();
             return Err(error);
         }
         let mut attempt =
@@ -58,6 +59,7 @@ impl PoolCore {
         if !matches!(taken, Ok(Some(_))) {
             self.dedicated.record_failure(kind, wanted, tag);
         }
+        self.publish();
         match taken? {
             Some(taken) => Ok(taken),
             None => Err(MemoryError::OutOfMemory(Box::new(self.explain(wanted, None, progress)))),

@@ -1,4 +1,26 @@
 //! The steps that never block, in the orders that the sharing policy chooses.
+//!
+//! Each step but [`Step::Wait`] is a search. Besides the caches that it names, every search sees
+//! the shared free list, with the free memory of streams that have no lease and the memory that was
+//! mapped ahead of need. It takes the place where the fewest slots are missing. What is missing
+//! there is backed by spare handles first, which are held but mapped nowhere, unless one new handle
+//! would replace four or more of them. New handles come after them. So a step that may grow uses
+//! warmed memory before it creates a handle. The exception is a block that [grows as a whole]:
+//! [`GROW`] then looks at unclaimed addresses only.
+//!
+//! Two settings and the stream itself restrict the lists:
+//!
+//! - With [`Adoption::Never`], "all caches" is the stream's own cache, and only [`GROW_FIRST`],
+//!   [`REUSE_FIRST`] and [`COMPACT_FIRST`] are chosen.
+//! - Without [`Adoption::Wait`], and for a stream that is isolated or captures, [`Step::Wait`] and
+//!   all searches in memory that is still in use are skipped.
+//! - With [`PoolConfig::compact`], [`COMPACT_FIRST`] replaces all lists but [`SHARED_ONLY`]. A step
+//!   that may grow and move then moves idle handles before it creates new ones.
+//!
+//! [grows as a whole]: crate::sharing_policy::SharingPolicy::grows_whole_blocks
+//! [`Adoption::Never`]: crate::Adoption::Never
+//! [`Adoption::Wait`]: crate::Adoption::Wait
+//! [`PoolConfig::compact`]: crate::PoolConfig::compact
 
 use crate::physical::options::{Granularity, PlaceOptions, Readiness};
 
@@ -25,7 +47,7 @@ const fn options(
 /// Whole slots in any cache that are free, and whose work is done.
 const ADOPT: PlaceOptions = options(Readiness::Completed, Granularity::Slots, false, false);
 
-/// As [`ADOPT`], by the unit.
+/// As [`ADOPT`], in pieces of any length: see [`Granularity::Units`].
 const ADOPT_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, false);
 
 /// As [`ADOPT_UNITS`], and memory still in use: the stream waits for it on the device.
@@ -48,6 +70,11 @@ const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::U
 const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
 
 /// While memory is ample, streams stay separate: a stream takes new memory before that of others.
+///
+/// The order: new memory, next to the stream's own free memory; whole free slots of all caches; new
+/// memory next to such slots; free pieces of any length; new memory next to those, and handles from
+/// under free memory where new memory is refused; pending frees that their streams wait for on the
+/// device; everything, also from memory that is still in use.
 pub(super) const GROW_FIRST: &[Step] = &[
     Step::FromOwn(GROW),
     Step::FromAll(ADOPT),
@@ -60,6 +87,9 @@ pub(super) const GROW_FIRST: &[Step] = &[
 
 /// As [`GROW_FIRST`], where memory has been enough before: shared free ranges come first, also with
 /// a wait on the device.
+///
+/// The order: free pieces of the stream's own cache and of the shared free list; such pieces that
+/// are still in use; then all of [`GROW_FIRST`].
 pub(super) const SHARED_FIRST: &[Step] = &[
     Step::FromOwn(ADOPT_UNITS),
     Step::FromOwn(ADOPT_IN_USE),
@@ -74,6 +104,11 @@ pub(super) const SHARED_FIRST: &[Step] = &[
 
 /// Where much memory is idle: it is used before new memory, even if the stream has to wait for
 /// another.
+///
+/// The order: free pieces of all caches; pending frees that their streams wait for on the device;
+/// free pieces that are still in use; new memory, next to whole free slots; new memory next to free
+/// pieces, and handles from under free memory where new memory is refused; everything, also from
+/// memory that is still in use.
 pub(super) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
@@ -84,6 +119,10 @@ pub(super) const REUSE_FIRST: &[Step] = &[
 ];
 
 /// Where most memory is idle, or on request: handles move as well.
+///
+/// The order: free pieces of all caches; pending frees that their streams wait for on the device;
+/// free pieces that are still in use; handles from under free memory; handles from under memory
+/// that is still in use; new memory, and handles where it is refused; everything.
 pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
@@ -95,5 +134,8 @@ pub(super) const COMPACT_FIRST: &[Step] = &[
 ];
 
 /// Where all free memory is shared, and has been searched already.
+///
+/// The order: new memory, and handles from under free memory where it is refused; pending frees
+/// that their streams wait for on the device; everything, also from memory that is still in use.
 pub(super) const SHARED_ONLY: &[Step] =
     &[Step::FromAll(GROW_AND_MOVE), Step::Wait, Step::FromAll(ALL)];

@@ -40,13 +40,14 @@ impl StreamCache {
 
     #[cold]
     fn run_follow_up(&'static self, after: Box<FreeFollowUp>) {
+        // First, since other threads may wait for these tickets.
+        if let Some(events) = after.events {
+            events.record(&after.token);
+        }
         if let Some((timeline, epoch)) = after.fence {
             // After a refusal the range has no proof of completion, so no other stream can take it
             // until a later event covers it.
             let _ = timeline.fence_at_once(epoch);
-        }
-        if let Some(events) = after.events {
-            events.record(&after.token);
         }
         if let Some(retired) = after.retired {
             self.finish(retired);
@@ -99,6 +100,7 @@ impl StreamCache {
             s.usage.pending += bytes;
             s.usage.pending_blocks += 1;
             s.pending.push(PendingFree { token, bytes, generation, epoch, uses, until_free });
+            s.write_line();
             let closed = s.binding.as_ref().filter(|binding| !binding.open);
             (s.free_events(true, false), closed.map(|binding| binding.pool.clone()))
         });

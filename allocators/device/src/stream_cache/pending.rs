@@ -131,6 +131,7 @@ impl StreamCache {
             s.usage.pending_blocks -= 1;
             let events = s.free_events(false, true);
             s.free_to_heap(&token, epoch);
+            s.write_line();
             events
         });
         if let Some(events) = events {

@@ -2,7 +2,8 @@
 
 use super::{RawBlock, RawToken, StreamCache, free::FreeFollowUp};
 use crate::{Request, base::lazy_box::LazyBox};
-use aquifer_core::{MemoryError, Result, event::HeldBlock};
+use aquifer_core::{MemoryError, Result};
+use aquifer_formats::HeldBlock;
 use aquifer_stream::UseList;
 use std::{any::Any, sync::Arc};
 

@@ -69,7 +69,11 @@ impl IdleCache {
 
     /// Makes the cache available to all pools, after its own pool was closed.
     pub(crate) fn retire(self) {
-        self.cache.with(|s| s.usage = CacheUsage::default());
+        self.cache.with(|s| {
+            s.usage = CacheUsage::default();
+            s.line_owner = 0;
+            s.write_line();
+        });
         UNBOUND.lock().unwrap_or_else(PoisonError::into_inner).push(self.cache);
     }
 }

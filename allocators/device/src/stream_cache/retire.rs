@@ -70,6 +70,8 @@ impl CacheState {
         self.skip_collects = 0;
         self.needs_follow_up = false;
         let heap = mem::replace(&mut self.heap, Heap::new(Config::device()));
+        self.line_owner = 0;
+        self.write_line();
         Some(RetiredCache { heap, binding: self.binding.take() })
     }
 }

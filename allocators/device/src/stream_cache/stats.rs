@@ -3,6 +3,7 @@
 use super::CacheState;
 use crate::sharing_policy::CacheFootprint;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
+use aquifer_status::{CacheFigures, is_shown};
 
 impl CacheState {
     /// Returns the bytes of live blocks, and the bytes that are free or pending.
@@ -34,6 +35,34 @@ impl CacheState {
         stats.peak_live += self.usage.peak_live;
         stats.peak_requested += self.usage.peak_requested;
         stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
+    }
+
+    /// Writes the counters to the line that other processes read. The last freed block counts as
+    /// live.
+    pub(crate) fn write_line(&self) {
+        let usage = &self.usage;
+        let figures = CacheFigures {
+            occupied: self.heap.live_bytes(),
+            requested: usage.requested,
+            allocations: usage.allocations,
+            blocks: self.heap.live_blocks(),
+            pending: usage.pending,
+            pending_blocks: usage.pending_blocks,
+            peak_live: usage.peak_live,
+            peak_requested: usage.peak_requested,
+        };
+        self.line.store(self.line_owner, &figures);
+    }
+
+    /// Writes the counters to the line, and adds to `stats` what readers do not find there: the
+    /// bytes of the cache, or all counters if there is no room for its line.
+    pub(crate) fn publish(&self, stats: &mut PoolStats) {
+        self.write_line();
+        if is_shown(self.line) {
+            stats.cached += self.heap.managed_bytes();
+        } else {
+            self.add_to(stats);
+        }
     }
 
     /// Sets the peaks to what is held now.

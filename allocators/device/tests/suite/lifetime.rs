@@ -5,7 +5,7 @@ use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
     Access, Call,
-    sim::{Callback, Sim},
+    sim::{Callback, Sim, ViolationKind},
 };
 use aquifer_stream::StreamPool;
 use std::{collections::HashSet, sync::Arc, thread};
@@ -116,6 +116,34 @@ fn memory_of_a_use_that_ends_after_the_free_is_reused_after_its_work() {
     let next = rig.pool.alloc(&u, Request::bytes(4 * MIB)).unwrap();
     rig.sim.access(u.raw(), range(&next), Access::Write, Some(next.generation())).unwrap();
     rig.assert_silent();
+}
+
+#[test]
+fn a_buffer_keeps_its_address_and_generation_and_a_later_one_there_has_another_generation() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let place = |x: &DeviceBuffer<u8>| (x.address(), x.generation());
+    let mut x = rig.bytes(&s, MIB);
+    let first = place(&x);
+    assert_eq!(first, (x.block().address(), x.block().generation()));
+    s.fill(&mut x, 1).unwrap();
+    drop(rig.bytes(&s, 4 * MIB));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(place(&x), first, "neither uses nor a trim move a live buffer");
+    let again = range(x.block());
+    drop(x);
+    let y = rig.bytes(&s, MIB);
+    let second = place(&y);
+    assert_eq!(first.0, second.0, "the same memory");
+    assert_ne!(first.1, second.1);
+    let block = y.into_block();
+    assert_eq!((block.address(), block.generation()), second);
+    rig.sim.access(s.raw(), again, Access::Write, Some(second.1)).unwrap();
+    rig.assert_silent();
+    // What the number is for: the observer tells a stale address by it.
+    rig.sim.access(s.raw(), again, Access::Write, Some(first.1)).unwrap();
+    let stale = ViolationKind::StaleBlock { declared: first.1, live: second.1 };
+    assert_eq!(rig.sim.violations()[0].kind, stale);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 mod adopted;
 mod advice;
 mod bounded;
+#[path = "../../../../tests/support/counting.rs"]
+mod counting;
 mod debugging;
 mod driver_backed;
 mod foreign;
@@ -11,6 +13,7 @@ mod gone;
 mod graph_launches;
 mod graphs;
 mod handles;
+mod heap;
 mod last;
 mod launch;
 mod leasing;
@@ -28,6 +31,7 @@ mod reserved;
 mod retention;
 mod shared;
 mod shortage;
+mod sinks;
 mod stable;
 mod streams;
 mod support;

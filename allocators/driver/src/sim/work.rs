@@ -132,6 +132,7 @@ impl Sim {
     /// # Errors
     /// As [`Sim::launch`].
     #[track_caller]
+    #[doc(hidden)]
     pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
         let site = caller_site();
         let (state, index) = self.enter_stream(CALLBACK, stream)?;

@@ -3,6 +3,7 @@
 #[macro_use]
 mod sim_fixtures;
 
+mod forks;
 mod sim_codes;
 mod sim_driver;
 mod sim_ends;

@@ -5,7 +5,7 @@
 use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     DeviceRange, RawStream,
-    sim::{Callback, Mode, Schedule, Sim, SimKernel},
+    sim::{Callback, Mode, Schedule, Sim, SimConfig, SimKernel},
 };
 use std::{
     ptr::NonNull,
@@ -44,6 +44,14 @@ fn builders_change_only_the_named_setting() {
         (info.memory, info.granularity, info.compute_capability),
         (1 << 30, GRANULE, (9, 0))
     );
+}
+
+#[test]
+fn a_machine_of_a_model_has_at_most_64_devices() {
+    for asked in [SimConfig::MOST_DEVICES, SimConfig::MOST_DEVICES + 1, u32::MAX] {
+        let sim = Sim::new(SimConfig::h200(asked));
+        assert_eq!(sim.driver().device_count(), Ok(64), "{asked} requested");
+    }
 }
 
 #[test]

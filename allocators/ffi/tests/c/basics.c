@@ -27,6 +27,13 @@ static void options_of_other_versions(void) {
     options.streams = AQ_STREAMS_UNTOLD;
     options.sim_flags = 4;
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    /* More devices than a simulated machine can have. */
+    options.sim_flags = 0;
+    options.sim_devices = 65;
+    ANSWERS(AQ_ERROR_BAD_SETTING, aq_runtime_create(&options, &runtime));
+    CHECK(strstr(aq_last_error(), "sim_devices") != NULL);
+    options.sim_devices = UINT32_MAX;
+    ANSWERS(AQ_ERROR_BAD_SETTING, aq_runtime_create(&options, &runtime));
     CHECK(runtime == 77);
 
     /* A newer caller, whose further fields are zero, and not. */

@@ -2,7 +2,10 @@
 
 use super::watermark;
 use crossbeam_utils::CachePadded;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicU64, Ordering},
+};
 
 /// Bytes that a thread charges at once in addition to what it needs.
 pub(super) const BATCH: u64 = 64 << 10;
@@ -19,6 +22,10 @@ pub(super) static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::
 pub(super) static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 /// The maximum of `CHARGED` since the last reset.
 pub(super) static PEAK: AtomicU64 = AtomicU64::new(0);
+/// What is called where the account crosses a multiple of [`STEP`], if anything. It must not
+/// allocate.
+pub(super) static ON_STEP: OnceLock<fn()> = OnceLock::new();
+pub(super) const STEP: u64 = 1 << 20;
 pub(super) static REFUSALS: AtomicU64 = AtomicU64::new(0);
 
 /// Charges `need` bytes to the shared account, and `extra` more if the cap is not near. Returns the
@@ -40,6 +47,7 @@ pub(super) fn charge_account(need: u64, extra: u64) -> Option<u64> {
                     PEAK.fetch_max(charged + added, Ordering::Relaxed);
                 }
                 watermark::on_increase(charged + added);
+                on_change(charged, charged + added);
                 return Some(added);
             }
             Err(now) => charged = now,
@@ -51,6 +59,16 @@ pub(super) fn charge_account(need: u64, extra: u64) -> Option<u64> {
 pub(super) fn uncharge(bytes: u64) {
     let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
     watermark::on_decrease(before.saturating_sub(bytes));
+    on_change(before, before.saturating_sub(bytes));
+}
+
+#[inline]
+fn on_change(before: u64, now: u64) {
+    if before / STEP != now / STEP
+        && let Some(call) = ON_STEP.get()
+    {
+        call();
+    }
 }
 
 #[cold]

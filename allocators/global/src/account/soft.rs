@@ -16,6 +16,7 @@ use super::{
     stats,
     watermark::{CAP, CROSSINGS, EXCEEDED, HOOK_THREAD, on_decrease, on_increase, wake},
 };
+use crate::not_installed::Warning;
 use std::{
     fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -47,7 +48,14 @@ static HOOKS: Mutex<Vec<Arc<Hook>>> = Mutex::new(Vec::new());
 /// No allocation is refused. The cap is compared with live bytes plus the credit of all threads. So
 /// it may be crossed early, by at most 128 KiB per thread, and never late. It counts as exceeded
 /// until seven eighths of it are reached, so that hooks are not called for each block near the cap.
+///
+/// If [`Global`](crate::Global) is not the program's global allocator, only explicit allocations
+/// from it count, and the first call prints a warning to standard error.
 pub fn set_soft_cap(bytes: u64) -> bool {
+    static WARNING: Warning = Warning::new("what other code allocates never exceeds a soft cap");
+    if bytes != u64::MAX {
+        WARNING.check_once();
+    }
     CAP.store(bytes, Ordering::Relaxed);
     let charged = CHARGED.load(Ordering::Relaxed);
     on_increase(charged);

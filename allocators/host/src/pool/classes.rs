@@ -10,7 +10,7 @@
 //! class   0  1  2 … 31 | 32 33 34 … 47 | 48 49 50 … 63  | …
 //! ```
 //!
-//! From 64 KiB to 1 MiB each doubling is divided into 32 steps, and a request gets a dedicated
+//! From 64 KiB to 1 MiB each doubling is divided into 32 steps, and a request gets a single
 //! block, a sixty-fourth larger on average. The rounding lets a thread reuse a freed block for a
 //! request of similar size. Random sizes would never be equal without it.
 //!
@@ -34,7 +34,7 @@ pub(super) const LINE: u64 = 64;
 pub(super) const SLOTTED: usize = small(SMALL_MAX) + 1;
 /// Number of all classes.
 pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
-/// The classes of dedicated blocks, whose free blocks go to the shared depot.
+/// The classes of single blocks, whose free blocks go to the shared depot.
 pub(super) const SHARED: std::ops::Range<usize> = SLOTTED..CLASSES;
 
 /// The classes of all slotted sizes, indexed by units minus one. The lookup is faster than the

@@ -12,39 +12,47 @@ use std::{sync::Arc, time::Duration};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PinnedConfig {
-    /// The NUMA node for the memory. `None` for no placement.
+    /// The NUMA node for the memory. `None` for no placement. Default: `None`.
+    /// [`PinnedConfig::on`] sets it.
     pub node: Option<NodeId>,
-    /// Whether memory on another node is an error.
+    /// Whether memory on another node is an error. Default: `false`.
     pub strict: bool,
-    /// Whether the memory must be pinned.
+    /// Whether the memory must be pinned. Default: [`Pinning::Preferred`].
     pub pinning: Pinning,
-    /// Minimum bytes of a region. Larger requests get a region of their own size.
+    /// Minimum bytes of a region. Larger requests get a region of their own size. Default: 64 MiB.
+    ///
+    /// Workers populate a region in pieces of 32 MiB, or of 1 GiB with [`PageTier::HugeTlb1G`]. So
+    /// at most two workers populate a region of the default size. A region of 256 MiB or more,
+    /// such as one of [`PinnedPool::warm`](crate::PinnedPool::warm), has work for eight, the most
+    /// that a node has by default.
     pub chunk: usize,
     /// Maximum bytes of one registration when [`PinnedPool::warm`](crate::PinnedPool::warm) takes
-    /// a large region.
+    /// a large region. Default: 1 GiB. An allocation that grows the pool registers its region in
+    /// one call, unless the driver or the kernel limits it.
     pub registration: usize,
-    /// The largest page size to try.
+    /// The largest page size to try. Default: [`PageTier::HugeTlb`], huge pages of 2 MiB.
     pub pages: PageTier,
-    /// Flags for the registration with the driver.
+    /// Flags for the registration with the driver. Default: `portable` only.
     pub flags: HostFlags,
-    /// How many pages of a new region are verified with the kernel.
+    /// How many pages of a new region are verified with the kernel. Default: 4096, evenly spread.
     pub verify: Verify,
-    /// Maximum time for making one region. `None` for no limit.
+    /// Maximum time for making one region. `None` for no limit. Default: `None`.
     pub deadline: Option<Duration>,
     /// Maximum time that an allocation which would fail waits for pending blocks, and that reclaim
-    /// may wait for memory of other pools. Zero for no wait.
+    /// may wait for memory of other pools. Zero for no wait. Default: 100 ms.
     pub patience: Duration,
-    /// When the pool may grow.
+    /// When the pool may grow. Default: [`Grow::Now`].
     pub grow: Grow,
     /// Free bytes that [`PinnedPool::quiet_point`](crate::PinnedPool::quiet_point) grows to, so
-    /// that allocations need not grow. Zero for none.
+    /// that allocations need not grow. Zero for none. Default: 0.
     pub grow_ahead: usize,
-    /// Free bytes that every trim leaves in the pool.
+    /// Free bytes that every trim leaves in the pool. Default: 0.
     pub reserve: usize,
-    /// Whether each thread caches free blocks. If not, every call takes the pool's lock.
+    /// Whether each thread caches free blocks. If not, every call takes the pool's lock. Default:
+    /// `true`.
     pub magazines: bool,
     /// Receives the pool's events, in addition to the file that `AQUIFER_TRACE` names. A pool
-    /// whose events are recorded has no magazines.
+    /// whose events are recorded has no magazines. Default: `None`.
     pub recorder: Option<Arc<Recorder>>,
 }
 

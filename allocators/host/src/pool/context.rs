@@ -10,6 +10,7 @@ use aquifer_core::{
     event::MemoryLocation,
     scratch::{Bump, List, Scratch, list},
 };
+use aquifer_status::PoolSlot;
 use std::{
     fmt,
     sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
@@ -51,6 +52,8 @@ pub(super) struct PoolContext {
     pub(super) idle_holders: Mutex<Vec<Weak<dyn IdleHolder>>>,
     /// Scratch memory of reclaim passes.
     pub(super) scratch: Scratch,
+    /// What other processes are shown.
+    pub(super) status: PoolSlot,
 }
 
 impl PoolContext {

@@ -1,10 +1,10 @@
 //! A cache of free blocks from 64 KiB to 1 MiB that all threads of a pool share.
 //!
 //! There are 128 classes of such blocks, too many for each magazine to keep several blocks of each.
-//! A magazine therefore keeps only the most recently freed blocks, which serves a thread that frees
-//! and allocates one size. The rest goes to the depot, whose demand per class varies far less than
-//! that of one thread. The depot has a bin for each class, with a lock that is held for
-//! about ten nanoseconds.
+//! A magazine therefore keeps only the last freed block of each of eight residues of the class
+//! number, which serves a thread that frees and allocates one size. The rest goes to the depot,
+//! whose demand per class varies far less than that of one thread. The depot has a bin for each
+//! class, with a lock that is held for about ten nanoseconds.
 //!
 //! # How much it holds
 //! - A full bin grows by a quarter, as long as the capacity of all bins is at most four times the

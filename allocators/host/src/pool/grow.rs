@@ -48,6 +48,17 @@ impl PoolCore {
         layout: Layout,
         effort: &Effort,
     ) -> Result<AllocatedBlock> {
+        let block = self.allocate_in_rounds(generation, layout, effort);
+        self.publish_now(generation);
+        block
+    }
+
+    fn allocate_in_rounds(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+        effort: &Effort,
+    ) -> Result<AllocatedBlock> {
         if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))?
             == Grow::Now
         {
@@ -378,7 +389,7 @@ impl PoolCore {
     ) -> u64 {
         let mut released = 0;
         while released < enough
-            && let Some(region) = self.with(|state| state.remove(keep))
+            && let Some(region) = self.with(|state| state.remove(shared, keep))
         {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
             if let Err(error) = region.close() {
@@ -391,7 +402,7 @@ impl PoolCore {
             let ticket = self.with(|state| {
                 // This may be the last region of a closed pool, and the core may already serve
                 // another.
-                if state.shared.as_ref().is_some_and(|now| Arc::ptr_eq(now, shared)) {
+                if state.serves(shared) {
                     state.count_reaped(len);
                 }
                 shared.config.recorder.as_ref().map(|recorder| recorder.ticket())
@@ -404,7 +415,7 @@ impl PoolCore {
     /// Releases the wholly free regions of a closed pool when its last blocks are freed. This must
     /// not wait for devices, so pinned regions are left for the next quiet point.
     pub(super) fn release_after_close(&'static self, shared: &Arc<PoolContext>) {
-        while let Some(region) = self.with(|state| state.remove(0)) {
+        while let Some(region) = self.with(|state| state.remove(shared, 0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
             if region.is_pinned() {
                 region.retire();

@@ -9,8 +9,8 @@
 //!   thread that allocates and frees many blocks at a time thus soon has them in its magazine.
 //!   Otherwise half of the bin would go to the heap and back each time, under the lock. A magazine
 //!   that is drained returns to its initial size.
-//! - Of the classes above, the eight most recently freed blocks, at most 8 MiB. The [depot] has the
-//!   rest.
+//! - Of the classes above, the last freed block of each of eight residues: a block replaces one
+//!   whose class is equal modulo 8. That is at most 8 MiB. The [depot] has the rest.
 //! - Above the classes, four blocks of at most 64 MiB each.
 //!
 //! [depot]: super::depot
@@ -41,7 +41,7 @@ const RECENT: usize = 8;
 /// Number of allocations between two polls of the gates while blocks are pending.
 const POLL_EVERY: u64 = 64;
 
-/// The most recently freed block of a class with a depot.
+/// The most recently freed block of those classes with a depot that are equal modulo [`RECENT`].
 #[derive(Debug)]
 struct RecentBlock {
     /// Zero if there is no block.
@@ -212,8 +212,8 @@ impl Magazine {
         Some(address)
     }
 
-    /// As [`Magazine::push`], for a class with a depot: keeps the most recently freed block, and
-    /// moves the one before into the depot.
+    /// As [`Magazine::push`], for a class with a depot: keeps the block, and moves the one before
+    /// of a class that is equal modulo [`RECENT`] into the depot.
     #[inline]
     pub(super) fn push_shared(
         &self,

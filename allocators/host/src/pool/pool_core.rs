@@ -49,6 +49,8 @@ pub(super) struct PoolCore {
     has_magazines: AtomicBool,
     /// On other cache lines than the flags, which every call reads.
     state: CachePadded<Spin<PoolState>>,
+    /// When the figures were last published, by [`coarse`](crate::clock::coarse) in milliseconds.
+    pub(super) published_ms: AtomicU64,
     /// One thread at a time drains the magazines.
     draining: Mutex<()>,
     /// Whether a thread is making a region for this pool.
@@ -109,6 +111,7 @@ impl PoolCore {
                 process,
                 has_magazines: AtomicBool::new(false),
                 state: CachePadded::new(Spin::new(PoolState::new())),
+                published_ms: AtomicU64::new(0),
                 draining: Mutex::new(()),
                 growing: Mutex::new(false),
                 grown: Condvar::new(),
@@ -137,16 +140,33 @@ impl PoolCore {
     /// Runs `work` under the lock. `work` must not wait, call the driver, or run user code.
     #[inline]
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut PoolState) -> R) -> R {
-        let _inside = InsidePool::enter();
-        self.state.with(|state| {
+        self.with_uncounted(|state| {
             state.locked += 1;
             work(state)
         })
     }
 
+    /// As [`PoolCore::with`], for figures that are shown only: the lock is not counted.
+    #[inline]
+    pub(super) fn with_uncounted<R>(&self, work: impl FnOnce(&mut PoolState) -> R) -> R {
+        let _inside = InsidePool::enter();
+        self.state.with(work)
+    }
+
     /// Runs `work` under the lock, with the sums over all magazines and the depot.
     pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut PoolState, Tally) -> R) -> R {
-        self.with(|state| {
+        self.with_tally_uncounted(|state, all| {
+            state.locked += 1;
+            work(state, all)
+        })
+    }
+
+    /// As [`PoolCore::with_tally`], for figures that are shown only: the lock is not counted.
+    pub(super) fn with_tally_uncounted<R>(
+        &self,
+        work: impl FnOnce(&mut PoolState, Tally) -> R,
+    ) -> R {
+        self.with_uncounted(|state| {
             let mut all = self.depot.tally();
             self.magazines
                 .iter()
@@ -180,7 +200,7 @@ impl PoolCore {
     /// was anything. With `close`, the magazines no longer serve this pool. Issues a barrier on
     /// every thread of the process, which takes some microseconds. If the barrier fails, the
     /// magazines keep their blocks.
-    pub(super) fn drain(&self, shared: &PoolContext, close: bool) -> bool {
+    pub(super) fn drain(&self, shared: &Arc<PoolContext>, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
         let selected = |magazine: &&Magazine| {
             magazine.lock.contents_generation() != 0 && (close || magazine.tally().blocks > 0)
@@ -188,6 +208,9 @@ impl PoolCore {
         let magazines =
             || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
         let all = self.with(|state| {
+            if !state.serves(shared) {
+                return Some(false);
+            }
             if !magazines().any(|magazine| selected(&magazine)) {
                 return Some(self.empty_depot(state));
             }
@@ -259,6 +282,7 @@ impl PoolCore {
             self.drain(&shared, true);
             self.poll_all();
             self.reap(&shared, 0, u64::MAX, None);
+            self.publish(&shared);
             self.recycle_or_linger();
         }
     }
@@ -466,6 +490,7 @@ impl PoolCore {
             Some(block) => block,
             None => self.allocate_by_slow_path(generation, layout, effort)?,
         };
+        self.publish_sometimes(generation);
         self.record(
             &block.shared,
             block.ticket,
@@ -564,6 +589,7 @@ impl PoolCore {
         if let Some(magazine) = cached.or_else(|| self.magazine(generation))
             && self.free_to_magazine(magazine, generation, block.address, block.requested)
         {
+            self.publish_sometimes(generation);
             return;
         }
         let (released, open, ticket, shared) = self.with(|state| {
@@ -582,6 +608,7 @@ impl PoolCore {
             let shared = (tickets.is_some() || !state.open).then(|| state.shared.clone()).flatten();
             (released, state.open, tickets, shared)
         });
+        self.publish_sometimes(generation);
         if let Some((freed, completed)) = ticket {
             self.record(&shared, Some(freed), Action::Free, block.address, block.requested);
             self.record(&shared, completed, Action::Complete, block.address, block.requested);

@@ -92,6 +92,7 @@ impl Reclaim for PoolReclaimer {
         if ended < bytes {
             self.core.release_for_reclaim(self.generation, bytes - ended);
         }
+        self.core.publish_now(self.generation);
     }
 
     fn waits(&self) -> bool {

@@ -1,4 +1,6 @@
-//! Slabs: blocks of the heap that are divided into equal slots, for requests that have a class.
+//! Slabs: blocks of the heap that are divided into equal slots, for requests of up to 64 KiB. And
+//! single blocks, for all others: blocks of the heap that serve one request each. Both are
+//! described by a [`SlabSpan`].
 //!
 //! A slab begins at a page boundary. A class with few live blocks gets short slabs, and longer ones
 //! as more of it is in use, so that a hundred classes with one block each do not cost a hundred

@@ -42,6 +42,9 @@ impl SlotState {
 
 /// A slab of equal slots, or a single block, in the memory of one pool.
 ///
+/// A single block is a slab of one slot: it has no neighbours that share its descriptor. All
+/// requests above 64 KiB get single blocks, and so do smaller ones with an alignment above 4 KiB.
+///
 /// Spans are leaked and reused, so a reference to one never dangles. The description changes only
 /// while no slot is live, so it is constant for the owner of a block. A slot's state is written by
 /// the current holder of the slot: by the owner that frees it, by the thread whose magazine

@@ -461,8 +461,18 @@ impl PoolState {
         self.regions.values().map(|region| region.span().len as u64).min()
     }
 
-    /// Removes the largest region that is wholly free, if at least `keep` free bytes stay.
-    pub(super) fn remove(&mut self, keep: u64) -> Option<Region> {
+    /// Returns whether this is the state of the pool with these settings. The core of a closed pool
+    /// can serve another one at any time.
+    pub(super) fn serves(&self, shared: &Arc<PoolContext>) -> bool {
+        self.shared.as_ref().is_some_and(|now| Arc::ptr_eq(now, shared))
+    }
+
+    /// Removes the largest region that is wholly free, if at least `keep` free bytes stay. Removes
+    /// none if the core serves another pool now.
+    pub(super) fn remove(&mut self, shared: &Arc<PoolContext>, keep: u64) -> Option<Region> {
+        if !self.serves(shared) {
+            return None;
+        }
         self.spans.release_empty_slabs(&mut self.heap);
         // Blocks in magazines count as neither free nor releasable here.
         let cached = self.counts.physical - self.out_of_heap - self.counts.pending;
@@ -524,6 +534,11 @@ impl PoolState {
     /// Returns the bytes that are free in the heap, without those in magazines and in the depot.
     pub(super) fn free_bytes(&self) -> u64 {
         self.counts.physical - self.out_of_heap - self.counts.pending
+    }
+
+    /// Returns the bytes of the largest free extent of the heap.
+    pub(super) fn largest_free(&self) -> u64 {
+        self.heap.largest_free()
     }
 
     pub(super) fn stats(&mut self, magazines: Tally) -> PinnedStats {

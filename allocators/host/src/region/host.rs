@@ -56,12 +56,15 @@ impl fmt::Debug for Reach {
 #[derive(Clone, Debug)]
 pub struct Host {
     /// The system calls.
+    #[doc(hidden)]
     pub kernel: Kernel,
     /// The topology of the machine.
     pub topology: Arc<Topology>,
     /// The threads that populate memory by first touch.
+    #[doc(hidden)]
     pub workers: Arc<Workers>,
     /// The driver. With `None` all memory is pageable.
+    #[doc(hidden)]
     pub reach: Option<Reach>,
 }
 

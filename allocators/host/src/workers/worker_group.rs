@@ -132,12 +132,11 @@ impl WorkerGroup {
     fn start_thread(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
         let (bound, wait_bound) = mpsc::sync_channel::<()>(1);
         let mut guard = ThreadGuard { group: self.clone(), unbound: false };
-        // The kernel truncates names to 15 bytes.
         let name = match &self.binding {
             Some(binding) => format!("touch-n{}.{number}", binding.node.id.0),
             None => format!("touch-{number}"),
         };
-        let spawned = self.kernel.spawn(name, move || {
+        let spawned = self.kernel.spawn(&name, move || {
             let group = guard.group.clone();
             if let Some(Err(error)) =
                 group.binding.as_ref().map(|binding| binding.bind(&group.kernel))

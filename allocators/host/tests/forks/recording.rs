@@ -22,10 +22,11 @@ fn file(name: &str) -> PathBuf {
     env::temp_dir().join(format!("aquifer-{name}-{}.csv", process::id()))
 }
 
-/// Returns the rows without their times.
+/// Returns the rows of a trace without their times, addresses and threads.
 fn rows(path: &Path) -> Vec<String> {
     let text = fs::read_to_string(path).unwrap();
-    text.lines().skip(1).map(|row| row.split_once(',').unwrap().1.to_owned()).collect()
+    let row = |row: &str| row.split(',').collect::<Vec<_>>()[1..8].join(",");
+    text.lines().skip(1).map(row).collect()
 }
 
 fn pool(recorder: &Arc<Recorder>) -> PinnedPool {

@@ -1,9 +1,12 @@
 //! The tests of this crate that can share one process.
 
+#[path = "../../../../tests/support/counting.rs"]
+mod counting;
 #[path = "../../../../tests/support/faults.rs"]
 mod faults;
 mod giving_way;
 mod headroom;
+mod heap;
 mod machine;
 mod placement;
 mod poison;

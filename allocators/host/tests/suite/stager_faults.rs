@@ -5,7 +5,11 @@ use crate::rig::{GPU, KIB, PATIENCE, Plain, Rig, SLOT, config, pattern, pinned};
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, sim::Sim};
 use aquifer_host::{Failed, Source, StageError};
-use std::{io, thread, time::Instant};
+use std::{
+    io,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
 
 const REFUSED: u32 = 999;
 
@@ -156,6 +160,92 @@ fn an_operand_comes_back_only_when_no_copy_touches_it_however_often_the_driver_r
     rig.assert_silent();
     drop(x);
     rig.assert_all_given_back();
+}
+
+/// Refuses every report of completion, and ends that after a time.
+fn refuse_waits_for(sim: &Sim, time: Duration) -> JoinHandle<()> {
+    SAY_DONE.into_iter().for_each(|call| sim.fail_every(call, 1, REFUSED));
+    let sim = sim.clone();
+    thread::spawn(move || {
+        thread::sleep(time);
+        sim.clear_failures();
+    })
+}
+
+#[test]
+fn an_operand_comes_back_only_when_no_copy_touches_it_however_long_waits_are_refused() {
+    // Longer than the two bounded attempts that a lane and an operand could make.
+    let refused_for = Duration::from_millis(2500);
+    let rig = Rig::new();
+    let mut refusal = None;
+    let failed = refused_upload(&rig, |sim| {
+        // The operand's own stream cannot be delayed either.
+        sim.fail_every(Call::StreamWaitEvent, 1, REFUSED);
+        refusal = Some((Instant::now(), refuse_waits_for(sim, refused_for)));
+    });
+    let (begun, end) = refusal.unwrap();
+    assert!(begun.elapsed() >= refused_for);
+    end.join().unwrap();
+    let (_, mut x) = failed.back.unwrap();
+    rig.fill(&mut x, 7);
+    rig.sim.run_all();
+    assert!(rig.bytes(&x).iter().all(|&byte| byte == 7));
+    rig.assert_silent();
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_copy_from_borrowed_memory_returns_only_when_it_is_done_however_long_waits_are_refused() {
+    let refused_for = Duration::from_millis(1500);
+    let rig = Rig::new();
+    // So short that the driver reads the borrowed bytes itself.
+    let up = pattern(KIB / 2, 1);
+    let mut x = rig.operand(up.len());
+    let begun = Instant::now();
+    let end = refuse_waits_for(&rig.sim, refused_for);
+    rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).and_then(|taken| taken).unwrap();
+    assert!(begun.elapsed() >= refused_for);
+    assert_eq!(rig.sim.pending(rig.home.raw()), 0, "what was borrowed may be freed now");
+    end.join().unwrap();
+    assert!(rig.bytes(&x) == up);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn an_operand_of_another_machine_is_refused_and_keeps_its_bytes() {
+    let (here, there) = (Rig::new(), Rig::new());
+    let (own, actual) = (here.sim.driver().machine(), there.sim.driver().machine());
+    let refused = |what: &str, told: Result<(), StageError>, expected: u64, actual: u64| {
+        let Err(StageError::Memory(error)) = told else { panic!("{what}: {told:?}") };
+        assert_eq!(error, MemoryError::OtherMachine { expected, actual }, "{what}");
+    };
+    // The driver, the calling thread and the workers would copy them.
+    for size in [KIB, 6 * KIB, 6 * SLOT] {
+        let (up, mut down) = (pattern(size, 1), vec![0; size]);
+        let (mut x, mut theirs) = (here.operand(size), there.operand(size));
+        there.fill(&mut theirs, 7);
+        there.sim.run_all();
+        let stager = &here.stager;
+        let told = stager.try_scope(|s| s.upload(&up, &mut theirs).map(drop));
+        refused("upload", told, own, actual);
+        let told = stager.try_scope(|s| s.download(&theirs, &mut down).map(drop));
+        refused("download", told, own, actual);
+        // Two machines in one transfer are refused whatever the stager's own is.
+        for stager in [&here.stager, &there.stager] {
+            let pairs = [(&up[..], &mut x), (&up[..], &mut theirs)];
+            let told = stager.try_scope(|s| s.upload_all(pairs).map(drop));
+            refused("upload of both", told, own, actual);
+        }
+        let failed = stager.upload(up, theirs).unwrap_err();
+        refused("owned upload", Err(failed.error), own, actual);
+        let (_, theirs) = failed.back.unwrap();
+        assert!(there.bytes(&theirs).iter().all(|&byte| byte == 7));
+        assert!(down.iter().all(|&byte| byte == 0));
+    }
+    here.assert_all_given_back();
+    there.assert_all_given_back();
 }
 
 #[test]

@@ -13,8 +13,10 @@ use std::{
 
 use crate::support::{GPU, Plain, Rig};
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
-use aquifer_stream::{Grid, UseList};
+use aquifer_driver::{
+    Access, DeviceId, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
+};
+use aquifer_stream::{Grid, StreamPool, UseList};
 
 /// A view of device memory that may overlap others, which no operand should.
 struct Window(DeviceRange);
@@ -145,6 +147,44 @@ fn a_scope_returns_only_when_its_copies_are_done_however_long_waits_are_refused(
     assert!(begun.elapsed() >= refused_for);
     assert_eq!(rig.sim.pending(s.raw()), 0, "what it borrowed may be freed now");
     drop((x, s));
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_copy_between_devices_returns_only_in_order_or_done_however_long_waits_are_refused() {
+    let rig = Rig::on(Sim::h200(2).stepped(), 1);
+    let far = DeviceId(1);
+    let driver = rig.sim.driver();
+    let peers = StreamPool::new(driver.clone(), far, 1);
+    let (s, peer) = (rig.lease(), peers.lease().unwrap());
+    let window = |device| {
+        let address = driver.mem_alloc(device, 64).unwrap();
+        Window(DeviceRange { device, address, bytes: 64 })
+    };
+    let (from, mut to) = (window(GPU), window(far));
+    rig.launch(&peer);
+    // The first makes the copy wait for `peer`, the second `peer` for the copy.
+    rig.sim.fail_every(Call::StreamWaitEvent, 2, REFUSED);
+    refuse_every_wait(&rig);
+    let begun = Instant::now();
+    let refused_for = Duration::from_millis(1500);
+    let told = thread::scope(|threads| {
+        threads.spawn(|| {
+            thread::sleep(refused_for);
+            rig.sim.clear_failures();
+        });
+        s.copy_to_peer(&from, &mut to, &peer)
+    });
+    assert!(matches!(told, Err(MemoryError::Driver(_))), "{told:?}");
+    assert!(begun.elapsed() >= refused_for);
+    assert_eq!(rig.made(Call::StreamWaitEvent), 2);
+    assert_eq!(rig.sim.pending(s.raw()), 0, "work on the other stream is not ordered after it");
+    for Window(range) in [from, to] {
+        driver.device_synchronize(range.device).unwrap();
+        // SAFETY: 1. allocated above. 2. the device is idle.
+        unsafe { driver.mem_free(range.device, range.address) }.unwrap();
+    }
+    drop((s, peer, peers));
     rig.assert_all_given_back();
 }
 

@@ -3,7 +3,10 @@
 mod adoption;
 mod capture;
 mod copies;
+#[path = "../../../../tests/support/counting.rs"]
+mod counting;
 mod epochs;
+mod heap;
 mod leases;
 mod leftovers;
 mod support;

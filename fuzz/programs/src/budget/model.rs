@@ -79,31 +79,40 @@ impl Model {
         std::iter::successors(Some(at), |&at| self.nodes[at].parent).collect()
     }
 
-    fn children(&self, at: usize) -> impl Iterator<Item = usize> {
-        (0..self.nodes.len()).filter(move |&child| self.nodes[child].parent == Some(at))
-    }
-
     pub(super) fn is_below(&self, at: usize, above: usize) -> bool {
         self.path(at).contains(&above)
     }
 
     pub(super) fn used(&self, at: usize) -> u64 {
-        self.nodes[at].direct + self.children(at).map(|child| self.used(child)).sum::<u64>()
+        self.totals()[at].0
     }
 
     pub(super) fn held(&self, at: usize) -> u64 {
-        let shares =
-            self.children(at).map(|child| self.held(child).max(self.nodes[child].guarantee));
-        self.nodes[at].direct + shares.sum::<u64>()
+        self.totals()[at].1
+    }
+
+    /// Returns the used and held bytes of each node. A child has a larger index than its parent.
+    fn totals(&self) -> [(u64, u64); NAMES.len()] {
+        let mut totals = [(0, 0); NAMES.len()];
+        for (at, node) in self.nodes.iter().enumerate().rev() {
+            let (used, held) = &mut totals[at];
+            (*used, *held) = (*used + node.direct, *held + node.direct);
+            let (used, share) = (*used, (*held).max(node.guarantee));
+            if let Some(parent) = node.parent {
+                totals[parent].0 += used;
+                totals[parent].1 += share;
+            }
+        }
+        totals
     }
 
     /// Returns the used and held bytes of each node of `path`, with `bytes` more charged to its
     /// first node.
     fn with(&mut self, path: &[usize], bytes: u64) -> Vec<(u64, u64)> {
         self.nodes[path[0]].direct += bytes;
-        let all = path.iter().map(|&at| (self.used(at), self.held(at))).collect();
+        let totals = self.totals();
         self.nodes[path[0]].direct -= bytes;
-        all
+        path.iter().map(|&at| totals[at]).collect()
     }
 
     /// Returns whether a `try` charge would be granted, or the node that refuses it.

@@ -1,10 +1,16 @@
 //! The command line: its commands and flags, and the errors of parsing it.
 
-use crate::amount::{Amount, AmountError};
+use crate::{
+    amount::{Amount, AmountError},
+    metrics::ListenAddress,
+};
+use aquifer_benches::{Benchmark, RowSelection, StageOptions};
+use aquifer_console::place::DeviceChoice;
+use aquifer_formats::trace::TraceDevice;
 use aquifer_host::{ShortWait, StagerConfig, Stores};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
-use std::{error, fmt, path::PathBuf, str::FromStr};
+use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// The arguments of the program.
 #[derive(Parser, Debug)]
@@ -14,7 +20,7 @@ use std::{error, fmt, path::PathBuf, str::FromStr};
     about,
     max_term_width = 80,
     after_help = "\
-Exit status: 0 all is well; 1 the trace does not fit, or a check failed;
+Exit status: 0 all is well; 1 the trace does not fit, or a check or limit failed;
 2 the request or the trace makes no sense (one line on stderr says why)."
 )]
 pub(crate) struct Cli {
@@ -28,13 +34,20 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Replay a recorded allocation trace and check every memory access
     #[command(after_help = "\
-The trace is CSV with the header `t_us,op,id,bytes,stream,kind,device,tag`, or its
-first five fields, as AQUIFER_TRACE=FILE makes any program that uses the library
+The trace is CSV with the header `t_us,op,id,bytes,stream` and more fields, as AQUIFER_TRACE=FILE makes any program that uses the library
 write it, the log of RAPIDS' memory manager, or what
 torch.cuda.memory._dump_snapshot() writes; plain, or compressed by xz, gzip or zstd,
 whatever the file is called. `-` is the standard input. `made:NAME` is a workload
 made to break a policy, `made:` lists them. Without a GPU a simulated one is used.")]
     Replay(Replay),
+    /// Show what held memory in a recorded trace: at its peak, over time, by address
+    #[command(after_help = "\
+The trace is one of those that `replay` reads: what AQUIFER_TRACE=FILE makes any
+program that uses the library write, the log of RAPIDS' memory manager, or a memory
+snapshot of PyTorch; plain, or compressed by xz, gzip or zstd. Two traces are compared
+at their peaks. The page is one file that needs no network. Without any output flag
+text is printed. Exit status 1: a peak is above --fail-over.")]
+    Report(Report),
     /// Measure the cost of calls, compared with other allocators
     #[command(arg_required_else_help = false)]
     Bench(BenchArgs),
@@ -43,6 +56,23 @@ made to break a policy, `made:` lists them. Without a GPU a simulated one is use
 Every byte is read back and compared. Beside it stands the driver's own copy of the
 same bytes from pageable memory, and the copy from pinned memory, which is the limit.")]
     Stage(Stage),
+    /// Draw runs of `bench --json` as a picture: bars beside the peers, and curves
+    #[command(after_help = "\
+The picture is SVG, and the same for the same files, byte for byte. Several runs stand
+one below the other. Rows that differ by one quantity (threads, holes, bytes) are
+curves. `bench --plot FILE.svg` draws its own run.")]
+    Plot(Plot),
+    /// Show the memory of all processes of this user that use the library, live in the terminal
+    #[command(after_help = "\
+Keys: arrows select a row and the column to sort by, r reverses, Enter unfolds, a
+unfolds all, + and - change the interval, ? explains, q ends. Without a terminal it
+prints one table. AQUIFER_STATUS names the folder that processes publish in.")]
+    Top(Top),
+    /// Write the figures of all processes of this user as metrics for Prometheus
+    #[command(after_help = "\
+Without a flag the text is printed. --listen answers GET /metrics until it is
+interrupted. Processes and pools beyond the bounds are counted and left out.")]
+    Metrics(Metrics),
     /// Report what this machine offers, what a program gets, and what to fix
     Doctor(Doctor),
     /// Write shell completions to standard output
@@ -98,6 +128,52 @@ pub(crate) struct Replay {
     pub(crate) json: bool,
 }
 
+/// Arguments of `plot`.
+#[derive(Args, Debug)]
+pub(crate) struct Plot {
+    /// Runs to draw: files with the JSON of `aquifer bench --json`
+    #[arg(required = true, value_name = "RUN.json")]
+    pub(crate) runs: Vec<PathBuf>,
+    /// Picture to write
+    #[arg(short, long, value_name = "FILE.svg")]
+    pub(crate) output: PathBuf,
+    /// Draw only rows whose name contains PATTERN, ignoring case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+}
+
+/// Flags of `report`.
+#[derive(Args, Debug)]
+pub(crate) struct Report {
+    /// Trace to report on: a file, - for standard input, or made:NAME
+    pub(crate) trace: PathBuf,
+    /// Another trace to compare it with
+    #[arg(value_name = "TRACE2")]
+    pub(crate) other: Option<PathBuf>,
+    /// Write a page for the browser: one HTML file
+    #[arg(short, long, value_name = "PAGE.html")]
+    pub(crate) output: Option<PathBuf>,
+    /// Largest size of the page; above it the smallest blocks are merged
+    #[arg(long, value_name = "BYTES", default_value = "32MB")]
+    pub(crate) max_page: Size,
+    /// Print text: at most 60 lines of 80 columns
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) text: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Exit with status 1 if the peak of live bytes is above this
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) fail_over: Option<Size>,
+    /// Write a trace for Perfetto's viewer
+    #[arg(long, value_name = "FILE")]
+    pub(crate) perfetto: Option<PathBuf>,
+    /// Device to report on, if the trace has several: its number, host or host:N for pinned memory
+    /// (default: the one with the most events)
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device_index: Option<TraceDevice>,
+}
+
 /// Arguments of `bench`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
@@ -113,7 +189,7 @@ pub(crate) enum Benched {
     #[command(after_help = "\
 A ratio is the arena's time over the peer's in the same run: below 1 is faster.
 Without a GPU pinned memory is pageable, and the pool is the same. Takes most of a
-minute.")]
+minute. bump-scope is there if the program was built with the feature `peers`.")]
     Arena(BenchArena),
     /// The caching device pool, compared with the driver's allocator and the host's malloc
     #[command(after_help = "\
@@ -133,7 +209,8 @@ A ratio is the stager's time over the peer's in the same run: below 1 is faster.
     /// and routes
     #[command(after_help = "\
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
-median of 21 turns, with the interval of 95 %. Takes some minutes.")]
+median of 21 turns, with the interval of 95 %. Takes some minutes. mimalloc, jemalloc
+and similar crates are there if the program was built with the feature `peers`.")]
     Global(BenchGlobal),
     /// Charges to budgets: by level, by lease, with 16 threads, and with waits
     #[command(after_help = "\
@@ -145,6 +222,31 @@ of it. Takes some seconds.")]
 A ratio is the placer's time over that of a vector of free bytes behind a lock in the
 same run. No GPU is part of it. Takes most of a minute.")]
     Placement(BenchPlacement),
+}
+
+impl Benched {
+    /// Returns the benchmark with its settings, and the flags that all benchmarks share.
+    pub(crate) fn settings(self) -> (Benchmark, RowFlags) {
+        match self {
+            Self::Arena(args) => (Benchmark::Arena { device: args.device }, args.rows),
+            Self::Device(BenchDevice { device, driver, rows }) => {
+                (Benchmark::Device { device, driver }, rows)
+            }
+            Self::Pinned(args) => (Benchmark::Pinned { device: args.device }, args.rows),
+            Self::Stage(args) => {
+                let options = StageOptions {
+                    device: args.device,
+                    most: args.most.map(|Size(bytes)| bytes),
+                    folder: args.folder,
+                    stager: args.stager.config(),
+                };
+                (Benchmark::Stage(options), args.rows)
+            }
+            Self::Global(args) => (Benchmark::Global, args.rows),
+            Self::Budget(args) => (Benchmark::Budget, args.rows),
+            Self::Placement(args) => (Benchmark::Placement, args.rows),
+        }
+    }
 }
 
 /// Flags that all benchmarks share.
@@ -159,6 +261,19 @@ pub(crate) struct RowFlags {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    /// Also draw the results as a picture (SVG)
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Note to keep with the results, such as what else the machine was doing
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) note: Option<String>,
+}
+
+impl RowFlags {
+    /// Returns which rows are measured, and how precisely.
+    pub(crate) fn selection(&self) -> RowSelection {
+        RowSelection { only: self.only.clone(), quick: self.quick }
+    }
 }
 
 /// Flags of `bench arena`.
@@ -395,6 +510,60 @@ pub(crate) struct Doctor {
     pub(crate) strict: bool,
 }
 
+/// Flags of `top`.
+#[derive(Args, Debug)]
+pub(crate) struct Top {
+    /// Interval between two readings: 500ms, 1s, 2.5s (at least 100ms)
+    #[arg(long, value_name = "TIME", value_parser = interval)]
+    pub(crate) interval: Option<Duration>,
+    /// Print one table and end; with --interval, after two readings, with figures per second
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print JSON; implies --once
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Keep the files of dead processes; otherwise they are shown once more and removed
+    #[arg(long)]
+    pub(crate) no_sweep: bool,
+}
+
+/// Flags of `metrics`.
+#[derive(Args, Debug)]
+pub(crate) struct Metrics {
+    /// Replace this file as a whole, for the textfile collector
+    #[arg(short, long, value_name = "FILE", conflicts_with = "listen")]
+    pub(crate) output: Option<PathBuf>,
+    /// Answer GET /metrics at 127.0.0.1:9464, localhost:PORT or unix:PATH
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<ListenAddress>,
+    /// Also listen on an address that other machines can reach: all of them can then read the
+    /// figures, without a password or encryption
+    #[arg(long, requires = "listen")]
+    pub(crate) expose_to_network: bool,
+    /// Most processes with series of their own, the largest first
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) most_processes: usize,
+    /// Most pools with series of their own
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub(crate) most_pools: usize,
+}
+
+/// Parses an interval of at least 100 ms and at most a day.
+fn interval(text: &str) -> Result<Duration, &'static str> {
+    const BAD: &str = "an interval is a time such as 500ms, 1s or 2.5s, from 100ms to 1d";
+    let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+    let factor = match &text[end..] {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return Err(BAD),
+    };
+    let seconds = text[..end].parse::<f64>().map_err(|_| BAD)? * factor;
+    if (0.1..=86400.0).contains(&seconds) { Ok(Duration::from_secs_f64(seconds)) } else { Err(BAD) }
+}
+
 /// The allocator that serves the trace.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Allocator {
@@ -413,46 +582,6 @@ impl Allocator {
             Self::Pool => "pool",
             Self::Async => "async",
             Self::Direct => "direct",
-        }
-    }
-}
-
-/// The device to run on.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum DeviceChoice {
-    /// The first GPU, or the simulated one if there is no GPU.
-    Auto,
-    /// The simulated device.
-    Sim,
-    /// A GPU by its ordinal.
-    Cuda(u32),
-}
-
-/// A text that names no device.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct BadDevice;
-
-impl fmt::Display for BadDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a device is auto, sim, cuda or cuda:N")
-    }
-}
-
-impl error::Error for BadDevice {}
-
-impl FromStr for DeviceChoice {
-    type Err = BadDevice;
-
-    fn from_str(text: &str) -> Result<Self, BadDevice> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "sim" => Ok(Self::Sim),
-            "cuda" => Ok(Self::Cuda(0)),
-            _ => {
-                let ordinal =
-                    text.strip_prefix("cuda:").filter(|n| n.bytes().all(|b| b.is_ascii_digit()));
-                ordinal.and_then(|n| n.parse().ok()).map(Self::Cuda).ok_or(BadDevice)
-            }
         }
     }
 }
@@ -477,7 +606,7 @@ where
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
-            "a command is needed: replay, bench, stage or doctor; aquifer --help says more"
+            "a command is needed: replay, report, bench, stage, plot, top, metrics or doctor; aquifer --help says more"
                 .to_owned(),
         ),
         _ => Refused::Mistake(one_line(&e.to_string())),
@@ -575,7 +704,10 @@ mod tests {
     #[test]
     fn a_mistake_is_told_in_one_line() {
         let table = [
-            ("aquifer", "a command is needed: replay, bench, stage or doctor"),
+            (
+                "aquifer",
+                "a command is needed: replay, report, bench, stage, plot, top, metrics or doctor",
+            ),
             ("aquifer drink", "unrecognized subcommand 'drink'"),
             ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
             (
@@ -619,6 +751,25 @@ mod tests {
             (
                 "aquifer stage f --slot 2x",
                 "invalid value '2x' for '--slot <BYTES>': an amount is bytes",
+            ),
+            (
+                "aquifer plot -o a.svg",
+                "the following required arguments were not provided: <RUN.json>...",
+            ),
+            (
+                "aquifer plot run.json",
+                "the following required arguments were not provided: --output <FILE.svg>",
+            ),
+            ("aquifer top --interval 0", "invalid value '0' for '--interval <TIME>': an interval"),
+            ("aquifer top --interval 5ms", "invalid value '5ms' for '--interval <TIME>'"),
+            ("aquifer top --interval 1e9s", "invalid value '1e9s' for '--interval <TIME>'"),
+            (
+                "aquifer metrics --listen 9464",
+                "invalid value '9464' for '--listen <ADDRESS>': an address is",
+            ),
+            (
+                "aquifer metrics -o f --listen unix:s",
+                "the argument '--output <FILE>' cannot be used with '--listen",
             ),
             ("aquifer doctor now", "unexpected argument 'now' found"),
         ];

@@ -4,38 +4,39 @@
 //! | module | contents |
 //! |---|---|
 //! | `cli` | commands and flags |
-//! | `trace` | recorded and generated traces, parsed and checked |
+//! | `made` | the list of generated traces |
 //! | `replay` | replaying a trace |
-//! | `bench` | benchmarks |
-//! | `stage` | loading a file to the device |
+//! | `plot` | pictures of benchmarks |
+//! | `report` | what held memory in a trace |
+//! | `top` | the processes of the user, live |
+//! | `metrics` | the same for Prometheus |
 //! | `doctor` | the report on this machine |
-//! | `gpu`, `place` | the driver, if there is one, and the selected device |
-//! | `amount`, `figures`, `layout`, `json`, `progress` | parsing and formatting |
+//! | `amount` | amounts of memory |
+//!
+//! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
+//! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
 //!
 //! Results go to stdout. An invalid request is reported in one line on stderr, with nothing on
 //! stdout and exit status 2.
 
 mod amount;
-mod bench;
 mod cli;
 mod doctor;
-mod figures;
-mod gpu;
-mod json;
-mod layout;
-mod place;
-mod progress;
+mod made;
+mod metrics;
+mod plot;
 mod replay;
-mod stage;
-mod trace;
+mod report;
+mod top;
 
-use cli::{Benched, Command, Refused};
+use aquifer_benches::{PictureFile, PlotError};
+use aquifer_formats::trace::made::asks_for_list;
+use cli::{Command, Refused};
 use std::{
     env,
     io::{self, Write},
     process::ExitCode,
 };
-use trace::made;
 
 /// Exit status: success.
 const WELL: u8 = 0;
@@ -47,9 +48,7 @@ const MISTAKE: u8 = 2;
 fn main() -> ExitCode {
     let (text, status) = match cli::parse(env::args_os()) {
         Ok(cli) => match cli.command {
-            Command::Replay(args) if made::asks_for_list(&args.trace) => {
-                (made::list(args.json), WELL)
-            }
+            Command::Replay(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
             Command::Completions(args) => return raw(&cli::completions(args.shell)),
             Command::Man => match cli::man() {
                 Ok(page) => return raw(&page),
@@ -66,43 +65,53 @@ fn main() -> ExitCode {
                 }
                 Err(mistake) => return refuse(&mistake.to_string()),
             },
+            Command::Report(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
+            Command::Report(args) => match report::run(&args) {
+                Ok(result) => (result.text, if result.within_limit { WELL } else { NO }),
+                Err(mistake) => return refuse(&mistake.to_string()),
+            },
             Command::Bench(args) => {
-                let (report, json) = match args.what {
-                    Benched::Arena(args) => {
-                        (bench::arena::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Device(args) => {
-                        (bench::device::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Pinned(args) => {
-                        (bench::pinned::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Global(args) => {
-                        (bench::global::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Placement(args) => {
-                        (bench::placement::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Budget(args) => {
-                        (bench::budget::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
-                    Benched::Stage(args) => {
-                        (bench::stage::run(&args).map_err(|e| e.to_string()), args.rows.json)
-                    }
+                let (benchmark, rows) = args.what.settings();
+                // A picture that cannot be written is refused before minutes are spent on it.
+                let file = match rows.plot.as_deref().map(PictureFile::at).transpose() {
+                    Ok(file) => file,
+                    Err(mistake) => return refuse(&mistake.to_string()),
                 };
-                match report {
+                match aquifer_benches::run(&benchmark, &rows.selection()) {
                     Ok(report) => {
-                        let text = if json { report.to_json() } else { report.to_screen() };
-                        (text, if report.is_clean() { WELL } else { NO })
+                        let report = report.with_note(rows.note);
+                        let text = if rows.json { report.to_json() } else { report.to_screen() };
+                        let drawn = file.map_or(Ok(()), |file| plot::draw(&report, &file));
+                        let status = match drawn {
+                            Ok(()) if report.is_clean() => WELL,
+                            Ok(()) => NO,
+                            Err(e) => complain(&e),
+                        };
+                        (text, status)
                     }
-                    Err(mistake) => return refuse(&mistake),
+                    Err(mistake) => return refuse(&mistake.to_string()),
                 }
             }
-            Command::Stage(args) => match stage::run(&args) {
-                Ok(report) => {
-                    let text = if args.json { report.to_json() } else { report.to_screen() };
-                    (text, if report.is_whole() { WELL } else { NO })
+            Command::Stage(args) => {
+                match aquifer_benches::load_file(&args.file, args.device, args.stager.config()) {
+                    Ok(report) => {
+                        let text = if args.json { report.to_json() } else { report.to_screen() };
+                        (text, if report.is_whole() { WELL } else { NO })
+                    }
+                    Err(mistake) => return refuse(&mistake.to_string()),
                 }
+            }
+            Command::Plot(args) => match plot::run(&args) {
+                Ok(text) => (text, WELL),
+                Err(e) => return ExitCode::from(complain(&e)),
+            },
+            Command::Top(args) => match top::run(&args) {
+                Ok(text) if text.is_empty() => return ExitCode::from(WELL),
+                Ok(text) => (text, WELL),
+                Err(mistake) => return refuse(&mistake.to_string()),
+            },
+            Command::Metrics(args) => match metrics::run(&args) {
+                Ok(text) => return raw(text.as_bytes()),
                 Err(mistake) => return refuse(&mistake.to_string()),
             },
             Command::Doctor(args) => {
@@ -132,10 +141,22 @@ fn raw(bytes: &[u8]) -> ExitCode {
     }
 }
 
+/// Prints why there is no picture, and returns the exit status for it: a run without rows is a
+/// valid one.
+fn complain(error: &PlotError) -> u8 {
+    report_error(&error.to_string());
+    if matches!(error, PlotError::NoRow) { NO } else { MISTAKE }
+}
+
 /// Prints an error in one line on stderr and returns the exit status for it.
 fn refuse(line: &str) -> ExitCode {
+    report_error(line);
+    ExitCode::from(MISTAKE)
+}
+
+/// Prints an error in one line on stderr.
+fn report_error(line: &str) {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     // A failure to write to stderr cannot be reported.
     let _ = writeln!(io::stderr().lock(), "aquifer: {line}");
-    ExitCode::from(MISTAKE)
 }

@@ -41,17 +41,24 @@ mod work;
 
 pub(crate) use report::ReplayReport;
 
-use crate::{
-    cli,
-    place::{NoPlace, Place},
-    progress::Progress,
-    trace::{Trace, TraceError},
+use crate::cli;
+use aquifer_console::{
+    place::{DeviceChoice, NoPlace, Place},
+    progress::ProgressLine,
 };
 use aquifer_core::{Bytes, MemoryError};
+use aquifer_formats::trace::{Trace, TraceError};
 use bench::{Checked, ReplayBench};
 use engine::Order;
 use report::{Round, Search};
 use std::{fmt, io, num::NonZeroU32, path::PathBuf};
+
+/// Parses the rows of a trace in a test.
+#[cfg(test)]
+fn trace_of(rows: &str) -> Trace {
+    let text = format!("t_us,op,id,bytes,stream\n{rows}");
+    Trace::from_reader(io::Cursor::new(text), None).unwrap_or_else(|e| panic!("{e}"))
+}
 
 /// Why there is no report.
 #[derive(Debug)]
@@ -84,7 +91,7 @@ impl fmt::Display for ReplayError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Trace { path, error } => {
-                let comma = if error.row.is_some() { ", " } else { ": " };
+                let comma = if error.row().is_some() { ", " } else { ": " };
                 write!(f, "{}{comma}{error}", path.display())
             }
             Self::Place(e) => e.fmt(f),
@@ -120,6 +127,8 @@ impl std::error::Error for ReplayError {
 /// [`Mistake`]. Every error but a failure to write the snapshot is returned before the trace is
 /// played.
 pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
+    let mut progress = ProgressLine::on_terminal();
+    progress.phase("reading the trace");
     let trace = Trace::read(&args.trace, args.device_index)
         .map_err(|error| ReplayError::Trace { path: args.trace.clone(), error })?;
     let trace = match args.streams.and_then(NonZeroU32::new) {
@@ -133,7 +142,6 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
     let bench = ReplayBench { trace: &trace, place: &place, allocator: args.allocator, order };
-    let mut progress = Progress::on_terminal();
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     progress.phase("timing:");
@@ -174,7 +182,7 @@ fn describe(
     ReplayReport {
         trace: args.trace.display().to_string(),
         device: place.name(),
-        device_named: args.device != cli::DeviceChoice::Auto,
+        device_named: args.device != DeviceChoice::Auto,
         device_title: place.title(),
         allocator,
         budget,

@@ -13,6 +13,9 @@ use std::{
     process::{Command, Output},
 };
 
+/// Whether the program was built with all peers, as these tests were.
+const PEERS: bool = cfg!(feature = "peers");
+
 /// The program: the one that was built with these tests, or one that was brought along.
 fn bench(flags: &str) -> Output {
     let path = env::var_os("AQUIFER_BIN")
@@ -33,6 +36,19 @@ fn measured(flags: &str) -> Value {
     assert_eq!(output.status.code(), Some(0), "{flags}: {out}{err}");
     assert!(err.is_empty(), "{err}");
     serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"))
+}
+
+/// The command that builds and measures all peers of a group.
+fn with_peers(group: &str) -> String {
+    format!("cargo run --release -p aquifer-cli --features peers -- bench {group}")
+}
+
+/// Checks that a report names this command if peers are missing, and only then.
+fn assert_names_missing_peers(report: &Value, group: &str) {
+    let left_out = report["left_out"].as_array().expect("a list");
+    let told = left_out.iter().find(|left| left["row"] == "more peers");
+    assert_eq!(told.is_none(), PEERS, "{left_out:?}");
+    assert!(told.is_none_or(|told| text_of(told, "why").ends_with(&with_peers(group))), "{told:?}");
 }
 
 /// Every row that a run without `--driver` has.
@@ -164,11 +180,12 @@ fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure()
         let value = measured(&format!("global --quick --json --only ×{threads},"));
         assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("global"), &0.into()));
         let (mut counted, mut routed) = (Vec::new(), Vec::new());
-        for inner in ["system", "mimalloc", "jemalloc"] {
+        let inners = ["system", "mimalloc", "jemalloc"];
+        for inner in if PEERS { &inners[..] } else { &inners[..1] } {
             for job in jobs {
                 let named = |what: &str| format!("{inner}, {job} ×{threads}, {what}");
                 counted.extend(["bare", "off", "on", "tags", "on adds", "tags adds"].map(named));
-                if inner == "system" {
+                if PEERS && *inner == "system" {
                     counted.extend(["on/stats_alloc", "on/cap", "tags/tracking"].map(named));
                 }
                 routed.extend(["route", "in its scope", "route adds"].map(named));
@@ -178,6 +195,7 @@ fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure()
         let names: Vec<_> =
             rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
         assert_eq!(names, [counted, routed].concat());
+        assert_names_missing_peers(&value, "global");
         rows
     };
     let pairs = ["64 B", "1 KiB", "32 KiB", "mix"];
@@ -224,8 +242,15 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     let beside = |peer: &str| works.map(|name| format!("{name}, beside {peer}"));
     let mut promised: Vec<_> =
         with_pinned(&works).into_iter().map(|name| (name, "bumpalo")).collect();
-    promised.extend(beside("bump-scope").map(|name| (name, "bump-scope")));
-    promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
+    // What has no peer comes first: these rows too, if theirs is not built.
+    let mut promised_alone = Vec::new();
+    if PEERS {
+        promised.extend(beside("bump-scope").map(|name| (name, "bump-scope")));
+        promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
+    } else {
+        promised_alone = with_pinned(&returns);
+    }
+    promised_alone.push("whole pass of a pool".to_owned());
     promised.extend(beside("malloc").map(|name| (name, "malloc")));
     promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
     for scratch in ["lists of a pass", "lists of a report", "list of a worker"] {
@@ -237,10 +262,13 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     let value = measured("arena --device sim --quick --json");
     assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("arena"), &0.into()));
     let rows = value["rows"].as_array().expect("rows");
-    // What has no peer comes first.
-    let (alone, rows) = rows.split_at(1);
-    assert_eq!(alone[0]["name"], "whole pass of a pool");
-    assert!(alone[0]["value"].as_f64() > Some(0.0) && alone[0]["peer"].is_null(), "{:?}", alone[0]);
+    assert_names_missing_peers(&value, "arena");
+    let (alone, rows) = rows.split_at(promised_alone.len());
+    let found: Vec<_> = alone.iter().map(|row| text_of(row, "name")).collect();
+    assert_eq!(found, promised_alone);
+    for row in alone {
+        assert!(row["value"].as_f64() > Some(0.0) && row["peer"].is_null(), "{row}");
+    }
     let found: Vec<_> =
         rows.iter().map(|row| (text_of(row, "name"), text_of(row, "peer"))).collect();
     let promised: Vec<_> =
@@ -254,6 +282,22 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
 
 fn text_of(row: &Value, field: &str) -> String {
     row[field].as_str().expect("text").to_owned()
+}
+
+#[test]
+fn a_page_without_all_peers_says_in_one_line_how_to_get_them() {
+    if PEERS {
+        return;
+    }
+    for (group, flags) in [("global", "global --quick"), ("arena", "arena --quick --device sim")] {
+        let name = if group == "global" { "jemalloc" } else { "bump-scope" };
+        let output = bench(&format!("{flags} --only {name}"));
+        let page = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{page}{}", text(&output.stderr));
+        let said = format!("more peers: {}", with_peers(group));
+        assert_eq!(page.lines().last(), Some(&*said), "{page}");
+        assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
+    }
 }
 
 #[test]

@@ -29,6 +29,13 @@ fn data(name: &str) -> PathBuf {
     folder.join(name)
 }
 
+/// The folder of small memory snapshots, by a path that fits into a report.
+fn snapshots() -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../../allocators/formats/tests/data/snapshots");
+    folder.canonicalize().expect("the snapshots")
+}
+
 fn run<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
     program().args(arguments).output().expect("the program starts")
 }
@@ -405,6 +412,7 @@ fn completions_and_the_manual_name_every_command() {
         ".SH NAME",
         ".SH AQUIFER REPLAY",
         ".SH AQUIFER BENCH STAGE",
+        ".SH AQUIFER REPORT",
         ".SH AQUIFER STAGE",
         ".SH AQUIFER DOCTOR",
     ] {
@@ -560,7 +568,7 @@ fn a_split_trace_has_a_fit_that_holds() {
 
 #[test]
 fn a_snapshot_of_pytorch_is_replayed_by_device() {
-    let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
+    let snapshots = snapshots();
     let value = json(&replay(&snapshots.join("ring.pickle"), "--device sim --json --fit"));
     has_fields(&value, &FIT);
     let expected = [
@@ -632,7 +640,7 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
         let peak = |value: &Value| value["peak_live_bytes"].as_u64();
         assert_eq!(peak(&first).map(|bytes| bytes + late), peak(&again), "{allocator}");
         assert_eq!(again["snapshot"]["blocks_at_start"], 0, "{allocator}");
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots/check.py");
+        let script = snapshots().join("check.py");
         match Command::new("python3").arg(script).arg(&file.0).output() {
             Ok(said) => assert!(said.status.success(), "{allocator}: {}", text(&said.stderr)),
             Err(e) => {

@@ -6,18 +6,33 @@
     reason = "a test that cannot go on fails, wherever it is"
 )]
 
+mod terminal;
+
+use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use std::{
     env, fs,
-    path::PathBuf,
-    process::{self, Command, Output},
+    path::{Path, PathBuf},
+    process::{self, Child, Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
+use terminal::on_terminal;
+
+/// Longer than any run takes, unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The program: the one that was built with these tests, or one that was brought along.
-fn aquifer(arguments: &[&str]) -> Output {
+fn program(arguments: &[&str]) -> Command {
     let path = env::var_os("AQUIFER_BIN")
         .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    Command::new(path).args(arguments).output().expect("the program starts")
+    let mut command = Command::new(path);
+    command.args(arguments);
+    command
+}
+
+fn aquifer(arguments: &[&str]) -> Output {
+    program(arguments).output().expect("the program starts")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -166,4 +181,54 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
     let some =
         answered(&["bench", "stage", "--device", "sim", "--quick", "--json", "--only", "both"]);
     assert_eq!(some["rows"].as_array().map(Vec::len), Some(1));
+}
+
+/// Returns whether a process has a file with contents open in a folder.
+fn has_open_file_in(process: &Child, folder: &Path) -> bool {
+    let open = fs::read_dir(format!("/proc/{}/fd", process.id()));
+    open.into_iter().flatten().flatten().map(|entry| entry.path()).any(|entry| {
+        fs::read_link(&entry).is_ok_and(|target| target.starts_with(folder))
+            && fs::metadata(&entry).is_ok_and(|found| found.is_file() && found.len() > 0)
+    })
+}
+
+#[test]
+fn a_bench_that_is_killed_half_way_leaves_no_file_behind() {
+    let folder = env::temp_dir().join(format!("aquifer-test-killed-{}", process::id()));
+    fs::create_dir(&folder).expect("a folder");
+    let path = folder.to_str().expect("text");
+    let flags =
+        ["bench", "stage", "--device", "sim", "--quick", "--only", "warm", "--folder", path];
+    let mut command = program(&flags);
+    let mut bench = command.stdout(Stdio::null()).spawn().expect("the program starts");
+    let deadline = Instant::now() + PATIENCE;
+    while !has_open_file_in(&bench, &folder) {
+        assert!(bench.try_wait().expect("a status").is_none(), "it ended without a file");
+        assert!(Instant::now() < deadline, "it writes no file");
+    }
+    bench.kill().expect("a process");
+    let status = bench.wait().expect("a status");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9), "it had ended");
+    let left: Vec<_> = fs::read_dir(&folder).expect("a folder").flatten().collect();
+    fs::remove_dir_all(&folder).expect("still there");
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn stage_tells_a_terminal_how_far_it_is_and_erases_that() {
+    let file = File::new("progress", 16 << 20);
+    let command = program(&["stage", file.path(), "--device", "sim"]);
+    let (told, status) = on_terminal(command, |id, told| {
+        // Only work that takes a while is told of, so it is held up until it is.
+        if told.is_empty() {
+            kill(id, Signal::SIGSTOP).expect("a process");
+            // Longer than the program waits before it tells anything.
+            thread::sleep(Duration::from_millis(450));
+            kill(id, Signal::SIGCONT).expect("a process");
+        }
+    });
+    assert!(status.success());
+    let phases = ["copies of memory", "cache is cold", "cache is warm", "past the page cache"];
+    assert!(phases.iter().any(|phase| told.contains(phase)) && told.contains(" %"), "{told:?}");
+    assert!(told.ends_with("\r\x1b[K"), "{told:?}");
 }

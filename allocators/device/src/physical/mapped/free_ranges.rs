@@ -56,6 +56,11 @@ pub(super) struct MappingCandidate {
 }
 
 /// A mapping removed from the table, with the memory over it, which is in no list.
+///
+/// Owning this value is the proof that no list, no block and no other thread can reach the range.
+/// It is no proof that the work on the range is done: [`ReclaimedMapping::is_done`] must be checked
+/// before the value is passed to [`Mapped::unmap_done`]. While it is not done, the handle may only
+/// be mapped a second time, or the value restored.
 pub(super) struct ReclaimedMapping<'s> {
     pub(super) mapping: Mapping,
     pub(super) pieces: List<'s, RangePiece>,
@@ -73,6 +78,7 @@ impl RangePiece {
 }
 
 impl ReclaimedMapping<'_> {
+    /// Returns whether the host has seen all work on the range done, so that it may be unmapped.
     pub(super) fn is_done(&self) -> bool {
         self.pieces.iter().all(|piece| is_done(&piece.deps))
     }
@@ -156,7 +162,7 @@ impl Mapped {
     }
 
     /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free
-    /// list. The cost grows with the number of ranges moved.
+    /// list. The cost grows with the number of ranges moved. No handle is moved.
     pub(crate) fn share_free(&self, donors: &[&'static StreamCache], least: u64) {
         let _move = self.begin_move();
         let pass = self.scratch.begin();
@@ -177,7 +183,8 @@ impl Mapped {
 
     /// Moves free ranges whose work is known to be done from the caches of `donors` to the shared
     /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
-    /// longest ranges. Returns the number of moves.
+    /// longest ranges. Returns the number of moves begun, one for each cache above `cap`. No handle
+    /// is moved.
     pub(crate) fn cap_caches(&self, donors: &[&'static StreamCache], cap: u64) -> u64 {
         let mut own_moves = 0;
         for &donor in donors {

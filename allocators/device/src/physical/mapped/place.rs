@@ -16,8 +16,17 @@ use aquifer_core::Result;
 
 impl Mapped {
     /// Finds room for `request` in the free ranges of `cache` and `donors` and in unclaimed slots,
-    /// and maps what is missing, as far as `options` allows. Returns `None` if there is not enough;
-    /// then only unused handles may have moved.
+    /// and maps what is missing, as far as `options` allows. The module's documentation has the
+    /// driver calls in order. Returns `None` if there is not enough: the handles that this call has
+    /// unmapped or created are spare then, still charged, for the next attempt ([`stash_spare`]).
+    ///
+    /// # Errors
+    /// The driver's, but not a lack of memory in `cuMemCreate`. The handles that this call has
+    /// created are released to the driver ([`forget_new`]), except for those whose new mapping the
+    /// driver refuses to remove. All others that it has unmapped, or found spare, are spare.
+    ///
+    /// [`stash_spare`]: Mapped::stash_spare
+    /// [`forget_new`]: MappingPlan::forget_new
     pub(crate) fn place(
         &self,
         cache: &'static StreamCache,

@@ -20,7 +20,10 @@ use std::{cmp::Reverse, sync::Arc};
 pub(super) struct MappingPlan<'s> {
     /// Handles that are not mapped.
     unmapped: List<'s, UnmappedHandle>,
-    /// Charged bytes without a handle, such as those of handles released for their charge.
+    /// Charged bytes without a handle: the charge for all missing bytes of the window, which is
+    /// taken at once, and those of handles released for their charge. The charge of each new
+    /// handle is split off it. If it is too small for a handle, or there is a reservation, that
+    /// handle is charged on its own, or paid by the release of unmapped handles.
     unspent: Option<Charge>,
     /// Bytes of `unspent` that this attempt has charged to the budget.
     unspent_new: u64,
@@ -101,7 +104,9 @@ impl<'s> MappingPlan<'s> {
         self.unmapped.extend(self.planned.drain(..).map(|planned| planned.unmapped));
     }
 
-    /// Releases the handles that this attempt has created to the driver.
+    /// Releases the handles that this attempt has created to the driver, with their charges. For an
+    /// attempt that fails with an error, and for warming; where only room is missing, they become
+    /// spare.
     pub(super) fn forget_new(&mut self) {
         self.unplan();
         self.unmapped.retain(|unmapped| !unmapped.new);
@@ -358,8 +363,9 @@ impl Mapped {
         outcome.map(|()| moved)
     }
 
-    /// Returns what was not needed: handles become spare, and `unspent` is returned to the budget.
-    /// Busy handles stay mapped where they were.
+    /// Returns what was not needed: handles become spare and stay charged, and `unspent` is
+    /// returned to the budget. Busy handles stay mapped where they were. Ends every attempt,
+    /// successful or not.
     pub(super) fn stash_spare(&self, plan: &mut MappingPlan<'_>) {
         plan.unplan();
         let spare = plan

@@ -8,6 +8,7 @@ use crate::physical::{
 };
 use aquifer_core::{
     Result,
+    event::announcement::withdraw,
     scratch::{Bump, List, list},
 };
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 impl Mapped {
     /// Unmaps reclaimed mappings whose work the host has seen done, releases their slots, and
     /// returns the handles. If a call fails, mappings that are not yet unmapped are returned to
-    /// their caches.
+    /// their caches. The caller has checked [`ReclaimedMapping::is_done`] for each.
     pub(super) fn unmap_done<'s>(
         &self,
         mut reclaimed: List<'s, ReclaimedMapping<'s>>,
@@ -39,7 +40,13 @@ impl Mapped {
     }
 
     /// Unmaps a run of slots that no queued work uses, and releases the slots.
+    ///
+    /// Each mapping in the run must be out of the table and out of all lists, and its work done: a
+    /// [`ReclaimedMapping`] that [is done](ReclaimedMapping::is_done), a zombie that [is
+    /// over](Zombie::is_over), or memory of a closed pool whose streams have been waited for.
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
+        // If the driver refuses, blocks there are not announced any more.
+        withdraw(self.device, self.address(first), count * self.slot);
         // SAFETY: 1. the caller's slots are in no cache, so nothing is queued for them any more,
         // and the host has seen the epochs done that cover their last use.
         let unmapped =
@@ -66,7 +73,11 @@ impl Mapped {
         self.slots().zombies.extend(zombies);
     }
 
-    /// Unmaps zombies whose streams are done with them. Never blocks.
+    /// Unmaps zombies whose streams are done with them, and releases their slots, which stay
+    /// claimed until then. Called by each search for a place and by each trim of the mapped memory:
+    /// so by slow paths, [`DevicePool::trim`](crate::DevicePool::trim) and a reclaim.
+    /// [`DevicePool::poll`](crate::DevicePool::poll) only polls the work that zombies wait for.
+    /// Never blocks.
     pub(super) fn reap_zombies(&self, bump: &Bump) -> Result<()> {
         let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
         let mut over = over.into_iter();

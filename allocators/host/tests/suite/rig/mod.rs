@@ -194,6 +194,10 @@ unsafe impl Operand for Plain {
         self.range
     }
 
+    fn machine(&self) -> Option<u64> {
+        Some(self.sim.driver().machine())
+    }
+
     fn home_stream(&self) -> Option<RawStream> {
         self.homely.then(|| self.home.raw())
     }

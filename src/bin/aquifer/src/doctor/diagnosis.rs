@@ -6,7 +6,7 @@ use super::{
     findings,
     probe::Probe,
 };
-use crate::gpu::Gpus;
+use aquifer_console::gpu::Gpus;
 
 /// The complete report on this machine.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! The data that the driver and the kernel report.
 
-use crate::gpu::{Gpus, NoGpu};
+use aquifer_console::gpu::{Gpus, NoUsableGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
 use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(crate) struct Facts {
     /// The GPUs, or why there are none.
-    pub(crate) gpus: Result<Vec<Gpu>, NoGpu>,
+    pub(crate) gpus: Result<Vec<Gpu>, NoUsableGpu>,
     /// The CUDA version that the driver supports, times a thousand: 13000 for 13.0.
     pub(crate) version: Option<u32>,
     /// The host, or the error in the file that could not be parsed.
@@ -32,7 +32,7 @@ pub(crate) struct Gpu {
 }
 
 impl Facts {
-    pub(crate) fn gather(gpus: &Result<Gpus, NoGpu>) -> Self {
+    pub(crate) fn gather(gpus: &Result<Gpus, NoUsableGpu>) -> Self {
         let devices = gpus.as_ref().map_or(&[][..], |gpus| &gpus.devices);
         let host = Topology::read().map(|host| host.with_devices(devices));
         let version = gpus.as_ref().ok().and_then(|gpus| gpus.driver.driver_version().ok());

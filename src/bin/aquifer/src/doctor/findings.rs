@@ -253,7 +253,9 @@ mod tests {
     #[test]
     fn without_a_gpu_there_is_a_way_out() {
         let facts = Facts {
-            gpus: Err(crate::gpu::NoGpu::Open(aquifer_driver::cuda::OpenError::NoLibrary)),
+            gpus: Err(aquifer_console::gpu::NoUsableGpu::Open(
+                aquifer_driver::cuda::OpenError::NoLibrary,
+            )),
             version: None,
             host: Topology::read_under(std::path::Path::new("/nothing/here")),
         };

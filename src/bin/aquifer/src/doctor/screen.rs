@@ -6,7 +6,7 @@ use super::{
     finding::{Finding, Kind, gigabytes},
     probe::{PROBE_BYTES, Probe, Target},
 };
-use crate::{figures::Count, json, layout::wrap};
+use aquifer_console::{figures::Count, json, layout::wrap};
 use aquifer_core::Bytes;
 use aquifer_host::{
     region::PinnedBy,

@@ -8,18 +8,18 @@ use super::{
     uses::{EndOldest, OpenUses},
     work::{Declared, Idle, Verdict, Work},
 };
-use crate::{
-    cli::Allocator,
+use crate::cli::Allocator;
+use aquifer_console::{
     figures::median,
     place::{Place, Session},
-    progress::Progress,
-    trace::Trace,
+    progress::ProgressLine,
 };
 use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, budget::HookRegistration};
 use aquifer_device::{
     DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource,
     StreamOrdered,
 };
+use aquifer_formats::trace::Trace;
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
@@ -113,7 +113,11 @@ impl ReplayBench<'_> {
     /// # Errors
     /// If the allocator or its streams cannot be created. A trace that does not fit is not an
     /// error.
-    pub(crate) fn check(&self, budget: Option<u64>, progress: &mut Progress) -> Result<Checked> {
+    pub(crate) fn check(
+        &self,
+        budget: Option<u64>,
+        progress: &mut ProgressLine,
+    ) -> Result<Checked> {
         let session = self.place.begin(true);
         let pass = match &session.sim {
             Some(sim) => {
@@ -154,7 +158,7 @@ impl ReplayBench<'_> {
         &self,
         budget: Option<u64>,
         rounds: u32,
-        progress: &mut Progress,
+        progress: &mut ProgressLine,
     ) -> Result<Option<Timed>> {
         let session = self.place.begin(false);
         let pass = self.pass(&session, budget, Arc::new(Idle), rounds, progress)?;
@@ -179,7 +183,7 @@ impl ReplayBench<'_> {
         &self,
         budget: Option<u64>,
         rounds: u32,
-        progress: &mut Progress,
+        progress: &mut ProgressLine,
     ) -> Result<Option<Vec<Tally>>> {
         let session = self.place.begin_behind();
         let pass = match &session.sim {
@@ -198,7 +202,7 @@ impl ReplayBench<'_> {
         budget: Option<u64>,
         work: Arc<W>,
         rounds: u32,
-        progress: &mut Progress,
+        progress: &mut ProgressLine,
     ) -> Result<Pass> {
         let uses = Arc::new(OpenUses::new());
         let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
@@ -282,7 +286,7 @@ impl ReplayBench<'_> {
         work: &W,
         uses: &OpenUses,
         rounds: u32,
-        progress: &mut Progress,
+        progress: &mut ProgressLine,
     ) -> Result<Pass> {
         let calls = || session.driver.calls().made();
         let modelled = || session.sim.as_ref().map(|sim| sim.modelled_ns());

@@ -22,13 +22,11 @@ use super::{
     uses::{OpenUse, OpenUses},
     work::{Spot, Work},
 };
-use crate::{
-    progress::Progress,
-    trace::{self, Action, Trace},
-};
+use aquifer_console::progress::ProgressLine;
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::{Block, Request, Resource};
 use aquifer_driver::Access;
+use aquifer_formats::trace::{Trace, TraceAction, TraceBlock};
 use aquifer_stream::{Stream, Use};
 use std::time::{Duration, Instant};
 
@@ -102,7 +100,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
 
     /// Plays the whole trace, or as much of it as there is memory for. Remaining uses and blocks
     /// stay as they are: see [`Engine::clear`].
-    pub(crate) fn play(&mut self, progress: &mut Progress) -> Played {
+    pub(crate) fn play(&mut self, progress: &mut ProgressLine) -> Played {
         /// Steps between two progress updates.
         const STRIDE: usize = 1024;
         let trace = self.trace;
@@ -112,12 +110,12 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
             for (place, step) in steps.iter().enumerate() {
                 self.work.at(step.row);
                 let taken = match step.action {
-                    Action::Allocate => self.allocate(step.block),
-                    Action::Free => self.free(step.block, (number * STRIDE + place) as u64),
-                    Action::Complete => self.complete(step.block),
+                    TraceAction::Allocate => self.allocate(step.block),
+                    TraceAction::Free => self.free(step.block, (number * STRIDE + place) as u64),
+                    TraceAction::Complete => self.complete(step.block),
                 };
                 match taken {
-                    Ok(()) => operations += u64::from(step.action != Action::Complete),
+                    Ok(()) => operations += u64::from(step.action != TraceAction::Complete),
                     Err(error) => {
                         failure = Some(error);
                         break 'steps;
@@ -168,7 +166,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
     }
 
     /// Performs the uses of other streams before the free.
-    fn cross(&mut self, index: u32, block: &Block, facts: trace::Block, number: u64) -> Result<()> {
+    fn cross(&mut self, index: u32, block: &Block, facts: TraceBlock, number: u64) -> Result<()> {
         self.crossings += 1;
         let spot = Spot::of(block);
         let begin = |stream: &Stream| -> Result<Option<Use>> {
@@ -240,7 +238,7 @@ mod tests {
 
     /// Plays rows. Returns the recorded work, how far it went and how many uses ended early.
     fn played(rows: &str, budget: u64, order: Order) -> (Vec<(char, u32, u32)>, Played, u64) {
-        let trace = Trace::from_rows(rows);
+        let trace = crate::replay::trace_of(rows);
         let sim = Sim::h200(1).symbolic();
         let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Notes::default()));
         let mut config = PoolConfig::with_budget(Budget::new("a test", budget));
@@ -250,7 +248,7 @@ mod tests {
         let _registration = pool.budget().on_need(&relief);
         let streams: Vec<_> = (0..streams_needed(&trace)).map(|_| pool.stream().unwrap()).collect();
         let mut engine = Engine::new(&trace, &streams, &pool, &*work, &uses, order);
-        let played = engine.play(&mut Progress::silent());
+        let played = engine.play(&mut ProgressLine::silent());
         work.0.lock().unwrap().push(('|', 0, 0));
         engine.clear().unwrap();
         drop(engine);
@@ -334,13 +332,13 @@ mod tests {
     #[test]
     fn without_order_the_allocator_is_told_nothing() {
         let rows = "0,a,1,100,0\n0,f,1,100,0\n0,a,2,100,0\n0,c,1,100,0\n";
-        let trace = Trace::from_rows(rows);
+        let trace = crate::replay::trace_of(rows);
         let sim = Sim::h200(1).symbolic();
         let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
         let streams: Vec<_> = (0..2).map(|_| pool.stream().unwrap()).collect();
         let uses = OpenUses::new();
         let mut engine = Engine::new(&trace, &streams, &pool, &Idle, &uses, Order::Ignored);
-        assert!(engine.play(&mut Progress::silent()).failure.is_none());
+        assert!(engine.play(&mut ProgressLine::silent()).failure.is_none());
         engine.clear().unwrap();
         assert_eq!(pool.stats().fences, 0);
         assert_eq!(pool.driver().calls().get(aquifer_driver::Call::StreamWaitEvent), 0);

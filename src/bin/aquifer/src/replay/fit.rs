@@ -16,7 +16,7 @@ use super::{
     report::{Fit, ReplayReport, Round, Timing},
     work::{TOLD, Violations},
 };
-use crate::progress::Progress;
+use aquifer_console::progress::ProgressLine;
 use aquifer_core::Result;
 
 /// How many results may fail verification before the search gives up.
@@ -39,7 +39,7 @@ pub(crate) fn search(
     bench: &ReplayBench<'_>,
     whole: &ReplayReport,
     repeat: u32,
-    progress: &mut Progress,
+    progress: &mut ProgressLine,
 ) -> Result<Found> {
     let step = bench.place.granularity();
     let sizes = Sizes {
@@ -164,7 +164,7 @@ fn first_that_holds<T: Trial>(
 struct Passes<'a, 'b> {
     bench: &'a ReplayBench<'b>,
     repeat: u32,
-    progress: &'a mut Progress,
+    progress: &'a mut ProgressLine,
     violations: Violations,
 }
 

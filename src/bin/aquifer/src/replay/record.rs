@@ -6,8 +6,9 @@ use super::{
     uses::{EndOldest, OpenUses},
     work::Idle,
 };
-use crate::progress::Progress;
-use aquifer_core::{Event, EventSink, Recorder, Result, event::MemorySnapshot};
+use aquifer_console::progress::ProgressLine;
+use aquifer_core::{Event, EventSink, Recorder, Result};
+use aquifer_formats::MemorySnapshot;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A sink that stores every event. A ring would lose the beginning of the trace.
@@ -35,7 +36,7 @@ impl ReplayBench<'_> {
     pub(crate) fn record(
         &self,
         budget: Option<u64>,
-        progress: &mut Progress,
+        progress: &mut ProgressLine,
     ) -> Result<MemorySnapshot> {
         let session = self.place.begin(false);
         let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Idle));

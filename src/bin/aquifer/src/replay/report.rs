@@ -4,11 +4,9 @@ use super::{
     tally::Tally,
     work::{Paths, Violations},
 };
-use crate::{
-    cli::Allocator,
-    json,
-    trace::{Account, Device, SnapshotFacts},
-};
+use crate::cli::Allocator;
+use aquifer_console::json;
+use aquifer_formats::trace::{SnapshotFacts, TraceAccount, TraceDevice};
 use serde_json::{Value, json};
 
 /// The complete result of a replay.
@@ -71,7 +69,7 @@ pub(crate) struct ReplayReport {
     /// The result of the search, if there was one.
     pub(crate) fit: Option<Search>,
     /// The trace's contents by device, kind and tag, if it records them.
-    pub(crate) memory: Vec<(Device, Account)>,
+    pub(crate) memory: Vec<(TraceDevice, TraceAccount)>,
     /// The device of the trace that was played, if the trace distinguishes devices.
     pub(crate) of_device: Option<u32>,
     /// Notes on the trace for the reader.
@@ -193,7 +191,7 @@ impl Waits {
     }
 }
 
-fn of_memory((device, account): &(Device, Account)) -> Value {
+fn of_memory((device, account): &(TraceDevice, TraceAccount)) -> Value {
     json!({
         "device": device.to_string(),
         "kind": account.kind.name(),

@@ -2,13 +2,13 @@
 //! suggested next command.
 
 use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
-use crate::trace::Device;
-use crate::{
-    cli::Allocator,
+use crate::cli::Allocator;
+use aquifer_console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, shell_word, wrap},
 };
 use aquifer_core::{Bytes, event::BlockKind};
+use aquifer_formats::trace::TraceDevice;
 use std::collections::BTreeMap;
 
 /// Columns of the screen.
@@ -152,7 +152,7 @@ impl ReplayReport {
     /// Returns the blocks of a device by kind.
     fn kinds(&self, device: u32) -> String {
         let mut kinds = BTreeMap::<BlockKind, u64>::new();
-        for (_, account) in self.memory.iter().filter(|(of, _)| *of == Device::Gpu(device)) {
+        for (_, account) in self.memory.iter().filter(|(of, _)| *of == TraceDevice::Gpu(device)) {
             *kinds.entry(account.kind).or_default() += account.allocations;
         }
         let texts =

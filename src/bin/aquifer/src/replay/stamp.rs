@@ -11,9 +11,9 @@
 )]
 
 use super::work::{Spot, TOLD, Verdict, Violations, Work};
-use crate::trace::{Action, Trace};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Call, DeviceId, Driver, HostFlags};
+use aquifer_formats::trace::{Trace, TraceAction, TraceBlock};
 use aquifer_stream::Stream;
 use std::{
     fmt,
@@ -103,11 +103,11 @@ impl Stamped {
     /// The driver's, if pinned memory cannot be allocated.
     pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, trace: &Trace) -> Result<Self> {
         let blocks = trace.blocks.len();
-        let allocations = trace.steps.iter().filter(|step| step.action == Action::Allocate);
+        let allocations = trace.steps.iter().filter(|step| step.action == TraceAction::Allocate);
         let rows = allocations.map(|step| step.row).collect();
         // One read on the block's own stream, one on another stream that frees it, and two on the
         // stream that it lingers on.
-        let reads = |block: &crate::trace::Block| {
+        let reads = |block: &TraceBlock| {
             1 + usize::from(block.freed_on.is_some_and(|on| on != block.stream))
                 + 2 * usize::from(block.lingers)
         };
@@ -283,7 +283,8 @@ mod tests {
 
     /// Creates two blocks on a simulated device with bytes, and runs `test` on them.
     fn two_blocks(test: impl FnOnce(&Stamped, &Stream, Spot, Spot)) -> Verdict {
-        let trace = Trace::from_rows("0,a,1,1000,0\n0,a,2,1000,0\n0,f,1,1000,0\n0,f,2,1000,0\n");
+        let trace =
+            crate::replay::trace_of("0,a,1,1000,0\n0,a,2,1000,0\n0,f,1,1000,0\n0,f,2,1000,0\n");
         let sim = Sim::h200(1).capacity(64 << 20);
         let driver = sim.driver();
         let pool = DevicePool::open(driver.clone(), DeviceId(0), PoolConfig::default()).unwrap();

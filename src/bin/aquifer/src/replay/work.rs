@@ -1,12 +1,12 @@
 //! The work that a replay performs on its blocks.
 
-use crate::trace::Trace;
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::Block;
 use aquifer_driver::{
     Access, Call, DeviceRange,
     sim::{Party, Sim, SimKernel, Violation},
 };
+use aquifer_formats::trace::Trace;
 use aquifer_stream::Stream;
 use std::{
     fmt::{Debug, Write},

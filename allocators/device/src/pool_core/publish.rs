@@ -1,0 +1,37 @@
+//! What other processes are shown of a pool.
+//!
+//! Caches count in lines of their own, which their hot paths keep current. Everything else changes
+//! on slow paths, which publish it when they are done. Nothing is read back.
+
+use super::PoolCore;
+use aquifer_core::PoolStats;
+use aquifer_status::{PoolFigures, tightest_limit};
+
+impl PoolCore {
+    /// Publishes the figures that slow paths change. Called at the end of each, with no lock held.
+    pub(crate) fn publish(&self) {
+        aquifer_status::resume();
+        if aquifer_status::is_published() {
+            self.status.slot().publish(|| self.published_figures());
+            self.dedicated.publish();
+        }
+    }
+
+    fn published_figures(&self) -> PoolFigures {
+        let limit = tightest_limit(&self.budget);
+        if self.status.is_checked() {
+            let checked = self.status.checked();
+            let stats = checked.map_or_else(|| self.stats(), |checked| checked.stats());
+            return PoolFigures { stats, limit, largest_free: None };
+        }
+        let (mut stats, mut largest_free) = (PoolStats::default(), 0);
+        for cache in self.caches(&self.scratch.begin()) {
+            cache.with_unflushed(|s| {
+                s.publish(&mut stats);
+                largest_free = largest_free.max(s.heap.largest_free());
+            });
+        }
+        self.add_beside_caches(&mut stats);
+        PoolFigures { stats, limit, largest_free: Some(largest_free) }
+    }
+}

@@ -1,0 +1,172 @@
+//! Heaps and regions, from the announcements of pools.
+//!
+//! # Invariants
+//! - Heaps do not overlap, and neither do regions.
+//! - Every piece of a region lies in one heap, and ends before it.
+//! - A handle of the tool that is used has been returned by it and not been ended.
+
+use super::tool::{HeapHandle, MemoryTool};
+use aquifer_core::{
+    Action, Event, Tag,
+    event::{
+        MemoryLocation,
+        announcement::{Announcement, Announcer},
+    },
+};
+use std::{collections::BTreeMap, ffi::CString, ops::Range};
+
+/// The most characters of a name that compute-sanitizer accepts.
+const NAME_CHARACTERS: usize = 49;
+
+/// Announces the heaps and regions of all pools to a tool.
+#[derive(Debug)]
+pub(super) struct PoolAnnouncer {
+    tool: MemoryTool,
+    /// By address.
+    heaps: BTreeMap<u64, AnnouncedHeap>,
+    /// By address.
+    regions: BTreeMap<u64, AnnouncedRegion>,
+    /// Whether the tool has refused a heap, which is reported once.
+    refused: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct AnnouncedHeap {
+    end: u64,
+    handle: HeapHandle,
+}
+
+/// A block, as one region for each heap that it lies in.
+#[derive(Debug)]
+struct AnnouncedRegion {
+    end: u64,
+    /// The addresses of its regions.
+    pieces: Vec<u64>,
+    /// Whether its owner has freed it.
+    freed: bool,
+}
+
+impl PoolAnnouncer {
+    pub(super) fn new(tool: MemoryTool) -> Self {
+        Self { tool, heaps: BTreeMap::new(), regions: BTreeMap::new(), refused: false }
+    }
+
+    fn supply(&mut self, range: Range<u64>) {
+        // Two simulated machines may use the same addresses.
+        self.withdraw(range.clone());
+        match self.tool.register_heap(range.start, range.end - range.start) {
+            Some(handle) => {
+                self.heaps.insert(range.start, AnnouncedHeap { end: range.end, handle });
+            }
+            None if !self.refused => {
+                self.refused = true;
+                tracing::warn!(
+                    target: "aquifer",
+                    "the tool has refused {range:#x?} as a heap: blocks there are not checked"
+                );
+            }
+            None => {}
+        }
+    }
+
+    fn withdraw(&mut self, range: Range<u64>) {
+        self.end_regions(&range);
+        for (address, AnnouncedHeap { handle, .. }) in self.heaps_in(&range) {
+            self.heaps.remove(&address);
+            self.tool.unregister_heap(handle);
+        }
+    }
+
+    /// Returns the heaps that overlap a range, by address.
+    fn heaps_in(&self, range: &Range<u64>) -> Vec<(u64, AnnouncedHeap)> {
+        let overlapping = self.heaps.range(..range.end).rev();
+        let mut heaps: Vec<_> = overlapping
+            .take_while(|(_, heap)| heap.end > range.start)
+            .map(|(&address, &heap)| (address, heap))
+            .collect();
+        heaps.reverse();
+        heaps
+    }
+
+    /// Ends the regions that overlap a range. A range is allocated again only when its last block
+    /// has ended, but the event of that end may still be under way.
+    fn end_regions(&mut self, range: &Range<u64>) {
+        while let Some((&address, region)) = self.regions.range(..range.end).next_back()
+            && region.end > range.start
+        {
+            self.end_region(address);
+        }
+    }
+
+    fn end_region(&mut self, address: u64) {
+        if let Some(region) = self.regions.remove(&address) {
+            self.tool.unregister_regions(&region.pieces);
+        }
+    }
+
+    fn allocate(&mut self, event: &Event) {
+        // Imported memory has no bytes here.
+        let range = event.address..event.address.saturating_add(event.bytes);
+        let heaps = self.heaps_in(&range);
+        if range.is_empty() || heaps.is_empty() {
+            return;
+        }
+        self.end_regions(&range);
+        let name = region_name(event.tag);
+        let mut pieces = Vec::with_capacity(heaps.len());
+        for (address, heap) in heaps {
+            let (start, end) = (address.max(range.start), heap.end.min(range.end));
+            self.tool.register_region(heap.handle, start, end - start);
+            if let Some(name) = &name {
+                self.tool.name_region(start, name);
+            }
+            pieces.push(start);
+        }
+        self.regions.insert(range.start, AnnouncedRegion { end: range.end, pieces, freed: false });
+    }
+
+    fn record(&mut self, event: &Event) {
+        match event.action {
+            Action::Allocate => self.allocate(event),
+            Action::Free => {
+                if let Some(region) = self.regions.get_mut(&event.address) {
+                    region.freed = true;
+                }
+            }
+            // An end that comes after the next block's begin is not that block's.
+            Action::Complete
+                if self.regions.get(&event.address).is_some_and(|region| region.freed) =>
+            {
+                self.end_region(event.address);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Announcer for PoolAnnouncer {
+    fn announce(&mut self, announcement: &Announcement) {
+        match announcement {
+            Announcement::Supplied(range) => {
+                self.supply(range.address..range.address.saturating_add(range.bytes));
+            }
+            Announcement::Withdrawn(range) => {
+                self.withdraw(range.address..range.address.saturating_add(range.bytes));
+            }
+            Announcement::Event(event) if matches!(event.place, MemoryLocation::Device(_)) => {
+                self.record(event);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Returns the name of a tag's regions, in the characters that tools accept.
+fn region_name(tag: Tag) -> Option<CString> {
+    if tag == Tag::NONE {
+        return None;
+    }
+    let printable = |c: char| if c == ' ' || c.is_ascii_graphic() { c as u8 } else { b'_' };
+    let name: Vec<u8> = tag.name().chars().take(NAME_CHARACTERS).map(printable).collect();
+    CString::new(name).ok().filter(|name| !name.is_empty())
+}

@@ -1,0 +1,4 @@
+//! The tests of this crate.
+
+mod header;
+mod panics;

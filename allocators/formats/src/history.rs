@@ -1,0 +1,32 @@
+//! Recorded histories of memory, read for analysis: every block with its life, address and origin,
+//! and what the pool did meanwhile.
+//!
+//! [`MemoryHistory::read`] accepts every input of [`Trace::read`](crate::trace::Trace::read) and is
+//! as strict. A [`Trace`](crate::trace::Trace) has what a replay needs; a history also has times,
+//! addresses, threads, tags, call stacks and physical memory, as far as the input records them.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `model` | the history itself, in columns |
+//! | `builder` | rows to columns, and the checks |
+//! | `source` | the forms of input |
+//! | `layout` | recorded addresses as spans, and first fit for inputs without addresses |
+//! | `extents` | ranges of an address space |
+//! | `names` | interned text and call stacks |
+
+mod builder;
+mod extents;
+mod layout;
+mod model;
+mod names;
+mod source;
+
+pub use extents::ExtentTree;
+pub use model::{
+    AddressSource, AddressSpan, BlockColumns, HistoryAction, HistoryClock, HistoryMark,
+    HistoryStep, MarkKind, MemoryHistory,
+};
+pub use names::{InternTable, NameTable, StackTable};
+
+#[cfg(test)]
+mod tests;

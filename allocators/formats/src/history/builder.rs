@@ -1,0 +1,369 @@
+//! Converts rows to columns and rejects impossible ones, by the same rules as the builder of a
+//! trace.
+
+use super::{
+    BlockColumns, HistoryAction, HistoryClock, HistoryMark, HistoryStep, MarkKind, MemoryHistory,
+    NameTable, StackTable, layout,
+};
+use crate::trace::{
+    MAX_STREAMS, TraceFormat,
+    error::{Fault, Name},
+};
+use aquifer_core::event::BlockKind;
+use std::{collections::HashMap, ops::Range};
+
+/// The limit of live bytes: the axis of packed addresses has room for as many, and `f64` counts
+/// them exactly.
+const MAX_LIVE: u64 = 1 << 53;
+
+/// How streams are named.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum StreamNames {
+    /// By number.
+    Numbers,
+    /// By handle.
+    Handles,
+}
+
+/// A history under construction.
+#[derive(Debug)]
+pub(super) struct HistoryBuilder {
+    /// The last block of each name.
+    names: HashMap<u64, u32>,
+    blocks: BlockColumns,
+    /// The row in which each block was freed.
+    freed_rows: Vec<u32>,
+    steps: Vec<HistoryStep>,
+    marks: Vec<HistoryMark>,
+    stream_names: StreamNames,
+    streams: HashMap<u64, u32>,
+    pub(super) texts: NameTable,
+    pub(super) stacks: StackTable,
+    live: u64,
+    end: f64,
+    events: u64,
+    /// Blocks whose address is not known.
+    without_address: u64,
+}
+
+/// The fields of an allocation that do not concern its checks.
+#[derive(Debug)]
+pub(super) struct Origin {
+    pub(super) address: Option<u64>,
+    pub(super) kind: Option<BlockKind>,
+    /// The bytes that it occupies, if the input tells.
+    pub(super) occupied: Option<u64>,
+    pub(super) tag: u32,
+    pub(super) thread: u32,
+    pub(super) stack: u32,
+}
+
+/// What is known about the input besides its rows.
+#[derive(Debug, Default)]
+pub(super) struct InputFacts {
+    /// The ranges that were mapped before the first event.
+    pub(super) mapped_at_start: Option<Vec<Range<u64>>>,
+    /// Whether rows name the kinds of blocks.
+    pub(super) tells_kinds: bool,
+}
+
+impl HistoryBuilder {
+    pub(super) fn new(stream_names: StreamNames) -> Self {
+        Self {
+            names: HashMap::new(),
+            blocks: BlockColumns::default(),
+            freed_rows: Vec::new(),
+            steps: Vec::new(),
+            marks: Vec::new(),
+            stream_names,
+            streams: HashMap::new(),
+            texts: NameTable::default(),
+            stacks: StackTable::default(),
+            live: 0,
+            end: 0.0,
+            events: 0,
+            without_address: 0,
+        }
+    }
+
+    /// Returns the number of allocated blocks.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Returns the number of steps that concern blocks.
+    pub(super) fn block_steps(&self) -> usize {
+        self.steps.len() - self.marks.len()
+    }
+
+    /// Counts an event, at this time.
+    pub(super) fn at(&mut self, time: f64) {
+        self.events += 1;
+        self.end = self.end.max(time);
+    }
+
+    pub(super) fn allocate(
+        &mut self,
+        (row, time): (u64, f64),
+        id: Name,
+        bytes: u64,
+        stream: u64,
+        origin: &Origin,
+    ) -> Result<(), Fault> {
+        let block = index(self.blocks.len())?;
+        if let Some(&before) = self.names.get(&key(id)) {
+            let before = before as usize;
+            if self.blocks.freed[before].is_infinite() {
+                let first = self.blocks.row[before].into();
+                return Err(Fault::TwiceAllocated { id, first });
+            }
+            if self.blocks.end[before].is_infinite() {
+                let freed = self.freed_rows[before].into();
+                return Err(Fault::StillInUse { id, freed });
+            }
+        }
+        let occupied = origin.occupied.unwrap_or(bytes).max(bytes);
+        let Some(live) = self.live.checked_add(occupied).filter(|live| *live <= MAX_LIVE) else {
+            return Err(Fault::AbsurdSize { found: bytes.to_string() });
+        };
+        let stream = self.stream(stream)?;
+        self.live = live;
+        self.names.insert(key(id), block);
+        let address = origin.address.filter(|start| start.checked_add(occupied).is_some());
+        self.without_address += u64::from(address.is_none());
+        let blocks = &mut self.blocks;
+        if origin.occupied.is_some() && blocks.is_exact.is_empty() {
+            blocks.is_exact = vec![false; blocks.len()];
+        }
+        if origin.occupied.is_some() || !blocks.is_exact.is_empty() {
+            blocks.is_exact.push(origin.occupied.is_some());
+        }
+        blocks.birth.push(time);
+        blocks.freed.push(f64::INFINITY);
+        blocks.end.push(f64::INFINITY);
+        blocks.address.push(address.unwrap_or(0));
+        blocks.bytes.push(occupied);
+        blocks.requested.push(bytes);
+        blocks.stream.push(stream);
+        blocks.thread.push(origin.thread);
+        blocks.tag.push(origin.tag);
+        blocks.stack.push(origin.stack);
+        blocks.kind.push(origin.kind);
+        blocks.row.push(short(row));
+        self.freed_rows.push(0);
+        self.steps.push(HistoryStep::new(HistoryAction::Allocate, block));
+        Ok(())
+    }
+
+    pub(super) fn free(
+        &mut self,
+        (row, time): (u64, f64),
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        self.stream(stream)?;
+        let &block = self.names.get(&key(id)).ok_or(Fault::Unknown { id, done: "freed" })?;
+        let place = block as usize;
+        if self.blocks.freed[place].is_finite() {
+            return Err(Fault::TwiceFreed { id, first: self.freed_rows[place].into() });
+        }
+        self.check_size(id, place, bytes)?;
+        self.blocks.freed[place] = time;
+        self.freed_rows[place] = short(row);
+        self.steps.push(HistoryStep::new(HistoryAction::Free, block));
+        Ok(())
+    }
+
+    pub(super) fn complete(
+        &mut self,
+        time: f64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        self.stream(stream)?;
+        let &block = self.names.get(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
+        let place = block as usize;
+        if self.blocks.freed[place].is_infinite() {
+            return Err(Fault::CompleteBeforeFree { id });
+        }
+        if self.blocks.end[place].is_finite() {
+            return Err(Fault::TwiceCompleted { id });
+        }
+        self.check_size(id, place, bytes)?;
+        let freed = HistoryStep::new(HistoryAction::Free, block);
+        match self.steps.last_mut() {
+            // The completion directly follows the free: no other stream used it.
+            Some(last) if *last == freed => {
+                *last = HistoryStep::new(HistoryAction::Release, block);
+                self.blocks.end[place] = self.blocks.freed[place];
+            }
+            _ => {
+                self.blocks.end[place] = time;
+                self.steps.push(HistoryStep::new(HistoryAction::Complete, block));
+            }
+        }
+        self.live -= self.blocks.bytes[place];
+        Ok(())
+    }
+
+    /// Adds a mark.
+    pub(super) fn mark(&mut self, mark: HistoryMark) -> Result<(), Fault> {
+        let place = index(self.marks.len())?;
+        self.marks.push(mark);
+        self.steps.push(HistoryStep::new(HistoryAction::Mark, place));
+        Ok(())
+    }
+
+    fn check_size(&self, id: Name, block: usize, now: u64) -> Result<(), Fault> {
+        let allocated = (self.blocks.requested[block], self.blocks.row[block].into());
+        if allocated.0 == now { Ok(()) } else { Err(Fault::SizeChanged { id, allocated, now }) }
+    }
+
+    /// Returns the name of a stream.
+    fn stream(&mut self, stream: u64) -> Result<u32, Fault> {
+        if let Some(&name) = self.streams.get(&stream) {
+            return Ok(name);
+        }
+        if self.streams.len() >= MAX_STREAMS {
+            return Err(Fault::TooManyStreams);
+        }
+        let name = match self.stream_names {
+            StreamNames::Handles if stream > u64::from(u16::MAX) => format!("{stream:#x}"),
+            _ => stream.to_string(),
+        };
+        let name = self.texts.intern(&name);
+        self.streams.insert(stream, name);
+        Ok(name)
+    }
+
+    /// Returns each change of the allocated bytes as its time and the difference.
+    pub(super) fn changes(&self) -> impl Iterator<Item = (f64, i64)> {
+        self.steps.iter().filter_map(|step| {
+            let block = step.index();
+            match step.action() {
+                // Sizes are at most MAX_BLOCK.
+                HistoryAction::Allocate => {
+                    Some((self.blocks.birth[block], self.blocks.requested[block] as i64))
+                }
+                HistoryAction::Free | HistoryAction::Release => {
+                    Some((self.blocks.freed[block], -(self.blocks.requested[block] as i64)))
+                }
+                HistoryAction::Complete | HistoryAction::Mark => None,
+            }
+        })
+    }
+
+    /// Completes all frees if the input has no completion at all. Returns whether it has none.
+    fn free_at_once(&mut self) -> bool {
+        let is = |action| move |step: &HistoryStep| step.action() == action;
+        let has = |action| self.steps.iter().any(is(action));
+        if has(HistoryAction::Complete) || has(HistoryAction::Release) || !has(HistoryAction::Free)
+        {
+            return false;
+        }
+        for step in self.steps.iter_mut().filter(|step| is(HistoryAction::Free)(step)) {
+            let block = step.index();
+            self.blocks.end[block] = self.blocks.freed[block];
+            // The index is that of a step.
+            *step = HistoryStep::new(HistoryAction::Release, block as u32);
+        }
+        true
+    }
+
+    pub(super) fn finish(
+        mut self,
+        format: TraceFormat,
+        clock: HistoryClock,
+        facts: InputFacts,
+    ) -> Result<MemoryHistory, Fault> {
+        if self.blocks.is_empty() {
+            return Err(Fault::NoAllocation);
+        }
+        (self.names, self.freed_rows) = (HashMap::new(), Vec::new());
+        let mut notes = Vec::new();
+        if self.free_at_once() {
+            notes.push(
+                "the input has no completions: freed bytes count as reusable at once".to_owned(),
+            );
+        }
+        let physical =
+            |mark: &&HistoryMark| matches!(mark.kind, MarkKind::Grow | MarkKind::Release);
+        let has_physical = self.marks.iter().any(|mark| physical(&mark));
+        let segment = |mark: &HistoryMark| {
+            let start = mark.address?;
+            Some(start..start.checked_add(mark.bytes)?)
+        };
+        let segments: Option<Vec<_>> = self.marks.iter().filter(physical).map(segment).collect();
+        let mapped_at_start = match (facts.mapped_at_start, &segments) {
+            (Some(mapped), Some(_)) => Some(mapped),
+            (None, Some(segments)) if !segments.is_empty() => Some(Vec::new()),
+            _ => None,
+        };
+        let mapped = mapped_at_start.iter().flatten().cloned();
+        let mapped = mapped.chain(segments.into_iter().flatten());
+        let recorded =
+            if self.without_address > 0 { None } else { layout::recorded(&self.blocks, mapped) };
+        let is_recorded = recorded.is_some();
+        let axis = recorded.unwrap_or_else(|| {
+            notes.push(if self.without_address == self.blocks.len() as u64 {
+                "no addresses in the input: blocks are placed by first fit".to_owned()
+            } else if self.without_address > 0 {
+                format!(
+                    "{} blocks have no address in the input: all are placed by first fit",
+                    self.without_address
+                )
+            } else {
+                "the addresses are too far apart for a picture: blocks are placed by first fit"
+                    .to_owned()
+            });
+            layout::packed(&mut self.blocks, &self.steps)
+        });
+        let physical_at_start = match &mapped_at_start {
+            Some(mapped) => Some(mapped.iter().fold(0_u64, |sum, range| {
+                sum.saturating_add(range.end.saturating_sub(range.start))
+            })),
+            None => has_physical.then_some(0),
+        };
+        Ok(MemoryHistory {
+            format,
+            device: None,
+            devices: Vec::new(),
+            notes,
+            clock,
+            end: self.end,
+            events: self.events,
+            blocks: self.blocks,
+            marks: self.marks,
+            steps: self.steps,
+            names: self.texts,
+            stacks: self.stacks,
+            addresses: axis.source,
+            spans: axis.spans,
+            address_height: axis.height,
+            physical_at_start,
+            mapped_at_start: mapped_at_start.filter(|_| is_recorded),
+            pinned: None,
+            tells_kinds: facts.tells_kinds,
+        })
+    }
+}
+
+/// Returns the index of a new block or mark.
+fn index(count: usize) -> Result<u32, Fault> {
+    let index = u32::try_from(count).ok().filter(|index| *index < HistoryStep::MOST);
+    index.ok_or(Fault::TooManyBlocks)
+}
+
+/// Converts a row number for a column. Saturates.
+pub(super) fn short(row: u64) -> u32 {
+    u32::try_from(row).unwrap_or(u32::MAX)
+}
+
+/// Ids and pointers never occur in the same input.
+fn key(id: Name) -> u64 {
+    match id {
+        Name::Id(id) | Name::Pointer(id) => id,
+    }
+}

@@ -1,0 +1,484 @@
+//! The forms of input: this library's own rows, RMM's log, PyTorch's snapshots, and generated
+//! traces.
+
+use super::{
+    ExtentTree, HistoryClock, HistoryMark, MarkKind, MemoryHistory,
+    builder::{HistoryBuilder, InputFacts, Origin, StreamNames, short},
+};
+use crate::{
+    pickle::{self, Objects, Value, Word},
+    rmm,
+    trace::{
+        Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
+        error::{Fault, Name},
+        events::{Columns, RowAction},
+        made,
+        rmm::{RmmAction, RmmRow, parse as parse_rmm},
+        snapshot::{Deed, Early, Playback, PlayedEvent, Snapshot, SnapshotError, SnapshotPath},
+        source::TraceSource,
+    },
+};
+use std::{collections::BTreeMap, io::BufRead, path::Path};
+
+/// Microseconds of a day.
+const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
+
+impl MemoryHistory {
+    /// Reads and checks the file at `path`, the standard input for `-`, or generates the workload
+    /// that `path` names. `device` selects a device, or pinned memory. The default is the device
+    /// with the most events, and pinned memory only if there is no device.
+    ///
+    /// # Errors
+    /// As [`Trace::read`], but an input with pinned memory alone is no error.
+    pub fn read(path: &Path, device: Option<TraceDevice>) -> Result<Self, TraceError> {
+        match made::trace(path) {
+            Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
+            Some(made) => of_made(&made?).map_err(TraceError::whole),
+            None => parse(TraceSource::open(path)?, device),
+        }
+    }
+
+    /// Reads and checks the contents of a file.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn from_reader(
+        reader: impl BufRead + 'static,
+        device: Option<TraceDevice>,
+    ) -> Result<Self, TraceError> {
+        parse(TraceSource::new(reader)?, device)
+    }
+}
+
+fn parse(
+    mut source: TraceSource,
+    device: Option<TraceDevice>,
+) -> Result<MemoryHistory, TraceError> {
+    if source.begins_with(pickle::MAGIC)? {
+        return of_snapshot(source.bytes(), device).map_err(TraceError::whole);
+    }
+    let columns = match source.next_row()? {
+        None => return Err(TraceError::whole(Fault::Empty)),
+        Some((_, rmm::HEADER)) => None,
+        Some((row, header)) => match Columns::of(header) {
+            Some(columns) => Some(columns),
+            None => {
+                let fault = Fault::Header { found: header.to_owned() };
+                return Err(TraceError { row: Some(row), fault });
+            }
+        },
+    };
+    if device.is_some() && !columns.as_ref().is_some_and(Columns::tells_devices) {
+        return Err(TraceError::whole(Fault::NoDevices));
+    }
+    match columns {
+        Some(columns) => of_events(source, &columns, device),
+        None => of_rmm(source),
+    }
+}
+
+/// Reads the rows of this library, each device into a builder of its own.
+fn of_events(
+    mut source: TraceSource,
+    columns: &Columns,
+    asked: Option<TraceDevice>,
+) -> Result<MemoryHistory, TraceError> {
+    let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
+    let (mut origin, mut time) = (None, 0);
+    while let Some((row, text)) = source.next_row()? {
+        let at = |fault| TraceError { row: Some(row), fault };
+        let parsed = columns.parse(text).map_err(at)?;
+        // Racing threads may write rows whose times go back.
+        time = time.max(parsed.t_us.saturating_sub(*origin.get_or_insert(parsed.t_us)));
+        let now = (row, time as f64);
+        let builder = builders
+            .entry(parsed.device)
+            .or_insert_with(|| HistoryBuilder::new(StreamNames::Numbers));
+        builder.at(now.1);
+        let (id, bytes, stream) = (parsed.id, parsed.bytes, parsed.stream);
+        let kind = match parsed.action {
+            RowAction::Allocate => {
+                let origin = Origin {
+                    address: parsed.address,
+                    kind: columns.tells_kinds().then_some(parsed.kind),
+                    occupied: None,
+                    tag: builder.texts.intern(&parsed.tag),
+                    thread: builder.texts.intern(parsed.thread),
+                    stack: 0,
+                };
+                builder.allocate(now, id, bytes, stream, &origin).map_err(at)?;
+                continue;
+            }
+            RowAction::Free => {
+                builder.free(now, id, bytes, stream).map_err(at)?;
+                continue;
+            }
+            RowAction::Complete => {
+                builder.complete(now.1, id, bytes, stream).map_err(at)?;
+                continue;
+            }
+            RowAction::Grow => MarkKind::Grow,
+            RowAction::Release => MarkKind::Release,
+            RowAction::Move => MarkKind::Move,
+            RowAction::Fail => MarkKind::Fail,
+            RowAction::Finding => MarkKind::Finding,
+        };
+        let mark = HistoryMark {
+            time: now.1,
+            row: short(row),
+            kind,
+            bytes,
+            address: parsed.address,
+            device_free: None,
+            text: builder.texts.intern(&parsed.tag),
+        };
+        builder.mark(mark).map_err(at)?;
+    }
+    of_device(builders, columns, asked).map_err(TraceError::whole)
+}
+
+/// Returns the history of one of several devices.
+fn of_device(
+    mut builders: BTreeMap<TraceDevice, HistoryBuilder>,
+    columns: &Columns,
+    asked: Option<TraceDevice>,
+) -> Result<MemoryHistory, Fault> {
+    let there: Vec<TraceDevice> = builders
+        .iter()
+        .filter_map(|(&device, builder)| (builder.blocks() > 0).then_some(device))
+        .collect();
+    let rank = |device: &&TraceDevice| {
+        let is_gpu = matches!(device, TraceDevice::Gpu(_));
+        (is_gpu, builders[device].block_steps(), std::cmp::Reverse(**device))
+    };
+    let device = match asked {
+        Some(asked) if !there.contains(&asked) => {
+            Err(Fault::NoSuchMemory { asked, there: there.clone() })
+        }
+        Some(asked) => Ok(asked),
+        None => there.iter().max_by_key(rank).copied().ok_or(Fault::NoAllocation),
+    }?;
+    let pinned = match device {
+        TraceDevice::Gpu(_) if columns.tells_devices() => Some(pinned_bytes(&builders)),
+        _ => None,
+    };
+    let builder = builders.remove(&device).ok_or(Fault::NoAllocation)?;
+    let facts = InputFacts { mapped_at_start: None, tells_kinds: columns.tells_kinds() };
+    let mut history = builder.finish(TraceFormat::Events, HistoryClock::Microseconds, facts)?;
+    history.notes.extend(columns.note());
+    if columns.tells_devices() {
+        history.notes.extend(note_on_devices(device, &there));
+        (history.device, history.devices, history.pinned) = (Some(device), there, pinned);
+    }
+    Ok(history)
+}
+
+fn note_on_devices(device: TraceDevice, there: &[TraceDevice]) -> Option<String> {
+    (there.len() > 1).then(|| {
+        format!(
+            "the input has memory of {} devices: this is that of device {device}; --device-index \
+             picks another",
+            there.len()
+        )
+    })
+}
+
+/// Returns the bytes of pinned memory after each change.
+fn pinned_bytes(builders: &BTreeMap<TraceDevice, HistoryBuilder>) -> Vec<(f64, u64)> {
+    let hosts = builders.iter().filter(|(device, _)| matches!(device, TraceDevice::Host(_)));
+    let mut changes: Vec<_> = hosts.flat_map(|(_, builder)| builder.changes()).collect();
+    changes.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut live = 0_i64;
+    let mut levels: Vec<(f64, u64)> = Vec::with_capacity(changes.len());
+    for (time, change) in changes {
+        live = live.saturating_add(change);
+        let level = (time, live.max(0) as u64);
+        match levels.last_mut() {
+            Some(last) if last.0 == time => *last = level,
+            _ => levels.push(level),
+        }
+    }
+    levels
+}
+
+/// Reads the log of RAPIDS' memory manager.
+fn of_rmm(mut source: TraceSource) -> Result<MemoryHistory, TraceError> {
+    let mut builder = HistoryBuilder::new(StreamNames::Handles);
+    let (mut first, mut days, mut before, mut time) = (None, 0, 0, 0);
+    while let Some((row, text)) = source.next_row()? {
+        let at = |fault| TraceError { row: Some(row), fault };
+        let RmmRow { thread, time_us, action, address, bytes, stream } =
+            parse_rmm(text).map_err(at)?;
+        // The log has the time of day alone. It goes back at midnight, and a little between
+        // threads.
+        if time_us + DAY_US / 2 < before {
+            days += DAY_US;
+        }
+        before = time_us;
+        let absolute = days + time_us;
+        time = time.max(absolute.saturating_sub(*first.get_or_insert(absolute)));
+        let now = (row, time as f64);
+        builder.at(now.1);
+        let id = Name::Pointer(address);
+        match action {
+            RmmAction::Nothing => Ok(()),
+            RmmAction::Fail => builder.mark(HistoryMark {
+                time: now.1,
+                row: short(row),
+                kind: MarkKind::Fail,
+                bytes,
+                address: None,
+                device_free: None,
+                text: 0,
+            }),
+            RmmAction::Allocate => {
+                let thread = builder.texts.intern(thread);
+                let (kind, occupied) = (None, None);
+                let address = Some(address);
+                let origin = Origin { address, kind, occupied, tag: 0, thread, stack: 0 };
+                builder.allocate(now, id, bytes, stream, &origin)
+            }
+            RmmAction::Free => builder
+                .free(now, id, bytes, stream)
+                .and_then(|()| builder.complete(now.1, id, bytes, stream)),
+        }
+        .map_err(at)?;
+    }
+    builder
+        .finish(TraceFormat::Rmm, HistoryClock::Microseconds, InputFacts::default())
+        .map_err(TraceError::whole)
+}
+
+/// Converts a generated trace. Its steps are its clock.
+fn of_made(trace: &Trace) -> Result<MemoryHistory, Fault> {
+    let mut builder = HistoryBuilder::new(StreamNames::Numbers);
+    for (step, place) in trace.steps.iter().zip(0_u64..) {
+        let block = trace.blocks[step.block as usize];
+        let (now, id) = ((place + 1, place as f64), Name::Id(step.block.into()));
+        builder.at(now.1);
+        match step.action {
+            TraceAction::Allocate => {
+                let (address, kind, occupied) = (None, None, None);
+                let origin = Origin { address, kind, occupied, tag: 0, thread: 0, stack: 0 };
+                builder.allocate(now, id, block.bytes, block.stream.into(), &origin)?;
+            }
+            TraceAction::Free => {
+                let stream = block.freed_on.unwrap_or(block.stream).into();
+                builder.free(now, id, block.bytes, stream)?;
+                if !block.lingers {
+                    builder.complete(now.1, id, block.bytes, stream)?;
+                }
+            }
+            TraceAction::Complete => {
+                builder.complete(now.1, id, block.bytes, block.stream.into())?;
+            }
+        }
+    }
+    builder.finish(TraceFormat::Made, HistoryClock::Events, InputFacts::default())
+}
+
+/// Reads a memory snapshot of PyTorch.
+fn of_snapshot(
+    reader: &mut dyn BufRead,
+    asked: Option<TraceDevice>,
+) -> Result<MemoryHistory, Fault> {
+    let invalid = |error| Fault::Snapshot(Box::new(error));
+    let (mut objects, root) =
+        pickle::read_with_details(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
+    let index = match asked {
+        Some(TraceDevice::Gpu(index)) => Some(index),
+        Some(asked @ TraceDevice::Host(_)) => {
+            return Err(Fault::NoSuchMemory { asked, there: vec![TraceDevice::Gpu(0)] });
+        }
+        None => None,
+    };
+    let mut builder = HistoryBuilder::new(StreamNames::Handles);
+    (builder.texts, builder.stacks) = objects.take_tables();
+    let snapshot = Snapshot::of(&objects, root, index).map_err(invalid)?;
+    let playback = snapshot.history().map_err(invalid)?;
+    let clock = SnapshotClock::of(&snapshot);
+    let early = play(&snapshot, &playback, &clock, &mut builder)?;
+    let segments: Vec<_> = snapshot.segment_ranges().collect();
+    let tells_segments = !segments.is_empty()
+        || snapshot.events.iter().any(|&event| segment_change(&objects, event).is_some());
+    let mapped_at_start = tells_segments.then(|| {
+        let mut mapped = ExtentTree::default();
+        segments.into_iter().for_each(|range| mapped.insert(range));
+        for &event in snapshot.events.iter().rev() {
+            let range = || {
+                Some((number(&objects, event, Word::Addr)?, number(&objects, event, Word::Size)?))
+            };
+            let Some((grows, (start, bytes))) = segment_change(&objects, event).zip(range()) else {
+                continue;
+            };
+            let range = start..start.saturating_add(bytes);
+            if grows {
+                mapped.remove(range);
+            } else {
+                mapped.insert(range);
+            }
+        }
+        mapped.iter().collect()
+    });
+    let devices = snapshot.traces.iter().zip(0_u32..);
+    let devices =
+        devices.filter(|(trace, _)| objects.list(**trace).is_some_and(|events| !events.is_empty()));
+    let devices: Vec<_> = devices.map(|(_, device)| TraceDevice::Gpu(device)).collect();
+    // At most as many as asked for or found, which fit.
+    let device = TraceDevice::Gpu(snapshot.device as u32);
+    drop((playback, objects));
+    let facts = InputFacts { mapped_at_start, tells_kinds: false };
+    let mut history = builder.finish(TraceFormat::Snapshot, clock.clock, facts)?;
+    if early > 0 {
+        history.notes.push(format!(
+            "{early} blocks are older than the first event: their origin is not recorded"
+        ));
+    }
+    history.notes.extend(note_on_devices(device, &devices));
+    (history.device, history.devices) = (Some(device), devices);
+    Ok(history)
+}
+
+/// The times of a snapshot's events.
+struct SnapshotClock {
+    clock: HistoryClock,
+    /// The time of the first event.
+    first: i64,
+}
+
+impl SnapshotClock {
+    /// Uses the events' times if they have any. An event without one has that of the event before.
+    fn of(snapshot: &Snapshot<'_>) -> Self {
+        let time = |&event: &Value| match snapshot.objects.get(event, Word::TimeUs) {
+            Some(Value::Int(time)) => Some(time),
+            _ => None,
+        };
+        match snapshot.events.iter().find_map(time) {
+            Some(first) => Self { clock: HistoryClock::Microseconds, first },
+            None => Self { clock: HistoryClock::Events, first: 0 },
+        }
+    }
+
+    /// Returns the time of an event that is at `index`, and no earlier than `before`.
+    fn time(&self, objects: &Objects, event: Value, index: usize, before: f64) -> f64 {
+        let time = match (self.clock, objects.get(event, Word::TimeUs)) {
+            (HistoryClock::Microseconds, Some(Value::Int(time))) => {
+                time.saturating_sub(self.first) as f64
+            }
+            (HistoryClock::Microseconds, _) => before,
+            (HistoryClock::Events, _) => index as f64,
+        };
+        time.max(before)
+    }
+}
+
+/// Plays a snapshot into the builder. Returns the number of blocks from before the first event.
+fn play(
+    snapshot: &Snapshot<'_>,
+    playback: &Playback,
+    clock: &SnapshotClock,
+    builder: &mut HistoryBuilder,
+) -> Result<u64, Fault> {
+    let objects = snapshot.objects;
+    let occupied = |id: u64| playback.occupied.get(&id).copied();
+    let mut early_blocks = 0;
+    for &Early { id, address, bytes, stream, freed, stack } in playback.early() {
+        let (name, address, occupied) = (Name::Id(id), Some(address), occupied(id));
+        let stack = if let Value::Stack(stack) = stack { stack } else { 0 };
+        let origin = Origin { address, kind: None, occupied, tag: 0, thread: 0, stack };
+        builder.allocate((0, 0.0), name, bytes, stream, &origin)?;
+        if freed {
+            builder.free((0, 0.0), name, bytes, stream)?;
+        }
+        early_blocks += 1;
+    }
+    let mut played = playback.events.iter().peekable();
+    let mut time = 0.0;
+    for (at, &event) in snapshot.events.iter().enumerate() {
+        time = clock.time(objects, event, at, time);
+        builder.at(time);
+        let now = (at as u64 + 1, time);
+        let stack = match objects.get(event, Word::Frames) {
+            Some(Value::Stack(stack)) => stack,
+            _ => 0,
+        };
+        if let Some(&PlayedEvent { deed, id, bytes, stream, .. }) =
+            played.next_if(|played| played.at as usize == at)
+        {
+            let name = Name::Id(id);
+            match deed {
+                Deed::Allocate => {
+                    let origin = Origin {
+                        address: number(objects, event, Word::Addr),
+                        kind: None,
+                        occupied: occupied(id),
+                        tag: category(objects, event, builder),
+                        thread: 0,
+                        stack,
+                    };
+                    builder.allocate(now, name, bytes, stream, &origin)?;
+                }
+                Deed::Free => builder.free(now, name, bytes, stream)?,
+                Deed::Complete => builder.complete(time, name, bytes, stream)?,
+            }
+            continue;
+        }
+        let kind = match (segment_change(objects, event), objects.get(event, Word::Action)) {
+            (Some(true), _) => MarkKind::Grow,
+            (Some(false), _) => MarkKind::Release,
+            (None, Some(Value::Word(Word::Oom))) => MarkKind::Fail,
+            (None, Some(Value::Word(Word::UserDefined))) => MarkKind::User,
+            _ => continue,
+        };
+        let needed = |word: Word| {
+            number(objects, event, word).ok_or_else(|| {
+                let place = SnapshotPath::Event(snapshot.device, at);
+                let expected = "a whole number";
+                Fault::Snapshot(Box::new(SnapshotError::Missing {
+                    place,
+                    part: word.text(),
+                    expected,
+                }))
+            })
+        };
+        let is_segment = matches!(kind, MarkKind::Grow | MarkKind::Release);
+        let address = if is_segment { Some(needed(Word::Addr)?) } else { None };
+        let bytes = match kind {
+            MarkKind::User => number(objects, event, Word::Size).unwrap_or(0),
+            _ => needed(Word::Size)?,
+        };
+        let text = match (kind, objects.get(event, Word::UserMetadata)) {
+            (MarkKind::User, Some(Value::Text(text))) => text,
+            _ => 0,
+        };
+        let device_free = number(objects, event, Word::DeviceFree);
+        let row = short(now.0);
+        builder.mark(HistoryMark { time, row, kind, bytes, address, device_free, text })?;
+    }
+    Ok(early_blocks)
+}
+
+/// Returns the tag of an event. The viewer's name for none is none here.
+fn category(objects: &Objects, event: Value, builder: &HistoryBuilder) -> u32 {
+    match objects.get(event, Word::Category) {
+        Some(Value::Text(text)) if builder.texts.get(text) != "unknown" => text,
+        _ => 0,
+    }
+}
+
+fn number(objects: &Objects, value: Value, word: Word) -> Option<u64> {
+    match objects.get(value, word) {
+        // Addresses are stored as signed numbers and used as bit patterns.
+        Some(Value::Int(number)) => Some(number as u64),
+        _ => None,
+    }
+}
+
+/// Returns whether an event adds physical memory or releases it, if it does either.
+fn segment_change(objects: &Objects, event: Value) -> Option<bool> {
+    match objects.get(event, Word::Action) {
+        Some(Value::Word(Word::SegmentAlloc | Word::SegmentMap)) => Some(true),
+        Some(Value::Word(Word::SegmentFree | Word::SegmentUnmap)) => Some(false),
+        _ => None,
+    }
+}

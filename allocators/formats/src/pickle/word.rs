@@ -1,0 +1,87 @@
+//! The keys and values of a snapshot that have a meaning here.
+
+macro_rules! words {
+    ($($word:ident = $text:literal),+ $(,)?) => {
+        /// A key or a value of a snapshot: an action, a location or the state of a block.
+        ///
+        /// The reader keeps these strings and the writer takes them from here. Keys that only the
+        /// writer has are not in the list.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[cfg_attr(not(feature = "read"), expect(dead_code, reason = "some are only read"))]
+        pub(crate) enum Word { $(#[doc = concat!("`", $text, "`")] $word),+ }
+
+        impl Word {
+            /// Returns the word with this text, if there is one.
+            #[cfg(feature = "read")]
+            pub(crate) fn of(text: &[u8]) -> Option<Self> {
+                match text {
+                    $(text if text == $text.as_bytes() => Some(Self::$word),)+
+                    _ => None,
+                }
+            }
+
+            /// Returns the text of the word.
+            pub(crate) fn text(self) -> &'static str {
+                match self { $(Self::$word => $text),+ }
+            }
+        }
+    };
+}
+
+words! {
+    Segments = "segments",
+    DeviceTraces = "device_traces",
+    Action = "action",
+    Addr = "addr",
+    Size = "size",
+    Stream = "stream",
+    Device = "device",
+    Blocks = "blocks",
+    State = "state",
+    Address = "address",
+    RequestedSize = "requested_size",
+    Alloc = "alloc",
+    FreeRequested = "free_requested",
+    FreeCompleted = "free_completed",
+    SegmentAlloc = "segment_alloc",
+    SegmentFree = "segment_free",
+    SegmentMap = "segment_map",
+    SegmentUnmap = "segment_unmap",
+    Snapshot = "snapshot",
+    Oom = "oom",
+    UserDefined = "user_defined",
+    WorkspaceSnapshot = "workspace_snapshot",
+    ActiveAllocated = "active_allocated",
+    ActivePendingFree = "active_pending_free",
+    ActiveAwaitingFree = "active_awaiting_free",
+    Inactive = "inactive",
+    Frames = "frames",
+    Name = "name",
+    Filename = "filename",
+    Line = "line",
+    TimeUs = "time_us",
+    Category = "category",
+    UserMetadata = "user_metadata",
+    DeviceFree = "device_free",
+}
+
+#[cfg(feature = "read")]
+impl Word {
+    /// Returns whether only a history has a use for the word, and a replay has none.
+    pub(super) fn is_detail(self) -> bool {
+        self as u8 >= Self::Frames as u8
+    }
+}
+
+#[cfg(all(test, feature = "read"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_is_found_by_its_text() {
+        assert_eq!(Word::of(b"segment_map"), Some(Word::SegmentMap));
+        assert_eq!(Word::of(Word::FreeCompleted.text().as_bytes()), Some(Word::FreeCompleted));
+        assert_eq!(Word::of(b"pool_id"), None);
+        assert!(Word::Frames.is_detail() && !Word::Inactive.is_detail());
+    }
+}

@@ -1,0 +1,184 @@
+//! Recorded traces of memory allocations, read and checked for replay.
+//!
+//! A trace is CSV in one of two forms, or a memory snapshot of PyTorch, plain or compressed by xz,
+//! gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the same
+//! [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a list of
+//! steps. An impossible step is rejected with its row, so that a replay never has to check one.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `model` | the trace itself |
+//! | `source` | bytes to rows: files, truncated files |
+//! | `compressed` | xz, gzip and zstd, with a bound on memory |
+//! | `events` | the form of this library and its recorder for PyTorch, with named fields |
+//! | `rmm` | the log of RAPIDS' memory manager |
+//! | `snapshot` | memory snapshots of PyTorch |
+//! | [`made`] | workloads generated from a seed, without a file |
+//! | `builder` | rows to steps, and the checks |
+//! | `split` | distribution over another number of streams |
+//! | `error` | errors |
+
+pub(crate) mod builder;
+mod compressed;
+pub(crate) mod error;
+pub(crate) mod events;
+pub mod made;
+mod model;
+pub(crate) mod rmm;
+pub(crate) mod snapshot;
+pub(crate) mod source;
+mod split;
+
+pub use error::TraceError;
+pub use events::BadTraceDevice;
+pub use model::{
+    MAX_BLOCK, MAX_STREAMS, SnapshotFacts, Trace, TraceAccount, TraceAction, TraceBlock,
+    TraceDevice, TraceFormat, TraceStep,
+};
+
+use crate::pickle;
+use builder::Builder;
+use error::Fault;
+use events::Columns;
+use source::TraceSource;
+use std::{collections::BTreeMap, io::BufRead, path::Path};
+
+impl Trace {
+    /// Reads and checks the file at `path`, the standard input for `-`, or [generates](made) the
+    /// trace that `path` names. `device` selects a device. The default is the one with the most
+    /// events.
+    ///
+    /// # Errors
+    /// [`TraceError`] with the first invalid row, also if a device is selected and the trace has
+    /// none.
+    pub fn read(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
+        match made::trace(path) {
+            Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
+            Some(made) => made,
+            None => Self::parse(TraceSource::open(path)?, device),
+        }
+    }
+
+    /// Reads and checks the contents of a file.
+    ///
+    /// # Errors
+    /// As [`read`](Trace::read).
+    pub fn from_reader(
+        reader: impl BufRead + 'static,
+        device: Option<u32>,
+    ) -> Result<Self, TraceError> {
+        Self::parse(TraceSource::new(reader)?, device)
+    }
+
+    /// Parses a trace in a test.
+    #[cfg(test)]
+    pub(crate) fn from_rows(rows: &str) -> Self {
+        let text = format!("{}\n{rows}", model::EVENTS_HEADER).into_bytes();
+        let source = TraceSource::new(std::io::Cursor::new(text))
+            .and_then(|source| Self::parse(source, None));
+        source.unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    fn parse(mut source: TraceSource, device: Option<u32>) -> Result<Self, TraceError> {
+        if source.begins_with(pickle::MAGIC)? {
+            return snapshot::read(source.bytes(), device);
+        }
+        let columns = match source.next_row()? {
+            None => return Err(TraceError::whole(Fault::Empty)),
+            Some((_, crate::rmm::HEADER)) => None,
+            Some((row, header)) => match Columns::of(header) {
+                Some(columns) => Some(columns),
+                None => {
+                    let fault = Fault::Header { found: header.to_owned() };
+                    return Err(TraceError { row: Some(row), fault });
+                }
+            },
+        };
+        if device.is_some() && !columns.as_ref().is_some_and(Columns::tells_devices) {
+            return Err(TraceError::whole(Fault::NoDevices));
+        }
+        let Some(columns) = columns else {
+            let mut builder = Builder::new();
+            while let Some((row, text)) = source.next_row()? {
+                rmm::take(text, row, &mut builder)
+                    .map_err(|fault| TraceError { row: Some(row), fault })?;
+            }
+            return builder.finish(TraceFormat::Rmm).map_err(TraceError::whole);
+        };
+        let mut builders = BTreeMap::new();
+        while let Some((row, text)) = source.next_row()? {
+            columns
+                .take(text, row, &mut builders)
+                .map_err(|fault| TraceError { row: Some(row), fault })?;
+        }
+        Self::of_device(builders, &columns, device).map_err(TraceError::whole)
+    }
+
+    /// Returns the trace of one of several devices: the selected one, or the one with the most
+    /// steps.
+    fn of_device(
+        mut builders: BTreeMap<TraceDevice, Builder>,
+        columns: &Columns,
+        asked: Option<u32>,
+    ) -> Result<Self, Fault> {
+        let accounts = |(&device, builder): (&TraceDevice, &Builder)| {
+            builder
+                .accounts()
+                .iter()
+                .cloned()
+                .map(move |account| (device, account))
+                .collect::<Vec<_>>()
+        };
+        let memory: Vec<_> = builders.iter().flat_map(accounts).collect();
+        let gpus: Vec<u32> = builders
+            .iter()
+            .filter_map(|(device, builder)| match device {
+                TraceDevice::Gpu(device) if builder.blocks() > 0 => Some(*device),
+                _ => None,
+            })
+            .collect();
+        let steps = |device: &u32| {
+            (builders[&TraceDevice::Gpu(*device)].steps(), std::cmp::Reverse(*device))
+        };
+        let chosen = match asked {
+            Some(asked) if !gpus.contains(&asked) => {
+                Err(Fault::NoSuchDevice { asked, there: gpus.clone() })
+            }
+            Some(asked) => Ok(asked),
+            None => gpus.iter().copied().max_by_key(steps).ok_or(match memory.len() {
+                0 => Fault::NoAllocation,
+                _ => Fault::OnlyPinned {
+                    blocks: memory.iter().map(|(_, account)| account.allocations).sum(),
+                },
+            }),
+        }?;
+        let builder = builders.remove(&TraceDevice::Gpu(chosen)).ok_or(Fault::NoAllocation)?;
+        let mut trace = builder.finish(TraceFormat::Events)?;
+        trace.notes.extend(columns.note());
+        if gpus.len() > 1 {
+            let others = gpus.len() - 1;
+            trace.notes.push(format!(
+                "the trace has memory of {} devices: that of device {chosen} is replayed, that of {others} not; \
+                 --device-index picks another",
+                gpus.len()
+            ));
+        }
+        let pinned: u64 = memory
+            .iter()
+            .filter(|(device, _)| matches!(device, TraceDevice::Host(_)))
+            .map(|(_, account)| account.allocations)
+            .sum();
+        if pinned > 0 {
+            trace.notes.push(format!(
+                "{pinned} blocks of pinned host memory in the trace are not replayed"
+            ));
+        }
+        if columns.tells_devices() {
+            (trace.memory, trace.device) = (memory, Some(chosen));
+        }
+        Ok(trace)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,320 @@
+//! Converts rows to steps and rejects impossible ones.
+
+use super::{
+    Fault, MAX_BLOCK, MAX_STREAMS, Trace, TraceAccount, TraceAction, TraceBlock, TraceFormat,
+    TraceStep, error::Name,
+};
+use aquifer_core::event::BlockKind;
+use std::collections::{BTreeMap, HashMap};
+
+/// A trace under construction.
+pub(super) struct Builder {
+    /// The current meaning of each name. Names of completed blocks are kept, so that a second free
+    /// is distinguished from a free of an unknown block.
+    names: HashMap<u64, Known>,
+    blocks: Vec<TraceBlock>,
+    steps: Vec<TraceStep>,
+    /// Streams by their name in the rows. Renumbered at the end: small numbers in their own order,
+    /// handles in the order of appearance.
+    streams: BTreeMap<u64, u32>,
+    live: u64,
+    peak_live: u64,
+    frees: u64,
+    skipped: u64,
+    /// Totals by kind and tag, and the index of the last one used.
+    accounts: Vec<TraceAccount>,
+    last: usize,
+}
+
+/// The state of a name.
+struct Known {
+    block: u32,
+    account: u32,
+    allocated: u64,
+    state: State,
+}
+
+enum State {
+    Live,
+    /// Freed in row `row`, by the step at index `step`.
+    Freed {
+        row: u64,
+        step: usize,
+    },
+    /// Completed; freed in row `row`.
+    Done {
+        row: u64,
+    },
+}
+
+impl Builder {
+    pub(super) fn new() -> Self {
+        Self {
+            names: HashMap::new(),
+            blocks: Vec::new(),
+            steps: Vec::new(),
+            streams: BTreeMap::new(),
+            live: 0,
+            peak_live: 0,
+            frees: 0,
+            skipped: 0,
+            accounts: Vec::new(),
+            last: 0,
+        }
+    }
+
+    /// Returns the number of steps.
+    pub(super) fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// Returns the number of allocated blocks.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Returns the totals by kind and tag.
+    pub(super) fn accounts(&self) -> &[TraceAccount] {
+        &self.accounts
+    }
+
+    fn account(&mut self, kind: BlockKind, tag: &str) -> usize {
+        let fits = |account: &TraceAccount| account.kind == kind && account.tag == tag;
+        if !self.accounts.get(self.last).is_some_and(fits) {
+            self.last = self.accounts.iter().position(fits).unwrap_or_else(|| {
+                let tag = tag.to_owned();
+                self.accounts.push(TraceAccount {
+                    kind,
+                    tag,
+                    allocations: 0,
+                    blocks: 0,
+                    bytes: 0,
+                    peak: 0,
+                });
+                self.accounts.len() - 1
+            });
+        }
+        self.last
+    }
+
+    /// Counts a row that a replay cannot repeat.
+    pub(super) fn skip(&mut self) {
+        self.skipped += 1;
+    }
+
+    pub(super) fn allocate(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        self.allocate_as(row, id, bytes, stream, BlockKind::Cached, "")
+    }
+
+    pub(super) fn allocate_as(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+        kind: BlockKind,
+        tag: &str,
+    ) -> Result<(), Fault> {
+        if let Some(known) = self.names.get(&key(id)) {
+            match known.state {
+                State::Live => return Err(Fault::TwiceAllocated { id, first: known.allocated }),
+                State::Freed { row, .. } => return Err(Fault::StillInUse { id, freed: row }),
+                State::Done { .. } => {}
+            }
+        }
+        let Ok(block) = u32::try_from(self.blocks.len()) else { return Err(Fault::TooManyBlocks) };
+        let Some(live) = self.live.checked_add(bytes) else {
+            return Err(Fault::AbsurdSize { found: bytes.to_string() });
+        };
+        let stream = self.stream(stream)?;
+        self.live = live;
+        self.peak_live = self.peak_live.max(live);
+        self.blocks.push(TraceBlock { bytes, stream, freed_on: None, lingers: false });
+        self.steps.push(TraceStep { action: TraceAction::Allocate, block, row: short(row) });
+        // There are as many as tags, which are fewer than blocks.
+        let account = self.account(kind, tag);
+        self.accounts[account].allocate(bytes);
+        let account = account as u32;
+        self.names.insert(key(id), Known { block, account, allocated: row, state: State::Live });
+        Ok(())
+    }
+
+    pub(super) fn free(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        let stream = self.stream(stream)?;
+        let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "freed" })?;
+        match known.state {
+            State::Live => {}
+            State::Freed { row, .. } | State::Done { row } => {
+                return Err(Fault::TwiceFreed { id, first: row });
+            }
+        }
+        let block = &mut self.blocks[known.block as usize];
+        if block.bytes != bytes {
+            return Err(Fault::SizeChanged {
+                id,
+                allocated: (block.bytes, known.allocated),
+                now: bytes,
+            });
+        }
+        // Another stream may use the block until its completion is seen.
+        block.lingers = true;
+        block.freed_on = Some(stream);
+        known.state = State::Freed { row, step: self.steps.len() };
+        self.steps.push(TraceStep {
+            action: TraceAction::Free,
+            block: known.block,
+            row: short(row),
+        });
+        self.accounts[known.account as usize].free(bytes);
+        self.live -= bytes;
+        self.frees += 1;
+        Ok(())
+    }
+
+    pub(super) fn complete(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        let here = short(row);
+        self.stream(stream)?;
+        let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
+        let (row, step) = match known.state {
+            State::Live => return Err(Fault::CompleteBeforeFree { id }),
+            State::Freed { row, step } => (row, step),
+            State::Done { .. } => return Err(Fault::TwiceCompleted { id }),
+        };
+        let block = &mut self.blocks[known.block as usize];
+        if block.bytes != bytes {
+            return Err(Fault::SizeChanged {
+                id,
+                allocated: (block.bytes, known.allocated),
+                now: bytes,
+            });
+        }
+        known.state = State::Done { row };
+        if step + 1 == self.steps.len() {
+            // The completion directly follows the free: no other stream used it.
+            block.lingers = false;
+        } else {
+            self.steps.push(TraceStep {
+                action: TraceAction::Complete,
+                block: known.block,
+                row: here,
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the number of a stream, in order of appearance.
+    fn stream(&mut self, name: u64) -> Result<u32, Fault> {
+        let next = self.streams.len();
+        if next >= MAX_STREAMS && !self.streams.contains_key(&name) {
+            return Err(Fault::TooManyStreams);
+        }
+        // Below MAX_STREAMS, so it fits.
+        Ok(*self.streams.entry(name).or_insert(next as u32))
+    }
+
+    pub(super) fn finish(mut self, format: TraceFormat) -> Result<Trace, Fault> {
+        if self.blocks.is_empty() {
+            return Err(Fault::NoAllocation);
+        }
+        if matches!(format, TraceFormat::Events | TraceFormat::Made) {
+            // Small numbers are the program's own: stream 0 stays the first.
+            let mut rank = vec![0_u32; self.streams.len()];
+            for (place, appeared) in (0_u32..).zip(self.streams.values()) {
+                rank[*appeared as usize] = place;
+            }
+            for block in &mut self.blocks {
+                block.stream = rank[block.stream as usize];
+                block.freed_on = block.freed_on.map(|stream| rank[stream as usize]);
+            }
+        }
+        Ok(Trace {
+            format,
+            blocks: self.blocks,
+            steps: self.steps,
+            // At most MAX_STREAMS.
+            streams: self.streams.len() as u32,
+            peak_live: self.peak_live,
+            frees: self.frees,
+            live_at_end: self.live,
+            skipped: self.skipped,
+            memory: Vec::new(),
+            device: None,
+            notes: Vec::new(),
+            snapshot: None,
+        })
+    }
+}
+
+impl TraceAccount {
+    fn allocate(&mut self, bytes: u64) {
+        self.allocations += 1;
+        self.blocks += 1;
+        self.bytes += bytes;
+        self.peak = self.peak.max(self.bytes);
+    }
+
+    fn free(&mut self, bytes: u64) {
+        self.blocks -= 1;
+        self.bytes -= bytes;
+    }
+}
+
+/// Converts a row number for a step. Saturates.
+fn short(row: u64) -> u32 {
+    u32::try_from(row).unwrap_or(u32::MAX)
+}
+
+/// Ids and pointers never occur in the same trace.
+fn key(id: Name) -> u64 {
+    match id {
+        Name::Id(id) | Name::Pointer(id) => id,
+    }
+}
+
+/// Parses an unsigned whole number.
+pub(crate) fn whole(name: &'static str, text: &str, expected: &'static str) -> Result<u64, Fault> {
+    decimal(text).ok_or_else(|| Fault::Field { name, found: text.to_owned(), expected })
+}
+
+/// Parses the size of a block.
+pub(crate) fn size(text: &str) -> Result<u64, Fault> {
+    let found = || text.to_owned();
+    if let Some(digits) = text.strip_prefix('-')
+        && !digits.is_empty()
+        && digits.bytes().all(|b| b.is_ascii_digit())
+    {
+        return Err(Fault::NoBytes { found: found() });
+    }
+    match decimal(text) {
+        Some(0) => Err(Fault::NoBytes { found: found() }),
+        Some(bytes) if bytes <= MAX_BLOCK => Ok(bytes),
+        // Digits that exceed 64 bits are still a size.
+        _ if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
+            Err(Fault::AbsurdSize { found: found() })
+        }
+        _ => Err(Fault::Field { name: "bytes", found: found(), expected: "a whole number" }),
+    }
+}
+
+/// Parses like the standard library, without the plus sign that it allows.
+fn decimal(text: &str) -> Option<u64> {
+    if text.starts_with('+') { None } else { text.parse().ok() }
+}

@@ -1,0 +1,115 @@
+//! The tools of the workloads: a portable random generator, and blocks that write their own rows.
+
+use super::super::{Fault, Trace, TraceFormat, builder::Builder, error::Name};
+
+/// A live block of a workload.
+#[derive(Debug)]
+pub(super) struct MadeBlock {
+    id: u64,
+    /// The size in the trace, after scaling.
+    bytes: u64,
+    stream: u64,
+}
+
+/// Writes the rows of a workload.
+pub(super) struct Maker {
+    builder: Builder,
+    random: u64,
+    scale: f64,
+    length: f64,
+    next: u64,
+    row: u64,
+    /// Bytes that are allocated and not freed.
+    pub(super) live: u64,
+}
+
+impl Maker {
+    pub(super) fn new(seed: u64, scale: f64, length: f64) -> Self {
+        Self { builder: Builder::new(), random: seed, scale, length, next: 1, row: 1, live: 0 }
+    }
+
+    /// Returns `steps` multiplied by the requested length.
+    pub(super) fn steps(&self, steps: u64) -> u64 {
+        ((steps as f64 * self.length) as u64).max(1)
+    }
+
+    /// Returns `bytes` multiplied by the requested scale.
+    pub(super) fn scaled(&self, bytes: u64) -> u64 {
+        ((bytes as f64 * self.scale) as u64).max(1)
+    }
+
+    fn random(&mut self) -> u64 {
+        // SplitMix64, by Sebastiano Vigna.
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Returns a number below `most`, which must not be zero.
+    pub(super) fn below(&mut self, most: u64) -> u64 {
+        self.random() % most.max(1)
+    }
+
+    /// Returns a number from `low` to `high`, inclusive.
+    pub(super) fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    /// Returns a size from `low` up to nearly `low << doublings`. Each doubling is equally likely.
+    /// Uses no logarithms, whose last bits differ between machines.
+    pub(super) fn spread(&mut self, low: u64, doublings: u64) -> u64 {
+        let base = low << self.below(doublings);
+        base + self.below(base)
+    }
+
+    /// Allocates `bytes`, which are scaled.
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<MadeBlock, Fault> {
+        let bytes = self.scaled(bytes);
+        self.row += 1;
+        let id = self.next;
+        self.next += 1;
+        self.builder.allocate(self.row, Name::Id(id), bytes, stream)?;
+        self.live += bytes;
+        Ok(MadeBlock { id, bytes, stream })
+    }
+
+    /// Frees a block that no other stream uses.
+    pub(super) fn free(&mut self, held: MadeBlock) -> Result<(), Fault> {
+        let stream = held.stream;
+        self.free_on(held, stream)
+    }
+
+    /// Frees a block on a stream: its own, or one that has used it until now.
+    pub(super) fn free_on(&mut self, held: MadeBlock, stream: u64) -> Result<(), Fault> {
+        self.row += 2;
+        let id = Name::Id(held.id);
+        self.builder.free(self.row - 1, id, held.bytes, stream)?;
+        self.builder.complete(self.row, id, held.bytes, stream)?;
+        self.live -= held.bytes;
+        Ok(())
+    }
+
+    /// Frees all blocks in reverse order.
+    pub(super) fn free_all(
+        &mut self,
+        held: impl IntoIterator<Item = MadeBlock, IntoIter: DoubleEndedIterator>,
+    ) -> Result<(), Fault> {
+        held.into_iter().rev().try_for_each(|held| self.free(held))
+    }
+
+    /// Frees a random block.
+    pub(super) fn free_any(&mut self, held: &mut Vec<MadeBlock>) -> Result<(), Fault> {
+        if held.is_empty() {
+            return Ok(());
+        }
+        let pick = self.below(held.len() as u64) as usize;
+        let held = held.swap_remove(pick);
+        self.free(held)
+    }
+
+    pub(super) fn finish(self, format: TraceFormat) -> Result<Trace, Fault> {
+        self.builder.finish(format)
+    }
+}

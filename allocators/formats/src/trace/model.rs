@@ -1,0 +1,210 @@
+//! A trace: its blocks and steps, and what is recorded about it.
+
+use aquifer_core::event::BlockKind;
+use std::fmt;
+
+/// The largest valid block size: the address space of a process.
+pub const MAX_BLOCK: u64 = 1 << 47;
+/// The maximum number of streams. A driver has a few hundred before it begins to share them.
+pub const MAX_STREAMS: usize = 1024;
+/// The header of files of [`TraceFormat::Events`] without kinds, devices and tags.
+pub(super) const EVENTS_HEADER: &str = "t_us,op,id,bytes,stream";
+
+/// The form of the input.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TraceFormat {
+    /// `t_us,op,id,bytes,stream`, with or without `kind`, `device` and `tag`
+    Events,
+    /// `Thread,Time,Action,Pointer,Size,Stream`
+    Rmm,
+    /// No file: generated from a seed.
+    Made,
+    /// A memory snapshot of PyTorch.
+    Snapshot,
+}
+
+/// One block from its allocation to its last use.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TraceBlock {
+    /// The requested size. Never zero, at most [`MAX_BLOCK`].
+    pub bytes: u64,
+    /// The stream that it was allocated on.
+    pub stream: u32,
+    /// The stream that it was freed on, if it was freed. Nearly always the same.
+    pub freed_on: Option<u32>,
+    /// Whether another stream still used it when it was freed: its completion is not in the row
+    /// directly after its free.
+    pub lingers: bool,
+}
+
+impl TraceBlock {
+    /// Returns whether a stream other than its own uses it.
+    pub fn crosses(&self) -> bool {
+        self.lingers || self.freed_on.is_some_and(|stream| stream != self.stream)
+    }
+}
+
+/// The kind of a step.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TraceAction {
+    /// It is allocated.
+    Allocate,
+    /// Its owner frees it.
+    Free,
+    /// Its last use is complete. Only blocks that linger have this step, and not all of them do.
+    Complete,
+}
+
+/// One step. Two steps are equal regardless of their rows.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, Debug)]
+pub struct TraceStep {
+    /// The kind.
+    pub action: TraceAction,
+    /// The index of the block in [`Trace::blocks`].
+    pub block: u32,
+    /// The row, or the event of a snapshot, counted from 1.
+    pub row: u32,
+}
+
+impl PartialEq for TraceStep {
+    fn eq(&self, other: &Self) -> bool {
+        (self.action, self.block) == (other.action, other.block)
+    }
+}
+
+impl Eq for TraceStep {}
+
+/// The location of memory in a trace.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum TraceDevice {
+    /// On a device, by its ordinal.
+    Gpu(u32),
+    /// Pinned on a NUMA node of the host, or on an unknown node.
+    Host(Option<u32>),
+}
+
+impl fmt::Display for TraceDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gpu(device) => write!(f, "{device}"),
+            Self::Host(Some(node)) => write!(f, "host:{node}"),
+            Self::Host(None) => f.write_str("host"),
+        }
+    }
+}
+
+/// A valid trace.
+///
+/// ```
+/// use aquifer_formats::trace::{Trace, TraceAction, TraceBlock};
+/// let rows = "t_us,op,id,bytes,stream\n0,a,1,4096,3\n7,f,1,4096,3\n7,c,1,4096,3\n";
+/// let trace = Trace::from_reader(rows.as_bytes(), None)?;
+/// let block = TraceBlock { bytes: 4096, stream: 0, freed_on: Some(0), lingers: false };
+/// assert_eq!(trace.blocks, [block]);
+/// // The completion directly follows the free, so it is no step of its own.
+/// assert!(trace.steps.iter().map(|step| step.action).eq([TraceAction::Allocate, TraceAction::Free]));
+///
+/// let error = Trace::from_reader(&rows.as_bytes()[..40], None).unwrap_err();
+/// assert_eq!(error.to_string(), "row 3: cut off: the row has no line end");
+/// # Ok::<(), aquifer_formats::trace::TraceError>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Trace {
+    /// The form of the input.
+    pub format: TraceFormat,
+    /// Every block, in order of allocation.
+    pub blocks: Vec<TraceBlock>,
+    /// The steps, in order. Each block is allocated before it is freed, freed at most once, and
+    /// completed after that or never.
+    pub steps: Vec<TraceStep>,
+    /// The number of streams. Every stream of a block is below it.
+    pub streams: u32,
+    /// The peak of live bytes, in requested sizes.
+    pub peak_live: u64,
+    /// The number of freed blocks.
+    pub frees: u64,
+    /// Bytes of the blocks that are never freed.
+    pub live_at_end: u64,
+    /// Rows that a replay cannot repeat: failed requests, and requests of zero bytes.
+    pub skipped: u64,
+    /// The file's contents by device, kind and tag, including what is not replayed. Empty if the
+    /// file does not record them.
+    pub memory: Vec<(TraceDevice, TraceAccount)>,
+    /// The device of this memory, if the file distinguishes devices.
+    pub device: Option<u32>,
+    /// Notes on the file for the reader of the result.
+    pub notes: Vec<String>,
+    /// Facts about the snapshot, if the input is one.
+    pub snapshot: Option<SnapshotFacts>,
+}
+
+impl Trace {
+    /// Returns what the numbers of its steps count.
+    pub fn unit(&self) -> &'static str {
+        match self.format {
+            TraceFormat::Events | TraceFormat::Rmm => "row",
+            TraceFormat::Made => "step",
+            TraceFormat::Snapshot => "event",
+        }
+    }
+
+    /// Returns the number of allocations.
+    pub fn allocations(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// Returns the number of allocations and frees.
+    pub fn operations(&self) -> u64 {
+        self.allocations() + self.frees
+    }
+
+    /// Returns the number of blocks that a stream other than their own uses.
+    #[cfg(test)]
+    pub(crate) fn crossings(&self) -> u64 {
+        self.blocks.iter().filter(|block| block.crosses()).count() as u64
+    }
+}
+
+/// Totals of the blocks of one kind and one tag.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TraceAccount {
+    /// Their kind.
+    pub kind: BlockKind,
+    /// Their tag. Empty if the input has none.
+    pub tag: String,
+    /// The number of allocations.
+    pub allocations: u64,
+    /// The number of blocks that are still allocated.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// The peak of allocated bytes.
+    pub peak: u64,
+}
+
+/// Facts about a snapshot besides its trace.
+///
+/// See the example of [`Trace`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SnapshotFacts {
+    /// The index of the device whose events are played.
+    pub device: usize,
+    /// The number of devices.
+    pub devices: usize,
+    /// Blocks that existed before the first event, including those freed with an open use.
+    pub blocks_at_start: u64,
+    /// Their bytes.
+    pub bytes_at_start: u64,
+}

@@ -1,0 +1,630 @@
+//! Tests of regions and pools over a simulated GPU: who pins and in which pieces, what happens when
+//! pinning fails, and blocks freed under copies in flight.
+#![expect(unsafe_code, reason = "queues copies by hand")]
+
+use crate::{
+    alone,
+    support::{
+        self, MIB,
+        on_device::{GPU, OnDevice, stream},
+    },
+};
+use allocator_api2::vec::Vec as AllocVec;
+use aquifer_core::{Budget, DeferReuse, MemoryError};
+use aquifer_driver::{
+    Call, CaptureMode, DeviceRange, HostFlags,
+    sim::{Sim, ViolationKind},
+};
+use aquifer_host::{
+    PinnedBuf, PinnedConfig, PinnedPool,
+    kernel::SystemCall,
+    pool,
+    region::{
+        Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Shortfall, Step,
+        end_retired, retry_stranded, window,
+    },
+};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    thread,
+    time::{Duration, Instant},
+};
+
+const OUT_OF_MEMORY: u32 = 2;
+
+fn machine() -> (Sim, Host) {
+    let sim = Sim::h200(1).stepped();
+    let host = support::host().with_driver(sim.driver(), GPU);
+    (sim, host)
+}
+
+fn budget() -> Budget {
+    Budget::new("pinned", 64 * MIB as u64)
+}
+
+/// Requests 8 MiB in registrations of 2 MiB.
+fn request() -> RegionRequest {
+    let mut request = RegionRequest::bytes(8 * MIB);
+    request.registration = 2 * MIB;
+    request.pages = PageTier::Transparent;
+    request
+}
+
+fn config() -> PinnedConfig {
+    let mut config = PinnedConfig::default();
+    config.chunk = 4 * MIB;
+    config.patience = Duration::ZERO;
+    config
+}
+
+/// Returns the steps of `shortfalls` without those of populating, which depend on the machine: on a
+/// busy one a worker may stall.
+fn steps_of_pinning(shortfalls: &[Shortfall]) -> Vec<Step> {
+    shortfalls.iter().map(|s| s.step).filter(|step| *step != Step::Populate).collect()
+}
+
+fn eventually(what: impl Fn() -> bool) {
+    let deadline = Instant::now() + support::PATIENCE;
+    while !what() {
+        assert!(Instant::now() < deadline, "this should have come true by now");
+        retry_stranded();
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_region_is_registered_in_pieces_and_each_is_ended() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    let region = Region::new(&host, &budget, &request()).unwrap();
+    assert!(region.is_pinned());
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert_eq!(sim.outstanding().registrations, 4);
+    let mut next = region.span().start;
+    for part in region.registrations() {
+        assert_eq!((part.start, part.len), (next, 2 * MIB));
+        next = part.end();
+    }
+    assert_eq!(next, region.span().end());
+    let one = Region::new(&host, &budget, &RegionRequest::bytes(3 * MIB)).unwrap();
+    assert_eq!(one.report().pinned_by, PinnedBy::Registration(1));
+    region.close().unwrap();
+    drop(one);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn a_failed_registration_is_rolled_back_and_the_driver_allocates_instead() {
+    let _alone = alone();
+    for nth in 1..=4 {
+        let (sim, host) = machine();
+        let budget = budget();
+        sim.fail(Call::HostRegister, nth, OUT_OF_MEMORY);
+        let region = Region::new(&host, &budget, &request()).unwrap();
+        let report = region.report();
+        assert_eq!((report.pinned_by, report.pages), (PinnedBy::Driver, PageTier::DriverChosen));
+        assert!(
+            report
+                .shortfalls
+                .iter()
+                .any(|s| s.step == Step::Register && matches!(s.cause, Cause::Driver(_)))
+        );
+        assert_eq!((sim.outstanding().registrations, sim.outstanding().host_allocations), (0, 1));
+        assert_eq!(budget.used(), 8 * MIB as u64, "charged once, however it was had");
+        assert!(window::contains(region.span().start) && window::contains(region.span().end() - 1));
+        let start = region.span().start;
+        drop(region);
+        assert!(!window::contains(start));
+        assert!(
+            sim.outstanding().is_empty(),
+            "torn down by the call that fits: {}",
+            sim.outstanding()
+        );
+        assert_eq!((sim.driver().calls().get(Call::HostFree), budget.used()), (1, 0));
+    }
+}
+
+#[test]
+fn without_pinning_a_region_is_reported_as_pageable_or_refused_if_pinning_is_required() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+    sim.fail_every(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let mut request = request();
+    let region = Region::new(&host, &budget, &request).unwrap();
+    assert!(!region.is_pinned());
+    assert_eq!(steps_of_pinning(&region.report().shortfalls), [Step::Register, Step::DriverAlloc]);
+    drop(region);
+    request.pinning = Pinning::Required;
+    let refused = Region::new(&host, &budget, &request).unwrap_err();
+    assert_eq!(refused.step, Step::DriverAlloc);
+    assert_eq!(steps_of_pinning(&refused.before), [Step::Register]);
+    assert!(matches!(MemoryError::from(refused), MemoryError::Driver(e) if e.is_out_of_memory()));
+    assert!(sim.outstanding().is_empty() && budget.used() == 0);
+    request.pinning = Pinning::Off;
+    let made = sim.driver().calls().get(Call::HostRegister);
+    drop(Region::new(&host, &budget, &request).unwrap());
+    assert_eq!(sim.driver().calls().get(Call::HostRegister), made, "the driver was not even asked");
+}
+
+#[test]
+fn write_combined_memory_comes_from_the_driver() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.write_combined = true;
+    request.flags = flags;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!((region.report().pinned_by, sim.outstanding().registrations), (PinnedBy::Driver, 0));
+}
+
+#[test]
+fn unavailable_write_combined_memory_is_cached_and_reported() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let mut request = request();
+    request.pinning = Pinning::Required;
+    let mut flags = HostFlags::default();
+    flags.write_combined = true;
+    request.flags = flags;
+    sim.fail(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::Cached));
+}
+
+#[test]
+fn memory_that_devices_may_not_write_is_pinned_without_that_where_the_driver_cannot() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.read_only = true;
+    request.flags = flags;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert!(!region.report().shortfalls.iter().any(|s| s.cause == Cause::Writable));
+    sim.fail(Call::HostRegister, 1, 801);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::Writable));
+}
+
+#[test]
+fn mapped_memory_has_an_address_on_the_device_and_pageable_memory_has_none() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.mapped = true;
+    request.flags = flags;
+    let reach = host.reach.clone().unwrap();
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.device_address(&reach), Ok(region.span().start as u64));
+    request.pinning = Pinning::Off;
+    let pageable = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(pageable.device_address(&reach).unwrap_err().code, 1);
+    drop((region, pageable));
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn registrations_stay_within_the_kernels_pin_limit_and_the_report_states_it() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let (_, faults) = support::faulty_host();
+    let host = Host { kernel: aquifer_host::kernel::Kernel::with_faults(faults.clone()), ..host };
+    let mut request = RegionRequest::bytes(3 << 30);
+    // A region of whole gibibytes takes the same steps with a mapping that the test never touches.
+    request.pages = PageTier::Base;
+    request.registration = 4 << 30;
+    faults.seem_version(6, 12);
+    faults.fail_from(SystemCall::Populate, 1, nix::libc::ENOMEM);
+    let budget = Budget::new("pinned", 4 << 30);
+    request.pinning = Pinning::Required;
+    sim.fail_every(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let refused = Region::new(&host, &budget, &request).unwrap_err();
+    let chunks = refused.before.iter().find_map(|s| match s.cause {
+        Cause::Chunks { asked, taken } => Some((asked, taken)),
+        _ => None,
+    });
+    let (asked, taken) = chunks.unwrap();
+    assert!(asked == 4 << 30 && taken < 2 << 30 && taken > 1 << 30, "{taken}");
+    eventually(|| budget.used() == 0);
+    for (major, minor) in [(6, 10), (6, 14), (5, 15)] {
+        faults.seem_version(major, minor);
+        let refused = Region::new(&host, &budget, &request).unwrap_err();
+        assert!(
+            !refused.before.iter().any(|s| matches!(s.cause, Cause::Chunks { .. })),
+            "{major}.{minor}"
+        );
+    }
+}
+
+#[test]
+fn a_strict_region_is_verified_before_and_after_the_driver_call() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let Some(node) = support::some_node(&host.topology) else {
+        println!("skipped: a kernel without NUMA");
+        return;
+    };
+    let (_, faults) = support::faulty_host();
+    let host = Host { kernel: aquifer_host::kernel::Kernel::with_faults(faults.clone()), ..host };
+    let mut request = request().on(node);
+    request.strict = true;
+    drop(Region::new(&host, &budget(), &request).unwrap());
+    assert_eq!(faults.made(SystemCall::Query), 5, "four chunks, and the whole");
+    let registered = sim.driver().calls().get(Call::HostRegister);
+    faults.fail_from(SystemCall::Query, 1, nix::libc::EPERM);
+    let refused = Region::new(&host, &budget(), &request).unwrap_err();
+    assert_eq!(refused.step, Step::Verify);
+    assert_eq!(
+        sim.driver().calls().get(Call::HostRegister),
+        registered,
+        "not pinned to be refused"
+    );
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn a_failed_system_call_leaves_no_registration_and_no_charge() {
+    let _alone = alone();
+    for call in SystemCall::ALL {
+        for nth in 1..4 {
+            let sim = Sim::h200(1);
+            let (host, faults) = support::faulty_host();
+            let host = host.with_driver(sim.driver(), GPU);
+            let budget = budget();
+            faults.fail(call, nth, nix::libc::ENOMEM);
+            let region = Region::new(&host, &budget, &request());
+            if let Ok(region) = &region {
+                assert!(region.is_pinned());
+            }
+            drop(region);
+            faults.clear();
+            eventually(|| budget.used() == 0);
+            assert!(sim.outstanding().is_empty(), "{call:?} {nth}: {}", sim.outstanding());
+        }
+    }
+}
+
+#[test]
+fn a_region_whose_unregistration_fails_stays_mapped_and_charged() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    let mut region = Region::new(&host, &budget, &request()).unwrap();
+    region.bytes_mut().fill(7);
+    let span = region.span();
+    sim.fail_every(Call::HostUnregister, 1, 999);
+    let error = region.close().unwrap_err();
+    assert!(
+        matches!((error.step, error.cause), (Step::Register, Cause::Driver(e)) if e.code == 999)
+    );
+    retry_stranded();
+    assert_eq!((budget.used(), support::present(span)), (span.len as u64, 2048));
+    sim.clear_failures();
+    eventually(|| budget.used() == 0);
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn a_quiet_point_retries_and_counts_only_what_has_ended() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    Region::new(&host, &budget, &request()).unwrap().retire();
+    let bytes = budget.used();
+    sim.fail(Call::HostUnregister, 1, 999);
+    assert_eq!(end_retired(), 0, "the driver has kept it");
+    assert_eq!(budget.used(), bytes);
+    assert_eq!(end_retired(), bytes);
+    assert!(sim.outstanding().is_empty() && budget.used() == 0);
+}
+
+#[test]
+fn pinned_memory_of_a_lost_device_is_released_through_another_device() {
+    let _alone = alone();
+    let sim = Sim::h200(2);
+    let host = support::host().with_driver(sim.driver(), GPU);
+    let budget = budget();
+    for write_combined in [false, true] {
+        let mut request = request();
+        request.flags.write_combined = write_combined;
+        let region = Region::new(&host, &budget, &request).unwrap();
+        assert!(region.is_pinned() && budget.used() > 0);
+        sim.lose_device(GPU);
+        region.close().unwrap();
+        assert_eq!(budget.used(), 0);
+        // Memory is pinned through this device from now on.
+        let region = Region::new(&host, &budget, &request).unwrap();
+        assert!(region.is_pinned());
+        drop(region);
+        assert_eq!(budget.used(), 0);
+    }
+    assert_eq!((sim.outstanding().registrations, sim.outstanding().host_allocations), (0, 0));
+}
+
+#[test]
+fn a_driver_that_has_gone_at_exit_is_no_error() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    let region = Region::new(&host, &budget, &request()).unwrap();
+    sim.fail_every(Call::HostUnregister, 1, 4);
+    region.close().unwrap();
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn growing_and_trimming_break_no_capture() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    sim.driver().capture_begin(stream, CaptureMode::Global).unwrap();
+    drop(pool.buffer::<u8>(MIB).unwrap());
+    pool.trim(0).unwrap();
+    assert!(sim.driver().capture_end(stream).is_ok(), "the capture was broken");
+}
+
+#[test]
+fn the_last_free_of_a_closed_pool_waits_for_no_device_and_a_quiet_point_ends_what_it_leaves() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = budget();
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let mut left = AllocVec::new_in(pool.allocator());
+    left.push(7u8);
+    drop(pool);
+    // No quiet point of another test may come between.
+    let stalled = sim.stall(Call::HostUnregister);
+    drop(left);
+    assert!(budget.used() > 0, "registered, and so charged");
+    drop(stalled);
+    eventually(|| {
+        pool::sweep();
+        sim.outstanding().is_empty() && budget.used() == 0
+    });
+}
+
+#[test]
+fn no_lock_is_held_while_the_driver_registers() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    pool.warm(4 * MIB).unwrap();
+    let stalled = sim.stall(Call::HostRegister);
+    thread::scope(|scope| {
+        let grower = scope.spawn(|| pool.buffer::<u8>(5 * MIB).map(drop));
+        assert!(stalled.wait_for(1, support::PATIENCE));
+        // While the registration hangs, other threads allocate, free, and read the pool's
+        // statistics.
+        for _ in 0..100 {
+            drop(pool.buffer::<u8>(MIB).unwrap());
+        }
+        assert_eq!(pool.stats().regions, 1);
+        drop(stalled);
+        grower.join().unwrap().unwrap();
+    });
+    assert_eq!(pool.stats().regions, 2);
+}
+
+#[test]
+fn a_flight_that_is_dropped_keeps_its_bytes_until_it_has_landed() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), 3 * MIB as u64);
+    let mut from = AllocVec::new_in(pool.allocator());
+    from.resize(3 * MIB, 0xab_u8);
+    drop(stream.upload(from, &mut target).unwrap());
+    assert_eq!(pool.stats().memory.pending, 3 * MIB as u64);
+    // A block that does not fit beside it grows the pool instead.
+    let mut other = pool.buffer::<u8>(3 * MIB).unwrap();
+    other.fill(0xcd);
+    assert_eq!(pool.stats().regions, 2);
+    stream.synchronize().unwrap();
+    assert_eq!(sim.read_back(target.range).unwrap(), vec![0xab; 3 * MIB]);
+    pool.trim(0).unwrap();
+    assert_eq!(pool.stats().memory.pending, 0);
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn a_pinned_buffer_flies_and_comes_back() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), 4096);
+    let from = PinnedBuf::copy_in(&pool, &[7u8; 4096]).unwrap();
+    assert!(from.is_pinned());
+    let from = stream.upload(from, &mut target).unwrap().wait().unwrap();
+    let into = pool.buffer::<u8>(4096).unwrap();
+    let into = stream.download(&target, into).unwrap().wait().unwrap();
+    assert_eq!(into[..], from[..]);
+    drop((from, into, pool));
+    drop(target);
+    assert_eq!(sim.violations(), []);
+    eventually(|| {
+        pool::sweep();
+        sim.outstanding().registrations == 0
+    });
+}
+
+#[test]
+fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let budget = budget();
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), MIB as u64);
+    let from = PinnedBuf::copy_in(&pool, &vec![9u8; MIB]).unwrap();
+    drop(stream.upload(from, &mut target).unwrap());
+    drop(pool);
+    assert_eq!(sim.outstanding().registrations, 1);
+    stream.synchronize().unwrap();
+    assert_eq!(sim.read_back(target.range).unwrap(), vec![9; MIB]);
+    eventually(|| {
+        pool::sweep();
+        budget.used() == 0
+    });
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn the_oracle_reports_a_block_freed_under_an_unrecorded_copy() {
+    let _alone = alone();
+    if aquifer_core::sanitizer::IS_BUILT_IN {
+        return println!(
+            "skipped: the copy reads what is nobody's, and AddressSanitizer ends the process for it"
+        );
+    }
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let target = driver.mem_alloc(GPU, 4096).unwrap();
+    let mut block = pool.buffer::<u8>(4096).unwrap();
+    let address = NonNull::from(&mut block[..]).cast();
+    // SAFETY: 1. both sides are allocated. 2. deliberately broken: the block is freed while the
+    // copy is queued, and the simulator still sees the pool's bytes.
+    unsafe { driver.copy_to_device(stream, target, address, 4096).unwrap() };
+    drop(block);
+    let found = sim.violations();
+    assert_eq!(found.len(), 1);
+    assert!(
+        matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite),
+        "{}",
+        found[0]
+    );
+    sim.run_all();
+}
+
+#[test]
+fn a_vector_that_grows_under_a_copy_is_safe_if_recorded_and_reported_if_not() {
+    let _alone = alone();
+    for (size, told) in [(3000, true), (3000, false), (400_000, true), (400_000, false)] {
+        let (sim, host) = machine();
+        let driver = sim.driver();
+        let stream = driver.stream_create(GPU, 0).unwrap();
+        let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+        let target = driver.mem_alloc(GPU, size as u64).unwrap();
+        let mut vec = AllocVec::new_in(pool.allocator());
+        vec.resize(size, 7_u8);
+        let block = NonNull::from(&mut vec[0]);
+        // With this block above it, the vector cannot grow in place.
+        let above = pool.buffer::<u8>(size).unwrap();
+        // SAFETY: 1. both sides are allocated. 2. the vector leaves its block while the copy is
+        // queued, which is what is tested.
+        unsafe { driver.copy_to_device(stream, target, block, size).unwrap() };
+        let gate = support::Latch::shut();
+        if told {
+            pool.allocator().defer(block, gate.clone()).unwrap();
+        }
+        vec.reserve_exact(8 * size);
+        assert_ne!(NonNull::from(&mut vec[0]), block);
+        // The next owner of the old block writes to it.
+        let mut others: Vec<_> = (0..4).map(|_| pool.buffer::<u8>(size).unwrap()).collect();
+        others.iter_mut().for_each(|other| other.fill(9));
+        driver.stream_synchronize(stream).unwrap();
+        let range = DeviceRange { device: GPU, address: target, bytes: size as u64 };
+        let arrived = sim.read_back(range).unwrap();
+        let found = sim.violations();
+        if told {
+            assert_eq!((arrived, found), (vec![7; size], vec![]), "{size}");
+        } else {
+            assert!(arrived.contains(&9), "{size}: the block was given out again at once");
+            assert!(matches!(
+                found[0].kind,
+                ViolationKind::FreeInFlight | ViolationKind::ReadWrite
+            ));
+        }
+        gate.open();
+        drop((vec, above, others));
+        assert!(pool.is_consistent());
+    }
+}
+
+#[test]
+fn no_block_crosses_from_one_registration_to_the_next() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let mut config = config();
+    config.registration = 2 * MIB;
+    let pool = PinnedPool::new(&host, &budget(), config).unwrap();
+    pool.warm(8 * MIB).unwrap();
+    assert_eq!(sim.outstanding().registrations, 4);
+    let target = driver.mem_alloc(GPU, 8 * MIB as u64).unwrap();
+    let mut blocks = Vec::new();
+    for size in [1_500_000, 700_000, 1 << 20, 2 << 20, 300_000, 5 << 20] {
+        let block = pool.allocate(Layout::from_size_align(size, 16).unwrap()).unwrap();
+        // SAFETY: 1. both sides live until the device is idle, below. 2. nothing else accesses
+        // them.
+        let copied = unsafe { driver.copy_to_device(stream, target, block.cast(), size) };
+        assert!(copied.is_ok(), "a block of {size} bytes lies in two registrations: {copied:?}");
+        blocks.push(block);
+    }
+    driver.stream_synchronize(stream).unwrap();
+    drop(blocks);
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn an_alignment_beyond_pages_is_kept_in_the_drivers_own_memory_too() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let allocator = pool.allocator();
+    for _ in 0..2 {
+        let layout = Layout::from_size_align(4 * MIB, MIB).unwrap();
+        let block = pool.allocate(layout).unwrap().cast::<u8>();
+        assert!(block.addr().get().is_multiple_of(MIB));
+        assert!(allocator.owns(block));
+    }
+    assert!(pool.stats().regions <= 4 && pool.is_consistent());
+}
+
+#[test]
+fn growth_that_fails_in_the_driver_changes_nothing_and_the_next_one_works() {
+    let _alone = alone();
+    for (call, nth) in [
+        (Call::HostRegister, 1),
+        (Call::HostAlloc, 1),
+        (Call::HostUnregister, 1),
+        (Call::HostFree, 1),
+    ] {
+        for pinning in [Pinning::Required, Pinning::Preferred] {
+            let (sim, host) = machine();
+            let budget = budget();
+            let mut config = config();
+            config.pinning = pinning;
+            let pool = PinnedPool::new(&host, &budget, config).unwrap();
+            sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+            sim.fail(call, nth, OUT_OF_MEMORY);
+            let first = pool.buffer::<u8>(MIB);
+            assert!(pool.is_consistent());
+            if let Ok(first) = &first {
+                assert_eq!(first.is_pinned(), pool.stats().pinned > 0);
+            }
+            drop(first);
+            sim.clear_failures();
+            let second = pool.buffer::<u8>(3 * MIB).unwrap();
+            drop((second, pool));
+            eventually(|| budget.used() == 0);
+            assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
+        }
+    }
+}

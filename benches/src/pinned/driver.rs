@@ -1,0 +1,48 @@
+//! The cost of an allocation by the driver and its free, compared with a pair of the pool.
+
+use super::{
+    PinnedBench, size,
+    source::{Direct, Pinned},
+};
+use crate::{
+    device::{lane::Lane, source::Source},
+    lap::{Contender, contest},
+    row::Unit,
+};
+use aquifer_core::Result;
+
+/// Sizes in bytes. Larger ones take seconds per lap.
+const SIZES: [u64; 3] = [4 << 10, 1 << 20, 64 << 20];
+
+fn name(bytes: u64) -> String {
+    format!("cuMemHostAlloc, cuMemFreeHost {}", size(bytes))
+}
+
+pub(super) fn names(bench: &PinnedBench<'_>) -> Vec<String> {
+    if bench.has_gpu() { SIZES.map(name).to_vec() } else { Vec::new() }
+}
+
+pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
+    for bytes in SIZES {
+        let name = name(bytes);
+        if !bench.sheet.wants(&name) || !bench.has_room(&name, 4 * bytes) {
+            continue;
+        }
+        let pool = bench.pool(2 * bytes)?;
+        let direct = Direct { driver: bench.driver.clone(), device: bench.device };
+        let contenders = vec![pairs(direct, bytes), pairs(Pinned::on(&pool), bytes)];
+        let mut outcomes = contest(bench.pace, contenders).into_iter();
+        let (direct, own) =
+            (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
+        bench.sheet.note(&name, direct.failed);
+        bench.sheet.note(&format!("{name} (peer)"), own.failed);
+        bench.sheet.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));
+    }
+    Ok(())
+}
+
+/// Returns a contender of pairs. A pair counts as one operation.
+pub(super) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
+    let mut lane = Lane::new(source);
+    Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))
+}

@@ -1,0 +1,14 @@
+//! What the leak check of AddressSanitizer may not report.
+#![expect(unsafe_code, reason = "defines a symbol that the sanitizer looks up")]
+
+/// Returns the suppressions that `LeakSanitizer` reads when it starts.
+///
+/// The C library registers destructors of thread-locals in nodes that only the thread itself
+/// refers to. A check while a worker thread of the library starts or ends can miss that reference,
+/// and reports the node as a leak.
+// SAFETY: 1. LeakSanitizer declares this function with this signature. 2. no other definition is
+// linked. 3. the string is static and ends with a zero.
+#[unsafe(no_mangle)]
+extern "C" fn __lsan_default_suppressions() -> *const core::ffi::c_char {
+    c"leak:__cxa_thread_atexit_impl".as_ptr()
+}

@@ -1,0 +1,21 @@
+//! The fuzz programs without a fuzzer, from seeds and from the committed corpora.
+//!
+//! The programs can share one process: each holds what it needs of the process's state.
+
+mod adapters;
+mod agree;
+mod arena;
+mod budget;
+mod device;
+mod global;
+mod graphs;
+mod heap;
+mod minimise;
+mod mixed;
+mod park;
+mod pinned;
+mod placement;
+mod pressure;
+mod regressions;
+mod stable;
+mod stager;

@@ -1,0 +1,429 @@
+//! `aquifer report` as a person runs it: text, JSON, the page, the trace for Perfetto, and errors.
+
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on fails, wherever it is"
+)]
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use serde_json::Value;
+use std::{
+    env, fs,
+    io::Read,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+fn report<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
+    let path = env::var_os("AQUIFER_BIN")
+        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
+    Command::new(path).arg("report").args(arguments).output().expect("the program starts")
+}
+
+fn data(name: &str) -> String {
+    let folder = env::var_os("AQUIFER_DATA").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"),
+        PathBuf::from,
+    );
+    folder.join(name).to_str().expect("text").to_owned()
+}
+
+fn snapshot(name: &str) -> String {
+    format!(
+        "{}/../../../allocators/formats/tests/data/snapshots/{name}",
+        env!("CARGO_MANIFEST_DIR")
+    )
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let output = report(arguments.iter().chain(&["--json"]));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("a whole number: {value}"))
+}
+
+/// A folder that goes with the test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = env::temp_dir().join(format!("aquifer-report-{}-{name}", std::process::id()));
+        fs::create_dir_all(&path).expect("a folder");
+        Self(path)
+    }
+
+    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+        let path = self.path(name);
+        fs::write(&path, bytes).expect("a file");
+        path
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("text").to_owned()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let name = |entry: fs::DirEntry| entry.file_name().into_string().expect("text");
+        let mut names: Vec<_> = fs::read_dir(&self.0)
+            .expect("a folder")
+            .map(|entry| name(entry.expect("one")))
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+const WIDE: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread\n";
+
+/// Growth, two tags, a block in use beyond its free, and a request that fails for fragmentation.
+fn fragmented() -> String {
+    let base = 0x7f00_0000_0000_u64;
+    let unit = 1 << 20;
+    let mut rows = format!("{WIDE}0,g,0,{},0,cached,0,,{base:#x},1\n", 8 * unit);
+    for n in 0..8 {
+        let tag = if n % 2 == 0 { "kv cache" } else { "<b>weights</b>" };
+        let at = base + n * unit;
+        rows += &format!("{},a,{},{unit},0,cached,0,{tag},{at:#x},1\n", n + 1, n + 1);
+    }
+    for n in [0, 2, 4] {
+        let at = base + n * unit;
+        rows += &format!("20,f,{0},{unit},0,cached,0,kv cache,{at:#x},1\n", n + 1);
+        if n != 4 {
+            rows += &format!("20,c,{0},{unit},0,cached,0,kv cache,{at:#x},1\n", n + 1);
+        }
+    }
+    rows + &format!(
+        "30,x,0,{},0,cached,0,activations,,1\n40,v,0,0,0,cached,0,,{base:#x},2\n",
+        2 * unit
+    )
+}
+
+/// Returns the payload of a page: its header, and its arrays.
+fn payload(page: &str) -> (Value, Vec<u8>) {
+    let begin = page.find("id=\"data\">").expect("the data") + "id=\"data\">".len();
+    let end = begin + page[begin..].find('<').expect("its end");
+    let compressed = STANDARD.decode(&page[begin..end]).expect("base64");
+    let mut bytes = Vec::new();
+    flate2::read::ZlibDecoder::new(compressed.as_slice()).read_to_end(&mut bytes).expect("zlib");
+    let length = u32::from_le_bytes(bytes[..4].try_into().expect("four bytes")) as usize;
+    assert_eq!((4 + length) % 8, 0);
+    let header = serde_json::from_slice(&bytes[4..4 + length]).expect("JSON");
+    (header, bytes.split_off(4 + length))
+}
+
+fn f64s(arrays: &[u8], at: &Value) -> Vec<f64> {
+    assert_eq!(at["type"], "f64");
+    let from = number(&at["at"]) as usize;
+    assert_eq!(from % 8, 0);
+    let part = &arrays[from..from + 8 * number(&at["len"]) as usize];
+    part.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
+}
+
+#[test]
+fn every_sum_at_the_peak_is_the_peak_and_the_one_of_a_replay() {
+    let made = "made:phases,length=0.2".to_owned();
+    let inputs = [
+        data("serve_mixed.csv.xz"),
+        data("resnet_train.csv.xz"),
+        made,
+        snapshot("start.pickle"),
+        snapshot("ring.pickle"),
+        snapshot("pending.pickle"),
+        snapshot("old.pickle"),
+    ];
+    for input in inputs {
+        let value = json(&[&input]);
+        let run = &value["runs"][0];
+        let peak = number(&run["peak"]["live"]);
+        let trace = aquifer_formats::trace::Trace::read(input.as_ref(), None).expect("a trace");
+        assert_eq!(peak, trace.peak_live, "{input}");
+        assert_eq!(number(&run["live_at_end"]), trace.live_at_end, "{input}");
+        assert_eq!(number(&run["blocks"]), trace.allocations(), "{input}");
+        let live = &run["series"][0];
+        assert_eq!(
+            (&live["name"], live["max"].as_f64()),
+            (&Value::from("live"), Some(peak as f64))
+        );
+        for by in ["tag", "size", "stream", "thread", "kind", "stack"] {
+            let rows = run["holders"][by].as_array().expect("holders");
+            let sum = |what: &str| rows.iter().map(|row| number(&row[what])).sum::<u64>();
+            assert_eq!(
+                (sum("bytes"), sum("blocks")),
+                (peak, number(&run["peak"]["blocks"])),
+                "{by}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_page_has_all_blocks_and_curves_and_the_figures_of_the_json() {
+    let folder = Folder::new("page");
+    let (page, input) = (folder.path("page.html"), data("serve_mixed.csv.xz"));
+    let output = report([&input, "-o", &page]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).starts_with(&page) && output.stderr.is_empty());
+    let html = fs::read_to_string(&page).expect("a page");
+    assert!(
+        !html.contains("/*STYLE*/")
+            && !html.contains("/*SCRIPT*/")
+            && !html.contains("<!--DATA-->")
+    );
+    assert!(!html.contains("http://") || !html.contains("src=\"http"), "no network");
+    let (header, arrays) = payload(&html);
+    let (run, plain) = (&header["runs"][0], &json(&[&input])["runs"][0]);
+    for same in [
+        "peak",
+        "slack",
+        "fragmentation",
+        "markers",
+        "failures",
+        "events",
+        "notes",
+        "address_height",
+    ] {
+        assert_eq!(run[same], plain[same], "{same}");
+    }
+    assert_eq!(run["holders"]["size"], plain["holders"]["size"]);
+    let blocks = |name: &str| f64s(&arrays, &run["blocks"][name]);
+    let (birth, freed, requested, bytes, offset) =
+        (blocks("birth"), blocks("freed"), blocks("requested"), blocks("bytes"), blocks("offset"));
+    assert_eq!(birth.len() as u64, number(&plain["blocks"]));
+    assert!(birth.is_sorted() && birth.iter().zip(&freed).all(|(birth, freed)| birth <= freed));
+    let height = run["address_height"].as_f64().expect("a height");
+    assert!(bytes.iter().zip(&offset).all(|(bytes, offset)| bytes + offset <= height));
+    assert!(requested.iter().all(|bytes| *bytes > 0.0));
+    let level = &run["series"][0]["levels"][0];
+    let highest = f64s(&arrays, &level["max"]).into_iter().fold(0.0, f64::max);
+    assert_eq!(Some(highest), run["peak"]["live"].as_f64());
+    assert_eq!(folder.names(), ["page.html"]);
+}
+
+#[test]
+fn a_page_over_its_limit_merges_the_smallest_blocks_and_says_so() {
+    let folder = Folder::new("limit");
+    let (page, input) = (folder.path("page.html"), data("serve_mixed.csv.xz"));
+    let most = 400_000;
+    let output = report([&input, "-o", &page, "--max-page", &most.to_string()]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let html = fs::read_to_string(&page).expect("a page");
+    assert!(html.len() <= most, "{}", html.len());
+    let (header, arrays) = payload(&html);
+    let run = &header["runs"][0];
+    let (kept, merged) = (f64s(&arrays, &run["blocks"]["bytes"]), number(&run["bands"]["count"]));
+    assert_eq!(kept.len() as u64 + merged, 12_000);
+    assert!(kept.len() > 100 && merged > 100, "{} {merged}", kept.len());
+    let below = run["bands"]["below"].as_f64().expect("bytes");
+    assert!(kept.iter().all(|bytes| *bytes >= below - 1.0));
+    assert_eq!(f64s(&arrays, &run["bands"]["t"]).len(), f64s(&arrays, &run["bands"]["live"]).len());
+    let notes = run["notes"].as_array().expect("notes");
+    assert!(notes.iter().any(|note| note.as_str().is_some_and(|note| note.contains("--max-page"))));
+    refused(&report([&input, "-o", &page, "--max-page", "1000"]), "without any block");
+    assert_eq!(fs::read_to_string(&page).expect("a page"), html, "what was there stays");
+}
+
+#[test]
+fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
+    let folder = Folder::new("failure");
+    let input = folder.file("trace.csv", fragmented());
+    let value = json(&[&input]);
+    let run = &value["runs"][0];
+    let lines: Vec<&str> = run["failures"][0]["text"]
+        .as_array()
+        .expect("lines")
+        .iter()
+        .map(|line| line.as_str().expect("text"))
+        .collect();
+    let expected = [
+        "2.00 MiB wanted for activations in row 16",
+        "live 5.00 MiB in 5 blocks, pending 1.00 MiB, cached 2.00 MiB of 8.00 MiB physical",
+        "2.00 MiB free between blocks, 1.00 MiB of it in one piece",
+        "fragmented: enough was free, but the largest piece was 1.00 MiB too small",
+        "the cheapest place for it held 1.00 MiB in 1 blocks: <b>weights</b> 1.00 MiB in 1 block",
+        "most was held by: <b>weights</b> 4.00 MiB in 4 blocks, kv cache 1.00 MiB in 1 block",
+        "freed but still in use: kv cache 1.00 MiB in 1 block",
+    ];
+    assert_eq!(lines, expected);
+    assert_eq!(run["peak"]["physical"], 8 << 20);
+    assert_eq!(run["slack"]["cached"], 0);
+    assert_eq!(run["addresses"], "recorded");
+    let kinds: Vec<_> =
+        run["markers"].as_array().expect("marks").iter().map(|mark| &mark["kind"]).collect();
+    assert_eq!(kinds, ["grow", "fail", "finding"]);
+    let names: Vec<_> =
+        run["series"].as_array().expect("series").iter().map(|one| &one["name"]).collect();
+    assert_eq!(names, ["live", "pending", "cached", "physical", "free", "largest_free"]);
+}
+
+#[test]
+fn text_fits_a_log_and_holds_nothing_that_acts_on_a_terminal() {
+    let folder = Folder::new("text");
+    let hostile = fragmented().replace("kv cache", "%1B[2J%E2%80%AEx%0Ay");
+    let input = folder.file("trace\u{1b}[2J.csv", hostile);
+    let other = data("resnet_train.csv.xz");
+    for arguments in [
+        vec![input.as_str()],
+        vec![&input, &input],
+        vec![&input, &other],
+        vec![&other],
+        vec![&other, "--text"],
+    ] {
+        let output = report(&arguments);
+        let said = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        assert!(said.lines().count() <= 60, "{said}");
+        assert!(said.lines().all(|line| line.chars().count() <= 80), "{said}");
+        let acts = |c: char| c != '\n' && (c.is_control() || c == '\u{202e}');
+        assert!(!said.contains(acts), "{said:?}");
+        assert_eq!(
+            said.contains("difference at the peaks"),
+            arguments.len() == 2 && arguments[1] != "--text"
+        );
+    }
+    let page = folder.path("page.html");
+    assert_eq!(report([&input, "-o", &page]).status.code(), Some(0));
+    assert!(!fs::read_to_string(&page).expect("a page").contains("<b>weights"));
+}
+
+#[test]
+fn the_text_of_the_recorded_traces_is_as_before() {
+    for name in ["serve_mixed", "resnet_train", "llama_train"] {
+        let said = text(&report([data(&format!("{name}.csv.xz"))]).stdout);
+        let path =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/report_{name}.txt"));
+        if env::var_os("AQUIFER_BLESS").is_some() {
+            fs::write(&path, &said).expect("the golden file");
+        }
+        let golden = fs::read_to_string(&path).unwrap_or_default();
+        assert_eq!(said, golden, "AQUIFER_BLESS=1 writes it anew");
+    }
+}
+
+#[test]
+fn two_traces_are_compared_at_their_peaks() {
+    let folder = Folder::new("two");
+    let first = folder.file("a.csv", fragmented());
+    let second = folder.file("b.csv", fragmented().replace("kv cache", "kv"));
+    let value = json(&[&first, &second]);
+    let comparison = &value["comparison"];
+    assert_eq!(
+        (&comparison["difference"], &comparison["peaks"][0]),
+        (&Value::from(0), &value["runs"][0]["peak"]["live"])
+    );
+    let rows = comparison["tag"].as_array().expect("rows");
+    let row = |name: &str| rows.iter().find(|row| row["name"] == name).expect("a row");
+    assert_eq!(row("kv")["difference"], 4 << 20);
+    assert_eq!(row("kv cache")["difference"], -(4 << 20));
+    assert_eq!(row("<b>weights</b>")["difference"], 0);
+    let page = folder.path("page.html");
+    assert_eq!(report([&first, &second, "-o", &page]).status.code(), Some(0));
+    let (header, _) = payload(&fs::read_to_string(&page).expect("a page"));
+    assert_eq!(header["runs"].as_array().map(Vec::len), Some(2));
+    assert_eq!(&header["comparison"], comparison);
+}
+
+#[test]
+fn a_peak_above_the_limit_is_status_one() {
+    let input = data("resnet_train.csv.xz");
+    for (limit, status) in [("2GiB", 1), ("3GiB", 0)] {
+        let output = report([&input, "--fail-over", limit]);
+        assert_eq!(output.status.code(), Some(status), "{}", text(&output.stdout));
+        assert_eq!(text(&output.stdout).contains(", above 2.00 GiB"), status == 1);
+    }
+    assert_eq!(report([&input, "--json", "--fail-over", "1M"]).status.code(), Some(1));
+}
+
+#[test]
+fn memory_of_a_device_or_of_the_host_is_chosen() {
+    let folder = Folder::new("device");
+    let rows = "0,a,1,10,0,cached,0,,,1\n1,a,2,20,0,cached,1,,,1\n2,a,3,5,0,cached,1,,,1\n3,a,4,9,0,pinned,host:1,,,1\n";
+    let input = folder.file("trace.csv", format!("{WIDE}{rows}"));
+    for (device, peak) in [(None, 25), (Some("0"), 10), (Some("1"), 25), (Some("host:1"), 9)] {
+        let mut arguments = vec![input.as_str()];
+        arguments.extend(device.iter().flat_map(|device| ["--device-index", device]));
+        let value = json(&arguments);
+        assert_eq!(value["runs"][0]["peak"]["live"], peak, "{device:?}");
+        assert_eq!(value["runs"][0]["devices"].as_array().map(Vec::len), Some(3));
+    }
+    let of_snapshot = json(&[&snapshot("devices.pickle"), "--device-index", "0"]);
+    assert_eq!(of_snapshot["runs"][0]["device"], "0");
+    refused(&report([&input, "--device-index", "7"]), "nothing is allocated on device 7");
+    refused(&report([&input, "--device-index", "gpu"]), "a device of a trace is a number");
+    refused(
+        &report([&snapshot("start.pickle"), "--device-index", "host"]),
+        "nothing is allocated on device host",
+    );
+}
+
+#[test]
+fn what_makes_no_sense_is_one_line_on_stderr_and_leaves_no_file() {
+    let folder = Folder::new("refused");
+    let good = folder.file("good.csv", fragmented());
+    let cut = folder.file("cut.csv", &fragmented()[..fragmented().len() - 3]);
+    let page = folder.path("page.html");
+    refused(&report([&cut, "-o", &page]), "row 17: cut off");
+    refused(&report([&good, &cut, "-o", &page]), "cut.csv, row 17: cut off");
+    refused(&report(["/nowhere.csv"]), "/nowhere.csv: No such file");
+    refused(&report([&snapshot("broken.harm.pickle"), "-o", &page]), "not a memory snapshot");
+    refused(&report([&good, "-o", &good]), "would replace the trace");
+    refused(&report([&good, "--perfetto", &good]), "would replace the trace");
+    refused(&report([&good, "-o", &page, "--perfetto", &page]), "cannot be both");
+    refused(&report([&good, &good, "--perfetto", &page]), "two are given");
+    refused(&report(["-", "-"]), "the standard input can be read once");
+    refused(&report([&good, "-o", &folder.path("no/such/page.html")]), "cannot be written");
+    refused(&report([&good, "-o", folder.0.to_str().expect("text")]), "it is a directory");
+    refused(&report([&good, "-o", "/dev/full"]), "cannot be written");
+    refused(&report([&good, "--text", "--json"]), "cannot be used with");
+    refused(&report([&good, "--fail-over", "0"]), "invalid value '0'");
+    assert_eq!(folder.names(), ["cut.csv", "good.csv"]);
+    assert_eq!(fs::read_to_string(&good).expect("the trace"), fragmented());
+}
+
+#[test]
+fn a_trace_for_perfetto_is_a_list_of_whole_packets() {
+    let folder = Folder::new("perfetto");
+    let file = folder.path("trace.pftrace");
+    let output = report([&data("resnet_train.csv.xz"), "--perfetto", &file]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let bytes = fs::read(&file).expect("a trace");
+    let (mut at, mut packets) = (0, 0);
+    while at < bytes.len() {
+        // Field 1, delimited.
+        assert_eq!(bytes[at], 0x0a);
+        let (mut length, mut shift) = (0_usize, 0);
+        loop {
+            at += 1;
+            length |= usize::from(bytes[at] & 0x7f) << shift;
+            shift += 7;
+            if bytes[at] < 0x80 {
+                break;
+            }
+        }
+        at += 1 + length;
+        packets += 1;
+    }
+    assert_eq!(at, bytes.len());
+    assert!(packets > 20_000, "{packets}");
+}
+
+fn refused(output: &Output, expected: &str) {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
+    assert!(said.starts_with("aquifer: ") && said.lines().count() == 1, "{said:?}");
+    assert!(said.contains(expected), "{expected}: {said}");
+}

@@ -1,0 +1,219 @@
+//! Clients of the server: a scrape is answered whatever others do.
+
+use super::{
+    metrics::Exposition,
+    parts::{Part, Scratch, program, refused, run},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::{Shutdown, TcpStream},
+    os::unix::{fs::PermissionsExt, net::UnixStream},
+    process::{Child, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A server, and where it listens.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(folder: &Scratch, listen: &str) -> Self {
+        let mut child = program(&folder.0, &["metrics", "--listen", listen])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim_end().strip_prefix("aquifer: metrics at ");
+        let address = address.unwrap_or_else(|| panic!("{line}")).to_owned();
+        Self { child, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let address = self.address.strip_prefix("http://").unwrap();
+        let stream = TcpStream::connect(address.strip_suffix("/metrics").unwrap()).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream
+    }
+
+    /// Sends a request, and returns the answer.
+    fn ask(&self, request: &[u8]) -> String {
+        let mut stream = self.connect();
+        // The server may have refused before all is sent.
+        let _sent = stream.write_all(request);
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        String::from_utf8(answer).unwrap()
+    }
+
+    fn scrape(&self) -> Exposition {
+        let answer = self.ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        parsed(&answer)
+    }
+
+    fn end(&mut self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
+        assert_eq!(self.child.wait().unwrap().code(), Some(0));
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ended = self.child.kill();
+        let _status = self.child.wait();
+    }
+}
+
+fn parsed(answer: &str) -> Exposition {
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+    assert!(head.contains("\r\nContent-Type: text/plain; version=0.0.4"), "{head}");
+    assert!(head.contains(&format!("\r\nContent-Length: {}\r\n", body.len())), "{head}");
+    Exposition::parse(body)
+}
+
+#[test]
+fn a_scrape_has_the_figures_of_its_moment() {
+    let folder = Scratch::new("scrape");
+    let mut server = Server::start(&folder, "127.0.0.1:0");
+    assert_eq!(server.scrape().value("aquifer_processes", &[("state", "alive")]), 0.0);
+    let mut part = Part::start("device_process", &folder, 1);
+    let own = part.figures();
+    assert_eq!(server.scrape().value("aquifer_memory_live_bytes", &[]), own[0] as f64);
+    part.go();
+    let own = part.figures();
+    assert_eq!(server.scrape().value("aquifer_memory_live_bytes", &[]), own[0] as f64);
+    server.end(Signal::SIGINT);
+}
+
+#[test]
+fn requests_for_anything_else_are_refused() {
+    let folder = Scratch::new("requests");
+    let mut server = Server::start(&folder, "localhost:0");
+    let huge = vec![b'A'; 1 << 20];
+    for (request, status) in [
+        (&b"GET / HTTP/1.1\r\n\r\n"[..], "404"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", "405"),
+        (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n", "403"),
+        (b"GET /metrics HTTP/3\r\n\r\n", "505"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", "400"),
+        (b"hello\r\n\r\n", "400"),
+        (&huge, "431"),
+    ] {
+        let answer = server.ask(request);
+        let cut = &request[..request.len().min(40)];
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{cut:?}: {answer}");
+        assert!(answer.contains("Connection: close"), "{answer}");
+    }
+    let head = server.ask(b"HEAD /metrics HTTP/1.0\r\n\r\n");
+    assert!(head.starts_with("HTTP/1.1 200 OK") && head.ends_with("\r\n\r\n"), "{head}");
+    // A client that closes at once is no client.
+    for _ in 0..100 {
+        drop(server.connect());
+    }
+    server.scrape();
+    server.end(Signal::SIGTERM);
+}
+
+#[test]
+fn slow_and_hostile_clients_keep_no_other_out() {
+    let folder = Scratch::new("slow");
+    let server = Server::start(&folder, "127.0.0.1:0");
+    // More than there are places: silent ones, half requests, and answers that are not read.
+    let mut open = Vec::new();
+    for number in 0..200 {
+        let mut stream = server.connect();
+        match number % 3 {
+            0 => {}
+            1 => stream.write_all(b"GET /metrics HTTP/1.1\r\nHo").unwrap(),
+            _ => stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap(),
+        }
+        open.push(stream);
+    }
+    let dripping: Vec<_> = (0..8)
+        .map(|_| {
+            let mut stream = server.connect();
+            thread::spawn(move || {
+                // A byte at a time, far longer than the server waits.
+                let start = Instant::now();
+                stream.write_all(b"GET /metrics HTTP/1.1\r\nA: ").unwrap();
+                while stream.write_all(b"a").is_ok() && start.elapsed() < Duration::from_secs(20) {
+                    thread::sleep(Duration::from_millis(100));
+                }
+                start.elapsed()
+            })
+        })
+        .collect();
+    for _ in 0..20 {
+        let start = Instant::now();
+        server.scrape();
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    }
+    for client in dripping {
+        let held = client.join().unwrap();
+        assert!(held < Duration::from_secs(15), "a slow client was kept for {held:?}");
+    }
+    // Half a request, then its end.
+    let mut half = server.connect();
+    half.write_all(b"GET /met").unwrap();
+    half.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(half.read_to_end(&mut Vec::new()).unwrap(), 0);
+    server.scrape();
+}
+
+#[test]
+fn a_socket_is_private_and_removed_at_the_end() {
+    let folder = Scratch::new("socket");
+    let out = Scratch::new("socket-out");
+    let path = out.0.join("metrics.sock");
+    let listen = format!("unix:{}", path.display());
+    for signal in [Signal::SIGINT, Signal::SIGKILL] {
+        let mut server = Server::start(&folder, &listen);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        parsed(&answer);
+        // Another server does not take the place of one that listens.
+        refused(&run(&folder, &["metrics", "--listen", &listen]), "another process listens there");
+        if signal == Signal::SIGKILL {
+            server.child.kill().unwrap();
+            server.child.wait().unwrap();
+        } else {
+            server.end(signal);
+            assert!(!path.exists());
+        }
+    }
+    // What a killed server leaves is replaced.
+    assert!(path.exists());
+    Server::start(&folder, &listen).end(Signal::SIGTERM);
+    assert!(!path.exists());
+    fs::write(&path, "a file").unwrap();
+    refused(&run(&folder, &["metrics", "--listen", &listen]), "it exists and is no socket");
+    assert_eq!(fs::read_to_string(&path).unwrap(), "a file");
+}
+
+#[test]
+fn other_machines_reach_it_only_by_the_flag_that_names_the_risk() {
+    let folder = Scratch::new("exposed");
+    for address in ["0.0.0.0:0", "[::]:0"] {
+        let output = run(&folder, &["metrics", "--listen", address]);
+        refused(&output, "--expose-to-network");
+    }
+    refused(&run(&folder, &["metrics", "--listen", "example.org:80"]), "an address is IP:PORT");
+    refused(&run(&folder, &["metrics", "--expose-to-network"]), "--listen <ADDRESS>");
+    let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = held.local_addr().unwrap().to_string();
+    refused(&run(&folder, &["metrics", "--listen", &taken]), "cannot be listened on");
+}

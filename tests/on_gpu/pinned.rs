@@ -1,0 +1,346 @@
+//! Tests of pinned host memory on a real GPU.
+#![expect(unsafe_code, reason = "queues copies by hand, launches a kernel, and maps files")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+
+use crate::first_gpu::{self, RuntimeInTurn};
+use aquifer::{
+    Budget, DeviceBuffer, DeviceId, DevicePool, Stream,
+    cuda::Lend,
+    host::{Host, HostFlags, PageTier, PinnedBy, Pinning, Topology},
+};
+use aquifer_host::{
+    kernel::{Ground, Kernel, MapPages, Span},
+    region::{
+        Cause, FileMap, InPlace, Region, RegionRequest, SharedRegion, end_retired, scope, scope_mut,
+    },
+};
+use cudarc::{
+    driver::{CudaContext, CudaFunction, CudaStream, LaunchConfig, PushKernelArg},
+    nvrtc::Ptx,
+};
+use std::{env, fs::File, io::Write, os::fd::AsFd, ptr::NonNull, sync::Arc, time::Instant};
+
+const MIB: usize = 1 << 20;
+const GIB: usize = 1 << 30;
+
+/// `x[0] = x[0]` after spinning for this many clock cycles.
+const SPIN: &str = "
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry spin(.param .u64 x, .param .u64 cycles)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<2>;
+    .reg .b64 %t<6>;
+    ld.param.u64 %t1, [cycles];
+    ld.param.u64 %t4, [x];
+    cvta.to.global.u64 %t5, %t4;
+    mov.u64 %t2, %clock64;
+AGAIN:
+    mov.u64 %t3, %clock64;
+    sub.s64 %t3, %t3, %t2;
+    setp.lt.u64 %p1, %t3, %t1;
+    @%p1 bra AGAIN;
+    ld.global.u32 %r1, [%t5];
+    st.global.u32 [%t5], %r1;
+    ret;
+}
+";
+
+struct Gpu {
+    host: Host,
+    budget: Budget,
+    /// The last to be dropped: retired memory belongs to the process, so it keeps other tests from
+    /// running.
+    rt: RuntimeInTurn,
+}
+
+/// Returns the first GPU, or prints why there is none.
+fn gpu() -> Option<Gpu> {
+    let rt = first_gpu::runtime()?;
+    // What earlier tests have retired is not counted.
+    end_retired();
+    let device: DeviceId = rt.devices()[0].device();
+    let host = Host::new(Topology::read().unwrap(), Kernel::new());
+    let host = host.with_driver(rt.driver().unwrap().clone(), device);
+    Some(Gpu { host, budget: Budget::unlimited("pinned"), rt })
+}
+
+impl Gpu {
+    fn pool(&self) -> &DevicePool {
+        self.rt.device(0).unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.pool().stream().unwrap()
+    }
+
+    /// Copies bytes to the device and back into host memory.
+    fn there_and_back(&self, bytes: &[u8]) -> Vec<u8> {
+        let s = self.stream();
+        let mut x: DeviceBuffer<u8> = self.pool().buffer(&s, bytes.len()).unwrap();
+        s.scope(|c| c.upload(bytes, &mut x)).unwrap().unwrap();
+        let mut back = vec![0; bytes.len()];
+        s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
+        back
+    }
+}
+
+/// Writes bytes that differ by position, also at the borders of registrations.
+fn pattern(bytes: &mut [u8], seed: u64) {
+    for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
+        let value = (number as u64 ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// Returns the position of the first byte that differs.
+fn differs(a: &[u8], b: &[u8]) -> Option<usize> {
+    if a == b { None } else { a.iter().zip(b).position(|(a, b)| a != b) }
+}
+
+/// Returns the wanted size, limited to a third of the machine's free memory.
+fn ample(wanted: usize) -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = text.lines().find(|line| line.starts_with("MemAvailable:")).unwrap();
+    let kib: usize = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    let spare = (kib << 10) / 3 / GIB * GIB;
+    if spare < wanted {
+        println!("less memory than wished for: {spare} bytes of {wanted}");
+    }
+    wanted.min(spare)
+}
+
+#[test]
+fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
+    let Some(gpu) = gpu() else { return };
+    let bytes = ample(8 * GIB);
+    // A virtual machine may populate its memory at the first touch.
+    let mut warm = RegionRequest::bytes(bytes);
+    warm.pinning = Pinning::Off;
+    drop(Region::new(&gpu.host, &gpu.budget, &warm).unwrap());
+    for registration in [256 * MIB, GIB] {
+        let mut request = RegionRequest::bytes(bytes);
+        request.pinning = Pinning::Required;
+        request.registration = registration;
+        let begun = Instant::now();
+        let mut region = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
+        let took = begun.elapsed();
+        println!(
+            "{bytes} bytes by {registration} in {took:?}: {:.1} GB/s, {}, {:?}",
+            bytes as f64 / took.as_secs_f64() / 1e9,
+            region.report().pages,
+            region.report().shortfalls
+        );
+        // The last part is registered as two quarters and a half.
+        assert_eq!(region.report().pinned_by, PinnedBy::Registration(bytes / registration + 2));
+        assert_eq!(gpu.budget.used(), bytes as u64);
+        pattern(region.bytes_mut(), registration as u64);
+        let s = gpu.stream();
+        let x: DeviceBuffer<u8> = gpu.pool().buffer(&s, bytes).unwrap();
+        let driver = gpu.rt.driver().unwrap();
+        let parts: Vec<Span> = region.registrations().to_vec();
+        let start = region.span().start;
+        let at = |offset: usize| NonNull::new((start + offset) as *mut u8).unwrap();
+        for part in &parts {
+            let offset = part.start - start;
+            let to = aquifer::Operand::range(&x).address + offset as u64;
+            // SAFETY: 1. both sides live until the stream is idle, below, and lie in one
+            // registration. 2. one stream.
+            unsafe { driver.copy_to_device(s.raw(), to, at(offset), part.len).unwrap() };
+        }
+        s.synchronize().unwrap();
+        // No copy crosses the border of two registrations, which is why the parts are reported.
+        let to = aquifer::Operand::range(&x).address;
+        // SAFETY: 1. as above, except for the registration, deliberately: the call is refused.
+        let across = unsafe { driver.copy_to_device(s.raw(), to, at(parts[0].len - 4096), 8192) };
+        assert_eq!(across.unwrap_err().code, 1);
+        let expected = region.bytes()[..64 * MIB].to_vec();
+        region.bytes_mut().fill(0);
+        for part in &parts {
+            let offset = part.start - start;
+            let from = aquifer::Operand::range(&x).address + offset as u64;
+            // SAFETY: 1. and 2. as above.
+            unsafe { driver.copy_to_host(s.raw(), at(offset), from, part.len).unwrap() };
+        }
+        s.synchronize().unwrap();
+        assert_eq!(differs(&region.bytes()[..64 * MIB], &expected), None);
+        let seed = registration as u64;
+        for (number, word) in region.bytes().chunks_exact(8).enumerate() {
+            let value = (number as u64 ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            assert_eq!(word, value.to_le_bytes(), "byte {}", number * 8);
+        }
+        drop(x);
+        region.close().unwrap();
+        assert_eq!(gpu.budget.used(), 0);
+    }
+}
+
+#[test]
+fn flags_have_their_documented_effect() {
+    let Some(gpu) = gpu() else { return };
+    let reach = gpu.host.reach.clone().unwrap();
+    for (name, portable, mapped, write_combined, read_only) in [
+        ("plain", true, false, false, false),
+        ("of one device", false, false, false, false),
+        ("mapped", true, true, false, false),
+        ("write-combined", true, false, true, false),
+        ("read-only", true, false, false, true),
+    ] {
+        let mut flags = HostFlags::default();
+        (flags.portable, flags.mapped) = (portable, mapped);
+        (flags.write_combined, flags.read_only) = (write_combined, read_only);
+        let mut request = RegionRequest::bytes(16 * MIB);
+        request.pinning = Pinning::Required;
+        request.flags = flags;
+        let mut region = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
+        println!("{name}: {:?}, {:?}", region.report().pinned_by, region.report().shortfalls);
+        println!(
+            "  on the device at {:x?}, here at {:x}",
+            region.device_address(&reach),
+            region.span().start
+        );
+        let chosen = region.report().pages == PageTier::DriverChosen;
+        assert_eq!(chosen, write_combined, "{name}: {:?}", region.report());
+        if mapped {
+            assert!(region.device_address(&reach).unwrap() > 0);
+        }
+        pattern(region.bytes_mut(), 7);
+        let expected = region.bytes().to_vec();
+        assert_eq!(differs(&gpu.there_and_back(region.bytes()), &expected), None, "{name}");
+    }
+    assert_eq!(gpu.budget.used(), 0);
+}
+
+#[test]
+fn vectors_memory_files_and_huge_pages_are_pinned_where_they_lie() {
+    let Some(gpu) = gpu() else { return };
+    let s = gpu.stream();
+    let mut data = vec![0u8; 300 * MIB];
+    pattern(&mut data, 3);
+    let expected = data.clone();
+    let pinned = InPlace::new(&gpu.host, &gpu.budget, data, HostFlags::default()).unwrap();
+    assert_eq!(pinned.ground(), Ground::Anonymous);
+    let mut x: DeviceBuffer<u8> = gpu.pool().buffer(&s, 300 * MIB).unwrap();
+    let pinned = s.upload(pinned, &mut x).unwrap().wait().unwrap();
+    let mut data = pinned.close().unwrap();
+    data.fill(0);
+    // Lent for the way back.
+    scope_mut(&gpu.host, &gpu.budget, &mut data, HostFlags::default(), |data| {
+        s.scope(|c| c.download(&x, &mut *data)).unwrap().unwrap();
+    })
+    .unwrap();
+    assert_eq!(differs(&data, &expected), None);
+    // Memory that several processes share.
+    let mut request = RegionRequest::bytes(64 * MIB);
+    request.pinning = Pinning::Required;
+    let mut ours = SharedRegion::new(&gpu.host, &gpu.budget, &request).unwrap();
+    // SAFETY: 1. no other process has it yet.
+    pattern(unsafe { ours.bytes_mut() }, 11);
+    let file = ours.as_fd().try_clone_to_owned().unwrap();
+    let theirs = SharedRegion::open(&gpu.host, &gpu.budget, file, &request).unwrap();
+    assert!(ours.is_pinned() && theirs.is_pinned());
+    // SAFETY: 1. it is not written now.
+    let (ours_bytes, theirs_bytes) = unsafe { (ours.bytes(), theirs.bytes()) };
+    assert_eq!(differs(&gpu.there_and_back(theirs_bytes), ours_bytes), None);
+    drop((ours, theirs, x));
+    assert_eq!(gpu.budget.used(), 0);
+    match Kernel::new().memory_file(64 * MIB, MapPages::Huge2M) {
+        Ok(file) => {
+            let region = SharedRegion::open(&gpu.host, &gpu.budget, file, &request);
+            println!("huge pages: {:?}", region.map(|region| region.report().clone()));
+        }
+        Err(e) => println!("skipped: no memory file of huge pages: {e}"),
+    }
+}
+
+#[test]
+fn a_files_pages_are_read_by_the_device_from_the_page_cache() {
+    let Some(gpu) = gpu() else { return };
+    let path = env::temp_dir().join(format!("aquifer-pinned-{}", std::process::id()));
+    let mut data = vec![0u8; 64 * MIB + 4096 + 17];
+    pattern(&mut data, 5);
+    File::create(&path).unwrap().write_all(&data).unwrap();
+    let file = File::open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    // SAFETY: 1. the file is used only here.
+    let map = unsafe { FileMap::new(&Kernel::new(), &file) }.unwrap();
+    match InPlace::new(&gpu.host, &gpu.budget, map, HostFlags::default()) {
+        Ok(pinned) => {
+            println!("{:?}", pinned.ground());
+            assert_eq!(differs(&gpu.there_and_back(pinned.items()), &data), None);
+            drop(pinned);
+        }
+        // A file system in memory or a device without support is refused, with the remedy.
+        Err(refused) => println!("refused: {refused}"),
+    }
+    assert_eq!(gpu.budget.used(), 0);
+}
+
+#[test]
+fn two_registrations_in_one_page_are_refused_before_the_driver_call() {
+    let Some(gpu) = gpu() else { return };
+    let data = vec![1u8; 4 * MIB];
+    let middle = data.as_ptr().align_offset(4096) + 8192 + 100;
+    let (first, second) = data.split_at(middle);
+    let flags = HostFlags::default();
+    scope(&gpu.host, &gpu.budget, first, flags, |_| {
+        let error = scope(&gpu.host, &gpu.budget, second, flags, |_| ()).unwrap_err();
+        assert!(matches!(error.cause, Cause::AlreadyPinned(_)), "{error}");
+        let driver = gpu.rt.driver().unwrap();
+        let at = NonNull::from(&second[0]);
+        // SAFETY: 1. the vector outlives the registration. The driver's result is only printed.
+        let answer = unsafe { driver.host_register(DeviceId(0), at, second.len(), flags) };
+        println!("a second registration in one page: {answer:?}");
+        if answer.is_ok() {
+            // SAFETY: 1. registered just now. 2. nothing is queued.
+            unsafe { driver.host_unregister(DeviceId(0), at).unwrap() };
+        }
+    })
+    .unwrap();
+    assert_eq!(gpu.budget.used(), 0);
+}
+
+fn spin(on: &Arc<CudaStream>, kernel: &CudaFunction, x: &mut DeviceBuffer<u32>, cycles: u64) {
+    let mut lent = x.on_mut(on).unwrap();
+    let mut launch = on.launch_builder(kernel);
+    launch.arg(&mut lent).arg(&cycles);
+    // SAFETY: 1. the kernel's two arguments, in order. 2. it accesses the first element, which is
+    // lent.
+    unsafe { launch.launch(LaunchConfig::for_num_elems(1)) }.unwrap();
+}
+
+#[test]
+fn registrations_dropped_while_a_kernel_runs_end_later() {
+    let Some(gpu) = gpu() else { return };
+    let context = CudaContext::new(0).unwrap();
+    let kernel = context.load_module(Ptx::from_src(SPIN)).unwrap().load_function("spin").unwrap();
+    let cu = context.new_stream().unwrap();
+    let s = gpu.stream();
+    let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, 1024).unwrap();
+    let mut target: DeviceBuffer<u8> = gpu.pool().buffer(&s, 64 * MIB).unwrap();
+    let mut request = RegionRequest::bytes(64 * MIB);
+    request.pinning = Pinning::Required;
+    let mut flying = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
+    let idle = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
+    pattern(flying.bytes_mut(), 9);
+    let expected = flying.bytes().to_vec();
+    // About 0.3 s, for which the end of a registration would wait.
+    spin(&cu, &kernel, &mut x, 500_000_000);
+    let done = cu.record_event(None).unwrap();
+    let begun = Instant::now();
+    drop(s.upload(flying, &mut target).unwrap());
+    idle.retire();
+    let left = begun.elapsed();
+    assert!(!done.is_complete(), "the kernel is long enough to be seen running");
+    assert_eq!(gpu.budget.used(), 128 * MIB as u64);
+    println!("left in {left:?}");
+    cu.synchronize().unwrap();
+    s.synchronize().unwrap();
+    assert_eq!(end_retired(), 128 * MIB as u64);
+    assert_eq!(gpu.budget.used(), 0);
+    let mut back = vec![0; 64 * MIB];
+    s.scope(|c| c.download(&target, &mut back)).unwrap().unwrap();
+    assert_eq!(differs(&back, &expected), None);
+}
