@@ -13,8 +13,8 @@ use std::{
 /// Longer than any run takes, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Runs a program whose standard error is a terminal. Returns what it wrote there, and how it ended.
-/// `act` is called again and again while the program runs, with what it has written so far.
+/// Runs a program whose standard error is a terminal. Returns what it wrote there, and its exit
+/// status. `act` is called again and again while the program runs, with what it has written so far.
 pub(crate) fn on_terminal(mut command: Command, act: impl Fn(Pid, &str)) -> (String, ExitStatus) {
     let terminal = openpty(None, None).expect("a terminal");
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(terminal.slave);
