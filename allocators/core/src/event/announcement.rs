@@ -136,7 +136,7 @@ pub fn set_announcer(announcer: Box<dyn Announcer>) -> bool {
 /// any block is allocated there. Without an announcer it costs a load.
 ///
 /// ```
-/// use aquifer_core::{DeviceId, event::{supply, withdraw}};
+/// use aquifer_core::{DeviceId, event::announcement::{supply, withdraw}};
 ///
 /// let (device, address, bytes) = (DeviceId(0), 0x20_0000, 2 << 20);
 /// supply(device, address, bytes);               // the driver has mapped it; no block is there yet
