@@ -97,6 +97,23 @@ fn a_region_is_registered_in_pieces_and_each_is_ended() {
 }
 
 #[test]
+fn a_request_that_is_no_multiple_of_a_workers_piece_gets_one_registration_and_fits() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let budget = Budget::new("pinned", 512 * MIB as u64);
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let allocator = pool.allocator();
+    for size in [RegionRequest::PIECE + 1, 2 * RegionRequest::PIECE + 3 * MIB + 5] {
+        let mut block = AllocVec::<u8, _>::new_in(&allocator);
+        block.try_reserve_exact(size).unwrap();
+        assert!(pool.is_pinned(NonNull::new(block.as_mut_ptr()).unwrap()).unwrap());
+        assert_eq!((sim.outstanding().registrations, pool.stats().regions), (1, 1), "{size}");
+        drop(block);
+        pool.trim(0).unwrap();
+    }
+}
+
+#[test]
 fn a_failed_registration_is_rolled_back_and_the_driver_allocates_instead() {
     let _alone = alone();
     for nth in 1..=4 {

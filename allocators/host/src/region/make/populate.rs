@@ -95,11 +95,15 @@ impl RegionBuilder<'_> {
     }
 
     /// Returns the bytes of one registration: the requested size, within the limits of driver and
-    /// kernel.
+    /// kernel. A region of at most that size has one registration, since a block of a pool must not
+    /// cross from one to the next.
     fn chunk(&mut self, piece: usize, register: bool) -> usize {
         let requested = self.request.registration;
         let limit = registration_limit(&self.host.kernel);
         let fit = requested.min(limit);
+        if self.bytes <= fit {
+            return fit;
+        }
         let taken = round_down(fit, if fit < piece { GRANULE } else { piece });
         if register && requested > limit && self.bytes > taken {
             self.fell_short(Step::Register, Cause::Chunks { asked: requested, taken });
