@@ -439,6 +439,9 @@ impl PoolCore {
                 }
                 true
             });
+            if room {
+                self.publish_sometimes(generation);
+            }
             room && push()
         }
     }
@@ -589,7 +592,6 @@ impl PoolCore {
         if let Some(magazine) = cached.or_else(|| self.magazine(generation))
             && self.free_to_magazine(magazine, generation, block.address, block.requested)
         {
-            self.publish_sometimes(generation);
             return;
         }
         let (released, open, ticket, shared) = self.with(|state| {
