@@ -26,18 +26,26 @@ __all__ = [
     "Library",
     "dump_snapshot",
     "install",
+    "install_pinned",
     "limit",
     "mem_pool",
+    "pinned_empty",
+    "pinned_limit",
+    "pinned_statistics",
     "retire",
     "set_limit",
+    "set_pinned_limit",
     "setup",
     "snapshot",
     "statistics",
     "trim",
+    "uninstall_pinned",
 ]
 
 _library = None
 _installed = False
+# The companion that serves pinned memory, once install_pinned() was called.
+_pinned = None
 # Allocators that PyTorch holds by bare pointers.
 _kept = []
 
@@ -157,6 +165,65 @@ def mem_pool(use_on_oom=False, no_split=False, **settings):
     return torch.cuda.MemPool(made.allocator(), **asked)
 
 
+def install_pinned(pinned_limit=None, **settings) -> None:
+    """Makes aquifer PyTorch's allocator of pinned host memory: for Tensor.pin_memory(), empty(pin_memory=True), DataLoader's
+    pinning thread, non-blocking copies and graph captures.
+
+    Blocks have their exact size, on the NUMA node next to the current device, first touched there by several threads.
+    `pinned_limit` bounds all pinned memory, in bytes; half of the free host memory unless set. Other settings are those of
+    setup(), at the first call. Works with and without install(), before and after PyTorch's first use of CUDA, and again after
+    uninstall_pinned(). No other thread may allocate pinned memory meanwhile.
+
+    CompanionError, where the allocator cannot be compiled or another one has a higher priority; what setup() raises.
+    """
+    global _pinned
+    from . import companion as cpp
+
+    made = cpp.load_pinned() if _pinned is None else _pinned
+    library = _opened(settings)
+    if pinned_limit is not None:
+        library.set_pinned_limit(pinned_limit)
+    text = ctypes.create_string_buffer(4096)
+    if made.aquifer_pinned_install(library.path.encode(), text, ctypes.c_size_t(len(text))):
+        raise CompanionError(text.value.decode(errors="replace"))
+    _pinned = made
+
+
+def uninstall_pinned() -> None:
+    """New pinned memory comes from PyTorch's previous allocator again. Live blocks stay valid and are freed as before. Does
+    nothing where install_pinned() was not called."""
+    if _pinned is not None:
+        _pinned.aquifer_pinned_uninstall()
+
+
+def pinned_empty(*shape, dtype=None, device=None):
+    """Returns an uninitialised tensor in pinned memory next to a device, the current one unless named. Needs install_pinned()."""
+    import torch
+
+    if _pinned is None:
+        raise RuntimeError("aquifer_torch.install_pinned() comes first")
+    previous = _pinned.aquifer_pinned_device(_device(device))
+    try:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+    finally:
+        _pinned.aquifer_pinned_device(previous)
+
+
+def pinned_statistics(device=None) -> dict:
+    """The figures of the pool of pinned memory next to a device, by the names of aquifer.h's aq_stats. No driver call."""
+    return _library_or_raise().pinned_stats(_device(device))
+
+
+def pinned_limit() -> tuple:
+    """The limit of all pinned memory, and how much is held: bytes."""
+    return _library_or_raise().pinned_limit()
+
+
+def set_pinned_limit(bytes: int) -> int:
+    """Sets it. Nothing that is held is taken away. Returns the bytes that are held above it."""
+    return _library_or_raise().set_pinned_limit(bytes)
+
+
 def _device(device) -> int:
     if device is None:
         import torch
@@ -167,7 +234,7 @@ def _device(device) -> int:
 
 def _library_or_raise() -> Library:
     if _library is None:
-        raise RuntimeError("aquifer_torch.install() or mem_pool() comes first")
+        raise RuntimeError("aquifer_torch.install(), install_pinned() or mem_pool() comes first")
     return _library
 
 

@@ -122,13 +122,23 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
     return made
 
 
-def install(library: str) -> None:
-    """Makes the library at this path PyTorch's allocator."""
-    made = build()
+def load(source=_HERE / "companion.cpp") -> ctypes.CDLL:
+    """Builds a source as build() does, and loads it."""
+    made = build(source)
     try:
-        companion = ctypes.CDLL(str(made))
+        return ctypes.CDLL(str(made))
     except OSError as error:
         raise CompanionError(f"{made} could not be loaded: {error}") from error
+
+
+def load_pinned() -> ctypes.CDLL:
+    """Builds and loads the allocator of pinned memory."""
+    return load(_HERE / "pinned.cpp")
+
+
+def install(library: str) -> None:
+    """Makes the library at this path PyTorch's allocator."""
+    companion = load()
     text = ctypes.create_string_buffer(4096)
     answer = companion.aquifer_companion_install(library.encode(), text, ctypes.c_size_t(len(text)))
     if answer:

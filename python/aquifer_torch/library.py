@@ -83,7 +83,10 @@ _DECLARED = {
     "aq_stream_retire": (_status, [_u64, _u32, _ptr]),
     "aq_limit": (_status, [_u64, _u32, _to(_u64), _to(_u64)]),
     "aq_set_limit": (_status, [_u64, _u32, _u64, _to(_u64)]),
+    "aq_pinned_limit": (_status, [_u64, _to(_u64), _to(_u64)]),
+    "aq_set_pinned_limit": (_status, [_u64, _u64, _to(_u64)]),
     "aq_device_stats": (_status, [_u64, _u32, _to(Stats)]),
+    "aq_pinned_stats": (_status, [_u64, _u32, _to(Stats)]),
     "aq_snapshot": (_status, [_u64, _to(_ptr)]),
     "aq_memory_snapshot": (_status, [_u64, _u32, ctypes.c_char_p]),
     "aq_torch_setup": (_status, [_to(Options)]),
@@ -165,6 +168,12 @@ class Library:
         self.aq_device_stats(self.runtime(), device, ctypes.byref(stats))
         return {name: getattr(stats, name) for name, _ in Stats._fields_ if name != "size"}
 
+    def pinned_stats(self, device: int) -> dict:
+        """The figures of the pool of pinned memory next to a device: the fields of aq_stats."""
+        stats = Stats(size=ctypes.sizeof(Stats))
+        self.aq_pinned_stats(self.runtime(), device, ctypes.byref(stats))
+        return {name: getattr(stats, name) for name, _ in Stats._fields_ if name != "size"}
+
     def facts(self, device: int) -> Facts:
         """What a device is."""
         facts = Facts(size=ctypes.sizeof(Facts))
@@ -187,6 +196,18 @@ class Library:
         """Sets it, and answers with the bytes that are held above it."""
         excess = _u64()
         self.aq_set_limit(self.runtime(), device, limit, ctypes.byref(excess))
+        return excess.value
+
+    def pinned_limit(self) -> tuple:
+        """The limit of pinned memory, and the bytes that are in use: bytes."""
+        limit, used = _u64(), _u64()
+        self.aq_pinned_limit(self.runtime(), ctypes.byref(limit), ctypes.byref(used))
+        return limit.value, used.value
+
+    def set_pinned_limit(self, limit: int) -> int:
+        """Sets the limit of pinned memory. Returns the bytes that are held above it."""
+        excess = _u64()
+        self.aq_set_pinned_limit(self.runtime(), limit, ctypes.byref(excess))
         return excess.value
 
     def trim(self, device: int, keep: int = 0) -> int:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -492,6 +493,49 @@ def pairs():
     print(json.dumps(found))
 
 
+# ---- what pinned memory costs -----------------------------------------------------------------------------------------------
+
+PINNED_ROWS = ("8 GiB ready, s", "9 tensors of 1 GiB + 1 B, GiB", "a pair of 1 MiB, ns", "random to 4 MiB, 64 out, ns")
+
+
+def available():
+    """Bytes of host memory that are free by the kernel's count."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def pinned_costs():
+    """The figures of PINNED_ROWS as JSON."""
+    torch.zeros(1, device="cuda")
+    torch.empty(1, pin_memory=True)
+    # The host's memory is touched once before, since a virtual machine gets it then.
+    torch.ones(12 << 30, dtype=torch.uint8)
+    start = time.perf_counter()
+    large = torch.empty(8 << 30, dtype=torch.uint8, pin_memory=True)
+    found = {PINNED_ROWS[0]: time.perf_counter() - start}
+    del large
+    torch._C._host_emptyCache()
+    before = available()
+    held = [torch.empty((1 << 30) + 1, dtype=torch.uint8, pin_memory=True) for _ in range(9)]
+    for x in held:
+        x[:: 1 << 12] = 1
+    found[PINNED_ROWS[1]] = (before - available()) / (1 << 30)
+    del held
+    torch._C._host_emptyCache()
+    sizes = [random.Random(7).randint(1, 4 * MIB) for _ in range(997)]
+    for name, lengths, kept in ((PINNED_ROWS[2], [MIB], 1), (PINNED_ROWS[3], sizes, 64)):
+        best = float("inf")
+        for _ in range(5):
+            slots = [None] * kept
+            start = time.perf_counter_ns()
+            for turn in range(20_000):
+                slots[turn % kept] = None
+                slots[turn % kept] = torch.empty(lengths[turn % len(lengths)], dtype=torch.uint8, pin_memory=True)
+            best = min(best, (time.perf_counter_ns() - start) / 20_000)
+        found[name] = best
+    print(json.dumps(found))
+
+
 # ---- the runner -------------------------------------------------------------------------------------------------------------
 
 INSTALLED = {name: {} for name in ("process", "refused", "graphs", "replays", "pools", "compile", "trees")}
@@ -504,6 +548,10 @@ WHERE = {"TORCH_SHOW_CPP_STACKTRACES": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
 def one(group):
+    if group.startswith("pinned_costs"):
+        if group.partition(":")[2] == "aquifer":
+            aquifer_torch.install_pinned(pinned_limit=32 << 30)
+        return pinned_costs() or 0
     if group.startswith("pairs"):
         which = group.partition(":")[2]
         if which != "native":
@@ -522,24 +570,33 @@ def one(group):
     return 1 if failed else 0
 
 
+def table(name, variants, rows, form):
+    """Runs a measurement in a process of its own for each variant, and prints its rows. Returns which ones failed."""
+    found, failed = {}, []
+    for variant in variants:
+        ran = subprocess.run([sys.executable, __file__, "--one", f"{name}:{variant}"], capture_output=True, text=True)
+        found[variant] = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 and ran.stdout else {}
+        if ran.returncode:
+            failed.append(f"{name}:{variant}")
+            print(ran.stderr[-2000:])
+    print(f"| {name} | " + " | ".join(found) + " |\n|---|" + "---|" * len(found))
+    for row in rows:
+        print(f"| {row} | " + " | ".join(form(figures.get(row, float("nan"))) for figures in found.values()) + " |")
+    return failed
+
+
 def main():
-    wanted = [name for name in sys.argv[1:] if not name.startswith("-")] or [*GROUPS, "pairs"]
+    wanted = [name for name in sys.argv[1:] if not name.startswith("-")] or [*GROUPS, "pairs", "pinned_costs"]
     if not torch.cuda.is_available():
         print("skipped: PyTorch sees no CUDA device")
         return 1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0
     failed = []
     for group in wanted:
         if group == "pairs":
-            rows = {}
-            for which in ("native", "aquifer", "plain"):
-                ran = subprocess.run([sys.executable, __file__, "--one", f"pairs:{which}"], capture_output=True, text=True)
-                rows[which] = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 and ran.stdout else {}
-                if ran.returncode:
-                    failed.append(f"pairs:{which}")
-                    print(ran.stderr[-2000:])
-            print("| ns a pair | " + " | ".join(rows) + " |\n|---|" + "---|" * len(rows))
-            for name in ROWS:
-                print(f"| {name} | " + " | ".join(f"{row.get(name, float('nan')):.0f}" for row in rows.values()) + " |")
+            failed += table(group, ("native", "aquifer", "plain"), ROWS, "{:.0f}".format)
+            continue
+        if group == "pinned_costs":
+            failed += table(group, ("native", "aquifer"), PINNED_ROWS, "{:.3g}".format)
             continue
         print(f"{group}:", flush=True)
         environment = os.environ | (WHERE if group == "refused" else {})
@@ -559,6 +616,7 @@ if __name__ == "__main__":
         sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
     import aquifer_torch
     import graphs  # noqa: F401
+    import pinned  # noqa: F401
     import pools  # noqa: F401
 
     sys.exit(one(sys.argv[2]) if sys.argv[1:2] == ["--one"] else main())

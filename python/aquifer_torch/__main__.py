@@ -1,0 +1,46 @@
+"""Runs an unchanged program with its CUDA tensors and its pinned memory in aquifer's pools.
+
+    python -m aquifer_torch [--limit LIMIT] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
+    python -m aquifer_torch [...] -m MODULE [ARGUMENT ...]
+
+The program sees its own arguments, `__main__` and search path, as under plain `python`.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+
+import aquifer_torch
+
+
+def limit(text):
+    """A part of the memory if there is a point in it, otherwise bytes."""
+    return float(text) if "." in text else int(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
+    parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
+    parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
+    parser.add_argument("program", help="a file, or with -m the name of a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    asked = parser.parse_args()
+
+    settings = {} if asked.limit is None else {"limit": asked.limit}
+    aquifer_torch.install(**settings)
+    if not asked.no_pinned:
+        aquifer_torch.install_pinned(pinned_limit=asked.pinned_limit)
+    sys.argv = [asked.program, *asked.arguments]
+    if asked.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(asked.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(asked.program))
+        runpy.run_path(asked.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
