@@ -40,7 +40,6 @@ calls! {
     StreamId = "cuStreamGetId",
     StreamQuery = "cuStreamQuery",
     StreamSynchronize = "cuStreamSynchronize",
-    StreamWriteValue = "cuStreamWriteValue32",
     StreamWaitEvent = "cuStreamWaitEvent",
     StreamIsCapturing = "cuStreamIsCapturing",
     ExchangeCaptureMode = "cuThreadExchangeStreamCaptureMode",

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "declares calls with safety conditions; holds no unsafe block")]
 
 use crate::{DeviceId, RawEvent, RawStream, Result};
-use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};
+use std::{fmt::Debug, ops::RangeInclusive};
 
 /// Which calls of a thread are refused because they could disturb an open capture
 /// (`CUstreamCaptureMode`).
@@ -34,8 +34,8 @@ pub enum CaptureMode {
 /// 1. [`Streams::stream_create`] returns a new stream that is valid until it is destroyed.
 /// 2. Work that is queued on a stream runs in order, and after the work that
 ///    [`Streams::stream_wait_event`] made the stream wait for.
-/// 3. `Ok` of [`Streams::stream_synchronize`], and `Ok(true)` of [`Streams::stream_query`] and
-///    [`Streams::stream_watch`], mean that all work queued on the stream before the call is done.
+/// 3. `Ok` of [`Streams::stream_synchronize`] and `Ok(true)` of [`Streams::stream_query`] mean that
+///    all work queued on the stream before the call is done.
 /// 4. [`Streams::stream_id`] never returns the same number for two streams, and
 ///    [`Streams::stream_is_capturing`] never returns `Ok(false)` for a stream whose work becomes
 ///    part of a graph.
@@ -83,25 +83,6 @@ pub unsafe trait Streams: Debug + Send + Sync {
     /// # Errors
     /// Errors of work queued before.
     fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
-
-    /// Queues a device write of `value` into a word of pinned memory after all queued work
-    /// (`cuStreamWriteValue32`), and polls the word for some tens of microseconds. Returns `true`
-    /// if the value has arrived, so that all of that work is done. Returns `false` otherwise: call
-    /// [`Streams::stream_synchronize`] then. For short waits this can be faster than synchronising
-    /// at once.
-    ///
-    /// The write itself may not be complete yet when this returns `true`, and a query of the stream
-    /// may report that. In a stream that captures, the write becomes part of the graph and the word
-    /// does not change.
-    ///
-    /// # Safety
-    /// 1. `word` lies in pinned memory of this driver that devices access by the host's address. It
-    ///    has no other writer or waiter until this returns. After `false` it stays allocated until
-    ///    the queued work is known to be done, or for as long as the graph exists.
-    ///
-    /// # Errors
-    /// Errors of the driver. Nothing has been queued.
-    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool>;
 
     /// Makes work queued on `stream` from now on wait for the last record of the event
     /// (`cuStreamWaitEvent`). The host does not wait.

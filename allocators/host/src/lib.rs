@@ -28,6 +28,6 @@ pub mod workers;
 
 pub use pool::{Grow, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, PinnedStats};
 pub use staging::{
-    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, ShortWait, Sink, Source,
-    StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
+    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Sink, Source, StageError,
+    StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
 };

@@ -25,8 +25,6 @@
 //!
 //! The calling thread makes short transfers ([`StagerConfig::alone`]) itself, through a slot,
 //! because waking workers takes longer. The shortest transfers to the device go through the driver.
-//! The calling thread waits for a word that the device writes where that is faster than the
-//! driver's own wait ([`ShortWait`]).
 //!
 //! # Order
 //! Before a transfer starts, its stream waits on the device for all earlier work on its operands.
@@ -68,7 +66,6 @@ mod permits;
 mod plan;
 mod pump;
 mod scope;
-mod short_wait;
 mod source;
 mod stores;
 mod submit;
@@ -81,7 +78,6 @@ pub use file::{FileSource, ReadMode};
 pub use installed::{install, installed};
 pub use permit::{Permit, PermitFuture};
 pub use scope::{StageScope, Staged};
-pub use short_wait::ShortWait;
 pub use source::{Sink, Source};
 pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
@@ -93,7 +89,6 @@ use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
 use permits::Permits;
 use plan::{ChunkSizing, Direction};
-use short_wait::ShortWaits;
 use std::{
     collections::VecDeque,
     fmt,
@@ -144,8 +139,6 @@ pub struct StagerConfig {
     pub stores: Stores,
     /// How the CPU writes the data of downloads.
     pub down_stores: Stores,
-    /// How the calling thread waits for a transfer that it makes itself.
-    pub short_wait: ShortWait,
 }
 
 impl Default for StagerConfig {
@@ -163,7 +156,6 @@ impl Default for StagerConfig {
             depth: 16,
             stores: Stores::Auto,
             down_stores: Stores::Auto,
-            short_wait: ShortWait::Auto,
         }
     }
 }
@@ -301,7 +293,6 @@ struct StagerCore {
     up: DirectionState,
     down: DirectionState,
     permits: Permits,
-    waits: ShortWaits,
     /// Idle transfer streams, reused in FIFO order. Operands without a common owner stream record
     /// their uses on them until the next query.
     idle_streams: Mutex<VecDeque<Stream>>,
@@ -404,7 +395,6 @@ impl Stager {
             up: state(Direction::Upload),
             down: state(Direction::Download),
             permits: Permits::new(config.depth),
-            waits: ShortWaits::new(config.short_wait),
             idle_streams: Mutex::default(),
             streams: streams.clone(),
             config,

@@ -682,38 +682,6 @@ impl Timeline {
         Ok(())
     }
 
-    /// Like [`Timeline::synchronize`], but waits for a word of pinned memory that the device
-    /// writes, which is faster on some machines:
-    /// [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
-    ///
-    /// # Safety
-    /// 1. The requirements of `stream_watch` hold for `word`.
-    ///
-    /// # Errors
-    /// As [`Timeline::synchronize`]. Also [`MemoryError::Capturing`] if the write became part of a
-    /// capture that has ended since. Earlier work may then be part of that graph too.
-    #[expect(unsafe_code, reason = "passes a caller's promise on")]
-    pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
-        let value = word.load(Ordering::Relaxed).wrapping_add(1);
-        let watched = self.calling().ok().map(|_calling| {
-            let closed = self.epochs.close();
-            // SAFETY: 1. the caller guarantees it.
-            (closed, unsafe { self.driver.stream_watch(self.raw, word, value) })
-        });
-        match watched {
-            Some((closed, Ok(true))) => self.finish(closed),
-            Some((_, Ok(false))) => {
-                self.synchronize()?;
-                if word.load(Ordering::Acquire) != value {
-                    return Err(self.capturing_error());
-                }
-            }
-            // After a refusal, a plain wait either works or returns the error.
-            Some((_, Err(_))) | None => self.synchronize()?,
-        }
-        Ok(())
-    }
-
     /// The handle must be valid.
     fn synchronize_now(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);

@@ -22,8 +22,7 @@ use aquifer_driver::{
     sim::{Sim, SimKernel},
 };
 use aquifer_host::{
-    Failed, PinnedConfig, PinnedPool, ShortWait, Source, StageError, Stager, StagerConfig, Stores,
-    Ticket,
+    Failed, PinnedConfig, PinnedPool, Source, StageError, Stager, StagerConfig, Stores, Ticket,
     kernel::Kernel as System,
     pool,
     region::{Host, PageTier, retry_stranded},
@@ -148,9 +147,6 @@ impl Machine {
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
         config.down_stores = config.stores;
-        // Left to the stager, the choice would depend on timing.
-        config.short_wait =
-            if config.stores == Stores::Cached { ShortWait::Stream } else { ShortWait::Word };
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
         let home = pool.stream().ok()?;
         Some(Self {
@@ -389,7 +385,7 @@ impl Machine {
             Call::StreamWaitEvent,
             Call::StreamIsCapturing,
             Call::StreamSynchronize,
-            Call::StreamWriteValue,
+            Call::ExchangeCaptureMode,
             Call::DeviceSynchronize,
             Call::EventCreate,
             Call::EventRecord,

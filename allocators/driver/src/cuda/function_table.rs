@@ -72,7 +72,6 @@ function_table! {
     stream_id = "cuStreamGetId"(stream: DriverPtr, id: *mut c_ulonglong);
     stream_query = "cuStreamQuery"(stream: DriverPtr);
     stream_synchronize = "cuStreamSynchronize"(stream: DriverPtr);
-    stream_write_value = "cuStreamWriteValue32_v2"(stream: DriverPtr, address: u64, value: u32, flags: c_uint);
     stream_wait_event = "cuStreamWaitEvent"(stream: DriverPtr, event: DriverPtr, flags: c_uint);
     stream_is_capturing = "cuStreamIsCapturing"(stream: DriverPtr, status: *mut c_uint);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_uint);

@@ -7,18 +7,9 @@ use super::{
     codes::{self, check},
 };
 use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
-use std::{
-    hint,
-    ops::RangeInclusive,
-    sync::atomic::{AtomicU32, Ordering},
-};
+use std::ops::RangeInclusive;
 
-/// The number of polls of a word before the caller falls back to the driver: some tens of
-/// microseconds.
-const MAX_POLLS: u32 = 1000;
-
-// SAFETY: 1. to 5. Handles come from the driver, and its results are passed on unchanged. A watched
-// word has its value only after the device has written it, in stream order.
+// SAFETY: 1. to 5. Handles come from the driver, and its results are passed on unchanged.
 unsafe impl Streams for CudaDriver {
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
         let mut stream = std::ptr::null_mut();
@@ -67,29 +58,6 @@ unsafe impl Streams for CudaDriver {
             // SAFETY: 1. The handle is alive.
             unsafe { (functions.stream_synchronize)(driver_ptr(stream.handle())) }
         })
-    }
-
-    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
-        self.call(Call::StreamWriteValue, stream.device(), |functions| {
-            // SAFETY: 1. The handle is alive. 2. The caller promises that only the device writes
-            // the word until then.
-            unsafe {
-                (functions.stream_write_value)(
-                    driver_ptr(stream.handle()),
-                    word.as_ptr() as u64,
-                    value,
-                    0,
-                )
-            }
-        })?;
-        for _ in 0..MAX_POLLS {
-            // Acquire: all earlier writes of the device are visible too.
-            if word.load(Ordering::Acquire) == value {
-                return Ok(true);
-            }
-            hint::spin_loop();
-        }
-        Ok(false)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

@@ -148,7 +148,6 @@ impl Costs {
             Call::EventCreate | Call::EventDestroy => 73,
             Call::EventRecord => 174,
             Call::EventQuery => 121,
-            Call::StreamWriteValue => 790,
             Call::StreamWaitEvent => 178,
             Call::StreamQuery => 130,
             Call::HostDeviceAddress => 100,

@@ -1,11 +1,8 @@
 //! Tests of devices, streams and events, and of the order that they establish.
 
 use super::support::{DEVICE, OwnStream, cuda, driver, read_back, write};
-use aquifer_driver::{Call, CaptureMode, DeviceId, Driver, HostFlags, Relaxed};
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering},
-};
+use aquifer_driver::{Call, CaptureMode, DeviceId, Driver, Relaxed};
+use std::sync::Arc;
 
 #[test]
 fn a_device_tells_what_it_is_without_taking_a_context() {
@@ -56,62 +53,6 @@ fn streams_have_ids_that_never_come_back() {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), 4);
-}
-
-#[test]
-fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_the_driver() {
-    const LARGEST: usize = 64 << 20;
-    let Some(driver) = driver() else { return };
-    let stream = OwnStream::new(&driver);
-    let block = driver.mem_alloc(DEVICE, LARGEST as u64).unwrap();
-    let host = driver.host_alloc(DEVICE, LARGEST, HostFlags::default()).unwrap();
-    let word = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
-    // SAFETY: throughout: 1. the memory lives until the end, and belongs to this test. 2. one
-    // stream; the host reads what it has waited for.
-    unsafe {
-        let word_of = AtomicU32::from_ptr(word.cast().as_ptr());
-        word_of.store(u32::MAX - 50, Ordering::Relaxed);
-        let wait = |word| {
-            let value = AtomicU32::load(word, Ordering::Relaxed).wrapping_add(1);
-            let seen = driver.stream_watch(stream.raw, word, value).unwrap();
-            if !seen {
-                driver.stream_synchronize(stream.raw).unwrap();
-            }
-            assert_eq!(word.load(Ordering::Acquire), value);
-            seen
-        };
-        // Other tests delay some of the runs, so the best of a few counts.
-        let mut most = 0;
-        for _ in 0..5 {
-            let mut seen = 0;
-            for round in 0..200u8 {
-                let bytes = [4, 4096, 64 << 10][usize::from(round) % 3];
-                driver.fill(stream.raw, block, round, bytes as u64).unwrap();
-                driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
-                seen += u32::from(wait(word_of));
-                assert_eq!(host.cast::<u8>().read(), round, "round {round}");
-                assert_eq!(
-                    host.cast::<u8>().as_ptr().add(bytes - 1).read(),
-                    round,
-                    "round {round}"
-                );
-            }
-            most = most.max(seen);
-        }
-        assert!(most > 180, "only {most} of 200 short waits ended by the word");
-        for round in 0..8 {
-            driver.fill(stream.raw, block, round, LARGEST as u64).unwrap();
-            driver.copy_to_host(stream.raw, host, block, LARGEST).unwrap();
-            assert!(!wait(word_of), "64 MiB take a millisecond");
-            assert_eq!(host.cast::<u8>().as_ptr().add(LARGEST - 1).read(), round, "round {round}");
-        }
-        driver
-            .stream_watch(stream.raw, &AtomicU32::new(0), 1)
-            .expect_err("the device cannot write that");
-        driver.host_free(DEVICE, word).unwrap();
-        driver.host_free(DEVICE, host).unwrap();
-        driver.mem_free(DEVICE, block).unwrap();
-    }
 }
 
 #[test]

@@ -9,11 +9,7 @@ use aquifer_driver::{
     RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
-use std::{
-    ptr::NonNull,
-    sync::atomic::{AtomicU32, Ordering},
-    time::Duration,
-};
+use std::{ptr::NonNull, time::Duration};
 
 const SECOND: DeviceId = DeviceId(1);
 
@@ -416,35 +412,6 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
     m.driver.capture_begin(blocking, CaptureMode::Relaxed).unwrap();
     assert_eq!(code(m.sim.fill_now(GPU, m.alloc(1).address, 0, 1)), 906);
     assert_eq!(code(m.end_capture(blocking)), 901);
-}
-
-#[test]
-fn a_wait_by_a_word_is_a_wait_for_the_stream_and_its_word_is_pinned() {
-    let m = Machine::new(Sim::h200(1).stepped());
-    let (a, x, pinned) = (m.stream(), m.alloc(64), m.pinned(64));
-    // SAFETY: 1. 64 pinned bytes that belong to this test.
-    let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
-    // SAFETY: 1. one thread at a time waits by a word, and both live until the end.
-    let watch = |word: &AtomicU32| unsafe { m.driver.stream_watch(a, word, 7) };
-    let fill = || {
-        // SAFETY: 1. mapped, until the end. 2. one stream.
-        unsafe { m.driver.fill(a, x.address, 7, 64) }.unwrap();
-        assert_eq!(m.driver.stream_query(a), Ok(false));
-    };
-    fill();
-    assert_eq!(watch(word), Ok(true));
-    assert_eq!((word.load(Ordering::Relaxed), m.driver.stream_query(a)), (7, Ok(true)));
-    word.store(0, Ordering::Relaxed);
-    fill();
-    m.sim.fail(Call::StreamWriteValue, 1, 801);
-    assert_eq!(code(watch(word)), 801);
-    assert_eq!(code(watch(&AtomicU32::new(0))), 1, "a word that the device cannot write");
-    assert_eq!(m.driver.stream_query(a), Ok(false), "nobody has waited");
-    m.driver.capture_begin(a, CaptureMode::Global).unwrap();
-    assert_eq!(watch(word), Ok(false));
-    m.end_capture(a).unwrap();
-    assert_eq!(word.load(Ordering::Relaxed), 0, "what is captured does not run");
-    assert_eq!(watch(word), Ok(true));
 }
 
 #[test]

@@ -19,7 +19,6 @@ use super::{
     permit::Permit,
     plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
     pump::queue_moves,
-    short_wait::ShortWaits,
     stores::{self, Stores},
     synchronize::{synchronize, synchronize_or_abort},
     transfer::Transfer,
@@ -211,8 +210,7 @@ impl StagerCore {
         self.check(parts)?;
         let lanes = &self.direction_state(parts.direction).lanes;
         let direct = parts.total <= self.direct_limit(parts.direction);
-        let use_lane =
-            parts.total <= self.inline_limit(parts.direction) && (!direct || self.waits.use_word());
+        let use_lane = !direct && parts.total <= self.inline_limit(parts.direction);
         let lane = if use_lane { lanes.acquire_pinned() } else { None };
         let ordering = match self.order_operands(owner, order) {
             Ok(ordering) => ordering,
@@ -223,26 +221,13 @@ impl StagerCore {
         };
         let on = ordering.timeline();
         let mut guard = InlineLaneGuard { lane, on, lanes };
-        let slots = guard.lane.as_mut().map(|lane| &mut lane.slots[..]);
-        let (moved, synchronized) = match slots {
-            Some([slot, others @ ..]) if !direct => {
-                // SAFETY: 1. guaranteed by the caller, and no part is longer than a slot. 2. the
-                // operands have just been ordered.
-                unsafe {
-                    through_slot(
-                        on,
-                        &self.waits,
-                        parts,
-                        slot,
-                        others.first_mut(),
-                        self.inline_stores(parts),
-                    )
-                }
-            }
+        let slot = guard.lane.as_mut().and_then(|lane| lane.slots.first_mut());
+        let (moved, synchronized) = match slot {
+            // SAFETY: 1. guaranteed by the caller, and no part is longer than a slot. 2. the
+            // operands have just been ordered.
+            Some(slot) => unsafe { through_slot(on, parts, slot, self.inline_stores(parts)) },
             // SAFETY: 1. guaranteed by the caller. 2. the operands have just been ordered.
-            slots => unsafe {
-                through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut))
-            },
+            None => unsafe { through_driver(on, parts) },
         };
         match &synchronized {
             Ok(()) => guard.release(),
@@ -259,17 +244,11 @@ impl StagerCore {
     }
 }
 
-/// Copies through the driver and waits, by a word in a slot if one is given. Returns the results of
-/// the copies and of the wait.
+/// Copies through the driver and waits. Returns the results of the copies and of the wait.
 ///
 /// # Safety
 /// 1. As [`StagerCore::copy_inline`]. 2. The operands have been ordered for the stream.
-unsafe fn through_driver(
-    on: &Timeline,
-    waits: &ShortWaits,
-    parts: &Parts,
-    word: Option<&mut Slot>,
-) -> (MemoryResult<()>, MemoryResult<()>) {
+unsafe fn through_driver(on: &Timeline, parts: &Parts) -> (MemoryResult<()>, MemoryResult<()>) {
     if parts.total == 0 {
         return (Ok(()), Ok(()));
     }
@@ -297,21 +276,18 @@ unsafe fn through_driver(
     let queued = queue();
     // Wait after an error too, since some copies may have been queued. The memory is borrowed, and
     // the driver accesses it directly.
-    (queued, waits.wait(word, on, synchronize_or_abort))
+    (queued, synchronize_or_abort(on))
 }
 
-/// Copies through a slot and waits, by a word in another slot if one is given. Returns the results
-/// of the copies and of the wait.
+/// Copies through a slot and waits. Returns the results of the copies and of the wait.
 ///
 /// # Safety
 /// 1. As [`StagerCore::copy_inline`]; the parts fit into a slot. 2. The operands have been ordered
 ///    for the stream.
 unsafe fn through_slot(
     on: &Timeline,
-    waits: &ShortWaits,
     parts: &Parts,
     slot: &mut Slot,
-    word: Option<&mut Slot>,
     stores: Stores,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
     let cuts = cuts(parts.direction, parts.total as usize);
@@ -333,7 +309,7 @@ unsafe fn through_slot(
                 unsafe { queue_moves(on, Direction::Upload, start, piece) }
             });
             // Wait after an error too, since some copies may have been queued.
-            (queued, waits.wait(word, on, synchronize))
+            (queued, synchronize(on))
         }
         Direction::Download => {
             // An event follows each piece except the last. For the last piece, the stream is waited
@@ -368,7 +344,7 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Wait after an error too, since some copies may have been queued.
-            let synchronized = waits.wait(word, on, synchronize);
+            let synchronized = synchronize(on);
             if synchronized.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }

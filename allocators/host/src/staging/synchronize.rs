@@ -7,9 +7,6 @@ use std::{thread, time::Duration};
 /// Interval of the checks whether a capture has ended.
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
-/// A function that waits until no work that was queued on a stream runs any more.
-pub(super) type SynchronizeFn = fn(&Timeline) -> Result<()>;
-
 /// Waits until no work that was queued on a stream runs any more, with every method of the driver.
 /// For callers that can keep the memory of that work. Blocks, also while a capture is open on the
 /// stream, since no wait is possible before it ends.
@@ -30,7 +27,10 @@ pub(super) fn synchronize_or_abort(timeline: &Timeline) -> Result<()> {
     retry_after_captures(timeline, Timeline::settle_or_abort)
 }
 
-fn retry_after_captures(timeline: &Timeline, synchronize: SynchronizeFn) -> Result<()> {
+fn retry_after_captures(
+    timeline: &Timeline,
+    synchronize: fn(&Timeline) -> Result<()>,
+) -> Result<()> {
     let mut seen = Ok(());
     loop {
         match synchronize(timeline) {

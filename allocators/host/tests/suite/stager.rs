@@ -7,8 +7,7 @@ use crate::support;
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, CaptureMode, Typed, sim::Sim};
 use aquifer_host::{
-    PinnedConfig, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket,
-    region::Pinning,
+    PinnedConfig, Source, StageError, Stager, StagerConfig, Stores, Ticket, region::Pinning,
 };
 use std::{
     future::Future,
@@ -138,49 +137,19 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
                 })
                 .filter(|&(_, count)| count > 0)
                 .collect();
-            // The query whether a capture is open, the copy, and the wait through a memory word.
-            let mut expected =
-                vec![(Call::StreamIsCapturing, 1), (Call::StreamWriteValue, 1), (copy, 1)];
+            // The copy and the wait. Each is preceded by a query whether a capture is open, and the
+            // wait is made in the relaxed capture mode.
+            let mut expected = vec![
+                (Call::StreamIsCapturing, 2),
+                (Call::ExchangeCaptureMode, 2),
+                (Call::StreamSynchronize, 1),
+                (copy, 1),
+            ];
             let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
             expected.sort_by_key(|&(call, _)| order(call));
             assert_eq!(calls, expected, "{size} bytes, upload: {upload}");
         }
         assert!(down == up);
-        drop(x);
-        rig.assert_all_given_back();
-    }
-}
-
-#[test]
-fn the_first_short_waits_take_turns_and_all_others_are_of_one_kind() {
-    for (said, expected) in
-        [(ShortWait::Auto, None), (ShortWait::Stream, Some(0)), (ShortWait::Word, Some(200))]
-    {
-        let mut config = config();
-        config.short_wait = said;
-        let rig = Rig::with(config);
-        rig.stager.warm().unwrap();
-        let (mut x, up) = (rig.operand(KIB), pattern(KIB, 3));
-        let words = |rig: &Rig| rig.sim.driver().calls().get(Call::StreamWriteValue);
-        let mut by_word = Vec::new();
-        for _ in 0..200 {
-            let before = words(&rig);
-            rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
-            by_word.push(words(&rig) - before);
-        }
-        match expected {
-            Some(all) => assert_eq!(by_word.iter().sum::<u64>(), all, "{said:?}"),
-            None => {
-                assert_eq!(by_word[..8], [1, 0, 0, 1, 0, 1, 1, 0]);
-                assert_eq!(by_word[..128].iter().sum::<u64>(), 64);
-                assert!(by_word[128..].iter().all(|&one| one == by_word[128]), "{by_word:?}");
-            }
-        }
-        // Without a word to write, the stream is waited for, whatever the setting.
-        rig.sim.fail_every(Call::StreamWriteValue, 1, 801);
-        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
-        rig.sim.clear_failures();
-        assert!(rig.bytes(&x) == up);
         drop(x);
         rig.assert_all_given_back();
     }
@@ -257,44 +226,42 @@ fn a_short_transfer_captured_midway_is_reported_and_its_memory_stays_with_the_gr
     for (size, copy) in
         [(KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToHost)]
     {
-        // The capture is over before the wait, or not.
-        for over in [true, false] {
-            let rig = Rig::new();
-            rig.stager.warm().unwrap();
-            let lanes = rig.pool.stats().memory.live;
-            let (mut x, up, mut down) = (rig.operand(size), pattern(size, 3), vec![0; size]);
-            let (driver, home) = (rig.sim.driver(), rig.home.raw());
-            let refused = thread::scope(|threads| {
-                let at_copy = rig.sim.stall(copy);
-                let transfer = threads.spawn(|| match copy {
-                    Call::CopyToDevice => rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)),
-                    _ => rig.stager.scope(|s| s.download(&x, &mut down).map(drop)),
-                });
-                assert!(at_copy.wait_for(1, PATIENCE));
-                driver.capture_begin(home, CaptureMode::Relaxed).unwrap();
-                let next = if over { Call::ExchangeCaptureMode } else { Call::StreamIsCapturing };
-                let made = driver.calls().get(next);
-                let at_wait = over.then(|| rig.sim.stall(next));
-                drop(at_copy);
-                match &at_wait {
-                    Some(at_wait) => assert!(at_wait.wait_for(1, PATIENCE)),
-                    None => while driver.calls().get(next) == made {},
-                }
-                let graph = driver.capture_end(home).unwrap();
-                // SAFETY: 1. the handle is known only here.
-                unsafe { driver.graph_destroy(graph) }.unwrap();
-                drop(at_wait);
-                transfer.join().unwrap().unwrap()
+        let rig = Rig::new();
+        rig.stager.warm().unwrap();
+        let lanes = rig.pool.stats().memory.live;
+        let (mut x, up, mut down) = (rig.operand(size), pattern(size, 3), vec![0; size]);
+        let (driver, home) = (rig.sim.driver(), rig.home.raw());
+        let refused = thread::scope(|threads| {
+            let at_copy = rig.sim.stall(copy);
+            let transfer = threads.spawn(|| match copy {
+                Call::CopyToDevice => rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)),
+                _ => rig.stager.scope(|s| s.download(&x, &mut down).map(drop)),
             });
-            assert!(
-                matches!(refused, Err(StageError::Memory(MemoryError::Capturing { .. }))),
-                "{size} bytes, {copy:?}, {over}: {refused:?}"
-            );
-            rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
-            assert!(rig.bytes(&x) == up);
-            let (given, lost) = (rig.stager.trim(), rig.pool.stats().memory.live);
-            assert!(lost > 0 && lost + given == lanes, "{lost} and {given} of {lanes}");
-        }
+            assert!(at_copy.wait_for(1, PATIENCE));
+            driver.capture_begin(home, CaptureMode::Relaxed).unwrap();
+            // Each attempt to wait relaxes the capture mode, asks whether a capture is open, and
+            // restores the mode. So after two such calls the first attempt has seen the capture.
+            let modes = || driver.calls().get(Call::ExchangeCaptureMode);
+            let (before, deadline) = (modes(), Instant::now() + PATIENCE);
+            drop(at_copy);
+            while modes() < before + 2 {
+                assert!(Instant::now() < deadline, "the transfer does not wait");
+                thread::yield_now();
+            }
+            let graph = driver.capture_end(home).unwrap();
+            // SAFETY: 1. the handle is known only here.
+            unsafe { driver.graph_destroy(graph) }.unwrap();
+            transfer.join().unwrap().unwrap()
+        });
+        assert!(
+            matches!(refused, Err(StageError::Memory(MemoryError::Capturing { .. }))),
+            "{size} bytes, {copy:?}: {refused:?}"
+        );
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+        assert!(rig.bytes(&x) == up);
+        let (given, lost) = (rig.stager.trim(), rig.pool.stats().memory.live);
+        assert_eq!(lost > 0, size > KIB, "a direct copy uses no slot");
+        assert_eq!(lost + given, lanes);
     }
 }
 

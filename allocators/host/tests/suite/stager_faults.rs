@@ -14,14 +14,13 @@ use std::{
 const REFUSED: u32 = 999;
 
 /// The driver calls of a transfer.
-const CALLS: [Call; 15] = [
+const CALLS: [Call; 14] = [
     Call::StreamCreate,
     Call::StreamId,
     Call::StreamDestroy,
     Call::StreamWaitEvent,
     Call::StreamIsCapturing,
     Call::StreamSynchronize,
-    Call::StreamWriteValue,
     Call::ExchangeCaptureMode,
     Call::EventCreate,
     Call::EventRecord,
@@ -92,13 +91,8 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
 }
 
 /// Calls that report completion of work.
-const SAY_DONE: [Call; 5] = [
-    Call::EventSynchronize,
-    Call::EventQuery,
-    Call::StreamWriteValue,
-    Call::StreamSynchronize,
-    Call::DeviceSynchronize,
-];
+const SAY_DONE: [Call; 4] =
+    [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
 
 /// Starts an upload that ends with a refusal of the driver, planned when its first copy was about
 /// to be queued.

@@ -4,14 +4,13 @@
 //! - Work reported as done is done and stays so. A refusal by the driver proves nothing.
 //! - Events are reused. An event with a possible waiter is not recorded again. None remains at the
 //!   end.
-#![expect(unsafe_code, reason = "waits by a word of pinned memory")]
 
 use crate::support::{GPU, PATIENCE, Rig, within};
 use aquifer_core::{Gate, MemoryError};
-use aquifer_driver::{Call, CaptureMode, HostFlags, sim::Sim};
+use aquifer_driver::{Call, CaptureMode, sim::Sim};
 use aquifer_stream::{Fence, Point, Stream};
 use std::{
-    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -293,39 +292,6 @@ fn a_refused_synchronisation_proves_nothing_and_the_next_one_drains() {
     s.synchronize().unwrap();
     assert!(s.timeline().is_done(epoch));
     assert_eq!(rig.sim.pending(s.raw()), 0);
-}
-
-#[test]
-fn a_wait_by_a_word_tells_what_the_wait_behind_it_meets_and_proves_nothing_then() {
-    let rig = Rig::on(Sim::h200(1).stepped(), 1);
-    let s = rig.lease();
-    let driver = rig.sim.driver();
-    let pinned = driver.host_alloc(GPU, 64, HostFlags::default()).unwrap();
-    // SAFETY: 1. 64 pinned bytes that belong to this test until the end.
-    let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
-    // SAFETY: 1. as above; one thread waits.
-    let wait = || unsafe { s.timeline().synchronize_by(word) };
-    let epoch = work(&rig, &s);
-    wait().unwrap();
-    assert!(s.timeline().is_done(epoch));
-    assert_eq!(rig.made(Call::StreamSynchronize), 0, "the word was enough");
-    for met in [Ok(()), Err(())] {
-        let epoch = work(&rig, &s);
-        rig.sim.fail(Call::StreamWriteValue, 1, UNKNOWN);
-        if met.is_err() {
-            rig.sim.fail(Call::StreamSynchronize, 1, UNKNOWN);
-        }
-        let told = wait();
-        assert_eq!(told.is_ok(), met.is_ok(), "{told:?}");
-        assert_eq!(s.timeline().is_done(epoch), met.is_ok());
-    }
-    driver.capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
-    assert!(matches!(wait(), Err(MemoryError::Capturing { .. })));
-    rig.end_capture(s.raw()).unwrap();
-    wait().unwrap();
-    assert_eq!(rig.sim.pending(s.raw()), 0);
-    // SAFETY: 1. no wait uses it any more.
-    unsafe { driver.host_free(GPU, pinned) }.unwrap();
 }
 
 #[test]

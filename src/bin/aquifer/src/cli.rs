@@ -7,7 +7,7 @@ use crate::{
 use aquifer_benches::{Benchmark, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;
 use aquifer_formats::trace::TraceDevice;
-use aquifer_host::{ShortWait, StagerConfig, Stores};
+use aquifer_host::{StagerConfig, Stores};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
 use std::{path::PathBuf, str::FromStr, time::Duration};
@@ -408,30 +408,6 @@ pub(crate) struct StagerFlags {
     /// How the processor writes data that comes from the device
     #[arg(long, value_enum)]
     pub(crate) down_stores: Option<StoresChoice>,
-    /// How the calling thread waits for the transfers that it copies itself
-    #[arg(long, value_enum)]
-    pub(crate) short_wait: Option<WaitChoice>,
-}
-
-/// How a thread waits for a short transfer.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum WaitChoice {
-    /// Choose by measuring the first waits
-    Auto,
-    /// Wait for the stream
-    Stream,
-    /// Poll a word that the device writes
-    Word,
-}
-
-impl From<WaitChoice> for ShortWait {
-    fn from(choice: WaitChoice) -> Self {
-        match choice {
-            WaitChoice::Auto => Self::Auto,
-            WaitChoice::Stream => Self::Stream,
-            WaitChoice::Word => Self::Word,
-        }
-    }
 }
 
 /// How the processor writes.
@@ -471,7 +447,6 @@ impl StagerFlags {
         config.down_alone = bytes(self.down_alone, config.down_alone);
         config.stores = self.stores.map_or(config.stores, Stores::from);
         config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
-        config.short_wait = self.short_wait.map_or(config.short_wait, ShortWait::from);
         config
     }
 }

@@ -4,17 +4,12 @@
 use crate::{
     Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams,
     sim::{
-        access_history::ActionKind,
         codes,
         machine::{Machine, caller_site, error_of},
-        pinned::HostMemoryKind,
         queue::{self, StreamKind},
     },
 };
-use std::{
-    ops::RangeInclusive,
-    sync::atomic::{AtomicU32, Ordering},
-};
+use std::ops::RangeInclusive;
 
 /// The priorities of an H200.
 const PRIORITIES: RangeInclusive<i32> = -5..=0;
@@ -84,31 +79,6 @@ unsafe impl Streams for Machine {
         self.cost(call, 0);
         let point = state.point(index);
         self.synchronize_host(state, stream.device(), &point).map_err(error_of(call))
-    }
-
-    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
-        let (call, site) = (Call::StreamWriteValue, caller_site());
-        let range = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
-        let mut state = self.enter(call, Some(stream.device()))?;
-        let index = state.stream(stream).map_err(error_of(call))?;
-        if state
-            .classify_host_range(range, ActionKind::Write, "write of a word", site)
-            .map_err(error_of(call))?
-            != HostMemoryKind::Pinned
-        {
-            return Err(error_of(call)(codes::INVALID_VALUE));
-        }
-        self.cost(call, 0);
-        if state.streams[index].capture.is_some() {
-            return Ok(false);
-        }
-        let point = state.point(index);
-        if self.synchronize_host(state, stream.device(), &point).is_err() {
-            // The synchronisation that follows returns the error.
-            return Ok(false);
-        }
-        word.store(value, Ordering::Relaxed);
-        Ok(true)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

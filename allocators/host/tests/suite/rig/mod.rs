@@ -9,7 +9,7 @@ use aquifer_driver::{
     sim::{Sim, SimKernel},
 };
 use aquifer_host::{
-    PinnedConfig, PinnedPool, ShortWait, Stager, StagerConfig,
+    PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel as System,
     region::{Host, PageTier},
 };
@@ -37,7 +37,6 @@ pub(crate) fn config() -> StagerConfig {
     (config.direct, config.down_direct) = (KIB, KIB);
     (config.alone, config.down_alone) = (8 * KIB, 8 * KIB);
     config.depth = 8;
-    config.short_wait = ShortWait::Word;
     config
 }
 
