@@ -102,6 +102,56 @@ fn announcements_come_in_the_order_of_tickets_and_before_the_call_returns() {
     assert_eq!(is_done.recv().unwrap(), [6, 7]);
     other.join().unwrap();
 
+    // A dropped ticket announces nothing, so it is not waited for: its thread may hold a lock that
+    // the holder of the earlier ticket needs.
+    let earlier = recorder.ticket();
+    let (done, is_done) = mpsc::channel();
+    let other = {
+        let recorder = recorder.clone();
+        thread::spawn(move || {
+            drop(recorder.ticket());
+            done.send(heard()).unwrap();
+        })
+    };
+    assert_eq!(is_done.recv_timeout(Duration::from_secs(60)), Ok(vec![]));
+    recorder.record(earlier, event(&recorder, 8));
+    other.join().unwrap();
+    assert_eq!(heard(), [8]);
+
+    // A thread that uses its tickets out of order waits for the last of its announcements, also if
+    // a ticket of another thread lies between them, and also if the last ticket that it holds is
+    // dropped.
+    for dropped in [false, true] {
+        let (taken, is_taken) = mpsc::channel();
+        let (go_on, gone_on) = mpsc::channel();
+        let (done, is_done) = mpsc::channel();
+        let other = {
+            let recorder = recorder.clone();
+            thread::spawn(move || {
+                let first = recorder.ticket();
+                taken.send(()).unwrap();
+                gone_on.recv().unwrap();
+                let third = recorder.ticket();
+                recorder.record(third, event(&recorder, 11));
+                if dropped {
+                    drop(first);
+                } else {
+                    recorder.record(first, event(&recorder, 9));
+                }
+                done.send(heard()).unwrap();
+            })
+        };
+        is_taken.recv().unwrap();
+        let second = recorder.ticket();
+        go_on.send(()).unwrap();
+        let early = is_done.recv_timeout(Duration::from_millis(100));
+        assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout));
+        recorder.record(second, event(&recorder, 10));
+        let all = if dropped { &[10, 11][..] } else { &[9, 10, 11] };
+        assert_eq!(is_done.recv().unwrap(), all);
+        other.join().unwrap();
+    }
+
     // Many threads: the order is that of a lock under which the tickets are taken.
     let (threads, rounds) = if cfg!(miri) { (3, 20) } else { (8, 500) };
     let order = Mutex::new(0);

@@ -17,7 +17,9 @@
 //! - A thread that holds further tickets does not wait. Its last `record` waits for all of them.
 //! - A thread that waits holds no lock of a pool. Nor does it hold one of its sink, since the
 //!   announcement comes before the sink is called.
-//! - A ticket that is dropped gives up its turn. A ticket of a parent process is not waited for.
+//! - A ticket that is dropped gives up its turn. Its thread has announced nothing with it, so it
+//!   waits only for announcements of its own that it has not waited for yet. A ticket of a parent
+//!   process is not waited for.
 
 use super::{Event, thread_number::thread_number};
 use crate::{DeviceId, panics::contain};
@@ -69,6 +71,9 @@ static LANE: OnceLock<Lane> = OnceLock::new();
 thread_local! {
     /// The tickets that this thread has taken and not used yet.
     static OUTSTANDING: Cell<u32> = const { Cell::new(0) };
+    /// The last announcement of this thread that it has not waited for, since it held another
+    /// ticket.
+    static UNAWAITED: Cell<Option<u64>> = const { Cell::new(None) };
     /// Whether this thread is making announcements. What it allocates meanwhile may come from a
     /// pool of host memory, whose events are not announced then.
     static ANNOUNCING: Cell<bool> = const { Cell::new(false) };
@@ -170,6 +175,8 @@ impl Turn {
         self.pass(Some(announcement));
     }
 
+    /// Gives the turn up, with an announcement or without one. Returns when all announcements of
+    /// this thread are made, unless it holds another turn.
     fn pass(&mut self, announcement: Option<Announcement>) {
         self.used = true;
         let outstanding = OUTSTANDING.with(|count| {
@@ -180,9 +187,14 @@ impl Turn {
             }
             count.get()
         });
-        if self.lane.process == process::id() {
-            self.lane.pass(self.number, announcement, outstanding == 0);
+        if self.lane.process != process::id() {
+            return;
         }
+        // Turns may be used out of order, so this is not always the last announcement.
+        let last = UNAWAITED.get().max(announcement.map(|_| self.number));
+        let (awaited, left) = if outstanding == 0 { (last, None) } else { (None, last) };
+        UNAWAITED.set(left);
+        self.lane.pass(self.number, announcement, awaited);
     }
 }
 
@@ -205,15 +217,15 @@ impl Lane {
         Some(Turn { number, thread: thread_number(), lane: self, used: false })
     }
 
-    /// Makes every announcement that is due, and waits until that of `number` is made if `wait`.
-    fn pass(&self, number: u64, announcement: Option<Announcement>, wait: bool) {
+    /// Makes every announcement that is due, and waits until that of the turn `awaited` is made.
+    fn pass(&self, number: u64, announcement: Option<Announcement>, awaited: Option<u64>) {
         let _announcing = AnnouncingGuard::enter();
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.pending.insert(number, announcement);
         if queue.announce_due() {
             self.moved.notify_all();
         }
-        while wait && queue.next <= number {
+        while awaited.is_some_and(|last| queue.next <= last) {
             queue = self.moved.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
     }
