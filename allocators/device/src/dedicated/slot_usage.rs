@@ -10,7 +10,11 @@
 //! Pending memory is of two kinds: freed blocks that other streams still use, and retiring slots.
 
 use super::DedicatedPool;
-use aquifer_core::{Action, Tag, event::BlockKind};
+use crate::base::deferred::DeferredFree;
+use aquifer_core::{
+    Action, Tag,
+    event::{BlockKind, Event, EventTicket},
+};
 
 impl DedicatedPool {
     /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
@@ -53,6 +57,21 @@ impl DedicatedPool {
             a.blocks -= 1;
             a.frees += 1;
         });
+    }
+
+    /// Makes the events of blocks that have become free. Called under the lock under which their
+    /// memory becomes free, so that they precede the events of the next blocks there.
+    pub(crate) fn completion_events(
+        &self,
+        kind: BlockKind,
+        over: &[DeferredFree],
+        tag: Tag,
+    ) -> Vec<(EventTicket, Event)> {
+        let event = |block: &DeferredFree| {
+            let stream = block.timeline.number();
+            self.event(kind, Action::Complete, stream, block.address, block.bytes, tag)
+        };
+        over.iter().filter_map(event).collect()
     }
 
     /// Counts pending memory that has become free.

@@ -461,7 +461,7 @@ impl GraphMemory {
         let (block, watch) =
             dedicated.slot_pool_block(releaser, streams, stream, range, requested, tag);
         let (generation, watch) = (block.generation(), Some(watch));
-        {
+        let event = {
             let mut state = self.state();
             dedicated.slot_pool_allocated(range.len, requested, tag);
             dedicated.update_usage(|usage| usage.free_of_graphs -= range.len);
@@ -480,15 +480,10 @@ impl GraphMemory {
                     free: SharedFreeList::default(),
                 });
             }
-        }
-        dedicated.report(
-            BlockKind::Graph,
-            Action::Allocate,
-            stream.number(),
-            range.start,
-            requested,
-            tag,
-        );
+            let (kind, stream) = (BlockKind::Graph, stream.number());
+            dedicated.event(kind, Action::Allocate, stream, range.start, requested, tag)
+        };
+        dedicated.send(event);
         block
     }
 
@@ -500,8 +495,14 @@ impl GraphMemory {
             // What cannot be fenced or polled now counts as not done. Other memory can be used.
             let _ = timeline.fence(*epoch).and_then(|_| timeline.poll());
         }
-        let over = self.state().collect_pending(&self.dedicated);
-        self.complete(over);
+        let (over, events) = {
+            let mut state = self.state();
+            let over = state.collect_pending(&self.dedicated);
+            let events = self.dedicated.completion_events(BlockKind::Graph, &over, Tag::NONE);
+            (over, events)
+        };
+        self.dedicated.send(events);
+        drop(over);
         work.len()
     }
 
@@ -530,22 +531,6 @@ impl GraphMemory {
         let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
         let last = fenced.map(|(_, _, epoch)| *epoch).max();
         last.filter(|epoch| epoch + 1 == timeline.open())
-    }
-
-    /// Reports freed blocks as free, and drops what was kept until then.
-    fn complete(&self, over: Vec<DeferredFree>) {
-        for block in over {
-            let DeferredFree { address, bytes, timeline, until_free, .. } = block;
-            self.dedicated.report(
-                BlockKind::Graph,
-                Action::Complete,
-                timeline.number(),
-                address,
-                bytes,
-                Tag::NONE,
-            );
-            drop(until_free);
-        }
     }
 
     fn lock_launches(&self) -> LaunchGuard<'_> {
@@ -643,9 +628,13 @@ impl ReleaseBlock for GraphMemory {
         let own = SpanRelease::free_epoch(&block.timeline);
         let owner =
             if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
-        let (requested, tag, over) = {
+        let (over, events) = {
             let mut state = self.state();
             let Some(live) = state.blocks.remove(&block.address) else { return };
+            // Made under the lock: as soon as it is released, the range may become another block.
+            let (kind, requested, tag) = (BlockKind::Graph, live.requested, live.tag);
+            let freed =
+                self.dedicated.event(kind, Action::Free, stream, range.start, requested, tag);
             self.dedicated.slot_pool_freed(range.len, live.requested, live.tag);
             self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
             let over = if users.is_empty() {
@@ -656,10 +645,11 @@ impl ReleaseBlock for GraphMemory {
                 state.ranges.defer(block, own);
                 None
             };
-            (live.requested, live.tag, over)
+            let completed = self.dedicated.completion_events(kind, over.as_slice(), Tag::NONE);
+            (over, freed.into_iter().chain(completed))
         };
-        self.dedicated.report(BlockKind::Graph, Action::Free, stream, range.start, requested, tag);
-        self.complete(over.into_iter().collect());
+        self.dedicated.send(events);
+        drop(over);
     }
 }
 

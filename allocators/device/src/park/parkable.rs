@@ -436,7 +436,13 @@ impl ParkablePool {
             timeline.fence(epoch)?;
             timeline.poll()?;
         }
-        let over = self.state().collect_pending(&self.dedicated, false);
+        let (over, events) = {
+            let mut state = self.state();
+            let over = state.collect_pending(&self.dedicated, false);
+            let events = self.dedicated.completion_events(BlockKind::Parkable, &over, self.tag);
+            (over, events)
+        };
+        self.dedicated.send(events);
         self.complete(over);
         Ok(())
     }
@@ -447,18 +453,9 @@ impl ParkablePool {
         state.ranges.free_work().chain(state.ranges.pending_work()).collect()
     }
 
-    /// Reports freed blocks as free, and drops what was kept until then.
+    /// Drops what was kept until blocks are free.
     pub(super) fn complete(&self, over: Vec<DeferredFree>) {
-        for block in over {
-            let DeferredFree { address, bytes, timeline, until_free, .. } = block;
-            self.dedicated.report(
-                BlockKind::Parkable,
-                Action::Complete,
-                timeline.number(),
-                address,
-                bytes,
-                self.tag,
-            );
+        for DeferredFree { until_free, .. } in over {
             if until_free.is_some() {
                 drop(until_free);
                 self.dedicated.count_completion();

@@ -123,10 +123,12 @@ impl ParkablePool {
         let (over, dropped, held, events) = {
             let mut state = self.state();
             let over = state.collect_pending(&self.dedicated, true);
+            let mut events = self.dedicated.completion_events(BlockKind::Parkable, &over, self.tag);
             let (bytes, requested) = state.live();
             self.dedicated.slot_pool_parked(bytes, requested, self.tag);
             (report.blocks, report.parked) = (state.blocks.len() as u64, bytes);
-            let events = state.events(&self.dedicated, self.tag, &[Action::Free, Action::Complete]);
+            let actions = [Action::Free, Action::Complete];
+            events.extend(state.events(&self.dedicated, self.tag, &actions));
             state.notify_parked(self);
             state.report_pending(&self.dedicated);
             state.remove_empty_slots(self);

@@ -22,6 +22,7 @@ mod lines;
 mod machines;
 mod modes;
 mod pages;
+mod order;
 mod park;
 mod parts;
 mod peers;
