@@ -194,7 +194,8 @@ impl SharingPolicy {
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
-    /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes. Once
+    /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes.
+    /// `streams` has those that are leased or hold memory: idle caches are no streams. Once
     /// together, streams stay so until less than three eighths of the budget are used. This
     /// hysteresis keeps a loop at the border from oscillating.
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {

@@ -98,7 +98,7 @@ impl PoolCore {
         };
         for &cache in caches {
             let (timeline, last_free, users) = cache.with(|s| {
-                held.push(s.footprint());
+                held.extend(s.stream_footprint());
                 let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
                 let last = match scope {
                     FenceScope::Free => s.last_free,

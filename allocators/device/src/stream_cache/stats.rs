@@ -12,6 +12,13 @@ impl CacheState {
         CacheFootprint { live, free: self.heap.managed_bytes() - live }
     }
 
+    /// Returns the memory of the cache's stream. Returns `None` if the cache has no stream, or if
+    /// its stream has no lease and holds nothing: such a stream neither takes nor gives memory.
+    pub(crate) fn stream_footprint(&self) -> Option<CacheFootprint> {
+        let (leased, footprint) = (self.timeline()?.is_leased(), self.footprint());
+        (leased || footprint.live + footprint.free > 0).then_some(footprint)
+    }
+
     /// Returns the bytes of the live blocks.
     #[inline]
     pub(super) fn live(&self) -> u64 {

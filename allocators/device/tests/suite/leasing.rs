@@ -51,6 +51,23 @@ fn all_calls(rig: &Rig) -> u64 {
     calls(rig, Call::ALL)
 }
 
+#[test]
+fn a_stream_whose_peers_are_gone_is_served_from_its_own_cache() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 1 << 10, |_| ());
+    // Each block takes two handles of 2 MiB, so a third more is held than is ever in use.
+    let streams = [0; 8].map(|_| rig.stream());
+    drop(streams.each_ref().map(|s| take(&rig, s, 3)));
+    drop(streams);
+    let s = rig.stream();
+    drop(take(&rig, &s, 16));
+    assert_eq!(rig.pool.stats().physical, 32 * MIB);
+    let (before, adoptions) = (all_calls(&rig), rig.pool.stats().adoptions);
+    for _ in 0..10 {
+        drop(take(&rig, &s, 16));
+    }
+    assert_eq!((all_calls(&rig), rig.pool.stats().adoptions), (before, adoptions));
+}
+
 /// Creates two streams with twenty blocks of 1 MiB each, of which the first has freed every other
 /// one.
 ///
