@@ -124,6 +124,23 @@ fn a_handle_that_fits_nowhere_is_released_while_its_charge_is_kept() {
 }
 
 #[test]
+fn handles_too_small_for_a_place_pay_for_the_new_one() {
+    let sim = Sim::h200(1).symbolic().capacity(1 << 40);
+    let rig = Rig::on(sim, 66, |config| config.compact = true);
+    let s = rig.stream();
+    let (small, live) = (take(&rig, &s, 64), take(&rig, &s, 2));
+    assert_eq!(made(&rig, Call::HandleCreate), 33);
+    drop(small);
+    // Nearly all of the limit is left now, so new handles are of 64 MiB.
+    rig.budget.set_limit(1 << 40);
+    let block = take(&rig, &s, 66);
+    assert_eq!(made(&rig, Call::HandleCreate), 34, "one for thirty-one small ones");
+    assert_eq!((rig.budget.used(), rig.budget.peak()), (68 * MIB, 68 * MIB));
+    drop((block, live));
+    rig.assert_silent();
+}
+
+#[test]
 fn a_handle_under_queued_work_is_neither_released_nor_unmapped() {
     let rig = vast(1 << 20);
     let s = rig.stream();

@@ -22,8 +22,9 @@ pub(super) struct MappingPlan<'s> {
     unmapped: List<'s, UnmappedHandle>,
     /// Charged bytes without a handle: the charge for all missing bytes of the window, which is
     /// taken at once, and those of handles released for their charge. The charge of each new
-    /// handle is split off it. If it is too small for a handle, or there is a reservation, that
-    /// handle is charged on its own, or paid by the release of unmapped handles.
+    /// handle is split off it. If it is too small for a handle, unmapped handles are released for
+    /// theirs. If these are too few as well, or there is a reservation, that handle is charged on
+    /// its own.
     unspent: Option<Charge>,
     /// Bytes of `unspent` that this attempt has charged to the budget.
     unspent_new: u64,
@@ -139,6 +140,13 @@ impl<'s> MappingPlan<'s> {
         fitting
             .max_by_key(|(_, unmapped)| (unmapped.busy, unmapped.handle.bytes()))
             .map(|(at, _)| at)
+    }
+
+    /// Returns the bytes that `unspent` holds and could hold after the release of unmapped handles.
+    fn spendable(&self) -> u64 {
+        let unspent = self.unspent.as_ref().map_or(0, Charge::bytes);
+        let releasable = self.unmapped.iter().filter(|unmapped| !unmapped.busy);
+        unspent + releasable.map(|unmapped| unmapped.handle.bytes()).sum::<u64>()
     }
 
     /// Releases unmapped handles, the smallest first, until `unspent` holds `bytes`. Returns
@@ -278,7 +286,9 @@ impl Mapped {
         Ok(())
     }
 
-    /// Creates a handle over `slots`, paid from `unspent`, the budget, or released handles.
+    /// Creates a handle over `slots`. It is paid from `unspent`, else by the release of unmapped
+    /// handles, which are too small for the place, and only then from the budget: what the attempt
+    /// holds is charged already.
     fn create_handle(
         &self,
         slots: u64,
@@ -290,19 +300,20 @@ impl Mapped {
         let mut refused = None;
         // If no handle is created, the charge is returned to its source.
         let mut drawn = true;
-        let paid = match plan.draw(bytes) {
-            Some(paid) => Some(paid),
-            None => match funds.map(|funds| funds.charge(bytes)) {
+        let mut paid = plan.draw(bytes);
+        if paid.is_none() && plan.spendable() >= bytes && plan.release_until(bytes) {
+            paid = plan.draw(bytes);
+        }
+        if paid.is_none() {
+            match funds.map(|funds| funds.charge(bytes)) {
                 Some(Ok(charge)) => {
                     drawn = false;
-                    Some((charge, bytes))
+                    paid = Some((charge, bytes));
                 }
-                other => {
-                    refused = other.and_then(Result::err).map(HandleError::Budget);
-                    if plan.release_until(bytes) { plan.draw(bytes) } else { None }
-                }
-            },
-        };
+                Some(Err(no)) => refused = Some(HandleError::Budget(no)),
+                None => {}
+            }
+        }
         let Some((charge, grown)) = paid else { return Err(refused) };
         match Handle::create(&self.driver, self.device, charge, &self.held) {
             Ok(handle) => {
