@@ -13,6 +13,7 @@ pub(crate) mod lazy_box;
 pub(crate) mod live_blocks;
 pub(crate) mod reclaim_cost;
 pub(crate) mod record;
+pub(crate) mod released;
 pub(crate) mod retained;
 pub(crate) mod stranded;
 pub(crate) mod waits;

@@ -29,7 +29,9 @@ use span::SpanContext;
 
 use crate::{
     PoolConfig,
-    base::{driver::notify_observer, stranded::release_or_strand, waits::try_wait},
+    base::{
+        driver::notify_observer, released::Released, stranded::release_or_strand, waits::try_wait,
+    },
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
 use aquifer_core::{
@@ -386,12 +388,9 @@ impl DedicatedPool {
         }
     }
 
-    /// Releases retiring memory whose work is done. Returns the bytes. Blocks until the device is
-    /// idle if an allocation of the driver is freed.
-    ///
-    /// # Errors
-    /// The driver's first refusal; all other memory has been tried.
-    pub(crate) fn reap(&self) -> Result<u64> {
+    /// Releases retiring memory whose work is done. Blocks until the device is idle if an
+    /// allocation of the driver is freed.
+    pub(crate) fn reap(&self) -> Released {
         self.reap_matching(|_| true)
     }
 
@@ -401,29 +400,26 @@ impl DedicatedPool {
         let _ = self.reap_matching(Span::reaps_without_blocking);
     }
 
-    fn reap_matching(&self, which: impl Fn(&Span) -> bool) -> Result<u64> {
+    fn reap_matching(&self, which: impl Fn(&Span) -> bool) -> Released {
         let (spans, rest): (Vec<_>, Vec<_>) = {
             let mut state = self.state();
             if state.retiring.is_empty() {
-                return Ok(0);
+                return Released::default();
             }
             std::mem::take(&mut state.retiring).into_iter().partition(|span| which(span))
         };
         for span in &rest {
             self.enqueue_retiring(span);
         }
-        let (mut released, mut outcome) = (0, Ok(()));
+        let mut released = Released::default();
         for span in spans {
-            let (bytes, reaped) = self.reap_span(&span);
-            released += bytes;
-            outcome = outcome.and(reaped);
+            released += self.reap_span(&span);
         }
-        outcome.map(|()| released)
+        released
     }
 
-    /// Releases the retiring memory of a span whose work is done. Returns the bytes, and the
-    /// driver's first refusal. The next call retries what the driver refused.
-    pub(crate) fn reap_span(&self, span: &Arc<Span>) -> (u64, Result<()>) {
+    /// Releases the retiring memory of a span whose work is done.
+    pub(crate) fn reap_span(&self, span: &Arc<Span>) -> Released {
         let before = self.held.stuck();
         let (released, outcome) = span.reap();
         if !span.is_over() {
@@ -441,9 +437,9 @@ impl DedicatedPool {
             if given > 0 {
                 self.report(span.kind(), Action::Reap, 0, 0, given, Tag::NONE);
             }
-            return (given, outcome);
+            return Released { bytes: given, refused: outcome.err() };
         }
-        (released, outcome)
+        Released { bytes: released, refused: outcome.err() }
     }
 
     /// Counts a freed block that may have dropped attached values.
@@ -457,9 +453,9 @@ impl DedicatedPool {
     /// the rounds return.
     pub(crate) fn repeat_until_stable(
         &self,
-        mut round: impl FnMut() -> Result<u64>,
-    ) -> Result<u64> {
-        let mut sum = 0;
+        mut round: impl FnMut() -> Result<Released>,
+    ) -> Result<Released> {
+        let mut sum = Released::default();
         loop {
             // Relaxed: a thread sees its own increments. Those of another thread cost one more
             // round.

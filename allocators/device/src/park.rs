@@ -52,6 +52,7 @@ pub(crate) use parkable::ParkablePool;
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request,
+    base::released::Released,
     pool_core::{PoolCore, PoolHook},
     request::ValidateRequest,
 };
@@ -262,18 +263,13 @@ impl PoolHook for ParkablePools {
         self.all().iter().flat_map(|parkable| parkable.freed_work()).collect()
     }
 
-    /// Returns slots that are wholly free to the driver. Returns the driver's first error, after
-    /// all others have been tried.
-    fn release_free(&self) -> Result<u64> {
-        let all = self.all();
-        let (mut released, mut outcome) = (0, Ok(()));
-        for parkable in all {
-            match parkable.trim() {
-                Ok(bytes) => released += bytes,
-                Err(error) => outcome = outcome.and(Err(error)),
-            }
+    /// Returns slots that are wholly free to the driver.
+    fn release_free(&self) -> Released {
+        let mut released = Released::default();
+        for parkable in self.all() {
+            released += parkable.trim();
         }
-        outcome.map(|()| released)
+        released
     }
 }
 
@@ -467,7 +463,7 @@ impl Opaque for Parkable {
         self.stats()
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        if self.stats().physical > keep { self.slots.trim() } else { Ok(0) }
+        if self.stats().physical > keep { self.slots.trim().complete() } else { Ok(0) }
     }
 }
 

@@ -15,7 +15,7 @@ pub(crate) mod shared_free;
 pub(crate) mod slots;
 pub(crate) mod window;
 
-use crate::{Request, sharing_policy::Fit, stream_cache::StreamCache};
+use crate::{Request, base::released::Released, sharing_policy::Fit, stream_cache::StreamCache};
 use aquifer_core::{
     MemoryError, Result,
     scratch::{Bump, List},
@@ -62,8 +62,8 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     fn idle(&self, caches: &[&'static StreamCache]) -> u64;
 
     /// Releases free memory whose work is known to be done from the caches until they hold at most
-    /// `keep` bytes. Returns the bytes.
-    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64>;
+    /// `keep` bytes.
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Released;
 
     /// Takes the free memory of caches whose streams have no lease. Mapped memory goes to the
     /// shared free list, and idle segments go to the cache `heir`. Returns the bytes that `heir`

@@ -18,6 +18,7 @@ use crate::{
         address_directory::{AddressDirectory, DIRECT_CACHES},
         append_list::AppendList,
         live_blocks::{CommittedBytes, LiveBlockList},
+        released::Released,
     },
     dedicated::DedicatedPool,
     physical::Physical,
@@ -123,9 +124,9 @@ pub(crate) trait PoolHook: Any + Send + Sync {
         Vec::new()
     }
 
-    /// Returns free memory to the driver. Returns the bytes.
-    fn release_free(&self) -> Result<u64> {
-        Ok(0)
+    /// Returns free memory to the driver.
+    fn release_free(&self) -> Released {
+        Released::default()
     }
 
     /// Returns freed blocks that the feature holds back to the pool, at least `bytes`. Returns

@@ -27,7 +27,7 @@ mod steps;
 
 use crate::{
     Adoption, Block, Request,
-    base::waits::deadline,
+    base::{released::Released, waits::deadline},
     physical::{
         handle::{Funds, HandleError},
         options::{PlaceOptions, PlaceOutcome, Readiness},
@@ -331,24 +331,26 @@ impl PoolCore {
     ) -> Result<Option<Block>> {
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
-        let gone = self.retry_releases() + self.dedicated.reap()? + self.release_free()?;
+        let mut gone = Released::from(self.retry_releases());
+        gone += self.dedicated.reap();
+        gone += self.release_free();
+        gone.device_lost()?;
         // Blocks that earlier steps have collected are free, but their work is not yet known to be
         // done.
         self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
         let wanted = self.physical.backing_bytes(request);
         let idle = self.physical.idle(&caches);
         let short = Funds { budget: &self.budget, reserved: progress.reserved }.shortfall(wanted);
-        if gone + idle == 0 || idle < short {
+        if gone.bytes + idle == 0 || idle < short {
+            progress.record_refusal(&gone);
             return Ok(None);
         }
         // If the budget is not short, the device is.
-        let short = if short > 0 || gone > 0 { short } else { wanted };
-        let gave = if short > 0 {
-            self.trim_under_pressure(self.held().saturating_sub(short))?
-        } else {
-            0
-        };
-        progress.record("give back what is free", gone + gave);
+        let short = if short > 0 || gone.bytes > 0 { short } else { wanted };
+        if short > 0 {
+            gone += self.trim_under_pressure(self.held().saturating_sub(short))?;
+        }
+        progress.record_released(gone);
         self.place(cache, &[cache], request, GROW, progress)
     }
 
@@ -367,8 +369,7 @@ impl PoolCore {
             return Ok(false);
         }
         let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
-        progress.record("give back what is free", gave);
-        Ok(gave > 0)
+        Ok(progress.record_released(gave) > 0)
     }
 
     /// Allocates a block from the shared free list. Caches first give up their ranges to it where
@@ -429,6 +430,7 @@ impl PoolCore {
             progress.refused = outcome.refused;
         }
         self.retention.record_growth(outcome.grown);
+        progress.unreleased = progress.unreleased.or(outcome.unreleased);
         count(&self.counters.growths, u64::from(outcome.grown > 0));
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);

@@ -16,6 +16,7 @@ use crate::{
         deferred::DeferredFree,
         dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
+        released::Released,
         waits::{deadline, try_wait},
     },
     block::ReleaseBlock,
@@ -509,14 +510,15 @@ impl ParkablePool {
         self.state().phase != Phase::Resident
     }
 
-    /// Returns slots to the driver that contain no live block and no running work. Returns the
-    /// bytes.
-    pub(crate) fn trim(&self) -> Result<u64> {
-        self.poll_fences()?;
+    /// Returns slots to the driver that contain no live block and no running work.
+    pub(crate) fn trim(&self) -> Released {
+        // Work that cannot be polled counts as running.
+        let mut released = Released::default();
+        released.add_refusal(self.poll_fences());
         let removed = {
             let mut state = self.state();
             if state.phase != Phase::Resident {
-                return Ok(0);
+                return released;
             }
             let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
             let removed =
@@ -528,11 +530,10 @@ impl ParkablePool {
             }
             removed
         };
-        if removed.is_empty() {
-            return Ok(0);
+        if !removed.is_empty() {
+            released += self.dedicated.reap_span(&self.span);
         }
-        let (released, outcome) = self.dedicated.reap_span(&self.span);
-        outcome.map(|()| released)
+        released
     }
 
     /// Returns its statistics.

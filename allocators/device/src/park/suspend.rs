@@ -144,14 +144,14 @@ impl ParkablePool {
         drop(dropped);
         self.complete(over);
         let before = self.dedicated.held().stuck();
-        let (_, refused) = self.dedicated.reap_span(&self.span);
+        let reaped = self.dedicated.reap_span(&self.span);
         // Another thread may have unmapped some of it concurrently. So the report counts what is
         // left, including what was unmapped but not released.
         let unreleased = self.dedicated.held().stuck().saturating_sub(before);
         let stuck = self.span.retiring_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);
         report.kept =
-            Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
+            Elsewhere { refused: stuck, refusal: reaped.refused, shared: pool.held_by(self.tag) };
         report.took = began.elapsed();
         report
     }

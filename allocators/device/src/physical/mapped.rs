@@ -35,9 +35,10 @@
 //! budget refuses in step 2, only moves are left, where handles may move. If that is not enough,
 //! the attempt finds no place. The handles that it has created or unmapped stay charged, as spare,
 //! and the next attempt of the same request uses them. If the request is refused in the end, all
-//! spare handles are released. Any other error, in any step, ends the request: handles that the
-//! attempt has created are released with their charges, and others become spare. A new mapping that
-//! the driver refuses to remove again becomes a zombie, with its slots claimed and its handle
+//! spare handles are released. A handle that the driver refuses to unmap under free memory stays
+//! there, and another one is taken. Any other error, in any step, ends the request: handles that
+//! the attempt has created are released with their charges, and others become spare. A new mapping
+//! that the driver refuses to remove again becomes a zombie, with its slots claimed and its handle
 //! charged.
 //!
 //! **Handle sizes.** The cost of a mapping depends on the number of handles and hardly on their

@@ -1,7 +1,7 @@
 //! The options and the result of an attempt to place a block.
 
 use super::handle::HandleError;
-use aquifer_core::Reservation;
+use aquifer_core::{DriverError, Reservation};
 use std::sync::Mutex;
 
 /// Which free memory of other caches may be used.
@@ -56,4 +56,6 @@ pub(crate) struct PlaceOutcome<'a> {
     pub(crate) own_moves: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<HandleError>,
+    /// The driver's first refusal to unmap a handle from under free memory.
+    pub(crate) unreleased: Option<DriverError>,
 }

@@ -12,7 +12,10 @@ use super::{
 };
 use crate::{
     Request,
-    base::reclaim_cost::{MIB, reclaim_cost},
+    base::{
+        reclaim_cost::{MIB, reclaim_cost},
+        released::Released,
+    },
     sharing_policy::Fit,
     stream_cache::StreamCache,
 };
@@ -306,9 +309,9 @@ impl Physical for Segments {
         caches.iter().map(in_cache).sum()
     }
 
-    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Released {
         // Whole segments, largest first. A release blocks until the device is idle.
-        let before = self.held.now();
+        let (before, mut released) = (self.held.now(), Released::default());
         let pass = self.scratch.begin();
         let mut segments = self.ranges(&pass);
         segments.sort_unstable_by_key(|segment| Reverse((segment.len, segment.start)));
@@ -330,10 +333,11 @@ impl Physical for Segments {
             let Some((cache, _timeline, stamp)) = taken else { continue };
             if let Err(error) = self.free(usable.start) {
                 cache.with(|s| s.add_segment(usable, stamp));
-                return Err(error);
+                released.add_refusal(Err(error));
             }
         }
-        Ok(before.saturating_sub(self.held.now()))
+        released.bytes = before.saturating_sub(self.held.now());
+        released
     }
 
     fn inherit(

@@ -4,23 +4,30 @@ use super::{
     PoolCore,
     fences::{FenceScope, WaitScope},
 };
-use crate::stream_cache::{StreamCache, close::sweep_released};
+use crate::{
+    base::released::Released,
+    stream_cache::{StreamCache, close::sweep_released},
+};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::leftovers;
 use std::sync::atomic::Ordering;
 
 impl PoolCore {
-    /// Returns the free memory of features to the driver. Returns the bytes.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(crate) fn release_free(&self) -> Result<u64> {
-        self.hooks().try_fold(0, |sum, hook| Ok(sum + hook.release_free()?))
+    /// Returns the free memory of features to the driver.
+    pub(crate) fn release_free(&self) -> Released {
+        let mut released = Released::default();
+        self.hooks().for_each(|hook| released += hook.release_free());
+        released
     }
 
-    /// Releases free memory until at most `keep` bytes are held, but not the warm reserve.
+    /// Releases free memory until at most `keep` bytes are held, but not the warm reserve. Returns
+    /// the bytes.
+    ///
+    /// # Errors
+    /// The driver's first refusal to release memory, after all other memory has been tried. Its
+    /// errors in waits and polls, which end the trim.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        let mut released = self.retry_releases();
+        let mut released = Released::from(self.retry_releases());
         self.hooks().for_each(|hook| hook.release_charges());
         let mut excess = false;
         released += self.dedicated.repeat_until_stable(|| {
@@ -28,10 +35,13 @@ impl PoolCore {
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
             self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
-            let released = self.dedicated.reap()?;
+            let mut released = self.dedicated.reap();
             self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
             excess |= keep < self.held();
-            Ok(released + if excess { self.release_free()? } else { 0 })
+            if excess {
+                released += self.release_free();
+            }
+            Ok(released)
         })?;
         if excess {
             self.retention.reset();
@@ -40,15 +50,17 @@ impl PoolCore {
         let caches = self.caches(&pass);
         let keep = keep.saturating_sub(self.dedicated.held().now()).max(self.retention.reserve());
         let from_caches =
-            self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))))?;
+            self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))));
         if !excess {
-            self.retention.record_release(from_caches);
+            self.retention.record_release(from_caches.bytes);
         }
+        released += from_caches;
         // Retry what was refused just now. What is refused again stays charged and is reported.
         let (retried, swept) = self.retry_leftovers();
-        released += retried;
-        swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
-        Ok(released + from_caches)
+        released.bytes += retried;
+        released
+            .add_refusal(swept.map_err(|refused| MemoryError::driver(self.info.device, refused)));
+        released.complete()
     }
 
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
@@ -85,16 +97,21 @@ impl PoolCore {
             self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
             self.dedicated.reap_nonblocking();
             self.hooks().try_for_each(|hook| hook.poll())?;
-            Ok(0)
+            Ok(Released::default())
         });
         rounds.map(drop)
     }
 
-    /// Trims under memory pressure: the warm reserve is released too.
-    pub(crate) fn trim_under_pressure(&self, keep: u64) -> Result<u64> {
-        let mut released = self.retry_releases();
+    /// Trims under memory pressure: the warm reserve is released too. A refused release is no
+    /// error: it concerns the refused memory alone, and not the request that needs room.
+    ///
+    /// # Errors
+    /// The driver's in polls, and the loss of the device.
+    pub(crate) fn trim_under_pressure(&self, keep: u64) -> Result<Released> {
+        let mut released = Released::from(self.retry_releases());
         released += self.dedicated.repeat_until_stable(|| {
-            let released = self.dedicated.reap()? + self.release_free()?;
+            let mut released = self.dedicated.reap();
+            released += self.release_free();
             let pass = self.scratch.begin();
             let caches = self.caches(&pass);
             self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
@@ -102,9 +119,10 @@ impl PoolCore {
         })?;
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
-        let from_caches =
-            self.release_idle(&caches, keep.saturating_sub(self.dedicated.held().now()))?;
-        Ok(released + from_caches + self.retry_releases())
+        released += self.release_idle(&caches, keep.saturating_sub(self.dedicated.held().now()));
+        released.bytes += self.retry_releases();
+        released.device_lost()?;
+        Ok(released)
     }
 
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
@@ -117,19 +135,19 @@ impl PoolCore {
         let caches = self.caches(&pass);
         let keep = self.retention.bytes_to_retain(live(&caches));
         if self.physical.held().now() > keep {
-            self.retention.record_release(self.release_idle(&caches, keep).unwrap_or(0));
+            self.retention.record_release(self.release_idle(&caches, keep).bytes);
         }
     }
 
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
-    fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
-        let released = self.physical.trim(caches, keep)?;
-        if released > 0 {
-            self.counters.reaped.fetch_add(released, Ordering::Relaxed);
-            self.report_pool(Action::Reap, released, Tag::NONE);
+    fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Released {
+        let released = self.physical.trim(caches, keep);
+        if released.bytes > 0 {
+            self.counters.reaped.fetch_add(released.bytes, Ordering::Relaxed);
+            self.report_pool(Action::Reap, released.bytes, Tag::NONE);
         }
-        Ok(released)
+        released
     }
 }
 

@@ -112,6 +112,8 @@ impl PoolCore {
             Some(HandleError::Driver(refused)) => error.driver = Some(refused),
             None => {}
         }
+        // Memory that the driver does not take back may be what is missing.
+        error.driver = error.driver.or(progress.unreleased);
         (error.live, error.graphs) = (stats.live, stats.graphs);
         error.cached = stats.cached;
         (error.pending, error.physical) = (stats.pending, stats.physical);

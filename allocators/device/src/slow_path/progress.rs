@@ -1,7 +1,7 @@
 //! What one slow path has tried so far.
 
-use crate::physical::handle::HandleError;
-use aquifer_core::{Reservation, error::Tried};
+use crate::{base::released::Released, physical::handle::HandleError};
+use aquifer_core::{DriverError, MemoryError, Reservation, error::Tried};
 use smallvec::SmallVec;
 use std::sync::Mutex;
 
@@ -22,6 +22,8 @@ pub(super) struct Progress<'a> {
     pub(super) own_moves: u64,
     pub(super) tried: SmallVec<[Tried; INLINE_STEPS]>,
     pub(super) refused: Option<HandleError>,
+    /// The driver's first refusal to release memory.
+    pub(super) unreleased: Option<DriverError>,
 }
 
 impl Progress<'_> {
@@ -30,6 +32,20 @@ impl Progress<'_> {
         match self.tried.iter_mut().find(|t| t.step == step) {
             Some(tried) => tried.gave += gave,
             None => self.tried.push(Tried { step, gave }),
+        }
+    }
+
+    /// Adds what was given back to the driver, and its refusal. Returns the bytes.
+    pub(super) fn record_released(&mut self, released: Released) -> u64 {
+        self.record("give back what is free", released.bytes);
+        self.record_refusal(&released);
+        released.bytes
+    }
+
+    /// Keeps the driver's refusal to release memory, for the error.
+    pub(super) fn record_refusal(&mut self, released: &Released) {
+        if let Some(MemoryError::Driver(refused)) = released.refused {
+            self.unreleased.get_or_insert(refused);
         }
     }
 }

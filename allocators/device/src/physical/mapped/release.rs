@@ -5,6 +5,7 @@ use super::{Mapped, free_ranges::MappingCandidate};
 use crate::{
     base::{
         dependencies::{StreamDeps, is_done},
+        released::Released,
         stranded::release_or_strand,
     },
     physical::{
@@ -32,14 +33,22 @@ impl Mapped {
     /// Releases handles to the driver until at most `keep` bytes are held, as far as free memory
     /// whose work is known to be done allows. Long stretches come first. Within a stretch, large
     /// handles are released first, since each costs the driver as much as a small one, and from the
-    /// high end. Returns the bytes.
-    pub(crate) fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Result<u64> {
+    /// high end.
+    pub(crate) fn trim(&self, donors: &[&'static StreamCache], keep: u64) -> Released {
+        let (before, mut released) = (self.held.now(), Released::default());
+        released.add_refusal(self.release_down_to(donors, keep));
+        released.bytes = before.saturating_sub(self.held.now());
+        released
+    }
+
+    /// As [`Mapped::trim`]. Returns the driver's first refusal, after all other memory has been
+    /// tried.
+    fn release_down_to(&self, donors: &[&'static StreamCache], keep: u64) -> Result<()> {
         let pass = self.scratch.begin();
-        self.reap_zombies(&pass)?;
-        let before = self.held.now();
+        let reaped = self.reap_zombies(&pass);
         let over = || self.held.now().saturating_sub(keep);
         if over() == 0 {
-            return Ok(before.saturating_sub(self.held.now()));
+            return reaped;
         }
         // The memory is being moved until it is released. A concurrent caller that finds nothing
         // retries, since it can then use the budget.
@@ -50,6 +59,7 @@ impl Mapped {
                 break;
             }
         }
+        let mut trimmed = Ok(());
         if over() > 0 {
             let free_ranges = self.free_ranges(&pass, donors, None, Readiness::Completed);
             let mut candidates = self.candidates(&free_ranges);
@@ -75,9 +85,9 @@ impl Mapped {
             give(&candidates, true);
             let (unmapped, outcome) = self.unmap_done(taken);
             drop(unmapped);
-            outcome?;
+            trimmed = outcome;
         }
-        Ok(before.saturating_sub(self.held.now()))
+        reaped.and(trimmed)
     }
 
     /// Returns the bytes of handles that a trim could release now.

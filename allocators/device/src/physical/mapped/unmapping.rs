@@ -15,8 +15,9 @@ use std::sync::Arc;
 
 impl Mapped {
     /// Unmaps reclaimed mappings whose work the host has seen done, releases their slots, and
-    /// returns the handles. If a call fails, mappings that are not yet unmapped are returned to
-    /// their caches. The caller has checked [`ReclaimedMapping::is_done`] for each.
+    /// returns the handles. Mappings that the driver refuses to unmap are returned to their caches.
+    /// The error is the first refusal, after all others have been tried. The caller has checked
+    /// [`ReclaimedMapping::is_done`] for each.
     pub(super) fn unmap_done<'s>(
         &self,
         mut reclaimed: List<'s, ReclaimedMapping<'s>>,
@@ -26,17 +27,18 @@ impl Mapped {
         let together =
             list(bump, runs(reclaimed.iter().map(|s| (s.mapping.first, s.mapping.count))));
         let mut unmapped = List::with_capacity_in(reclaimed.len(), bump);
-        let mut reclaimed = reclaimed.into_iter().peekable();
+        let (mut reclaimed, mut outcome) = (reclaimed.into_iter().peekable(), Ok(()));
         for (first, count) in together {
-            if let Err(error) = self.unmap_run(first, count) {
-                self.restore_mappings(reclaimed);
-                return (unmapped, Err(error));
-            }
+            let gone = self.unmap_run(first, count);
             while let Some(s) = reclaimed.next_if(|s| s.mapping.first < first + count) {
-                unmapped.push(s.mapping.handle);
+                match gone {
+                    Ok(()) => unmapped.push(s.mapping.handle),
+                    Err(_) => self.restore_mappings([s]),
+                }
             }
+            outcome = outcome.and(gone);
         }
-        (unmapped, Ok(()))
+        (unmapped, outcome)
     }
 
     /// Unmaps a run of slots that no queued work uses, and releases the slots.
@@ -78,15 +80,19 @@ impl Mapped {
     /// so by slow paths, [`DevicePool::trim`](crate::DevicePool::trim) and a reclaim.
     /// [`DevicePool::poll`](crate::DevicePool::poll) only polls the work that zombies wait for.
     /// Never blocks.
+    ///
+    /// # Errors
+    /// The driver's first refusal, after all others have been tried. What it refuses stays a
+    /// zombie.
     pub(super) fn reap_zombies(&self, bump: &Bump) -> Result<()> {
         let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
-        let mut over = over.into_iter();
-        while let Some(zombie) = over.next() {
+        let mut outcome = Ok(());
+        for zombie in over {
             if let Err(error) = self.unmap_run(zombie.mapping.first, zombie.mapping.count) {
-                self.slots().zombies.extend(std::iter::once(zombie).chain(over));
-                return Err(error);
+                self.slots().zombies.push(zombie);
+                outcome = outcome.and(Err(error));
             }
         }
-        Ok(())
+        outcome
     }
 }
