@@ -55,11 +55,12 @@ pub struct PoolConfig {
     /// How far streams share memory. Each value of [`Adoption`] states what it removes from the
     /// steps of an allocation. Default: [`Adoption::Wait`].
     pub adoption: Adoption,
-    /// How long an allocation that finds no room waits for queued work, at most. Default: 10 s.
+    /// How long an allocation that finds no room waits in all, at most. Default: 10 s.
     ///
-    /// A wait for the whole device has no deadline. An allocation makes one for memory whose work
-    /// nothing else can prove to be done ([`Block`](crate::Block) has an example), and to release
-    /// memory on a device without virtual memory.
+    /// A wait for the whole device begins in this time, but may end later: the driver has no such
+    /// wait with a deadline. An allocation makes one for memory whose work nothing else can prove
+    /// to be done ([`Block`](crate::Block) has an example), and to release memory on a device
+    /// without virtual memory.
     pub wait: Duration,
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take. Default: 0.

@@ -30,7 +30,10 @@ use span::SpanContext;
 use crate::{
     PoolConfig,
     base::{
-        driver::notify_observer, released::Released, stranded::release_or_strand, waits::try_wait,
+        driver::notify_observer,
+        released::Released,
+        stranded::release_or_strand,
+        waits::{has_passed, try_wait, wait_for_epoch},
     },
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
@@ -484,13 +487,17 @@ impl DedicatedPool {
     }
 
     /// Waits until `until` for the work of a retiring span. Returns whether there was any. Blocks.
+    /// A wait for the device has no deadline, but does not begin after `until`.
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().retiring.clone();
         for span in spans {
-            if try_wait(|| span.wait(until))? {
+            if try_wait(|| span.wait(|timeline, epoch| wait_for_epoch(timeline, epoch, until)))? {
                 return Ok(true);
             }
-            if span.needs_synchronize() && self.announced.load(Ordering::Relaxed) == 0 {
+            if span.needs_synchronize()
+                && self.announced.load(Ordering::Relaxed) == 0
+                && !has_passed(until)
+            {
                 return span.synchronize_if_required().map(|()| true);
             }
         }
@@ -638,7 +645,8 @@ impl Drop for DedicatedPool {
         );
         for span in left {
             // After a failed wait, the check below finds the work not done, and the memory is kept.
-            let _ = span.wait(None).and_then(|_| span.synchronize_if_required());
+            let waited = span.wait(|timeline, epoch| timeline.wait(epoch, None));
+            let _ = waited.and_then(|_| span.synchronize_if_required());
             // A later sweep retries what the driver refuses. Memory with open uses stays mapped and
             // charged.
             let reap = |span: &mut Arc<Span>| match span.reap() {

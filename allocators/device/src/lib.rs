@@ -57,7 +57,7 @@
 //! |---|---|---|---|
 //! | driver's own pool ([`StreamOrdered`]) | unused reserved memory | 50 µs + 0.4 µs/MiB | no |
 //! | pool that maps | memory idle now or soon | 44 µs/handle + 1.3 µs/MiB + 1 ms/peer | no |
-//! | pool that cannot map | the same | 52 µs/64 MiB + 0.4 µs/MiB | for the device |
+//! | pool that cannot map, or in bypass mode | the same | 52 µs/64 MiB + 0.4 µs/MiB | for the device |
 //! | quarantine ([`Debugging`]) | its blocks, after a read | 54 µs/MiB | for streams |
 //! | pinned memory | free regions | 50 µs/MiB + 4.4 ms of blocked launches | for the device |
 //!

@@ -52,7 +52,7 @@ pub(crate) use parkable::ParkablePool;
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request,
-    base::released::Released,
+    base::{released::Released, waits::begin_request},
     pool_core::{PoolCore, PoolHook},
     request::ValidateRequest,
 };
@@ -407,6 +407,8 @@ impl Parkable {
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let _site = site::enter();
         let request = request.checked()?.tag(self.slots.tag);
+        // One deadline for the tag's limit and for the pool.
+        let _request = begin_request();
         let of_tag = self.pool.core().charge_tag(stream, &request)?;
         let mut block = self.slots.allocate(stream, request)?;
         block.count_for_tag(of_tag);

@@ -9,6 +9,7 @@ mod warm;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
+    base::waits::begin_request,
     checked::{BlockSource, CheckedPool, QuarantineHook},
     direct::Direct,
     environment::Environment,
@@ -252,6 +253,8 @@ impl DevicePool {
     #[inline(never)]
     fn alloc_slow(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
+        // One deadline for the tag's limit and for the pool.
+        let _request = begin_request();
         let of_tag = self.core().charge_tag(stream, &request)?;
         let of_feature = self.core().allocate_from_feature(stream, request)?;
         let mut block = match (of_feature, &self.handle.alloc_path) {
@@ -283,6 +286,8 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
         let request = request.checked()?;
+        // One deadline for the tag's limit and for the pool.
+        let _request = begin_request();
         let of_tag = self.core().charge_tag(stream, &request)?;
         let of_feature = self.core().allocate_from_feature(stream, request)?;
         let mut block = match (of_feature, &self.handle.alloc_path) {

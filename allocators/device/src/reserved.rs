@@ -2,7 +2,7 @@
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    base::extent::LiveCharges,
+    base::{extent::LiveCharges, waits::begin_request},
     dedicated::{DedicatedPool, Span, SpanRelease},
     limits::LiveLimit,
     pool_core::PoolCore,
@@ -233,6 +233,8 @@ impl<T: Pod> Reserved<T> {
         let step = self.span.slot;
         let total = missing.len() as u64 * step;
         let request = Request::bytes(total).tag(self.block.tag());
+        // One deadline for the limits and for the pool.
+        let _request = begin_request();
         let mut charged = self.account.charge(&pool, &self.stream, &request)?;
         let held = self.account.held.upgrade();
         let new = pool.back_slots(

@@ -27,7 +27,10 @@ mod steps;
 
 use crate::{
     Adoption, Block, Request,
-    base::{released::Released, waits::deadline},
+    base::{
+        released::Released,
+        waits::{begin_request, deadline},
+    },
     physical::{
         handle::{Funds, HandleError},
         options::{PlaceOptions, PlaceOutcome, Readiness},
@@ -75,16 +78,17 @@ impl PoolCore {
             self.publish();
             return Err(error);
         }
+        // One deadline for all rounds.
+        let _request = begin_request();
         let mut progress = Progress { reserved, ..Progress::default() };
         let mut block = self.run_slow_path(cache, request, &mut progress);
-        let until = deadline(self.config.wait);
         // Another thread may have been moving memory between caches. Retry, since that memory may
         // be available now.
         for _ in 0..MOVE_RETRIES {
             if !matches!(block, Ok(None)) || !self.memory_moved(&progress) {
                 break;
             }
-            self.wait_for_moves(until);
+            self.wait_for_moves(deadline(self.config.wait));
             block = self.run_slow_path(cache, request, &mut progress);
         }
         let block = match block {
@@ -429,8 +433,8 @@ impl PoolCore {
         if outcome.refused.is_some() {
             progress.refused = outcome.refused;
         }
-        self.retention.record_growth(outcome.grown);
         progress.unreleased = progress.unreleased.or(outcome.unreleased);
+        self.retention.record_growth(outcome.grown);
         count(&self.counters.growths, u64::from(outcome.grown > 0));
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);

@@ -19,7 +19,7 @@ pub use export::Exported;
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    base::{driver::check_stream_device, extent::PackedRequest},
+    base::{driver::check_stream_device, extent::PackedRequest, waits::begin_request},
     block::DriverBlock,
     dedicated::{DedicatedPool, Span, SpanRelease},
     request::ValidateRequest,
@@ -132,6 +132,8 @@ impl DevicePool {
         if dedicated.is_plain() && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
+        // One deadline for the tag's limit and for the pool.
+        let _request = begin_request();
         let of_tag = core.charge_tag(stream, &request)?;
         dedicated.reap_nonblocking();
         let bytes = dedicated.round_up(request.size());

@@ -11,6 +11,7 @@ use crate::{
         errors::is_shortage,
         extent::PackedRequest,
         record::{BlockRecord, stream_of},
+        waits::deadline,
     },
     block::DriverBlock,
 };
@@ -40,8 +41,9 @@ impl CheckedPool {
         let held = loop {
             match self.source.allocate(stream, around, drawn, request.size()) {
                 Ok(held) => break held,
-                Err(error) if is_shortage(&error) && self.reclaim_quarantine(around.size()) > 0 => {
-                }
+                Err(error)
+                    if is_shortage(&error)
+                        && self.reclaim_quarantine(around.size(), deadline(self.wait)) > 0 => {}
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();

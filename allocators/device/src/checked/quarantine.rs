@@ -95,8 +95,8 @@ impl CheckedPool {
 
     /// Releases blocks until `bytes` have been returned to the pool or none is left. Returns the
     /// bytes. Blocks. Waits for other streams' uses of freed blocks on the device. If streams may
-    /// not wait for each other, the host waits up to the pool's deadline instead.
-    pub(crate) fn reclaim_quarantine(&self, bytes: u64) -> u64 {
+    /// not wait for each other, the host waits until `deadline` instead.
+    pub(crate) fn reclaim_quarantine(&self, bytes: u64, deadline: Option<Instant>) -> u64 {
         let before = self.state().returned;
         let enough = || self.state().returned - before >= bytes;
         self.collect_waiting();
@@ -107,7 +107,7 @@ impl CheckedPool {
         }
         if !enough() {
             if !self.waits {
-                self.wait_for_uses(Instant::now().checked_add(self.wait));
+                self.wait_for_uses(deadline);
             }
             self.collect_waiting_with(self.waits);
             while !enough()

@@ -2,7 +2,10 @@
 
 use super::CheckedPool;
 use crate::{
-    base::{reclaim_cost::reclaim_cost, waits::has_passed},
+    base::{
+        reclaim_cost::reclaim_cost,
+        waits::{deadline, has_passed},
+    },
     pool_core::PoolHook,
 };
 use aquifer_core::{
@@ -26,7 +29,8 @@ impl QuarantineHook {
 
 impl PoolHook for QuarantineHook {
     fn release_held_back(&self, bytes: u64) -> Option<u64> {
-        Some(self.0.upgrade()?.reclaim_quarantine(bytes))
+        let checked = self.0.upgrade()?;
+        Some(checked.reclaim_quarantine(bytes, deadline(checked.wait)))
     }
 }
 
@@ -44,7 +48,7 @@ impl Reclaim for CheckedPool {
         if has_passed(deadline) {
             return;
         }
-        self.reclaim_quarantine(bytes);
+        self.reclaim_quarantine(bytes, deadline);
         self.source().reclaim(bytes, deadline);
     }
 

@@ -17,7 +17,7 @@ use crate::{
         dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
         released::Released,
-        waits::{deadline, try_wait},
+        waits::{begin_request, deadline, try_wait, wait_for_epoch},
     },
     block::ReleaseBlock,
     dedicated::{DedicatedPool, Span, SpanRelease, slot_pool::SlotRanges},
@@ -250,6 +250,8 @@ impl ParkablePool {
         if let Some(error) = pool.refuse_oversized(request.size(), self.tag) {
             return Err(error);
         }
+        // One deadline for growth and for the wait after it.
+        let _request = begin_request();
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let own = Some(stream.timeline());
         let done = |deps: &StreamDeps| dependencies::is_done_except(deps, own);
@@ -286,7 +288,7 @@ impl ParkablePool {
     /// Waits for the work on freed blocks until the deadline, and frees their ranges.
     fn wait_for_freed(&self, until: Option<Instant>) -> Result<()> {
         for (timeline, epoch) in latest(self.freed_work()) {
-            try_wait(|| timeline.wait(epoch, until))?;
+            try_wait(|| wait_for_epoch(&timeline, epoch, until))?;
         }
         self.poll_fences()
     }

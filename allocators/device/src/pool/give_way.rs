@@ -46,9 +46,7 @@ impl Reclaim for PoolCore {
     /// refused, releases retiring memory and empty parkable slots, records and polls fences, and
     /// releases idle memory, with the warm reserve. Before the deadline it then waits for the
     /// oldest work that keeps memory from being free, and repeats. After the deadline it makes one
-    /// pass without such a wait, or does nothing where each release waits for the device. A pass
-    /// also frees the retiring driver allocations of a pool in bypass mode, which waits for the
-    /// device in any case.
+    /// pass without such a wait, or does nothing where each release waits for the device.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
         if self.waits() && has_passed(deadline) {
             return;
@@ -63,9 +61,10 @@ impl Reclaim for PoolCore {
         self.publish();
     }
 
-    /// Returns whether each release waits for the device, as on devices without virtual memory.
+    /// Returns whether each release waits for the device: on devices without virtual memory, and in
+    /// bypass mode.
     fn waits(&self) -> bool {
-        !self.physical.is_mapped()
+        !self.physical.is_mapped() || self.dedicated.is_plain()
     }
 
     fn place(&self) -> Option<MemoryLocation> {
@@ -84,7 +83,8 @@ impl DevicePool {
     /// ([`Budget::shrink`](aquifer_core::Budget::shrink)) or charge them to it.
     ///
     /// Blocks for the time of the driver calls and, until `deadline`, for queued work and the
-    /// device. With a deadline in the past it waits for neither. `None` means no limit.
+    /// device. A wait for the device that has begun before `deadline` may end later. With a
+    /// deadline in the past it waits for neither. `None` means no limit.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};

@@ -3,7 +3,7 @@
 use super::{PoolCore, counters::count};
 use crate::{
     Adoption,
-    base::waits::try_wait,
+    base::waits::{has_passed, try_wait, wait_for_epoch},
     stream_cache::{StreamCache, pending::CollectMode},
 };
 use aquifer_core::{
@@ -135,9 +135,11 @@ impl PoolCore {
     }
 
     /// Waits for the oldest work that keeps memory from being free: first of `first`, then of
-    /// dedicated memory, then of all other caches. If there is none, waits for the device if
-    /// nothing else can prove work to be done. Returns whether there was any. Blocks, until `until`
-    /// except in waits for the device.
+    /// dedicated memory, then of all other caches, then of features. If there is none, waits for
+    /// the device if nothing else can prove work to be done. Returns whether there was any.
+    ///
+    /// Blocks until `until`. A wait for the device has no deadline, since the driver has none for
+    /// it, but it does not begin after `until`.
     pub(crate) fn wait_for_oldest(
         &self,
         first: Option<&'static StreamCache>,
@@ -150,7 +152,7 @@ impl PoolCore {
             move || {
                 let (timeline, last_free) = cache.with(|s| (s.timeline().cloned(), s.last_free));
                 let timeline = timeline.filter(|timeline| !timeline.is_done(last_free));
-                timeline.map_or(Ok(false), |timeline| timeline.wait(last_free, until))
+                timeline.map_or(Ok(false), |timeline| wait_for_epoch(&timeline, last_free, until))
             }
         };
         if let Some(first) = first
@@ -170,6 +172,17 @@ impl PoolCore {
             if try_wait(freed(cache))? {
                 return Ok(true);
             }
+        }
+        for hook in self.hooks() {
+            for (timeline, epoch) in hook.freed_work() {
+                if !timeline.is_done(epoch) && try_wait(|| wait_for_epoch(&timeline, epoch, until))?
+                {
+                    return Ok(true);
+                }
+            }
+        }
+        if has_passed(until) {
+            return Ok(false);
         }
         self.wait_unfenceable(&pass, &caches, WaitScope::All)
     }

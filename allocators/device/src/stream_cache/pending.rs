@@ -1,7 +1,7 @@
 //! Freed blocks of a cache that other streams still use.
 
 use super::{PendingFree, StreamCache};
-use crate::base::{dependencies::StreamDeps, driver::notify_observer};
+use crate::base::{dependencies::StreamDeps, driver::notify_observer, waits::wait_for_epoch};
 use aquifer_core::Result;
 use aquifer_driver::{DeviceRange, Ownership};
 use aquifer_stream::{Noted, Timeline};
@@ -147,7 +147,7 @@ impl StreamCache {
             first.into_iter().flat_map(|p| p.uses.stamped()).collect()
         });
         for (timeline, epoch) in &oldest {
-            timeline.wait(*epoch, deadline)?;
+            wait_for_epoch(timeline, *epoch, deadline)?;
         }
         if !oldest.is_empty() {
             self.collect_pending(CollectMode::Completed)?;

@@ -5,6 +5,7 @@ mod advice;
 mod bounded;
 #[path = "../../../../tests/support/counting.rs"]
 mod counting;
+mod deadlines;
 mod debugging;
 mod driver_backed;
 mod foreign;
