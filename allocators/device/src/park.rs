@@ -263,6 +263,10 @@ impl PoolHook for ParkablePools {
         self.all().iter().flat_map(|parkable| parkable.freed_work()).collect()
     }
 
+    fn free_bytes(&self) -> u64 {
+        self.all().iter().map(|parkable| parkable.empty_bytes()).sum()
+    }
+
     /// Returns slots that are wholly free to the driver.
     fn release_free(&self) -> Released {
         let mut released = Released::default();

@@ -124,6 +124,12 @@ pub(crate) trait PoolHook: Any + Send + Sync {
         Vec::new()
     }
 
+    /// Returns the bytes that [`PoolHook::release_free`] releases once their work is done. Makes no
+    /// driver call.
+    fn free_bytes(&self) -> u64 {
+        0
+    }
+
     /// Returns free memory to the driver.
     fn release_free(&self) -> Released {
         Released::default()

@@ -144,6 +144,16 @@ impl SlotRanges {
         range
     }
 
+    /// Returns the bytes of the slots that are wholly free.
+    pub(crate) fn empty_bytes(&self, grid: Grid) -> u64 {
+        let whole = |range: Range| {
+            let first = (range.start - grid.base).next_multiple_of(grid.slot);
+            let end = (range.end() - grid.base) / grid.slot * grid.slot;
+            end.saturating_sub(first)
+        };
+        self.free.iter().map(|(range, _)| whole(range)).sum()
+    }
+
     /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns
     /// them.
     pub(crate) fn remove_free_slots(

@@ -512,6 +512,16 @@ impl ParkablePool {
         self.state().phase != Phase::Resident
     }
 
+    /// Returns the bytes of slots that contain no live block and no pending free. Work may still
+    /// run in them.
+    pub(crate) fn empty_bytes(&self) -> u64 {
+        let state = self.state();
+        match state.phase {
+            Phase::Resident => state.ranges.empty_bytes(self.grid()),
+            Phase::Parking | Phase::Parked | Phase::Resuming => 0,
+        }
+    }
+
     /// Returns slots to the driver that contain no live block and no running work.
     pub(crate) fn trim(&self) -> Released {
         // Work that cannot be polled counts as running.

@@ -14,7 +14,8 @@ impl PoolCore {
         let _only_once = self.registration.set(self.budget.on_need(self));
     }
 
-    /// Returns the bytes that are in no live block, including those of pending frees.
+    /// Returns the bytes that are in no live block and that a trim could release now or soon,
+    /// including those of pending frees.
     fn idle(&self) -> u64 {
         let pass = self.scratch.begin();
         let live: u64 =
@@ -23,7 +24,8 @@ impl PoolCore {
         let idle = held.saturating_sub(live);
         // Memory that shares a handle with a live block is kept. The number is not rounded: a
         // reclaimer that failed is called again when it changes.
-        (if idle >= unit { idle } else { 0 }) + self.dedicated.retiring()
+        let of_features: u64 = self.hooks().map(|hook| hook.free_bytes()).sum();
+        (if idle >= unit { idle } else { 0 }) + self.dedicated.retiring() + of_features
     }
 }
 
@@ -33,9 +35,10 @@ impl Reclaim for PoolCore {
     }
 
     /// Returns the bytes of the caches' memory that are in no live block, whether free, pending or
-    /// spare, and the pending bytes of dedicated memory. The warm reserve counts. So do free bytes
-    /// beside a live block in one handle, although they cannot be released, but in all less than
-    /// one slot counts as nothing. Free memory of graphs and of parkable blocks does not count.
+    /// spare, the pending bytes of dedicated memory, and empty parkable slots. The warm reserve
+    /// counts. So do free bytes beside a live block in one handle, although they cannot be
+    /// released, but in all less than one slot counts as nothing. Free memory of graphs does not
+    /// count, since no reclaim releases it.
     fn offer(&self) -> Offer {
         let bytes = self.idle();
         let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE};
-use aquifer_core::{Budget, MemoryError, OutOfMemory};
+use aquifer_core::{Budget, MemoryError, OutOfMemory, Tag};
 use aquifer_device::{DevicePool, Opaque, PoolConfig, Request, StreamOrdered};
 use aquifer_driver::{Call, DeviceId, sim::Sim};
 use aquifer_stream::StreamPool;
@@ -186,6 +186,26 @@ fn the_quarantine_of_another_pool_is_reclaimed() {
     drop(take(&ours, 12).unwrap());
     assert!(theirs.stats().physical <= 4 * MIB);
     drop((ours, theirs, s));
+    assert_clean(&sim, &budget);
+}
+
+#[test]
+fn empty_parkable_slots_of_another_pool_are_reclaimed() {
+    let sim = Sim::h200(1).symbolic();
+    let budget = Budget::new("both", 16 * MIB);
+    let (ours, theirs) =
+        (open(&sim, &budget, |_| ()), open(&sim, &budget, |c| c.handle_bytes = 2 * MIB));
+    let parkable = theirs.parkable(Tag::named("to be given back")).unwrap();
+    let s = theirs.stream().unwrap();
+    let (live, gone) = (
+        parkable.alloc(&s, Request::bytes(2 * MIB)).unwrap(),
+        parkable.alloc(&s, Request::bytes(10 * MIB)).unwrap(),
+    );
+    drop(gone);
+    assert_eq!((theirs.stats().physical, theirs.stats().cached), (12 * MIB, 10 * MIB));
+    drop(take(&ours, 12).unwrap());
+    assert_eq!(theirs.stats().physical, 2 * MIB);
+    drop((live, parkable, ours, theirs, s));
     assert_clean(&sim, &budget);
 }
 
