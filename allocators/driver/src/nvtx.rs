@@ -19,10 +19,13 @@
 //! - Announcements come in the order in which things happen, and before the pool's call returns:
 //!   see [`announcement`](aquifer_core::event::announcement).
 //!
-//! Memory of graphs and parkable memory is not announced, and stays valid as a whole: launches of a
-//! graph access blocks that were freed during its capture, and parking copies whole slots. Nor are
-//! pinned memory, which tools support for allocations of the device only, and driver allocations
-//! that are one block each.
+//! - Launches of a graph access blocks that were freed during its capture. So what a block of a
+//!   graph has occupied stays a region until its memory returns to the driver.
+//! - Parking copies whole units of 512 bytes, so regions of parkable blocks are as long. Resuming
+//!   writes the contents back before the memory becomes a heap.
+//!
+//! Pinned memory is not announced, since tools support heaps in allocations of the device only. Nor
+//! are driver allocations that are one block each: the tool sees them itself.
 //!
 //! # How a tool is found
 //! As by NVIDIA's headers, version 3 of the load sequence. The file and line numbers are those of

@@ -172,17 +172,16 @@ impl Span {
     ) -> Self {
         let allocation = SpanMemory::Allocation { charge, held: held.clone() };
         let span = Self::new(place, kind, address, bytes, bytes, Some(allocation));
-        if span.is_announced() {
-            supply(span.device, address, bytes);
-        }
+        supply(span.device, address, bytes);
         span
     }
 
-    /// Returns whether a tool that checks accesses is told of the memory. Launches of a graph
-    /// access blocks that were freed when it was captured, and parking copies whole slots: both
-    /// would be reported as errors.
-    fn is_announced(&self) -> bool {
-        !matches!(self.kind, BlockKind::Graph | BlockKind::Parkable)
+    /// Announces memory in these slots to a tool that checks accesses. For the owner of parkable
+    /// memory, when nothing but blocks is accessed there any more. Must be called without a lock.
+    pub(crate) fn announce(&self, slots: &[u64]) {
+        for slot in slots {
+            supply(self.device, self.address + slot * self.slot, self.slot);
+        }
     }
 
     /// Returns the kind of block that the span is for.
@@ -292,9 +291,10 @@ impl Span {
         match self.map_each(parts, &mut mapped) {
             Ok(()) => {
                 for (slot, handle) in &mapped {
-                    // Imported memory is announced where it was allocated.
-                    if self.is_announced() && handle.bytes() > 0 {
-                        supply(self.device, self.address + slot * self.slot, self.slot);
+                    // Imported memory is announced where it was allocated, and parkable memory when
+                    // it has its contents.
+                    if self.kind != BlockKind::Parkable && handle.bytes() > 0 {
+                        self.announce(&[*slot]);
                     }
                 }
                 let memory =

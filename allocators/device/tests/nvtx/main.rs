@@ -2,20 +2,27 @@
 //!
 //! The tool, `tool.c`, writes each call to a file and checks it. Ignored tests are the programs
 //! that the others run in processes of their own, since a process has one tool.
-#![expect(unsafe_code, reason = "parks")]
+#![expect(unsafe_code, reason = "parks, captures a graph, and implements an allocator")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use aquifer_core::{Budget, DeviceId, Request, Tag};
+use allocator_api2::alloc::{AllocError, Allocator, Global};
+use aquifer_core::{Budget, DeviceId, MemoryError, Request, Tag};
 use aquifer_device::{Debugging, DevicePool, Park, PoolConfig};
 use aquifer_driver::{
-    Access,
+    Access, Call,
     sim::{DeviceConfig, Sim, SimConfig},
 };
+use aquifer_stream::Stream;
 use std::{
+    alloc::Layout,
     env, fs,
     path::{Path, PathBuf},
     process::{self, Command, Output},
-    sync::{Barrier, OnceLock},
+    ptr::NonNull,
+    sync::{
+        Arc, Barrier, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
 };
 
@@ -280,12 +287,18 @@ fn uses_every_kind_of_memory() {
 }
 
 /// Bytes of the blocks in a trace whose memory is announced, and how many of them are odd.
+/// Parkable blocks are announced in units of 512 bytes.
 fn traced(path: &Path) -> (u64, usize) {
     let text = fs::read_to_string(path).unwrap();
     let blocks = text.lines().skip(1).filter_map(|line| {
         let fields: Vec<_> = line.split(',').collect();
-        let announced = matches!(fields[5], "cached" | "stable" | "reserved");
-        (fields[1] == "a" && announced).then(|| fields[3].parse::<u64>().unwrap())
+        let bytes = fields[3].parse::<u64>().unwrap();
+        match (fields[1], fields[5]) {
+            ("a", "cached" | "stable" | "reserved") => Some(bytes),
+            ("a", "parkable") => Some(bytes.next_multiple_of(512)),
+            ("a", kind) => panic!("a block of kind {kind}"),
+            _ => None,
+        }
     });
     let blocks: Vec<_> = blocks.collect();
     (blocks.iter().sum(), blocks.iter().filter(|&&bytes| bytes % 2 == 1).count())
@@ -319,6 +332,152 @@ fn every_block_is_announced_without_a_trace_or_a_recorder_of_the_pool() {
     assert!(count(&lines, "region") > 6000, "{}", lines.len());
     assert_eq!(count(&lines, "region"), count(&lines, "region-end"));
     assert_eq!(count(&lines, "heap"), count(&lines, "heap-end"));
+}
+
+#[test]
+#[ignore = "a program of another test"]
+fn captures_a_graph() {
+    let sim = machine();
+    for device in [0, 1] {
+        let pool = pool(&sim, device, |_| ());
+        let s = pool.stream().unwrap();
+        let graphs = pool.graph_pool().unwrap();
+        let begun = record().len();
+        let work = |s: &Stream| {
+            let first = pool.alloc(s, Request::bytes(1000))?;
+            let second = pool.alloc(s, Request::bytes(1000))?;
+            let at = first.address();
+            assert_eq!(second.address(), at + 1024);
+            drop((first, second));
+            // Within the range of the first, and over the ranges of both.
+            let inner = pool.alloc(s, Request::bytes(300).tag(Tag::named("inner")))?;
+            assert_eq!(inner.address(), at);
+            drop(inner);
+            let longer = pool.alloc(s, Request::bytes(1700))?;
+            assert_eq!(longer.address(), at);
+            Ok(longer)
+        };
+        // SAFETY: 1. and 2. nothing is queued, and the blocks are of the graph pool alone.
+        let (graph, block) = unsafe { graphs.capture(&s, work) }.unwrap();
+        let at = block.address();
+        let regions = |lines: &[Line]| -> Vec<(u64, u64)> {
+            let of =
+                |line: &Line| (line.operation == "region").then_some((line.address, line.bytes));
+            lines[begun..].iter().filter_map(of).collect()
+        };
+        // Each byte that a block has occupied is in one region.
+        let announced = [(at, 1000), (at + 1024, 1000), (at + 1000, 24)];
+        assert_eq!(regions(&record()), announced);
+        graph.launch(&s).unwrap();
+        drop(block);
+        s.synchronize().unwrap();
+        pool.poll().unwrap();
+        graph.launch(&s).unwrap();
+        s.synchronize().unwrap();
+        assert_eq!(count(&record()[begun..], "region-end"), 0, "launches still access it");
+        drop((graph, graphs));
+        pool.trim(0).unwrap();
+        let record = &record()[begun..];
+        assert_eq!((count(record, "region"), count(record, "region-end")), (3, 3));
+        assert_eq!(count(record, "heap"), count(record, "heap-end"));
+    }
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn what_a_graph_has_allocated_stays_announced_until_its_memory_returns_to_the_driver() {
+    recorded("captures_a_graph", &[]);
+}
+
+/// Host memory for contents of parked blocks, which notes whether the blocks still were announced.
+#[derive(Clone, Default)]
+struct Noting(Arc<AtomicUsize>);
+
+// SAFETY: 1. the global allocator's blocks.
+unsafe impl Allocator for Noting {
+    fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        let lines = record();
+        let live = count(&lines, "region") - count(&lines, "region-end");
+        self.0.store(live, Ordering::Relaxed);
+        Global.allocate(layout)
+    }
+
+    unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+        // SAFETY: 1. the caller's promise.
+        unsafe { Global.deallocate(block, layout) }
+    }
+}
+
+#[test]
+#[ignore = "a program of another test"]
+fn parks_blocks() {
+    let sim = machine();
+    let pool = pool(&sim, 0, |config| config.handle_bytes = 2 << 20);
+    let (s, tag) = (pool.stream().unwrap(), Tag::named("parked"));
+    let parkable = pool.parkable(tag).unwrap();
+    let blocks = [1000, 3 * MIB].map(|bytes| parkable.alloc(&s, Request::bytes(bytes)).unwrap());
+    let announced = blocks.each_ref().map(|block| block.address());
+    let lines = record();
+    let of = |line: &Line| (line.operation == "region").then_some(line.address);
+    let named = lines.iter().filter(|line| line.operation == "name" && line.name == "parked");
+    let starts: Vec<_> = lines.iter().filter_map(of).collect();
+    assert!(announced.iter().all(|address| starts.contains(address)), "{lines:?}");
+    assert_eq!(named.count(), starts.len());
+    let bytes: u64 =
+        lines.iter().filter(|line| line.operation == "region").map(|line| line.bytes).sum();
+    assert_eq!(bytes, 1024 + 3 * MIB, "whole units of 512 bytes, as they are copied");
+
+    let noting = Noting::default();
+    // SAFETY: 1. no work of the blocks is left, and no view of them exists.
+    unsafe { pool.park(tag, Park::save_in(noting.clone())) }.unwrap();
+    assert_eq!(noting.0.load(Ordering::Relaxed), starts.len(), "the copies read blocks");
+    let parked = record();
+    assert_eq!(count(&parked, "region"), count(&parked, "region-end"));
+    assert_eq!(count(&parked, "heap"), count(&parked, "heap-end"));
+
+    // Contents are written back before there is a heap.
+    sim.fail(Call::CopyToDevice, 1, 999);
+    assert!(pool.resume(tag, None).is_err());
+    sim.clear_failures();
+    assert_eq!(count(&record(), "heap"), count(&parked, "heap"));
+    pool.resume(tag, None).unwrap();
+    let resumed = record();
+    assert_eq!(count(&resumed, "heap"), 2 * count(&parked, "heap"));
+    assert_eq!(count(&resumed, "region"), 2 * starts.len());
+    drop(blocks);
+    s.synchronize().unwrap();
+    pool.trim(0).unwrap();
+    let ended = record();
+    assert_eq!(count(&ended, "region"), count(&ended, "region-end"));
+    assert_eq!(count(&ended, "heap"), count(&ended, "heap-end"));
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn parkable_blocks_are_announced_while_they_are_resident_and_not_before_their_contents() {
+    recorded("parks_blocks", &[]);
+}
+
+#[test]
+#[ignore = "a program of another test"]
+fn opens_a_pool_with_a_wrong_setting() {
+    let opened = DevicePool::open(machine().driver(), DeviceId(0), PoolConfig::default());
+    let Err(MemoryError::BadSetting { name, value, expected }) = opened else {
+        panic!("{opened:?}")
+    };
+    assert_eq!((name, &*value, expected), ("AQUIFER_NVTX", "yes", "0 or 1"));
+}
+
+#[test]
+fn a_wrong_setting_is_an_error_of_the_call_that_opens_a_pool_and_loads_no_tool() {
+    let path = scratch("wrong.txt");
+    let environment = [
+        ("AQUIFER_NVTX", Path::new("yes")),
+        ("NVTX_INJECTION64_PATH", tool()),
+        ("NVTX_TEST_RECORD", &path),
+    ];
+    run("opens_a_pool_with_a_wrong_setting", &environment);
+    assert!(!path.exists());
 }
 
 #[test]

@@ -7,13 +7,17 @@
 
 use super::tool::{HeapHandle, MemoryTool};
 use aquifer_core::{
-    Action, Event, Tag,
+    Action, BLOCK_ALIGN, Event, Tag,
     event::{
-        MemoryLocation,
+        BlockKind, MemoryLocation,
         announcement::{Announcement, Announcer},
     },
 };
-use std::{collections::BTreeMap, ffi::CString, ops::Range};
+use std::{
+    collections::BTreeMap,
+    ffi::{CStr, CString},
+    ops::Range,
+};
 
 /// The most characters of a name that compute-sanitizer accepts.
 const NAME_CHARACTERS: usize = 49;
@@ -105,19 +109,35 @@ impl PoolAnnouncer {
     }
 
     fn allocate(&mut self, event: &Event) {
-        // Imported memory has no bytes here.
-        let range = event.address..event.address.saturating_add(event.bytes);
+        let bytes = match event.kind {
+            // Parking copies whole units of allocation.
+            BlockKind::Parkable => event.bytes.next_multiple_of(BLOCK_ALIGN),
+            _ => event.bytes,
+        };
+        let range = event.address..event.address.saturating_add(bytes);
+        let name = region_name(event.tag);
+        if event.kind == BlockKind::Graph {
+            for gap in self.gaps_in(&range) {
+                self.begin_region(gap, name.as_deref());
+            }
+        } else {
+            self.end_regions(&range);
+            self.begin_region(range, name.as_deref());
+        }
+    }
+
+    /// Registers a range that overlaps no region, with a piece in each heap.
+    fn begin_region(&mut self, range: Range<u64>, name: Option<&CStr>) {
         let heaps = self.heaps_in(&range);
+        // Imported memory has no bytes here.
         if range.is_empty() || heaps.is_empty() {
             return;
         }
-        self.end_regions(&range);
-        let name = region_name(event.tag);
         let mut pieces = Vec::with_capacity(heaps.len());
         for (address, heap) in heaps {
             let (start, end) = (address.max(range.start), heap.end.min(range.end));
             self.tool.register_region(heap.handle, start, end - start);
-            if let Some(name) = &name {
+            if let Some(name) = name {
                 self.tool.name_region(start, name);
             }
             pieces.push(start);
@@ -125,9 +145,28 @@ impl PoolAnnouncer {
         self.regions.insert(range.start, AnnouncedRegion { end: range.end, pieces, freed: false });
     }
 
+    /// Returns the parts of a range that are in no region, by address.
+    fn gaps_in(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let before = self.regions.range(..range.start).next_back();
+        let mut at = before.map_or(range.start, |(_, region)| region.end.max(range.start));
+        let mut gaps = Vec::new();
+        for (&address, region) in self.regions.range(range.clone()) {
+            if at < address {
+                gaps.push(at..address);
+            }
+            at = region.end;
+        }
+        if at < range.end {
+            gaps.push(at..range.end);
+        }
+        gaps
+    }
+
     fn record(&mut self, event: &Event) {
         match event.action {
             Action::Allocate => self.allocate(event),
+            // Launches access what was freed when the graph was captured.
+            Action::Free | Action::Complete if event.kind == BlockKind::Graph => {}
             Action::Free => {
                 if let Some(region) = self.regions.get_mut(&event.address) {
                     region.freed = true;
