@@ -12,21 +12,19 @@
 //! | `source` | the forms of input |
 //! | `layout` | recorded addresses as spans, and first fit for inputs without addresses |
 //! | `extents` | ranges of an address space |
-//! | `names` | interned text and call stacks |
 
 mod builder;
 mod extents;
 mod layout;
 mod model;
-mod names;
 mod source;
 
+pub use crate::names::{InternTable, NameTable, StackTable};
 pub use extents::ExtentTree;
 pub use model::{
     AddressSource, AddressSpan, BlockColumns, HistoryAction, HistoryClock, HistoryMark,
     HistoryStep, MarkKind, MemoryHistory,
 };
-pub use names::{InternTable, NameTable, StackTable};
 
 #[cfg(test)]
 mod tests;

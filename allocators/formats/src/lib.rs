@@ -7,6 +7,7 @@
 //! | `trace` | `Trace`: reads these two and our own format for a replay, with the feature `read` |
 //! | `history` | `MemoryHistory`: reads the same for an analysis, with the feature `read` |
 //! | `pickle` | Python pickles, which snapshots are |
+//! | `names` | interned text and call stacks |
 //!
 //! [`TraceFile`](aquifer_core::event::TraceFile) writes our own format. Compressed files are read
 //! as well, so the feature `read` builds decoders of xz, gzip and zstd.
@@ -14,6 +15,8 @@
 
 #[cfg(feature = "read")]
 pub mod history;
+#[cfg(feature = "read")]
+mod names;
 mod pickle;
 pub mod rmm;
 pub mod snapshot;

@@ -1,7 +1,9 @@
 //! A history: columns of blocks, the order of what happened, and what is known besides.
 
-use super::{NameTable, StackTable};
-use crate::trace::{TraceDevice, TraceFormat};
+use crate::{
+    names::{NameTable, StackTable},
+    trace::{TraceDevice, TraceFormat},
+};
 use aquifer_core::event::BlockKind;
 use std::ops::Range;
 

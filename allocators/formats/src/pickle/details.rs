@@ -7,7 +7,7 @@
 //! - Text is stored once. Only the first 4 KiB of longer text are kept.
 
 use super::{Word, value::Value};
-use crate::history::{NameTable, StackTable};
+use crate::names::{NameTable, StackTable};
 
 /// The interned values and the events.
 #[derive(Debug, Default)]

@@ -19,7 +19,7 @@ use super::{
     details::{Details, EventRecord},
     value::Value,
 };
-use crate::history::{NameTable, StackTable};
+use crate::names::{NameTable, StackTable};
 use std::{
     collections::HashMap,
     error, fmt,
@@ -155,7 +155,10 @@ impl fmt::Display for PickleError {
             PickleFault::Mismatch => f.write_str("the pickle puts items into what holds none"),
             PickleFault::Number => f.write_str("a number that is none"),
             PickleFault::Memo(number) => write!(f, "memo {number} is asked for and was never put"),
-            PickleFault::TooLarge(most) => write!(f, "more than {most} objects and items"),
+            PickleFault::TooLarge(most) => write!(
+                f,
+                "more than {most} objects and items, which are all that are kept; record fewer events"
+            ),
             PickleFault::Behind => f.write_str("the pickle ends here, and the file does not"),
         }
     }
@@ -703,6 +706,7 @@ mod tests {
             let bytes = [head, &body.repeat(5000)].concat();
             let error = bounded(&mut bytes.as_slice(), 1000, detailed).map(|_| ()).unwrap_err();
             assert!(matches!(error.fault, PickleFault::TooLarge(1000)), "{body:?}: {error}");
+            assert!(error.to_string().contains("more than 1000 objects and items"), "{error}");
             assert!(error.at < 3000, "{body:?}: {error}");
         }
     }

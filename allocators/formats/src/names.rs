@@ -5,7 +5,7 @@ use std::{borrow::Borrow, collections::HashMap, hash::Hash, sync::Arc};
 /// Different values by number, from 0 on, in the order of their first use. Value 0 is the empty
 /// one.
 ///
-/// See the example of [`MemoryHistory`](super::MemoryHistory).
+/// See the example of [`MemoryHistory`](crate::history::MemoryHistory).
 #[derive(Debug)]
 pub struct InternTable<T: ?Sized + Eq + Hash> {
     numbers: HashMap<Arc<T>, u32>,
