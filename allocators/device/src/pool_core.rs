@@ -80,6 +80,8 @@ pub(crate) struct PoolCore {
     pub(crate) counters: Counters,
     /// What other processes are shown.
     pub(crate) status: PoolPublisher,
+    /// The limit that the recorder was told last: `u64::MAX` for none.
+    recorded_limit: Mutex<u64>,
     pub(crate) sharing_policy: SharingPolicy,
     pub(crate) retention: Retention,
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
@@ -186,6 +188,7 @@ impl PoolCore {
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             status,
+            recorded_limit: Mutex::new(u64::MAX),
             sharing_policy: SharingPolicy::new(sharing),
             retention: Retention::new(config.release_threshold, config.stream_cache),
             config,

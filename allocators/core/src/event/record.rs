@@ -25,6 +25,9 @@ pub enum Action {
     Fail,
     /// A debugging pool found an error: the bytes, the location or the owner of a block are wrong.
     Finding,
+    /// The lowest limit among a pool's budget and those above it: when the pool is opened, and by
+    /// the pool's next slow path after a change.
+    Limit,
 }
 
 /// The kind of a block, by the way its memory is held.
@@ -120,8 +123,8 @@ pub struct Event {
     pub stream: u32,
     /// The address of the block or range.
     pub address: u64,
-    /// Bytes: the requested size for allocations, frees and completions, otherwise the size taken
-    /// or released.
+    /// Bytes: the requested size for allocations, frees and completions, the limit for
+    /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), otherwise the size taken or released.
     pub bytes: u64,
     /// The kind of memory.
     pub kind: BlockKind,

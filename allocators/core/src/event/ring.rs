@@ -220,7 +220,7 @@ impl fmt::Debug for RingSink {
     }
 }
 
-const ACTIONS: [Action; 9] = [
+const ACTIONS: [Action; 10] = [
     Action::Allocate,
     Action::Free,
     Action::Complete,
@@ -230,6 +230,7 @@ const ACTIONS: [Action; 9] = [
     Action::Adopt,
     Action::Fail,
     Action::Finding,
+    Action::Limit,
 ];
 
 /// Packs an event into five words: time, address, bytes, location, and the rest.

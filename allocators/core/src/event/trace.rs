@@ -6,6 +6,7 @@
 //!
 //! ```text
 //! t_us,op,id,bytes,stream,kind,device,tag,address,thread
+//! 0,l,0,8589934592,0,cached,0,,,1
 //! 0,a,1,4096,2,cached,0,,0x7f0000000000,1
 //! 7,a,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
 //! 7,f,1,4096,2,cached,0,,0x7f0000000000,1
@@ -25,8 +26,13 @@
 //!   - `m`: the pool moved physical memory of free ranges to other addresses.
 //!   - `x`: an allocation failed.
 //!   - `v`: a debugging pool found an error.
-//! - `id`: the number of the block, from 1 on and unique. 0 in `g`, `s`, `m`, `x` and `v`.
-//! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v`.
+//!   - `l`: the limit of a device pool's memory from here on: the lowest one of its budget and
+//!     those above it. Written when the pool is opened and has a limit, and by its next slow path
+//!     after a change. Older files have no such lines.
+//! - `id`: the number of the block, from 1 on and unique. 0 in lines that are about no block: `g`,
+//!   `s`, `m`, `x`, `v` and `l`.
+//! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v`, and in
+//!   `l` if there is no limit any more.
 //! - `stream`: the stream's number in its pool. In `a` it is the stream of the allocation, in `f`
 //!   that of the free. 0 if there is none. Numbers of different devices are unrelated.
 //! - `kind`: the name of a [`BlockKind`].
@@ -161,7 +167,7 @@ impl State {
     /// Writes a line that is about no traced block.
     fn write_mark(&mut self, event: &Event, op: char) {
         let Event { bytes, kind, tag, .. } = *event;
-        if bytes > 0 || op == 'v' {
+        if bytes > 0 || matches!(op, 'v' | 'l') {
             self.write(event, op, TracedBlock { id: 0, bytes, kind, tag, freed: false });
         }
     }
@@ -207,6 +213,10 @@ impl State {
             Action::Move => self.write_mark(event, 'm'),
             Action::Fail => self.write_mark(event, 'x'),
             Action::Finding => self.write_mark(event, 'v'),
+            Action::Limit => {
+                let bytes = if bytes == u64::MAX { 0 } else { bytes };
+                self.write_mark(&Event { bytes, ..*event }, 'l');
+            }
             Action::Allocate | Action::Adopt => {}
         }
     }

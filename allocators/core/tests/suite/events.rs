@@ -198,6 +198,9 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
     tell(&recorder, Action::Move, 0x3000, 4096);
     tell(&recorder, Action::Move, 0x3000, 0);
     tell(&recorder, Action::Finding, 0x4000, 0);
+    // A limit, and none any more.
+    tell(&recorder, Action::Limit, 0, 1 << 50);
+    tell(&recorder, Action::Limit, 0, u64::MAX);
     // Imported memory has no bytes of its own.
     tell(&recorder, Action::Allocate, 0x2000, 0);
     tell(&recorder, Action::Free, 0x2000, 0);
@@ -211,6 +214,8 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
         format!("x,0,9,0,cached,0,{},", "\u{fc}".repeat(512)),
         "m,0,4096,3,cached,0,,0x3000".to_owned(),
         "v,0,0,3,cached,0,,0x4000".to_owned(),
+        format!("l,0,{},3,cached,0,,", 1_u64 << 50),
+        "l,0,0,3,cached,0,,".to_owned(),
     ];
     assert_eq!(told, expected);
 }

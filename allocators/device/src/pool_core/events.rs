@@ -11,7 +11,8 @@ use aquifer_core::{
     event::{self, EventTicket},
 };
 use aquifer_driver::{DeviceRange, Ownership};
-use std::sync::atomic::Ordering;
+use aquifer_status::tightest_limit;
+use std::sync::{PoisonError, atomic::Ordering};
 
 impl PoolCore {
     /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
@@ -83,8 +84,26 @@ impl PoolCore {
         }
     }
 
+    /// Records the limit of the pool's memory if it has changed since it was last recorded. Called
+    /// with no lock held.
+    pub(crate) fn report_limit(&self) {
+        let Some(recorder) = &self.config.recorder else { return };
+        let (ticket, limit) = {
+            let mut last = self.recorded_limit.lock().unwrap_or_else(PoisonError::into_inner);
+            let limit = tightest_limit(&self.budget).unwrap_or(u64::MAX);
+            if *last == limit {
+                return;
+            }
+            *last = limit;
+            (recorder.ticket(), limit)
+        };
+        let place = event::MemoryLocation::Device(self.info.device);
+        recorder.record(ticket, recorder.event(Action::Limit, place, 0, 0, limit, Tag::NONE));
+    }
+
     /// Records an event that concerns no block.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
+        self.report_limit();
         if let Some(recorder) = &self.config.recorder {
             let event = recorder.event(
                 action,

@@ -8,8 +8,10 @@ use aquifer_core::PoolStats;
 use aquifer_status::{PoolFigures, tightest_limit};
 
 impl PoolCore {
-    /// Publishes the figures that slow paths change. Called at the end of each, with no lock held.
+    /// Publishes the figures that slow paths change, and records the limit. Called at the end of
+    /// each, with no lock held.
     pub(crate) fn publish(&self) {
+        self.report_limit();
         aquifer_status::resume();
         if aquifer_status::is_published() {
             self.status.slot().publish(|| self.published_figures());

@@ -441,6 +441,7 @@ fn every_event_of_a_pool_is_recorded_in_order() {
     rig.pool.trim(0).unwrap();
     let actions: Vec<Action> = ring.take().iter().map(|e| e.action).collect();
     let expected = [
+        Action::Limit,
         Action::Grow,
         Action::Allocate,
         Action::Free,

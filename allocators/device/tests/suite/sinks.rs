@@ -1,8 +1,8 @@
-//! Tests that a sink may use the pool whose events it receives.
+//! Tests that a sink may use the pool whose events it receives, and that it is told of limits.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE, Rig};
-use aquifer_core::{Event, EventSink, Recorder, Tag};
+use aquifer_core::{Action, Budget, Event, EventSink, Recorder, Tag, event::RingSink};
 use aquifer_device::{Debugging, DevicePool, PoolConfig, Request};
 use aquifer_driver::sim::Sim;
 use aquifer_stream::Stream;
@@ -13,6 +13,7 @@ use std::{
         mpsc,
     },
     thread,
+    time::Duration,
 };
 
 const PROGRAM: &str = "the program of a test of sinks";
@@ -86,4 +87,46 @@ fn a_sink_that_uses_the_pool_whose_events_it_receives_waits_for_nothing() {
         // Each of the blocks of a cache is allocated and freed at least.
         assert!(seen >= 6 && used == seen, "{name}: the pool served {used} of {seen}");
     }
+}
+
+#[test]
+fn the_tightest_limit_is_recorded_at_the_opening_and_before_what_a_change_has_caused() {
+    let ring = Arc::new(RingSink::new(256));
+    let machine = Budget::unlimited("machine");
+    let limits = || {
+        let events = ring.take().into_iter().filter(|e| e.action != Action::Complete);
+        events.map(|e| (e.action, e.bytes)).collect::<Vec<_>>()
+    };
+    let open = |budget: Budget| {
+        let recorder = Arc::new(Recorder::new(ring.clone()));
+        Rig::on(Sim::h200(1), 64, |c| {
+            c.recorder = Some(recorder);
+            c.budget = Some(budget);
+            c.wait = Duration::ZERO;
+        })
+    };
+    drop(open(machine.child("unlimited", u64::MAX)));
+    assert_eq!(limits(), []);
+    let rig = open(machine.child("pool", 32 * MIB));
+    assert_eq!(limits(), [(Action::Limit, 32 * MIB)]);
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let first = limits();
+    assert!(first.iter().all(|(action, _)| *action != Action::Limit), "{first:?}");
+
+    // That of a budget above counts too, and is recorded before the failure that it causes.
+    machine.set_limit(16 * MIB);
+    assert!(rig.pool.alloc(&s, Request::bytes(20 * MIB)).is_err());
+    let (told, failed) = (limits(), (Action::Fail, 20 * MIB));
+    assert_eq!(told.first(), Some(&(Action::Limit, 16 * MIB)), "{told:?}");
+    assert_eq!(told.iter().filter(|event| **event == failed).count(), 1, "{told:?}");
+    // A limit that is not the lowest one changes nothing.
+    machine.set_limit(u64::MAX);
+    rig.pool.budget().set_limit(16 * MIB);
+    rig.pool.poll().unwrap();
+    assert_eq!(limits(), []);
+    rig.pool.budget().set_limit(u64::MAX);
+    rig.pool.poll().unwrap();
+    assert_eq!(limits(), [(Action::Limit, u64::MAX)]);
+    drop(block);
 }

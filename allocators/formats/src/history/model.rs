@@ -243,6 +243,9 @@ pub struct MemoryHistory {
     pub blocks: BlockColumns,
     /// Marks, in order.
     pub marks: Vec<HistoryMark>,
+    /// The limit of the memory over time, if the input tells: each change, and the limit after it,
+    /// or none if there is no limit any more.
+    pub limits: Vec<(f64, Option<u64>)>,
     /// What happened, in order.
     pub steps: Vec<HistoryStep>,
     /// Names of streams, threads, tags, frames and marks.
@@ -289,6 +292,13 @@ impl MemoryHistory {
             HistoryAction::Complete => self.blocks.end[index],
             HistoryAction::Mark => self.marks[index].time,
         }
+    }
+
+    /// Returns the limit at a time, if the input tells it and there was one.
+    #[must_use]
+    pub fn limit_at(&self, time: f64) -> Option<u64> {
+        let behind = self.limits.partition_point(|(at, _)| *at <= time);
+        self.limits[..behind].last().and_then(|(_, limit)| *limit)
     }
 
     /// Returns the offset of an address on the axis of all spans. Returns 0 if it is in none.

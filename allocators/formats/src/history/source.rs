@@ -117,6 +117,10 @@ fn of_events(
                 builder.complete(now.1, id, bytes, stream).map_err(at)?;
                 continue;
             }
+            RowAction::Limit => {
+                builder.limits.push((now.1, Some(bytes).filter(|bytes| *bytes > 0)));
+                continue;
+            }
             RowAction::Grow => MarkKind::Grow,
             RowAction::Release => MarkKind::Release,
             RowAction::Move => MarkKind::Move,

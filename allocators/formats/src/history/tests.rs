@@ -81,6 +81,33 @@ fn rows_become_columns_with_addresses_threads_and_marks() {
 }
 
 #[test]
+fn rows_of_limits_are_read_and_those_of_older_files_need_none() {
+    let blocks = "5,a,1,1000,3,cached,0,,,1\n9,f,1,1000,3,cached,0,,,1\n";
+    let rows = format!(
+        "2,l,0,{},0,cached,0,,,1\n2,l,0,77,0,cached,1,,,1\n{blocks}\
+         11,l,0,0,0,cached,0,,,1\n12,l,0,4096,0,cached,0,,,1\n",
+        1_u64 << 50
+    );
+    let of = history(&rows, None);
+    assert_eq!(of.limits, [(0.0, Some(1 << 50)), (9.0, None), (10.0, Some(4096))]);
+    let at = [-1.0, 0.0, 8.9, 9.0, 9.9, 10.0, 99.0].map(|time| of.limit_at(time));
+    let (first, last) = (Some(1 << 50), Some(4096));
+    assert_eq!(at, [None, first, first, None, None, last, last]);
+    assert_eq!((of.blocks.len(), of.marks.len(), of.events), (1, 0, 5));
+    let older = history(blocks, None);
+    assert_eq!((older.limits.as_slice(), older.limit_at(5.0)), (&[][..], None));
+
+    // A replay passes them over.
+    let replayed = |rows: &str| {
+        let text = format!("{HEADER}\n{rows}").into_bytes();
+        Trace::from_reader(std::io::Cursor::new(text), None).unwrap()
+    };
+    let (new, old) = (replayed(&rows), replayed(blocks));
+    assert_eq!((new.blocks, new.steps, new.peak_live), (old.blocks, old.steps, old.peak_live));
+    assert_eq!((new.skipped, old.skipped), (3, 0));
+}
+
+#[test]
 fn a_file_is_as_invalid_as_for_a_replay() {
     let long = "0,a,1,5,0,cached,0,".to_owned() + &"x".repeat(5000);
     let table = [
@@ -97,6 +124,8 @@ fn a_file_is_as_invalid_as_for_a_replay() {
         "0,a,1,0,0,cached,0,,,\n",
         "0,a,1,-3,0,cached,0,,,\n",
         "0,g,0,0,0,cached,0,,,\n",
+        "0,l,0,-1,0,cached,0,,,\n",
+        "0,l,0,99999999999999999999,0,cached,0,,,\n",
         "0,a,1,99999999999999999999999,0,cached,0,,,\n",
         "0,a,1,5,0,wrong,0,,,\n",
         "0,a,1,5,0,cached,host:,,,\n",

@@ -48,6 +48,8 @@ pub(crate) enum RowAction {
     Fail,
     /// `v`
     Finding,
+    /// `l`
+    Limit,
 }
 
 /// The fields of a valid row.
@@ -126,16 +128,22 @@ impl Columns {
             "m" => RowAction::Move,
             "x" => RowAction::Fail,
             "v" => RowAction::Finding,
+            "l" => RowAction::Limit,
             _ => {
                 return Err(Fault::Field {
                     name: "op",
                     found: op.to_owned(),
-                    expected: "a, f, c, g, s, m, x or v",
+                    expected: "a, f, c, g, s, m, x, v or l",
                 });
             }
         };
         let id = Name::Id(whole("id", id, "a whole number")?);
-        let bytes = if action == RowAction::Finding && bytes == "0" { 0 } else { size(bytes)? };
+        let bytes = match (action, bytes) {
+            (RowAction::Finding, "0") => 0,
+            // 0 for none, and above the size of any block.
+            (RowAction::Limit, bytes) => whole("bytes", bytes, "a limit, a whole number")?,
+            (_, bytes) => size(bytes)?,
+        };
         let stream = whole("stream", stream, "a whole number")?;
         let device = self.device.map_or(Ok(TraceDevice::Gpu(0)), |place| device(fields[place]))?;
         let kind = self.kind.map_or(Ok(BlockKind::Cached), |place| kind(fields[place]))?;

@@ -270,6 +270,53 @@ fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
 }
 
 #[test]
+fn the_limit_is_shown_wherever_a_trace_tells_it() {
+    let folder = Folder::new("limit");
+    let input = folder.path("limited.csv");
+    let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
+    let mib = 1_u64 << 20;
+    let limit = |at: u64, bytes: u64| format!("{at},l,0,{bytes},0,cached,0,,,1\n");
+    let whole = fragmented();
+    let (head, rest) = whole.split_at(WIDE.len());
+    let (before, after) = rest.split_at(rest.find("20,f").expect("a free"));
+    let rows =
+        [head, &limit(0, 64 * mib), before, &limit(10, 9 * mib), after, &limit(50, 0)].concat();
+    fs::write(&input, rows).expect("a trace");
+    let run = &json(&[&input])["runs"][0];
+    assert_eq!(number(&run["peak"]["limit"]), 64 * mib, "when the most was live");
+    let of = |run: &Value| {
+        let series = run["series"].as_array().expect("series").iter();
+        series.filter(|series| series["name"] == "limit").cloned().collect::<Vec<_>>()
+    };
+    let (most, least) = ((64 * mib) as f64, (9 * mib) as f64);
+    let [curve] = &of(run)[..] else { panic!("{run}") };
+    let ends = ["first", "last", "min", "max"].map(|name| curve[name].as_f64());
+    assert_eq!(ends, [Some(most), None, Some(least), Some(most)]);
+    let failure = run["failures"][0]["text"].to_string();
+    assert!(failure.contains("limit 9.00 MiB"), "{failure}");
+    let said = text(&report([&input, "--text"]).stdout).to_owned();
+    assert!(
+        said.lines().any(|line| line.starts_with("limit ") && line.contains("64.00 MiB")),
+        "{said}"
+    );
+
+    assert!(report([&input, "-o", &page, "--perfetto", &counters]).status.success());
+    let (header, arrays) = payload(&fs::read_to_string(&page).expect("a page"));
+    let [curve] = &of(&header["runs"][0])[..] else { panic!("{header}") };
+    let [level] = &curve["levels"].as_array().expect("levels")[..] else { panic!("{curve}") };
+    assert_eq!(f64s(&arrays, &level["t"]), [0.0, 10.0, 50.0]);
+    let last = f64s(&arrays, &level["last"]);
+    assert!(last[..2] == [most, least] && last[2].is_nan(), "{last:?}");
+    let bytes = fs::read(&counters).expect("a trace");
+    assert!(bytes.windows(5).any(|name| name == b"limit"));
+
+    // Older traces do not tell it.
+    fs::write(&input, fragmented()).expect("a trace");
+    let run = &json(&[&input])["runs"][0];
+    assert!(run["peak"]["limit"].is_null() && of(run).is_empty(), "{run}");
+}
+
+#[test]
 fn text_fits_a_log_and_holds_nothing_that_acts_on_a_terminal() {
     let folder = Folder::new("text");
     let hostile = fragmented().replace("kv cache", "%1B[2J%E2%80%AEx%0Ay");

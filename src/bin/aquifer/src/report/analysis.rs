@@ -45,6 +45,8 @@ pub(crate) struct PeakState {
     pub(crate) graphs: Option<u64>,
     /// Pinned host memory at that time, if the input tells.
     pub(crate) pinned: Option<u64>,
+    /// The limit at that time, if the input tells one.
+    pub(crate) limit: Option<u64>,
     /// Allocated blocks.
     pub(crate) blocks: u64,
     /// Free bytes and the largest free extent, if addresses are known.
@@ -60,6 +62,8 @@ pub(crate) struct RunAnalysis {
     pub(crate) holders: Holders,
     /// The curves.
     pub(crate) curves: CurveSet,
+    /// The curve of the limit, which has times of its own, if the input tells it.
+    pub(crate) limit: Option<CurveSet>,
     /// The explained failures.
     pub(crate) failures: Vec<FailureNote>,
     /// The number of failures.
@@ -97,7 +101,22 @@ fn changes_curves(history: &MemoryHistory, step: HistoryStep) -> bool {
         || matches!(history.marks[step.index()].kind, MarkKind::Grow | MarkKind::Release)
 }
 
+/// Returns the curve of the limit, if the input tells it.
+fn limit_curve(history: &MemoryHistory) -> Option<CurveSet> {
+    let changes = &history.limits;
+    let mut curve = CurveBuilder::new(vec![Series::Limit], changes.len() as u64);
+    for (time, limit) in changes {
+        curve.push(*time, [limit.map_or(f64::NAN, |limit| limit as f64)]);
+    }
+    (!changes.is_empty()).then(|| curve.finish())
+}
+
 impl RunAnalysis {
+    /// Returns the sets of curves. Those of a set share their times.
+    pub(crate) fn curve_sets(&self) -> impl Iterator<Item = &CurveSet> {
+        [&self.curves].into_iter().chain(&self.limit)
+    }
+
     /// Analyses a history.
     pub(crate) fn of(history: &MemoryHistory, progress: &mut ProgressLine) -> Self {
         let (peak_at, changes) = find_peak(history);
@@ -113,7 +132,7 @@ impl RunAnalysis {
             }
             state.apply(*step);
             if changes_curves(history, *step) {
-                let values = series.iter().map(|series| state.value(*series));
+                let values = series.iter().map(|series| state.value(*series) as f64);
                 curves.push(history.time(*step), values);
             } else if history.marks[step.index()].kind == MarkKind::Fail {
                 failed += 1;
@@ -150,7 +169,8 @@ impl RunAnalysis {
                 curves.merged
             ));
         }
-        Self { peak, holders, curves, failures, failed, live_at_end, notes }
+        let limit = limit_curve(history);
+        Self { peak, holders, curves, limit, failures, failed, live_at_end, notes }
     }
 
     /// Returns where memory went at the peak, as JSON. The parts are disjoint.
@@ -243,6 +263,8 @@ impl<'a> Ledger<'a> {
             Series::Pending => self.pending,
             Series::Cached => self.cached().unwrap_or(0),
             Series::Physical => self.physical.unwrap_or(0),
+            // A set of its own.
+            Series::Limit => 0,
             Series::Free => self.free.as_ref().map_or(0, ExtentTree::total),
             Series::LargestFree => self.free.as_ref().map_or(0, ExtentTree::largest),
         }
@@ -331,6 +353,7 @@ impl<'a> Ledger<'a> {
                 live: self.live,
                 pending: self.pending,
                 physical: self.physical,
+                limit: self.history.limit_at(self.history.marks[mark].time),
                 cached: self.cached(),
                 free: self.free.as_ref(),
                 mapped: self.mapped.as_ref(),
@@ -365,6 +388,7 @@ impl<'a> Ledger<'a> {
             physical: self.physical,
             graphs: history.tells_kinds.then_some(graphs),
             pinned,
+            limit: history.limit_at(time),
             blocks: held.len() as u64,
             free: self.free.as_ref().map(|free| (free.total(), free.largest())),
         }

@@ -21,6 +21,8 @@ pub(crate) enum Series {
     Cached,
     /// Physical bytes.
     Physical,
+    /// The limit of physical bytes. Not a number while there is none.
+    Limit,
     /// Free bytes between blocks.
     Free,
     /// The largest free extent.
@@ -35,6 +37,7 @@ impl Series {
             Self::Pending => "pending",
             Self::Cached => "cached",
             Self::Physical => "physical",
+            Self::Limit => "limit",
             Self::Free => "free",
             Self::LargestFree => "largest_free",
         }
@@ -136,13 +139,13 @@ impl CurveBuilder {
     }
 
     /// Adds a point: the value of each curve.
-    pub(crate) fn push(&mut self, time: f64, values: impl IntoIterator<Item = u64>) {
+    pub(crate) fn push(&mut self, time: f64, values: impl IntoIterator<Item = f64>) {
         let begins = self.within == 0;
         if begins {
             self.finest.times.push(time);
         }
         let columns = self.finest.columns.iter_mut();
-        for (column, value) in columns.zip(values.into_iter().map(|value| value as f64)) {
+        for (column, value) in columns.zip(values) {
             if begins {
                 column.last.push(value);
                 if self.merged > 1 {
@@ -189,7 +192,7 @@ mod tests {
             let mut builder = CurveBuilder::new(vec![Series::Live, Series::Free], points);
             let value = |n: u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
             for n in 0..points {
-                builder.push(n as f64, [value(n), n]);
+                builder.push(n as f64, [value(n) as f64, n as f64]);
             }
             let set = builder.finish();
             let all: Vec<f64> = (0..points).map(|n| value(n) as f64).collect();

@@ -86,13 +86,15 @@ pub(crate) fn summary(runs: &[ReportRun]) -> Value {
     let describe = |run: &ReportRun| {
         let mut value = common(run);
         let history = &run.history;
-        let curves = &run.analysis.curves;
-        let series = curves.series.iter().enumerate().filter_map(|(place, series)| {
-            let [first, last, min, max] = curves.ends(place)?;
-            let name = series.name();
-            Some(json!({
-                "name": name, "unit": "bytes", "first": first, "last": last, "min": min, "max": max,
-            }))
+        let series = run.analysis.curve_sets().flat_map(|curves| {
+            curves.series.iter().enumerate().filter_map(|(place, series)| {
+                let [first, last, min, max] = curves.ends(place)?;
+                let name = series.name();
+                Some(json!({
+                    "name": name, "unit": "bytes",
+                    "first": first, "last": last, "min": min, "max": max,
+                }))
+            })
         });
         value["series"] = series.collect();
         value["blocks"] = json!(history.blocks.len());
@@ -172,6 +174,7 @@ fn peak(peak: &PeakState) -> Value {
         "pending": peak.pending,
         "cached": peak.cached,
         "physical": peak.physical,
+        "limit": peak.limit,
         "blocks": peak.blocks,
     })
 }
@@ -292,13 +295,17 @@ fn describe(
             "the finest levels of the curves are left out to keep this file small: {left_out}"
         )));
     }
-    value["series"] = series(&run.analysis.curves.series, levels, arrays);
+    let mut all = series(&run.analysis.curves.series, levels, arrays);
+    if let Some(limit) = &run.analysis.limit {
+        all.extend(series(&limit.series, limit.levels_from(0), arrays));
+    }
+    value["series"] = all.into();
     value["strings"] = json!(texts.texts);
     value["stacks"] = json!(texts.stacks);
     value
 }
 
-fn series(series: &[Series], levels: &[CurveLevel], arrays: &mut ArrayStore) -> Value {
+fn series(series: &[Series], levels: &[CurveLevel], arrays: &mut ArrayStore) -> Vec<Value> {
     let times: Vec<Value> =
         levels.iter().map(|level| arrays.f64s(level.times.iter().copied())).collect();
     let series = series.iter().enumerate().map(|(place, series)| {

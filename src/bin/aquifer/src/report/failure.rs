@@ -21,6 +21,8 @@ pub(crate) struct FailureState<'a> {
     pub(crate) pending: u64,
     /// Physical bytes, if known.
     pub(crate) physical: Option<u64>,
+    /// The limit, if the input tells one.
+    pub(crate) limit: Option<u64>,
     /// Physical bytes that no block occupies, if known.
     pub(crate) cached: Option<u64>,
     /// Free ranges, if addresses are known.
@@ -56,6 +58,9 @@ impl FailureNote {
         }
         if let (Some(cached), Some(physical)) = (state.cached, state.physical) {
             have += &format!(", cached {} of {} physical", Bytes(cached), Bytes(physical));
+        }
+        if let Some(limit) = state.limit {
+            have += &format!(", limit {}", Bytes(limit));
         }
         text.push(have);
         if let Some(free) = mark.device_free {

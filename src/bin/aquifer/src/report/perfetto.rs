@@ -4,7 +4,7 @@
 //! The format is a sequence of `TracePacket` messages. Slices of a track have to nest, so blocks
 //! that overlap in time are on different tracks, as few as possible.
 
-use super::{data::ReportRun, protobuf::ProtoMessage};
+use super::{curves::CurveSet, data::ReportRun, protobuf::ProtoMessage};
 use aquifer_formats::history::MemoryHistory;
 use std::{
     cmp::Reverse,
@@ -106,24 +106,34 @@ pub(crate) fn write(run: &ReportRun, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn write_curves(run: &ReportRun, out: &mut dyn Write) -> io::Result<()> {
-    let curves = &run.analysis.curves;
-    for (place, series) in (0_u64..).zip(&curves.series) {
+    let mut next = FIRST_CURVE;
+    for curves in run.analysis.curve_sets() {
+        write_set(curves, next, out)?;
+        next += curves.series.len() as u64;
+    }
+    Ok(())
+}
+
+/// Writes curves whose tracks have the identifiers from `first` on.
+fn write_set(curves: &CurveSet, first: u64, out: &mut dyn Write) -> io::Result<()> {
+    for (uuid, series) in (first..).zip(&curves.series) {
         let unit = ProtoMessage::default().number(field::UNIT, UNIT_BYTES);
         let track = ProtoMessage::default()
-            .number(field::UUID, FIRST_CURVE + place)
+            .number(field::UUID, uuid)
             .number(field::PARENT, PROCESS)
             .text(field::NAME, series.name())
             .message(field::COUNTER, &unit);
         descriptor(out, &track)?;
     }
     let Some(level) = curves.levels.first() else { return Ok(()) };
-    for (uuid, columns) in (FIRST_CURVE..).zip(&level.columns) {
+    for (uuid, columns) in (first..).zip(&level.columns) {
         let mut before = None;
         for (place, time) in level.times.iter().enumerate() {
             // A merged point is drawn by its extremes, and ends at its last value.
             let values = [columns.least()[place], columns.greatest()[place], columns.last[place]];
             for value in values {
-                if before == Some(value) {
+                // A counter has no value for a limit that was removed.
+                if before == Some(value) || value.is_nan() {
                     continue;
                 }
                 before = Some(value);

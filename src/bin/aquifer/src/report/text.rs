@@ -105,6 +105,7 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
             "of the live bytes: blocks of captured graphs",
         ),
         ("physical", peak.physical, "held from the driver"),
+        ("limit", peak.limit, "the most that may be held"),
         ("pinned", peak.pinned.filter(|bytes| *bytes > 0), "pinned host memory at that time"),
     ];
     for (name, bytes, remark) in parts {

@@ -43,7 +43,7 @@ function shownAtFirst(run, series) {
 function greatest(series) {
   if (!series) return 0;
   const { max } = series.levels[series.levels.length - 1];
-  return max.reduce((a, b) => Math.max(a, b), 0);
+  return max.reduce((a, b) => (b > a ? b : a), 0);
 }
 
 // The value of a curve at a time. At the peak it is the exact one: a point of a curve may stand for

@@ -12,12 +12,14 @@ function after(times, t) {
   return low;
 }
 
-// The value that holds at a time, or null before the first one.
+// The value that holds at a time. Null before the first one, and while a limit is removed.
 function valueAt(series, t) {
   const finest = series.levels[0];
   const place = after(finest.t, t) - 1;
-  return place < 0 ? null : finest.last[place];
+  return place < 0 ? null : known(finest.last[place]);
 }
+
+const known = (value) => (Number.isNaN(value) ? null : value);
 
 // The place in `level` at which the view begins: the last point at or before it.
 function beginIn(level, t) {
@@ -74,7 +76,7 @@ function sampleOne({ run, level, at, end }, places) {
   let value = null;
   let i = at;
   // What came before the view counts by its last value only.
-  if (i < end && t[i] < toTime(run, places[0])) value = last[i++];
+  if (i < end && t[i] < toTime(run, places[0])) value = known(last[i++]);
   for (let p = 0; p < places.length; p++) {
     const until = p + 1 < places.length ? toTime(run, places[p + 1]) : Infinity;
     let [least, most] = [value, value];
@@ -82,12 +84,12 @@ function sampleOne({ run, level, at, end }, places) {
     while (i < end && (t[i] < until || p + 1 === places.length)) {
       if (least === null || min[i] < least) least = min[i];
       if (most === null || max[i] > most) most = max[i];
-      value = last[i++];
+      value = known(last[i++]);
     }
     // Behind the end of its run a curve is not drawn.
     if (p > 0 && places[p - 1] >= ending) continue;
-    ys[p * 3] = least;
-    ys[p * 3 + 1] = most;
+    ys[p * 3] = known(least);
+    ys[p * 3 + 1] = known(most);
     ys[p * 3 + 2] = value;
   }
   return ys;
