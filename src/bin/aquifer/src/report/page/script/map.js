@@ -259,7 +259,10 @@ function showMapLegend() {
   }
   entries.sort((a, b) => a[0] - b[0]);
   if (others > 0) entries.push([OTHERS, plural(others, "other")]);
-  fill(byId("map-legend"), ...entries.map(([hue, name]) => make("span", {}, swatch(hue), name)));
+  // Merged blocks have no address here, and their places look free.
+  const merged = run.bands ? [`not drawn: ${plural(run.bands.count, "block")} below ${bytesText(run.bands.below)}`] : [];
+  fill(byId("map-legend"), ...entries.map(([hue, name]) => make("span", {}, swatch(hue), name)),
+    ...merged.map((text) => make("span", {}, text)));
 }
 
 function startMap() {
