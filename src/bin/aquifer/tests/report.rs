@@ -271,7 +271,7 @@ fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
 
 #[test]
 fn the_limit_is_shown_wherever_a_trace_tells_it() {
-    let folder = Folder::new("limit");
+    let folder = Folder::new("limit-curve");
     let input = folder.path("limited.csv");
     let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
     let mib = 1_u64 << 20;
