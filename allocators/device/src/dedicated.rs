@@ -166,7 +166,9 @@ impl DedicatedPool {
             accessors,
             granularity,
             step,
-            plain: granularity == 0 || (config.bypass && config.export == ExportTypes::NONE),
+            plain: granularity == 0
+                || (config.bypass && config.export == ExportTypes::NONE)
+                || config.whole_allocations,
             export: config.export,
             held: Arc::default(),
             recorder: config.recorder.clone(),

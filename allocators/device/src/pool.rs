@@ -21,7 +21,7 @@ use crate::{
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result,
 };
-use aquifer_driver::{DeviceInfo, Driver, nvtx, site};
+use aquifer_driver::{DeviceInfo, Driver, ExportTypes, nvtx, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
 use source::{BypassSource, CacheSource, draw_and_allocate};
@@ -126,7 +126,14 @@ impl DevicePool {
                 expected: "a number of bytes above zero",
             });
         }
-        let maps = info.virtual_memory && info.granularity > 0;
+        // As heaps, tools accept whole allocations of the driver, and no mappings. What only mappings
+        // can do is not given up for it.
+        config.whole_allocations = environment.nvtx
+            && config.peers.is_empty()
+            && config.export == ExportTypes::NONE
+            && config.warm_reserve == 0
+            && config.stream_cache == u64::MAX;
+        let maps = info.virtual_memory && info.granularity > 0 && !config.whole_allocations;
         config.check_retention(budget.limit(), maps)?;
         let accessors = config.accessors(&*driver, device, maps)?;
         let physical: Box<dyn Physical> = if maps {

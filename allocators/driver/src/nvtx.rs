@@ -12,20 +12,21 @@
 //! | `announcer` | which heaps and regions are announced, from the events of the pools |
 //!
 //! # What is announced
-//! - Each mapping of a physical handle and each allocation of the driver is a *heap* for
-//!   suballocation. Nothing in it may be accessed until a region is registered there.
+//! - Each allocation of the driver is a *heap* for suballocation. Nothing in it may be accessed
+//!   until a region is registered there.
 //! - Each block is a *region* of the requested bytes, from its allocation until its last use is
-//!   over. A block that crosses mappings has a region in each. It is named after its tag.
+//!   over. It is named after its tag.
 //! - Announcements come in the order in which things happen, and before the pool's call returns:
 //!   see [`announcement`](aquifer_core::event::announcement).
 //!
 //! - Launches of a graph access blocks that were freed during its capture. So what a block of a
 //!   graph has occupied stays a region until its memory returns to the driver.
-//! - Parking copies whole units of 512 bytes, so regions of parkable blocks are as long. Resuming
-//!   writes the contents back before the memory becomes a heap.
 //!
-//! Pinned memory is not announced, since tools support heaps in allocations of the device only. Nor
-//! are driver allocations that are one block each: the tool sees them itself.
+//! compute-sanitizer 2025.3 accepts a heap only if it is a whole allocation of `cuMemAlloc`. It
+//! refuses mappings (`cuMemMap`), memory of the driver's own pools, and parts of allocations, and
+//! counts each refusal as an error. So pools take whole allocations while they are announced.
+//! Parkable and reserved memory is mapped, and is not announced: it stays valid as a whole. So does
+//! pinned memory. Driver allocations that are one block each are seen by the tool itself.
 //!
 //! # How a tool is found
 //! As by NVIDIA's headers, version 3 of the load sequence. The file and line numbers are those of

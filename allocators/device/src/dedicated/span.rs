@@ -176,14 +176,6 @@ impl Span {
         span
     }
 
-    /// Announces memory in these slots to a tool that checks accesses. For the owner of parkable
-    /// memory, when nothing but blocks is accessed there any more. Must be called without a lock.
-    pub(crate) fn announce(&self, slots: &[u64]) {
-        for slot in slots {
-            supply(self.device, self.address + slot * self.slot, self.slot);
-        }
-    }
-
     /// Returns the kind of block that the span is for.
     pub(crate) fn kind(&self) -> BlockKind {
         self.kind
@@ -290,13 +282,6 @@ impl Span {
         let mut mapped = Vec::with_capacity(parts.len());
         match self.map_each(parts, &mut mapped) {
             Ok(()) => {
-                for (slot, handle) in &mapped {
-                    // Imported memory is announced where it was allocated, and parkable memory when
-                    // it has its contents.
-                    if self.kind != BlockKind::Parkable && handle.bytes() > 0 {
-                        self.announce(&[*slot]);
-                    }
-                }
                 let memory =
                     mapped.into_iter().map(|(slot, handle)| (slot, SpanMemory::Handle(handle)));
                 self.state().mapped.extend(memory);
@@ -530,12 +515,12 @@ impl Span {
             let count = run.end - run.start;
             let these: Vec<_> = slots.by_ref().take(count as usize).collect();
             let address = self.address + run.start * self.slot;
-            withdraw(self.device, address, count * self.slot);
             let ended = if self.reserved {
                 // SAFETY: 1. The callers have seen all work done that used these slots, or there
                 // was none.
                 unsafe { self.driver.unmap(self.device, address, count * self.slot) }
             } else {
+                withdraw(self.device, address, count * self.slot);
                 let _relaxed = Relaxed::enter(&*self.driver);
                 // SAFETY: 1. The address came from `mem_alloc`, and has left the table. 2. As
                 // above.

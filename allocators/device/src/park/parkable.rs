@@ -360,9 +360,6 @@ impl ParkablePool {
         };
         let _operation = OperationGuard(self);
         let backed = pool.back_slots(&self.span, stream.timeline(), self.tag, &slots, None);
-        if backed.is_ok() {
-            self.span.announce(&slots);
-        }
         let mut state = self.state();
         match backed {
             Ok(new) => {

@@ -178,8 +178,6 @@ impl ParkablePool {
         report.taken = slots.len() as u64 * self.span.slot;
         match self.restore_resident(&pool, &slots, &ranges, &pieces, until, &mut report) {
             Ok(()) => {
-                // Only now: the copies above have written outside of any block that is announced.
-                self.span.announce(&slots);
                 let mut state = self.state();
                 let (bytes, requested) = state.live();
                 self.dedicated.slot_pool_resumed(bytes, requested, self.tag);

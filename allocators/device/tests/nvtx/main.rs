@@ -2,27 +2,21 @@
 //!
 //! The tool, `tool.c`, writes each call to a file and checks it. Ignored tests are the programs
 //! that the others run in processes of their own, since a process has one tool.
-#![expect(unsafe_code, reason = "parks, captures a graph, and implements an allocator")]
+#![expect(unsafe_code, reason = "parks, and captures a graph")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use allocator_api2::alloc::{AllocError, Allocator, Global};
 use aquifer_core::{Budget, DeviceId, MemoryError, Request, Tag};
 use aquifer_device::{Debugging, DevicePool, Park, PoolConfig};
 use aquifer_driver::{
-    Access, Call,
+    Access,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
 use std::{
-    alloc::Layout,
     env, fs,
     path::{Path, PathBuf},
     process::{self, Command, Output},
-    ptr::NonNull,
-    sync::{
-        Arc, Barrier, OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Barrier, OnceLock},
     thread,
 };
 
@@ -286,16 +280,16 @@ fn uses_every_kind_of_memory() {
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
 }
 
-/// Bytes of the blocks in a trace whose memory is announced, and how many of them are odd.
-/// Parkable blocks are announced in units of 512 bytes.
+/// Bytes of the blocks in a trace whose memory is announced, and how many of them are odd. Mapped
+/// memory is not announced.
 fn traced(path: &Path) -> (u64, usize) {
     let text = fs::read_to_string(path).unwrap();
     let blocks = text.lines().skip(1).filter_map(|line| {
         let fields: Vec<_> = line.split(',').collect();
         let bytes = fields[3].parse::<u64>().unwrap();
         match (fields[1], fields[5]) {
-            ("a", "cached" | "stable" | "reserved") => Some(bytes),
-            ("a", "parkable") => Some(bytes.next_multiple_of(512)),
+            ("a", "cached" | "stable") => Some(bytes),
+            ("a", "parkable" | "reserved") => None,
             ("a", kind) => panic!("a block of kind {kind}"),
             _ => None,
         }
@@ -317,13 +311,6 @@ fn every_block_of_the_trace_is_announced_whole_and_everything_ends() {
     fs::remove_file(trace).unwrap();
     assert_eq!(count(&lines, "region"), count(&lines, "region-end"));
     assert_eq!(count(&lines, "heap"), count(&lines, "heap-end"));
-    // Blocks cross handles of 2 MiB.
-    let in_pieces = lines.windows(2).filter(|pair| {
-        pair.iter().all(|line| line.operation == "region")
-            && pair[0].address + pair[0].bytes == pair[1].address
-            && pair[1].address % (2 << 20) == 0
-    });
-    assert!(in_pieces.count() > 10);
 }
 
 #[test]
@@ -387,75 +374,6 @@ fn captures_a_graph() {
 #[test]
 fn what_a_graph_has_allocated_stays_announced_until_its_memory_returns_to_the_driver() {
     recorded("captures_a_graph", &[]);
-}
-
-/// Host memory for contents of parked blocks, which notes whether the blocks still were announced.
-#[derive(Clone, Default)]
-struct Noting(Arc<AtomicUsize>);
-
-// SAFETY: 1. the global allocator's blocks.
-unsafe impl Allocator for Noting {
-    fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-        let lines = record();
-        let live = count(&lines, "region") - count(&lines, "region-end");
-        self.0.store(live, Ordering::Relaxed);
-        Global.allocate(layout)
-    }
-
-    unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-        // SAFETY: 1. the caller's promise.
-        unsafe { Global.deallocate(block, layout) }
-    }
-}
-
-#[test]
-#[ignore = "a program of another test"]
-fn parks_blocks() {
-    let sim = machine();
-    let pool = pool(&sim, 0, |config| config.handle_bytes = 2 << 20);
-    let (s, tag) = (pool.stream().unwrap(), Tag::named("parked"));
-    let parkable = pool.parkable(tag).unwrap();
-    let blocks = [1000, 3 * MIB].map(|bytes| parkable.alloc(&s, Request::bytes(bytes)).unwrap());
-    let announced = blocks.each_ref().map(|block| block.address());
-    let lines = record();
-    let of = |line: &Line| (line.operation == "region").then_some(line.address);
-    let named = lines.iter().filter(|line| line.operation == "name" && line.name == "parked");
-    let starts: Vec<_> = lines.iter().filter_map(of).collect();
-    assert!(announced.iter().all(|address| starts.contains(address)), "{lines:?}");
-    assert_eq!(named.count(), starts.len());
-    let bytes: u64 =
-        lines.iter().filter(|line| line.operation == "region").map(|line| line.bytes).sum();
-    assert_eq!(bytes, 1024 + 3 * MIB, "whole units of 512 bytes, as they are copied");
-
-    let noting = Noting::default();
-    // SAFETY: 1. no work of the blocks is left, and no view of them exists.
-    unsafe { pool.park(tag, Park::save_in(noting.clone())) }.unwrap();
-    assert_eq!(noting.0.load(Ordering::Relaxed), starts.len(), "the copies read blocks");
-    let parked = record();
-    assert_eq!(count(&parked, "region"), count(&parked, "region-end"));
-    assert_eq!(count(&parked, "heap"), count(&parked, "heap-end"));
-
-    // Contents are written back before there is a heap.
-    sim.fail(Call::CopyToDevice, 1, 999);
-    assert!(pool.resume(tag, None).is_err());
-    sim.clear_failures();
-    assert_eq!(count(&record(), "heap"), count(&parked, "heap"));
-    pool.resume(tag, None).unwrap();
-    let resumed = record();
-    assert_eq!(count(&resumed, "heap"), 2 * count(&parked, "heap"));
-    assert_eq!(count(&resumed, "region"), 2 * starts.len());
-    drop(blocks);
-    s.synchronize().unwrap();
-    pool.trim(0).unwrap();
-    let ended = record();
-    assert_eq!(count(&ended, "region"), count(&ended, "region-end"));
-    assert_eq!(count(&ended, "heap"), count(&ended, "heap-end"));
-    assert!(sim.violations().is_empty());
-}
-
-#[test]
-fn parkable_blocks_are_announced_while_they_are_resident_and_not_before_their_contents() {
-    recorded("parks_blocks", &[]);
 }
 
 #[test]

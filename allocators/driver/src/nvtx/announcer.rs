@@ -7,7 +7,7 @@
 
 use super::tool::{HeapHandle, MemoryTool};
 use aquifer_core::{
-    Action, BLOCK_ALIGN, Event, Tag,
+    Action, Event, Tag,
     event::{
         BlockKind, MemoryLocation,
         announcement::{Announcement, Announcer},
@@ -109,12 +109,7 @@ impl PoolAnnouncer {
     }
 
     fn allocate(&mut self, event: &Event) {
-        let bytes = match event.kind {
-            // Parking copies whole units of allocation.
-            BlockKind::Parkable => event.bytes.next_multiple_of(BLOCK_ALIGN),
-            _ => event.bytes,
-        };
-        let range = event.address..event.address.saturating_add(bytes);
+        let range = event.address..event.address.saturating_add(event.bytes);
         let name = region_name(event.tag);
         if event.kind == BlockKind::Graph {
             for gap in self.gaps_in(&range) {

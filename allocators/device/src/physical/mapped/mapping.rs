@@ -3,7 +3,7 @@
 
 use super::{Mapped, plan::MappingPlan};
 use crate::physical::slots::runs;
-use aquifer_core::{Result, event::announcement::supply};
+use aquifer_core::Result;
 
 impl Mapped {
     /// Maps the planned handles and grants access to the device and its peers. If that fails, no
@@ -24,9 +24,6 @@ impl Mapped {
             plan.planned
                 .retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
             return outcome;
-        }
-        for planned in &plan.planned {
-            supply(self.device, self.address(planned.first), planned.count * self.slot);
         }
         let mut slots = self.slots();
         for planned in plan.planned.drain(..) {

@@ -17,7 +17,6 @@ use crate::{
 use aquifer_core::{
     DriverError, Result,
     budget::StrandedCount,
-    event::announcement::withdraw,
     scratch::{List, list},
 };
 use aquifer_heap::Range;
@@ -196,7 +195,6 @@ impl Drop for Mapped {
         let release = move |left: &mut Vec<(u64, u64, Vec<Mapping>)>| {
             let mut refused = None;
             left.retain(|(address, bytes, _)| {
-                withdraw(device, *address, *bytes);
                 // SAFETY: 1. every cache has been retired and its stream waited for, and so has the
                 // work that zombies wait for.
                 let unmapped = unsafe { driver.unmap(device, *address, *bytes) };

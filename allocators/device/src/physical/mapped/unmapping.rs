@@ -8,7 +8,6 @@ use crate::physical::{
 };
 use aquifer_core::{
     Result,
-    event::announcement::withdraw,
     scratch::{Bump, List, list},
 };
 use std::sync::Arc;
@@ -47,8 +46,6 @@ impl Mapped {
     /// [`ReclaimedMapping`] that [is done](ReclaimedMapping::is_done), a zombie that [is
     /// over](Zombie::is_over), or memory of a closed pool whose streams have been waited for.
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
-        // If the driver refuses, blocks there are not announced any more.
-        withdraw(self.device, self.address(first), count * self.slot);
         // SAFETY: 1. the caller's slots are in no cache, so nothing is queued for them any more,
         // and the host has seen the epochs done that cover their last use.
         let unmapped =
