@@ -11,6 +11,7 @@ pub(crate) mod extent;
 pub(crate) mod freed_addresses;
 pub(crate) mod lazy_box;
 pub(crate) mod live_blocks;
+pub(crate) mod policy_params;
 pub(crate) mod reclaim_cost;
 pub(crate) mod record;
 pub(crate) mod released;

@@ -29,25 +29,9 @@
 //!   shared free list, at the lowest ready address. They then lie side by side and leave large
 //!   holes, and small blocks stay in their own caches.
 
+use crate::base::policy_params::{POLICY, eighths};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-/// Blocks up to this size, in bytes, always come from the stream's own cache: many of them fit in
-/// one refill.
-const ALWAYS_OWN: u64 = 64 << 10;
-/// From this size on, in bytes, a block is worth searching the other streams' memory. For smaller
-/// ones the search costs more than it saves, and streams that allocate at the same time would take
-/// the same ranges from each other forever.
-const LARGE: u64 = 16 << 20;
-/// From this size on, in bytes, blocks reuse other streams' memory instead of new memory, if as
-/// much has been in use before.
-const MEDIUM: u64 = 8 << 20;
-/// A stream counts as one of several that share if it holds more than this part of all memory, or
-/// more than half of an equal share if there are many streams.
-const HOLDERS_PART: u64 = 8;
-
-/// Memory is tight when less than this part of the budget is left or free.
-const TIGHT_PART: u64 = 32;
 
 /// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -69,8 +53,7 @@ pub(crate) enum GrowthOrder {
     /// as much has been in use before and a quarter more is held.
     SharedFirst,
     /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
-    /// Also for a block of at least [`MEDIUM`] bytes if as much has been in use before, however
-    /// little is idle.
+    /// Also for a block of at least 8 MiB if as much has been in use before, however little is idle.
     ReuseFirst,
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
     /// fourths of the high-water mark of use.
@@ -96,7 +79,7 @@ pub(crate) struct SharingPolicy {
     spacious: AtomicBool,
     /// At most a third of the held memory is idle.
     ample: AtomicBool,
-    /// Nearly all of the budget is in use: see [`TIGHT_PART`].
+    /// Nearly all of the budget is in use: see [`POLICY`].
     tight: AtomicBool,
     /// There is more than one stream.
     several_streams: AtomicBool,
@@ -130,21 +113,22 @@ impl SharingPolicy {
     /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
     /// list.
     pub(crate) fn min_shared_extent(&self) -> u64 {
-        if self.shares_all() { 0 } else { LARGE }
+        if self.shares_all() { 0 } else { POLICY.large_block }
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
     /// cache may have room, and even if that stream has just freed a block of this size.
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
-        bytes > ALWAYS_OWN
-            && (self.shares_all() || bytes >= LARGE && self.surplus.load(Ordering::Relaxed))
+        bytes > POLICY.own_cache_max
+            && (self.shares_all()
+                || bytes >= POLICY.large_block && self.surplus.load(Ordering::Relaxed))
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
     /// the shared free list. For smaller blocks, cutting single units is not worth it.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
-        self.shares_all() || self.sharing && bytes >= MEDIUM
+        self.shares_all() || self.sharing && bytes >= POLICY.medium_block
     }
 
     /// Returns the choice among otherwise equal places for a block.
@@ -163,8 +147,14 @@ impl SharingPolicy {
         };
         match (self.spacious.load(Ordering::Relaxed), self.ample.load(Ordering::Relaxed)) {
             (true, true) if !again && !self.prefers_shared(bytes) => new,
-            (true, false) if !again && bytes < LARGE && held < high.saturating_mul(2) => new,
-            _ if held < high / 4 * 7 => GrowthOrder::ReuseFirst,
+            (true, false)
+                if !again
+                    && bytes < POLICY.large_block
+                    && held < eighths(high, POLICY.reuse_all_from) =>
+            {
+                new
+            }
+            _ if held < eighths(high, POLICY.compact_from) => GrowthOrder::ReuseFirst,
             _ => GrowthOrder::CompactFirst,
         }
     }
@@ -178,7 +168,9 @@ impl SharingPolicy {
     /// Returns whether a block of `bytes` should search other streams' memory because what is held
     /// was enough before.
     fn should_reuse(&self, bytes: u64) -> bool {
-        bytes >= MEDIUM && self.several_streams.load(Ordering::Relaxed) && self.fits_peak(bytes)
+        bytes >= POLICY.medium_block
+            && self.several_streams.load(Ordering::Relaxed)
+            && self.fits_peak(bytes)
     }
 
     /// Returns whether new memory for a block of `bytes` has the full size of the block, whatever
@@ -200,21 +192,28 @@ impl SharingPolicy {
     /// hysteresis keeps a loop at the border from oscillating.
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
-        let border = if self.shares_all() { limit / 8 * 3 } else { limit / 2 };
+        let border = match self.shares_all() {
+            true => eighths(limit, POLICY.separate_below),
+            false => eighths(limit, POLICY.share_above),
+        };
         let held = |stream: &&CacheFootprint| stream.live + stream.free;
         let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
         let holders =
-            streams.iter().filter(|stream| held(stream) > used / HOLDERS_PART.max(2 * some));
+            streams.iter().filter(|stream| held(stream) > used / POLICY.holder_part.max(2 * some));
         let all_shared = self.sharing && used > border && holders.count() > 1;
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
-        let (spacious, ample) = (used <= limit / 2, free <= live / 2);
-        let tight = limit.saturating_sub(used) + free < limit / TIGHT_PART;
+        let (spacious, ample) = (
+            used <= eighths(limit, POLICY.spacious_up_to),
+            free <= eighths(live, POLICY.ample_idle),
+        );
+        let tight = limit.saturating_sub(used) + free < limit / POLICY.tight_part;
         self.held.store(live + free, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        let surplus = self.sharing && streams.len() > 1 && live + free >= peak_live / 4 * 5;
+        let surplus =
+            self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, POLICY.surplus);
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
         let flags = [
@@ -238,6 +237,8 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const MEDIUM: u64 = POLICY.medium_block;
+    const LARGE: u64 = POLICY.large_block;
 
     #[test]
     fn sharing_starts_above_half_of_the_budget_and_ends_below_three_eighths() {

@@ -61,6 +61,7 @@ mod unmapping;
 mod warm;
 
 use super::{handle::HeldBytes, shared_free::SharedFreeList, slots::Slots, window::Grid};
+use crate::base::policy_params::POLICY;
 use aquifer_core::{Budget, DeviceId, MemoryError, Result, scratch::Scratch};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
@@ -74,11 +75,6 @@ use std::{
 
 /// The size classes of the caches.
 const HEAP: Config = Config::device();
-/// The maximum size of a handle in bytes. Beyond it the cost hardly falls, and the memory that one
-/// block pins grows.
-const LARGEST_HANDLE: u64 = 64 << 20;
-/// A handle is at most this fraction of what the pool could still provide.
-const HEADROOM_PARTS: u64 = 4096;
 
 /// The physical memory of one range of addresses.
 pub(crate) struct Mapped {
@@ -155,7 +151,7 @@ impl Mapped {
             base,
             bytes,
             slot,
-            max_handle_slots: if fixed { 1 } else { (LARGEST_HANDLE / slot).max(1) },
+            max_handle_slots: if fixed { 1 } else { (POLICY.largest_handle / slot).max(1) },
             compact,
             budget,
             held: Arc::default(),
@@ -205,7 +201,7 @@ impl Mapped {
     /// pins is small compared to the rest, and handles become small near the limit.
     fn largest_handle(&self, live: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
-        let slots = (left / HEADROOM_PARTS / self.slot).clamp(1, self.max_handle_slots);
+        let slots = (left / POLICY.headroom_parts / self.slot).clamp(1, self.max_handle_slots);
         1 << slots.ilog2()
     }
 

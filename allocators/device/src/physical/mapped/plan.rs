@@ -3,6 +3,7 @@
 
 use super::{Mapped, claim::Claim, free_ranges::ReclaimedMapping};
 use crate::{
+    base::policy_params::POLICY,
     physical::{
         handle::{Funds, Handle, HandleError},
         options::{PlaceOptions, PlaceOutcome, Readiness},
@@ -258,7 +259,8 @@ impl Mapped {
                 let suitable = |at: &usize| {
                     let unmapped = &plan.unmapped[*at];
                     // A new handle would be one mapping instead of four or more.
-                    unmapped.busy || unmapped.handle.bytes() * 4 > wanted * self.slot
+                    unmapped.busy
+                        || unmapped.handle.bytes() * POLICY.handles_replaced > wanted * self.slot
                 };
                 let unmapped = match fitting.filter(suitable) {
                     Some(at) => plan.unmapped.swap_remove(at),
