@@ -3,7 +3,6 @@
 pub(crate) mod address_directory;
 pub(crate) mod address_map;
 pub(crate) mod append_list;
-pub(crate) mod deferred;
 pub(crate) mod dependencies;
 pub(crate) mod driver;
 pub(crate) mod errors;
@@ -11,6 +10,7 @@ pub(crate) mod extent;
 pub(crate) mod freed_addresses;
 pub(crate) mod lazy_box;
 pub(crate) mod live_blocks;
+pub(crate) mod pending;
 pub(crate) mod policy_params;
 pub(crate) mod reclaim_cost;
 pub(crate) mod record;

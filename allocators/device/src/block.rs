@@ -2,9 +2,9 @@
 
 use crate::{
     base::{
-        deferred::DeferredFree,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
+        pending::{DeferredFree, PendingWork},
     },
     stream_cache::{BlockToken, CacheRef},
 };
@@ -101,15 +101,13 @@ impl DriverBlock {
 
     /// Releases a freed block. `uses` are those not known to be done.
     fn release(&self, extent: &BlockExtent, generation: u64, uses: Uses, until_free: UntilFree) {
-        let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
         self.releaser.release(DeferredFree {
             address: extent.address,
-            bytes,
+            bytes: self.bytes,
             tag: extent.request.tag(),
             generation,
-            timeline,
-            epoch,
-            uses,
+            timeline: self.timeline.clone(),
+            work: PendingWork::new(&self.timeline, uses),
             until_free,
         });
     }

@@ -47,8 +47,12 @@ pub use settings::{Debugging, FindingHook};
 use crate::{
     Block, DeviceBuffer, Request,
     base::{
-        deferred::DeferredFree, driver::notify_observer, extent::UntilFree,
-        freed_addresses::FreedAddresses, live_blocks::LiveBlockList, record::BlockRecord,
+        driver::notify_observer,
+        extent::UntilFree,
+        freed_addresses::FreedAddresses,
+        live_blocks::LiveBlockList,
+        pending::{DeferredFree, PendingWork},
+        record::BlockRecord,
     },
     block::ReleaseBlock,
 };
@@ -289,7 +293,7 @@ impl CheckedPool {
     /// Processes a block that its user has freed. Never blocks.
     fn quarantine_freed(&self, live: CheckedBlock, deferred: DeferredFree) {
         let CheckedBlock { record, capacity, held: Some(held), .. } = live else { return };
-        let DeferredFree { uses, until_free, generation, .. } = deferred;
+        let DeferredFree { work: PendingWork { uses, .. }, until_free, generation, .. } = deferred;
         let mut freed = QuarantinedBlock {
             record,
             capacity,

@@ -3,7 +3,7 @@
 
 use crate::{
     Block,
-    base::deferred::DeferredFree,
+    base::pending::DeferredFree,
     driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
@@ -120,15 +120,8 @@ impl DirectSource {
     /// Waits until all uses of a freed block are over. Returns whether its device still exists:
     /// after its loss no work runs, and its memory ends with its context. Blocks.
     fn wait_for_work(&self, block: &DeferredFree) -> Result<bool> {
-        let (owner_stream, uses) = (&block.timeline, &block.uses);
-        // `cuMemFree` waits for the device in practice, but does not guarantee it. These waits do.
-        let waited = (|| {
-            for noted in uses.iter() {
-                noted.on().wait(noted.epoch().unwrap_or(0), None)?;
-            }
-            owner_stream.wait(owner_stream.open(), None)
-        })();
-        match waited {
+        // `cuMemFree` waits for the device in practice, but does not guarantee it. This wait does.
+        match block.work.wait(None) {
             Err(MemoryError::DeviceLost { .. }) => Ok(false),
             waited => waited.map(|_| true),
         }

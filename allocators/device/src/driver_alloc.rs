@@ -7,11 +7,11 @@
 use crate::{
     Block, Request,
     base::{
-        deferred::DeferredFree,
-        driver::{check_stream_device, notify_observer},
+        driver::{check_stream_device, notify_observer, owner_of_freed},
         errors::is_shortage,
         extent::PackedRequest,
         freed_addresses::FreedAddresses,
+        pending::{DeferredFree, PendingUses},
         stranded::release_or_strand,
     },
     block::{DriverBlock, ReleaseBlock},
@@ -24,7 +24,7 @@ use aquifer_core::{
     Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
     Result, Tag, budget::HookRegistration,
 };
-use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream, site};
+use aquifer_driver::{DeviceRange, Driver, Ownership, site};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
@@ -357,8 +357,7 @@ impl<S: DriverSource> DriverAllocator<S> {
 
     /// Frees a block, or defers it.
     fn deallocate_or_defer(&self, mut block: DeferredFree) {
-        block.uses.forget_done();
-        if block.uses.is_open() {
+        if !block.work.uses.are_over() && block.work.uses.has_open() {
             match self.defer_while_open(block) {
                 Some(over) => block = over,
                 None => return,
@@ -384,7 +383,7 @@ impl<S: DriverSource> DriverAllocator<S> {
             self.weak_self.upgrade().map(|allocator| Arc::new(RetryOnLastUse(allocator)) as _);
         // The end of a use looks up the block under this lock.
         let mut state = self.state();
-        if listener.is_some_and(|listener| !block.uses.tell(&listener)) {
+        if listener.is_some_and(|listener| !block.work.uses.tell(&listener)) {
             return Some(block);
         }
         state.deferred.push(block);
@@ -449,10 +448,8 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
         }
         let range =
             DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };
-        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
-        let owner =
-            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
-        notify_observer(&self.driver, block.generation, range, owner);
+        let users = block.users();
+        notify_observer(&self.driver, block.generation, range, owner_of_freed(&users));
         self.deallocate_or_defer(block);
     }
 }
@@ -464,7 +461,7 @@ impl<S: DriverSource> Drop for DriverAllocator<S> {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for block in state.deferred.drain(..) {
             let release =
-                if block.uses.is_open() { None } else { self.source.release_later(&block) };
+                if block.work.uses.has_open() { None } else { self.source.release_later(&block) };
             let Some(release) = release else {
                 // Nothing can free it any more.
                 let _still_charged = ManuallyDrop::new(block.until_free);

@@ -2,8 +2,8 @@
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    base::{extent::LiveCharges, waits::begin_request},
-    dedicated::{DedicatedPool, Span, SpanRelease},
+    base::{driver::owner_of_freed, extent::LiveCharges, pending::PartsWork, waits::begin_request},
+    dedicated::{DedicatedPool, Span},
     limits::LiveLimit,
     pool_core::PoolCore,
     request::MAX_BYTES,
@@ -13,7 +13,6 @@ use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag, event::Block
 use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
-use smallvec::smallvec;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -300,8 +299,7 @@ impl<T: Pod> Reserved<T> {
         let owner_stream = self.block.home();
         let uses = self.block.uses.current(&owner_stream);
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
-        let owner =
-            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let owner = owner_of_freed(&users);
         let dedicated = &self.dedicated;
         dedicated.update_usage(|a| a.record_free(bytes, bytes, self.block.tag()));
         self.live.retain(|slot, _| !slots.contains(slot));
@@ -319,7 +317,9 @@ impl<T: Pod> Reserved<T> {
             users.is_empty(),
             self.block.tag(),
         );
-        self.span.retire(slots, smallvec![SpanRelease::free_epoch(&owner_stream)], uses);
+        let work = PartsWork::new(&owner_stream, uses);
+        work.fence_at_once();
+        self.span.retire(slots, work);
         dedicated.enqueue_retiring(&self.span);
         Ok(bytes)
     }

@@ -13,7 +13,7 @@
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
 use crate::{
-    base::deferred::DeferredFree,
+    base::pending::DeferredFree,
     driver_alloc::{DriverAllocator, DriverSource},
 };
 use aquifer_core::{
@@ -151,17 +151,9 @@ impl Dependencies<'_> {
     }
 
     fn wait_until(&self, deadline: Option<Instant>) -> Result<bool> {
-        let DeferredFree { timeline, epoch, uses, .. } = self.freed;
-        let outcome = (|| {
-            let mut done = timeline.wait(*epoch, deadline)?;
-            for noted in uses.iter() {
-                done &= noted.on().wait(noted.epoch().unwrap_or(0), deadline)?;
-            }
-            Ok(done)
-        })();
-        match outcome {
+        match self.freed.work.wait(deadline) {
             Err(MemoryError::DeviceLost { .. }) => Ok(true),
-            outcome => outcome,
+            waited => waited,
         }
     }
 
@@ -170,12 +162,7 @@ impl Dependencies<'_> {
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
     pub fn order(&self, stream: &Stream) -> Result<()> {
-        let DeferredFree { timeline, epoch, uses, .. } = self.freed;
-        stream.timeline().wait_for(timeline, *epoch)?;
-        for noted in uses.iter() {
-            stream.timeline().wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
-        }
-        Ok(())
+        self.freed.work.order_before(stream.timeline(), self.freed.address).map(drop)
     }
 }
 

@@ -3,7 +3,10 @@
 
 use crate::{
     Block,
-    base::{deferred::DeferredFree, reclaim_cost::reclaim_cost},
+    base::{
+        pending::{DeferredFree, PendingUses},
+        reclaim_cost::reclaim_cost,
+    },
     driver_alloc::{DriverAllocator, DriverSource},
 };
 use aquifer_core::{
@@ -166,10 +169,8 @@ impl DriverSource for StreamOrderedSource {
     }
 
     fn deallocate(&self, block: &DeferredFree) -> Result<()> {
-        let (owner_stream, address, uses) = (&block.timeline, block.address, &block.uses);
-        for noted in uses.iter() {
-            owner_stream.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
-        }
+        let (owner_stream, address) = (&block.timeline, block.address);
+        block.work.uses.order_before(owner_stream, address)?;
         // SAFETY: 1. it came from `pool_alloc`; each block is freed once, and kept whole if this
         // fails. 2. its owner stream, which the free is queued on, has been made to wait for all
         // other uses.

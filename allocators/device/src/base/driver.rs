@@ -1,7 +1,7 @@
 //! Checks of streams against a device, and reports to a driver's observer.
 
 use aquifer_core::{DeviceId, MemoryError, Result};
-use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, same_machine};
+use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
 use aquifer_stream::Timeline;
 use std::sync::Arc;
 
@@ -19,6 +19,11 @@ pub(crate) fn check_stream_device(
         return Err(MemoryError::WrongDevice { expected, actual });
     }
     same_machine(driver, &**stream.driver())
+}
+
+/// Returns the owner of freed memory that the streams `users` may still use.
+pub(crate) fn owner_of_freed(users: &[RawStream]) -> Ownership<'_> {
+    if users.is_empty() { Ownership::Free } else { Ownership::Pending { users } }
 }
 
 /// Reports the owner of a range to the driver's observer, if the block has a generation.

@@ -9,7 +9,10 @@
 use super::Declined;
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
-    base::{deferred::DeferredFree, extent::PackedRequest},
+    base::{
+        extent::PackedRequest,
+        pending::{DeferredFree, PendingUses, PendingWork},
+    },
     block::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{MemoryError, Result, Tag};
@@ -122,13 +125,8 @@ fn order_behind(
     uses: &mut Uses,
     ends_at_once: bool,
 ) -> Result<()> {
-    uses.forget_done();
-    // No new use of dropped memory is opened, so the stamped uses are all there are.
-    if uses.is_open() {
-        return Err(MemoryError::Busy { address });
-    }
-    for (on, epoch) in uses.stamped() {
-        owner_stream.wait_for(&on, epoch)?;
+    if !uses.are_over() {
+        uses.order_before(owner_stream, address)?;
     }
     if ends_at_once {
         owner_stream.wait(owner_stream.open(), None)?;
@@ -147,7 +145,7 @@ impl<F: Foreign> ReleaseBlock for ForeignOwner<F> {
         PendingForeign::retry_all();
         // `into_inner` has taken the value.
         let Some(foreign) = self.take() else { return };
-        let DeferredFree { address, uses, .. } = block;
+        let DeferredFree { address, work: PendingWork { uses, .. }, .. } = block;
         let (timeline, ends_at_once) = (self.timeline.clone(), self.ends_at_once);
         let foreign =
             PendingForeign { address, timeline, ends_at_once, uses, foreign: Box::new(foreign) };

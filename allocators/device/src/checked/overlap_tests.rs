@@ -3,7 +3,7 @@
 use super::{BlockSource, CheckedPool, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
-    base::{deferred::DeferredFree, extent::PackedRequest},
+    base::{extent::PackedRequest, pending::DeferredFree},
     block::{DriverBlock, ReleaseBlock},
 };
 use aquifer_core::{DeviceId, MemoryError, PoolStats, Reservation, Result};

@@ -4,6 +4,7 @@ use super::{
     CANARY, CheckedBlock, CheckedPool, Fault, Finding, GuardedBlock, POISON_FREED,
     QuarantinedBlock, guards::first_wrong, is_usable,
 };
+use crate::base::pending::PendingUses;
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::Stream;
 use std::{
@@ -45,19 +46,13 @@ impl CheckedPool {
         };
         let mut still = Vec::new();
         for mut freed in waiting {
-            for (on, epoch) in freed.uses.stamped().filter(|(on, epoch)| !on.is_done(*epoch)) {
-                // After a refusal the block stays on the list, and the next call tries again.
-                let _ = on.fence(epoch).and_then(|_| on.poll());
-            }
-            freed.uses.forget_done();
-            // No new use of a freed block is opened, so the stamped uses are all there are.
-            if wait && !freed.uses.is_open() {
-                let owner_stream = &freed.held.owner_stream;
-                // After a refusal the block stays on the list.
-                if freed.uses.stamped().all(|(on, epoch)| owner_stream.wait_for(&on, epoch).is_ok())
-                {
-                    freed.uses.clear();
-                }
+            // After a refusal the block stays on the list, and the next call tries again.
+            let _ = freed.uses.poll();
+            let ordered = |freed: &QuarantinedBlock| {
+                freed.uses.order_before(&freed.held.owner_stream, freed.record.address).is_ok()
+            };
+            if !freed.uses.are_over() && wait && ordered(&freed) {
+                freed.uses.clear();
             }
             if freed.uses.is_empty() {
                 self.retire_uses(freed);

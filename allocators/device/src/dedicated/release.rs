@@ -1,11 +1,11 @@
 //! The release of blocks that have a span of their own.
 
 use super::{DedicatedPool, Span};
-use crate::{base::deferred::DeferredFree, block::ReleaseBlock};
+use crate::{
+    base::{driver::owner_of_freed, pending::DeferredFree},
+    block::ReleaseBlock,
+};
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
-use aquifer_driver::{Ownership, RawStream};
-use aquifer_stream::Timeline;
-use smallvec::smallvec;
 use std::sync::Arc;
 
 /// Releases a block that has a span of its own.
@@ -42,24 +42,11 @@ impl Drop for CompleteOnDrop {
     }
 }
 
-impl SpanRelease {
-    /// Returns the stream and its open epoch, which covers the work of the block so far.
-    pub(crate) fn free_epoch(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
-        let epoch = timeline.open();
-        if timeline.fences_at_once() {
-            // After a refusal the epoch has no proof: the memory stays until the stream is retired.
-            let _ = timeline.fence(epoch);
-        }
-        (timeline.clone(), epoch)
-    }
-}
-
 impl ReleaseBlock for SpanRelease {
     fn release(&self, block: DeferredFree) {
         let Self { dedicated, span, block_bytes, tag } = self;
-        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
-        let owner =
-            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let users = block.users();
+        let owner = owner_of_freed(&users);
         for (address, bytes) in span.ranges() {
             dedicated.notify_observer(block.generation, address, bytes, owner);
         }
@@ -86,11 +73,8 @@ impl ReleaseBlock for SpanRelease {
         if block_bytes.is_none() {
             dedicated.report_decommit(span.ranges(), span.slot, stream, users.is_empty(), *tag);
         }
-        span.retire_whole(
-            smallvec![Self::free_epoch(&block.timeline)],
-            block.uses.follow(),
-            until_free,
-        );
+        block.work.fence_at_once();
+        span.retire_whole(block.work.into_parts(), until_free);
         dedicated.enqueue_retiring(span);
     }
 }

@@ -12,16 +12,16 @@ use super::DedicatedPool;
 use crate::{
     Block,
     base::{
-        deferred::DeferredFree,
         dependencies::StreamDeps,
         extent::{AttachedValue, PackedRequest, UntilFree},
+        pending::{DeferredFree, PartsWork, PendingUses},
     },
     block::{DriverBlock, ReleaseBlock},
     physical::{shared_free::SharedFreeList, window::Grid},
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_heap::Range;
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline, Watch};
+use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{collections::BTreeSet, mem, sync::Arc};
 
 /// The ranges of a slot pool that are in no live block.
@@ -32,47 +32,31 @@ pub(crate) struct SlotRanges {
     /// Slots that have memory, are getting it, or had it when they were parked.
     pub(crate) claimed: BTreeSet<u64>,
     /// Freed blocks that other streams still use.
-    pending: Vec<PendingSlotFree>,
-}
-
-/// A freed block that other streams still use.
-struct PendingSlotFree {
-    block: DeferredFree,
-    /// The epoch of the owner stream that covers the block's own work.
-    own: (Arc<Timeline>, u64),
+    pending: Vec<DeferredFree>,
 }
 
 /// What the freed blocks of a slot pool leave behind when the pool ends.
 #[derive(Default)]
 pub(crate) struct SlotLeftovers {
-    /// The epochs that cover the blocks' own work.
-    pub(crate) until: Vec<(Arc<Timeline>, u64)>,
-    /// Uses by other streams.
-    pub(crate) uses: Vec<Noted>,
+    pub(crate) work: PartsWork,
     /// Values to be dropped when the memory is really free.
     pub(crate) until_free: Vec<AttachedValue>,
 }
 
 impl SlotRanges {
-    /// Keeps a freed block until its uses are done. `own` covers the block's own work.
-    pub(crate) fn defer(&mut self, block: DeferredFree, own: (Arc<Timeline>, u64)) {
-        self.pending.push(PendingSlotFree { block, own });
+    /// Keeps a freed block until its uses are done.
+    pub(crate) fn defer(&mut self, block: DeferredFree) {
+        self.pending.push(block);
     }
 
     /// Moves freed blocks whose uses are done to the free ranges, and counts their bytes. With
     /// `all`, the host has seen all uses done. Returns what is to be dropped outside the lock.
     pub(crate) fn collect(&mut self, all: bool, count: impl Fn(u64)) -> Vec<DeferredFree> {
         let mut over = Vec::new();
-        for mut pending in mem::take(&mut self.pending) {
-            pending.block.uses.forget_done();
-            if !all && !pending.block.uses.is_empty() {
-                self.pending.push(pending);
-                continue;
-            }
-            let PendingSlotFree { block, own } = pending;
+        for block in self.pending.extract_if(.., |block| block.work.uses.are_over() || all) {
             count(block.bytes);
             let range = Range { start: block.address, len: block.bytes };
-            self.free.add(range, std::iter::once(own).collect());
+            self.free.add(range, block.work.own.clone());
             over.push(block);
         }
         over
@@ -80,8 +64,8 @@ impl SlotRanges {
 
     /// Returns an error if a use of a freed block is open.
     pub(crate) fn check_closed(&self) -> Result<()> {
-        match self.pending.iter().find(|pending| pending.block.uses.is_open()) {
-            Some(open) => Err(MemoryError::Busy { address: open.block.address }),
+        match self.pending.iter().find(|block| block.work.uses.has_open()) {
+            Some(open) => Err(MemoryError::Busy { address: open.address }),
             None => Ok(()),
         }
     }
@@ -93,14 +77,12 @@ impl SlotRanges {
 
     /// An iterator over the work that freed blocks depend on, except for open uses.
     pub(crate) fn pending_work(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> {
-        self.pending.iter().flat_map(|pending| {
-            std::iter::once(pending.own.clone()).chain(pending.block.uses.stamped())
-        })
+        self.pending.iter().flat_map(|block| block.work.queued())
     }
 
     /// Returns the bytes of freed blocks that other streams still use.
     pub(crate) fn pending_bytes(&self) -> u64 {
-        self.pending.iter().map(|pending| pending.block.bytes).sum()
+        self.pending.iter().map(|block| block.bytes).sum()
     }
 
     /// Returns the slot behind the last one that is claimed.
@@ -181,11 +163,12 @@ impl SlotRanges {
     /// Ends the freed blocks when the pool ends, and counts their bytes.
     pub(crate) fn end(&mut self, count: impl Fn(u64)) -> SlotLeftovers {
         let mut left = SlotLeftovers::default();
-        for PendingSlotFree { block, own } in self.pending.drain(..) {
-            left.until.push(own);
-            left.uses.extend(block.uses.follow());
-            left.until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
+        for block in self.pending.drain(..) {
             count(block.bytes);
+            let work = block.work.into_parts();
+            left.work.own.extend(work.own);
+            left.work.uses.extend(work.uses);
+            left.until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
         }
         left
     }

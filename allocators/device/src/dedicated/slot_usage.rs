@@ -10,7 +10,7 @@
 //! Pending memory is of two kinds: freed blocks that other streams still use, and retiring slots.
 
 use super::DedicatedPool;
-use crate::base::deferred::DeferredFree;
+use crate::base::pending::DeferredFree;
 use aquifer_core::{
     Action, Tag,
     event::{BlockKind, Event, EventTicket},

@@ -3,9 +3,9 @@
 
 use crate::{
     base::{
-        dependencies::{self, StreamDeps},
         extent::UntilFree,
         live_blocks::CommittedBytes,
+        pending::{PartsWork, PendingUses},
     },
     physical::handle::{Handle, HeldBytes},
 };
@@ -18,7 +18,7 @@ use aquifer_core::{
     },
 };
 use aquifer_driver::{Driver, Relaxed};
-use aquifer_stream::{Noted, Timeline};
+use aquifer_stream::Timeline;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -49,10 +49,8 @@ pub(crate) enum SpanMemory {
 /// Slots that are retiring: their owner has freed them, and they are still mapped.
 pub(crate) struct RetiringSlots {
     pub(crate) slots: Vec<(u64, SpanMemory)>,
-    /// The epochs that cover the work of the owner streams. Empty if there was none.
-    pub(crate) until: StreamDeps,
-    /// Uses by other streams.
-    pub(crate) uses: Vec<Noted>,
+    /// The work that must be over before they are unmapped.
+    work: PartsWork,
     until_free: UntilFree,
 }
 
@@ -98,29 +96,9 @@ struct State {
 }
 
 impl RetiringSlots {
-    /// Returns whether the host has seen all of its work done. Makes no driver call.
-    fn is_over(&self) -> bool {
-        dependencies::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
-    }
-
     /// Returns the streams and epochs of its work, except for open uses.
     fn work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        let uses = self.uses.iter().filter_map(|u| Some((u.on().clone(), u.epoch()?)));
-        self.until
-            .iter()
-            .cloned()
-            .chain(uses)
-            .filter(|(timeline, epoch)| !timeline.is_done(*epoch))
-            .collect()
-    }
-
-    /// Polls whether its work is done. Never blocks.
-    fn poll(&self) -> Result<()> {
-        for (timeline, epoch) in self.work() {
-            timeline.fence(epoch)?;
-            timeline.poll()?;
-        }
-        Ok(())
+        self.work.queued().filter(|(timeline, epoch)| !timeline.is_done(*epoch)).collect()
     }
 }
 
@@ -293,7 +271,7 @@ impl Span {
                 let (_, stuck, _) = self.unmap_slots(memory.collect());
                 let bytes = stuck.iter().map(|(_, memory)| memory.charged(self.slot)).sum();
                 if !stuck.is_empty() {
-                    self.add_retiring(stuck, StreamDeps::new(), Vec::new());
+                    self.add_retiring(stuck, PartsWork::default());
                 }
                 Err((error, bytes))
             }
@@ -332,45 +310,37 @@ impl Span {
         owner_stream: &Timeline,
     ) -> Result<()> {
         for retiring in again {
-            if retiring.until.is_empty() {
+            if retiring.work.own.is_empty() {
                 // The slots may leave because a step after their mapping failed, perhaps this one.
                 let opened = self.enable_access(retiring.slots.iter().map(|(slot, _)| *slot));
                 opened.map_err(|e| MemoryError::driver(self.device, e))?;
             }
-            for noted in &retiring.uses {
-                let epoch = noted.epoch().ok_or(MemoryError::Busy { address: self.address })?;
-                owner_stream.wait_for(noted.on(), epoch)?;
-            }
+            retiring.work.uses.order_before(owner_stream, self.address)?;
         }
         Ok(())
     }
 
     /// Adds slots to those that are retiring.
-    pub(crate) fn add_retiring(
-        &self,
-        slots: Vec<(u64, SpanMemory)>,
-        until: StreamDeps,
-        uses: Vec<Noted>,
-    ) {
-        self.state().retiring.push(RetiringSlots { slots, until, uses, until_free: None });
+    pub(crate) fn add_retiring(&self, slots: Vec<(u64, SpanMemory)>, work: PartsWork) {
+        self.state().retiring.push(RetiringSlots { slots, work, until_free: None });
     }
 
     /// Makes the mapped slots of a range retiring.
-    pub(crate) fn retire(&self, slots: Range<u64>, until: StreamDeps, uses: Vec<Noted>) {
+    pub(crate) fn retire(&self, slots: Range<u64>, work: PartsWork) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
         let these = state.mapped.split_off(&slots.start);
         state.mapped.extend(rest);
         let slots = these.into_iter().collect();
-        state.retiring.push(RetiringSlots { slots, until, uses, until_free: None });
+        state.retiring.push(RetiringSlots { slots, work, until_free: None });
     }
 
     /// Makes all mapped slots retiring, and closes the span.
-    pub(crate) fn retire_whole(&self, until: StreamDeps, uses: Vec<Noted>, until_free: UntilFree) {
+    pub(crate) fn retire_whole(&self, work: PartsWork, until_free: UntilFree) {
         let mut state = self.state();
         state.closed = true;
         let slots = std::mem::take(&mut state.mapped).into_iter().collect();
-        state.retiring.push(RetiringSlots { slots, until, uses, until_free });
+        state.retiring.push(RetiringSlots { slots, work, until_free });
     }
 
     /// Closes the span: the addresses are freed when nothing is mapped there any more.
@@ -396,8 +366,8 @@ impl Span {
                 retiring.slots = rest;
                 let taken: Vec<_> = taken;
                 if !taken.is_empty() {
-                    let (until, uses) = (retiring.until.clone(), retiring.uses.clone());
-                    again.push(RetiringSlots { slots: taken, until, uses, until_free: None });
+                    let work = retiring.work.clone();
+                    again.push(RetiringSlots { slots: taken, work, until_free: None });
                 }
             }
             state
@@ -453,10 +423,10 @@ impl Span {
         };
         let (mut released, mut outcome, mut rest, mut over) = (0, Ok(()), Vec::new(), Vec::new());
         for mut entry in retiring {
-            match entry.poll() {
+            match entry.work.poll() {
                 // After the loss of the device no work runs on it.
                 Err(MemoryError::DeviceLost { .. }) => {}
-                Ok(()) if entry.is_over() && !self.needs_synchronize() => {}
+                Ok(()) if entry.work.is_over() && !self.needs_synchronize() => {}
                 polled => {
                     outcome = outcome.and(polled);
                     rest.push(entry);

@@ -4,12 +4,12 @@
 use crate::{
     Block,
     base::{
-        deferred::DeferredFree,
         dependencies::{self, StreamDeps, latest},
-        driver::check_stream_device,
+        driver::{check_stream_device, owner_of_freed},
+        pending::{DeferredFree, PartsWork},
     },
     block::ReleaseBlock,
-    dedicated::{DedicatedPool, Span, SpanRelease, slot_pool::SlotRanges},
+    dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
     physical::{shared_free::SharedFreeList, window::Grid},
     pool_core::PoolCore,
     sharing_policy::Fit,
@@ -18,7 +18,7 @@ use aquifer_core::{
     Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
     panics::Contained,
 };
-use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
+use aquifer_driver::{DeviceRange, Driver, Ownership};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use smallvec::smallvec;
@@ -223,26 +223,31 @@ impl State {
         self.ranges.free.take(range).map(|_| range)
     }
 
-    /// Frees a range whose last work is `own`.
-    fn add_free(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
+    /// Frees a range of a stream, whose last work is `own`.
+    fn add_free(
+        &mut self,
+        range: Range,
+        timeline: &Arc<Timeline>,
+        own: StreamDeps,
+        capture: Option<Capture>,
+    ) {
         let open = capture.filter(|capture| {
             self.capture_lists.iter().any(|capture_list| capture_list.capture == *capture)
         });
         match open {
             Some(capture) => {
-                let timeline = own.0.clone();
-                if self.capture_list(capture, &timeline).is_none() {
+                if self.capture_list(capture, timeline).is_none() {
                     self.capture_lists.push(CaptureFreeList {
                         capture,
                         timeline: timeline.clone(),
                         free: SharedFreeList::default(),
                     });
                 }
-                if let Some(own_list) = self.capture_list(capture, &timeline) {
-                    own_list.add(range, smallvec![own]);
+                if let Some(own_list) = self.capture_list(capture, timeline) {
+                    own_list.add(range, own);
                 }
             }
-            None => self.ranges.free.add(range, smallvec![own]),
+            None => self.ranges.free.add(range, own),
         }
     }
 
@@ -389,7 +394,8 @@ impl GraphMemory {
             };
             if (first + count) * slot > span.bytes {
                 if let Some(tail) = tail {
-                    state.add_free(tail, (timeline.clone(), timeline.open()), Some(capture));
+                    let own = smallvec![(timeline.clone(), timeline.open())];
+                    state.add_free(tail, timeline, own, Some(capture));
                 }
                 return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
             }
@@ -407,7 +413,8 @@ impl GraphMemory {
                 let mut state = self.state();
                 state.ranges.unclaim(&slots);
                 if let Some(tail) = tail {
-                    state.add_free(tail, (timeline.clone(), timeline.open()), Some(capture));
+                    let own = smallvec![(timeline.clone(), timeline.open())];
+                    state.add_free(tail, timeline, own, Some(capture));
                 }
                 Err(error)
             }
@@ -623,11 +630,10 @@ impl ReleaseBlock for GraphMemory {
 
     fn release(&self, block: DeferredFree) {
         let range = Range { start: block.address, len: block.bytes };
-        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let users = block.users();
         let stream = block.timeline.number();
-        let own = SpanRelease::free_epoch(&block.timeline);
-        let owner =
-            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        block.work.fence_at_once();
+        let owner = owner_of_freed(&users);
         let (over, events) = {
             let mut state = self.state();
             let Some(live) = state.blocks.remove(&block.address) else { return };
@@ -639,10 +645,11 @@ impl ReleaseBlock for GraphMemory {
             self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
             let over = if users.is_empty() {
                 record_collected(&self.dedicated, range.len);
-                state.add_free(range, own, Some(live.capture));
+                let own = block.work.own.clone();
+                state.add_free(range, &block.timeline, own, Some(live.capture));
                 Some(block)
             } else {
-                state.ranges.defer(block, own);
+                state.ranges.defer(block);
                 None
             };
             let completed = self.dedicated.completion_events(kind, over.as_slice(), Tag::NONE);
@@ -677,7 +684,8 @@ impl Drop for GraphMemory {
             if state.has_untracked_launches {
                 span.require_synchronize();
             }
-            span.retire_whole(until.clone(), left.uses.clone(), left.take_until_free());
+            let work = PartsWork { own: until.clone(), uses: left.work.uses.clone() };
+            span.retire_whole(work, left.take_until_free());
             self.dedicated.enqueue_retiring(span);
         }
     }

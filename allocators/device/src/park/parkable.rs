@@ -13,14 +13,14 @@ use super::saved::SavedPiece;
 use crate::{
     Adoption, Block,
     base::{
-        deferred::DeferredFree,
         dependencies::{self, StreamDeps, latest},
-        driver::check_stream_device,
+        driver::{check_stream_device, owner_of_freed},
+        pending::{DeferredFree, PartsWork},
         released::Released,
         waits::{begin_request, deadline, try_wait, wait_for_epoch},
     },
     block::ReleaseBlock,
-    dedicated::{DedicatedPool, Span, SpanRelease, slot_pool::SlotRanges},
+    dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
     physical::window::Grid,
     pool_core::PoolCore,
     request::ValidateRequest,
@@ -30,7 +30,7 @@ use aquifer_core::{
     Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
     event::{BlockKind, EventTicket},
 };
-use aquifer_driver::{Ownership, RawStream};
+use aquifer_driver::Ownership;
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{
@@ -538,7 +538,7 @@ impl ParkablePool {
             // Accounted before another thread can unmap them.
             self.dedicated.slot_pool_retired(removed.len() as u64 * self.span.slot);
             for slot in &removed {
-                self.span.retire(*slot..slot + 1, StreamDeps::new(), Vec::new());
+                self.span.retire(*slot..slot + 1, PartsWork::default());
             }
             removed
         };
@@ -568,9 +568,9 @@ impl ParkablePool {
     /// Takes back a block that its owner has dropped.
     fn deallocate(&self, block: DeferredFree) {
         let range = Range { start: block.address, len: block.bytes };
-        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let users = block.users();
         let stream = block.timeline.number();
-        let own = SpanRelease::free_epoch(&block.timeline);
+        block.work.fence_at_once();
         let (over, pieces, events) = {
             let mut state = self.state();
             // A block that was never handed out is not in the list. Its maker still owns the range.
@@ -582,11 +582,7 @@ impl ParkablePool {
             let mut pieces = Vec::new();
             match state.phase {
                 Phase::Resident => {
-                    let owner = if users.is_empty() {
-                        Ownership::Free
-                    } else {
-                        Ownership::Pending { users: &users }
-                    };
+                    let owner = owner_of_freed(&users);
                     self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
                 }
                 Phase::Parking | Phase::Resuming => {
@@ -597,12 +593,12 @@ impl ParkablePool {
             let over = if !there {
                 state.ranges.free.add(range, StreamDeps::new());
                 Some(block)
-            } else if block.uses.is_empty() && state.phase == Phase::Resident {
+            } else if block.work.uses.is_empty() && state.phase == Phase::Resident {
                 self.dedicated.slot_pool_collected(range.len);
-                state.ranges.free.add(range, std::iter::once(own).collect());
+                state.ranges.free.add(range, block.work.own.clone());
                 Some(block)
             } else {
-                state.ranges.defer(block, own);
+                state.ranges.defer(block);
                 None
             };
             let event = |action| {
@@ -661,12 +657,13 @@ impl Drop for ParkablePool {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         // No block is live, but work on freed ones may still use the free ranges.
-        let mut until: Vec<_> = state.ranges.free_work().collect();
+        let mut work: Vec<_> = state.ranges.free_work().collect();
         let mut left = state.ranges.end(|bytes| self.dedicated.slot_pool_collected(bytes));
-        until.append(&mut left.until);
+        work.extend(left.work.own.drain(..));
+        left.work.own = latest(work).into();
         self.dedicated.slot_pool_retired(self.span.charged_bytes());
         let until_free = left.take_until_free();
-        self.span.retire_whole(latest(until).into(), left.uses, until_free);
+        self.span.retire_whole(left.work, until_free);
         self.dedicated.enqueue_retiring(&self.span);
     }
 }

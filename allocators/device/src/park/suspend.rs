@@ -6,7 +6,7 @@ use super::{
     saved::{self, SavedPiece},
 };
 use crate::{
-    base::{dependencies::StreamDeps, waits::deadline},
+    base::{pending::PartsWork, waits::deadline},
     pool_core::PoolCore,
 };
 use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
@@ -136,7 +136,7 @@ impl ParkablePool {
             report.saved = state.saved.iter().map(SavedPiece::bytes).sum();
             let held = self.span.charged_bytes();
             self.dedicated.slot_pool_retired(held);
-            self.span.retire(0..u64::MAX, StreamDeps::new(), Vec::new());
+            self.span.retire(0..u64::MAX, PartsWork::default());
             state.phase = Phase::Parked;
             (over, dropped, held, events)
         };
@@ -225,7 +225,7 @@ impl ParkablePool {
             Err(error) => {
                 self.state().notify_parked(self);
                 self.dedicated.slot_pool_retired(bytes);
-                self.span.retire(0..u64::MAX, StreamDeps::new(), Vec::new());
+                self.span.retire(0..u64::MAX, PartsWork::default());
                 // A refusal is retried by the next caller that reaps. Otherwise the next resume
                 // uses what is still mapped.
                 let _ = self.dedicated.reap_span(&self.span);

@@ -5,7 +5,7 @@
 //! Unclaimed slots are in no cache. Nothing here calls the driver.
 
 use super::handle::Handle;
-use aquifer_stream::Timeline;
+use crate::base::dependencies::{StreamDeps, is_done};
 use std::{collections::BTreeMap, iter, sync::Arc};
 
 /// The table of one address range. Slots are counted from its start.
@@ -40,7 +40,7 @@ pub(crate) struct Zombie {
     /// Keeps the memory charged while it is mapped here.
     pub(crate) mapping: Mapping,
     /// The epochs that must be done before it is unmapped.
-    pub(crate) until: Vec<(Arc<Timeline>, u64)>,
+    pub(crate) until: StreamDeps,
 }
 
 impl Mapping {
@@ -51,7 +51,7 @@ impl Mapping {
 
 impl Zombie {
     pub(crate) fn is_over(&self) -> bool {
-        self.until.iter().all(|(timeline, epoch)| timeline.is_done(*epoch))
+        is_done(&self.until)
     }
 }
 

@@ -1,7 +1,9 @@
 //! Freed blocks of a cache that other streams still use.
 
 use super::{PendingFree, StreamCache};
-use crate::base::{dependencies::StreamDeps, driver::notify_observer, waits::wait_for_epoch};
+use crate::base::{
+    dependencies::StreamDeps, driver::notify_observer, pending::PendingUses, waits::wait_for_epoch,
+};
 use aquifer_core::Result;
 use aquifer_driver::{DeviceRange, Ownership};
 use aquifer_stream::{Noted, Timeline};
@@ -64,27 +66,20 @@ impl StreamCache {
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
         let over = pending.extract_if(.., |entry| {
-            entry.uses.forget_done();
+            let over = entry.uses.are_over();
             let waited_for =
                 |u: Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
-            if may_wait && outcome.is_ok() && entry.uses.iter().all(waited_for) {
-                for noted in entry.uses.iter() {
-                    match noted
-                        .epoch()
-                        .map_or(Ok(false), |epoch| timeline.wait_for(noted.on(), epoch))
-                    {
-                        Ok(waited) => waits += u64::from(waited),
-                        Err(error) => {
-                            outcome = Err(error);
-                            break;
-                        }
-                    }
-                }
-                if outcome.is_ok() {
+            if over || !may_wait || outcome.is_err() || !entry.uses.iter().all(waited_for) {
+                return over;
+            }
+            match entry.uses.order_before(&timeline, entry.token.extent.address) {
+                Ok(queued) => {
+                    waits += queued;
                     entry.uses.clear();
                     // The waits are queued, and belong to the epoch that is open now.
                     entry.epoch = timeline.open();
                 }
+                Err(error) => outcome = Err(error),
             }
             entry.uses.is_empty()
         });

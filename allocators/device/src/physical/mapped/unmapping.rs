@@ -2,9 +2,12 @@
 #![expect(unsafe_code, reason = "unmaps")]
 
 use super::{Mapped, free_ranges::ReclaimedMapping};
-use crate::physical::{
-    handle::Handle,
-    slots::{Mapping, Zombie, runs},
+use crate::{
+    base::dependencies::StreamDeps,
+    physical::{
+        handle::Handle,
+        slots::{Mapping, Zombie, runs},
+    },
 };
 use aquifer_core::{
     Result,
@@ -68,7 +71,7 @@ impl Mapped {
     /// Keeps unused mappings whose removal the driver has refused, to be retried. Their memory
     /// stays charged.
     pub(super) fn zombify_mappings(&self, stuck: impl IntoIterator<Item = Mapping>) {
-        let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: Vec::new() });
+        let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: StreamDeps::new() });
         self.slots().zombies.extend(zombies);
     }
 
