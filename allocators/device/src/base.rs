@@ -17,4 +17,5 @@ pub(crate) mod record;
 pub(crate) mod released;
 pub(crate) mod retained;
 pub(crate) mod stranded;
+pub(crate) mod usage;
 pub(crate) mod waits;

@@ -53,6 +53,7 @@ use crate::{
         live_blocks::LiveBlockList,
         pending::{DeferredFree, PendingWork},
         record::BlockRecord,
+        usage::LiveUsage,
     },
     block::ReleaseBlock,
 };
@@ -160,7 +161,7 @@ struct State {
     freed: FreedAddresses,
     closed: bool,
     /// Statistics of the users' blocks.
-    own: PoolStats,
+    own: LiveUsage,
 }
 
 /// A live block.
@@ -249,7 +250,7 @@ impl CheckedPool {
                 returned: 0,
                 freed: FreedAddresses::default(),
                 closed: false,
-                own: PoolStats::default(),
+                own: LiveUsage::default(),
             }),
             registration: OnceLock::new(),
         }))
@@ -393,26 +394,22 @@ impl CheckedPool {
 
     /// Sets the peaks to what the users hold now.
     pub(crate) fn reset_peaks(&self) {
-        let own = &mut self.state().own;
-        own.peak_live = own.live;
-        own.peak_requested = own.requested;
+        self.state().own.reset_peaks();
     }
 
     /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
     /// blocks with the counters here.
     pub(crate) fn stats(&self) -> PoolStats {
-        let own = self.state().own;
-        let dedicated = self.source.unchecked_stats();
+        let mut users = PoolStats::default();
+        self.state().own.add_to(&mut users);
+        let users = users + self.source.unchecked_stats();
         let mut stats = self.source.stats();
         // Memory that is held through the checks and has no user is pending.
-        stats.pending += (stats.live - dedicated.live).saturating_sub(own.live);
-        stats.live = own.live + dedicated.live;
-        stats.requested = own.requested + dedicated.requested;
-        stats.peak_requested = own.peak_requested + dedicated.peak_requested;
-        stats.peak_live = own.peak_live + dedicated.peak_live;
-        stats.blocks = own.blocks + dedicated.blocks;
-        stats.allocations = own.allocations + dedicated.allocations;
-        stats.frees = own.frees + dedicated.frees;
+        stats.pending += stats.live.saturating_sub(users.live);
+        (stats.live, stats.requested) = (users.live, users.requested);
+        (stats.peak_live, stats.peak_requested) = (users.peak_live, users.peak_requested);
+        (stats.blocks, stats.allocations) = (users.blocks, users.allocations);
+        stats.frees = users.frees;
         stats
     }
 
@@ -513,11 +510,7 @@ impl ReleaseBlock for CheckedPool {
             live.record.freed_by = freed_by;
             let (capacity, bytes, inspected) =
                 (live.capacity, live.record.bytes, live.held.is_none());
-            let own = &mut state.own;
-            own.live -= capacity;
-            own.requested -= bytes;
-            own.blocks -= 1;
-            own.frees += 1;
+            state.own.record_free(capacity, bytes);
             state.freed.insert(address);
             if inspected {
                 // The thread that reads the guards continues with the free.

@@ -33,6 +33,7 @@ use crate::{
         driver::notify_observer,
         released::Released,
         stranded::release_or_strand,
+        usage::{LiveUsage, TagHoldings},
         waits::{has_passed, try_wait, wait_for_epoch},
     },
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
@@ -95,8 +96,8 @@ struct State {
 /// Statistics of dedicated memory, in bytes and counts.
 #[derive(Default)]
 pub(crate) struct DedicatedUsage {
-    pub(crate) live: u64,
-    pub(crate) requested: u64,
+    /// Live memory, and the blocks that are no reserved elements.
+    pub(crate) live: LiveUsage,
     /// Retiring memory, whatever it waits for, and freed blocks of slot pools that other streams
     /// still use.
     pub(crate) pending: u64,
@@ -106,42 +107,24 @@ pub(crate) struct DedicatedUsage {
     pub(crate) graphs: u64,
     /// Free memory of graphs.
     pub(crate) free_of_graphs: u64,
-    pub(crate) blocks: u64,
-    allocations: u64,
-    frees: u64,
     failures: u64,
     growths: u64,
     reaped: u64,
-    peak_live: u64,
-    peak_requested: u64,
     /// Bytes that each tag has requested.
-    holders: Vec<Holding>,
+    by_tag: TagHoldings,
 }
 
 impl DedicatedUsage {
-    /// Searches from the front, since there are few tags.
-    fn holding_mut(&mut self, tag: Tag) -> &mut Holding {
-        let at = self.holders.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
-            self.holders.push(Holding { tag, bytes: 0, blocks: 0 });
-            self.holders.len() - 1
-        });
-        &mut self.holders[at]
-    }
-
     /// Counts memory that becomes live.
     pub(crate) fn record_alloc(&mut self, live: u64, requested: u64, tag: Tag) {
-        self.live += live;
-        self.requested += requested;
-        self.holding_mut(tag).bytes += requested;
-        self.peak_live = self.peak_live.max(self.live);
-        self.peak_requested = self.peak_requested.max(self.requested);
+        self.live.add_bytes(live, requested);
+        self.by_tag.of_mut(tag).bytes += requested;
     }
 
     /// Counts live memory that its owner frees: it is pending until released.
     pub(crate) fn record_free(&mut self, live: u64, requested: u64, tag: Tag) {
-        self.live -= live;
-        self.requested -= requested;
-        self.holding_mut(tag).bytes -= requested;
+        self.live.remove_bytes(live, requested);
+        self.by_tag.of_mut(tag).bytes -= requested;
         self.pending += live;
     }
 }
@@ -235,36 +218,27 @@ impl DedicatedPool {
     }
 
     fn add_usage(&self, a: &DedicatedUsage, stats: &mut PoolStats) {
-        stats.live += a.live;
-        stats.requested += a.requested;
+        a.live.add_to(stats);
         stats.pending += a.pending + self.held.stuck();
         // Between the two updates of a free of a graph, its bytes are in one of the counts only.
         stats.cached += a.cached.saturating_sub(a.free_of_graphs);
         stats.graphs += a.graphs;
-        stats.blocks += a.blocks;
-        stats.allocations += a.allocations;
-        stats.frees += a.frees;
         stats.failures += a.failures;
         stats.growths += a.growths;
         stats.reaped += a.reaped;
-        stats.peak_live += a.peak_live;
-        stats.peak_requested += a.peak_requested;
         stats.physical += self.held.now();
         stats.peak_physical += self.held.peak();
     }
 
     /// Sets the peaks to what is held now.
     pub(crate) fn reset_peaks(&self) {
-        self.update_usage(|a| {
-            a.peak_live = a.live;
-            a.peak_requested = a.requested;
-        });
+        self.update_usage(|a| a.live.reset_peaks());
         self.held.reset_peak();
     }
 
     /// Returns the live bytes.
     pub(crate) fn live(&self) -> u64 {
-        self.state().usage.live
+        self.state().usage.live.live()
     }
 
     /// Returns the bytes that owners have freed and the driver does not have back yet.
@@ -275,7 +249,7 @@ impl DedicatedPool {
     /// Returns what each tag holds: stable blocks by their requested bytes, reserved elements by
     /// their committed bytes.
     pub(crate) fn holdings(&self) -> Vec<Holding> {
-        self.state().usage.holders.iter().filter(|h| h.bytes > 0).copied().collect()
+        self.state().usage.by_tag.iter().filter(|h| h.bytes > 0).copied().collect()
     }
 
     /// Turns an error of the driver into one of this device.
@@ -573,8 +547,7 @@ impl DedicatedPool {
     pub(crate) fn record_block_alloc(&self, live: u64, requested: u64, tag: Tag) {
         self.update_usage(|a| {
             a.record_alloc(live, requested, tag);
-            a.blocks += 1;
-            a.allocations += 1;
+            a.live.add_block();
             a.growths += u64::from(live > 0);
         });
     }
@@ -586,7 +559,7 @@ impl DedicatedPool {
 
     /// Counts a block of `tag`.
     pub(crate) fn record_block(&self, tag: Tag) {
-        self.update_usage(|a| a.holding_mut(tag).blocks += 1);
+        self.update_usage(|a| a.by_tag.of_mut(tag).blocks += 1);
     }
 
     /// Records that steps have been committed.

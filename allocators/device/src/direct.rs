@@ -3,7 +3,7 @@
 
 use crate::{
     Block,
-    base::pending::DeferredFree,
+    base::{pending::DeferredFree, usage::TagHoldings},
     driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
@@ -50,7 +50,8 @@ impl Direct {
     ) -> Self {
         let budget = Some(budget.clone());
         let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
-        Self { allocator: DriverAllocator::with_status(source, driver, streams, status) }
+        let by_tag = Some(TagHoldings::default());
+        Self { allocator: DriverAllocator::with_status(source, driver, streams, status, by_tag) }
     }
 }
 

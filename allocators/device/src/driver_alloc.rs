@@ -13,6 +13,7 @@ use crate::{
         freed_addresses::FreedAddresses,
         pending::{DeferredFree, PendingUses},
         stranded::release_or_strand,
+        usage::{LiveUsage, TagHoldings},
     },
     block::{DriverBlock, ReleaseBlock},
     publisher::describe,
@@ -28,7 +29,6 @@ use aquifer_driver::{DeviceRange, Driver, Ownership, site};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
 use aquifer_stream::{LastUse, Stream, StreamPool};
 use std::{
-    collections::BTreeMap,
     fmt,
     mem::ManuallyDrop,
     sync::{
@@ -130,12 +130,18 @@ impl<S: DriverSource> LastUse for RetryOnLastUse<S> {
 
 #[derive(Default)]
 struct State {
-    stats: PoolStats,
+    usage: LiveUsage,
+    /// Bytes of freed blocks that the source does not have back yet.
+    pending: u64,
+    /// Bytes of blocks, live or pending, if that is all that the source holds.
+    physical: u64,
+    peak_physical: u64,
+    failures: u64,
     /// The bytes that the source has last been found to hold, if they include more than the
     /// blocks.
     reserved: Option<u64>,
-    /// Requested bytes in live blocks.
-    live_by_tag: BTreeMap<Tag, u64>,
+    /// What each tag holds, for a pool that reports it.
+    by_tag: Option<TagHoldings>,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
     deferred: Vec<DeferredFree>,
     /// Blocks that were converted into raw addresses.
@@ -146,7 +152,10 @@ struct State {
 impl State {
     /// Returns the statistics, with what the source was last found to hold.
     fn stats(&self) -> PoolStats {
-        let mut stats = self.stats;
+        let mut stats = PoolStats::default();
+        self.usage.add_to(&mut stats);
+        (stats.pending, stats.failures) = (self.pending, self.failures);
+        (stats.physical, stats.peak_physical) = (self.physical, self.peak_physical);
         if let Some(reserved) = self.reserved {
             stats.physical = reserved;
             stats.peak_physical = stats.peak_physical.max(reserved);
@@ -164,20 +173,21 @@ impl<S: DriverSource> DriverAllocator<S> {
         let info = driver.device_info(streams.device()).ok();
         let status = info
             .map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, source.name())));
-        let allocator = Self::with_status(source, driver, streams, status);
+        let allocator = Self::with_status(source, driver, streams, status, None);
         allocator.publish(&allocator.state());
         allocator
     }
 
-    /// Creates an allocator with this slot.
+    /// Creates an allocator with this slot, which counts in `by_tag` if there is one.
     pub(crate) fn with_status(
         source: S,
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         status: Option<PoolSlot>,
+        by_tag: Option<TagHoldings>,
     ) -> Arc<Self> {
         let observed = driver.observer().is_some();
-        let state = Mutex::default();
+        let state = Mutex::new(State { by_tag, ..State::default() });
         let generations = AtomicU64::new(1);
         Arc::new_cyclic(|weak_self| Self {
             source,
@@ -214,7 +224,7 @@ impl<S: DriverSource> DriverAllocator<S> {
             Ok(allocated) => allocated,
             Err(error) => {
                 let mut state = self.state();
-                state.stats.failures += 1;
+                state.failures += 1;
                 self.publish(&state);
                 drop(state);
                 return Err(self.explain_refusal(request.size(), error));
@@ -237,17 +247,13 @@ impl<S: DriverSource> DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.remove(address);
-            *state.live_by_tag.entry(request.owner()).or_default() += request.size();
-            let stats = &mut state.stats;
-            stats.live += request.size();
-            stats.requested += request.size();
-            stats.blocks += 1;
-            stats.allocations += 1;
-            stats.peak_live = stats.peak_live.max(stats.live);
-            stats.peak_requested = stats.peak_requested.max(stats.requested);
+            if let Some(by_tag) = &mut state.by_tag {
+                by_tag.of_mut(request.owner()).bytes += request.size();
+            }
+            state.usage.record_alloc(request.size(), request.size());
             if self.source.reserved().is_none() {
-                stats.physical += request.size();
-                stats.peak_physical = stats.peak_physical.max(stats.physical);
+                state.physical += request.size();
+                state.peak_physical = state.peak_physical.max(state.physical);
             }
             self.publish(&state);
         }
@@ -315,15 +321,15 @@ impl<S: DriverSource> DriverAllocator<S> {
         }
     }
 
-    /// Returns the bytes that live blocks of this tag hold.
+    /// Returns the bytes that live blocks of this tag hold, or 0 if that is not counted.
     pub(crate) fn held_by(&self, tag: Tag) -> u64 {
-        self.state().live_by_tag.get(&tag).copied().unwrap_or(0)
+        self.state().by_tag.as_ref().map_or(0, |by_tag| by_tag.bytes_of(tag))
     }
 
     /// Returns the bytes in blocks, live or pending.
     pub(crate) fn bytes_in_blocks(&self) -> u64 {
-        let stats = &self.state().stats;
-        stats.live + stats.pending
+        let state = self.state();
+        state.usage.live() + state.pending
     }
 
     /// Takes the block back that was converted into this address.
@@ -370,9 +376,9 @@ impl<S: DriverSource> DriverAllocator<S> {
         drop(block.until_free);
         let is_reserved = self.source.reserved().is_some();
         let mut state = self.state();
-        state.stats.pending -= block.bytes;
+        state.pending -= block.bytes;
         if !is_reserved {
-            state.stats.physical -= block.bytes;
+            state.physical -= block.bytes;
         }
         self.publish(&state);
     }
@@ -414,10 +420,8 @@ impl<S: DriverSource> DriverAllocator<S> {
     /// Sets the peaks to what is held now, except for those that the driver counts.
     pub(crate) fn reset_peaks(&self) {
         let mut state = self.state();
-        let stats = &mut state.stats;
-        stats.peak_live = stats.live;
-        stats.peak_requested = stats.requested;
-        stats.peak_physical = stats.physical;
+        state.usage.reset_peaks();
+        state.peak_physical = state.physical;
         self.publish(&state);
     }
 
@@ -437,13 +441,11 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.insert(block.address);
-            state.live_by_tag.entry(block.tag).and_modify(|live| *live -= block.bytes);
-            let stats = &mut state.stats;
-            stats.live -= block.bytes;
-            stats.requested -= block.bytes;
-            stats.blocks -= 1;
-            stats.frees += 1;
-            stats.pending += block.bytes;
+            if let Some(by_tag) = &mut state.by_tag {
+                by_tag.of_mut(block.tag).bytes -= block.bytes;
+            }
+            state.usage.record_free(block.bytes, block.bytes);
+            state.pending += block.bytes;
             self.publish(&state);
         }
         let range =

@@ -55,9 +55,10 @@ use crate::{
         address_map::AddressMap,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
+        usage::TagHoldings,
     },
 };
-use aquifer_core::{Action, Tag, budget::Holding, event::EventTicket};
+use aquifer_core::{Action, Tag, event::EventTicket};
 use aquifer_heap::{Config, Heap, Key, Range};
 use aquifer_status::{CacheLine, claim_line};
 use aquifer_stream::{Spin, StreamPool, Timeline, UseList, Uses};
@@ -211,9 +212,7 @@ pub(crate) struct CacheUsage {
     pub(crate) pending: u64,
     pending_blocks: u64,
     /// Holdings of every tag but [`Tag::NONE`], which has the remainder.
-    tagged: Vec<Holding>,
-    /// Index in `tagged` of the last block's tag. The next block usually has the same tag.
-    last: usize,
+    tagged: TagHoldings,
 }
 
 /// A freed block that other streams still use.
@@ -411,7 +410,7 @@ impl CacheState {
         usage.requested += request.size();
         usage.peak_requested = usage.peak_requested.max(usage.requested);
         if request.owner() != Tag::NONE {
-            let holding = usage.holding(request.owner());
+            let holding = usage.tagged.of_mut(request.owner());
             holding.bytes += request.size();
             holding.blocks += 1;
         }
@@ -469,27 +468,10 @@ impl CacheUsage {
     fn record_free(&mut self, request: PackedRequest) {
         self.requested -= request.bytes();
         if request.tag() != Tag::NONE {
-            let holding = self.holding(request.tag());
+            let holding = self.tagged.of_mut(request.tag());
             holding.bytes -= request.bytes();
             holding.blocks -= 1;
         }
-    }
-
-    #[inline]
-    fn holding(&mut self, tag: Tag) -> &mut Holding {
-        if self.tagged.get(self.last).is_none_or(|h| h.tag != tag) {
-            self.last = self.find(tag);
-        }
-        &mut self.tagged[self.last]
-    }
-
-    /// Searches from the front, since there are few tags.
-    #[inline(never)]
-    fn find(&mut self, tag: Tag) -> usize {
-        self.tagged.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
-            self.tagged.push(Holding { tag, bytes: 0, blocks: 0 });
-            self.tagged.len() - 1
-        })
     }
 }
 

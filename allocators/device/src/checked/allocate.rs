@@ -47,7 +47,7 @@ impl CheckedPool {
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let users = self.state().own.live + self.source.unchecked_live();
+                    let users = self.state().own.live() + self.source.unchecked_live();
                     let held_back = error.live.saturating_sub(users);
                     error.live -= held_back;
                     error.pending += held_back;
@@ -98,13 +98,7 @@ impl CheckedPool {
         });
         {
             let mut state = self.state();
-            let own = &mut state.own;
-            own.live += capacity;
-            own.requested += request.size();
-            own.blocks += 1;
-            own.allocations += 1;
-            own.peak_live = own.peak_live.max(own.live);
-            own.peak_requested = own.peak_requested.max(own.requested);
+            state.own.record_alloc(capacity, request.size());
             state.freed.remove(address);
             state.live.insert(address, CheckedBlock { record, capacity, held, freed: None });
         }

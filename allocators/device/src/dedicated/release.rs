@@ -54,9 +54,10 @@ impl ReleaseBlock for SpanRelease {
         let requested = block_bytes.unwrap_or(live);
         dedicated.update_usage(|a| {
             a.record_free(live, requested, *tag);
-            a.holding_mut(*tag).blocks -= 1;
-            a.blocks -= u64::from(block_bytes.is_some());
-            a.frees += u64::from(block_bytes.is_some());
+            a.by_tag.of_mut(*tag).blocks -= 1;
+            if block_bytes.is_some() {
+                a.live.remove_block();
+            }
         });
         let (mut until_free, stream) = (block.until_free, block.timeline.number());
         if let (Some(bytes), tag) = (*block_bytes, *tag) {

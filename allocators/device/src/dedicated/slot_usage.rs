@@ -43,9 +43,8 @@ impl DedicatedPool {
         self.update_usage(|a| {
             a.cached -= bytes;
             a.record_alloc(bytes, requested, tag);
-            a.holding_mut(tag).blocks += 1;
-            a.blocks += 1;
-            a.allocations += 1;
+            a.by_tag.of_mut(tag).blocks += 1;
+            a.live.add_block();
         });
     }
 
@@ -53,9 +52,8 @@ impl DedicatedPool {
     pub(crate) fn slot_pool_freed(&self, bytes: u64, requested: u64, tag: Tag) {
         self.update_usage(|a| {
             a.record_free(bytes, requested, tag);
-            a.holding_mut(tag).blocks -= 1;
-            a.blocks -= 1;
-            a.frees += 1;
+            a.by_tag.of_mut(tag).blocks -= 1;
+            a.live.remove_block();
         });
     }
 

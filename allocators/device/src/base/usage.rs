@@ -1,0 +1,152 @@
+//! What live blocks hold: bytes, counts and peaks, and bytes by tag.
+//!
+//! Dedicated memory, the driver's allocators and checked pools count here. A stream's cache stores
+//! fewer numbers, since it counts on the hot path and its heap counts the live bytes.
+
+use aquifer_core::{PoolStats, Tag, budget::Holding};
+
+/// The live blocks of a pool, or of a part of one: bytes, counts and peaks.
+#[derive(Default)]
+pub(crate) struct LiveUsage {
+    /// Bytes in allocated sizes.
+    live: u64,
+    /// Bytes in requested sizes.
+    requested: u64,
+    peak_live: u64,
+    peak_requested: u64,
+    blocks: u64,
+    allocations: u64,
+    frees: u64,
+}
+
+impl LiveUsage {
+    /// Returns the live bytes, in allocated sizes.
+    pub(crate) fn live(&self) -> u64 {
+        self.live
+    }
+
+    /// Counts memory that becomes live.
+    pub(crate) fn add_bytes(&mut self, live: u64, requested: u64) {
+        self.live += live;
+        self.requested += requested;
+        self.peak_live = self.peak_live.max(self.live);
+        self.peak_requested = self.peak_requested.max(self.requested);
+    }
+
+    /// Counts memory that is live no more.
+    pub(crate) fn remove_bytes(&mut self, live: u64, requested: u64) {
+        self.live -= live;
+        self.requested -= requested;
+    }
+
+    /// Counts a block whose bytes are counted apart.
+    pub(crate) fn add_block(&mut self) {
+        self.blocks += 1;
+        self.allocations += 1;
+    }
+
+    /// Counts the free of a block whose bytes are counted apart.
+    pub(crate) fn remove_block(&mut self) {
+        self.blocks -= 1;
+        self.frees += 1;
+    }
+
+    /// Counts an allocated block.
+    pub(crate) fn record_alloc(&mut self, live: u64, requested: u64) {
+        self.add_bytes(live, requested);
+        self.add_block();
+    }
+
+    /// Counts a freed block.
+    pub(crate) fn record_free(&mut self, live: u64, requested: u64) {
+        self.remove_bytes(live, requested);
+        self.remove_block();
+    }
+
+    /// Sets the peaks to what is live now.
+    pub(crate) fn reset_peaks(&mut self) {
+        (self.peak_live, self.peak_requested) = (self.live, self.requested);
+    }
+
+    /// Adds all counts to `stats`.
+    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
+        stats.live += self.live;
+        stats.requested += self.requested;
+        stats.peak_live += self.peak_live;
+        stats.peak_requested += self.peak_requested;
+        stats.blocks += self.blocks;
+        stats.allocations += self.allocations;
+        stats.frees += self.frees;
+    }
+}
+
+/// What each tag holds.
+#[derive(Default)]
+pub(crate) struct TagHoldings {
+    holdings: Vec<Holding>,
+    /// Index of the last tag. The next block usually has the same tag.
+    last: usize,
+}
+
+impl TagHoldings {
+    /// Returns the holding of a tag, to be changed.
+    #[inline]
+    pub(crate) fn of_mut(&mut self, tag: Tag) -> &mut Holding {
+        if self.holdings.get(self.last).is_none_or(|h| h.tag != tag) {
+            self.last = self.find(tag);
+        }
+        &mut self.holdings[self.last]
+    }
+
+    /// Searches from the front, since there are few tags.
+    #[inline(never)]
+    fn find(&mut self, tag: Tag) -> usize {
+        self.holdings.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
+            self.holdings.push(Holding { tag, bytes: 0, blocks: 0 });
+            self.holdings.len() - 1
+        })
+    }
+
+    /// An iterator over the holdings of all tags that ever had any.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Holding> {
+        self.holdings.iter()
+    }
+
+    /// Returns the bytes that a tag holds.
+    pub(crate) fn bytes_of(&self, tag: Tag) -> u64 {
+        self.iter().find(|h| h.tag == tag).map_or(0, |h| h.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_blocks_and_of_bytes_add_up_and_peaks_stay() {
+        let mut usage = LiveUsage::default();
+        usage.record_alloc(512, 300);
+        usage.add_bytes(1024, 1000);
+        usage.record_free(512, 300);
+        let counts = |usage: &LiveUsage| {
+            let mut stats = PoolStats::default();
+            usage.add_to(&mut stats);
+            let bytes = [stats.live, stats.requested, stats.peak_live, stats.peak_requested];
+            (bytes, [stats.blocks, stats.allocations, stats.frees])
+        };
+        assert_eq!(counts(&usage), ([1024, 1000, 1536, 1300], [0, 1, 1]));
+        usage.reset_peaks();
+        assert_eq!(counts(&usage).0, [1024, 1000, 1024, 1000]);
+    }
+
+    #[test]
+    fn every_tag_has_one_holding() {
+        let mut holdings = TagHoldings::default();
+        let tags = [Tag::NONE, Tag::OTHER];
+        for (tag, bytes) in [(tags[0], 1), (tags[1], 2), (tags[0], 4), (tags[1], 8)] {
+            holdings.of_mut(tag).bytes += bytes;
+        }
+        assert_eq!(tags.map(|tag| holdings.bytes_of(tag)), [5, 10]);
+        assert_eq!(holdings.iter().count(), 2);
+    }
+}
