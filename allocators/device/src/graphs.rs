@@ -70,6 +70,7 @@
 mod announcement;
 mod graph;
 mod memory;
+mod range_release;
 
 pub use announcement::Announced;
 pub use graph::{Captured, Graph};

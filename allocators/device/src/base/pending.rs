@@ -5,8 +5,8 @@
 //!
 //! - [`PendingUses::are_over`]: the uses by other streams are over. The *owner stream* can reuse
 //!   the memory at once, since it is in order with itself.
-//! - [`PendingWork::is_over`]: the work of the owner streams is over as well. *Any* stream can reuse
-//!   the memory, and it can be unmapped.
+//! - [`PendingWork::is_over`]: the work of the owner streams is over as well. *Any* stream can
+//!   reuse the memory, and it can be unmapped.
 //!
 //! Neither calls the driver, so both may be asked under a lock. What they find is learned by
 //! [`poll`](PendingUses::poll) or [`wait`](PendingWork::wait), and made unnecessary for one stream
@@ -23,7 +23,8 @@
 //! | memory of another library | `Adopted` | the process | creations and drops of such memory |
 //!
 //! Ranges without uses by other streams store [`StreamDeps`] only: shared free ranges, and
-//! zombies, the old mappings of moved handles.
+//! zombies, the old mappings of moved handles. Values that wait for a callback of the driver
+//! (`retained`), or for a driver that has refused (`stranded`), depend on no stream.
 
 use super::{
     dependencies::{StreamDeps, is_done},
@@ -162,9 +163,11 @@ impl PendingWork<Uses> {
 }
 
 fn poll(work: impl Iterator<Item = (Arc<Timeline>, u64)>) -> Result<()> {
-    work.filter(|(on, epoch)| !on.is_done(*epoch)).fold(Ok(()), |outcome, (on, epoch)| {
-        outcome.and(on.fence(epoch).and_then(|_| on.poll()).map(drop))
-    })
+    let mut outcome = Ok(());
+    for (on, epoch) in work.filter(|(on, epoch)| !on.is_done(*epoch)) {
+        outcome = outcome.and(on.fence(epoch).and_then(|_| on.poll()));
+    }
+    outcome
 }
 
 /// A block that its owner has freed.
@@ -193,6 +196,7 @@ mod tests {
     use super::*;
     use aquifer_driver::{Access, Call, DeviceId, sim::Sim};
     use aquifer_stream::{Stream, StreamPool, UseList};
+    use std::slice;
 
     const ADDRESS: u64 = 0x4000;
 
@@ -216,8 +220,8 @@ mod tests {
     fn memory_is_free_for_its_owner_when_others_are_done_and_for_all_when_its_owner_is_too()
     -> Result<()> {
         let (_sim, [owner, user, _]) = machine()?;
-        let mut work = freed(&owner, &[user.clone()])?;
-        let mut parts = freed(&owner, &[user.clone()])?.into_parts();
+        let mut work = freed(&owner, slice::from_ref(&user))?;
+        let mut parts = freed(&owner, slice::from_ref(&user))?.into_parts();
         assert!(!work.uses.are_over() && !parts.uses.are_over());
         user.synchronize()?;
         assert!(work.uses.are_over() && parts.uses.are_over());

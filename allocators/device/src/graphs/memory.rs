@@ -1,6 +1,7 @@
 //! The memory of graphs that share a pool: its blocks, its free ranges and when they can be reused,
 //! and the launches that touch it.
 
+use super::range_release::GraphRangeRelease;
 use crate::{
     Block,
     base::{
@@ -124,22 +125,6 @@ impl Drop for LaunchGuard<'_> {
     }
 }
 
-/// Reports to a validating driver, when dropped, that a range is no longer kept for graphs.
-struct GraphRangeRelease {
-    dedicated: Weak<DedicatedPool>,
-    range: DeviceRange,
-}
-
-impl Drop for GraphRangeRelease {
-    fn drop(&mut self) {
-        if let Some(observer) =
-            self.dedicated.upgrade().as_ref().and_then(|dedicated| dedicated.driver.observer())
-        {
-            observer.let_go_by_graphs(self.range);
-        }
-    }
-}
-
 impl State {
     /// Ends the earlier captures of this announcement: what they had freed becomes usable by any
     /// later capture.
@@ -248,6 +233,14 @@ impl State {
                 }
             }
             None => self.ranges.free.add(range, own),
+        }
+    }
+
+    /// Frees a range that was taken for a block, if any, for which there was no memory.
+    fn return_tail(&mut self, tail: Option<Range>, timeline: &Arc<Timeline>, capture: Capture) {
+        if let Some(tail) = tail {
+            let own = smallvec![(timeline.clone(), timeline.open())];
+            self.add_free(tail, timeline, own, Some(capture));
         }
     }
 
@@ -393,10 +386,7 @@ impl GraphMemory {
                 }
             };
             if (first + count) * slot > span.bytes {
-                if let Some(tail) = tail {
-                    let own = smallvec![(timeline.clone(), timeline.open())];
-                    state.add_free(tail, timeline, own, Some(capture));
-                }
+                state.return_tail(tail, timeline, capture);
                 return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
             }
             (first, count, state.ranges.claim(first, count), tail)
@@ -412,10 +402,7 @@ impl GraphMemory {
             Err(error) => {
                 let mut state = self.state();
                 state.ranges.unclaim(&slots);
-                if let Some(tail) = tail {
-                    let own = smallvec![(timeline.clone(), timeline.open())];
-                    state.add_free(tail, timeline, own, Some(capture));
-                }
+                state.return_tail(tail, timeline, capture);
                 Err(error)
             }
         }
