@@ -6,6 +6,9 @@ pub mod device_pool {}
 #[doc = include_str!("inside/moves.md")]
 pub mod moves {}
 
+#[doc = include_str!("inside/thresholds.md")]
+pub mod thresholds {}
+
 #[doc = include_str!("inside/stable_and_reserved.md")]
 pub mod stable_and_reserved {}
 

@@ -53,7 +53,8 @@ pub(crate) enum GrowthOrder {
     /// as much has been in use before and a quarter more is held.
     SharedFirst,
     /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
-    /// Also for a block of at least 8 MiB if as much has been in use before, however little is idle.
+    /// Also for a block of at least 8 MiB if as much has been in use before, however little is
+    /// idle.
     ReuseFirst,
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
     /// fourths of the high-water mark of use.

@@ -1,7 +1,7 @@
 //! The thresholds of the pool's policies.
 //!
 //! They decide how tightly memory is packed and how often streams wait for each other, never
-//! whether memory is used correctly.
+//! whether memory is used correctly. `src/guide/inside/thresholds.md` has a sweep of each.
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
