@@ -126,8 +126,8 @@ impl DevicePool {
                 expected: "a number of bytes above zero",
             });
         }
-        // As heaps, tools accept whole allocations of the driver, and no mappings. What only mappings
-        // can do is not given up for it.
+        // As heaps, tools accept whole allocations of the driver only. A pool that was asked for
+        // something that needs mappings keeps them, and is not announced.
         config.whole_allocations = environment.nvtx
             && config.peers.is_empty()
             && config.export == ExportTypes::NONE

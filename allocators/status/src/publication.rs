@@ -241,7 +241,7 @@ struct Changing;
 
 impl Changing {
     fn try_enter() -> Option<Self> {
-        (!CHANGING.swap(true, Ordering::Acquire)).then_some(Self)
+        (!CHANGING.swap(true, Ordering::Acquire)).then(|| Self)
     }
 
     /// Waits for the right. A change takes a few system calls.
@@ -308,4 +308,18 @@ unsafe extern "C" fn in_child() {
         STATE.store(FORKED, Ordering::Release);
     }
     drop(Changing);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Changing;
+
+    #[test]
+    fn a_thread_that_does_not_get_the_right_leaves_it_to_its_holder() {
+        let changing = Changing::enter();
+        for _ in 0..3 {
+            assert!(Changing::try_enter().is_none());
+        }
+        drop(changing);
+    }
 }

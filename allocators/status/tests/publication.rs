@@ -1,4 +1,5 @@
 //! Several threads publish one pool while others read it through its file.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_core::PoolStats;
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, SlotDescription, StatusFolder, start};

@@ -289,8 +289,10 @@ fn traced(path: &Path) -> (u64, usize) {
         let bytes = fields[3].parse::<u64>().unwrap();
         match (fields[1], fields[5]) {
             ("a", "cached" | "stable") => Some(bytes),
-            ("a", "parkable" | "reserved") => None,
-            ("a", kind) => panic!("a block of kind {kind}"),
+            ("a", kind) => {
+                assert!(matches!(kind, "parkable" | "reserved"), "a block of kind {kind}");
+                None
+            }
             _ => None,
         }
     });
