@@ -61,7 +61,9 @@ fn a_stream_whose_peers_are_gone_is_served_from_its_own_cache() {
     assert_eq!(rig.pool.stats().physical, 32 * MIB);
     let s = rig.stream();
     // The first request takes what the others have left, and the second finds them empty.
-    [6, 15, 16].map(|mib| drop(take(&rig, &s, mib)));
+    for mib in [6, 15, 16] {
+        drop(take(&rig, &s, mib));
+    }
     let (before, adoptions) = (all_calls(&rig), rig.pool.stats().adoptions);
     for _ in 0..10 {
         drop(take(&rig, &s, 16));

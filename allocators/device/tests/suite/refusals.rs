@@ -1,6 +1,6 @@
 //! Tests of mappings that the driver refuses to remove: they stay held, and they end no request and
 //! no trim that could do without them.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, range};
 use aquifer_core::{MemoryError, Tag};
