@@ -119,6 +119,7 @@ fn reserved_elements_grow_and_shrink_while_other_work_runs_on_what_is_committed(
         grown_beside_work += u32::from(!u.is_idle().unwrap());
     }
     assert!(grown_beside_work > 0, "every commit waited for the other stream's work");
+    drop(other);
     assert_eq!((r.address(), r.committed_bytes()), (address, 16 * part as u64));
     let mut back = vec![0_u8; part];
     for round in 1..16_u8 {
