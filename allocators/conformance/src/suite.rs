@@ -173,6 +173,9 @@ impl<A: Clone> Source<A> for CloningAllocator<'_, A> {
     }
 }
 
+/// What an allocator returns for a block.
+type AllocatorResult = Result<NonNull<[u8]>, AllocError>;
+
 /// Runs a call of the allocator under test, and reports a panic as a fault.
 fn catch_panic<R>(
     call: AllocatorCall,
@@ -281,7 +284,7 @@ impl SuiteRun<'_> {
         source: &mut impl Source<A>,
         call: AllocatorCall,
         layout: Layout,
-    ) -> Result<Result<NonNull<[u8]>, AllocError>, ContractFault> {
+    ) -> Result<AllocatorResult, ContractFault> {
         self.last = call;
         let allocator = source.select(&mut self.random)?;
         catch_panic(call, layout.size(), 0, || match call {
@@ -338,8 +341,27 @@ impl SuiteRun<'_> {
             return Ok(());
         }
         verify(self.last, &block)?;
+        let (old, returned) = self.call_grow(source, call, &block, new)?;
+        match returned {
+            Err(AllocError) => verify(call, &block),
+            Ok(returned) => {
+                self.ledger.live.pop();
+                self.ledger.register_resized(call, &block, old.size(), returned, new)
+            }
+        }
+    }
+
+    /// Calls `grow` or `grow_zeroed` for a live block, with a `new` layout that is not smaller.
+    /// Returns the layout that was passed as the old one, and the answer.
+    fn call_grow<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+        call: AllocatorCall,
+        block: &Block,
+        new: Layout,
+    ) -> Result<(Layout, AllocatorResult), ContractFault> {
         self.last = call;
-        let old = self.fitting_layout(&block);
+        let old = self.fitting_layout(block);
         let allocator = source.select(&mut self.random)?;
         // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
         // `new` is not smaller.
@@ -349,13 +371,7 @@ impl SuiteRun<'_> {
                 _ => allocator.grow(block.start, old, new),
             }
         })?;
-        match returned {
-            Err(AllocError) => verify(call, &block),
-            Ok(returned) => {
-                self.ledger.live.pop();
-                self.ledger.register_resized(call, &block, old.size(), returned, new)
-            }
-        }
+        Ok((old, returned))
     }
 
     fn shrink_random<A: Allocator>(
@@ -420,17 +436,7 @@ impl SuiteRun<'_> {
         }
         let call =
             if self.random.up_to(1) == 0 { AllocatorCall::Grow } else { AllocatorCall::GrowZeroed };
-        self.last = call;
-        let old = self.fitting_layout(&block);
-        let allocator = source.select(&mut self.random)?;
-        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
-        // `new` is not smaller.
-        let returned = catch_panic(call, old.size(), block.bytes, || unsafe {
-            match call {
-                AllocatorCall::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
-                _ => allocator.grow(block.start, old, new),
-            }
-        })?;
+        let (_, returned) = self.call_grow(source, call, &block, new)?;
         if let Ok(returned) = returned {
             // The allocator granted it after all. Filling so many bytes would take too long, so the
             // block is only checked and freed.

@@ -145,7 +145,7 @@ pub fn set_announcer(announcer: Box<dyn Announcer>) -> bool {
 ///
 /// let (device, address, bytes) = (DeviceId(0), 0x20_0000, 2 << 20);
 /// supply(device, address, bytes);               // the driver has mapped it; no block is there yet
-/// withdraw(device, address, bytes);             // no block is there any more; the driver unmaps it
+/// withdraw(device, address, bytes);             // no block is there any more; it is unmapped next
 /// ```
 pub fn supply(device: DeviceId, address: u64, bytes: u64) {
     if let Some(turn) = Turn::take() {

@@ -124,7 +124,8 @@ pub struct Event {
     /// The address of the block or range.
     pub address: u64,
     /// Bytes: the requested size for allocations, frees and completions, the limit for
-    /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), otherwise the size taken or released.
+    /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), otherwise the size taken or
+    /// released.
     pub bytes: u64,
     /// The kind of memory.
     pub kind: BlockKind,

@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - Heaps do not overlap, and neither do regions.
-//! - Every piece of a region lies in one heap, and ends before it.
+//! - Every region lies in one heap, and ends before it.
 //! - A handle of the tool that is used has been returned by it and not been ended.
 
 use super::tool::{HeapHandle, MemoryTool};
@@ -40,12 +40,10 @@ struct AnnouncedHeap {
     handle: HeapHandle,
 }
 
-/// A block, as one region for each heap that it lies in.
+/// A block, or a part of a graph's block that no earlier block has occupied.
 #[derive(Debug)]
 struct AnnouncedRegion {
     end: u64,
-    /// The addresses of its regions.
-    pieces: Vec<u64>,
     /// Whether its owner has freed it.
     freed: bool,
 }
@@ -75,21 +73,18 @@ impl PoolAnnouncer {
 
     fn withdraw(&mut self, range: Range<u64>) {
         self.end_regions(&range);
-        for (address, AnnouncedHeap { handle, .. }) in self.heaps_in(&range) {
+        while let Some((&address, &heap)) = self.heaps.range(..range.end).next_back()
+            && heap.end > range.start
+        {
             self.heaps.remove(&address);
-            self.tool.unregister_heap(handle);
+            self.tool.unregister_heap(heap.handle);
         }
     }
 
-    /// Returns the heaps that overlap a range, by address.
-    fn heaps_in(&self, range: &Range<u64>) -> Vec<(u64, AnnouncedHeap)> {
-        let overlapping = self.heaps.range(..range.end).rev();
-        let mut heaps: Vec<_> = overlapping
-            .take_while(|(_, heap)| heap.end > range.start)
-            .map(|(&address, &heap)| (address, heap))
-            .collect();
-        heaps.reverse();
-        heaps
+    /// Returns the heap that contains a range.
+    fn heap_of(&self, range: &Range<u64>) -> Option<HeapHandle> {
+        let (_, heap) = self.heaps.range(..=range.start).next_back()?;
+        (heap.end >= range.end).then_some(heap.handle)
     }
 
     /// Ends the regions that overlap a range. A range is allocated again only when its last block
@@ -103,8 +98,8 @@ impl PoolAnnouncer {
     }
 
     fn end_region(&mut self, address: u64) {
-        if let Some(region) = self.regions.remove(&address) {
-            self.tool.unregister_regions(&region.pieces);
+        if self.regions.remove(&address).is_some() {
+            self.tool.unregister_region(address);
         }
     }
 
@@ -121,23 +116,15 @@ impl PoolAnnouncer {
         }
     }
 
-    /// Registers a range that overlaps no region, with a piece in each heap.
+    /// Registers a range that overlaps no region, if its memory is announced.
     fn begin_region(&mut self, range: Range<u64>, name: Option<&CStr>) {
-        let heaps = self.heaps_in(&range);
         // Imported memory has no bytes here.
-        if range.is_empty() || heaps.is_empty() {
-            return;
+        let Some(heap) = self.heap_of(&range).filter(|_| !range.is_empty()) else { return };
+        self.tool.register_region(heap, range.start, range.end - range.start);
+        if let Some(name) = name {
+            self.tool.name_region(range.start, name);
         }
-        let mut pieces = Vec::with_capacity(heaps.len());
-        for (address, heap) in heaps {
-            let (start, end) = (address.max(range.start), heap.end.min(range.end));
-            self.tool.register_region(heap.handle, start, end - start);
-            if let Some(name) = name {
-                self.tool.name_region(start, name);
-            }
-            pieces.push(start);
-        }
-        self.regions.insert(range.start, AnnouncedRegion { end: range.end, pieces, freed: false });
+        self.regions.insert(range.start, AnnouncedRegion { end: range.end, freed: false });
     }
 
     /// Returns the parts of a range that are in no region, by address.

@@ -163,16 +163,16 @@ impl MemoryTool {
         unsafe { (self.regions_register)(self.domain(), &raw const batch) }
     }
 
-    /// Ends the regions at these addresses (`nvtxMemRegionsUnregister`).
-    pub(super) fn unregister_regions(&self, addresses: &[u64]) {
-        let regions: Vec<_> = addresses.iter().map(|&address| pointer(address)).collect();
+    /// Ends the region at an address (`nvtxMemRegionsUnregister`).
+    pub(super) fn unregister_region(&self, address: u64) {
+        let region = pointer(address);
         let batch = RegionsUnregisterBatch {
             compatibility: COMPATIBILITY,
             struct_size: size_field::<RegionsUnregisterBatch>(),
             reference_type: REFERENCE_POINTER,
-            reference_count: regions.len(),
+            reference_count: 1,
             element_size: size_of::<*const c_void>(),
-            elements: regions.as_ptr(),
+            elements: &raw const region,
         };
         // SAFETY: 1. the structures are complete, and outlive the call. 2. the domain is the
         // tool's.

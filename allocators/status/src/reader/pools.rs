@@ -13,7 +13,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The figures of one pool of a process, as in the example of [`StatusFolder`](crate::StatusFolder).
+/// The figures of one pool of a process. [`StatusFolder`](crate::StatusFolder) has an example.
 #[derive(Clone, PartialEq, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
