@@ -65,10 +65,12 @@ pub struct PoolStats {
     /// Bytes released to the driver or the kernel so far.
     pub reaped: u64,
     /// Physical handles taken from under free memory for a block elsewhere (a count): mapped at
-    /// another address, or released and created in another size. Memory that passes from one list
-    /// or cache to another with its mapping does not count here.
+    /// another address, or released and created in another size. They count when they are taken,
+    /// also if the search then fails for lack of room, but not if it ends with a driver's error.
+    /// Memory that passes from one list or cache to another with its mapping does not count here.
     pub moves: u64,
-    /// Ranges that one stream's cache took from another's (a count).
+    /// Searches that gave a request memory of another stream's cache or of the shared free list (a
+    /// count).
     pub adoptions: u64,
     /// Events recorded to fence a stream (a count).
     pub fences: u64,

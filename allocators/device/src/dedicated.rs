@@ -464,7 +464,7 @@ impl DedicatedPool {
 
     /// Waits until `until` for the work of a retiring span. Returns whether there was any. Blocks.
     /// A wait for the device has no deadline, but does not begin after `until`.
-    pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
+    pub(crate) fn wait_for_freed_work(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().retiring.clone();
         for span in spans {
             if try_wait(|| span.wait(|timeline, epoch| wait_for_epoch(timeline, epoch, until)))? {

@@ -19,7 +19,8 @@
 //!
 //! - The capture of a stream is identified by the driver's number for it. So streams that join by
 //!   an event use the graph pool too.
-//! - Work of the same stream outside of a capture is served as before.
+//! - Work of the same stream outside of a capture is served as before, unless the announcement
+//!   covers it too ([`GraphPool::announce_all_where`]).
 //! - Allocations, frees and trims of other streams continue. The driver calls of the pool itself do
 //!   not invalidate a capture.
 //!
@@ -75,10 +76,12 @@ mod range_release;
 pub use announcement::Announced;
 pub use graph::{Captured, Graph};
 
-use crate::{DevicePool, stream_cache::close::sweep_released};
+use crate::{
+    Block, DevicePool, Request, request::ValidateRequest, stream_cache::close::sweep_released,
+};
 use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result};
-use aquifer_driver::{RawStream, site};
+use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::Stream;
 use memory::GraphMemory;
 use std::{fmt, sync::Arc};
@@ -166,6 +169,7 @@ impl GraphPool {
             &self.pool,
             &self.memory,
             AnnouncedStreams::Stream(stream.timeline().clone()),
+            false,
         )
     }
 
@@ -185,7 +189,62 @@ impl GraphPool {
         whose: impl Fn(RawStream) -> bool + Send + Sync + 'static,
     ) -> Result<Announced> {
         let _site = site::enter();
-        Announced::new(&self.pool, &self.memory, AnnouncedStreams::Matching(Box::new(whose)))
+        let streams = AnnouncedStreams::Matching(Box::new(whose));
+        Announced::new(&self.pool, &self.memory, streams, false)
+    }
+
+    /// Like [`GraphPool::announce_where`], also for work that is not captured: until the returned
+    /// value is dropped, every block for a stream for whose handle `whose` returns `true` comes
+    /// from this memory. For programs that run work once before they capture it, with the same
+    /// memory.
+    ///
+    /// A block that is freed outside of a capture is reused by its stream at once, and after the
+    /// end of the announcement by later captures and announcements, as soon as its work is known to
+    /// be done.
+    ///
+    /// # Errors
+    /// None so far.
+    #[track_caller]
+    pub fn announce_all_where(
+        &self,
+        whose: impl Fn(RawStream) -> bool + Send + Sync + 'static,
+    ) -> Result<Announced> {
+        let _site = site::enter();
+        let streams = AnnouncedStreams::Matching(Box::new(whose));
+        Announced::new(&self.pool, &self.memory, streams, true)
+    }
+
+    /// Returns the live blocks of this memory by address: where each begins, with its requested
+    /// bytes, and its stream. With [`GraphPool::alloc_at`], an owner of raw addresses can bring the
+    /// memory back to an earlier state.
+    #[must_use]
+    pub fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
+        self.memory.live_blocks()
+    }
+
+    /// Allocates a block at `address`, where no block is live: for graphs that are captured behind
+    /// launches of others, whose results lie at addresses that are free by now. Work queued on
+    /// `stream` from now on is ordered on the device after the work that used the memory last. The
+    /// contents stay.
+    ///
+    /// # Errors
+    /// - [`MemoryError::ForeignBlock`](aquifer_core::MemoryError::ForeignBlock) for addresses that
+    ///   are not this pool's.
+    /// - [`MemoryError::Busy`](aquifer_core::MemoryError::Busy) if a part of the block is live, has
+    ///   no memory, is used by other streams, or was freed in an announcement that is still open.
+    /// - [`MemoryError::Capturing`](aquifer_core::MemoryError::Capturing) if an order is needed and
+    ///   `stream` captures.
+    /// - As [`DevicePool::alloc`] for an invalid request, or a limit of its tag.
+    #[track_caller]
+    pub fn alloc_at(&self, stream: &Stream, request: Request, address: u64) -> Result<Block> {
+        let _site = site::enter();
+        let core = self.pool.core();
+        let request = request.checked()?;
+        let of_tag = core.charge_tag(stream, &request)?;
+        let mut block = self.memory.allocate_at(stream, request, address)?;
+        core.list_for_leaks(&mut block, None);
+        block.count_for_tag(of_tag);
+        Ok(block)
     }
 
     /// Returns the pool's statistics. `physical` is all of its memory, `cached` what later captures

@@ -36,17 +36,22 @@
 //! 4. release free handles to the driver and create new ones, where free memory and the rest of the
 //!    budget would suffice but are fragmented;
 //! 5. reclaim from others registered with the budget ([`Reclaim`]), the cheapest first: usually the
-//!    driver's own pools, then applications, then other pools under the same budget;
-//! 6. wait on the host, up to a deadline, for the oldest work that keeps memory from being free;
-//! 7. reclaim from others again, with the time that is left: now their queued work is waited for
-//!    too, and reclaimers that cannot give without waiting are asked, pinned memory last;
+//!    driver's own pools, then applications, then other pools under the same budget. The pool also
+//!    releases its own idle memory where that is enough for the budget that refuses;
+//! 6. wait on the host, up to a deadline, for work that keeps memory from being free;
+//! 7. step 5 again, with the time that is left: now the queued work of others is waited for too,
+//!    and reclaimers that cannot give without waiting are asked, pinned memory last;
 //! 8. return [`OutOfMemory`](aquifer_core::OutOfMemory), with the causes and the remedies.
+//!
+//! If another thread had memory in transfer between caches meanwhile, its end is waited for, and
+//! all steps are repeated.
 //!
 //! Stable and reserved memory comes from new handles only, and so does new memory of graphs and of
 //! parkable blocks. Free memory is given back to the driver for it, then it takes steps 5 to 8.
 //!
-//! If a budget refuses, only memory charged to it or below it is reclaimed: a tenant that has
-//! reached its own limit reclaims from its own caches. If the driver refuses, reclaim covers all
+//! If a budget refuses, only memory charged to it or below it is reclaimed: at
+//! a tenant's limit, that are the reclaimers registered with the tenant's budget, and not the
+//! pool's caches. If the driver refuses, reclaim covers all
 //! holders of memory of this device whose budgets have the same root. An application registers with
 //! [`Budget::on_need`](aquifer_core::Budget::on_need) at the pool's budget. For a foreign library,
 //! [`DevicePool::give_back`] releases memory.
@@ -100,7 +105,10 @@
 //! - Half of the budget is left, and more is idle: for blocks from 16 MiB first freed memory, with
 //!   a wait on the device if necessary. Then new memory.
 //! - More is held than 7/4 of the peak in use: the same, and handles move before new memory is
-//!   taken.
+//!   taken. While half of the budget is left, blocks below 16 MiB do so only from twice the peak
+//!   on.
+//! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
+//!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is
 //!   shared. The stream takes the lowest address that is ready, whichever stream used it last.
 //!

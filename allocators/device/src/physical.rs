@@ -109,7 +109,7 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     fn drop_spare(&self) {}
 
     /// Returns the bytes that are neither in a cache nor in use.
-    fn spare_bytes(&self) -> u64 {
+    fn uncached_bytes(&self) -> u64 {
         0
     }
 

@@ -1,4 +1,9 @@
 //! The caching pool of one device.
+//!
+//! - Fast path: [`DevicePool::alloc`], `PoolCore::fast_cache`, `StreamCache::fast_alloc`, the heap.
+//!   It takes the lock of the stream's cache and no other.
+//! - Full path: `DevicePool::alloc_full`, `PoolCore::allocate`, `PoolCore::try_cache`, and if the
+//!   cache has no room, `PoolCore::allocate_slow`, the slow path.
 
 mod allocate;
 mod give_way;
@@ -235,7 +240,8 @@ impl DevicePool {
     /// Allocates a block for work queued on `stream` from now on.
     ///
     /// Makes no driver call if the stream's own cache serves the request. If not, a series of steps
-    /// makes room, of which only the waits for queued work and the reclaim from others may block.
+    /// makes room. Of these, the reclaim from others, the waits for queued work, and the wait for
+    /// other threads' transfers may block.
     /// On a device without virtual memory, releasing memory blocks too. See the crate's
     /// documentation.
     ///
@@ -252,13 +258,13 @@ impl DevicePool {
         {
             return Ok(block);
         }
-        self.alloc_slow(stream, request)
+        self.alloc_full(stream, request)
     }
 
     /// Allocates on the full path: tags, graphs, debugging, bypass and the slow path.
     #[track_caller]
     #[inline(never)]
-    fn alloc_slow(&self, stream: &Stream, request: Request) -> Result<Block> {
+    fn alloc_full(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();

@@ -92,8 +92,8 @@ pub(crate) struct PoolCore {
 
 /// What a feature does within the slow paths of a pool's core.
 ///
-/// A feature that changes allocations also registers a [slow reason](PoolCore::add_slow_reason):
-/// the fast path calls no hook.
+/// A feature that changes allocations also registers a [full-path
+/// reason](PoolCore::add_full_path_reason): the fast path calls no hook.
 pub(crate) trait PoolHook: Any + Send + Sync {
     /// Charges the bytes of a request to the limit of its tag, if the tag has one.
     fn charge(
@@ -208,12 +208,12 @@ impl PoolCore {
     }
 
     /// Registers a reason to take the slow allocation path.
-    pub(crate) fn add_slow_reason(&self) {
+    pub(crate) fn add_full_path_reason(&self) {
         self.slow_reasons.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Removes a reason that was registered by [`PoolCore::add_slow_reason`].
-    pub(crate) fn remove_slow_reason(&self) {
+    /// Removes a reason that was registered by [`PoolCore::add_full_path_reason`].
+    pub(crate) fn remove_full_path_reason(&self) {
         self.slow_reasons.fetch_sub(1, Ordering::Relaxed);
     }
 

@@ -1,9 +1,9 @@
 //! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
-//! After each step the request is tried again, and the cheapest steps come first. Only the waits
-//! for queued work and the reclaim from others, steps 5 to 7, may block. So may the release of
-//! memory on devices without virtual memory, and before step 5 the quarantine of a pool that is
-//! debugged. No lock is held over any step:
+//! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
+//! block, and so may the wait for transfers of other threads. On devices without virtual memory the
+//! release of memory blocks, and before step 5 the quarantine of a pool that is debugged. No lock
+//! is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream whose free memory has none yet, and behind the users of
@@ -13,10 +13,15 @@
 //!    device, and handles from under free memory, in the order of one of the lists of [`Step`]s,
 //!    which [`crate::sharing_policy`] chooses;
 //! 4. release free handles and create new ones, where the free memory suffices but is fragmented;
-//! 5. reclaim from others registered with the budget, without waiting;
-//! 6. wait on the host, up to a deadline, for the oldest work that frees something;
-//! 7. reclaim from others again, which may now wait until the deadline;
+//! 5. reclaim from others registered with the budget, without waiting, and release idle memory of
+//!    this pool where that is enough for the budget that refuses;
+//! 6. wait on the host, up to a deadline, for work that frees something;
+//! 7. step 5 again, and the others may now wait until the deadline;
 //! 8. an error that names the causes.
+//!
+//! If another thread had memory in transfer between caches meanwhile, the request waits for the end
+//! of the transfer and repeats the steps. The deadline is that of the request, which
+//! [`crate::base::waits`] keeps for its thread.
 //!
 //! Stable and reserved memory, which needs new handles, goes through steps 5 to 8 as well.
 
@@ -196,7 +201,7 @@ impl PoolCore {
             }
         }
         while until.is_none_or(|until| Instant::now() < until)
-            && self.wait_for_oldest(first, until)?
+            && self.wait_for_freed_work(first, until)?
         {
             count(&self.counters.host_waits, 1);
             progress.record("wait for queued work", 0);
@@ -445,8 +450,8 @@ impl PoolCore {
         if outcome.adopted > 0 {
             self.report_pool(Action::Adopt, outcome.adopted, Tag::NONE);
         }
-        if outcome.moves > 0 {
-            self.report_pool(Action::Move, outcome.moves, Tag::NONE);
+        if outcome.moved > 0 {
+            self.report_pool(Action::Move, outcome.moved, Tag::NONE);
         }
         Ok(place.map(|place| {
             self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket())

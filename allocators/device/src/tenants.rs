@@ -29,6 +29,7 @@
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock,
+    base::waits::begin_request,
     limits::{LiveLimit, LiveLimits},
     request::ValidateRequest,
     reserved::StepCharges,
@@ -98,7 +99,7 @@ impl DevicePool {
         limit.budget.set_limit(bytes);
         // A thread that has seen the limit set takes the slow path, which checks it.
         if !limits.limits_tags.swap(true, Ordering::Relaxed) {
-            core.add_slow_reason();
+            core.add_full_path_reason();
         }
         limit.budget.clone()
     }
@@ -139,6 +140,8 @@ impl Tenant {
     /// or one above it, refused.
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
+        // One deadline for the tenant's limit and for the pool.
+        let _request = begin_request();
         let leased = self.charge(stream, request)?;
         let mut block = self.pool.alloc(stream, request)?;
         block.meta_mut().live.of_tenant = Some(leased);
@@ -151,6 +154,8 @@ impl Tenant {
     /// As [`DevicePool::alloc_stable`] and [`Tenant::alloc`].
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
+        // One deadline for the tenant's limit and for the pool.
+        let _request = begin_request();
         let leased = self.charge(stream, request)?;
         let mut stable = self.pool.alloc_stable(stream, request)?;
         stable.block_mut().meta_mut().live.of_tenant = Some(leased);

@@ -466,15 +466,15 @@ aq_status aq_torch_memory_fraction(double fraction, int device);
 aq_status aq_torch_reset(void);
 
 /* Memory of captured graphs, identified by the two numbers with which PyTorch names a pool.
- * Allocations between `begin` and `end` for a capturing stream that the filter accepts come from
- * the pool. Their memory is not used for anything else while the pool has users or blocks. Each
- * `begin` and each `retain` adds a user, and each `release` removes one. Until the last one is
+ * Allocations between `begin` and `end` for a stream that the filter accepts come from the pool,
+ * captured or not. Their memory is not used for anything else while the pool has users or blocks.
+ * Each `begin` and each `retain` adds a user, and each `release` removes one. Until the last one is
  * removed, a graph may be replayed any number of times, on any streams. Afterwards the memory is
  * released at the next aq_torch_reset, aq_trim or shortage of memory. Since graph launches are not
  * reported, this waits for the device. */
 
-/* Returns nonzero if work on `stream` belongs to the pool. Called for capturing streams, by any
- * thread that allocates. It must not allocate, and no exception may leave it. */
+/* Returns nonzero if work on `stream` belongs to the pool. Called by any thread that allocates, for
+ * its stream. It must not allocate, and no exception may leave it. */
 typedef int (*aq_torch_filter)(void *data, void *stream);
 typedef void (*aq_torch_drop)(void *data);
 
@@ -498,6 +498,30 @@ aq_status aq_torch_pool_release(int device, uint64_t first, uint64_t second);
 
 /* Stores the number of users of a pool, or 0 if it does not exist. */
 aq_status aq_torch_pool_uses(int device, uint64_t first, uint64_t second, int *uses);
+
+/* A live block: its address, the bytes that were requested, the stream that it was allocated for,
+ * and the two numbers of its pool, which are 0 for blocks of no pool. */
+typedef struct aq_torch_block {
+    uint64_t address;
+    uint64_t bytes;
+    void *stream;
+    uint64_t first;
+    uint64_t second;
+} aq_torch_block;
+
+/* Stores the live blocks of a device, at most `room` of them, and the number of all in `*count`. In
+ * bypass mode only blocks of pools are listed. */
+aq_status aq_torch_blocks(int device, aq_torch_block *blocks, size_t room, size_t *count);
+
+/* The same for one pool. A pool that does not exist has none. */
+aq_status aq_torch_pool_blocks(int device, uint64_t first, uint64_t second, aq_torch_block *blocks,
+                               size_t room, size_t *count);
+
+/* Allocates a block of a pool at the address where it was, after it has been freed: for graphs that
+ * are captured behind launches of others, whose results lie there. The contents stay, and the
+ * stream waits on the device for the work that used the memory last.
+ * AQ_ERROR_BUSY if a part of it is in use; AQ_ERROR_FOREIGN_BLOCK if it is not of this pool. */
+aq_status aq_torch_pool_place(int device, const aq_torch_block *block);
 
 /* ---- CuPy ----------------------------------------------------------------------------------- */
 

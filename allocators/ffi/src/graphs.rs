@@ -6,21 +6,21 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{CallResult, enter, write_out},
+    entry::{CallResult, enter, require, write_out},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
     thread_state,
-    torch::{default_runtime, device_of},
+    torch::{default_runtime, device_of, remember_device},
 };
-use aquifer::{GraphPool, device::Announced};
+use aquifer::{DeviceRange, GraphPool, RawStream, Request, device::Announced};
 use std::{
     collections::HashMap,
     ffi::{c_int, c_void},
-    ptr::with_exposed_provenance_mut,
+    ptr::{null_mut, with_exposed_provenance_mut},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Returns whether work on a stream is a part of the capture.
+/// Returns whether work on a stream belongs to the pool.
 pub type aq_torch_filter =
     Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> c_int>;
 /// Frees the data of a filter.
@@ -67,12 +67,12 @@ struct TorchPool {
     state: CaptureState,
 }
 
-/// Whether captures are served from a pool.
+/// Whether work is served from a pool.
 #[derive(Default)]
 enum CaptureState {
     #[default]
     Idle,
-    /// A thread is beginning to serve captures, and calls the driver for it.
+    /// A thread is beginning to serve it, and calls the driver for that.
     Starting,
     Active(#[expect(dead_code, reason = "it is open as long as it is held")] Announced),
 }
@@ -102,7 +102,7 @@ fn no_pool((_, device, first, second): PoolKey, what: &str) -> Failure {
     Failure::new(Status::BadArgument, text)
 }
 
-/// Serves captures from a pool from now on.
+/// Serves the work that the filter accepts from a pool from now on, captured or not.
 ///
 /// # Safety
 /// 1. `filter` may be called with `data` by any thread, concurrently, until `drop` is called with
@@ -166,7 +166,7 @@ fn begin(
         Some(memory) => memory,
         None => thread_state::with(key.0, |shared| Ok(shared.pool(key.1)?.graph_pool()?))?,
     };
-    let announced = memory.announce_where(move |stream| filter.includes(stream.handle()))?;
+    let announced = memory.announce_all_where(move |stream| filter.includes(stream.handle()))?;
     Ok((memory, announced))
 }
 
@@ -179,7 +179,7 @@ fn remove_if_unused(
     if pools.get(&key).is_some_and(TorchPool::is_unused) { pools.remove(&key) } else { None }
 }
 
-/// Stops serving captures from a pool.
+/// Stops serving work from a pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
@@ -248,5 +248,141 @@ pub unsafe extern "C" fn aq_torch_pool_uses(
         let users = pools().as_ref().and_then(|pools| pools.get(&key)).map_or(0, |pool| pool.users);
         // SAFETY: 1. Guaranteed by the caller.
         unsafe { write_out(uses, users as c_int, "uses") }
+    })
+}
+
+/// A live block that PyTorch holds.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct aq_torch_block {
+    /// Where it begins.
+    pub address: u64,
+    /// The bytes that were requested.
+    pub bytes: u64,
+    /// The stream that it was allocated for.
+    pub stream: *mut c_void,
+    /// PyTorch's name of its pool, or two zeros.
+    pub first: u64,
+    /// The second part of the name.
+    pub second: u64,
+}
+
+impl aq_torch_block {
+    fn new((range, stream): (DeviceRange, RawStream), (first, second): (u64, u64)) -> Self {
+        let stream = match stream.handle() {
+            0 => null_mut(),
+            handle => with_exposed_provenance_mut(handle as usize),
+        };
+        Self { address: range.address, bytes: range.bytes, stream, first, second }
+    }
+}
+
+/// Writes as many blocks as there is room for, and the number of all of them.
+///
+/// # Safety
+/// 1. `blocks` is null, or points to `room` blocks that the caller may write.
+/// 2. `count` is null, or points to a `size_t` that the caller may write.
+unsafe fn write_blocks(
+    found: &[aq_torch_block],
+    blocks: *mut aq_torch_block,
+    room: usize,
+    count: *mut usize,
+) -> CallResult {
+    require(count, "count")?;
+    if room > 0 {
+        require(blocks, "blocks")?;
+        // SAFETY: 1. Guaranteed by the caller, for `room` blocks. 2. `found` is a list of this
+        // library, so they do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(found.as_ptr(), blocks, found.len().min(room)) };
+    }
+    // SAFETY: 1. Guaranteed by the caller.
+    unsafe { write_out(count, found.len(), "count") }
+}
+
+/// Lists the live blocks of a device: those of the streams and those of all pools.
+///
+/// # Safety
+/// 1. `blocks` is null, or points to `room` blocks that the caller may write.
+/// 2. `count` is null, or points to a `size_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_blocks(
+    device: c_int,
+    blocks: *mut aq_torch_block,
+    room: usize,
+    count: *mut usize,
+) -> aq_status {
+    enter(|| {
+        let (runtime, device) = (default_runtime()?, device_of(device)?);
+        let named: Vec<_> = {
+            let pools = pools();
+            let of_device = |(key, _): &(&PoolKey, &TorchPool)| (key.0, key.1) == (runtime, device);
+            let all = pools.iter().flatten().filter(of_device);
+            all.filter_map(|(key, pool)| Some(((key.2, key.3), pool.memory.clone()?))).collect()
+        };
+        let mut found: Vec<_> = thread_state::with(runtime, |shared| {
+            let ranges = shared.pool(device)?.raw_ranges().into_iter();
+            Ok(ranges.map(|block| aq_torch_block::new(block, (0, 0))).collect())
+        })?;
+        for (name, memory) in named {
+            let live = memory.live_blocks().into_iter();
+            found.extend(live.map(|block| aq_torch_block::new(block, name)));
+        }
+        // SAFETY: 1. 2. Guaranteed by the caller.
+        unsafe { write_blocks(&found, blocks, room, count) }
+    })
+}
+
+/// Returns the memory of a pool; `None` if nothing was allocated from it yet.
+fn memory_of(key: PoolKey) -> Option<GraphPool> {
+    pools().as_ref().and_then(|pools| pools.get(&key)?.memory.clone())
+}
+
+/// Lists the live blocks of a pool.
+///
+/// # Safety
+/// As [`aq_torch_blocks`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_pool_blocks(
+    device: c_int,
+    first: u64,
+    second: u64,
+    blocks: *mut aq_torch_block,
+    room: usize,
+    count: *mut usize,
+) -> aq_status {
+    enter(|| {
+        let live = memory_of(key(device, first, second)?)
+            .map_or_else(Vec::new, |memory| memory.live_blocks());
+        let found: Vec<_> =
+            live.into_iter().map(|block| aq_torch_block::new(block, (first, second))).collect();
+        // SAFETY: 1. 2. Guaranteed by the caller.
+        unsafe { write_blocks(&found, blocks, room, count) }
+    })
+}
+
+/// Allocates a block of a pool at the address where it was.
+///
+/// # Safety
+/// 1. `block` is null, or points to a block.
+/// 2. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for its stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_pool_place(
+    device: c_int,
+    block: *const aq_torch_block,
+) -> aq_status {
+    enter(|| {
+        require(block.cast_mut(), "block")?;
+        // SAFETY: 1. Guaranteed by the caller.
+        let aq_torch_block { address, bytes, stream, first, second } = unsafe { block.read() };
+        let key = key(device, first, second)?;
+        let memory = memory_of(key).ok_or_else(|| no_pool(key, "has no memory"))?;
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe {
+            thread_state::with_stream(key.0, key.1, stream.addr() as u64, |_, _, stream| {
+                let placed = memory.alloc_at(stream, Request::bytes(bytes), address)?;
+                remember_device(placed.into_raw(), device);
+                Ok(())
+            })
+        }
     })
 }

@@ -221,7 +221,7 @@ fn device_hint(address: u64) -> &'static AtomicU8 {
 }
 
 #[inline]
-fn remember_device(address: u64, device: c_int) {
+pub(crate) fn remember_device(address: u64, device: c_int) {
     let (hint, code) = (device_hint(address), (device + 1) as u8);
     // The entry is usually correct already, and a cache line that is not written stays shared.
     if hint.load(Ordering::Relaxed) != code {

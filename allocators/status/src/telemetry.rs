@@ -46,7 +46,12 @@ const COUNTERS: [Instrument; 10] = [
     ("aquifer.memory.released", "By", "Bytes released to the driver or kernel.", |s| s.reaped),
     ("aquifer.memory.growths", "{operation}", "Growths of pools.", |s| s.growths),
     ("aquifer.memory.moves", "{operation}", "Physical handles moved.", |s| s.moves),
-    ("aquifer.memory.adoptions", "{operation}", "Ranges taken by other streams.", |s| s.adoptions),
+    (
+        "aquifer.memory.adoptions",
+        "{operation}",
+        "Searches that found another stream's memory.",
+        |s| s.adoptions,
+    ),
     ("aquifer.memory.fences", "{operation}", "Events recorded as fences.", |s| s.fences),
     ("aquifer.memory.stream_waits", "{operation}", "Waits of streams.", |s| s.stream_waits),
     ("aquifer.memory.host_waits", "{operation}", "Waits of the host.", |s| s.host_waits),

@@ -65,7 +65,7 @@ pub struct OutOfMemory {
     /// The budget's refusal, if a budget refused.
     pub refused: Option<OutOfBudget>,
     /// Whether `refused` limits the live bytes of a tenant or a tag. Free memory of the pool does
-    /// not help then, and no memory was reclaimed.
+    /// not help then. Only the reclaimers registered with that budget were called.
     pub of_live_bytes: bool,
     /// The driver's refusal, if the driver refused.
     pub driver: Option<DriverError>,

@@ -17,7 +17,8 @@ pub enum Action {
     Grow,
     /// The pool released memory to the driver or the kernel.
     Reap,
-    /// A physical handle moved to another address.
+    /// Physical handles were taken from under free memory, to be mapped elsewhere. One event for
+    /// each search, without an address.
     Move,
     /// A free range moved from one stream's cache to another's.
     Adopt,

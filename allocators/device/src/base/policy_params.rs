@@ -25,8 +25,8 @@ pub(crate) struct PolicyParams {
     /// border from oscillating.
     pub(crate) separate_below: u64,
     /// A stream counts as one of several that share if it holds more than this part of all memory,
-    /// or more than half of an equal share if there are many streams: a small stream beside a large
-    /// one keeps its fast path.
+    /// or more than half of an equal share if there are many streams: a small stream beside a
+    /// large one keeps its fast path.
     pub(crate) holder_part: u64,
     /// Memory is spacious up to these eighths of the budget in use: streams stay apart against
     /// less held memory.
@@ -46,11 +46,11 @@ pub(crate) struct PolicyParams {
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
     pub(crate) tight_part: u64,
-    /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one block
-    /// pins grows.
+    /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one
+    /// block pins grows.
     pub(crate) largest_handle: u64,
-    /// A handle is at most this part of what the pool could still provide: the memory that one live
-    /// block pins against the number of driver calls.
+    /// A handle is at most this part of what the pool could still provide: the memory that one
+    /// live block pins against the number of driver calls.
     pub(crate) headroom_parts: u64,
     /// One new handle is preferred to this many spare ones: fewer mappings against a driver call.
     pub(crate) handles_replaced: u64,

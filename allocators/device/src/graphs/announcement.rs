@@ -44,6 +44,8 @@ impl AnnouncedStreams {
 pub(super) struct Announcement {
     number: u64,
     streams: AnnouncedStreams,
+    /// Whether it also covers work that is not captured.
+    covers_eager: bool,
     memory: Arc<GraphMemory>,
     /// The driver's number of the last capture that has allocated from it; 0 before the first.
     /// Streams that join that capture use it too.
@@ -59,12 +61,19 @@ impl Announcements {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the memory for blocks of this stream, if it takes part in an announced capture. The
-    /// oldest announcement applies. Queries the driver.
+    /// Returns the memory for blocks of this stream, if an announcement covers its work. The oldest
+    /// announcement applies. Queries the driver.
     fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<GraphMemory>, Capture)>> {
         // The filters are foreign code and run without the lock.
         let open = self.lock().clone();
-        let Some(id) = stream.timeline().capture()? else { return Ok(None) };
+        let Some(id) = stream.timeline().capture()? else {
+            let covers = |a: &&Arc<Announcement>| {
+                a.covers_eager && a.streams.includes(stream.timeline(), Capture::EAGER)
+            };
+            let found = open.iter().find(covers);
+            return Ok(found
+                .map(|a| (a.memory.clone(), Capture { announced: a.number, id: Capture::EAGER })));
+        };
         let started = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
         let found =
             started.or_else(|| open.iter().find(|a| a.streams.includes(stream.timeline(), id)));
@@ -109,6 +118,7 @@ impl Announced {
         pool: &DevicePool,
         memory: &Arc<GraphMemory>,
         streams: AnnouncedStreams,
+        covers_eager: bool,
     ) -> Result<Self> {
         if let AnnouncedStreams::Stream(timeline) = &streams {
             check_stream_device(&**pool.driver(), pool.device(), timeline)?;
@@ -116,6 +126,7 @@ impl Announced {
         let announcement = Arc::new(Announcement {
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             streams,
+            covers_eager,
             memory: memory.clone(),
             capture: AtomicU64::new(0),
         });
@@ -133,7 +144,7 @@ impl Announced {
         }
         // Relaxed: the announcement precedes the capture, so allocations in it see this count.
         core.dedicated.announced.fetch_add(1, Ordering::Relaxed);
-        core.add_slow_reason();
+        core.add_full_path_reason();
         let announced = Self { pool: pool.clone(), announcement, tracked: false };
         let number = announced.announcement.number;
         memory.end_announcement(number);
@@ -163,7 +174,7 @@ impl Drop for Announced {
             at.map(|at| open.remove(at))
         };
         drop(gone);
-        core.remove_slow_reason();
+        core.remove_full_path_reason();
         core.dedicated.announced.fetch_sub(1, Ordering::Relaxed);
         let Announcement { memory, number, capture, .. } = &*self.announcement;
         if !self.tracked && capture.load(Ordering::Relaxed) != 0 {

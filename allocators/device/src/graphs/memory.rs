@@ -1,11 +1,13 @@
 //! The memory of graphs that share a pool: its blocks, its free ranges and when they can be reused,
 //! and the launches that touch it.
 
+mod placed;
+
 use super::range_release::GraphRangeRelease;
 use crate::{
     Block,
     base::{
-        dependencies::{self, StreamDeps, latest},
+        dependencies::{StreamDeps, latest},
         driver::{check_stream_device, owner_of_freed},
         pending::{DeferredFree, PartsWork},
     },
@@ -38,13 +40,30 @@ const SEGMENT: u64 = 2 << 20;
 /// Numbers of memories, for drivers that validate accesses. Never reused.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// A capture of an announcement.
+/// A capture of an announcement, or the work of an announcement that is not captured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Capture {
-    /// The announcement's number.
+    /// The announcement's number; 0 for blocks that belong to none.
     pub(super) announced: u64,
-    /// The driver's number of the capture.
+    /// The driver's number of the capture, or [`Capture::EAGER`].
     pub(super) id: u64,
+}
+
+impl Capture {
+    /// Stands for work that is not captured. No driver numbers a capture so.
+    pub(super) const EAGER: u64 = 0;
+
+    fn is_eager(self) -> bool {
+        self.id == Self::EAGER
+    }
+
+    /// Returns whether its work on `timeline` may use memory with these dependencies. Work that is
+    /// not captured follows all earlier work of its stream. Captured work runs at any later time,
+    /// on any stream.
+    fn may_use(self, timeline: &Arc<Timeline>, deps: &StreamDeps) -> bool {
+        let own = |other: &Arc<Timeline>| self.is_eager() && Arc::ptr_eq(other, timeline);
+        deps.iter().all(|(other, epoch)| own(other) || other.is_done(*epoch))
+    }
 }
 
 /// Memory whose addresses graphs store. It is never remapped or used for anything else until the
@@ -109,7 +128,7 @@ impl GraphBlock {
 }
 
 /// The ranges that one stream has freed within one capture. The stream can reuse them at once,
-/// since its captured work is in order.
+/// since its work is in order.
 struct CaptureFreeList {
     capture: Capture,
     timeline: Arc<Timeline>,
@@ -177,8 +196,8 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range =
-            self.ranges.free.find(bytes, align, Fit::Lowest, grid, dependencies::is_done)?;
+        let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
+        let range = self.ranges.free.find(bytes, align, Fit::Lowest, grid, ready)?;
         self.ranges.free.take(range).map(|_| range)
     }
 
@@ -192,7 +211,7 @@ impl State {
         align: u64,
         most: u64,
     ) -> Option<Range> {
-        let tail = |free: &SharedFreeList, ready: fn(&StreamDeps) -> bool| {
+        let tail = |free: &SharedFreeList, ready: &dyn Fn(&StreamDeps) -> bool| {
             let (range, deps) = free.iter().last()?;
             let start = range.start.next_multiple_of(align);
             // A range that is long enough for the whole block lies too low to be extended.
@@ -200,11 +219,11 @@ impl State {
             fits.then_some(Range { start, len: end - start })
         };
         if let Some(own) = self.capture_list(capture, timeline)
-            && let Some(range) = tail(own, |_| true)
+            && let Some(range) = tail(own, &|_| true)
         {
             return own.take(range).map(|_| range);
         }
-        let range = tail(&self.ranges.free, dependencies::is_done)?;
+        let range = tail(&self.ranges.free, &|deps| capture.may_use(timeline, deps))?;
         self.ranges.free.take(range).map(|_| range)
     }
 
@@ -318,7 +337,7 @@ impl GraphMemory {
         })
     }
 
-    /// Allocates a block for work that `stream` captures.
+    /// Allocates a block for the work of `capture` on `stream`.
     pub(super) fn allocate(
         self: &Arc<Self>,
         stream: &Stream,
@@ -467,7 +486,7 @@ impl GraphMemory {
                 GraphBlock { bytes: range.len, requested, tag, owner_stream, capture, watch },
             );
             // From here on, what the stream frees in this capture can be reused by the stream.
-            if state.capture_list(capture, timeline).is_none() {
+            if capture.announced != 0 && state.capture_list(capture, timeline).is_none() {
                 state.capture_lists.push(CaptureFreeList {
                     capture,
                     timeline: timeline.clone(),
@@ -576,7 +595,8 @@ impl GraphMemory {
             }
             let state = &mut *state;
             let captured = |live: &GraphBlock| {
-                state.capture_lists.iter().any(|capture_list| capture_list.capture == live.capture)
+                !live.capture.is_eager()
+                    && state.capture_lists.iter().any(|list| list.capture == live.capture)
             };
             // Captured work does not wait for a launch. The launch of its own graph will.
             state

@@ -185,8 +185,9 @@ impl Handle {
         }
     }
 
-    /// Releases the memory and returns its charge. Returns `None` if there are other references to
-    /// the handle, or if the driver refuses the release; then nothing changes.
+    /// Releases the memory and returns its charge. Returns `None` if there are other references,
+    /// which then keep the memory, or if the driver refuses the release. The memory is then
+    /// stranded: it stays charged, and the release is tried again later.
     pub(crate) fn release_keeping_charge(handle: Arc<Handle>) -> Option<Charge> {
         Arc::into_inner(handle)?.release()
     }

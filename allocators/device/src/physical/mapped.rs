@@ -7,7 +7,7 @@
 //! ```text
 //!   unclaimed ──claim──▶ being backed ──map, set access──▶ in the streams' caches ──┐
 //!       ▲                                                     │ wholly free          │ live blocks keep it
-//!      │                                                     ▼                      │
+//!       │                                                     ▼                     │
 //!       ├───────────── unmap ◀── taken out of the caches, all work there known done  │
 //!       └── unmap, later ◀── zombie: handle mapped elsewhere, some work not done ◀───┘
 //! ```

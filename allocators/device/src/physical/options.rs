@@ -1,6 +1,6 @@
 //! The options and the result of an attempt to place a block.
 
-use super::handle::HandleError;
+use super::handle::{Handle, HandleError};
 use aquifer_core::{DriverError, Reservation};
 use std::sync::Mutex;
 
@@ -49,6 +49,8 @@ pub(crate) struct PlaceOutcome<'a> {
     /// and recreated in another size. [`PoolStats::moves`](aquifer_core::PoolStats::moves) adds
     /// them up.
     pub(crate) moves: u64,
+    /// The bytes of these handles.
+    pub(crate) moved: u64,
     /// Waits queued on the device.
     pub(crate) waits: u64,
     /// Moves that this call has begun, as
@@ -58,4 +60,12 @@ pub(crate) struct PlaceOutcome<'a> {
     pub(crate) refused: Option<HandleError>,
     /// The driver's first refusal to unmap a handle from under free memory.
     pub(crate) unreleased: Option<DriverError>,
+}
+
+impl PlaceOutcome<'_> {
+    /// Counts a handle that was taken from under free memory.
+    pub(crate) fn count_move(&mut self, handle: &Handle) {
+        self.moves += 1;
+        self.moved += handle.bytes();
+    }
 }

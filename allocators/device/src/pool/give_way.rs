@@ -59,7 +59,7 @@ impl Reclaim for PoolCore {
         while self.trim_under_pressure(keep).is_ok()
             && self.held() > keep
             && !has_passed(deadline)
-            && self.wait_for_oldest(None, deadline).unwrap_or(false)
+            && self.wait_for_freed_work(None, deadline).unwrap_or(false)
         {}
         self.publish();
     }

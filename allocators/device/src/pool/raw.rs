@@ -16,6 +16,7 @@ use crate::{
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
 use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_formats::HeldBlock;
 use aquifer_heap::HeapError;
 use aquifer_stream::Stream;
@@ -187,6 +188,35 @@ impl DevicePool {
         let numbers = core.directory.candidates(address);
         let likely = numbers.filter_map(|number| core.numbered_cache(number)).find_map(&mut query);
         likely.or_else(|| core.caches(&core.scratch.begin()).into_iter().find_map(query))
+    }
+
+    /// Returns the raw blocks of the streams' caches: where each begins, with its requested bytes,
+    /// and its stream. Blocks of graphs, stable and parkable blocks, and the blocks of a pool in
+    /// bypass mode are not among them. Locks one cache at a time.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let stream = pool.stream()?;
+    /// let address = pool.alloc_raw(&stream, Request::bytes(4096))?;
+    /// let blocks = pool.raw_ranges();
+    /// assert_eq!((blocks[0].0.address, blocks[0].0.bytes), (address, 4096));
+    /// assert_eq!(blocks[0].1, stream.raw());
+    /// pool.free_raw(address)?;
+    /// assert!(pool.raw_ranges().is_empty());
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn raw_ranges(&self) -> Vec<(DeviceRange, RawStream)> {
+        let (core, device) = (self.core(), self.device());
+        let of_cache = |cache: &'static StreamCache| {
+            let stream = cache.timeline().raw();
+            cache.raw_blocks().into_iter().map(move |held| {
+                (DeviceRange { device, address: held.address, bytes: held.bytes }, stream)
+            })
+        };
+        core.caches(&core.scratch.begin()).into_iter().flat_map(of_cache).collect()
     }
 
     /// Returns the raw blocks of the streams' caches.

@@ -20,7 +20,7 @@ impl PoolCore {
     /// Returns `None`, so that the request takes the full path, in these cases:
     ///
     /// - The request is invalid, or its alignment is not the default one.
-    /// - There is a [slow reason](PoolCore::add_slow_reason).
+    /// - There is a [full-path reason](PoolCore::add_full_path_reason).
     /// - The request [prefers shared memory](crate::sharing_policy::SharingPolicy::prefers_shared):
     ///   more than 64 KiB while all free memory is shared, or 16 MiB and more while several streams
     ///   hold five fourths of the peak in use.

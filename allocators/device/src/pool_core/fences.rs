@@ -29,8 +29,8 @@ pub(crate) enum FenceScope {
 /// Which of the streams that cannot be fenced are waited for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WaitScope {
-    /// All of them. For [`PoolCore::wait_for_oldest`] when it has found no other work to wait for:
-    /// in step 6 of an allocation without room, and in a reclaim before its deadline.
+    /// All of them. For [`PoolCore::wait_for_freed_work`] when it has found no other work to wait
+    /// for: in step 6 of an allocation without room, and in a reclaim before its deadline.
     All,
     /// Streams without a lease, which nothing will fence later. For a trim. No step of an
     /// allocation uses this scope.
@@ -54,7 +54,7 @@ fn wait_unfenceable(
 }
 
 impl PoolCore {
-    /// Returns what the first step of the slow path fences. Later steps wait on the device for
+    /// Returns what step 2 of the slow path fences. Later steps wait on the device for
     /// memory that is not known to be done. A pool without such steps needs the proof at once.
     pub(crate) fn first_fence_scope(&self) -> FenceScope {
         if self.physical.is_mapped() && self.config.adoption == Adoption::Wait {
@@ -120,7 +120,7 @@ impl PoolCore {
         for timeline in fenced {
             timeline.poll()?;
         }
-        let shared = self.physical.spare_bytes();
+        let shared = self.physical.uncached_bytes();
         // Bytes of the warm reserve do not count as idle.
         self.sharing_policy.update(
             &self.budget,
@@ -140,7 +140,7 @@ impl PoolCore {
     ///
     /// Blocks until `until`. A wait for the device has no deadline, since the driver has none for
     /// it, but it does not begin after `until`.
-    pub(crate) fn wait_for_oldest(
+    pub(crate) fn wait_for_freed_work(
         &self,
         first: Option<&'static StreamCache>,
         until: Option<Instant>,
@@ -160,7 +160,7 @@ impl PoolCore {
         {
             return Ok(true);
         }
-        if self.dedicated.wait_for_oldest(until)? {
+        if self.dedicated.wait_for_freed_work(until)? {
             return Ok(true);
         }
         for &cache in &caches {
@@ -193,8 +193,9 @@ impl PoolCore {
     /// Blocks, with no deadline.
     ///
     /// Called by each [`PoolCore::trim`] for [`WaitScope::Abandoned`], and by
-    /// [`PoolCore::wait_for_oldest`] for [`WaitScope::All`]. The reclaim of steps 5 and 7 of an
-    /// allocation reaches it only within another pool's [`wait_for_oldest`](Self::wait_for_oldest).
+    /// [`PoolCore::wait_for_freed_work`] for [`WaitScope::All`]. The reclaim of steps 5 and 7 of an
+    /// allocation reaches it only within another pool's
+    /// [`wait_for_freed_work`](Self::wait_for_freed_work).
     pub(crate) fn wait_unfenceable(
         &self,
         bump: &Bump,

@@ -20,7 +20,7 @@ impl PoolCore {
 
     /// Adds what is neither in the caches nor dedicated.
     pub(super) fn add_beside_caches(&self, stats: &mut PoolStats) {
-        stats.cached += self.physical.spare_bytes();
+        stats.cached += self.physical.uncached_bytes();
         let held = self.physical.held();
         stats.pending += held.stuck();
         stats.physical += held.now();

@@ -91,6 +91,30 @@ fn a_limit_and_the_pool_share_the_deadline_of_a_request() {
     drop(live);
 }
 
+#[test]
+fn a_tenants_limit_and_the_pool_share_the_deadline_of_a_request() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = PATIENCE);
+    let s = rig.stream();
+    let live = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+    let limit = Budget::new("a tenant", MIB);
+    let tenant = rig.pool.for_tenant(&limit).unwrap();
+    let witness = Arc::new(Witness::default());
+    let raise = Arc::new(Raise(limit.clone(), witness.clone()));
+    let _registrations = (limit.on_need(&raise), rig.budget.on_need(&witness));
+    let kinds: [&dyn Fn() -> bool; 2] =
+        [&|| tenant.alloc(&s, Request::bytes(2 * MIB)).is_err(), &|| {
+            tenant.alloc_stable(&s, Request::bytes(2 * MIB)).is_err()
+        }];
+    for is_refused in kinds {
+        limit.set_limit(MIB);
+        witness.deadlines.lock().unwrap().clear();
+        assert!(is_refused());
+        let (calls, deadlines) = witness.seen();
+        assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
+    }
+    drop(live);
+}
+
 /// Raises a limit when it is called.
 struct Raise(Budget, Arc<Witness>);
 

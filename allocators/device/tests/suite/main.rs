@@ -12,6 +12,7 @@ mod foreign;
 mod giving_way;
 mod gone;
 mod graph_launches;
+mod graph_states;
 mod graphs;
 mod handles;
 mod heap;

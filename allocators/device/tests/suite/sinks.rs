@@ -130,3 +130,23 @@ fn the_tightest_limit_is_recorded_at_the_opening_and_before_what_a_change_has_ca
     assert_eq!(limits(), [(Action::Limit, u64::MAX)]);
     drop(block);
 }
+
+#[test]
+fn an_event_of_moved_handles_has_their_bytes() {
+    let ring = Arc::new(RingSink::new(64));
+    let recorder = Arc::new(Recorder::new(ring.clone()));
+    let rig = Rig::on(Sim::h200(1), 32, |config| config.recorder = Some(recorder));
+    let s = rig.stream();
+    let blocks: Vec<_> =
+        (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    // Every second one stays: 16 MiB are free in four places.
+    let kept: Vec<_> = blocks.into_iter().step_by(2).collect();
+    s.synchronize().unwrap();
+    let large = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
+    let events = ring.take();
+    let moved: u64 = events.iter().filter(|e| e.action == Action::Move).map(|e| e.bytes).sum();
+    let handle = 2 * MIB;
+    assert_eq!(moved, rig.pool.stats().moves * handle);
+    assert!(moved > 0);
+    drop((kept, large));
+}

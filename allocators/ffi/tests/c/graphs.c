@@ -44,6 +44,65 @@ static uint64_t temporary(aq_runtime runtime, uint64_t pool, void *stream, void 
     return graph;
 }
 
+/* Work outside of a capture is served from a pool too, and the pool is brought back to a state that it had. */
+static void states(aq_runtime runtime, void *stream, void *other) {
+    enum { ROOM = 8 };
+    void *served[] = {stream, NULL};
+    aq_torch_block state[ROOM], now[ROOM], all[ROOM];
+    size_t count = 99;
+    OK(aq_torch_pool_blocks(0, 9, 1, now, ROOM, &count));
+    CHECK(count == 0);
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pool_blocks(0, 9, 1, now, ROOM, NULL));
+    OK(aq_torch_pool_begin(0, 9, 1, belongs, served, drop));
+    void *x = take(700, stream), *y = take(3 * MIB, stream), *elsewhere = take(MIB, other);
+    touch(runtime, stream, x, 700, AQ_WRITE);
+    touch(runtime, stream, y, 3 * MIB, AQ_WRITE);
+    OK(aq_torch_pool_end(0, 9, 1));
+    OK(aq_torch_pool_blocks(0, 9, 1, NULL, 0, &count));
+    CHECK(count == 2);
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pool_blocks(0, 9, 1, NULL, 1, &count));
+    OK(aq_torch_pool_blocks(0, 9, 1, state, ROOM, &count));
+    CHECK(count == 2 && state[0].stream == stream && state[0].first == 9 && state[0].second == 1);
+    const aq_torch_block *small = &state[state[0].bytes != 700];
+    CHECK(small->bytes == 700 && small->address == (uint64_t)(uintptr_t)x);
+    OK(aq_torch_blocks(0, all, ROOM, &count));
+    CHECK(count == 3);
+    size_t unnamed = 0;
+    for (size_t n = 0; n < count; n++) {
+        if (all[n].first == 0 && all[n].second == 0) {
+            CHECK(all[n].address == (uint64_t)(uintptr_t)elsewhere && all[n].stream == other && all[n].bytes == MIB);
+            unnamed++;
+        }
+    }
+    CHECK(unnamed == 1);
+
+    ANSWERS(AQ_ERROR_BUSY, aq_torch_pool_place(0, small));
+    aq_torch_free(x, 700, -1, NULL);
+    aq_torch_free(y, 3 * MIB, -1, NULL);
+    OK(aq_torch_pool_blocks(0, 9, 1, now, ROOM, &count));
+    CHECK(count == 0);
+    for (int n = 0; n < 2; n++) {
+        OK(aq_torch_pool_place(0, &state[n]));
+    }
+    OK(aq_torch_pool_blocks(0, 9, 1, now, ROOM, &count));
+    CHECK(count == 2 && memcmp(now, state, 2 * sizeof *state) == 0);
+    touch(runtime, stream, y, 3 * MIB, AQ_READ);
+
+    aq_torch_block wrong = state[0];
+    wrong.first = 8;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_place(0, &wrong));
+    wrong = state[0];
+    wrong.address = 512;
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_torch_pool_place(0, &wrong));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pool_place(0, NULL));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_torch_pool_place(-1, &state[0]));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_place(7, &state[0]));
+    aq_torch_free(x, 700, -1, NULL);
+    aq_torch_free(y, 3 * MIB, -1, NULL);
+    aq_torch_free(elsewhere, MIB, -1, NULL);
+    OK(aq_torch_pool_release(0, 9, 1));
+}
+
 int main(void) {
     aq_runtime_options options = simulated(1);
     options.streams = AQ_STREAMS_RETIRED;
@@ -147,6 +206,7 @@ int main(void) {
     OK(aq_torch_reset());
     CHECK(stats_of(runtime, 0).physical == 0);
 
+    states(runtime, stream, other);
     in_order(runtime, 1);
     OK(aq_stream_retire(runtime, 0, stream));
     OK(aq_stream_retire(runtime, 0, other));

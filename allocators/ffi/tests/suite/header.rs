@@ -6,6 +6,7 @@ use aquifer_ffi::{
     device::{AQ_READ, AQ_WRITE},
     entry::{AQ_VERSION_MAJOR, AQ_VERSION_MINOR, aq_version},
     facts::{aq_device_facts, aq_stats},
+    graphs::aq_torch_block,
     runtime::{
         AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED,
         AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime_options,
@@ -83,14 +84,14 @@ fn fields(header: &str, name: &str) -> Vec<String> {
     body.lines()
         .skip(1)
         .filter_map(|line| line.split(';').next()?.split_whitespace().nth(1))
-        .map(|field| field.split('[').next().unwrap().to_owned())
+        .map(|field| field.trim_start_matches('*').split('[').next().unwrap().to_owned())
         .collect()
 }
 
 /// What a C compiler makes of the header: a line for each struct, field and number.
 fn as_c_sees_it(header: &str) -> BTreeSet<String> {
     let mut source = String::from("#include \"aquifer.h\"\n#include <stdio.h>\nint main(void) {\n");
-    for name in ["aq_runtime_options", "aq_device_facts", "aq_stats"] {
+    for name in ["aq_runtime_options", "aq_device_facts", "aq_stats", "aq_torch_block"] {
         source += &format!("printf(\"{name} %zu %zu\\n\", sizeof({name}), _Alignof({name}));\n");
         for field in fields(header, name) {
             source += &format!("printf(\"{name}.{field} %zu\\n\", offsetof({name}, {field}));\n");
@@ -130,6 +131,7 @@ macro_rules! form {
 #[test]
 fn c_and_rust_agree_on_forms_and_numbers() {
     let mut lines = BTreeSet::new();
+    form!(lines, aq_torch_block { address, bytes, stream, first, second });
     form!(
         lines,
         aq_runtime_options {

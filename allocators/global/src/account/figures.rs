@@ -18,8 +18,8 @@ pub struct Stats {
     /// Requested bytes in live blocks of the wrapped allocator. Exact when no call is in progress
     /// on any thread.
     pub live: u64,
-    /// Maximum of `live` since the start or the last [`reset_peak`](super::reset_peak). Never too low, and too high
-    /// by at most 128 KiB per thread.
+    /// Maximum of `live` since the start or the last [`reset_peak`](super::reset_peak). Never too
+    /// low, and too high by at most 128 KiB per thread.
     pub peak: u64,
     /// Number of allocations. Resizing a block is neither an allocation nor a free.
     pub allocations: u64,

@@ -1,8 +1,8 @@
 //! What other processes are shown of the account.
 //!
-//! The figures are published where the shared account crosses a multiple of [`STEP`](super::charged::STEP), so most
-//! allocations do nothing for it. A publication allocates nothing, takes no lock and makes no
-//! system call.
+//! The figures are published where the shared account crosses a multiple of
+//! [`STEP`](super::charged::STEP), so most allocations do nothing for it. A publication allocates
+//! nothing, takes no lock and makes no system call.
 
 use super::{
     charged::{CAP, ON_STEP},

@@ -120,7 +120,7 @@ impl Physical for Mapped {
         drop(spare);
     }
 
-    fn spare_bytes(&self) -> u64 {
+    fn uncached_bytes(&self) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         spare + self.shared_free().bytes()
     }

@@ -191,8 +191,7 @@ impl Mapped {
         if self.compact && options.move_handles {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
-            outcome.moves +=
-                self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan, outcome)?;
+            self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan, outcome)?;
         }
         loop {
             let short = need.saturating_sub(plan.bytes() + room);
@@ -205,8 +204,7 @@ impl Mapped {
                     return Ok(false);
                 }
                 let readiness = options.readiness;
-                outcome.moves +=
-                    self.reclaim_mappings(donors, claim, short, readiness, plan, outcome)?;
+                self.reclaim_mappings(donors, claim, short, readiness, plan, outcome)?;
                 if plan.bytes() + room < need {
                     return Ok(false);
                 }
@@ -334,9 +332,9 @@ impl Mapped {
     }
 
     /// Takes handles of at least `bytes` in all from under free memory, and unmaps those whose work
-    /// is done. Returns their number. Finished ones are taken first, and among those the ones at
-    /// high addresses, since blocks are placed at low ones. Handles that the driver refuses to
-    /// unmap stay where they were, and others are taken instead.
+    /// is done. Counts them in `outcome`, also those taken before an error. Finished ones are taken
+    /// first, and among those the ones at high addresses, since blocks are placed at low ones.
+    /// Handles that the driver refuses to unmap stay where they were, and others are taken instead.
     ///
     /// # Errors
     /// The loss of the device.
@@ -348,14 +346,14 @@ impl Mapped {
         readiness: Readiness,
         plan: &mut MappingPlan<'_>,
         outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<u64> {
+    ) -> Result<()> {
         let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness);
         let mut candidates = self.candidates(&free_ranges);
         let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
         // A busy handle cannot be released, so it must fit.
         candidates.retain(|c| !c.busy || c.count <= longest);
         candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
-        let (mut got, mut moved, mut candidates) = (0, 0, candidates.iter());
+        let (mut got, mut candidates) = (0, candidates.iter());
         while got < bytes {
             let mut done = List::new_in(plan.bump());
             let mut taken = 0;
@@ -372,7 +370,7 @@ impl Mapped {
                     done.push(reclaimed);
                 } else {
                     got += handle.bytes();
-                    moved += 1;
+                    outcome.count_move(handle);
                     let handle = handle.clone();
                     plan.unmapped.push(UnmappedHandle { handle, new: false, busy: true });
                     plan.busy.push(reclaimed);
@@ -381,7 +379,7 @@ impl Mapped {
             let (unmapped, unmapping) = self.unmap_done(done);
             for handle in unmapped {
                 got += handle.bytes();
-                moved += 1;
+                outcome.count_move(&handle);
                 plan.unmapped.push(UnmappedHandle { handle, new: false, busy: false });
             }
             match unmapping {
@@ -393,7 +391,7 @@ impl Mapped {
                 Err(error) => return Err(error),
             }
         }
-        Ok(moved)
+        Ok(())
     }
 
     /// Returns what was not needed: handles become spare and stay charged, and `unspent` is

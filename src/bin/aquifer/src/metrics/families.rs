@@ -94,9 +94,11 @@ pub(super) const POOL_FAMILIES: [PoolFamily; 22] = [
     counter("aquifer_memory_moves_total", "Physical handles moved between addresses.", |p| {
         Some(p.stats.moves)
     }),
-    counter("aquifer_memory_adoptions_total", "Ranges taken from another stream's cache.", |p| {
-        Some(p.stats.adoptions)
-    }),
+    counter(
+        "aquifer_memory_adoptions_total",
+        "Searches that found another stream's memory.",
+        |p| Some(p.stats.adoptions),
+    ),
     counter("aquifer_memory_fences_total", "Events recorded to fence a stream.", |p| {
         Some(p.stats.fences)
     }),

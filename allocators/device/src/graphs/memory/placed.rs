@@ -1,0 +1,64 @@
+//! Blocks at given addresses, for callers that bring the memory of graphs back to an earlier state.
+
+use super::{Capture, GraphMemory, Range};
+use crate::{Block, Request, base::driver::check_stream_device, request::ValidateRequest};
+use aquifer_core::{BLOCK_ALIGN, MemoryError, Result};
+use aquifer_driver::{DeviceRange, RawStream};
+use aquifer_stream::Stream;
+use std::sync::Arc;
+
+impl GraphMemory {
+    /// Returns the live blocks by address, with their requested sizes and their streams.
+    pub(in crate::graphs) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
+        let state = self.state();
+        let block = |(&address, live): (&u64, &super::GraphBlock)| {
+            let range =
+                DeviceRange { device: self.dedicated.device, address, bytes: live.requested };
+            (range, live.owner_stream.raw())
+        };
+        state.blocks.iter().map(block).collect()
+    }
+
+    /// Allocates a block at `address`, for work of `stream` that is not captured. Orders the stream
+    /// on the device after the work that used the memory last.
+    pub(in crate::graphs) fn allocate_at(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        address: u64,
+    ) -> Result<Block> {
+        let (request, timeline) = (request.checked()?, stream.timeline());
+        check_stream_device(&*self.dedicated.driver, self.dedicated.device, timeline)?;
+        let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
+        let range = Range { start: address, len: bytes };
+        if !self.contains(address, bytes) {
+            return Err(MemoryError::ForeignBlock { address });
+        }
+        if !address.is_multiple_of(request.alignment()) {
+            return Err(MemoryError::BadAlignment { align: request.alignment() });
+        }
+        let take = || self.state().ranges.free.take(range);
+        let deps = take().or_else(|| {
+            self.poll_fences();
+            take()
+        });
+        let deps = deps.ok_or(MemoryError::Busy { address })?;
+        let ordered =
+            deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
+        if let Err(error) = ordered {
+            self.state().ranges.free.add(range, deps);
+            return Err(error);
+        }
+        Ok(self.make_block(stream, range, &request, Capture { announced: 0, id: Capture::EAGER }))
+    }
+
+    /// Returns whether the pool has reserved or allocated these addresses.
+    fn contains(&self, address: u64, bytes: u64) -> bool {
+        let inside = |start: u64, len: u64| {
+            let end = address.checked_add(bytes);
+            start <= address && end.is_some_and(|end| end <= start + len)
+        };
+        let span = self.span.as_ref().is_some_and(|span| inside(span.address, span.bytes));
+        span || self.state().segments.iter().any(|span| inside(span.address, span.bytes))
+    }
+}

@@ -1,0 +1,180 @@
+//! Tests of graph memory that also serves work that is not captured, and that is brought back to an
+//! earlier state.
+#![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use crate::support::{self, MIB, Rig};
+use aquifer_core::MemoryError;
+use aquifer_device::{Block, DeviceBuffer, GraphPool, Request};
+use aquifer_driver::{
+    Access, Call, CaptureMode,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::Stream;
+
+fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
+    rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
+}
+
+fn kinds() -> [Rig; 2] {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    [Rig::new(256), Rig::on(Sim::new(config), 256, |_| ())]
+}
+
+/// Runs `work` while all work of `s` is served from `graphs`.
+fn served<T>(graphs: &GraphPool, s: &Stream, work: impl FnOnce() -> T) -> T {
+    let raw = s.raw();
+    let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
+    let out = work();
+    drop(announced);
+    out
+}
+
+fn captured<T>(s: &Stream, work: impl FnOnce() -> T) -> T {
+    s.driver().capture_begin(s.raw(), CaptureMode::ThreadLocal).unwrap();
+    let out = work();
+    let graph = s.driver().capture_end(s.raw()).unwrap();
+    // SAFETY: 1. known only here.
+    unsafe { s.driver().graph_destroy(graph) }.unwrap();
+    out
+}
+
+#[test]
+fn an_announcement_of_all_work_serves_captured_and_other_work_of_its_streams_alone() {
+    for rig in kinds() {
+        let (s, u) = (rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let blocks = served(&graphs, &s, || {
+            let eager = alloc(&rig, &s, MIB);
+            assert_eq!(graphs.stats().blocks, 1);
+            let other = alloc(&rig, &u, MIB);
+            assert_eq!(graphs.stats().blocks, 1, "a stream that is not announced");
+            let in_capture = captured(&s, || alloc(&rig, &s, MIB));
+            assert_eq!(graphs.stats().blocks, 2);
+            [eager, other, in_capture]
+        });
+        let after = alloc(&rig, &s, MIB);
+        assert_eq!(graphs.stats().blocks, 2, "the announcement has ended");
+        let live: Vec<u64> = graphs.live_blocks().iter().map(|(at, _)| at.address).collect();
+        let mut expected = [blocks[0].address(), blocks[2].address()];
+        expected.sort_unstable();
+        assert_eq!(live, expected);
+        assert!(graphs.live_blocks().iter().all(|(at, on)| at.bytes == MIB && *on == s.raw()));
+        drop((blocks, after));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_stream_reuses_its_own_eager_memory_before_its_work_is_done_and_a_capture_does_not() {
+    let rig = Rig::stepped(256);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let write = || {
+        let mut buffer = rig.bytes(&s, MIB);
+        s.fill(&mut buffer, 1).unwrap();
+        buffer.block().address()
+    };
+    let first = served(&graphs, &s, write);
+    // In order behind its own work, within an announcement and in the next one.
+    served(&graphs, &s, || {
+        assert_eq!(write(), first);
+        assert_eq!(write(), first);
+    });
+    // The work has not run, and captured work may run on any stream.
+    let elsewhere = served(&graphs, &s, || captured(&s, || alloc(&rig, &s, MIB).address()));
+    assert_ne!(elsewhere, first);
+    rig.sim.run_all();
+    s.synchronize().unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_is_brought_back_to_an_earlier_state_with_its_contents() {
+    for rig in kinds() {
+        let s = rig.stream();
+        let graphs = rig.pool.graph_pool().unwrap();
+        let sizes = [700 * 1024, 512, 3 * MIB];
+        let addresses = served(&graphs, &s, || {
+            sizes.map(|bytes| {
+                let mut buffer = rig.bytes(&s, bytes);
+                s.fill(&mut buffer, 7).unwrap();
+                buffer.into_block().into_raw()
+            })
+        });
+        let state = graphs.live_blocks();
+        assert_eq!(state.len(), 3);
+        let before = graphs.stats();
+        addresses.iter().for_each(|&address| rig.pool.free_raw(address).unwrap());
+        assert_eq!(graphs.stats().live, 0);
+        for (at, on) in &state {
+            assert_eq!(*on, s.raw());
+            let block = graphs.alloc_at(&s, Request::bytes(at.bytes), at.address).unwrap();
+            assert_eq!((block.address(), block.bytes()), (at.address, at.bytes));
+            assert_eq!(block.into_raw(), at.address);
+        }
+        assert_eq!(graphs.live_blocks(), state);
+        assert_eq!(graphs.stats(), before);
+        for &address in &addresses {
+            let block = rig.pool.from_raw(address).unwrap();
+            let read = support::read(&s, &DeviceBuffer::from_block(block).unwrap());
+            assert!(read.iter().all(|&byte| byte == 7));
+        }
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn an_address_that_is_in_use_or_not_the_pools_is_refused_and_nothing_changes() {
+    for rig in kinds() {
+        let (s, u) = (rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (live, freed) = served(&graphs, &s, || (alloc(&rig, &s, MIB), alloc(&rig, &s, MIB)));
+        let (at, free) = (live.address(), freed.address());
+        drop(freed);
+        let before = graphs.stats();
+        let place = |bytes, address| graphs.alloc_at(&s, Request::bytes(bytes), address);
+        let busy = |address| MemoryError::Busy { address };
+        assert_eq!(place(512, at).unwrap_err(), busy(at));
+        assert_eq!(place(512, at + 512).unwrap_err(), busy(at + 512));
+        for address in [0, 512, u64::MAX - 511] {
+            assert_eq!(place(512, address).unwrap_err(), MemoryError::ForeignBlock { address });
+        }
+        assert!(matches!(place(0, free), Err(MemoryError::ZeroSize)));
+        assert!(matches!(place(u64::MAX, free), Err(MemoryError::TooLarge { .. })));
+        assert!(matches!(place(512, free + 1), Err(MemoryError::BadAlignment { .. })));
+        assert_eq!(graphs.stats(), before);
+        // Memory that another stream still uses.
+        let shared = place(MIB, free).unwrap();
+        let held = shared.prepare(&u, Access::Write).unwrap();
+        drop(shared);
+        assert_eq!(place(MIB, free).unwrap_err(), busy(free));
+        held.finish().unwrap();
+        u.synchronize().unwrap();
+        assert!(place(MIB, free).is_ok());
+        drop(live);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_block_at_an_address_is_ordered_behind_the_work_that_used_it_last() {
+    let rig = Rig::stepped(256);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let address = served(&graphs, &s, || {
+        let mut buffer = rig.bytes(&s, MIB);
+        s.fill(&mut buffer, 1).unwrap();
+        buffer.block().address()
+    });
+    let waits = || rig.sim.driver().calls().get(Call::StreamWaitEvent);
+    let before = waits();
+    let block = graphs.alloc_at(&u, Request::bytes(MIB), address).unwrap();
+    assert_eq!(waits(), before + 1);
+    let mut buffer = DeviceBuffer::<u8>::from_block(block).unwrap();
+    u.fill(&mut buffer, 2).unwrap();
+    rig.sim.run_all();
+    drop(buffer);
+    rig.assert_silent();
+}
