@@ -1,11 +1,12 @@
 // PyTorch's allocator for the whole process, over the functions of libaquifer_ffi.
 //
-// torch.cuda.memory.CUDAPluggableAllocator calls an allocator by two function pointers. That leaves four things undone,
+// torch.cuda.memory.CUDAPluggableAllocator calls an allocator by two function pointers. That leaves five things undone,
 // which are what this file is for:
 //   - what has no memory answers with null, which a kernel then writes to: here it raises torch.OutOfMemoryError, with the
 //     library's account of who holds what;
 //   - graph captures and memory pools are announced by a std::function, which C has not;
 //   - statistics, cacheInfo (cuDNN's benchmark mode asks it) and the memory fraction are refused;
+//   - so are history, snapshots and trackers, and the states of pools that CUDA graph trees bring back;
 //   - every pair goes through a mutex and a hash map that remember sizes, which the library knows itself.
 // So this is a subclass that overrides those and sets the hooks for everything else.
 //
@@ -13,35 +14,54 @@
 
 #include "aquifer.h"
 
+#include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/ApproximateClock.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace {
 
 using c10::DeviceIndex;
 using c10::cuda::MempoolId_t;
+using c10::GatheredContext;
+using c10::cuda::CUDACachingAllocator::AllocatorState;
+using c10::cuda::CUDACachingAllocator::AllocatorTraceTracker;
+using c10::cuda::CUDACachingAllocator::BlockInfo;
+using c10::cuda::CUDACachingAllocator::CheckpointDelta;
+using c10::cuda::CUDACachingAllocator::CreateContextFn;
 using c10::cuda::CUDACachingAllocator::CUDAAllocator;
 using c10::cuda::CUDACachingAllocator::DeviceStats;
+using c10::cuda::CUDACachingAllocator::RecordContext;
+using c10::cuda::CUDACachingAllocator::SegmentInfo;
+using c10::cuda::CUDACachingAllocator::SnapshotInfo;
+using c10::cuda::CUDACachingAllocator::TraceEntry;
 using c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 
 // What is called of the library, by its names in aquifer.h. Found at run time, so that a program can name the file.
 #define AQUIFER_CALLS(call)                                                                                              \
     call(aq_last_error) call(aq_status_name) call(aq_device_stats) call(aq_limit) call(aq_set_limit) call(aq_device)     \
-    call(aq_reset_peaks) call(aq_torch_runtime) call(aq_torch_init) call(aq_torch_malloc) call(aq_torch_free) call(aq_torch_record_stream)    \
-    call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin) call(aq_torch_pool_end)                     \
-    call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)
+    call(aq_reset_peaks) call(aq_torch_runtime) call(aq_torch_init) call(aq_torch_malloc) call(aq_torch_free)            \
+    call(aq_torch_record_stream) call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin)                \
+    call(aq_torch_pool_end) call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)              \
+    call(aq_torch_blocks) call(aq_torch_pool_blocks) call(aq_torch_pool_place)
 
 struct Calls {
 #define AQUIFER_MEMBER(name) decltype(&::name) name;
@@ -78,13 +98,6 @@ C10_NOINLINE void report(const char* what, aq_status status) {
     std::fprintf(stderr, "aquifer: %s: %s: %s\n", what, aq.aq_status_name(status), aq.aq_last_error());
 }
 
-// Of a tensor's destructor.
-void drop(void* memory) {
-    if (memory == nullptr) return;
-    const aq_status status = aq.aq_torch_free(memory, 0, -1, nullptr);
-    if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
-}
-
 DeviceIndex current_device() {
     DeviceIndex device = -1;
     C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
@@ -119,6 +132,287 @@ aq_device_facts facts_of(DeviceIndex device) {
 
 uint64_t memory_of(DeviceIndex device) { return facts_of(device).memory; }
 
+// The bytes of a request as the library rounds them.
+size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
+
+// The live blocks that `list` writes, by address. Others may allocate between its two calls.
+template <typename List>
+std::vector<aq_torch_block> blocks_of(List list) {
+    std::vector<aq_torch_block> blocks;
+    for (size_t count = 0;;) {
+        check(list(blocks.data(), blocks.size(), &count));
+        const bool all = count <= blocks.size();
+        blocks.resize(all ? count : count + count / 8 + 8);
+        if (all) break;
+    }
+    std::sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.address < b.address; });
+    return blocks;
+}
+
+void* pointer_to(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
+
+using AnnotationEntry = decltype(SnapshotInfo::external_annotations)::value_type;
+
+// What torch.cuda.memory._record_memory_history records, and those who want to be told of each entry. Nothing here is
+// called with a lock of the library held.
+class History {
+   public:
+    // Whether anything is recorded, or anybody is told.
+    bool watches() const { return watching.load(std::memory_order_relaxed); }
+    bool records() const { return recording.load(std::memory_order_relaxed); }
+
+    void set(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
+             const std::vector<std::string>& skip) {
+        TORCH_CHECK(!enabled || when == RecordContext::NEVER || recorder != nullptr, "stacks need a function that records them");
+        const std::lock_guard<std::mutex> lock(mutex);
+        context_recorder = enabled ? recorder : nullptr;
+        record_context = enabled ? when : RecordContext::NEVER;
+        most_entries = std::max<size_t>(most, 1);
+        skipped = {skip.begin(), skip.end()};
+        if (!enabled || clear) {
+            entries.clear();
+            annotations.clear();
+        }
+        if (!enabled) live.clear();
+        recording = enabled;
+        watching = enabled || !trackers.empty();
+    }
+
+    void track(AllocatorTraceTracker tracker) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        trackers.push_back(std::move(tracker));
+        watching = true;
+    }
+
+    C10_NOINLINE void allocated(void* memory, size_t size, DeviceIndex device, cudaStream_t stream) {
+        auto context = gather(RecordContext::STATE);
+        const bool kept = kept_for(RecordContext::ALLOC);
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (recording) live[memory] = {context, rounded(size), device, stream};
+        }
+        record("alloc", TraceEntry::ALLOC, memory, rounded(size), device, stream, kept ? std::move(context) : nullptr);
+    }
+
+    // Called before the free, since the address may be another block's right after it.
+    C10_NOINLINE void freed(void* memory) {
+        Live block{};
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            const auto found = live.find(memory);
+            if (found != live.end()) {
+                block = std::move(found->second);
+                live.erase(found);
+            }
+        }
+        if (block.size == 0) {
+            // It is older than the history.
+            aq.aq_torch_base_alloc(memory, &block.size);
+            c10::cuda::GetDevice(&block.device);
+        }
+        auto context = gather(RecordContext::ALL);
+        record("free_requested", TraceEntry::FREE_REQUESTED, memory, block.size, block.device, block.stream, context);
+        record("free_completed", TraceEntry::FREE_COMPLETED, memory, block.size, block.device, block.stream, std::move(context));
+    }
+
+    void out_of_memory(uint64_t free, size_t size, DeviceIndex device, cudaStream_t stream) {
+        record("oom", TraceEntry::OOM, pointer_to(free), size, device, stream, gather(RecordContext::ALLOC));
+    }
+
+    void annotate(DeviceIndex device, const std::vector<std::pair<std::string, std::string>>& pairs) {
+        if (!records()) return;
+        AnnotationEntry entry(device, c10::getApproximateTime());
+        for (const auto& [name, value] : pairs) entry.recordUserMetadata(name, value);
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (annotations.size() == most_entries) annotations.pop_front();
+        annotations.push_back(std::move(entry));
+    }
+
+    // The state of all devices, or of one pool.
+    SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) {
+        const DeviceIndex devices = c10::cuda::device_count();
+        SnapshotInfo state{};
+        std::unordered_map<void*, std::shared_ptr<GatheredContext>> contexts;
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (const auto& [memory, block] : live) contexts.emplace(memory, block.context);
+        }
+        for (DeviceIndex device = 0; device < devices; ++device) {
+            const auto blocks = blocks_of([&](auto* to, size_t room, size_t* count) {
+                return pool == MempoolId_t{0, 0} ? aq.aq_torch_blocks(device, to, room, count)
+                                                 : aq.aq_torch_pool_blocks(device, pool.first, pool.second, to, room, count);
+            });
+            add_segments(device, blocks, contexts, state.segments);
+            if (records()) record("snapshot", TraceEntry::SNAPSHOT, nullptr, 0, device, nullptr, nullptr);
+        }
+        state.device_traces.resize(devices);
+        if (!with_traces) return state;
+        const auto to_ns = clock.makeConverter();
+        const std::lock_guard<std::mutex> lock(mutex);
+        for (TraceEntry entry : entries) {
+            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
+            if (entry.device_ >= 0 && entry.device_ < devices) state.device_traces[entry.device_].push_back(std::move(entry));
+        }
+        for (auto entry : annotations) {
+            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
+            state.external_annotations.push_back(std::move(entry));
+        }
+        return state;
+    }
+
+    // What is being compiled, and what the program says of itself, by thread.
+    static std::vector<std::string>& compile_contexts() {
+        thread_local std::vector<std::string> contexts;
+        return contexts;
+    }
+    static std::string& user_metadata() {
+        thread_local std::string metadata;
+        return metadata;
+    }
+
+   private:
+    struct Live {
+        std::shared_ptr<GatheredContext> context;
+        size_t size = 0;
+        DeviceIndex device = 0;
+        cudaStream_t stream = nullptr;
+    };
+
+    bool kept_for(RecordContext least) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return record_context >= least;
+    }
+
+    // Takes no lock while it gathers: that may take Python's.
+    std::shared_ptr<GatheredContext> gather(RecordContext least) {
+        CreateContextFn recorder = nullptr;
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (record_context >= least) recorder = context_recorder;
+        }
+        return recorder == nullptr ? nullptr : recorder();
+    }
+
+    void record(const char* name, TraceEntry::Action action, void* memory, size_t size, DeviceIndex device,
+                cudaStream_t stream, std::shared_ptr<GatheredContext> context) {
+        const auto& compiled = compile_contexts();
+        auto entry = entry_of<TraceEntry>(action, device, reinterpret_cast<size_t>(memory), size, stream, MempoolId_t{0, 0},
+                                          c10::getApproximateTime(), std::move(context),
+                                          compiled.empty() ? std::string() : compiled.back());
+        std::vector<AllocatorTraceTracker> told;
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            told = trackers;
+            if (recording && skipped.count(name) == 0) {
+                while (entries.size() >= most_entries) entries.pop_front();
+                entries.push_back(entry);
+            }
+        }
+        for (const auto& tracker : told) tracker(entry);
+    }
+
+    // With what the program says of itself, in the versions of PyTorch that have a place for it.
+    template <typename Entry, typename... Parts>
+    static Entry entry_of(Parts&&... parts) {
+        if constexpr (std::is_constructible_v<Entry, Parts..., std::string>) {
+            return Entry(std::forward<Parts>(parts)..., user_metadata());
+        } else {
+            return Entry(std::forward<Parts>(parts)...);
+        }
+    }
+
+    // A run of blocks of one stream and pool, each where the last one ends, is a segment. Free memory belongs to none.
+    static void add_segments(DeviceIndex device, const std::vector<aq_torch_block>& blocks,
+                             const std::unordered_map<void*, std::shared_ptr<GatheredContext>>& contexts,
+                             std::vector<SegmentInfo>& segments) {
+        const aq_torch_block* before = nullptr;
+        for (const auto& block : blocks) {
+            const bool follows = before != nullptr && before->address + rounded(before->bytes) == block.address &&
+                before->stream == block.stream && before->first == block.first && before->second == block.second;
+            if (!follows) {
+                SegmentInfo segment{};
+                segment.device = device;
+                segment.address = block.address;
+                segment.stream = static_cast<cudaStream_t>(block.stream);
+                segment.owner_private_pool_id = {block.first, block.second};
+                segments.push_back(std::move(segment));
+            }
+            SegmentInfo& segment = segments.back();
+            BlockInfo info{};
+            info.size = rounded(block.bytes);
+            info.requested_size = block.bytes;
+            info.allocated = info.active = true;
+            const auto found = contexts.find(pointer_to(block.address));
+            if (found != contexts.end()) info.context_when_allocated = found->second;
+            segment.total_size += info.size;
+            segment.allocated_size += info.size;
+            segment.active_size += info.size;
+            segment.requested_size += info.requested_size;
+            segment.is_large = segment.total_size > 1 << 20;
+            segment.blocks.push_back(std::move(info));
+            before = &block;
+        }
+    }
+
+    std::atomic<bool> watching{false}, recording{false};
+    std::mutex mutex;
+    CreateContextFn context_recorder = nullptr;
+    RecordContext record_context = RecordContext::NEVER;
+    size_t most_entries = 1;
+    std::unordered_set<std::string> skipped;
+    std::deque<TraceEntry> entries;
+    std::deque<AnnotationEntry> annotations;
+    std::unordered_map<void*, Live> live;
+    std::vector<AllocatorTraceTracker> trackers;
+    c10::ApproximateClockToUnixTimeConverter clock;
+};
+
+// Never destroyed: tensors are freed until the process ends.
+History& history() {
+    static History& the_history = *new History;
+    return the_history;
+}
+
+// Tells the profiler and the tracer of kernels, if there are any.
+void tell_tools(void* memory, size_t size, DeviceIndex device, bool allocated) {
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
+        const aq_stats stats = stats_of(device);
+        const auto bytes = static_cast<int64_t>(size);
+        c10::reportMemoryUsageToProfiler(memory, allocated ? bytes : -bytes, stats.live, stats.physical,
+                                         c10::Device(c10::DeviceType::CUDA, device));
+    }
+    const c10::impl::PyInterpreter* tracer = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(tracer != nullptr)) {
+        const auto address = reinterpret_cast<uintptr_t>(memory);
+        if (allocated) (*tracer)->trace_gpu_memory_allocation(c10::kCUDA, address);
+        else (*tracer)->trace_gpu_memory_deallocation(c10::kCUDA, address);
+    }
+}
+
+// What PyTorch wants to know of a free. It may raise nothing.
+C10_NOINLINE void tell_of_free(void* memory) {
+    try {
+        size_t size = 0;
+        aq.aq_torch_base_alloc(memory, &size);
+        if (history().watches()) history().freed(memory);
+        tell_tools(memory, size, current_device(), false);
+    } catch (const std::exception& thrown) {
+        std::fprintf(stderr, "aquifer: a free was not recorded: %s\n", thrown.what());
+    }
+}
+
+bool frees_are_told() {
+    return history().watches() || c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace() != nullptr;
+}
+
+// Of a tensor's destructor.
+void drop(void* memory) {
+    if (memory == nullptr) return;
+    if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
+    const aq_status status = aq.aq_torch_free(memory, 0, -1, nullptr);
+    if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
+}
+
 // Who wants to be told before there is an error for lack of memory: they stay for good, as PyTorch has it.
 std::mutex observers_mutex;
 std::vector<OutOfMemoryObserver> observers;
@@ -135,11 +429,17 @@ void tell_observers(DeviceIndex device, size_t asked) {
 }
 
 // There is no memory: begins as PyTorch's own error does, which programs look for, and goes on with our account.
-[[noreturn]] C10_NOINLINE void refuse(aq_status status, size_t size, DeviceIndex device) {
+[[noreturn]] C10_NOINLINE void refuse(aq_status status, size_t size, DeviceIndex device, cudaStream_t stream) {
     const std::string text = aq.aq_last_error();
     const bool absurd = size >= 1152921504606846976ULL;
     const bool memory = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET || status == AQ_ERROR_TOO_LARGE;
-    if (absurd || memory) tell_observers(device, size);
+    if (absurd || memory) {
+        tell_observers(device, size);
+        const aq_stats stats = stats_of(device);
+        if (history().watches()) history().out_of_memory(facts_of(device).free_memory, size, device, stream);
+        c10::reportOutOfMemoryToProfiler(static_cast<int64_t>(size), stats.live, stats.physical,
+                                         c10::Device(c10::DeviceType::CUDA, device));
+    }
     TORCH_CHECK_WITH(OutOfMemoryError, !absurd, "CUDA out of memory. Tried to allocate more than 1EB memory.");
     const std::string said = "CUDA out of memory. Tried to allocate " + bytes_text(size) + ". GPU " + std::to_string(device) +
         " has a total capacity of " + bytes_text(memory_of(device)) + ".\n" + text;
@@ -150,7 +450,9 @@ void tell_observers(DeviceIndex device, size_t asked) {
 void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
     void* memory = nullptr;
     const aq_status status = aq.aq_torch_malloc(static_cast<ptrdiff_t>(size), device, stream, &memory);
-    if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device);
+    if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device, stream);
+    if (C10_UNLIKELY(history().watches())) history().allocated(memory, size, device, stream);
+    tell_tools(memory, size, device, true);
     return memory;
 }
 
@@ -174,6 +476,23 @@ int belongs(void* filter, void* stream) {
     }
 }
 void drop_filter(void* filter) { delete static_cast<Filter*>(filter); }
+
+std::vector<aq_torch_block> blocks_of_pool(DeviceIndex device, MempoolId_t id) {
+    return blocks_of([&](auto* to, size_t room, size_t* count) {
+        return aq.aq_torch_pool_blocks(device, id.first, id.second, to, room, count);
+    });
+}
+
+// What was live in a pool at some time.
+struct PoolState final : AllocatorState {
+    PoolState(MempoolId_t id, std::vector<aq_torch_block> blocks) : id(id), blocks(std::move(blocks)) {}
+    MempoolId_t id;
+    std::vector<aq_torch_block> blocks;
+};
+
+bool is_same(const aq_torch_block& a, const aq_torch_block& b) {
+    return a.address == b.address && a.bytes == b.bytes && a.stream == b.stream;
+}
 
 // Functions that PyTorch's versions declare differently are not marked `override`: where one does not match, PyTorch's
 // own refusal stands.
@@ -238,7 +557,9 @@ struct Aquifer final : CUDAPluggableAllocator {
         return size == 0 ? nullptr : take(size, current_device(), stream);
     }
     void raw_delete(void* memory) override {
-        if (memory != nullptr) check(aq.aq_torch_free(memory, 0, -1, nullptr));
+        if (memory == nullptr) return;
+        if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
+        check(aq.aq_torch_free(memory, 0, -1, nullptr));
     }
 
     DeviceStats getDeviceStats(DeviceIndex device) override {
@@ -251,17 +572,24 @@ struct Aquifer final : CUDAPluggableAllocator {
         const uint64_t active = from.live + from.pending;
         // Blocks are counted, but not how many there have been at once.
         set(to.allocation, from.blocks, from.blocks);
-        to.allocation[0].allocated = static_cast<int64_t>(from.allocations);
-        to.allocation[0].freed = static_cast<int64_t>(from.frees);
+        const Counts reset = counts_at_reset(device);
+        to.allocation[0].allocated = static_cast<int64_t>(from.allocations - reset.allocations);
+        to.allocation[0].freed = static_cast<int64_t>(from.frees - reset.frees);
         set(to.active, from.blocks, from.blocks);
         set(to.allocated_bytes, from.live, from.peak_live);
         set(to.active_bytes, active, std::max(active, from.peak_live));
         set(to.requested_bytes, from.requested, from.peak_requested);
         set(to.reserved_bytes, from.physical, from.peak_physical);
         set(to.inactive_split_bytes, from.cached, from.cached);
-        to.num_ooms = static_cast<int64_t>(from.failures);
-        to.num_device_alloc = static_cast<int64_t>(from.growths);
+        to.num_ooms = static_cast<int64_t>(from.failures - reset.failures);
+        to.num_device_alloc = static_cast<int64_t>(from.growths - reset.growths);
         return to;
+    }
+    void resetAccumulatedStats(DeviceIndex device) override {
+        const aq_stats now = stats_of(device);
+        const std::lock_guard<std::mutex> lock(resets_mutex);
+        if (resets.size() <= static_cast<size_t>(device)) resets.resize(device + 1);
+        resets[device] = {now.allocations, now.frees, now.failures, now.growths};
     }
     // Memory of any size comes together from free parts, so the largest block is all that is not in use.
     void cacheInfo(DeviceIndex device, size_t* largest) override {
@@ -279,7 +607,64 @@ struct Aquifer final : CUDAPluggableAllocator {
         if (limit == bytes) return fraction;
         return std::min(1.0, static_cast<double>(limit) / static_cast<double>(memory_of(device)));
     }
-    bool isHistoryEnabled() { return false; }
+
+    bool isHistoryEnabled() { return history().records(); }
+    void recordHistory(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
+                       const std::vector<std::string>& skipped) {
+        history().set(enabled, recorder, most, when, clear, skipped);
+    }
+    void recordHistory(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear) {
+        history().set(enabled, recorder, most, when, clear, {});
+    }
+    void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& pairs) {
+        history().annotate(current_device(), pairs);
+    }
+    void pushCompileContext(std::string& context) { History::compile_contexts().push_back(context); }
+    void popCompileContext() {
+        if (!History::compile_contexts().empty()) History::compile_contexts().pop_back();
+    }
+    void setUserMetadata(const std::string& metadata) { History::user_metadata() = metadata; }
+    std::string getUserMetadata() { return History::user_metadata(); }
+    void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override { history().track(std::move(tracker)); }
+    SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) { return history().snapshot(pool, with_traces); }
+    SnapshotInfo snapshot(MempoolId_t pool) { return history().snapshot(pool, true); }
+
+    // CUDA graph trees capture one graph behind another whose results are live. They bring the pool back to the state
+    // behind the first, whose launches allocate nothing.
+    std::shared_ptr<AllocatorState> getCheckpointState(DeviceIndex device, MempoolId_t id) override {
+        return std::make_shared<PoolState>(id, blocks_of_pool(device, id));
+    }
+    CheckpointDelta setCheckpointPoolState(DeviceIndex device, std::shared_ptr<AllocatorState> to) override {
+        const auto state = std::dynamic_pointer_cast<PoolState>(to);
+        TORCH_CHECK(state != nullptr, "a state of another allocator");
+        CheckpointDelta delta;
+        std::unordered_map<uint64_t, aq_torch_block> kept;
+        for (const auto& wanted : state->blocks) kept.emplace(wanted.address, wanted);
+        std::unordered_set<uint64_t> live;
+        for (const auto& block : blocks_of_pool(device, state->id)) {
+            delta.ptrs_freed.push_back(pointer_to(block.address));
+            const auto wanted = kept.find(block.address);
+            if (wanted != kept.end() && is_same(wanted->second, block)) live.insert(block.address);
+            else raw_delete(pointer_to(block.address));
+        }
+        for (const auto& wanted : state->blocks) {
+            if (live.count(wanted.address) != 0) continue;
+            check(aq.aq_torch_pool_place(device, &wanted));
+            if (history().watches()) {
+                history().allocated(pointer_to(wanted.address), wanted.bytes, device, static_cast<cudaStream_t>(wanted.stream));
+            }
+        }
+        for (const auto& wanted : state->blocks) {
+            void* memory = pointer_to(wanted.address);
+            delta.dataptrs_allocd.emplace_back(memory, memory, &drop, c10::Device(c10::DeviceType::CUDA, device));
+        }
+        return delta;
+    }
+    bool checkPoolLiveAllocations(DeviceIndex device, MempoolId_t id, const std::unordered_set<void*>& expected) {
+        const auto blocks = blocks_of_pool(device, id);
+        return blocks.size() == expected.size() &&
+            std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) { return expected.count(pointer_to(block.address)) != 0; });
+    }
     void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
         const std::lock_guard<std::mutex> lock(observers_mutex);
         observers.push_back(std::move(observer));
@@ -291,6 +676,8 @@ struct Aquifer final : CUDAPluggableAllocator {
         check(aq.aq_torch_pool_retain(device, id.first, id.second));
     }
     // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
+    // A block takes its own size, so none is split.
+    void setNoSplit(DeviceIndex, MempoolId_t) {}
     void setUseOnOOM(DeviceIndex, MempoolId_t, bool use) {
         TORCH_CHECK(!use, "pools are not taken from when memory is out: aquifer moves memory together by itself");
     }
@@ -299,6 +686,18 @@ struct Aquifer final : CUDAPluggableAllocator {
         check(aq.aq_torch_pool_uses(device, id.first, id.second, &uses));
         return uses;
     }
+
+   private:
+    // What the library counts from its beginning, as it was when PyTorch's counters were set to zero.
+    struct Counts {
+        uint64_t allocations = 0, frees = 0, failures = 0, growths = 0;
+    };
+    Counts counts_at_reset(DeviceIndex device) {
+        const std::lock_guard<std::mutex> lock(resets_mutex);
+        return static_cast<size_t>(device) < resets.size() ? resets[device] : Counts{};
+    }
+    std::mutex resets_mutex;
+    std::vector<Counts> resets;
 };
 
 template <typename F>

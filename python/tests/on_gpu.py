@@ -322,10 +322,6 @@ def pinned_memory_and_copies_work_beside_it():
 def what_pytorch_refuses_for_pluggable_allocators_says_so_and_where():
     x = torch.ones(4, device="cuda")
     refused = {
-        "MemPool(no_split=True)": lambda: torch.cuda.MemPool(no_split=True),
-        "memory_snapshot": lambda: torch.cuda.memory_snapshot(),
-        "_record_memory_history": lambda: torch.cuda.memory._record_memory_history(max_entries=10),
-        "reset_accumulated_memory_stats": lambda: torch.cuda.reset_accumulated_memory_stats(),
         "sharing with another process": lambda: x.untyped_storage()._share_cuda_(),
     }
     for name, call in refused.items():
@@ -376,22 +372,6 @@ def compiled_code_gives_what_eager_code_gives():
     model.zero_grad()
     compiled(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@of("trees")
-def graph_trees_are_refused_by_pytorch():
-    compiled = torch.compile(lambda x: (x * 2).relu() + 1, mode="reduce-overhead")
-    x = torch.randn(64, device="cuda")
-    try:
-        for _ in range(4):
-            compiled(x)
-        print("    not refused any more: reduce-overhead")
-    except Exception as error:
-        print(f"    {type(error).__name__}: {str(error).splitlines()[0]}")
-        assert "support" in str(error), error
-    # What a capture that was broken off leaves behind is PyTorch's own affair.
-    print("  ok      graph_trees_are_refused_by_pytorch", flush=True)
-    os._exit(0)
 
 
 # ---- without the companion -----------------------------------------------------------------------------------------------
@@ -538,7 +518,7 @@ def pinned_costs():
 
 # ---- the runner -------------------------------------------------------------------------------------------------------------
 
-INSTALLED = {name: {} for name in ("process", "refused", "graphs", "replays", "pools", "compile", "trees")}
+INSTALLED = {name: {} for name in ("process", "refused", "graphs", "replays", "pools", "compile", "trees", "history")}
 INSTALLED["plain"] = {"companion": False}
 INSTALLED["viewer"] = {"history": 10_000}
 # How long a group may take.
@@ -616,7 +596,9 @@ if __name__ == "__main__":
         sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
     import aquifer_torch
     import graphs  # noqa: F401
+    import history  # noqa: F401
     import pinned  # noqa: F401
     import pools  # noqa: F401
+    import trees  # noqa: F401
 
     sys.exit(one(sys.argv[2]) if sys.argv[1:2] == ["--one"] else main())
