@@ -16,19 +16,15 @@ import unittest
 
 # The first that matches CLASS.TEST says why it does not apply.
 NOT = [
-    (r"TestCudaMallocAsync\.test_memory_(snapshot|plots|compile_regions)", "history and snapshots are refused for pluggable allocators"),
-    (r"TestCudaMallocAsync\.test_(cpp_memory_snapshot_pickle|cycles)", "history and snapshots are refused for pluggable allocators"),
-    (r"TestCudaMallocAsync\.test_memory_profiler_viz", "the profiler hears of memory from the native allocator alone"),
     (r"TestCudaMallocAsync\.test_(max_split_expandable|garbage_collect_expandable|allocator_settings|cachingAllocator_raw_alloc)",
      "settings of the native allocator"),
     (r"TestCudaMallocAsync\.test_raises_oom_max_split_size_mb_setting_True", "settings of the native allocator"),
-    (r"TestCuda\.test_cuda_graph_allocator_propagates_stream", "looks at a snapshot"),
     (r"TestCuda\.test_(memory_stats|cublas_workspace_explicit_allocation)$", "accumulated bytes are not counted"),
     (r"TestCuda\.test_(graph_memory_stats_and_use_result_after_destroy_graph|graph_two_successive|memory_stats_of_multiple_generators_and_graphs)",
      "sizes and counts of the native allocator's segments"),
     (r"TestCuda\.test_graph_(concurrent_replay|three_successive)", "expects the wrong results of a race between graphs of one pool"),
     (r"TestCuda\.test_record_stream$", "expects the very block as soon as its use is done: ours records no event for a free, and looks when memory is wanted"),
-    (r"TestBlockStateAbsorption\.", "checkpoints of pools, and snapshots, are refused for pluggable allocators"),
+    (r"TestBlockStateAbsorption\.", "looks at the segments of the native allocator"),
     (r"TestMemPool\.test_graph_capture_reclaim", "a setting of the native allocator: ours reuses such a block after the capture"),
     (r"TestMemPool\.test_(mempool_with_allocator|mempool_empty_cache_inactive|tensor_delete_after_allocator_delete)",
      "an allocator for a part, which needs the native one underneath: there on_gpu.py's `mem_pool` stands for them"),
