@@ -1,7 +1,10 @@
 //! The memory of graphs that share a pool: its blocks, its free ranges and when they can be reused,
 //! and the launches that touch it.
 
+mod capture;
 mod placed;
+
+pub(super) use capture::Capture;
 
 use super::range_release::GraphRangeRelease;
 use crate::{
@@ -39,32 +42,6 @@ const SEGMENT: u64 = 2 << 20;
 
 /// Numbers of memories, for drivers that validate accesses. Never reused.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
-
-/// A capture of an announcement, or the work of an announcement that is not captured.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Capture {
-    /// The announcement's number; 0 for blocks that belong to none.
-    pub(super) announced: u64,
-    /// The driver's number of the capture, or [`Capture::EAGER`].
-    pub(super) id: u64,
-}
-
-impl Capture {
-    /// Stands for work that is not captured. No driver numbers a capture so.
-    pub(super) const EAGER: u64 = 0;
-
-    fn is_eager(self) -> bool {
-        self.id == Self::EAGER
-    }
-
-    /// Returns whether its work on `timeline` may use memory with these dependencies. Work that is
-    /// not captured follows all earlier work of its stream. Captured work runs at any later time,
-    /// on any stream.
-    fn may_use(self, timeline: &Arc<Timeline>, deps: &StreamDeps) -> bool {
-        let own = |other: &Arc<Timeline>| self.is_eager() && Arc::ptr_eq(other, timeline);
-        deps.iter().all(|(other, epoch)| own(other) || other.is_done(*epoch))
-    }
-}
 
 /// Memory whose addresses graphs store. It is never remapped or used for anything else until the
 /// last reference is dropped and all launches are done.
