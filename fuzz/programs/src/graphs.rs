@@ -1,5 +1,6 @@
 //! Programs over graphs: announced captures, forks and joins, ended and invalidated captures,
 //! launches on any stream, the library's own graphs and foreign ones, and shared graph pools,
+//! announcements that also serve eager work, and pools that are brought back to an earlier state,
 //! together with ordinary blocks under one budget and failing driver calls.
 //!
 //! - The oracle must report nothing. A launch writes the graph's memory, regardless of its current
@@ -16,7 +17,7 @@ use aquifer_device::{
 };
 use aquifer_driver::{
     Access, Call, CaptureMode, CaptureStatus, DeviceId, DeviceRange, Operand, RawGraphExec,
-    Relaxed,
+    RawStream, Relaxed,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
@@ -79,6 +80,10 @@ struct World {
     live: Vec<Live>,
     open: Vec<Open>,
     made: Vec<Made>,
+    /// Streams whose eager work a graph pool serves.
+    served: Vec<(usize, Announced)>,
+    /// A pool, and what was live in it.
+    saved: Option<(GraphPool, Vec<(DeviceRange, RawStream)>)>,
     /// Whether each ordinary block is a driver allocation.
     bypass: bool,
 }
@@ -132,11 +137,12 @@ impl World {
             .expect("a pool opens on an idle device");
         let streams = (0..4).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         let (pools, live, open, made) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { sim, budget, pool, streams, pools, live, open, made, bypass }
+        let (served, saved) = (Vec::new(), None);
+        Self { sim, budget, pool, streams, pools, live, open, made, served, saved, bypass }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(22) {
+        match bytes.choice(25) {
             0 => self.make_pool(bytes),
             1 => self.begin(bytes),
             2 => self.join(bytes),
@@ -165,8 +171,58 @@ impl World {
                     let _ = self.streams[stream].synchronize();
                 }
             }
-            _ => {
+            21 => {
                 self.budget.set_limit((u64::from(bytes.choice(40)) + 8) << 20);
+            }
+            22 => self.serve(bytes),
+            23 => {
+                self.saved = self.pick_pool(bytes).and_then(|at| {
+                    let pool = self.pools[at].clone()?;
+                    let live = pool.live_blocks();
+                    Some((pool, live))
+                });
+            }
+            _ => self.place(bytes),
+        }
+    }
+
+    /// Begins or ends to serve a stream's eager work from a graph pool. Such a stream does not
+    /// capture: two announcements would cover it.
+    fn serve(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick(bytes);
+        if let Some(at) = self.served.iter().position(|(served, _)| *served == stream) {
+            drop(self.served.swap_remove(at));
+        } else if self.capture_of(stream).is_none()
+            && let Some(graphs) = self.pick_pool(bytes).and_then(|at| self.pools[at].as_ref())
+        {
+            let raw = self.streams[stream].raw();
+            let announced = graphs.announce_all_where(move |other| other == raw).expect(IDLE);
+            self.served.push((stream, announced));
+        }
+    }
+
+    fn is_served(&self, stream: usize) -> bool {
+        self.served.iter().any(|(served, _)| *served == stream)
+    }
+
+    /// Brings the saved pool back to the state that was saved, as far as its addresses are free.
+    fn place(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick(bytes);
+        let Some((pool, blocks)) = self.saved.take().filter(|_| self.capture_of(stream).is_none())
+        else {
+            return;
+        };
+        for (range, _) in blocks {
+            let request = Request::bytes(range.bytes);
+            match pool.alloc_at(&self.streams[stream], request, range.address) {
+                Err(MemoryError::Busy { address }) => assert_eq!(address, range.address),
+                placed => {
+                    if let Some(block) = went(placed) {
+                        assert_eq!(block.address(), range.address);
+                        self.write(&block, stream);
+                        self.live.push(Live { block, stream, of: None });
+                    }
+                }
             }
         }
     }
@@ -199,7 +255,8 @@ impl World {
         let (stream, mode) = (self.pick(bytes), bytes.choice(3));
         let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]
             [usize::from(mode)];
-        let Some(pool) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else {
+        let free = self.capture_of(stream).is_none() && !self.is_served(stream);
+        let Some(pool) = self.pick_pool(bytes).filter(|_| free) else {
             return;
         };
         let Some(graphs) = &self.pools[pool] else { return };
@@ -224,7 +281,7 @@ impl World {
 
     fn join(&mut self, bytes: &mut Bytes<'_>) {
         let (from, to) = (self.pick(bytes), self.pick(bytes));
-        if self.capture_of(to).is_some() {
+        if self.capture_of(to).is_some() || self.is_served(to) {
             return;
         }
         let (s, u) = (&self.streams[from], &self.streams[to]);
@@ -353,7 +410,8 @@ impl World {
     /// Captures a graph with the library in one call.
     fn capture(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick(bytes);
-        let Some(at) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else {
+        let free = self.capture_of(stream).is_none() && !self.is_served(stream);
+        let Some(at) = self.pick_pool(bytes).filter(|_| free) else {
             return;
         };
         let Some(graphs) = &self.pools[at] else { return };
@@ -464,6 +522,8 @@ impl World {
 
     fn finish(mut self) {
         self.sim.clear_failures();
+        self.saved = None;
+        self.served.clear();
         while let Some(open) = self.open.pop() {
             self.end_one(open, 0);
         }

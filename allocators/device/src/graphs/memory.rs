@@ -235,9 +235,14 @@ impl State {
     /// Frees a range that was taken for a block, if any, for which there was no memory.
     fn return_tail(&mut self, tail: Option<Range>, timeline: &Arc<Timeline>, capture: Capture) {
         if let Some(tail) = tail {
-            let own = smallvec![(timeline.clone(), timeline.open())];
-            self.add_free(tail, timeline, own, Some(capture));
+            self.return_range(tail, timeline, capture);
         }
+    }
+
+    /// Frees a range that was taken for a block of the capture.
+    fn return_range(&mut self, range: Range, timeline: &Arc<Timeline>, capture: Capture) {
+        let own = smallvec![(timeline.clone(), timeline.open())];
+        self.add_free(range, timeline, own, Some(capture));
     }
 
     /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
@@ -338,7 +343,16 @@ impl GraphMemory {
             Some(range) => range,
             None => self.grow(stream, bytes, &request, capture)?,
         };
-        Ok(self.make_block(stream, range, &request, capture))
+        if !capture.is_eager() {
+            return Ok(self.make_block(stream, range, &request, capture));
+        }
+        match self.make_eager_block(stream, range, &request, capture) {
+            Ok(block) => Ok(block),
+            Err(error) => {
+                self.state().return_range(range, timeline, capture);
+                Err(error)
+            }
+        }
     }
 
     /// Takes a range with new memory, using the free range at the end of the memory first.

@@ -45,11 +45,31 @@ impl GraphMemory {
         let deps = deps.ok_or(MemoryError::Busy { address })?;
         let ordered =
             deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
-        if let Err(error) = ordered {
-            self.state().ranges.free.add(range, deps);
-            return Err(error);
+        let none = Capture { announced: 0, id: Capture::EAGER };
+        ordered.and_then(|()| self.make_eager_block(stream, range, &request, none)).inspect_err(
+            |_| {
+                self.state().ranges.free.add(range, deps);
+            },
+        )
+    }
+
+    /// Wraps a range, which the caller owns, in a block for work that is not captured. Orders the
+    /// stream on the device after all launches, which write free memory too. Waits while another
+    /// thread queues a launch of the same memory.
+    pub(super) fn make_eager_block(
+        self: &Arc<Self>,
+        stream: &Stream,
+        range: Range,
+        request: &Request,
+        capture: Capture,
+    ) -> Result<Block> {
+        let _launch = self.lock_launches();
+        // Copied first: no lock is held during a driver call.
+        let launches = self.state().launches.clone();
+        for (on, epoch) in &launches {
+            stream.timeline().wait_for(on, *epoch)?;
         }
-        Ok(self.make_block(stream, range, &request, Capture { announced: 0, id: Capture::EAGER }))
+        Ok(self.make_block(stream, range, request, capture))
     }
 
     /// Returns whether the pool has reserved or allocated these addresses.
