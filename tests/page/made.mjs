@@ -149,6 +149,10 @@ function played({ name, count, end, strings, stacks, blocks, events, recorded })
   peak.blocks = living.size;
   const t = Float64Array.from(times);
   const series = names.map((each) => ({ name: each, unit: "bytes", levels: pyramid(t, Float64Array.from(points[each])) }));
+  // Taken by others on the device: 400 MiB at the peak, and more from the middle on.
+  const outside = Float64Array.of(400 * MIB, 900 * MIB);
+  const middle = Float64Array.of(0, Math.max(end / 2, peak.t + 1));
+  series.push({ name: "outside", unit: "bytes", levels: pyramid(middle, outside) });
   series.push({ name: "limit", unit: "bytes", levels: pyramid(Float64Array.of(0), Float64Array.of(peak.physical * 1.1)) });
   const failure = { t: peak.t, event: peakEvent, bytes: 3 * GIB, text: [
     "A request of 3 GiB on stream 1 was not met.",
@@ -178,14 +182,20 @@ function played({ name, count, end, strings, stacks, blocks, events, recorded })
 
 export const madeRun = (options) => made(options).run;
 
-// The events as the file of a trace, for `aquifer report`, with a limit that is lowered in the middle.
+// The events as the file of a trace, for `aquifer report`, with a limit that is lowered in the middle, and with more in
+// use outside from there on.
 export function traceText({ run, events }) {
   const { blocks, strings } = run;
   const lines = ["t_us,op,id,bytes,stream,kind,device,tag"];
   const limit = (t, bytes) => lines.push(`${t},l,0,${bytes},0,cached,0,`);
+  const outside = (t, bytes) => lines.push(`${t},o,0,${bytes},0,cached,0,`);
   limit(0, 64 * GIB);
+  outside(0, 400 * MIB);
   for (const [at, [t, , what, i]] of events.entries()) {
-    if (at === events.length >> 1) limit(t, 48 * GIB);
+    if (at === events.length >> 1) {
+      limit(t, 48 * GIB);
+      outside(t, 900 * MIB);
+    }
     lines.push(`${t},${what},${i},${blocks.requested[i]},${strings[blocks.stream[i]]},cached,0,${strings[blocks.tag[i]]}`);
   }
   return `${lines.join("\n")}\n`;

@@ -58,6 +58,12 @@ pub trait EventSink: fmt::Debug + Send + Sync {
     /// Processes one event.
     fn record(&self, event: &Event);
 
+    /// Returns whether the sink uses events of this action. Pools ask before they call the driver
+    /// for an event alone, as for [`Action::Outside`]. Other events are passed on in any case.
+    fn accepts(&self, _action: Action) -> bool {
+        true
+    }
+
     /// Reserves a position in the sink's own order for an event that [`fill`](EventSink::fill)
     /// delivers at any later time. Returns `None` if the sink requires its events one at a time and
     /// in order. Called under locks of pools, so it must not take a lock.
@@ -187,6 +193,12 @@ impl Recorder {
     pub fn flush(&self) {
         self.delivery().flush(|event| contained(|| self.sink.record(event)));
         contained(|| self.sink.flush());
+    }
+
+    /// Returns whether the sink uses events of this action: see [`EventSink::accepts`].
+    #[must_use]
+    pub fn accepts(&self, action: Action) -> bool {
+        contain(|| self.sink.accepts(action)).unwrap_or(false)
     }
 
     /// Returns the sink.

@@ -82,6 +82,8 @@ pub(crate) struct PoolCore {
     pub(crate) status: PoolPublisher,
     /// The limit that the recorder was told last: `u64::MAX` for none.
     recorded_limit: Mutex<u64>,
+    /// What the recorder was told last to be in use outside of the pool.
+    recorded_outside: Mutex<Option<u64>>,
     pub(crate) sharing_policy: SharingPolicy,
     pub(crate) retention: Retention,
     /// Live blocks that come from elsewhere than the caches, listed if leaks are reported.
@@ -189,6 +191,7 @@ impl PoolCore {
             counters: Counters::default(),
             status,
             recorded_limit: Mutex::new(u64::MAX),
+            recorded_outside: Mutex::default(),
             sharing_policy: SharingPolicy::new(sharing),
             retention: Retention::new(config.release_threshold, config.stream_cache),
             config,

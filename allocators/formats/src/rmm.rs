@@ -104,6 +104,10 @@ impl EventSink for RmmLog {
         }
     }
 
+    fn accepts(&self, action: Action) -> bool {
+        action != Action::Outside
+    }
+
     fn dropped(&self) -> u64 {
         self.lines.dropped()
     }

@@ -29,6 +29,9 @@ pub enum Action {
     /// The lowest limit among a pool's budget and those above it: when the pool is opened, and by
     /// the pool's next slow path after a change.
     Limit,
+    /// What a device has in use beyond the memory of a pool, by the driver's count: before the
+    /// pool's growth or failure, if it has changed since it was last recorded.
+    Outside,
 }
 
 /// The kind of a block, by the way its memory is held.
@@ -125,8 +128,8 @@ pub struct Event {
     /// The address of the block or range.
     pub address: u64,
     /// Bytes: the requested size for allocations, frees and completions, the limit for
-    /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), otherwise the size taken or
-    /// released.
+    /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), what is in use for
+    /// [`Outside`](Action::Outside), otherwise the size taken or released.
     pub bytes: u64,
     /// The kind of memory.
     pub kind: BlockKind,

@@ -220,7 +220,7 @@ impl fmt::Debug for RingSink {
     }
 }
 
-const ACTIONS: [Action; 10] = [
+const ACTIONS: [Action; 11] = [
     Action::Allocate,
     Action::Free,
     Action::Complete,
@@ -231,6 +231,7 @@ const ACTIONS: [Action; 10] = [
     Action::Fail,
     Action::Finding,
     Action::Limit,
+    Action::Outside,
 ];
 
 /// Packs an event into five words: time, address, bytes, location, and the rest.

@@ -1,6 +1,6 @@
 //! Sinks that drop events or pass them on.
 
-use super::{Event, EventSink};
+use super::{Action, Event, EventSink};
 use std::sync::Arc;
 
 /// Drops every event.
@@ -11,6 +11,10 @@ pub struct NullSink;
 
 impl EventSink for NullSink {
     fn record(&self, _event: &Event) {}
+
+    fn accepts(&self, _action: Action) -> bool {
+        false
+    }
 
     /// Every event has the same position, so that none waits for another.
     fn reserve(&self) -> Option<u64> {
@@ -34,7 +38,7 @@ impl EventSink for TracingSink {
     fn record(&self, event: &Event) {
         let Event { at_ns, action, place, thread, stream, address, bytes, kind, tag } = *event;
         let (kind, tag) = (kind.name(), tag.name());
-        if matches!(action, super::Action::Fail | super::Action::Finding) {
+        if matches!(action, Action::Fail | Action::Finding) {
             tracing::warn!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
         } else {
             tracing::debug!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
@@ -55,6 +59,10 @@ impl EventSink for TeeSink {
     fn record(&self, event: &Event) {
         self.first.record(event);
         self.second.record(&Event { at_ns: event.at_ns.wrapping_add(self.offset_ns), ..*event });
+    }
+
+    fn accepts(&self, action: Action) -> bool {
+        self.first.accepts(action) || self.second.accepts(action)
     }
 
     fn dropped(&self) -> u64 {

@@ -12,6 +12,7 @@
 //! 7,f,1,4096,2,cached,0,,0x7f0000000000,1
 //! 12,c,1,4096,2,cached,0,,0x7f0000000000,1
 //! 25,a,3,65536,0,pinned,host:1,,0x7e0000000000,1
+//! 26,o,0,612368384,0,cached,0,,,1
 //! 26,g,0,2097152,0,cached,0,,,1
 //! 30,f,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
 //! ```
@@ -29,10 +30,14 @@
 //!   - `l`: the limit of a device pool's memory from here on: the lowest one of its budget and
 //!     those above it. Written when the pool is opened and has a limit, and by its next slow path
 //!     after a change. Older files have no such lines.
+//!   - `o`: what the device has in use from here on beyond the memory of one device pool: the
+//!     driver's count of used bytes less the pool's physical memory. Written before a `g` or an
+//!     `x` of the pool if it has changed. The driver counts what other programs, contexts and
+//!     libraries hold, and the other pools of this program. Older files have no such lines.
 //! - `id`: the number of the block, from 1 on and unique. 0 in lines that are about no block: `g`,
-//!   `s`, `m`, `x`, `v` and `l`.
-//! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v`, and in
-//!   `l` if there is no limit any more.
+//!   `s`, `m`, `x`, `v`, `l` and `o`.
+//! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v` and
+//!   `o`, and in `l` if there is no limit any more.
 //! - `stream`: the stream's number in its pool. In `a` it is the stream of the allocation, in `f`
 //!   that of the free. 0 if there is none. Numbers of different devices are unrelated.
 //! - `kind`: the name of a [`BlockKind`].
@@ -167,7 +172,7 @@ impl State {
     /// Writes a line that is about no traced block.
     fn write_mark(&mut self, event: &Event, op: char) {
         let Event { bytes, kind, tag, .. } = *event;
-        if bytes > 0 || matches!(op, 'v' | 'l') {
+        if bytes > 0 || matches!(op, 'v' | 'l' | 'o') {
             self.write(event, op, TracedBlock { id: 0, bytes, kind, tag, freed: false });
         }
     }
@@ -217,6 +222,7 @@ impl State {
                 let bytes = if bytes == u64::MAX { 0 } else { bytes };
                 self.write_mark(&Event { bytes, ..*event }, 'l');
             }
+            Action::Outside => self.write_mark(event, 'o'),
             Action::Allocate | Action::Adopt => {}
         }
     }

@@ -201,6 +201,9 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
     // A limit, and none any more.
     tell(&recorder, Action::Limit, 0, 1 << 50);
     tell(&recorder, Action::Limit, 0, u64::MAX);
+    // What is in use outside, and nothing any more.
+    tell(&recorder, Action::Outside, 0, 1 << 50);
+    tell(&recorder, Action::Outside, 0, 0);
     // Imported memory has no bytes of its own.
     tell(&recorder, Action::Allocate, 0x2000, 0);
     tell(&recorder, Action::Free, 0x2000, 0);
@@ -216,6 +219,8 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
         "v,0,0,3,cached,0,,0x4000".to_owned(),
         format!("l,0,{},3,cached,0,,", 1_u64 << 50),
         "l,0,0,3,cached,0,,".to_owned(),
+        format!("o,0,{},3,cached,0,,", 1_u64 << 50),
+        "o,0,0,3,cached,0,,".to_owned(),
     ];
     assert_eq!(told, expected);
 }

@@ -81,6 +81,22 @@ fn a_panicking_sink_with_locations_does_not_unwind_into_the_pool() {
 }
 
 #[test]
+fn a_sink_that_panics_when_it_is_asked_what_it_uses_gets_no_event_of_that_kind() {
+    #[derive(Debug)]
+    struct Panics;
+    impl EventSink for Panics {
+        fn record(&self, _: &Event) {}
+        fn accepts(&self, action: Action) -> bool {
+            assert_ne!(action, Action::Outside, "a sink of the user's");
+            action == Action::Fail
+        }
+    }
+    let recorder = Recorder::new(Arc::new(Panics));
+    let answers = [Action::Outside, Action::Fail, Action::Grow].map(|a| recorder.accepts(a));
+    assert_eq!(answers, [false, true, false]);
+}
+
+#[test]
 fn events_recorded_by_a_sink_come_after_the_one_it_receives() {
     let (done, over) = mpsc::channel();
     let (hook, recorder) = hook(|hook, bytes| {

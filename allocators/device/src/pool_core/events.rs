@@ -10,7 +10,7 @@ use aquifer_core::{
     Action, Recorder, Tag,
     event::{self, EventTicket},
 };
-use aquifer_driver::{DeviceRange, Ownership};
+use aquifer_driver::{DeviceRange, MemoryInfo, Ownership, Relaxed};
 use aquifer_status::tightest_limit;
 use std::sync::{PoisonError, atomic::Ordering};
 
@@ -101,9 +101,42 @@ impl PoolCore {
         recorder.record(ticket, recorder.event(Action::Limit, place, 0, 0, limit, Tag::NONE));
     }
 
-    /// Records an event that concerns no block.
+    /// Records what the device has in use beyond this pool's memory if it has changed since it was
+    /// last recorded. Calls the driver (`cuMemGetInfo`), so it is called only where the pool has
+    /// grown or refuses a request, with no lock held. Memory that another thread takes or releases
+    /// at the same time may count on either side.
+    ///
+    /// In bypass mode nothing is recorded: the pool does not hold the memory of its blocks.
+    pub(crate) fn report_outside(&self) {
+        let Some(recorder) = &self.config.recorder else { return };
+        if self.config.bypass || !recorder.accepts(Action::Outside) {
+            return;
+        }
+        // A capture in the strictest mode on another thread must not break.
+        let memory = {
+            let _relaxed = Relaxed::enter(&*self.driver);
+            self.driver.memory_info(self.info.device)
+        };
+        let Ok(MemoryInfo { free, total }) = memory else { return };
+        let outside = total.saturating_sub(free).saturating_sub(self.held());
+        let ticket = {
+            let mut last = self.recorded_outside.lock().unwrap_or_else(PoisonError::into_inner);
+            if *last == Some(outside) {
+                return;
+            }
+            *last = Some(outside);
+            recorder.ticket()
+        };
+        let place = event::MemoryLocation::Device(self.info.device);
+        recorder.record(ticket, recorder.event(Action::Outside, place, 0, 0, outside, Tag::NONE));
+    }
+
+    /// Records an event that concerns no block. Called with no lock held.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         self.report_limit();
+        if matches!(action, Action::Grow | Action::Fail) {
+            self.report_outside();
+        }
         if let Some(recorder) = &self.config.recorder {
             let event = recorder.event(
                 action,

@@ -55,6 +55,7 @@ impl PoolCore {
             let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
             if progress.record_released(gave) > 0 { attempt(progress) } else { Ok(None) }
         });
+        self.report_outside();
         if !matches!(taken, Ok(Some(_))) {
             self.dedicated.record_failure(kind, wanted, tag);
         }

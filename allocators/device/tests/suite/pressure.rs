@@ -442,6 +442,7 @@ fn every_event_of_a_pool_is_recorded_in_order() {
     let actions: Vec<Action> = ring.take().iter().map(|e| e.action).collect();
     let expected = [
         Action::Limit,
+        Action::Outside,
         Action::Grow,
         Action::Allocate,
         Action::Free,

@@ -1,10 +1,14 @@
-//! Tests that a sink may use the pool whose events it receives, and that it is told of limits.
+//! Tests that a sink may use the pool whose events it receives, and that it is told of limits and
+//! of what is in use outside.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE, Rig};
-use aquifer_core::{Action, Budget, Event, EventSink, Recorder, Tag, event::RingSink};
+use aquifer_core::{
+    Action, Budget, Event, EventSink, Recorder, Tag,
+    event::{NullSink, RingSink},
+};
 use aquifer_device::{Debugging, DevicePool, PoolConfig, Request};
-use aquifer_driver::sim::Sim;
+use aquifer_driver::{Call, DeviceId, sim::Sim};
 use aquifer_stream::Stream;
 use std::{
     sync::{
@@ -149,4 +153,71 @@ fn an_event_of_moved_handles_has_their_bytes() {
     assert_eq!(moved, rig.pool.stats().moves * handle);
     assert!(moved > 0);
     drop((kept, large));
+}
+
+#[test]
+fn what_the_device_has_in_use_outside_is_recorded_before_growth_and_failures_alone() {
+    const GPU: DeviceId = DeviceId(0);
+    let sim = Sim::h200(1);
+    let driver = sim.driver();
+    let ring = Arc::new(RingSink::new(256));
+    let recorder = Arc::new(Recorder::new(ring.clone()));
+    let rig = Rig::on(sim, 64, |c| {
+        c.recorder = Some(recorder);
+        c.wait = Duration::ZERO;
+    });
+    let told = || {
+        let events = ring.take().into_iter().map(|e| (e.action, e.bytes));
+        events.filter(|(action, _)| *action != Action::Complete).collect::<Vec<_>>()
+    };
+    let queries = || driver.calls().get(Call::MemoryInfo);
+    let theirs = driver.mem_alloc(GPU, 10 * MIB).unwrap();
+    assert_eq!((told(), queries()), (vec![(Action::Limit, 64 * MIB)], 0));
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let events = told();
+    assert_eq!(events[0], (Action::Outside, 10 * MIB), "before {events:?}");
+    assert!(matches!(events[1..], [(Action::Grow, _), (Action::Allocate, 1000)]), "{events:?}");
+    // Neither served from the cache nor repeated while it is the same.
+    let asked = queries();
+    for _ in 0..100 {
+        drop(rig.pool.alloc(&s, Request::bytes(1000)).unwrap());
+    }
+    assert_eq!(queries(), asked);
+    let large = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+    assert!(queries() > asked, "the pool has grown");
+    assert!(told().iter().all(|(action, _)| *action != Action::Outside));
+
+    // A change is recorded before the failure that follows from it.
+    let more = driver.mem_alloc(GPU, 20 * MIB).unwrap();
+    assert_eq!(told(), []);
+    assert!(rig.pool.alloc(&s, Request::bytes(100 * MIB)).is_err());
+    let (outside, failed) = ((Action::Outside, 30 * MIB), (Action::Fail, 100 * MIB));
+    assert_eq!(told(), [outside, failed]);
+    for address in [theirs, more] {
+        #[expect(unsafe_code, reason = "frees memory of another library")]
+        // SAFETY: 1. `mem_alloc` returned it, and it is freed once. 2. no work uses it.
+        unsafe { driver.mem_free(GPU, address) }.unwrap();
+    }
+    // Stable memory grows by a path of its own.
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    assert_eq!(told(), [(Action::Outside, 0), (Action::Allocate, 2 * MIB)]);
+    drop((block, large, stable));
+}
+
+#[test]
+fn the_driver_is_not_asked_for_a_sink_that_drops_the_answer() {
+    for recorder in [None, Some(Arc::new(Recorder::new(Arc::new(NullSink))))] {
+        let sim = Sim::h200(1);
+        let driver = sim.driver();
+        let rig = Rig::on(sim, 64, |c| {
+            c.recorder = recorder;
+            c.wait = Duration::ZERO;
+        });
+        let s = rig.stream();
+        let block = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+        assert!(rig.pool.alloc(&s, Request::bytes(100 * MIB)).is_err());
+        assert_eq!(driver.calls().get(Call::MemoryInfo), 0);
+        drop(block);
+    }
 }

@@ -37,6 +37,8 @@ pub(super) struct HistoryBuilder {
     marks: Vec<HistoryMark>,
     /// Each change of the limit.
     pub(super) limits: Vec<(f64, Option<u64>)>,
+    /// Each change of what is in use outside.
+    pub(super) outside: Vec<(f64, u64)>,
     stream_names: StreamNames,
     streams: HashMap<u64, u32>,
     pub(super) texts: NameTable,
@@ -78,6 +80,7 @@ impl HistoryBuilder {
             steps: Vec::new(),
             marks: Vec::new(),
             limits: Vec::new(),
+            outside: Vec::new(),
             stream_names,
             streams: HashMap::new(),
             texts: NameTable::default(),
@@ -340,6 +343,7 @@ impl HistoryBuilder {
             blocks: self.blocks,
             marks: self.marks,
             limits: self.limits,
+            outside: self.outside,
             steps: self.steps,
             names: self.texts,
             stacks: self.stacks,

@@ -246,6 +246,9 @@ pub struct MemoryHistory {
     /// The limit of the memory over time, if the input tells: each change, and the limit after it,
     /// or none if there is no limit any more.
     pub limits: Vec<(f64, Option<u64>)>,
+    /// Bytes in use on the device beyond the memory of the pool that recorded them, by the driver's
+    /// count, if the input tells: each change, and the bytes after it.
+    pub outside: Vec<(f64, u64)>,
     /// What happened, in order.
     pub steps: Vec<HistoryStep>,
     /// Names of streams, threads, tags, frames and marks.
@@ -299,6 +302,14 @@ impl MemoryHistory {
     pub fn limit_at(&self, time: f64) -> Option<u64> {
         let behind = self.limits.partition_point(|(at, _)| *at <= time);
         self.limits[..behind].last().and_then(|(_, limit)| *limit)
+    }
+
+    /// Returns the bytes in use on the device outside of the pool at a time, if the input tells
+    /// them.
+    #[must_use]
+    pub fn outside_at(&self, time: f64) -> Option<u64> {
+        let behind = self.outside.partition_point(|(at, _)| *at <= time);
+        self.outside[..behind].last().map(|(_, bytes)| *bytes)
     }
 
     /// Returns the offset of an address on the axis of all spans. Returns 0 if it is in none.

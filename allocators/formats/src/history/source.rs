@@ -121,6 +121,10 @@ fn of_events(
                 builder.limits.push((now.1, Some(bytes).filter(|bytes| *bytes > 0)));
                 continue;
             }
+            RowAction::Outside => {
+                builder.outside.push((now.1, bytes));
+                continue;
+            }
             RowAction::Grow => MarkKind::Grow,
             RowAction::Release => MarkKind::Release,
             RowAction::Move => MarkKind::Move,

@@ -108,6 +108,34 @@ fn rows_of_limits_are_read_and_those_of_older_files_need_none() {
 }
 
 #[test]
+fn rows_of_what_is_in_use_outside_are_read_and_those_of_older_files_need_none() {
+    let blocks = "5,a,1,1000,3,cached,0,,,1\n9,f,1,1000,3,cached,0,,,1\n";
+    let rows = format!(
+        "2,o,0,{},0,cached,0,,,1\n2,o,0,77,0,cached,1,,,1\n{blocks}11,o,0,0,0,cached,0,,,1\n",
+        1_u64 << 50
+    );
+    let of = history(&rows, None);
+    assert_eq!(of.outside, [(0.0, 1 << 50), (9.0, 0)]);
+    let at = [-1.0, 0.0, 8.9, 9.0, 99.0].map(|time| of.outside_at(time));
+    assert_eq!(at, [None, Some(1 << 50), Some(1 << 50), Some(0), Some(0)]);
+    assert_eq!((of.blocks.len(), of.marks.len(), of.events), (1, 0, 4));
+    let older = history(blocks, None);
+    assert_eq!((older.outside.as_slice(), older.outside_at(5.0)), (&[][..], None));
+
+    // A replay passes them over, compressed or not.
+    let text = format!("{HEADER}\n{rows}").into_bytes();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    std::io::Write::write_all(&mut packed, &text).unwrap();
+    let packed = packed.finish().unwrap();
+    for text in [text, packed] {
+        let trace = Trace::from_reader(std::io::Cursor::new(text.clone()), None).unwrap();
+        assert_eq!((trace.blocks.len(), trace.skipped), (1, 2));
+        let read = MemoryHistory::from_reader(std::io::Cursor::new(text), None).unwrap();
+        assert_eq!(read.outside, of.outside);
+    }
+}
+
+#[test]
 fn a_file_is_as_invalid_as_for_a_replay() {
     let long = "0,a,1,5,0,cached,0,".to_owned() + &"x".repeat(5000);
     let table = [
@@ -125,6 +153,8 @@ fn a_file_is_as_invalid_as_for_a_replay() {
         "0,a,1,-3,0,cached,0,,,\n",
         "0,g,0,0,0,cached,0,,,\n",
         "0,l,0,-1,0,cached,0,,,\n",
+        "0,o,0,-1,0,cached,0,,,\n",
+        "0,o,0,,0,cached,0,,,\n",
         "0,l,0,99999999999999999999,0,cached,0,,,\n",
         "0,a,1,99999999999999999999999,0,cached,0,,,\n",
         "0,a,1,5,0,wrong,0,,,\n",

@@ -50,6 +50,8 @@ pub(crate) enum RowAction {
     Finding,
     /// `l`
     Limit,
+    /// `o`
+    Outside,
 }
 
 /// The fields of a valid row.
@@ -129,11 +131,12 @@ impl Columns {
             "x" => RowAction::Fail,
             "v" => RowAction::Finding,
             "l" => RowAction::Limit,
+            "o" => RowAction::Outside,
             _ => {
                 return Err(Fault::Field {
                     name: "op",
                     found: op.to_owned(),
-                    expected: "a, f, c, g, s, m, x, v or l",
+                    expected: "a, f, c, g, s, m, x, v, l or o",
                 });
             }
         };
@@ -142,6 +145,7 @@ impl Columns {
             (RowAction::Finding, "0") => 0,
             // 0 for none, and above the size of any block.
             (RowAction::Limit, bytes) => whole("bytes", bytes, "a limit, a whole number")?,
+            (RowAction::Outside, bytes) => whole("bytes", bytes, "a whole number")?,
             (_, bytes) => size(bytes)?,
         };
         let stream = whole("stream", stream, "a whole number")?;

@@ -317,6 +317,53 @@ fn the_limit_is_shown_wherever_a_trace_tells_it() {
 }
 
 #[test]
+fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
+    let folder = Folder::new("outside-curve");
+    let input = folder.path("beside.csv");
+    let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
+    let mib = 1_u64 << 20;
+    let outside = |at: u64, bytes: u64| format!("{at},o,0,{bytes},0,cached,0,,,1\n");
+    let whole = fragmented();
+    let (head, rest) = whole.split_at(WIDE.len());
+    let (before, after) = rest.split_at(rest.find("20,f").expect("a free"));
+    let rows =
+        [head, &outside(0, 600 * mib), before, &outside(10, 900 * mib), after, &outside(50, 0)];
+    fs::write(&input, rows.concat()).expect("a trace");
+    let run = &json(&[&input])["runs"][0];
+    let at_peak = [&run["peak"]["outside"], &run["slack"]["outside"]].map(number);
+    assert_eq!(at_peak, [600 * mib; 2], "when the most was live");
+    let of = |run: &Value| {
+        let series = run["series"].as_array().expect("series").iter();
+        series.filter(|series| series["name"] == "outside").cloned().collect::<Vec<_>>()
+    };
+    let [curve] = &of(run)[..] else { panic!("{run}") };
+    let ends = ["first", "last", "min", "max"].map(|name| curve[name].as_f64());
+    let (first, most) = ((600 * mib) as f64, (900 * mib) as f64);
+    assert_eq!(ends, [Some(first), Some(0.0), Some(0.0), Some(most)]);
+    let failure = run["failures"][0]["text"].to_string();
+    assert!(failure.contains("outside 900.00 MiB"), "{failure}");
+    let said = text(&report([&input, "--text"]).stdout);
+    assert!(
+        said.lines().any(|line| line.starts_with("outside ") && line.contains("600.00 MiB")),
+        "{said}"
+    );
+
+    assert!(report([&input, "-o", &page, "--perfetto", &counters]).status.success());
+    let (header, arrays) = payload(&fs::read_to_string(&page).expect("a page"));
+    let [curve] = &of(&header["runs"][0])[..] else { panic!("{header}") };
+    let [level] = &curve["levels"].as_array().expect("levels")[..] else { panic!("{curve}") };
+    assert_eq!(f64s(&arrays, &level["t"]), [0.0, 10.0, 50.0]);
+    assert_eq!(f64s(&arrays, &level["last"]), [first, most, 0.0]);
+    let bytes = fs::read(&counters).expect("a trace");
+    assert!(bytes.windows(7).any(|name| name == b"outside"));
+
+    // Older traces do not tell it.
+    fs::write(&input, fragmented()).expect("a trace");
+    let run = &json(&[&input])["runs"][0];
+    assert!(run["slack"]["outside"].is_null() && of(run).is_empty(), "{run}");
+}
+
+#[test]
 fn text_fits_a_log_and_holds_nothing_that_acts_on_a_terminal() {
     let folder = Folder::new("text");
     let hostile = fragmented().replace("kv cache", "%1B[2J%E2%80%AEx%0Ay");

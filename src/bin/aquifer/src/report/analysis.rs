@@ -47,6 +47,8 @@ pub(crate) struct PeakState {
     pub(crate) pinned: Option<u64>,
     /// The limit at that time, if the input tells one.
     pub(crate) limit: Option<u64>,
+    /// What the device had in use outside of the pool at that time, if the input tells.
+    pub(crate) outside: Option<u64>,
     /// Allocated blocks.
     pub(crate) blocks: u64,
     /// Free bytes and the largest free extent, if addresses are known.
@@ -60,10 +62,11 @@ pub(crate) struct RunAnalysis {
     pub(crate) peak: PeakState,
     /// The holders at the peak.
     pub(crate) holders: Holders,
-    /// The curves.
+    /// The curves that change with each step.
     pub(crate) curves: CurveSet,
-    /// The curve of the limit, which has times of its own, if the input tells it.
-    pub(crate) limit: Option<CurveSet>,
+    /// The curves with times of their own, as far as the input tells them: the limit, and what is
+    /// in use outside of the pool.
+    pub(crate) sparse: Vec<CurveSet>,
     /// The explained failures.
     pub(crate) failures: Vec<FailureNote>,
     /// The number of failures.
@@ -101,20 +104,24 @@ fn changes_curves(history: &MemoryHistory, step: HistoryStep) -> bool {
         || matches!(history.marks[step.index()].kind, MarkKind::Grow | MarkKind::Release)
 }
 
-/// Returns the curve of the limit, if the input tells it.
-fn limit_curve(history: &MemoryHistory) -> Option<CurveSet> {
-    let changes = &history.limits;
-    let mut curve = CurveBuilder::new(vec![Series::Limit], changes.len() as u64);
-    for (time, limit) in changes {
-        curve.push(*time, [limit.map_or(f64::NAN, |limit| limit as f64)]);
+/// Returns the curve of a value that is known at each of its changes. Returns `None` if there are
+/// none.
+fn sparse_curve(
+    series: Series,
+    changes: impl ExactSizeIterator<Item = (f64, Option<u64>)>,
+) -> Option<CurveSet> {
+    let points = changes.len();
+    let mut curve = CurveBuilder::new(vec![series], points as u64);
+    for (time, value) in changes {
+        curve.push(time, [value.map_or(f64::NAN, |value| value as f64)]);
     }
-    (!changes.is_empty()).then(|| curve.finish())
+    (points > 0).then(|| curve.finish())
 }
 
 impl RunAnalysis {
     /// Returns the sets of curves. Those of a set share their times.
     pub(crate) fn curve_sets(&self) -> impl Iterator<Item = &CurveSet> {
-        [&self.curves].into_iter().chain(&self.limit)
+        [&self.curves].into_iter().chain(&self.sparse)
     }
 
     /// Analyses a history.
@@ -169,8 +176,13 @@ impl RunAnalysis {
                 curves.merged
             ));
         }
-        let limit = limit_curve(history);
-        Self { peak, holders, curves, limit, failures, failed, live_at_end, notes }
+        let outside = history.outside.iter().map(|&(time, bytes)| (time, Some(bytes)));
+        let sparse = [
+            sparse_curve(Series::Limit, history.limits.iter().copied()),
+            sparse_curve(Series::Outside, outside),
+        ];
+        let sparse = sparse.into_iter().flatten().collect();
+        Self { peak, holders, curves, sparse, failures, failed, live_at_end, notes }
     }
 
     /// Returns where memory went at the peak, as JSON. The parts are disjoint.
@@ -184,7 +196,7 @@ impl RunAnalysis {
             "cached": peak.cached,
             "graphs": peak.graphs,
             "pinned": peak.pinned,
-            "outside": null,
+            "outside": peak.outside,
         })
     }
 }
@@ -263,8 +275,8 @@ impl<'a> Ledger<'a> {
             Series::Pending => self.pending,
             Series::Cached => self.cached().unwrap_or(0),
             Series::Physical => self.physical.unwrap_or(0),
-            // A set of its own.
-            Series::Limit => 0,
+            // Sets of their own.
+            Series::Limit | Series::Outside => 0,
             Series::Free => self.free.as_ref().map_or(0, ExtentTree::total),
             Series::LargestFree => self.free.as_ref().map_or(0, ExtentTree::largest),
         }
@@ -354,6 +366,7 @@ impl<'a> Ledger<'a> {
                 pending: self.pending,
                 physical: self.physical,
                 limit: self.history.limit_at(self.history.marks[mark].time),
+                outside: self.history.outside_at(self.history.marks[mark].time),
                 cached: self.cached(),
                 free: self.free.as_ref(),
                 mapped: self.mapped.as_ref(),
@@ -389,6 +402,7 @@ impl<'a> Ledger<'a> {
             graphs: history.tells_kinds.then_some(graphs),
             pinned,
             limit: history.limit_at(time),
+            outside: history.outside_at(time),
             blocks: held.len() as u64,
             free: self.free.as_ref().map(|free| (free.total(), free.largest())),
         }

@@ -23,6 +23,8 @@ pub(crate) enum Series {
     Physical,
     /// The limit of physical bytes. Not a number while there is none.
     Limit,
+    /// What the device has in use outside of the pool.
+    Outside,
     /// Free bytes between blocks.
     Free,
     /// The largest free extent.
@@ -38,6 +40,7 @@ impl Series {
             Self::Cached => "cached",
             Self::Physical => "physical",
             Self::Limit => "limit",
+            Self::Outside => "outside",
             Self::Free => "free",
             Self::LargestFree => "largest_free",
         }

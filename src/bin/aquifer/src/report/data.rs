@@ -175,6 +175,7 @@ fn peak(peak: &PeakState) -> Value {
         "cached": peak.cached,
         "physical": peak.physical,
         "limit": peak.limit,
+        "outside": peak.outside,
         "blocks": peak.blocks,
     })
 }
@@ -296,8 +297,8 @@ fn describe(
         )));
     }
     let mut all = series(&run.analysis.curves.series, levels, arrays);
-    if let Some(limit) = &run.analysis.limit {
-        all.extend(series(&limit.series, limit.levels_from(0), arrays));
+    for set in &run.analysis.sparse {
+        all.extend(series(&set.series, set.levels_from(finest), arrays));
     }
     value["series"] = all.into();
     value["strings"] = json!(texts.texts);

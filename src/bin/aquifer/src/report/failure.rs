@@ -23,6 +23,8 @@ pub(crate) struct FailureState<'a> {
     pub(crate) physical: Option<u64>,
     /// The limit, if the input tells one.
     pub(crate) limit: Option<u64>,
+    /// What the device had in use outside of the pool, if the input tells.
+    pub(crate) outside: Option<u64>,
     /// Physical bytes that no block occupies, if known.
     pub(crate) cached: Option<u64>,
     /// Free ranges, if addresses are known.
@@ -61,6 +63,9 @@ impl FailureNote {
         }
         if let Some(limit) = state.limit {
             have += &format!(", limit {}", Bytes(limit));
+        }
+        if let Some(outside) = state.outside {
+            have += &format!(", outside {}", Bytes(outside));
         }
         text.push(have);
         if let Some(free) = mark.device_free {

@@ -65,7 +65,8 @@ impl ReportPage {
         let mut kept = all.min(most.saturating_sub(fixed) as usize / LEAST_PER_BLOCK);
         // The finest level of the curves that is written.
         let mut finest = 0;
-        let levels = runs.iter().map(|run| run.analysis.curves.levels.len()).max().unwrap_or(0);
+        let sets = || runs.iter().flat_map(|run| run.analysis.curve_sets());
+        let levels = sets().map(|curves| curves.levels.len()).max().unwrap_or(0);
         loop {
             let page = Self::with(runs, kept, finest)?;
             let bytes = fixed + page.data.len() as u64;
@@ -73,7 +74,7 @@ impl ReportPage {
                 return Ok(page);
             }
             // Curves that outweigh the blocks lose a level first.
-            let curves: usize = runs.iter().map(|run| run.analysis.curves.bytes_from(finest)).sum();
+            let curves: usize = sets().map(|curves| curves.bytes_from(finest)).sum();
             if finest + 1 < levels && curves > kept * RAW_PER_BLOCK {
                 finest += 1;
                 continue;

@@ -106,6 +106,7 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
         ),
         ("physical", peak.physical, "held from the driver"),
         ("limit", peak.limit, "the most that may be held"),
+        ("outside", peak.outside, "in use on the device beside that: contexts, others"),
         ("pinned", peak.pinned.filter(|bytes| *bytes > 0), "pinned host memory at that time"),
     ];
     for (name, bytes, remark) in parts {

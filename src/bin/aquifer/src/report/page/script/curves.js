@@ -3,7 +3,7 @@
 
 const GUTTER = 74; // left of both plots, so that their time axes are the same
 const LANE = 14; // height of a row of markers
-const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 5], [4, 2], [1, 4], [8, 3, 2, 3, 2, 3]];
+const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 5], [4, 2], [1, 4], [8, 3, 2, 3, 2, 3], [5, 2, 1, 2]];
 const SERIES_ORDER = Object.keys(SERIES_WORDS);
 const BYTE_STEPS = Array.from({ length: 56 }, (_, i) => 2 ** i);
 const TIME_STEPS = Array.from({ length: 24 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** (i - 9))).flat();
@@ -32,10 +32,10 @@ function listCurves() {
   })));
 }
 
-// A limit far above all else would flatten the other curves.
+// A curve far above all else would flatten the others.
 function shownAtFirst(run, series) {
   if (["requested", "free", "largest_free"].includes(series.name)) return false;
-  if (series.name !== "limit") return true;
+  if (!["limit", "outside"].includes(series.name)) return true;
   const most = (name) => greatest(run.series.find((each) => each.name === name));
   return greatest(series) <= 2 * Math.max(most("physical"), most("live"));
 }

@@ -91,6 +91,7 @@ const SERIES_WORDS = {
   limit: ["limit", "the most that may be taken"],
   free: ["free", "free bytes inside of what was taken"],
   largest_free: ["largest free extent", "the largest request that would fit now"],
+  outside: ["outside", "in use on the device beside that: contexts, libraries, other programs"],
 };
 
 const seriesLabel = (name) => (SERIES_WORDS[name] ?? [name])[0];
