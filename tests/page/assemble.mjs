@@ -3,7 +3,7 @@
 import { readFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
-import { deflateSync } from "node:zlib";
+import { deflateSync, inflateSync } from "node:zlib";
 
 export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "../..");
 const PAGE = join(ROOT, "src/bin/aquifer/src/report/page");
@@ -19,7 +19,7 @@ function included(constant) {
 }
 
 const ALIGNMENT = 8;
-const ARRAYS = { f64: Float64Array, u32: Uint32Array };
+const ARRAYS = { f64: Float64Array, u32: Uint32Array, u8: Uint8Array };
 
 // A payload of a header in which arrays stand as typed arrays.
 export function payload(header) {
@@ -52,6 +52,20 @@ export function headerBytes(json) {
 
 export function pageOf(header) {
   return pageOfText(deflateSync(payload(header), { level: 6 }).toString("base64"));
+}
+
+// The header of a written page, with its arrays.
+export function readPage(path) {
+  const [, text] = readFileSync(path, "utf8").match(/id="data">([^<]*)</);
+  const bytes = inflateSync(Buffer.from(text, "base64"));
+  const length = bytes.readUInt32LE(0);
+  const isArray = (value) => value !== null && typeof value === "object" && Object.hasOwn(ARRAYS, value.type);
+  return JSON.parse(bytes.subarray(4, 4 + length).toString(), (_, value) => {
+    if (!isArray(value)) return value;
+    const kind = ARRAYS[value.type];
+    const from = bytes.byteOffset + 4 + length + value.at;
+    return new kind(bytes.buffer.slice(from, from + value.len * kind.BYTES_PER_ELEMENT));
+  });
 }
 
 // A page with any text in the place of its data.

@@ -5,12 +5,18 @@ import { join } from "node:path";
 import { deflateSync } from "node:zlib";
 import { headerBytes, pageOf, pageOfText, payload } from "./assemble.mjs";
 import { OUT, close, open, rowsOf, settle, textOf } from "./browser.mjs";
-import { madeHeader, madeRun } from "./made.mjs";
+import { madeHeader, madeRun, merged } from "./made.mjs";
 
 const packed = (bytes) => deflateSync(bytes).toString("base64");
 const changed = (change) => {
   const header = madeHeader(madeRun({ blocks: 50 }));
   change(header.runs[0], header);
+  return packed(payload(header));
+};
+
+const banded = (change) => {
+  const header = madeHeader(merged(madeRun({ blocks: 50 }), 10));
+  change(header.runs[0].bands.grid);
   return packed(payload(header));
 };
 
@@ -49,6 +55,9 @@ function damages() {
     ["a stack that is not there", changed((run) => { run.blocks.stack[3] = 70; }), "texts that are not there"],
     ["blocks out of order", changed((run) => { run.blocks.birth[9] = 0; }), "out of order"],
     ["a curve out of order", changed((run) => { run.series[0].levels[0].t[5] = NaN; }), "out of order"],
+    ["bands of another size", banded((grid) => { grid.columns += 1; }), "columns of different lengths"],
+    ["bands without columns", banded((grid) => { grid.columns = 0; }), "bands of run 1 are damaged"],
+    ["rows of bands out of order", banded((grid) => { grid.rows[1] = -1; }), "out of order"],
     ["no peak", changed((run) => { run.peak = null; }), "no peak"],
     ["no blocks", changed((run) => { run.blocks = null; }), "blocks of run 1 are missing"],
     ["a stack of unknown frames", changed((run) => { run.stacks[1] = [99_999]; }), "stacks of run 1"],

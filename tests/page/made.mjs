@@ -180,6 +180,36 @@ function played({ name, count, end, strings, stacks, blocks, events, recorded })
   return { run, events };
 }
 
+// The run with its largest blocks alone, and the others as bands: each cell is counted block by block.
+export function merged(run, most) {
+  const { blocks, end, address_height: height } = run;
+  const order = Array.from(blocks.bytes.keys()).sort((a, b) => blocks.bytes[b] - blocks.bytes[a] || a - b);
+  const kept = order.slice(0, most).sort((a, b) => a - b);
+  const rest = order.slice(most);
+  const [columns, bytes] = [40, 2 ** Math.ceil(Math.log2(height / 60))];
+  const all = Array.from({ length: Math.ceil(height / bytes) }, (_, row) => row * bytes);
+  const rows = all.filter((low) => rest.some((i) => blocks.offset[i] < low + bytes && blocks.offset[i] + blocks.bytes[i] > low));
+  const counts = new Uint32Array(rows.length * columns);
+  const shares = new Float64Array(counts.length);
+  for (const i of rest) {
+    rows.forEach((low, row) => {
+      const inRow = Math.min(blocks.offset[i] + blocks.bytes[i], low + bytes) - Math.max(blocks.offset[i], low);
+      if (inRow <= 0) return;
+      for (let column = 0; column < columns; column++) {
+        const [t0, t1] = [(column * end) / columns, ((column + 1) * end) / columns];
+        if (blocks.birth[i] >= t1 || (blocks.end[i] <= t0 && blocks.birth[i] < t0)) continue;
+        counts[row * columns + column] += 1;
+        shares[row * columns + column] += (inRow * (Math.min(blocks.end[i], t1) - Math.max(blocks.birth[i], t0))) / (bytes * (t1 - t0));
+      }
+    });
+  }
+  const grid = { row_bytes: bytes, rows: Float64Array.from(rows), columns, counts, shares: Uint8Array.from(shares, (share) => Math.round(share * 255)) };
+  const below = blocks.bytes[rest[0]] + 1;
+  const bands = { below, count: rest.length, t: Float64Array.of(0), live: Float64Array.of(0), grid };
+  const columnsOf = ([name, column]) => [name, column.constructor.from(kept, (i) => column[i])];
+  return { ...run, blocks: Object.fromEntries(Object.entries(blocks).map(columnsOf)), bands };
+}
+
 export const madeRun = (options) => made(options).run;
 
 // The events as the file of a trace, for `aquifer report`, with a limit that is lowered in the middle, and with more in

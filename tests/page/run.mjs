@@ -10,6 +10,7 @@
 // | figures.mjs | figures of a page against those of its run |
 // | actions.mjs | pointing, clicking, dragging and keys |
 // | two.mjs | two runs in one page |
+// | bands.mjs | merged blocks on the address map |
 // | hostile.mjs | damaged data, markup in texts, the policy of content |
 // | looks.mjs | widths, light and dark, print, fingers; it leaves pictures |
 // | speed.mjs | opening, and frames of a gesture, with a million events |
@@ -20,6 +21,7 @@ import { mkdirSync, readFileSync, writeFileSync } from "node:fs";
 import { basename, join } from "node:path";
 import { checkActions } from "./actions.mjs";
 import { ROOT, pageOf } from "./assemble.mjs";
+import { checkBands, checkReportBands } from "./bands.mjs";
 import { Checks, OUT, close, launch, open } from "./browser.mjs";
 import { checkPage } from "./figures.mjs";
 import { checkDamages, checkMarkup, checkPolicy } from "./hostile.mjs";
@@ -30,6 +32,7 @@ import { checkComparison, checkTwoRuns } from "./two.mjs";
 
 const TRACES = ["llama_train", "resnet_train", "serve_mixed"].map((name) => join(ROOT, `tests/data/${name}.csv.xz`));
 const MILLION = 335_000; // blocks whose events are a million
+const LIMITED = 3_000_000; // bytes of a page that has no room for all of them
 
 function madeCurves(run) {
   return Object.fromEntries(run.series.map(({ name, levels }) => {
@@ -79,6 +82,7 @@ async function main([option, command]) {
   try {
     await checkMade(checks, browser);
     await checkTwoRuns(checks, browser);
+    await checkBands(checks, browser);
     await checkMarkup(checks, browser);
     await checkDamages(checks, browser);
     const million = made({ blocks: MILLION, recorded: true });
@@ -90,6 +94,7 @@ async function main([option, command]) {
       const trace = join(OUT, "million.csv");
       writeFileSync(trace, traceText(million));
       path = await checkReports(checks, browser, command, [trace]);
+      await checkReportBands(checks, browser, command, trace, path, LIMITED);
     } else {
       writeFileSync(path, pageOf(madeHeader(million.run)));
     }

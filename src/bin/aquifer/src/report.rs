@@ -8,6 +8,7 @@
 //! | `holders` | who holds memory, and comparison of two runs |
 //! | `failure` | why a request failed |
 //! | `selection` | which blocks a page shows one by one |
+//! | `bands` | the others, as bands of the address map |
 //! | `data` | the data of a page, and JSON |
 //! | `page` | the page |
 //! | `text` | text for logs |
@@ -15,6 +16,7 @@
 //! | `output` | files that appear whole or not at all |
 
 mod analysis;
+mod bands;
 mod curves;
 mod data;
 mod failure;

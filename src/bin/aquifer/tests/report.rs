@@ -230,6 +230,16 @@ fn a_page_over_its_limit_merges_the_smallest_blocks_and_says_so() {
     let below = run["bands"]["below"].as_f64().expect("bytes");
     assert!(kept.iter().all(|bytes| *bytes >= below - 1.0));
     assert_eq!(f64s(&arrays, &run["bands"]["t"]).len(), f64s(&arrays, &run["bands"]["live"]).len());
+    // Each of them is in one cell of the bands at least.
+    let grid = &run["bands"]["grid"];
+    let (rows, columns) = (f64s(&arrays, &grid["rows"]), number(&grid["columns"]));
+    let cells = rows.len() as u64 * columns;
+    assert!(rows.is_sorted() && cells > 1000, "{cells} cells");
+    assert_eq!([&grid["counts"], &grid["shares"]].map(|each| number(&each["len"])), [cells; 2]);
+    let from = number(&grid["counts"]["at"]) as usize;
+    let counts = arrays[from..from + 4 * cells as usize].as_chunks::<4>().0;
+    let sum: u64 = counts.iter().map(|count| u64::from(u32::from_le_bytes(*count))).sum();
+    assert!(sum >= merged, "{sum} of {merged}");
     let notes = run["notes"].as_array().expect("notes");
     assert!(notes.iter().any(|note| note.as_str().is_some_and(|note| note.contains("--max-page"))));
     refused(&report([&input, "-o", &page, "--max-page", "1000"]), "without any block");

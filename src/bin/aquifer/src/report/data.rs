@@ -49,6 +49,10 @@ impl ArrayStore {
         self.push("f64", values.map(f64::to_le_bytes))
     }
 
+    fn u8s(&mut self, values: impl Iterator<Item = u8>) -> Value {
+        self.push("u8", values.map(u8::to_le_bytes))
+    }
+
     fn u32s(&mut self, values: impl Iterator<Item = u32>) -> Value {
         self.push("u32", values.map(u32::to_le_bytes))
     }
@@ -284,6 +288,13 @@ fn describe(
             "count": bands.count,
             "t": arrays.f64s(bands.times.iter().copied()),
             "live": arrays.f64s(bands.live.iter().copied()),
+            "grid": bands.grid.as_ref().map(|grid| json!({
+                "row_bytes": grid.row_bytes,
+                "rows": arrays.f64s(grid.rows.iter().map(|row| *row as f64)),
+                "columns": grid.columns,
+                "counts": arrays.u32s(grid.counts.iter().copied()),
+                "shares": arrays.u8s(grid.shares.iter().copied()),
+            })),
         }),
     };
     if let (Some(bands), Some(notes)) = (&selection.bands, value["notes"].as_array_mut()) {

@@ -18,6 +18,12 @@ use std::{
 const LEAST_PER_BLOCK: usize = 12;
 /// Bytes of a block before compression.
 const RAW_PER_BLOCK: usize = 68;
+/// The most cells of the bands of merged blocks.
+const MOST_CELLS: usize = 1 << 18;
+/// Bytes of a page for each cell.
+const PAGE_PER_CELL: usize = 40;
+/// Bytes of a cell before compression.
+const RAW_PER_CELL: usize = 5;
 /// The part of the room for blocks that is used, since small blocks compress worse.
 const MARGIN: f64 = 0.95;
 
@@ -62,13 +68,15 @@ impl ReportPage {
     pub(crate) fn of(runs: &[ReportRun], most: u64) -> Result<Self, PageError> {
         let fixed = (TEMPLATE.len() + STYLE.len() + SCRIPT.len()) as u64;
         let all: usize = runs.iter().map(|run| run.history.blocks.len()).sum();
-        let mut kept = all.min(most.saturating_sub(fixed) as usize / LEAST_PER_BLOCK);
+        let room = most.saturating_sub(fixed) as usize;
+        let mut kept = all.min(room / LEAST_PER_BLOCK);
+        let mut cells = (room / PAGE_PER_CELL / runs.len().max(1)).min(MOST_CELLS);
         // The finest level of the curves that is written.
         let mut finest = 0;
         let sets = || runs.iter().flat_map(|run| run.analysis.curve_sets());
         let levels = sets().map(|curves| curves.levels.len()).max().unwrap_or(0);
         loop {
-            let page = Self::with(runs, kept, finest)?;
+            let page = Self::with(runs, kept, finest, cells)?;
             let bytes = fixed + page.data.len() as u64;
             if bytes <= most {
                 return Ok(page);
@@ -79,9 +87,12 @@ impl ReportPage {
                 finest += 1;
                 continue;
             }
-            let least = fixed + Self::with(runs, 0, finest)?.data.len() as u64;
+            let least = fixed + Self::with(runs, 0, finest, cells)?.data.len() as u64;
             match most.checked_sub(least) {
+                // Of curves and bands the larger gives way first.
+                None if cells * RAW_PER_CELL > curves => cells /= 4,
                 None if finest + 1 < levels => finest += 1,
+                None if cells > 0 => cells /= 4,
                 None => return Err(PageError::TooLarge { least, most }),
                 Some(room) => {
                     let for_blocks = bytes.saturating_sub(least).max(1);
@@ -93,8 +104,14 @@ impl ReportPage {
         }
     }
 
-    /// Makes a page with `kept` blocks, and the levels of the curves from `finest` on.
-    fn with(runs: &[ReportRun], kept: usize, finest: usize) -> Result<Self, PageError> {
+    /// Makes a page with `kept` blocks, the levels of the curves from `finest` on, and bands of at
+    /// most `cells` cells for each run.
+    fn with(
+        runs: &[ReportRun],
+        kept: usize,
+        finest: usize,
+        cells: usize,
+    ) -> Result<Self, PageError> {
         let all: usize = runs.iter().map(|run| run.history.blocks.len()).sum();
         let selections: Vec<_> = runs
             .iter()
@@ -102,7 +119,7 @@ impl ReportPage {
                 // Each run has its part of the blocks, which is no more than it has.
                 let own = run.history.blocks.len();
                 let part = own as u128 * kept as u128 / all.max(1) as u128;
-                BlockSelection::largest(&run.history, part as usize)
+                BlockSelection::largest(&run.history, part as usize, cells)
             })
             .collect();
         let data =

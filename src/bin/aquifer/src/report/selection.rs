@@ -1,5 +1,6 @@
 //! Which blocks a page shows one by one: all, or the largest, if it would be too large.
 
+use super::bands::BandGrid;
 use aquifer_core::Bytes;
 use aquifer_formats::history::{HistoryAction, MemoryHistory};
 use std::cmp::Reverse;
@@ -16,7 +17,7 @@ pub(crate) struct BlockSelection {
     pub(crate) bands: Option<MergedBlocks>,
 }
 
-/// The blocks that a page shows as one level over time.
+/// The blocks that a page shows as one level over time, and as bands of the address map.
 #[derive(Debug)]
 pub(crate) struct MergedBlocks {
     /// All of them have fewer bytes.
@@ -27,13 +28,15 @@ pub(crate) struct MergedBlocks {
     pub(crate) times: Vec<f64>,
     /// See `times`.
     pub(crate) live: Vec<f64>,
+    /// Where they are, if there is room for it.
+    pub(crate) grid: Option<BandGrid>,
 }
 
 impl MergedBlocks {
     /// Returns the note for the reader of the page.
     pub(crate) fn note(&self) -> String {
         format!(
-            "the {} smallest blocks, each below {}, are shown as one band to keep this file small: \
+            "the {} smallest blocks, each below {}, are merged into bands to keep this file small: \
              --max-page shows more",
             self.count,
             Bytes(self.below)
@@ -42,8 +45,9 @@ impl MergedBlocks {
 }
 
 impl BlockSelection {
-    /// Selects the `most` largest blocks. Among equals the earlier are larger.
-    pub(crate) fn largest(history: &MemoryHistory, most: usize) -> Self {
+    /// Selects the `most` largest blocks. Among equals the earlier are larger. The others get bands
+    /// of at most `cells` cells.
+    pub(crate) fn largest(history: &MemoryHistory, most: usize, cells: usize) -> Self {
         let blocks = &history.blocks;
         // The number of a block fits: a history has fewer.
         let mut kept: Vec<u32> = (0..blocks.len() as u32).collect();
@@ -54,13 +58,14 @@ impl BlockSelection {
         kept.select_nth_unstable_by_key(most, rank);
         let count = kept.len() - most;
         let below = kept[most..].iter().map(|block| blocks.bytes[*block as usize] + 1).max();
+        let grid = BandGrid::of(history, &kept[most..], cells);
         kept.truncate(most);
         kept.sort_unstable();
         let mut is_kept = vec![false; blocks.len()];
         kept.iter().for_each(|block| is_kept[*block as usize] = true);
         let (times, live) = level(history, &is_kept);
         let below = below.unwrap_or(0);
-        Self { kept, bands: Some(MergedBlocks { below, count, times, live }) }
+        Self { kept, bands: Some(MergedBlocks { below, count, times, live, grid }) }
     }
 }
 
@@ -93,13 +98,15 @@ mod tests {
     fn the_largest_blocks_stay_and_the_level_has_the_bytes_of_all_others() {
         let rows = "t_us,op,id,bytes,stream\n0,a,1,10,0\n1,a,2,500,0\n2,a,3,10,0\n3,a,4,30,0\n4,f,3,10,0\n4,c,3,10,0\n";
         let history = MemoryHistory::from_reader(rows.as_bytes(), None).unwrap();
-        let all = BlockSelection::largest(&history, 4);
+        let all = BlockSelection::largest(&history, 4, 64);
         assert!(all.kept == [0, 1, 2, 3] && all.bands.is_none());
-        let two = BlockSelection::largest(&history, 2);
+        let two = BlockSelection::largest(&history, 2, 64);
         let bands = two.bands.unwrap();
         assert_eq!((two.kept, bands.below, bands.count), (vec![1, 3], 11, 2));
+        let grid = bands.grid.unwrap();
+        assert_eq!((grid.rows.len(), grid.columns, grid.counts[0], grid.counts[7]), (2, 8, 1, 2));
         assert_eq!((bands.times, bands.live), (vec![0.0, 2.0, 4.0], vec![10.0, 20.0, 10.0]));
         // Of equal blocks the first stays.
-        assert_eq!(BlockSelection::largest(&history, 3).kept, [0, 1, 3]);
+        assert_eq!(BlockSelection::largest(&history, 3, 0).kept, [0, 1, 3]);
     }
 }

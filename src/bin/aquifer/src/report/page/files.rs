@@ -11,6 +11,7 @@
 //! | `state.js` | what the parts share: the view, the cursor, the instant, the selected block |
 //! | `groups.js` | groupings of blocks, their colours and patterns |
 //! | `sample.js`, `raster.js`, `find.js` | curves for the columns of the screen; blocks as pixels; blocks at a place |
+//! | `bands.js` | merged blocks: the cells of a page, their pixels, a cell at a place |
 //! | `gestures.js`, `keys.js`, `glyphs.js` | wheel, fingers and clicks; the keyboard; shapes of markers |
 //! | `curves.js`, `map.js`, `block.js` | bytes over time; addresses over time; the selected block |
 //! | `instant.js`, `treemap.js` | what lives at an instant |
@@ -36,6 +37,7 @@ pub(crate) const SCRIPT: &str = concat!(
     include_str!("script/sample.js"),
     include_str!("script/raster.js"),
     include_str!("script/find.js"),
+    include_str!("script/bands.js"),
     include_str!("script/gestures.js"),
     include_str!("script/glyphs.js"),
     include_str!("script/curves.js"),

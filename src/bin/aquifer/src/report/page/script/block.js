@@ -6,8 +6,13 @@ function showBlockPanel() {
   const panel = byId("block");
   const run = shownRun();
   const i = state.selected;
+  delete panel.dataset.cell;
+  if (i < 0) delete panel.dataset.block;
+  if (i < 0 && state.cell >= 0) {
+    showCellPanel(panel, run, state.cell);
+    return;
+  }
   if (i < 0) {
-    delete panel.dataset.block;
     fill(panel, make("h3", {}, "No block selected"),
       make("p", {}, "Point at a block, or press an arrow key while the map has the focus. A click keeps the block here."));
     return;
@@ -41,6 +46,26 @@ function showBlockPanel() {
   panel.dataset.block = i;
   fill(panel, make("h3", {}, swatch(colour[of[i]]), `Block ${countText(i + 1)} of ${countText(run.blocks.count)}`), list, stackPart,
     run.addresses === "packed" ? make("p", { class: "facts" }, "The input has no addresses; this one was laid out by first fit.") : null);
+}
+
+// Merged blocks under the pointer: how many, and where.
+function showCellPanel(panel, run, cell) {
+  const { a0, a1, t0, t1, count, share } = bandCell(run, cell);
+  const step = runLength(run) * 1e-4;
+  const facts = [
+    ["Blocks", countText(count)],
+    ["Each", `below ${bytesText(run.bands.below)}`],
+    ["Address", `${addressText(run, a0)} to ${addressText(run, a1)} (${bytesText(a1 - a0)})`],
+    ["Time", `${timeText(t0, run.clock, step)} to ${timeText(t1, run.clock, step)}`],
+    ["Occupied", `${shareText(share, 1)} of these addresses and times`],
+  ];
+  const list = make("dl");
+  for (const [name, value] of facts) {
+    list.append(make("dt", {}, name), make("dd", { class: name === "Address" ? "address" : null, dataset: { fact: name } }, value));
+  }
+  Object.assign(panel.dataset, { cell, count });
+  fill(panel, make("h3", {}, make("span", { class: "swatch bands", "aria-hidden": "true" }), "Merged blocks"), list,
+    make("p", { class: "facts" }, "This page does not show them one by one, to stay small: --max-page shows more."));
 }
 
 function startBlock() {

@@ -177,12 +177,11 @@ function drawOverMap(context, plot, run) {
     const x = Math.round(plot.valToPos(toX(run, state.instant.t), "x", true));
     line(x, top, x, top + height, "--accent", []);
   }
-  if (state.selected >= 0) {
-    const { birth, end, offset, bytes } = run.blocks;
-    const i = state.selected;
+  const marked = markedArea();
+  if (marked) {
     const place = (t) => plot.valToPos(Math.min(Math.max(toX(run, t), state.view.x0), state.view.x1), "x", true);
-    const [x0, x1] = [place(birth[i]), place(end[i])];
-    const [y0, y1] = [plot.valToPos(offset[i] + bytes[i], "y", true), plot.valToPos(offset[i], "y", true)];
+    const [x0, x1] = [place(marked.t0), place(marked.t1)];
+    const [y0, y1] = [plot.valToPos(marked.a1, "y", true), plot.valToPos(marked.a0, "y", true)];
     context.setLineDash([]);
     for (const [colour, wide] of [["--back", 5], ["--text", 2]]) {
       context.strokeStyle = themeColour(colour);
@@ -192,12 +191,22 @@ function drawOverMap(context, plot, run) {
   }
 }
 
-// The pointer shows the block under it, until a click keeps one.
+// Times and offsets of the selected block or cell; null without one.
+function markedArea() {
+  const run = shownRun();
+  const { birth, end, offset, bytes } = run.blocks;
+  const i = state.selected;
+  if (i >= 0) return { t0: birth[i], t1: end[i], a0: offset[i], a1: offset[i] + bytes[i] };
+  return state.cell >= 0 ? bandCell(run, state.cell) : null;
+}
+
+// The pointer shows the block or the merged blocks under it, until a click keeps them.
 let pinned = false;
 function hover(plot) {
   if (pinned || movesCursor || plot.cursor.left < 0) return;
-  const index = findAt(plot.posToVal(plot.cursor.left, "x"), plot.posToVal(plot.cursor.top, "y"));
-  if (index >= 0 && index !== state.selected) select(index);
+  const { index, cell } = findAt(plot.posToVal(plot.cursor.left, "x"), plot.posToVal(plot.cursor.top, "y"));
+  if (index < 0 && cell < 0) return;
+  if (index !== state.selected || cell !== state.cell) select(index, cell);
 }
 
 function findAt(x, y) {
@@ -206,14 +215,20 @@ function findAt(x, y) {
   const { x0, x1 } = state.view;
   const slackX = ((x1 - x0) * 4) / map.plot.over.clientWidth;
   const slackTime = toTime(run, x + slackX) - toTime(run, x);
-  return blockAt(run, toTime(run, x), y, slackTime, ((a1 - a0) * 4) / map.plot.over.clientHeight);
+  const t = toTime(run, x);
+  const index = blockAt(run, t, y, slackTime, ((a1 - a0) * 4) / map.plot.over.clientHeight);
+  const cell = bandCellAt(run, t, y);
+  // What is under the pointer comes before a block that is near.
+  const { birth, end, offset, bytes } = run.blocks;
+  const isNear = index >= 0 && !(birth[index] <= t && t < end[index] && offset[index] <= y && y < offset[index] + bytes[index]);
+  return index >= 0 && !(isNear && cell >= 0) ? { index, cell: -1 } : { index: -1, cell };
 }
 
 // A click keeps the block under the pointer in the panel; one beside all blocks lets it go.
 function pinBlock(x, y) {
-  const index = findAt(x, y);
-  pinned = index >= 0;
-  select(index);
+  const { index, cell } = findAt(x, y);
+  pinned = index >= 0 || cell >= 0;
+  select(index, cell);
 }
 
 function selectNeighbour(direction) {
@@ -259,10 +274,10 @@ function showMapLegend() {
   }
   entries.sort((a, b) => a[0] - b[0]);
   if (others > 0) entries.push([OTHERS, plural(others, "other")]);
-  // Merged blocks have no address here, and their places look free.
-  const merged = run.bands ? [`not drawn: ${plural(run.bands.count, "block")} below ${bytesText(run.bands.below)}`] : [];
+  const merged = run.bands
+    ? [`${run.bands.grid ? "" : "not drawn: "}${plural(run.bands.count, "block")} below ${bytesText(run.bands.below)}, merged into bands`] : [];
   fill(byId("map-legend"), ...entries.map(([hue, name]) => make("span", {}, swatch(hue), name)),
-    ...merged.map((text) => make("span", {}, text)));
+    ...merged.map((text) => make("span", {}, make("span", { class: "swatch bands", "aria-hidden": "true" }), text)));
 }
 
 function startMap() {

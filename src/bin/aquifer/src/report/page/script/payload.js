@@ -148,7 +148,17 @@ function openRun(run, index, arrays) {
     run.bands.t = arrays.view(run.bands.t, `the bands of ${whose}`);
     run.bands.live = arrays.view(run.bands.live, `the bands of ${whose}`);
     need(run.bands.t.length === run.bands.live.length, `the bands of ${whose} are damaged`);
+    if (run.bands.grid) openGrid(run.bands.grid, `the bands of ${whose}`, arrays);
   }
+}
+
+function openGrid(grid, what, arrays) {
+  for (const column of ["rows", "counts", "shares"]) grid[column] = arrays.view(grid[column], what);
+  const { rows, columns, row_bytes: bytes, counts, shares } = grid;
+  need(Number.isSafeInteger(columns) && columns > 0 && isCount(bytes) && bytes > 0, `${what} are damaged`);
+  need(counts.length === rows.length * columns && shares.length === counts.length,
+    `${what} have columns of different lengths`);
+  need(ascends(rows), `${what} are out of order`);
 }
 
 function openSeries(series, whose, arrays) {

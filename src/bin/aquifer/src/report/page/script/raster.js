@@ -54,6 +54,7 @@ class Raster {
     const { of, colour } = groups;
     const chunks = chunksOf(run);
     const { t0, t1, a0, a1 } = view;
+    if (run.bands?.grid) drawBands(this, run, view, colours[OTHERS], back);
     const perTime = width / (t1 - t0);
     const perByte = height / (a1 - a0);
     for (let c = 0; c < chunks.count; c++) {
@@ -185,4 +186,5 @@ function add(sums, at, r, g, b, cover) {
 
 const mix = (over, under, share) => Math.round(over * share + under * (1 - share));
 const blend = (colour, other, share) => colour.map((part, i) => mix(other[i], part, share));
+const unpacked = (pixel) => [pixel & 255, (pixel >> 8) & 255, (pixel >> 16) & 255];
 const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;

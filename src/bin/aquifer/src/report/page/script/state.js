@@ -14,6 +14,7 @@ const state = {
   follow: false,
   by: "tag",
   selected: -1,
+  cell: -1, // of merged blocks, instead of a block
 };
 
 const listeners = new Map();
@@ -132,8 +133,9 @@ function jumpToPeak() {
   setInstantToPeak();
 }
 
-function select(index) {
+function select(index, cell = -1) {
   state.selected = index;
+  state.cell = cell;
   announce("selected");
 }
 
@@ -141,6 +143,7 @@ function chooseRun(index) {
   state.run = index;
   state.addresses = null;
   state.selected = -1;
+  state.cell = -1;
   setInstantToPeak();
   for (const topic of ["run", "view", "cursor", "selected"]) announce(topic);
 }
