@@ -170,7 +170,7 @@ use std::{
     alloc::Layout,
     fmt,
     ptr::NonNull,
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak, atomic::AtomicU64},
     time::Instant,
 };
 
@@ -233,7 +233,9 @@ impl PinnedPool {
             idle_holders,
             scratch,
             status,
+            recorded_limit: AtomicU64::new(u64::MAX),
         });
+        shared.report_limit();
         sweep();
         let (core, generation) = PoolCore::open(shared.clone());
         shared.register(core, generation);

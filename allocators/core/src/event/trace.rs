@@ -27,9 +27,9 @@
 //!   - `m`: the pool moved physical memory of free ranges to other addresses.
 //!   - `x`: an allocation failed.
 //!   - `v`: a debugging pool found an error.
-//!   - `l`: the limit of a device pool's memory from here on: the lowest one of its budget and
-//!     those above it. Written when the pool is opened and has a limit, and by its next slow path
-//!     after a change. Older files have no such lines.
+//!   - `l`: the limit of a pool's memory from here on, of a device or pinned: the lowest one of its
+//!     budget and those above it. Written when the pool is opened and has a limit, and by its next
+//!     slow path after a change. Older files have no such lines.
 //!   - `o`: what the device has in use from here on beyond the memory of one device pool: the
 //!     driver's count of used bytes less the pool's physical memory. Written before a `g` or an
 //!     `x` of the pool if it has changed. The driver counts what other programs, contexts and

@@ -4,16 +4,19 @@
 use super::{PinnedConfig, thread::InsidePool};
 use crate::region::{Cause, Host, RegionError};
 use aquifer_core::{
-    Budget,
+    Action, Budget, Tag,
     budget::{HookRegistration, Reclaim},
     error::Tried,
     event::MemoryLocation,
     scratch::{Bump, List, Scratch, list},
 };
-use aquifer_status::PoolSlot;
+use aquifer_status::{PoolSlot, tightest_limit};
 use std::{
     fmt,
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
@@ -54,11 +57,25 @@ pub(super) struct PoolContext {
     pub(super) scratch: Scratch,
     /// What other processes are shown.
     pub(super) status: PoolSlot,
+    /// The limit that the recorder was told last: `u64::MAX` for none.
+    pub(super) recorded_limit: AtomicU64,
 }
 
 impl PoolContext {
     pub(super) fn place(&self) -> MemoryLocation {
         MemoryLocation::Host(self.config.node.map(|node| node.0))
+    }
+
+    /// Records the limit of the pool's memory if it has changed since it was last recorded. Called
+    /// when the pool is opened, and by growth, failures and trims, with no lock held.
+    pub(super) fn report_limit(&self) {
+        let Some(recorder) = &self.config.recorder else { return };
+        let limit = tightest_limit(&self.budget).unwrap_or(u64::MAX);
+        // Where a thread that read an older limit comes second, the next call records it again.
+        if self.recorded_limit.swap(limit, Ordering::Relaxed) != limit {
+            let event = recorder.event(Action::Limit, self.place(), 0, 0, limit, Tag::NONE);
+            recorder.record(recorder.ticket(), event);
+        }
     }
 
     /// Returns the idle holders. Their methods must be called outside the lock.

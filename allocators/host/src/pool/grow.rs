@@ -258,6 +258,7 @@ impl PoolCore {
         request.deadline = config.deadline.map(clock::after);
         let region = Region::new(&shared.host, &shared.budget, &request)?;
         let (start, len) = (region.span().start as u64, region.span().len as u64);
+        shared.report_limit();
         let mut region = Some(region);
         let added = self.with(|state| {
             state.open_as(generation).ok()?;
@@ -329,6 +330,7 @@ impl PoolCore {
                 _ => other = Some(MemoryError::from(error)),
             }
         }
+        shared.report_limit();
         let (error, ticket) = self.with_tally(|state, tally| {
             state.count_failure();
             let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
@@ -439,6 +441,7 @@ impl PoolCore {
     pub(super) fn trim(&'static self, generation: u64, keep: u64) -> Result<u64> {
         region::end_retired();
         let shared = self.with(|state| state.open_as(generation).cloned())?;
+        shared.report_limit();
         self.drain(&shared, false);
         let keep = keep.max(shared.config.reserve as u64);
         let mut failed = None;

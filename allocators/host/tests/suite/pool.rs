@@ -522,6 +522,7 @@ fn every_step_is_recorded_in_order() {
     assert_eq!(
         events,
         [
+            (Action::Limit, 4 * MIB as u64),
             (Action::Grow, 4 * MIB as u64),
             (Action::Allocate, 1000),
             (Action::Free, 1000),
@@ -532,6 +533,35 @@ fn every_step_is_recorded_in_order() {
     );
     Block::new(&allocator, bytes(1), 1).unwrap().free(&allocator);
     assert!(ring.take().iter().all(|event| event.place == MemoryLocation::Host(None)));
+}
+
+#[test]
+fn the_tightest_limit_of_pinned_memory_is_recorded_before_what_a_change_has_caused() {
+    let ring = Arc::new(RingSink::new(64));
+    let machine = Budget::unlimited("machine");
+    let open = |budget: &Budget| {
+        let mut config = config();
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+        PinnedPool::new(&support::host(), budget, config).unwrap()
+    };
+    let told = || ring.take().into_iter().map(|e| (e.action, e.bytes)).collect::<Vec<_>>();
+    drop(open(&machine.child("unlimited", u64::MAX)));
+    assert_eq!(told(), []);
+    let budget = machine.child("pinned", 64 * MIB as u64);
+    let pool = open(&budget);
+    assert_eq!(told(), [(Action::Limit, 64 * MIB as u64)]);
+    let block = Block::new(&pool.allocator(), bytes(1000), 1).unwrap();
+    assert_eq!(told().iter().filter(|(action, _)| *action == Action::Limit).count(), 0);
+
+    // That of a budget above counts too.
+    machine.set_limit(8 * MIB as u64);
+    assert!(pool.allocate(bytes(16 * MIB)).is_err());
+    assert_eq!(told(), [(Action::Limit, 8 * MIB as u64), (Action::Fail, 16 * MIB as u64)]);
+    machine.set_limit(u64::MAX);
+    budget.set_limit(u64::MAX);
+    block.free(&pool.allocator());
+    pool.trim(0).unwrap();
+    assert!(told().contains(&(Action::Limit, u64::MAX)));
 }
 
 /// Has another thread trim all free memory whenever the pool has grown.
