@@ -48,6 +48,9 @@ pub mod safety {}
 #[doc = include_str!("guide/report.md")]
 pub mod report {}
 
+#[doc = include_str!("guide/planning.md")]
+pub mod planning {}
+
 #[doc = include_str!("guide/watching.md")]
 pub mod watching {}
 

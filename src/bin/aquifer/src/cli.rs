@@ -48,6 +48,14 @@ snapshot of PyTorch; plain, or compressed by xz, gzip or zstd. Two traces are co
 at their peaks. The page is one file that needs no network. Without any output flag
 text is printed. Exit status 1: a peak is above --fail-over.")]
     Report(Report),
+    /// Place the blocks of a recorded trace in as little memory as possible, and say what fits
+    #[command(after_help = "\
+The trace is one of those that `replay` reads. Each block gets an offset in one range,
+whose size is printed beside the lower bound: the most bytes that are live at once.
+The search ends at the lower bound, or after --seconds; without them after 64 tries or
+4 s. A limit counts the bytes of the range: a device maps whole handles of 2 MiB.
+Exit status 1: --check, and the plan is above --limit.")]
+    Plan(PlanArgs),
     /// Measure the cost of calls, compared with other allocators
     #[command(arg_required_else_help = false)]
     Bench(BenchArgs),
@@ -123,6 +131,33 @@ pub(crate) struct Replay {
     /// Hide from the allocator which streams use a block; the checks must report violations
     #[arg(long, conflicts_with = "fit")]
     pub(crate) ignore_order: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `plan`.
+#[derive(Args, Debug)]
+pub(crate) struct PlanArgs {
+    /// Trace to plan: a file, - for standard input, or made:NAME
+    pub(crate) trace: PathBuf,
+    /// Plan to write
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// Memory that the plan has to fit into: bytes (79GiB, 500M) or a multiple of the trace's peak
+    /// (1.05x)
+    #[arg(long, value_name = "BYTES|1.05x")]
+    pub(crate) limit: Option<Amount>,
+    /// Exit with status 1 if the plan does not fit into --limit
+    #[arg(long, requires = "limit")]
+    pub(crate) check: bool,
+    /// Search for this long, unless the lower bound is reached before
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub(crate) seconds: Option<u32>,
+    /// Device to plan, from 0, if the trace or snapshot has several (default: the one with the most
+    /// events)
+    #[arg(long, value_name = "N")]
+    pub(crate) device_index: Option<u32>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -581,7 +616,7 @@ where
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
-            "a command is needed: replay, report, bench, stage, plot, top, metrics or doctor; aquifer --help says more"
+            "a command is needed: replay, report, plan, bench, stage, plot, top, metrics or doctor; aquifer --help says more"
                 .to_owned(),
         ),
         _ => Refused::Mistake(one_line(&e.to_string())),
@@ -650,108 +685,4 @@ impl FromStr for Amount {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn mistake(line: &str) -> String {
-        let arguments = line.split(' ').map(Into::into);
-        match parse(arguments) {
-            Err(Refused::Mistake(said)) => said,
-            other => panic!("{line}: {other:?}"),
-        }
-    }
-
-    #[test]
-    fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn limits_of_a_stager_may_be_nothing_and_slots_not() {
-        for (text, bytes) in
-            [("0", Ok(0)), ("16K", Ok(16 << 10)), ("x", Err(AmountError::NotAnAmount))]
-        {
-            assert_eq!(size_or_none(text).map(|Size(bytes)| bytes), bytes, "{text}");
-        }
-        assert!(matches!("0".parse::<Size>(), Err(AmountError::Zero)));
-    }
-
-    #[test]
-    fn a_mistake_is_told_in_one_line() {
-        let table = [
-            (
-                "aquifer",
-                "a command is needed: replay, report, bench, stage, plot, top, metrics or doctor",
-            ),
-            ("aquifer drink", "unrecognized subcommand 'drink'"),
-            ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
-            (
-                "aquifer replay t.csv --bugdet 1",
-                "unexpected argument '--bugdet' found; tip: a similar argument exists",
-            ),
-            (
-                "aquifer replay t.csv --budget 0",
-                "invalid value '0' for '--budget <BYTES|1.05x>': a budget of zero",
-            ),
-            (
-                "aquifer replay t.csv --device gpu",
-                "invalid value 'gpu' for '--device <DEVICE>': a device is",
-            ),
-            ("aquifer replay t.csv --device cuda:-1", "invalid value 'cuda:-1'"),
-            ("aquifer replay t.csv --allocator best", "invalid value 'best' for '--allocator"),
-            ("aquifer replay t.csv --streams 0", "invalid value '0' for '--streams <N>'"),
-            ("aquifer replay t.csv --repeat 0", "invalid value '0' for '--repeat <N>'"),
-            (
-                "aquifer replay t.csv --fit --budget 1G",
-                "the argument '--fit' cannot be used with '--budget",
-            ),
-            ("aquifer bench", "'aquifer bench' requires a subcommand but one was not provided"),
-            ("aquifer bench sewer", "unrecognized subcommand 'sewer'"),
-            (
-                "aquifer bench device --device gpu",
-                "invalid value 'gpu' for '--device <DEVICE>': a device is",
-            ),
-            (
-                "aquifer bench device --only",
-                "a value is required for '--only <PATTERN>' but none was supplied",
-            ),
-            ("aquifer bench device --fast", "unexpected argument '--fast' found"),
-            ("aquifer bench pinned --driver", "unexpected argument '--driver' found"),
-            (
-                "aquifer replay t.csv --budget 1.0",
-                "invalid value '1.0' for '--budget <BYTES|1.05x>': a decimal",
-            ),
-            ("aquifer completions tcsh", "invalid value 'tcsh' for '<SHELL>'"),
-            ("aquifer stage", "the following required arguments were not provided: <FILE>"),
-            (
-                "aquifer stage f --slot 2x",
-                "invalid value '2x' for '--slot <BYTES>': an amount is bytes",
-            ),
-            (
-                "aquifer plot -o a.svg",
-                "the following required arguments were not provided: <RUN.json>...",
-            ),
-            (
-                "aquifer plot run.json",
-                "the following required arguments were not provided: --output <FILE.svg>",
-            ),
-            ("aquifer top --interval 0", "invalid value '0' for '--interval <TIME>': an interval"),
-            ("aquifer top --interval 5ms", "invalid value '5ms' for '--interval <TIME>'"),
-            ("aquifer top --interval 1e9s", "invalid value '1e9s' for '--interval <TIME>'"),
-            (
-                "aquifer metrics --listen 9464",
-                "invalid value '9464' for '--listen <ADDRESS>': an address is",
-            ),
-            (
-                "aquifer metrics -o f --listen unix:s",
-                "the argument '--output <FILE>' cannot be used with '--listen",
-            ),
-            ("aquifer doctor now", "unexpected argument 'now' found"),
-        ];
-        for (line, expected) in table {
-            let said = mistake(line);
-            assert!(said.starts_with(expected), "{line}: {said}");
-            assert!(!said.contains('\n'), "{said:?}");
-        }
-    }
-}
+mod tests;

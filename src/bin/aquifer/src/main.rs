@@ -6,12 +6,15 @@
 //! | `cli` | commands and flags |
 //! | `made` | the list of generated traces |
 //! | `replay` | replaying a trace |
+//! | `plan` | placing the blocks of a trace |
 //! | `plot` | pictures of benchmarks |
 //! | `report` | what held memory in a trace |
 //! | `top` | the processes of the user, live |
 //! | `metrics` | the same for Prometheus |
 //! | `doctor` | the report on this machine |
 //! | `amount` | amounts of memory |
+//! | `rows` | rows of a result on the screen |
+//! | `output` | files that appear whole or not at all |
 //!
 //! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
 //! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
@@ -24,9 +27,12 @@ mod cli;
 mod doctor;
 mod made;
 mod metrics;
+mod output;
+mod plan;
 mod plot;
 mod replay;
 mod report;
+mod rows;
 mod top;
 
 use aquifer_benches::{PictureFile, PlotError};
@@ -68,6 +74,15 @@ fn main() -> ExitCode {
             Command::Report(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
             Command::Report(args) => match report::run(&args) {
                 Ok(result) => (result.text, if result.within_limit { WELL } else { NO }),
+                Err(mistake) => return refuse(&mistake.to_string()),
+            },
+            Command::Plan(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
+            Command::Plan(args) => match plan::run(&args) {
+                Ok(report) => {
+                    let text = if args.json { report.to_json() } else { report.to_screen() };
+                    let refused = args.check && !report.fits();
+                    (text, if refused { NO } else { WELL })
+                }
                 Err(mistake) => return refuse(&mistake.to_string()),
             },
             Command::Bench(args) => {

@@ -13,7 +13,6 @@
 //! | `page` | the page |
 //! | `text` | text for logs |
 //! | `perfetto`, `protobuf` | a trace for Perfetto's viewer |
-//! | `output` | files that appear whole or not at all |
 
 mod analysis;
 mod bands;
@@ -21,14 +20,13 @@ mod curves;
 mod data;
 mod failure;
 mod holders;
-mod output;
 mod page;
 mod perfetto;
 mod protobuf;
 mod selection;
 mod text;
 
-use crate::cli;
+use crate::{cli, output};
 use analysis::RunAnalysis;
 use aquifer_console::progress::ProgressLine;
 use aquifer_core::Bytes;

@@ -413,6 +413,7 @@ fn completions_and_the_manual_name_every_command() {
         ".SH AQUIFER REPLAY",
         ".SH AQUIFER BENCH STAGE",
         ".SH AQUIFER REPORT",
+        ".SH AQUIFER PLAN",
         ".SH AQUIFER STAGE",
         ".SH AQUIFER DOCTOR",
     ] {

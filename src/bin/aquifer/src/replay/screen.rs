@@ -2,7 +2,10 @@
 //! suggested next command.
 
 use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
-use crate::cli::Allocator;
+use crate::{
+    cli::Allocator,
+    rows::{WIDTH, row},
+};
 use aquifer_console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, shell_word, wrap},
@@ -11,13 +14,9 @@ use aquifer_core::{Bytes, event::BlockKind};
 use aquifer_formats::trace::TraceDevice;
 use std::collections::BTreeMap;
 
-/// Columns of the screen.
-const WIDTH: usize = 80;
 /// Lines of the screen.
 #[cfg(test)]
 const HEIGHT: usize = 24;
-/// Columns before the remark of a row.
-const REMARK: usize = 32;
 /// Maximum lines for the reason of a failure.
 const REASON: usize = 5;
 /// Maximum lines for the first violations.
@@ -384,16 +383,6 @@ fn indented(text: &str, by: usize) -> Vec<String> {
     lines
         .map(|(at, line)| format!("{:1$}{line}", "", by + own + if at == 0 { 0 } else { 2 }))
         .collect()
-}
-
-/// Adds a row with a label, a figure and a remark. The remark may continue in the next line. It is
-/// not broken at a no-break space.
-fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
-    let mut remarks =
-        wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
-    let first = remarks.next().unwrap_or_default();
-    lines.push(format!("  {label:<15} {figure:>12}  {first}").trim_end().to_owned());
-    lines.extend(remarks.map(|more| format!("{:REMARK$}{more}", "")));
 }
 
 #[cfg(test)]
