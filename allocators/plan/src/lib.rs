@@ -16,6 +16,8 @@
 //! | `random` | repeatable random numbers |
 //! | `reuse` | which edges are needed, and the check that no live blocks overlap |
 //! | `plan` | the plan |
+//! | `cursor` | follows a plan while its program runs again |
+//! | `expectation` | what a plan says about its blocks, for a cursor |
 //! | `file` | plan files |
 //! | `checksum` | CRC-64 |
 //! | `limits` | what a plan may have at most |
@@ -53,7 +55,9 @@
 
 mod block;
 mod checksum;
+mod cursor;
 mod error;
+mod expectation;
 mod file;
 mod limits;
 mod occupancy;
@@ -66,6 +70,7 @@ mod search;
 mod trace;
 
 pub use block::{PlanBlock, PlanEdge, PlannedBlock};
+pub use cursor::{CursorCounters, PlanAnswer, PlanCursor};
 pub use error::PlanError;
 pub use file::PlanFileError;
 pub use limits::{MAX_BLOCK, MAX_BLOCKS, MAX_TOP, NEVER};

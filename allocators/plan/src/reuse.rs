@@ -12,18 +12,42 @@ pub(crate) struct Overlap {
     pub(crate) second: u32,
 }
 
+/// Returns whether two blocks have addresses in common.
+pub(crate) fn share_addresses(one: &PlannedBlock, other: &PlannedBlock) -> bool {
+    one.offset < other.offset + other.bytes && other.offset < one.offset + one.bytes
+}
+
 /// Returns the edges that blocks need, in ascending order of the later block and then of the
 /// earlier one.
-///
-/// A block follows the last ones before it that had any of its addresses. Blocks before those are
-/// ordered by their edges: each of them came after its own predecessors.
 ///
 /// # Errors
 /// [`Overlap`], of the earliest block that has one.
 pub(crate) fn edges(blocks: &[PlannedBlock]) -> Result<Vec<PlanEdge>, Overlap> {
+    let mut edges = Vec::new();
+    for_each_reuse(blocks, |after, earlier, _| {
+        let block = &blocks[after as usize];
+        let needs = |before: &&u32| {
+            let earlier = &blocks[**before as usize];
+            earlier.stream != block.stream || earlier.shared
+        };
+        edges.extend(earlier.iter().filter(needs).map(|&before| PlanEdge { before, after }));
+    })?;
+    Ok(edges)
+}
+
+/// Calls `visit` for each block with the last blocks before it that had any of its addresses, in
+/// ascending order, and with whether some of its addresses had no block before.
+///
+/// Blocks before those are ordered by the same rule: each block came after its own predecessors.
+///
+/// # Errors
+/// [`Overlap`], of the earliest block that has one.
+pub(crate) fn for_each_reuse(
+    blocks: &[PlannedBlock],
+    mut visit: impl FnMut(u32, &[u32], bool),
+) -> Result<(), Overlap> {
     // The last block of each address: ranges that do not overlap, by their start.
     let mut owners: BTreeMap<u64, (u64, u32)> = BTreeMap::new();
-    let mut edges = Vec::new();
     let (mut taken, mut before) = (Vec::new(), Vec::new());
     for (number, block) in (0_u32..).zip(blocks) {
         let (start, end) = (block.offset, block.offset + block.bytes);
@@ -35,16 +59,13 @@ pub(crate) fn edges(blocks: &[PlannedBlock]) -> Result<Vec<PlanEdge>, Overlap> {
         before.extend(taken.iter().map(|&(_, _, owner)| owner));
         before.sort_unstable();
         before.dedup();
-        for &owner in &before {
-            let earlier = &blocks[owner as usize];
-            if earlier.end > block.first {
-                return Err(Overlap { first: owner, second: number });
-            }
-            if earlier.stream != block.stream || earlier.shared {
-                edges.push(PlanEdge { before: owner, after: number });
-            }
+        let live = before.iter().find(|&&owner| blocks[owner as usize].end > block.first);
+        if let Some(&first) = live {
+            return Err(Overlap { first, second: number });
         }
+        let mut had = 0;
         for &(from, to, owner) in &taken {
+            had += to.min(end) - from.max(start);
             owners.remove(&from);
             if from < start {
                 owners.insert(from, (start, owner));
@@ -53,7 +74,8 @@ pub(crate) fn edges(blocks: &[PlannedBlock]) -> Result<Vec<PlanEdge>, Overlap> {
                 owners.insert(end, (to, owner));
             }
         }
+        visit(number, &before, had < block.bytes);
         owners.insert(start, (end, number));
     }
-    Ok(edges)
+    Ok(())
 }

@@ -1,0 +1,372 @@
+//! Follows a plan while its program runs again.
+//!
+//! # Invariants
+//! - Blocks that are live under a cursor have no address in common.
+//! - `placed_to` is the highest block that was placed in this pass.
+//! - A block that was placed in this pass and is not stale is the last user of its addresses among
+//!   the blocks of this pass, except for blocks above it. So a block above `placed_to` whose
+//!   predecessors in the plan are all freed and not stale needs no other check and no other order.
+//! - Whatever breaks this makes blocks stale, or counts as not placed: a block that comes late, a
+//!   pass that begins while blocks live, a jump.
+
+use crate::{
+    block::PlannedBlock,
+    expectation::{Expectation, Key},
+    plan::Plan,
+    reuse::share_addresses,
+};
+use aquifer_core::BLOCK_ALIGN;
+
+/// Blocks from the expected one on that may come early.
+const AHEAD: u32 = 8;
+/// Blocks behind the expected one that may come late.
+const BEHIND: u32 = 64;
+/// Allocations in a row that match nothing, after which the position is searched for.
+const LOST: u32 = 4;
+/// Steps in a row with too many misses after which the plan is dropped.
+const BAD_STEPS: u32 = 2;
+
+/// What a cursor answers to an allocation.
+///
+/// See the example of [`PlanCursor`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PlanAnswer {
+    /// The block has a place in the plan.
+    Hit {
+        /// The block of the plan.
+        block: u32,
+        /// Its offset.
+        offset: u64,
+        /// Whether the [edges](crate::Plan::edges) of the plan suffice. If not, the block has to
+        /// follow all earlier uses of its addresses.
+        recorded: bool,
+    },
+    /// It has none, and needs other memory.
+    Stray,
+}
+
+/// What a cursor has counted.
+///
+/// See the example of [`PlanCursor`].
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct CursorCounters {
+    /// Allocations with a place in the plan.
+    pub hits: u64,
+    /// Allocations without one.
+    pub strays: u64,
+    /// Strays whose place was still held by another block.
+    pub overlaps: u64,
+    /// Jumps to another position of the plan.
+    pub resynchronisations: u64,
+}
+
+/// The state of a block of the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum BlockState {
+    /// Not placed in this pass.
+    Waiting,
+    Live,
+    /// Placed and freed in this pass.
+    Freed,
+    /// Placed in an earlier pass, and still live.
+    Kept,
+}
+
+/// A position in a plan, for a program that runs again.
+///
+/// - Allocations are matched by size and stream. One that comes in the recorded order costs a few
+///   comparisons.
+/// - One that comes up to 8 blocks early or 64 blocks late is matched too, and checked against all
+///   blocks that live.
+/// - After four allocations in a row that match nothing, the last three are looked for in the whole
+///   plan, and it goes on behind them.
+/// - At its end the plan begins again. A step of the program is one pass, or what
+///   [`begin_step`](PlanCursor::begin_step) says.
+/// - A plan of which more than a fifth misses in each of two steps in a row is dropped.
+///
+/// Calls allocate no memory. A new pass takes time in proportion to the blocks of the plan.
+///
+/// ```
+/// use aquifer_plan::{NEVER, Plan, PlanAnswer, PlanBlock, PlanCursor, PlanOptions};
+/// let block = |bytes, first, end| PlanBlock { bytes, first, end, stream: 0, shared: false };
+/// let plan = Plan::make(&[block(1000, 0, 2), block(512, 1, NEVER)], &PlanOptions::default())?;
+/// let mut cursor = PlanCursor::new(plan);
+/// let hit = |block, offset| PlanAnswer::Hit { block, offset, recorded: true };
+/// assert_eq!(cursor.allocate(1000, 0), hit(0, 0));
+/// // A block of this size is not in the plan.
+/// assert_eq!(cursor.allocate(7000, 0), PlanAnswer::Stray);
+/// assert_eq!(cursor.allocate(500, 0), hit(1, 1024));
+/// assert!(cursor.free(0));
+/// assert_eq!((cursor.counters().hits, cursor.counters().strays), (2, 1));
+/// # Ok::<(), aquifer_plan::PlanError>(())
+/// ```
+#[derive(Debug)]
+pub struct PlanCursor {
+    plan: Plan,
+    expectation: Expectation,
+    states: Vec<BlockState>,
+    /// Whether a block that came late has used addresses of a block after it.
+    stale: Vec<bool>,
+    live: Vec<u32>,
+    /// The place of each live block in `live`.
+    live_at: Vec<u32>,
+    /// The lowest block that is expected.
+    expected: u32,
+    placed_to: Option<u32>,
+    /// Whether no pass was begun before this one.
+    is_first_pass: bool,
+    /// The last three allocations, the latest last.
+    recent: [Option<Key>; 3],
+    /// Allocations in a row that matched nothing.
+    unknown_in_row: u32,
+    step_allocations: u64,
+    step_strays: u64,
+    bad_steps: u32,
+    counters: CursorCounters,
+}
+
+impl PlanCursor {
+    /// Creates a cursor at the first block.
+    #[must_use]
+    pub fn new(plan: Plan) -> Self {
+        let blocks = plan.blocks().len();
+        Self {
+            expectation: Expectation::of(plan.blocks()),
+            plan,
+            states: vec![BlockState::Waiting; blocks],
+            stale: vec![false; blocks],
+            live: Vec::with_capacity(blocks),
+            live_at: vec![0; blocks],
+            expected: 0,
+            placed_to: None,
+            is_first_pass: true,
+            recent: [None; 3],
+            unknown_in_row: 0,
+            step_allocations: 0,
+            step_strays: 0,
+            bad_steps: 0,
+            counters: CursorCounters::default(),
+        }
+    }
+
+    /// Returns the plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Returns what has been counted.
+    pub fn counters(&self) -> CursorCounters {
+        self.counters
+    }
+
+    /// Returns whether the plan was dropped. Every further allocation is a stray.
+    pub fn is_dropped(&self) -> bool {
+        self.bad_steps >= BAD_STEPS
+    }
+
+    /// Returns the place of a block of `bytes` on `stream`. The block lives until it is
+    /// [freed](PlanCursor::free).
+    pub fn allocate(&mut self, bytes: u64, stream: u32) -> PlanAnswer {
+        if self.is_dropped() {
+            self.counters.strays += 1;
+            return PlanAnswer::Stray;
+        }
+        if self.step_allocations >= self.states.len() as u64 {
+            self.end_step();
+        }
+        self.step_allocations += 1;
+        if self.skip_placed() == self.states.len() as u32 && self.live.len() < self.states.len() {
+            self.begin_pass(0);
+            // Some block is not live, and so it waits.
+            self.skip_placed();
+        }
+        let bytes = bytes.checked_next_multiple_of(BLOCK_ALIGN).unwrap_or(0);
+        let next = self.plan.blocks().get(self.expected as usize);
+        let is_next = next.is_some_and(|next| next.bytes == bytes && next.stream == stream);
+        let (key, found) = if is_next {
+            (Some(self.expectation.key_of_block(self.expected)), Ok(self.expected))
+        } else {
+            let key = self.expectation.key(bytes, stream);
+            (key, self.search(key))
+        };
+        self.recent = [self.recent[1], self.recent[2], key];
+        let placed = found.and_then(|block| self.place(block));
+        let placed = match placed {
+            Err(Miss::Unknown) => {
+                self.unknown_in_row += 1;
+                match self.resynchronise() {
+                    Some(block) => self.place(block),
+                    None => Err(Miss::Unknown),
+                }
+            }
+            // Its place is held, but the position is known.
+            placed => {
+                self.unknown_in_row = 0;
+                placed
+            }
+        };
+        match placed {
+            Ok(answer) => {
+                self.counters.hits += 1;
+                answer
+            }
+            Err(miss) => {
+                self.step_strays += 1;
+                self.counters.strays += 1;
+                self.counters.overlaps += u64::from(miss == Miss::Overlap);
+                PlanAnswer::Stray
+            }
+        }
+    }
+
+    /// Frees a block of the plan: later blocks may have its addresses. Returns whether it was live;
+    /// nothing happens if not.
+    pub fn free(&mut self, block: u32) -> bool {
+        let Some(state) = self.states.get_mut(block as usize) else { return false };
+        *state = match *state {
+            BlockState::Live => BlockState::Freed,
+            BlockState::Kept => BlockState::Waiting,
+            BlockState::Waiting | BlockState::Freed => return false,
+        };
+        let at = self.live_at[block as usize] as usize;
+        self.live.swap_remove(at);
+        if let Some(&moved) = self.live.get(at) {
+            // There are fewer live blocks than blocks.
+            self.live_at[moved as usize] = at as u32;
+        }
+        true
+    }
+
+    /// Tells that a step of the program begins, which is what the plan describes: the first block
+    /// is expected next.
+    pub fn begin_step(&mut self) {
+        self.end_step();
+        if self.placed_to.is_some() || self.expected > 0 {
+            self.begin_pass(0);
+        }
+    }
+
+    fn end_step(&mut self) {
+        if self.step_allocations > 0 && !self.is_dropped() {
+            let is_bad = self.step_strays * 5 > self.step_allocations;
+            self.bad_steps = if is_bad { self.bad_steps + 1 } else { 0 };
+        }
+        (self.step_allocations, self.step_strays) = (0, 0);
+    }
+
+    /// Expects all blocks again, from `block` on.
+    fn begin_pass(&mut self, block: u32) {
+        for state in &mut self.states {
+            *state = match *state {
+                BlockState::Live | BlockState::Kept => BlockState::Kept,
+                BlockState::Waiting | BlockState::Freed => BlockState::Waiting,
+            };
+        }
+        self.stale.fill(false);
+        (self.expected, self.placed_to, self.is_first_pass) = (block, None, false);
+    }
+
+    /// Moves to the next block that is not placed, and returns it.
+    fn skip_placed(&mut self) -> u32 {
+        let placed = |state: &&BlockState| **state != BlockState::Waiting;
+        let skipped = self.states[self.expected as usize..].iter().take_while(placed).count();
+        // There are fewer than 2^32 blocks.
+        self.expected += skipped as u32;
+        self.expected
+    }
+
+    /// Returns a block of a size and stream near the expected one whose place is free: one that was
+    /// left out before, or one of the next.
+    fn search(&self, key: Option<Key>) -> Result<u32, Miss> {
+        let key = key.ok_or(Miss::Unknown)?;
+        let mut miss = Miss::Unknown;
+        let from = self.expected.saturating_sub(BEHIND);
+        for &block in self.expectation.blocks_from(key, from) {
+            if block >= self.expected.saturating_add(AHEAD) {
+                break;
+            }
+            if self.states[block as usize] == BlockState::Waiting {
+                if self.is_free(block) {
+                    return Ok(block);
+                }
+                miss = Miss::Overlap;
+            }
+        }
+        Err(miss)
+    }
+
+    /// Returns whether no live block has addresses of this one.
+    fn is_free(&self, block: u32) -> bool {
+        let blocks = self.plan.blocks();
+        let place = &blocks[block as usize];
+        !self.live.iter().any(|&live| share_addresses(&blocks[live as usize], place))
+    }
+
+    /// Returns whether a block comes in the recorded order, so that no live block can have its
+    /// addresses, and the order of the plan is the order of all their uses.
+    fn is_in_order(&self, block: u32) -> bool {
+        let done = |&earlier: &u32| {
+            self.states[earlier as usize] == BlockState::Freed && !self.stale[earlier as usize]
+        };
+        self.placed_to.is_none_or(|last| block > last)
+            && (self.is_first_pass || !self.expectation.has_unused(block))
+            && self.expectation.predecessors(block).iter().all(done)
+    }
+
+    /// Makes a block live.
+    fn place(&mut self, block: u32) -> Result<PlanAnswer, Miss> {
+        let recorded = self.is_in_order(block);
+        if !recorded && !self.is_free(block) {
+            // It is not expected again.
+            self.expected = self.expected.max(block + 1);
+            return Err(Miss::Overlap);
+        }
+        let blocks = self.plan.blocks();
+        let place: PlannedBlock = blocks[block as usize];
+        if let Some(last) = self.placed_to.filter(|&last| last > block) {
+            // It comes late: blocks after it are no longer the last users of its addresses.
+            for later in block + 1..=last {
+                let is_placed =
+                    matches!(self.states[later as usize], BlockState::Live | BlockState::Freed);
+                if is_placed && share_addresses(&blocks[later as usize], &place) {
+                    self.stale[later as usize] = true;
+                }
+            }
+        }
+        self.states[block as usize] = BlockState::Live;
+        // There are fewer live blocks than blocks.
+        self.live_at[block as usize] = self.live.len() as u32;
+        self.live.push(block);
+        self.placed_to = Some(self.placed_to.map_or(block, |last| last.max(block)));
+        self.expected = self.expected.max(block + 1);
+        Ok(PlanAnswer::Hit { block, offset: place.offset, recorded })
+    }
+
+    /// If the position is lost, looks for the last three allocations in the plan, moves there and
+    /// returns the last of them.
+    fn resynchronise(&mut self) -> Option<u32> {
+        if self.unknown_in_row < LOST {
+            return None;
+        }
+        let [Some(first), Some(second), Some(third)] = self.recent else { return None };
+        let block = self.expectation.after([first, second, third], self.expected)?;
+        self.counters.resynchronisations += 1;
+        self.unknown_in_row = 0;
+        if block >= self.expected {
+            self.expected = block;
+        } else {
+            self.begin_pass(block);
+        }
+        Some(block).filter(|&block| self.states[block as usize] == BlockState::Waiting)
+    }
+}
+
+/// Why an allocation has no place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Miss {
+    /// No such block is expected.
+    Unknown,
+    /// Its place is held.
+    Overlap,
+}

@@ -1,0 +1,110 @@
+//! What a plan says about its blocks, arranged for a cursor.
+
+use crate::{block::PlannedBlock, reuse};
+use std::collections::HashMap;
+
+/// The number of a size and stream.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Key(u32);
+
+/// Lists of numbers, one after another.
+#[derive(Debug, Default)]
+struct Lists {
+    /// The end of each list.
+    ends: Vec<usize>,
+    all: Vec<u32>,
+}
+
+impl Lists {
+    fn push(&mut self, list: &[u32]) {
+        self.all.extend_from_slice(list);
+        self.ends.push(self.all.len());
+    }
+
+    fn get(&self, number: u32) -> &[u32] {
+        let number = number as usize;
+        let from = if number == 0 { 0 } else { self.ends[number - 1] };
+        &self.all[from..self.ends[number]]
+    }
+}
+
+/// The blocks of a plan by size and stream, by the three last allocations, and with their
+/// predecessors.
+#[derive(Debug)]
+pub(crate) struct Expectation {
+    keys: HashMap<(u64, u32), Key>,
+    /// The key of each block.
+    key_of: Vec<Key>,
+    /// The blocks of each key, in order.
+    blocks_of: Lists,
+    /// The last users of the addresses of each block.
+    before: Lists,
+    /// Whether some of its addresses had no user.
+    unused: Vec<bool>,
+    /// Each block with its key and those of the two before it, sorted.
+    grams: Vec<([Key; 3], u32)>,
+}
+
+impl Expectation {
+    /// Arranges the blocks of a plan.
+    pub(crate) fn of(blocks: &[PlannedBlock]) -> Self {
+        let (mut keys, mut lists) = (HashMap::new(), Vec::<Vec<u32>>::new());
+        let mut key_of = Vec::with_capacity(blocks.len());
+        for (number, block) in (0..).zip(blocks) {
+            // There are fewer keys than blocks.
+            let key = *keys.entry((block.bytes, block.stream)).or_insert(Key(lists.len() as u32));
+            if key.0 as usize == lists.len() {
+                lists.push(Vec::new());
+            }
+            lists[key.0 as usize].push(number);
+            key_of.push(key);
+        }
+        let mut blocks_of = Lists::default();
+        lists.iter().for_each(|list| blocks_of.push(list));
+        let (mut before, mut unused) = (Lists::default(), Vec::with_capacity(blocks.len()));
+        let checked = reuse::for_each_reuse(blocks, |_, earlier, has_unused| {
+            before.push(earlier);
+            unused.push(has_unused);
+        });
+        debug_assert_eq!(checked, Ok(()), "a plan is checked when it is made");
+        let gram = |(keys, block): (&[Key], u32)| ([keys[0], keys[1], keys[2]], block);
+        let mut grams: Vec<_> = key_of.windows(3).zip(2..).map(gram).collect();
+        grams.sort_unstable();
+        Self { keys, key_of, blocks_of, before, unused, grams }
+    }
+
+    /// Returns the key of a size and stream, if the plan has it.
+    pub(crate) fn key(&self, bytes: u64, stream: u32) -> Option<Key> {
+        self.keys.get(&(bytes, stream)).copied()
+    }
+
+    /// Returns the key of a block.
+    pub(crate) fn key_of_block(&self, block: u32) -> Key {
+        self.key_of[block as usize]
+    }
+
+    /// Returns the blocks of a key from `block` on.
+    pub(crate) fn blocks_from(&self, key: Key, block: u32) -> &[u32] {
+        let all = self.blocks_of.get(key.0);
+        &all[all.partition_point(|&other| other < block)..]
+    }
+
+    /// Returns the last blocks before one that had any of its addresses.
+    pub(crate) fn predecessors(&self, block: u32) -> &[u32] {
+        self.before.get(block)
+    }
+
+    /// Returns whether some of a block's addresses have no block before it.
+    pub(crate) fn has_unused(&self, block: u32) -> bool {
+        self.unused[block as usize]
+    }
+
+    /// Returns the block that ends three allocations of these keys: the next one from `block` on,
+    /// or else the first.
+    pub(crate) fn after(&self, keys: [Key; 3], block: u32) -> Option<u32> {
+        let next = self.grams.partition_point(|gram| *gram < (keys, block));
+        let first = self.grams.partition_point(|gram| *gram < (keys, 0));
+        let found = |at: usize| self.grams.get(at).filter(|gram| gram.0 == keys).map(|gram| gram.1);
+        found(next).or_else(|| found(first))
+    }
+}
