@@ -16,6 +16,7 @@
 #include "aquifer.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -28,10 +29,10 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -90,6 +91,39 @@ bool is_capturing(const c10::cuda::CUDAStream& stream) {
     }
     return status != cudaStreamCaptureStatusNone;
 }
+
+// Fills the statistics in the form that PyTorch has had since 2.10.
+template <typename Stats>
+auto fill(Stats& stats, const c10::CachingAllocator::Stat& requests, const c10::CachingAllocator::Stat& bytes, int)
+    -> decltype(void(stats.active_requests)) {
+    stats.allocations.allocated = stats.num_host_alloc;
+    stats.allocations.freed = stats.num_host_free;
+    stats.active_requests = requests;
+    stats.active_bytes = bytes;
+}
+// The same for 2.9, where `allocated_bytes` are the live ones.
+template <typename Stats>
+void fill(Stats& stats, const c10::CachingAllocator::Stat& requests, const c10::CachingAllocator::Stat& bytes, long) {
+    stats.segment.allocated = stats.num_host_alloc;
+    stats.segment.freed = stats.num_host_free;
+    stats.reserved_bytes = stats.allocated_bytes;
+    stats.allocation = requests;
+    stats.allocated_bytes = bytes;
+}
+
+// What the previous allocator does for pools, which PyTorch has since 2.11.
+template <typename Allocator>
+auto end_pool(Allocator& previous, MempoolId_t id, int) -> decltype(previous.end_allocate_to_pool(id)) {
+    previous.end_allocate_to_pool(id);
+}
+template <typename Allocator>
+void end_pool(Allocator&, MempoolId_t, long) {}
+template <typename Allocator>
+auto release_pool_of(Allocator& previous, MempoolId_t id, int) -> decltype(previous.release_pool(id)) {
+    previous.release_pool(id);
+}
+template <typename Allocator>
+void release_pool_of(Allocator&, MempoolId_t, long) {}
 
 // A live block: the context of a tensor's DataPtr.
 struct Block {
@@ -171,11 +205,8 @@ class PinnedAllocator final : public at::HostAllocator {
             stats.num_host_alloc += static_cast<int64_t>(from.growths);
             stats.num_host_free += static_cast<int64_t>(from.reaped);
         }
-        stats.allocations.allocated = stats.num_host_alloc;
-        stats.allocations.freed = stats.num_host_free;
         const std::lock_guard<std::mutex> lock(mutex_);
-        stats.active_requests = requests_;
-        stats.active_bytes = bytes_;
+        fill(stats, requests_, bytes_, 0);
         return stats;
     }
     void reset_accumulated_stats() override {
@@ -189,7 +220,8 @@ class PinnedAllocator final : public at::HostAllocator {
         bytes_.reset_peak();
     }
 
-    void begin_allocate_to_pool(MempoolId_t id, std::function<bool(c10::Stream)> filter) override {
+    // PyTorch has these since 2.11, so they are not marked `override`.
+    void begin_allocate_to_pool(MempoolId_t id, std::function<bool(c10::Stream)> filter) {
         const std::lock_guard<std::mutex> lock(pools_mutex_);
         const auto same = [&](const auto& capture) { return capture.first == id; };
         const bool twice = std::any_of(captures_.begin(), captures_.end(), same);
@@ -198,7 +230,7 @@ class PinnedAllocator final : public at::HostAllocator {
         ++pools_[id].uses;
         any_capture_.store(true);
     }
-    void end_allocate_to_pool(MempoolId_t id) override {
+    void end_allocate_to_pool(MempoolId_t id) {
         {
             const std::lock_guard<std::mutex> lock(pools_mutex_);
             const auto same = [&](const auto& capture) { return capture.first == id; };
@@ -210,9 +242,9 @@ class PinnedAllocator final : public at::HostAllocator {
             }
         }
         // Of a capture that began before this allocator was installed.
-        previous_->end_allocate_to_pool(id);
+        end_pool(*previous_, id, 0);
     }
-    void release_pool(MempoolId_t id) override {
+    void release_pool(MempoolId_t id) {
         std::vector<Block*> kept;
         bool known = false;
         {
@@ -225,7 +257,7 @@ class PinnedAllocator final : public at::HostAllocator {
             }
         }
         // Of a capture that began before this allocator was installed.
-        if (!known) previous_->release_pool(id);
+        if (!known) release_pool_of(*previous_, id, 0);
         for (Block* block : kept) retire(block);
     }
 
@@ -344,7 +376,7 @@ class PinnedAllocator final : public at::HostAllocator {
     c10::CachingAllocator::Stat bytes_;
 
     std::mutex pools_mutex_;
-    std::unordered_map<MempoolId_t, GraphPool, c10::MempoolIdHash> pools_;
+    std::map<MempoolId_t, GraphPool> pools_;
     std::vector<std::pair<MempoolId_t, std::function<bool(c10::Stream)>>> captures_;
     std::atomic<bool> any_capture_{false};
 };
