@@ -1,6 +1,7 @@
-"""Completes the package with files from elsewhere in the project; everything else is in pyproject.toml.
+"""Completes the package with files from elsewhere in the project. The rest is in pyproject.toml.
 
-ci/wheel puts the library and the command line beside the sources before it builds. Then the wheel is one for a platform.
+ci/wheel puts the library, the command line and companions beside the sources before it builds, and
+names the platform. Without them the wheel is for any platform.
 """
 
 import pathlib
@@ -15,8 +16,6 @@ except ImportError:
     from wheel.bdist_wheel import bdist_wheel
 
 HERE = pathlib.Path(__file__).resolve().parent
-# By the oldest C library that ci/wheel builds for.
-PLATFORM = "manylinux_2_28_x86_64"
 HAS_LIBRARY = (HERE / "aquifer_torch/libaquifer_ffi.so").is_file()
 
 
@@ -31,7 +30,7 @@ class WithHeader(build_py):
 class ForPlatform(bdist_wheel):
     def get_tag(self):
         # The library is called by ctypes, so any version of Python will do.
-        return ("py3", "none", PLATFORM if HAS_LIBRARY else "any")
+        return ("py3", "none", super().get_tag()[2] if HAS_LIBRARY else "any")
 
 
 class WithLibrary(Distribution):

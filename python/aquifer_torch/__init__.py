@@ -12,10 +12,17 @@ or for a part of a program only, above PyTorch's own allocator:
         x = torch.empty(1 << 20, device="cuda")
 """
 
+from __future__ import annotations
+
 import ctypes
+import os
+from typing import TYPE_CHECKING, Any
 
 from .errors import AlreadyInitialised, AquiferError, CompanionError, LibraryNotFound, LibraryVersion
 from .library import DRIVER_MACHINE, STREAMS_RETIRED, STREAMS_UNTOLD, Library, Options
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AlreadyInitialised",
@@ -42,23 +49,23 @@ __all__ = [
     "uninstall_pinned",
 ]
 
-_library = None
+_library: Library | None = None
 _installed = False
 # The companion that serves pinned memory, once install_pinned() was called.
-_pinned = None
+_pinned: ctypes.CDLL | None = None
 # Allocators that PyTorch holds by bare pointers.
-_kept = []
+_kept: list[object] = []
 
 
 def setup(
-    lib=None,
-    limit=None,
-    wait=None,
-    release_threshold=None,
-    streams_retired=True,
-    history=0,
-    driver=DRIVER_MACHINE,
-    sim_memory=None,
+    lib: str | os.PathLike[str] | None = None,
+    limit: int | float | None = None,
+    wait: float | None = None,
+    release_threshold: int | None = None,
+    streams_retired: bool = True,
+    history: int = 0,
+    driver: int = DRIVER_MACHINE,
+    sim_memory: int | None = None,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -97,7 +104,7 @@ def setup(
     return library
 
 
-def _opened(settings: dict) -> Library:
+def _opened(settings: dict[str, Any]) -> Library:
     if _library is None:
         return setup(**settings)
     if settings:
@@ -105,7 +112,7 @@ def _opened(settings: dict) -> Library:
     return _library
 
 
-def install(companion=True, **settings) -> None:
+def install(companion: bool = True, **settings: Any) -> None:
     """Makes aquifer the allocator of all CUDA tensors of this process. To be called before PyTorch's first use of CUDA.
 
     Settings are those of setup(). With `companion=False` nothing is compiled, and PyTorch's own
@@ -125,14 +132,14 @@ def install(companion=True, **settings) -> None:
         from . import companion as cpp
 
         # Before the runtime, which then need not be undone: this is what fails as a rule.
-        cpp.build()
-        cpp.install(_opened(settings).path)
+        loaded = cpp.load()
+        cpp.install(loaded, _opened(settings).path)
     else:
         torch.cuda.memory.change_current_allocator(_pluggable(_opened(settings)))
     _installed = True
 
 
-def _pluggable(library: Library):
+def _pluggable(library: Library) -> torch.cuda.memory.CUDAPluggableAllocator:
     """PyTorch's own class over the library, with the hooks that take C functions."""
     import torch
 
@@ -149,7 +156,7 @@ def _pluggable(library: Library):
     return made
 
 
-def mem_pool(use_on_oom=False, no_split=False, **settings):
+def mem_pool(use_on_oom: bool = False, no_split: bool = False, **settings: Any) -> torch.cuda.MemPool:
     """A torch.cuda.MemPool whose memory comes from aquifer, under PyTorch's own allocator: for torch.cuda.use_mem_pool.
 
     PyTorch caches in segments of 2 MiB and more above it, and raises its own torch.OutOfMemoryError. `use_on_oom` and `no_split`
@@ -165,7 +172,7 @@ def mem_pool(use_on_oom=False, no_split=False, **settings):
     return torch.cuda.MemPool(made.allocator(), **asked)
 
 
-def install_pinned(pinned_limit=None, **settings) -> None:
+def install_pinned(pinned_limit: int | None = None, **settings: Any) -> None:
     """Makes aquifer PyTorch's allocator of pinned host memory: for Tensor.pin_memory(), empty(pin_memory=True), DataLoader's
     pinning thread, non-blocking copies and graph captures.
 
@@ -196,7 +203,9 @@ def uninstall_pinned() -> None:
         _pinned.aquifer_pinned_uninstall()
 
 
-def pinned_empty(*shape, dtype=None, device=None):
+def pinned_empty(
+    *shape: Any, dtype: torch.dtype | None = None, device: torch.device | int | None = None
+) -> torch.Tensor:
     """Returns an uninitialised tensor in pinned memory next to a device, the current one unless named. Needs install_pinned()."""
     import torch
 
@@ -209,12 +218,12 @@ def pinned_empty(*shape, dtype=None, device=None):
         _pinned.aquifer_pinned_device(previous)
 
 
-def pinned_statistics(device=None) -> dict:
+def pinned_statistics(device: torch.device | int | None = None) -> dict[str, int]:
     """The figures of the pool of pinned memory next to a device, by the names of aquifer.h's aq_stats. No driver call."""
     return _library_or_raise().pinned_stats(_device(device))
 
 
-def pinned_limit() -> tuple:
+def pinned_limit() -> tuple[int, int]:
     """The limit of all pinned memory, and how much is held: bytes."""
     return _library_or_raise().pinned_limit()
 
@@ -224,11 +233,12 @@ def set_pinned_limit(bytes: int) -> int:
     return _library_or_raise().set_pinned_limit(bytes)
 
 
-def _device(device) -> int:
+def _device(device: torch.device | int | None) -> int:
     if device is None:
         import torch
 
-        return torch.cuda.current_device()
+        current: int = torch.cuda.current_device()
+        return current
     return device if isinstance(device, int) else (device.index or 0)
 
 
@@ -238,11 +248,12 @@ def _library_or_raise() -> Library:
     return _library
 
 
-def statistics(device=None) -> dict:
+def statistics(device: torch.device | int | None = None) -> dict[str, int]:
     """What the pool of a device holds, by the names of torch.cuda.memory_stats() where these mean the same, and by the library's
     own under `aquifer.`. Bytes unless the name says otherwise. No driver call."""
-    stats = _library_or_raise().stats(_device(device))
-    limit, _ = _library.limit(_device(device))
+    library = _library_or_raise()
+    stats = library.stats(_device(device))
+    limit, _ = library.limit(_device(device))
     active = stats["live"] + stats["pending"]
     named = {
         "allocated_bytes.all.current": stats["live"],
@@ -264,33 +275,35 @@ def statistics(device=None) -> dict:
     return named
 
 
-def snapshot() -> dict:
+def snapshot() -> dict[str, Any]:
     """All that the runtime knows of itself: devices, budgets, pools and findings. The format is aquifer.h's."""
     return _library_or_raise().snapshot()
 
 
-def dump_snapshot(path="aquifer_snapshot.pickle", device=None) -> None:
+def dump_snapshot(
+    path: str | os.PathLike[str] = "aquifer_snapshot.pickle", device: torch.device | int | None = None
+) -> None:
     """Writes what a device's pool did last and which blocks are out to a file, as torch.cuda.memory._dump_snapshot() does: for
     https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz`. Needs setup(history=...), or install(history=...)."""
     _library_or_raise().memory_snapshot(_device(device), path)
 
 
-def limit(device=None) -> tuple:
+def limit(device: torch.device | int | None = None) -> tuple[int, int]:
     """What a device may hold at most, and what it holds: bytes."""
     return _library_or_raise().limit(_device(device))
 
 
-def set_limit(bytes: int, device=None) -> int:
+def set_limit(bytes: int, device: torch.device | int | None = None) -> int:
     """Sets it. Nothing that is held is taken away; answers with the bytes that are held above it."""
     return _library_or_raise().set_limit(_device(device), bytes)
 
 
-def trim(keep: int = 0, device=None) -> int:
+def trim(keep: int = 0, device: torch.device | int | None = None) -> int:
     """Gives free memory above `keep` bytes back to the driver, without waiting for work; answers with how much."""
     return _library_or_raise().trim(_device(device), keep)
 
 
-def retire(stream) -> None:
+def retire(stream: torch.cuda.Stream) -> None:
     """To be called before a stream is destroyed that PyTorch does not own (torch.cuda.ExternalStream). Waits for its work."""
     library = _library_or_raise()
     library.aq_stream_retire(library.runtime(), _device(stream.device), stream.cuda_stream)

@@ -6,6 +6,8 @@
 The program sees its own arguments, `__main__` and search path, as under plain `python`.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import runpy
@@ -14,13 +16,13 @@ import sys
 import aquifer_torch
 
 
-def limit(text):
+def limit(text: str) -> int | float:
     """A part of the memory if there is a point in it, otherwise bytes."""
     return float(text) if "." in text else int(text)
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
     parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
     parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")

@@ -7,7 +7,7 @@ import sys
 from .errors import LibraryNotFound
 
 
-def main():
+def main() -> None:
     """Runs the program `aquifer` with the arguments of this process, in its place."""
     program = pathlib.Path(__file__).resolve().parent / "bin" / "aquifer"
     if not program.is_file():

@@ -1,4 +1,10 @@
-"""Builds the C++ companion against the PyTorch that is installed, once, and loads it."""
+"""Loads the C++ companions for the installed PyTorch.
+
+The wheel has some that were compiled beforehand. Where none of them fits, the sources are compiled
+once and the result is stored.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import hashlib
@@ -9,22 +15,22 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 
+from . import prebuilt
 from .errors import AlreadyInitialised, CompanionError
 
 _HERE = pathlib.Path(__file__).resolve().parent
+# The headers that tell whether CUDA's are complete, and the Python packages that have them. PyTorch
+# depends on the first only.
+_CUDA_HEADERS = {
+    "cuda_runtime_api.h": "nvidia-cuda-runtime (CUDA 13) or nvidia-cuda-runtime-cu12",
+    "crt/host_config.h": "nvidia-cuda-crt (CUDA 13) or nvidia-cuda-nvcc-cu12",
+}
 
 
-def _header() -> pathlib.Path:
-    """The directory of aquifer.h: this package's own where it has been installed, else the project's."""
-    for place in (_HERE, _HERE.parent.parent / "allocators" / "ffi" / "include"):
-        if (place / "aquifer.h").is_file():
-            return place
-    raise CompanionError(f"aquifer.h is neither in {_HERE} nor in the project around it (allocators/ffi/include)")
-
-
-def _cuda_includes() -> list:
-    """Directories that may hold cuda_runtime.h: of the toolkit, or of the packages that PyTorch came with."""
+def _cuda_includes() -> list[pathlib.Path]:
+    """Returns the folders that may hold cuda_runtime_api.h: of the toolkit, and of Python packages."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     nvcc = shutil.which("nvcc")
     if nvcc:
@@ -38,8 +44,8 @@ def _cuda_includes() -> list:
     return [place for place in dict.fromkeys(places) if place.is_dir()]
 
 
-def _cxx_library() -> list:
-    """The C++ library that PyTorch has loaded: where a compiler would link another one, statically, texts could not be made."""
+def _cxx_library() -> list[str]:
+    """Returns the C++ library that PyTorch has loaded. With another one, strings would break."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         found = {line.split(maxsplit=5)[5].strip() for line in maps if "/libstdc++.so" in line}
     return sorted(found)[:1]
@@ -51,13 +57,13 @@ def _cache() -> pathlib.Path:
 
 
 def _only_ours(path: pathlib.Path) -> bool:
-    """Whether this user alone can have written it: whoever may write a library decides what this process runs."""
+    """Whether only this user can write the file. A library that others can write would run their code here."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
 def _own_folder(folder: pathlib.Path) -> None:
-    """Makes a folder that only this user writes to, or refuses one of somebody else's."""
+    """Makes a folder that only this user can write to. CompanionError, where it belongs to another user."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,12 +75,14 @@ def _own_folder(folder: pathlib.Path) -> None:
         raise CompanionError(f"{folder} belongs to another user or is a link, so nothing is loaded from it; name another place by AQUIFER_CACHE")
 
 
-def build(source=_HERE / "companion.cpp") -> pathlib.Path:
-    """A source against this PyTorch, the companion as a rule: out of the cache, or compiled now, which takes some seconds.
+def build(source: str | pathlib.Path = _HERE / "companion.cpp") -> pathlib.Path:
+    """Returns a source compiled against this PyTorch: from the cache, or compiled now (seconds).
 
-    The compiler is $CXX, or c++ or g++. The cache is $AQUIFER_CACHE/aquifer_torch, or in ~/.cache; what it holds is named
-    by a hash of the sources, the compiler and PyTorch's version, so nothing stale is ever loaded. Only what this user alone
-    can have written is loaded; a folder of another user's is refused.
+    The compiler is $CXX, or c++ or g++. The cache is $AQUIFER_CACHE/aquifer_torch, or in ~/.cache.
+    A file's name has a hash of the sources, the compiler and PyTorch's version, so a stale file is
+    never loaded. Nor is one that another user can write.
+
+    CompanionError, with the command and the compiler's output.
     """
     import torch
 
@@ -87,16 +95,17 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
             "install(companion=False), which does without graphs, statistics of PyTorch's own and torch.OutOfMemoryError"
         )
     includes = _cuda_includes()
-    if not any((place / "cuda_runtime_api.h").is_file() for place in includes):
-        looked = ", ".join(map(str, includes)) or "nowhere"
-        raise CompanionError(f"cuda_runtime_api.h was not found (looked in: {looked}); set CUDA_HOME")
-    root, source, header = pathlib.Path(torch.__file__).parent, pathlib.Path(source), _header()
+    for name, package in _CUDA_HEADERS.items():
+        if not any((place / name).is_file() for place in includes):
+            looked = ", ".join(map(str, includes)) or "nowhere"
+            raise CompanionError(f"{name} was not found (looked in: {looked}); set CUDA_HOME, or install {package}")
+    root, source, header = pathlib.Path(torch.__file__).parent, pathlib.Path(source), prebuilt.header_folder()
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    command = [compiler, f"-std={prebuilt.standard(torch.__version__)}", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += [f"-I{header}", f"-isystem{root / 'include'}"] + [f"-isystem{place}" for place in includes]
     libraries = _cxx_library() + [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", "-ldl"]
     name = hashlib.sha256()
-    for part in (torch.__version__, str(command), source.read_text(), (header / "aquifer.h").read_text()):
+    for part in (torch.__version__, str(command), *prebuilt.texts(source)):
         name.update(part.encode() + b"\0")
     made = _cache() / f"{source.stem}-{name.hexdigest()[:16]}.so"
     _own_folder(made.parent)
@@ -122,9 +131,41 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
     return made
 
 
-def load(source=_HERE / "companion.cpp") -> ctypes.CDLL:
-    """Builds a source as build() does, and loads it."""
-    made = build(source)
+def _load_prebuilt(source: pathlib.Path) -> tuple[ctypes.CDLL | None, str]:
+    """Returns the wheel's companion for this PyTorch, loaded, or None and the reason."""
+    import torch
+
+    version, cuda = torch.__version__, torch.version.cuda
+    if cuda is None or not torch._C._GLIBCXX_USE_CXX11_ABI:
+        return None, f"PyTorch {version} is built without CUDA or with the old ABI of C++"
+    made = prebuilt.find(source, version, cuda, pathlib.Path(torch.__file__).parent / "include")
+    if made is None:
+        known = ", ".join(prebuilt.versions()) or "none"
+        return None, f"no prebuilt companion fits PyTorch {version} with CUDA {cuda} (prebuilt: {known})"
+    try:
+        return ctypes.CDLL(str(made)), ""
+    except OSError as error:
+        reason = f"the prebuilt {made.name} does not load with PyTorch {version} ({error})"
+        warnings.warn(f"{reason}; {source.name} is compiled instead", RuntimeWarning, stacklevel=4)
+        return None, reason
+
+
+def load(source: str | pathlib.Path = _HERE / "companion.cpp") -> ctypes.CDLL:
+    """Returns a source's companion, loaded: the wheel's own, else one that build() compiles.
+
+    A RuntimeWarning reports one of the wheel that does not load. CompanionError, where none can be
+    compiled either.
+    """
+    source = pathlib.Path(source)
+    loaded, reason = _load_prebuilt(source)
+    if loaded is not None:
+        return loaded
+    try:
+        made = build(source)
+    except CompanionError as error:
+        failed = CompanionError(f"{reason}, and it cannot be compiled: {error}")
+        failed.command, failed.output = error.command, error.output
+        raise failed from error
     try:
         return ctypes.CDLL(str(made))
     except OSError as error:
@@ -132,13 +173,15 @@ def load(source=_HERE / "companion.cpp") -> ctypes.CDLL:
 
 
 def load_pinned() -> ctypes.CDLL:
-    """Builds and loads the allocator of pinned memory."""
+    """Returns the companion that allocates pinned memory, loaded as load() does."""
     return load(_HERE / "pinned.cpp")
 
 
-def install(library: str) -> None:
-    """Makes the library at this path PyTorch's allocator."""
-    companion = load()
+def install(companion: ctypes.CDLL, library: str) -> None:
+    """Makes the library at this path PyTorch's allocator, by a companion that load() returned.
+
+    AlreadyInitialised, where PyTorch's allocator is in use; CompanionError.
+    """
     text = ctypes.create_string_buffer(4096)
     answer = companion.aquifer_companion_install(library.encode(), text, ctypes.c_size_t(len(text)))
     if answer:

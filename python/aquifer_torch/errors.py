@@ -8,7 +8,7 @@ class AquiferError(RuntimeError):
     does not get is `torch.OutOfMemoryError` instead, as with its own allocator.
     """
 
-    def __init__(self, status: int, name: str, text: str):
+    def __init__(self, status: int, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
         self.status, self.name, self.text = status, name, text
 
@@ -24,7 +24,7 @@ class LibraryVersion(ImportError):
 class CompanionError(RuntimeError):
     """The C++ companion could not be built or loaded. `command` is what was run, `output` what it said."""
 
-    def __init__(self, text: str, command: str = "", output: str = ""):
+    def __init__(self, text: str, command: str = "", output: str = "") -> None:
         super().__init__("\n".join(part for part in (text, command, output) if part))
         self.command, self.output = command, output
 

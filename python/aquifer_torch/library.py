@@ -1,9 +1,12 @@
 """libaquifer_ffi by ctypes: what aquifer.h declares, as far as this package needs it. Knows nothing of PyTorch."""
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
 import pathlib
+from typing import TYPE_CHECKING, Any, Callable
 
 from .errors import AquiferError, LibraryNotFound, LibraryVersion
 
@@ -70,7 +73,7 @@ _status, _int, _u32, _u64 = ctypes.c_int32, ctypes.c_int, ctypes.c_uint32, ctype
 _size, _ptr, _to = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER
 
 # Of each function what it answers and takes.
-_DECLARED = {
+_DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_version": (_u32, []),
     "aq_status_name": (ctypes.c_char_p, [_status]),
     "aq_last_error": (ctypes.c_char_p, []),
@@ -107,7 +110,11 @@ _DECLARED = {
 }
 
 
-def find(path=None) -> str:
+def _names(form: type[ctypes.Structure]) -> list[str]:
+    return [field[0] for field in form._fields_]
+
+
+def find(path: str | os.PathLike[str] | None = None) -> str:
     """Where the library is: `path`, or $AQUIFER_LIB, or beside this package, or in a build of the project around it."""
     if path is not None or "AQUIFER_LIB" in os.environ:
         places = [pathlib.Path(path if path is not None else os.environ["AQUIFER_LIB"])]
@@ -129,7 +136,11 @@ class Library:
     """The library, loaded. Its functions are attributes under their own names; what answers with a status is wrapped, and
     raises AquiferError where that is not AQ_OK."""
 
-    def __init__(self, path=None):
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = find(path)
         self._cdll = ctypes.CDLL(self.path)
         for name, (answer, takes) in _DECLARED.items():
@@ -143,8 +154,8 @@ class Library:
         if version != VERSION:
             raise LibraryVersion(f"{self.path} speaks version {version} of its interface, this package {VERSION}")
 
-    def _checked(self, call):
-        def checked(*arguments):
+    def _checked(self, call: Callable[..., int]) -> Callable[..., None]:
+        def checked(*arguments: Any) -> None:
             status = call(*arguments)
             if status:
                 name = self.aq_status_name(status).decode()
@@ -154,7 +165,7 @@ class Library:
 
     def address(self, name: str) -> int:
         """Where a function is, for those who take function pointers."""
-        return ctypes.cast(getattr(self._cdll, name), ctypes.c_void_p).value
+        return ctypes.cast(getattr(self._cdll, name), ctypes.c_void_p).value or 0
 
     def runtime(self) -> int:
         """The runtime that serves PyTorch in this process."""
@@ -162,17 +173,17 @@ class Library:
         self.aq_torch_runtime(ctypes.byref(found))
         return found.value
 
-    def stats(self, device: int) -> dict:
+    def stats(self, device: int) -> dict[str, int]:
         """What a device's pool holds: the fields of aq_stats."""
         stats = Stats(size=ctypes.sizeof(Stats))
         self.aq_device_stats(self.runtime(), device, ctypes.byref(stats))
-        return {name: getattr(stats, name) for name, _ in Stats._fields_ if name != "size"}
+        return {name: getattr(stats, name) for name in _names(Stats) if name != "size"}
 
-    def pinned_stats(self, device: int) -> dict:
+    def pinned_stats(self, device: int) -> dict[str, int]:
         """The figures of the pool of pinned memory next to a device: the fields of aq_stats."""
         stats = Stats(size=ctypes.sizeof(Stats))
         self.aq_pinned_stats(self.runtime(), device, ctypes.byref(stats))
-        return {name: getattr(stats, name) for name, _ in Stats._fields_ if name != "size"}
+        return {name: getattr(stats, name) for name in _names(Stats) if name != "size"}
 
     def facts(self, device: int) -> Facts:
         """What a device is."""
@@ -186,7 +197,7 @@ class Library:
         self.aq_device_count(self.runtime(), ctypes.byref(count))
         return count.value
 
-    def limit(self, device: int) -> tuple:
+    def limit(self, device: int) -> tuple[int, int]:
         """What a device may hold at most, and holds: bytes."""
         limit, used = _u64(), _u64()
         self.aq_limit(self.runtime(), device, ctypes.byref(limit), ctypes.byref(used))
@@ -198,7 +209,7 @@ class Library:
         self.aq_set_limit(self.runtime(), device, limit, ctypes.byref(excess))
         return excess.value
 
-    def pinned_limit(self) -> tuple:
+    def pinned_limit(self) -> tuple[int, int]:
         """The limit of pinned memory, and the bytes that are in use: bytes."""
         limit, used = _u64(), _u64()
         self.aq_pinned_limit(self.runtime(), ctypes.byref(limit), ctypes.byref(used))
@@ -216,15 +227,16 @@ class Library:
         self.aq_trim(self.runtime(), device, keep, ctypes.byref(given))
         return given.value
 
-    def snapshot(self) -> dict:
+    def snapshot(self) -> dict[str, Any]:
         """All that the runtime knows of itself."""
         text = _ptr()
         self.aq_snapshot(self.runtime(), ctypes.byref(text))
         try:
-            return json.loads(ctypes.string_at(text.value))
+            found: dict[str, Any] = json.loads(ctypes.string_at(text))
+            return found
         finally:
             self.aq_text_free(text)
 
-    def memory_snapshot(self, device: int, path) -> None:
+    def memory_snapshot(self, device: int, path: str | os.PathLike[str]) -> None:
         """Writes what a device's pool did last and holds, as PyTorch's memory viewer reads it."""
         self.aq_memory_snapshot(self.runtime(), device, os.fsencode(path))

@@ -12,7 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
+from unittest import mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -62,6 +64,95 @@ class TheCompanionsCache(unittest.TestCase):
                 os.chown(folder, 12345, -1)
                 with self.assertRaises(aquifer_torch.CompanionError):
                     companion._own_folder(folder)
+
+
+class PrebuiltCompanions(unittest.TestCase):
+    """On a stand-in for PyTorch: its version, its headers, and a folder of companions."""
+
+    def setUp(self):
+        from aquifer_torch import companion, prebuilt
+
+        self.companion, self.prebuilt = companion, prebuilt
+        at = tempfile.TemporaryDirectory()
+        self.addCleanup(at.cleanup)
+        self.at = pathlib.Path(at.name)
+        self.header = self.at / "torch/include/c10/core/Allocator.h"
+        self.header.parent.mkdir(parents=True)
+        self.header.write_text("struct Allocator {};")
+        self.torch = types.ModuleType("torch")
+        self.torch.__version__, self.torch.__file__ = "2.11.0+cu130", str(self.at / "torch/__init__.py")
+        self.torch.version = types.SimpleNamespace(cuda="13.0")
+        self.torch._C = types.SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=True)
+        self.source = self.at / "companion.cpp"
+        self.source.write_text("int answer() { return 1; }")
+        (self.at / "companions").mkdir()
+        # Without a compiler, so that what cannot be loaded is an error.
+        environment = {"CXX": str(self.at / "no-compiler"), "AQUIFER_CACHE": str(self.at / "cache")}
+        for patch in (
+            mock.patch.dict(sys.modules, torch=self.torch),
+            mock.patch.dict(os.environ, environment),
+            mock.patch.object(prebuilt, "FOLDER", self.at / "companions"),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def make(self, returns):
+        """Compiles what stands for the companion of the present stand-in, under its name."""
+        name = self.prebuilt.file_name(self.source, "2.11.0", "13.0", self.at / "torch/include")
+        (self.at / "made.c").write_text(f"int missing(void); int answer(void) {{ return {returns}; }}")
+        made = self.at / "companions" / name
+        subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", f"{self.at}/made.c", "-o", made], check=True)
+        return made
+
+    def test_are_loaded_without_a_compiler(self):
+        self.make(42)
+        self.assertEqual(self.companion.load(self.source).answer(), 42)
+        # A patch release with the same class layouts.
+        self.torch.__version__ = "2.11.1+cu130"
+        self.assertEqual(self.companion.load(self.source).answer(), 42)
+
+    def test_of_another_pytorch_or_other_sources_are_not_loaded(self):
+        self.make(42)
+        with self.subTest("version"), mock.patch.object(self.torch, "__version__", "2.12.0+cu130"):
+            with self.assertRaisesRegex(aquifer_torch.CompanionError, r"fits PyTorch 2\.12\.0.*prebuilt: 2\.11 \(CUDA 13\)"):
+                self.companion.load(self.source)
+        with self.subTest("CUDA"), mock.patch.object(self.torch.version, "cuda", "12.8"):
+            with self.assertRaisesRegex(aquifer_torch.CompanionError, r"with CUDA 12\.8.*no-compiler"):
+                self.companion.load(self.source)
+        with self.subTest("ABI"), mock.patch.object(self.torch._C, "_GLIBCXX_USE_CXX11_ABI", False):
+            with self.assertRaisesRegex(aquifer_torch.CompanionError, "old ABI"):
+                self.companion.load(self.source)
+        for changed in (self.header, self.source, self.at / "shared.h"):
+            with self.subTest(changed.name):
+                before = changed.read_text() if changed.is_file() else ""
+                changed.write_text(before + "// changed")
+                with self.assertRaisesRegex(aquifer_torch.CompanionError, "no prebuilt companion fits"):
+                    self.companion.load(self.source)
+                changed.write_text(before) if before else changed.unlink()
+        self.assertEqual(self.companion.load(self.source).answer(), 42)
+
+    def test_that_do_not_load_are_reported_and_compiled_instead(self):
+        made = self.make("missing()")
+        with self.assertWarnsRegex(RuntimeWarning, "does not load.*undefined symbol: missing.*companion.cpp is compiled"):
+            with self.assertRaisesRegex(aquifer_torch.CompanionError, "missing.*and it cannot be compiled.*no-compiler"):
+                self.companion.load(self.source)
+        other = self.make(7).rename(self.at / "other.so")
+        made.write_bytes(b"no library")
+        with self.assertWarns(RuntimeWarning), mock.patch.object(self.companion, "build", return_value=other):
+            self.assertEqual(self.companion.load(self.source).answer(), 7)
+
+    def test_that_cannot_be_compiled_name_the_missing_package(self):
+        include, os.environ["CXX"] = self.at / "include", os.environ.get("CC", "cc")
+        (include / "crt").mkdir(parents=True)
+        with mock.patch.object(self.companion, "_cuda_includes", return_value=[include]):
+            for name, package in self.companion._CUDA_HEADERS.items():
+                with self.assertRaisesRegex(aquifer_torch.CompanionError, f"(?s){name} was not found.*{package.split()[0]}"):
+                    self.companion.build(self.source)
+                (include / name).write_text("")
+
+    def test_are_compiled_as_their_pytorch_needs(self):
+        standards = {"2.9.1": "c++17", "2.13.0+cu130": "c++17", "2.14.0a0": "c++20", "3.0": "c++20"}
+        self.assertEqual({version: self.prebuilt.standard(version) for version in standards}, standards)
 
 
 class TheBinding(unittest.TestCase):
