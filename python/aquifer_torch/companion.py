@@ -95,10 +95,10 @@ def build(source: str | pathlib.Path = _HERE / "companion.cpp") -> pathlib.Path:
             "install(companion=False), which does without graphs, statistics of PyTorch's own and torch.OutOfMemoryError"
         )
     includes = _cuda_includes()
-    for name, package in _CUDA_HEADERS.items():
-        if not any((place / name).is_file() for place in includes):
+    for needed, package in _CUDA_HEADERS.items():
+        if not any((place / needed).is_file() for place in includes):
             looked = ", ".join(map(str, includes)) or "nowhere"
-            raise CompanionError(f"{name} was not found (looked in: {looked}); set CUDA_HOME, or install {package}")
+            raise CompanionError(f"{needed} was not found (looked in: {looked}); set CUDA_HOME, or install {package}")
     root, source, header = pathlib.Path(torch.__file__).parent, pathlib.Path(source), prebuilt.header_folder()
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     command = [compiler, f"-std={prebuilt.standard(torch.__version__)}", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
