@@ -5,21 +5,21 @@ use std::{fs, path::Path};
 
 #[test]
 fn no_seeded_program_breaks_a_promise_of_the_device_pool() {
-    for seed in 0..4_000 {
+    for seed in 0..1_000 {
         device::run(&seeded(seed, 600));
     }
 }
 
 #[test]
 fn a_pool_that_is_told_what_to_keep_keeps_its_promises_in_seeded_programs() {
-    for seed in 0..2_000 {
+    for seed in 0..500 {
         device::run_retaining(&seeded(seed, 600));
     }
 }
 
 #[test]
 fn a_pool_that_checks_its_blocks_keeps_its_promises_and_finds_nothing_in_seeded_programs() {
-    for seed in 0..400 {
+    for seed in 0..100 {
         device::run_checked(&seeded(seed, 600));
     }
 }

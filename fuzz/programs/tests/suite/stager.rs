@@ -5,7 +5,7 @@ use std::path::Path;
 use aquifer_programs::{program, stager};
 
 #[test]
-fn hundreds_of_seeded_programs_keep_every_promise() {
+fn seeded_programs_keep_every_promise() {
     for seed in 0..300 {
         stager::run(&program::seeded(seed, 40 + (seed as usize % 16) * 24));
     }
