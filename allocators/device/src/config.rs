@@ -55,7 +55,8 @@ pub struct PoolConfig {
     /// How far streams share memory. Each value of [`Adoption`] states what it removes from the
     /// steps of an allocation. Default: [`Adoption::Wait`].
     pub adoption: Adoption,
-    /// How long an allocation that finds no room waits in all, at most. Default: 10 s.
+    /// How long an allocation that finds no room waits in all, at most. Default: 10 s. The time
+    /// begins when the first search without waiting has failed.
     ///
     /// A wait for the whole device begins in this time, but may end later: the driver has no such
     /// wait with a deadline. An allocation makes one for memory whose work nothing else can prove
