@@ -10,7 +10,7 @@ fn no_seeded_program_breaks_a_promise_of_parkable_memory() {
         let (parked, resumed) = park::run(&seeded(seed, 600));
         (parks, resumes) = (parks + parked, resumes + resumed);
     }
-    assert!(parks > 800 && resumes > 400, "{parks} parks and {resumes} resumes had blocks to move");
+    assert!(parks > 400 && resumes > 200, "{parks} parks and {resumes} resumes had blocks to move");
 }
 
 #[test]
