@@ -39,8 +39,8 @@
 namespace {
 
 using c10::DeviceIndex;
-using c10::cuda::MempoolId_t;
 using c10::GatheredContext;
+using c10::cuda::MempoolId_t;
 using c10::cuda::CUDACachingAllocator::AllocatorState;
 using c10::cuda::CUDACachingAllocator::AllocatorTraceTracker;
 using c10::cuda::CUDACachingAllocator::BlockInfo;
@@ -48,11 +48,11 @@ using c10::cuda::CUDACachingAllocator::CheckpointDelta;
 using c10::cuda::CUDACachingAllocator::CreateContextFn;
 using c10::cuda::CUDACachingAllocator::CUDAAllocator;
 using c10::cuda::CUDACachingAllocator::DeviceStats;
+using c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
 using c10::cuda::CUDACachingAllocator::RecordContext;
 using c10::cuda::CUDACachingAllocator::SegmentInfo;
 using c10::cuda::CUDACachingAllocator::SnapshotInfo;
 using c10::cuda::CUDACachingAllocator::TraceEntry;
-using c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 
 // What is called of the library, by its names in aquifer.h. Found at run time, so that a program can name the file.
@@ -135,7 +135,7 @@ uint64_t memory_of(DeviceIndex device) { return facts_of(device).memory; }
 // The bytes of a request as the library rounds them.
 size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
 
-// The live blocks that `list` writes, by address. Others may allocate between its two calls.
+// The live blocks that `list` writes, by address. Other threads may allocate between its two calls.
 template <typename List>
 std::vector<aq_torch_block> blocks_of(List list) {
     std::vector<aq_torch_block> blocks;
@@ -149,15 +149,25 @@ std::vector<aq_torch_block> blocks_of(List list) {
     return blocks;
 }
 
+std::vector<aq_torch_block> blocks_of_device(DeviceIndex device) {
+    return blocks_of([&](auto* to, size_t room, size_t* count) { return aq.aq_torch_blocks(device, to, room, count); });
+}
+
+std::vector<aq_torch_block> blocks_of_pool(DeviceIndex device, MempoolId_t id) {
+    return blocks_of([&](auto* to, size_t room, size_t* count) {
+        return aq.aq_torch_pool_blocks(device, id.first, id.second, to, room, count);
+    });
+}
+
 void* pointer_to(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
 using AnnotationEntry = decltype(SnapshotInfo::external_annotations)::value_type;
 
-// What torch.cuda.memory._record_memory_history records, and those who want to be told of each entry. Nothing here is
-// called with a lock of the library held.
+// The entries that torch.cuda.memory._record_memory_history asks for, and the trackers that get each of them. Called with
+// no lock of the library held.
 class History {
    public:
-    // Whether anything is recorded, or anybody is told.
+    // Whether there is a record or a tracker.
     bool watches() const { return watching.load(std::memory_order_relaxed); }
     bool records() const { return recording.load(std::memory_order_relaxed); }
 
@@ -185,18 +195,19 @@ class History {
     }
 
     C10_NOINLINE void allocated(void* memory, size_t size, DeviceIndex device, cudaStream_t stream) {
-        auto context = gather(RecordContext::STATE);
-        const bool kept = kept_for(RecordContext::ALLOC);
+        auto [level, context] = gather(RecordContext::STATE);
         {
             const std::lock_guard<std::mutex> lock(mutex);
             if (recording) live[memory] = {context, rounded(size), device, stream};
         }
-        record("alloc", TraceEntry::ALLOC, memory, rounded(size), device, stream, kept ? std::move(context) : nullptr);
+        if (level < RecordContext::ALLOC) context = nullptr;
+        record("alloc", TraceEntry::ALLOC, memory, rounded(size), device, stream, std::move(context));
     }
 
-    // Called before the free, since the address may be another block's right after it.
-    C10_NOINLINE void freed(void* memory) {
-        Live block{};
+    // Called before the free, since the address may be another block's right after it. `size` and `device` are used for a
+    // block that is older than the history.
+    C10_NOINLINE void freed(void* memory, size_t size, DeviceIndex device) {
+        Live block{nullptr, size, device, nullptr};
         {
             const std::lock_guard<std::mutex> lock(mutex);
             const auto found = live.find(memory);
@@ -205,18 +216,13 @@ class History {
                 live.erase(found);
             }
         }
-        if (block.size == 0) {
-            // It is older than the history.
-            aq.aq_torch_base_alloc(memory, &block.size);
-            c10::cuda::GetDevice(&block.device);
-        }
-        auto context = gather(RecordContext::ALL);
+        auto context = gather(RecordContext::ALL).context;
         record("free_requested", TraceEntry::FREE_REQUESTED, memory, block.size, block.device, block.stream, context);
         record("free_completed", TraceEntry::FREE_COMPLETED, memory, block.size, block.device, block.stream, std::move(context));
     }
 
     void out_of_memory(uint64_t free, size_t size, DeviceIndex device, cudaStream_t stream) {
-        record("oom", TraceEntry::OOM, pointer_to(free), size, device, stream, gather(RecordContext::ALLOC));
+        record("oom", TraceEntry::OOM, pointer_to(free), size, device, stream, gather(RecordContext::ALLOC).context);
     }
 
     void annotate(DeviceIndex device, const std::vector<std::pair<std::string, std::string>>& pairs) {
@@ -238,10 +244,7 @@ class History {
             for (const auto& [memory, block] : live) contexts.emplace(memory, block.context);
         }
         for (DeviceIndex device = 0; device < devices; ++device) {
-            const auto blocks = blocks_of([&](auto* to, size_t room, size_t* count) {
-                return pool == MempoolId_t{0, 0} ? aq.aq_torch_blocks(device, to, room, count)
-                                                 : aq.aq_torch_pool_blocks(device, pool.first, pool.second, to, room, count);
-            });
+            const auto blocks = pool == MempoolId_t{0, 0} ? blocks_of_device(device) : blocks_of_pool(device, pool);
             add_segments(device, blocks, contexts, state.segments);
             if (records()) record("snapshot", TraceEntry::SNAPSHOT, nullptr, 0, device, nullptr, nullptr);
         }
@@ -278,19 +281,23 @@ class History {
         cudaStream_t stream = nullptr;
     };
 
-    bool kept_for(RecordContext least) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        return record_context >= least;
-    }
+    struct Gathered {
+        RecordContext level = RecordContext::NEVER;
+        std::shared_ptr<GatheredContext> context;
+    };
 
-    // Takes no lock while it gathers: that may take Python's.
-    std::shared_ptr<GatheredContext> gather(RecordContext least) {
+    // The level of the record, and the stacks if it is `least` at least. No lock is held while they are gathered: that may
+    // take Python's.
+    Gathered gather(RecordContext least) {
+        Gathered gathered;
         CreateContextFn recorder = nullptr;
         {
             const std::lock_guard<std::mutex> lock(mutex);
+            gathered.level = record_context;
             if (record_context >= least) recorder = context_recorder;
         }
-        return recorder == nullptr ? nullptr : recorder();
+        if (recorder != nullptr) gathered.context = recorder();
+        return gathered;
     }
 
     void record(const char* name, TraceEntry::Action action, void* memory, size_t size, DeviceIndex device,
@@ -299,16 +306,16 @@ class History {
         auto entry = entry_of<TraceEntry>(action, device, reinterpret_cast<size_t>(memory), size, stream, MempoolId_t{0, 0},
                                           c10::getApproximateTime(), std::move(context),
                                           compiled.empty() ? std::string() : compiled.back());
-        std::vector<AllocatorTraceTracker> told;
+        std::vector<AllocatorTraceTracker> called;
         {
             const std::lock_guard<std::mutex> lock(mutex);
-            told = trackers;
+            called = trackers;
             if (recording && skipped.count(name) == 0) {
                 while (entries.size() >= most_entries) entries.pop_front();
                 entries.push_back(entry);
             }
         }
-        for (const auto& tracker : told) tracker(entry);
+        for (const auto& tracker : called) tracker(entry);
     }
 
     // With what the program says of itself, in the versions of PyTorch that have a place for it.
@@ -389,13 +396,20 @@ void tell_tools(void* memory, size_t size, DeviceIndex device, bool allocated) {
     }
 }
 
-// What PyTorch wants to know of a free. It may raise nothing.
+// Tells the history and the tools of a new block.
+void tell_of_alloc(void* memory, size_t size, DeviceIndex device, cudaStream_t stream) {
+    if (C10_UNLIKELY(history().watches())) history().allocated(memory, size, device, stream);
+    tell_tools(memory, size, device, true);
+}
+
+// Tells them of a free. Raises nothing.
 C10_NOINLINE void tell_of_free(void* memory) {
     try {
+        const DeviceIndex device = current_device();
         size_t size = 0;
         aq.aq_torch_base_alloc(memory, &size);
-        if (history().watches()) history().freed(memory);
-        tell_tools(memory, size, current_device(), false);
+        if (history().watches()) history().freed(memory, size, device);
+        tell_tools(memory, size, device, false);
     } catch (const std::exception& thrown) {
         std::fprintf(stderr, "aquifer: a free was not recorded: %s\n", thrown.what());
     }
@@ -405,11 +419,15 @@ bool frees_are_told() {
     return history().watches() || c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
+aq_status free_block(void* memory) {
+    if (memory == nullptr) return AQ_OK;
+    if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
+    return aq.aq_torch_free(memory, 0, -1, nullptr);
+}
+
 // Of a tensor's destructor.
 void drop(void* memory) {
-    if (memory == nullptr) return;
-    if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
-    const aq_status status = aq.aq_torch_free(memory, 0, -1, nullptr);
+    const aq_status status = free_block(memory);
     if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
 }
 
@@ -451,8 +469,7 @@ void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
     void* memory = nullptr;
     const aq_status status = aq.aq_torch_malloc(static_cast<ptrdiff_t>(size), device, stream, &memory);
     if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device, stream);
-    if (C10_UNLIKELY(history().watches())) history().allocated(memory, size, device, stream);
-    tell_tools(memory, size, device, true);
+    tell_of_alloc(memory, size, device, stream);
     return memory;
 }
 
@@ -476,12 +493,6 @@ int belongs(void* filter, void* stream) {
     }
 }
 void drop_filter(void* filter) { delete static_cast<Filter*>(filter); }
-
-std::vector<aq_torch_block> blocks_of_pool(DeviceIndex device, MempoolId_t id) {
-    return blocks_of([&](auto* to, size_t room, size_t* count) {
-        return aq.aq_torch_pool_blocks(device, id.first, id.second, to, room, count);
-    });
-}
 
 // What was live in a pool at some time.
 struct PoolState final : AllocatorState {
@@ -557,9 +568,7 @@ struct Aquifer final : CUDAPluggableAllocator {
         return size == 0 ? nullptr : take(size, current_device(), stream);
     }
     void raw_delete(void* memory) override {
-        if (memory == nullptr) return;
-        if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
-        check(aq.aq_torch_free(memory, 0, -1, nullptr));
+        check(free_block(memory));
     }
 
     DeviceStats getDeviceStats(DeviceIndex device) override {
@@ -650,9 +659,7 @@ struct Aquifer final : CUDAPluggableAllocator {
         for (const auto& wanted : state->blocks) {
             if (live.count(wanted.address) != 0) continue;
             check(aq.aq_torch_pool_place(device, &wanted));
-            if (history().watches()) {
-                history().allocated(pointer_to(wanted.address), wanted.bytes, device, static_cast<cudaStream_t>(wanted.stream));
-            }
+            tell_of_alloc(pointer_to(wanted.address), wanted.bytes, device, static_cast<cudaStream_t>(wanted.stream));
         }
         for (const auto& wanted : state->blocks) {
             void* memory = pointer_to(wanted.address);
@@ -675,9 +682,9 @@ struct Aquifer final : CUDAPluggableAllocator {
         TORCH_CHECK(!allocator, "a MemPool with an allocator of its own needs PyTorch's own allocator underneath");
         check(aq.aq_torch_pool_retain(device, id.first, id.second));
     }
-    // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
     // A block takes its own size, so none is split.
     void setNoSplit(DeviceIndex, MempoolId_t) {}
+    // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
     void setUseOnOOM(DeviceIndex, MempoolId_t, bool use) {
         TORCH_CHECK(!use, "pools are not taken from when memory is out: aquifer moves memory together by itself");
     }

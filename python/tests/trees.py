@@ -176,7 +176,7 @@ def a_pools_state_is_brought_back_by_pytorchs_own_calls():
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
     torch._C._cuda_setCheckpointPoolState(device, state, [], [])
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, addresses)
-    # What lives there again is nobody's but the caller's.
+    # The blocks that live there again belong to the caller.
     for address in addresses:
         torch._C._cuda_cudaCachingAllocator_raw_delete(address)
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())

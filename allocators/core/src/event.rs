@@ -46,7 +46,10 @@ use announcement::{Announcement, Turn};
 use clock::Clock;
 use delivery::OrderedDelivery;
 use process::PerProcess;
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 use thread_number::thread_number;
 
 /// A receiver of events. Called with one event at a time, in order, and never under a lock of a
@@ -186,6 +189,28 @@ impl Recorder {
             self.delivery()
                 .deliver(ticket.number, event, |event| contained(|| self.sink.record(event)));
         }
+    }
+
+    /// Records a figure of a whole pool as an event without a block, if it differs from the one
+    /// recorded last, which `last` stores. `value` runs under the lock of `last`, so that events
+    /// are in the order of their figures. Called with no other lock held.
+    #[doc(hidden)]
+    pub fn record_change(
+        &self,
+        last: &Mutex<Option<u64>>,
+        action: Action,
+        place: MemoryLocation,
+        value: impl FnOnce() -> u64,
+    ) {
+        let (ticket, value) = {
+            let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let value = value();
+            if last.replace(value) == Some(value) {
+                return;
+            }
+            (self.ticket(), value)
+        };
+        self.record(ticket, self.event(action, place, 0, 0, value, Tag::NONE));
     }
 
     /// Waits up to a tenth of a second for events that other threads have begun to record, then

@@ -49,12 +49,11 @@
 //! Stable and reserved memory comes from new handles only, and so does new memory of graphs and of
 //! parkable blocks. Free memory is given back to the driver for it, then it takes steps 5 to 8.
 //!
-//! If a budget refuses, only memory charged to it or below it is reclaimed: at
-//! a tenant's limit, that are the reclaimers registered with the tenant's budget, and not the
-//! pool's caches. If the driver refuses, reclaim covers all
-//! holders of memory of this device whose budgets have the same root. An application registers with
-//! [`Budget::on_need`](aquifer_core::Budget::on_need) at the pool's budget. For a foreign library,
-//! [`DevicePool::give_back`] releases memory.
+//! If a budget refuses, only memory charged to it or below it is reclaimed. At a tenant's limit
+//! only the reclaimers registered with the tenant's budget are called, and not those of the pool.
+//! If the driver refuses, reclaim covers all holders of memory of this device whose budgets have
+//! the same root. An application registers with [`Budget::on_need`](aquifer_core::Budget::on_need)
+//! at the pool's budget. For a foreign library, [`DevicePool::give_back`] releases memory.
 //!
 //! # What reclaim costs
 //!

@@ -241,9 +241,8 @@ impl DevicePool {
     ///
     /// Makes no driver call if the stream's own cache serves the request. If not, a series of steps
     /// makes room. Of these, the reclaim from others, the waits for queued work, and the wait for
-    /// other threads' transfers may block.
-    /// On a device without virtual memory, releasing memory blocks too. See the crate's
-    /// documentation.
+    /// other threads' transfers may block. On a device without virtual memory, releasing memory
+    /// blocks too. See the crate's documentation.
     ///
     /// # Errors
     /// - [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`] and

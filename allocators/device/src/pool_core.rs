@@ -73,7 +73,7 @@ pub(crate) struct PoolCore {
     observed: bool,
     /// Number of reasons to take the slow allocation path: another source of blocks, an observer
     /// or recorder, the limit of a tag, announced captures.
-    slow_reasons: AtomicU32,
+    full_path_reasons: AtomicU32,
     /// The features that take part, in the order of their first use.
     hooks: AppendList<Box<dyn PoolHook>>,
     generations: AtomicU64,
@@ -81,7 +81,7 @@ pub(crate) struct PoolCore {
     /// What other processes are shown.
     pub(crate) status: PoolPublisher,
     /// The limit that the recorder was told last: `u64::MAX` for none.
-    recorded_limit: Mutex<u64>,
+    recorded_limit: Mutex<Option<u64>>,
     /// What the recorder was told last to be in use outside of the pool.
     recorded_outside: Mutex<Option<u64>>,
     pub(crate) sharing_policy: SharingPolicy,
@@ -185,12 +185,12 @@ impl PoolCore {
             numbered_caches: iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
             directory: Arc::default(),
             observed,
-            slow_reasons: AtomicU32::new(u32::from(slow)),
+            full_path_reasons: AtomicU32::new(u32::from(slow)),
             hooks: AppendList::new(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             status,
-            recorded_limit: Mutex::new(u64::MAX),
+            recorded_limit: Mutex::new(Some(u64::MAX)),
             recorded_outside: Mutex::default(),
             sharing_policy: SharingPolicy::new(sharing),
             retention: Retention::new(config.release_threshold, config.stream_cache),
@@ -210,14 +210,14 @@ impl PoolCore {
         &self.budget
     }
 
-    /// Registers a reason to take the slow allocation path.
+    /// Registers a reason to take the full allocation path.
     pub(crate) fn add_full_path_reason(&self) {
-        self.slow_reasons.fetch_add(1, Ordering::Relaxed);
+        self.full_path_reasons.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Removes a reason that was registered by [`PoolCore::add_full_path_reason`].
     pub(crate) fn remove_full_path_reason(&self) {
-        self.slow_reasons.fetch_sub(1, Ordering::Relaxed);
+        self.full_path_reasons.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Lists a block that does not come from a stream's cache until it is freed, if leaks are

@@ -18,8 +18,9 @@ pub struct PlanBlock {
     pub bytes: u64,
     /// The step that allocates it. No two blocks have the same.
     pub first: u32,
-    /// The step at which its last use on any stream is complete, above `first`, or [`NEVER`](crate::NEVER). A
-    /// block that is allocated at this step or a later one may have its addresses.
+    /// The step at which its last use on any stream is complete, above `first`, or
+    /// [`NEVER`](crate::NEVER). A block that is allocated at this step or a later one may have its
+    /// addresses.
     pub end: u32,
     /// The stream that it is allocated on.
     pub stream: u32,

@@ -52,6 +52,13 @@ pub(super) struct Announcement {
     capture: AtomicU64,
 }
 
+impl Announcement {
+    /// Returns its memory, for the work of a capture or for eager work.
+    fn serve(&self, id: u64) -> (Arc<GraphMemory>, Capture) {
+        (self.memory.clone(), Capture { announced: self.number, id })
+    }
+}
+
 /// The open announcements of a pool. Usually none.
 #[derive(Default)]
 pub(crate) struct Announcements(Mutex<Vec<Arc<Announcement>>>);
@@ -70,16 +77,14 @@ impl Announcements {
             let covers = |a: &&Arc<Announcement>| {
                 a.covers_eager && a.streams.includes(stream.timeline(), Capture::EAGER)
             };
-            let found = open.iter().find(covers);
-            return Ok(found
-                .map(|a| (a.memory.clone(), Capture { announced: a.number, id: Capture::EAGER })));
+            return Ok(open.iter().find(covers).map(|a| a.serve(Capture::EAGER)));
         };
         let started = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
         let found =
             started.or_else(|| open.iter().find(|a| a.streams.includes(stream.timeline(), id)));
         Ok(found.map(|announcement| {
             announcement.capture.store(id, Ordering::Relaxed);
-            (announcement.memory.clone(), Capture { announced: announcement.number, id })
+            announcement.serve(id)
         }))
     }
 }

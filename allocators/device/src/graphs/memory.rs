@@ -343,16 +343,12 @@ impl GraphMemory {
             Some(range) => range,
             None => self.grow(stream, bytes, &request, capture)?,
         };
-        if !capture.is_eager() {
-            return Ok(self.make_block(stream, range, &request, capture));
+        if capture.is_eager() {
+            return self
+                .make_eager_block(stream, range, &request, capture)
+                .inspect_err(|_| self.state().return_range(range, timeline, capture));
         }
-        match self.make_eager_block(stream, range, &request, capture) {
-            Ok(block) => Ok(block),
-            Err(error) => {
-                self.state().return_range(range, timeline, capture);
-                Err(error)
-            }
-        }
+        Ok(self.make_block(stream, range, &request, capture))
     }
 
     /// Takes a range with new memory, using the free range at the end of the memory first.
@@ -477,7 +473,7 @@ impl GraphMemory {
                 GraphBlock { bytes: range.len, requested, tag, owner_stream, capture, watch },
             );
             // From here on, what the stream frees in this capture can be reused by the stream.
-            if capture.announced != 0 && state.capture_list(capture, timeline).is_none() {
+            if capture != Capture::UNANNOUNCED && state.capture_list(capture, timeline).is_none() {
                 state.capture_lists.push(CaptureFreeList {
                     capture,
                     timeline: timeline.clone(),

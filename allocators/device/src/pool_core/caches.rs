@@ -37,7 +37,7 @@ impl PoolCore {
         request: &Request,
     ) -> Option<&'static StreamCache> {
         let quick = request.is_plain()
-            && self.slow_reasons.load(Ordering::Relaxed) == 0
+            && self.full_path_reasons.load(Ordering::Relaxed) == 0
             && !self.sharing_policy.prefers_shared(request.size());
         if quick { self.known_cache(stream) } else { None }
     }

@@ -12,7 +12,7 @@ use aquifer_core::{
 };
 use aquifer_driver::{DeviceRange, MemoryInfo, Ownership, Relaxed};
 use aquifer_status::tightest_limit;
-use std::sync::{PoisonError, atomic::Ordering};
+use std::sync::atomic::Ordering;
 
 impl PoolCore {
     /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
@@ -88,17 +88,10 @@ impl PoolCore {
     /// with no lock held.
     pub(crate) fn report_limit(&self) {
         let Some(recorder) = &self.config.recorder else { return };
-        let (ticket, limit) = {
-            let mut last = self.recorded_limit.lock().unwrap_or_else(PoisonError::into_inner);
-            let limit = tightest_limit(&self.budget).unwrap_or(u64::MAX);
-            if *last == limit {
-                return;
-            }
-            *last = limit;
-            (recorder.ticket(), limit)
-        };
         let place = event::MemoryLocation::Device(self.info.device);
-        recorder.record(ticket, recorder.event(Action::Limit, place, 0, 0, limit, Tag::NONE));
+        recorder.record_change(&self.recorded_limit, Action::Limit, place, || {
+            tightest_limit(&self.budget).unwrap_or(u64::MAX)
+        });
     }
 
     /// Records what the device has in use beyond this pool's memory if it has changed since it was
@@ -119,16 +112,8 @@ impl PoolCore {
         };
         let Ok(MemoryInfo { free, total }) = memory else { return };
         let outside = total.saturating_sub(free).saturating_sub(self.held());
-        let ticket = {
-            let mut last = self.recorded_outside.lock().unwrap_or_else(PoisonError::into_inner);
-            if *last == Some(outside) {
-                return;
-            }
-            *last = Some(outside);
-            recorder.ticket()
-        };
         let place = event::MemoryLocation::Device(self.info.device);
-        recorder.record(ticket, recorder.event(Action::Outside, place, 0, 0, outside, Tag::NONE));
+        recorder.record_change(&self.recorded_outside, Action::Outside, place, || outside);
     }
 
     /// Records an event that concerns no block. Called with no lock held.

@@ -65,6 +65,18 @@ fn all_rounds_of_a_request_have_one_deadline() {
     drop(live);
 }
 
+/// Asserts that each request is refused, first by `limit` and then by the pool, with one deadline
+/// for both.
+fn assert_one_deadline_each(limit: &Budget, witness: &Witness, requests: &[&dyn Fn() -> bool]) {
+    for is_refused in requests {
+        limit.set_limit(MIB);
+        witness.deadlines.lock().unwrap().clear();
+        assert!(is_refused());
+        let (calls, deadlines) = witness.seen();
+        assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
+    }
+}
+
 #[test]
 fn a_limit_and_the_pool_share_the_deadline_of_a_request() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = PATIENCE);
@@ -81,13 +93,7 @@ fn a_limit_and_the_pool_share_the_deadline_of_a_request() {
         &|| rig.pool.alloc_stable(&s, Request::bytes(2 * MIB).tag(tag)).is_err(),
         &|| rig.pool.parkable(tag).unwrap().alloc(&s, Request::bytes(2 * MIB)).is_err(),
     ];
-    for is_refused in kinds {
-        limit.set_limit(MIB);
-        witness.deadlines.lock().unwrap().clear();
-        assert!(is_refused());
-        let (calls, deadlines) = witness.seen();
-        assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
-    }
+    assert_one_deadline_each(&limit, &witness, &kinds);
     drop(live);
 }
 
@@ -105,13 +111,7 @@ fn a_tenants_limit_and_the_pool_share_the_deadline_of_a_request() {
         [&|| tenant.alloc(&s, Request::bytes(2 * MIB)).is_err(), &|| {
             tenant.alloc_stable(&s, Request::bytes(2 * MIB)).is_err()
         }];
-    for is_refused in kinds {
-        limit.set_limit(MIB);
-        witness.deadlines.lock().unwrap().clear();
-        assert!(is_refused());
-        let (calls, deadlines) = witness.seen();
-        assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
-    }
+    assert_one_deadline_each(&limit, &witness, &kinds);
     drop(live);
 }
 

@@ -57,7 +57,8 @@ pub(super) struct PoolContext {
     pub(super) scratch: Scratch,
     /// What other processes are shown.
     pub(super) status: PoolSlot,
-    /// The limit that the recorder was told last: `u64::MAX` for none.
+    /// The limit that the recorder was told last: `u64::MAX` for none. No lock, since a child of a
+    /// fork would wait for one that another thread of its parent held.
     pub(super) recorded_limit: AtomicU64,
 }
 

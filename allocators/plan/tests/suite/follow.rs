@@ -13,6 +13,16 @@ enum Act {
     Free { id: u32 },
 }
 
+impl Act {
+    /// Returns the same act of a block whose number is higher by `base`.
+    fn renumbered(self, base: u32) -> Self {
+        match self {
+            Self::Allocate { id, bytes, stream } => Self::Allocate { id: id + base, bytes, stream },
+            Self::Free { id } => Self::Free { id: id + base },
+        }
+    }
+}
+
 /// Returns the acts of a recorded program.
 fn acts(blocks: &[PlanBlock]) -> Vec<Act> {
     let mut acts = Vec::new();
@@ -176,10 +186,8 @@ proptest! {
         for pass in 0..passes {
             // Blocks that are not freed stay, under numbers of their own.
             let base = pass as u32 * 100_000;
-            all.extend(changed(&acts(&blocks), per_cent, seed ^ pass).into_iter().map(|act| match act {
-                Act::Allocate { id, bytes, stream } => Act::Allocate { id: id + base, bytes, stream },
-                Act::Free { id } => Act::Free { id: id + base },
-            }));
+            let acts = changed(&acts(&blocks), per_cent, seed ^ pass);
+            all.extend(acts.into_iter().map(|act| act.renumbered(base)));
         }
         follow(&mut cursor, &all);
     }

@@ -15,6 +15,7 @@
 //! | `amount` | amounts of memory |
 //! | `rows` | rows of a result on the screen |
 //! | `output` | files that appear whole or not at all |
+//! | `trace_file` | what commands say of the traces that they read |
 //!
 //! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
 //! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
@@ -34,6 +35,7 @@ mod replay;
 mod report;
 mod rows;
 mod top;
+mod trace_file;
 
 use aquifer_benches::{PictureFile, PlotError};
 use aquifer_formats::trace::made::asks_for_list;

@@ -4,6 +4,7 @@ use crate::{
     cli::PlanArgs,
     output,
     rows::{WIDTH, row},
+    trace_file,
 };
 use aquifer_console::{
     figures::{Count, Of},
@@ -16,8 +17,8 @@ use aquifer_formats::trace::{Trace, TraceError};
 use aquifer_plan::{Plan, PlanBlock, PlanError, PlanOptions};
 use serde_json::{Value, json};
 use std::{
-    fmt, fs, io,
-    path::{Path, PathBuf},
+    fmt, io,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -47,10 +48,7 @@ pub(crate) enum PlanCommandError {
 impl fmt::Display for PlanCommandError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Trace { path, error } => {
-                let comma = if error.row().is_some() { ", " } else { ": " };
-                write!(f, "{}{comma}{error}", path.display())
-            }
+            Self::Trace { path, error } => trace_file::write_error(f, path, error),
             Self::Blocks { path, error } => write!(f, "{}: {error}", path.display()),
             Self::OutputIsTrace(path) => {
                 write!(f, "{} would replace the trace that is read", path.display())
@@ -93,9 +91,8 @@ pub(crate) struct PlanReport {
 /// [`PlanCommandError`]. The file is then as it was before.
 pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
     let path = || args.trace.clone();
-    let real = |path: &Path| fs::canonicalize(path).ok().filter(|path| path.is_file());
     if let Some(output) = &args.output
-        && real(output).is_some_and(|output| real(&args.trace) == Some(output))
+        && trace_file::is_same_file(output, &args.trace)
     {
         return Err(PlanCommandError::OutputIsTrace(output.clone()));
     }

@@ -41,7 +41,7 @@ mod work;
 
 pub(crate) use report::ReplayReport;
 
-use crate::cli;
+use crate::{cli, trace_file};
 use aquifer_console::{
     place::{DeviceChoice, NoPlace, Place},
     progress::ProgressLine,
@@ -90,10 +90,7 @@ pub(crate) enum ReplayError {
 impl fmt::Display for ReplayError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Trace { path, error } => {
-                let comma = if error.row().is_some() { ", " } else { ": " };
-                write!(f, "{}{comma}{error}", path.display())
-            }
+            Self::Trace { path, error } => trace_file::write_error(f, path, error),
             Self::Place(e) => e.fmt(f),
             Self::Budget { asked, memory, title } => {
                 write!(

@@ -26,7 +26,7 @@ mod protobuf;
 mod selection;
 mod text;
 
-use crate::{cli, output};
+use crate::{cli, output, trace_file};
 use analysis::RunAnalysis;
 use aquifer_console::progress::ProgressLine;
 use aquifer_core::Bytes;
@@ -37,7 +37,7 @@ use aquifer_formats::{
 use data::ReportRun;
 use page::{PageError, ReportPage};
 use std::{
-    fmt, fs,
+    fmt,
     fs::File,
     io::{self, BufReader, Read},
     path::{Path, PathBuf},
@@ -74,10 +74,7 @@ pub(crate) enum ReportError {
 impl fmt::Display for ReportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Input { path, error } => {
-                let comma = if error.row().is_some() { ", " } else { ": " };
-                write!(f, "{}{comma}{error}", path.display())
-            }
+            Self::Input { path, error } => trace_file::write_error(f, path, error),
             Self::TwiceStandardInput => f.write_str("the standard input can be read once"),
             Self::PerfettoOfTwo => f.write_str("--perfetto writes one trace, and two are given"),
             Self::OutputIsInput(path) => {
@@ -182,11 +179,9 @@ fn check_paths(args: &cli::Report) -> Result<(), ReportError> {
     if args.perfetto.is_some() && inputs.len() > 1 {
         return Err(ReportError::PerfettoOfTwo);
     }
-    let real = |path: &Path| fs::canonicalize(path).ok().filter(|path| path.is_file());
     let outputs = [&args.output, &args.perfetto].into_iter().flatten();
     for output in outputs {
-        let own = real(output);
-        if own.is_some() && inputs.iter().any(|input| real(input) == own) {
+        if inputs.iter().any(|input| trace_file::is_same_file(output, input)) {
             return Err(ReportError::OutputIsInput(output.clone()));
         }
     }

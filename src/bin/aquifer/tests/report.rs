@@ -279,6 +279,12 @@ fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
     assert_eq!(names, ["live", "pending", "cached", "physical", "free", "largest_free"]);
 }
 
+/// Returns the series of a run that have this name.
+fn series_of(run: &Value, name: &str) -> Vec<Value> {
+    let series = run["series"].as_array().expect("series").iter();
+    series.filter(|series| series["name"] == name).cloned().collect()
+}
+
 #[test]
 fn the_limit_is_shown_wherever_a_trace_tells_it() {
     let folder = Folder::new("limit-curve");
@@ -294,10 +300,7 @@ fn the_limit_is_shown_wherever_a_trace_tells_it() {
     fs::write(&input, rows).expect("a trace");
     let run = &json(&[&input])["runs"][0];
     assert_eq!(number(&run["peak"]["limit"]), 64 * mib, "when the most was live");
-    let of = |run: &Value| {
-        let series = run["series"].as_array().expect("series").iter();
-        series.filter(|series| series["name"] == "limit").cloned().collect::<Vec<_>>()
-    };
+    let of = |run: &Value| series_of(run, "limit");
     let (most, least) = ((64 * mib) as f64, (9 * mib) as f64);
     let [curve] = &of(run)[..] else { panic!("{run}") };
     let ends = ["first", "last", "min", "max"].map(|name| curve[name].as_f64());
@@ -342,10 +345,7 @@ fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
     let run = &json(&[&input])["runs"][0];
     let at_peak = [&run["peak"]["outside"], &run["slack"]["outside"]].map(number);
     assert_eq!(at_peak, [600 * mib; 2], "when the most was live");
-    let of = |run: &Value| {
-        let series = run["series"].as_array().expect("series").iter();
-        series.filter(|series| series["name"] == "outside").cloned().collect::<Vec<_>>()
-    };
+    let of = |run: &Value| series_of(run, "outside");
     let [curve] = &of(run)[..] else { panic!("{run}") };
     let ends = ["first", "last", "min", "max"].map(|name| curve[name].as_f64());
     let (first, most) = ((600 * mib) as f64, (900 * mib) as f64);

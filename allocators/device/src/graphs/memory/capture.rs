@@ -1,6 +1,6 @@
 //! Which work a block of graph memory is for.
 
-use crate::base::dependencies::StreamDeps;
+use crate::base::dependencies::{StreamDeps, is_done_except};
 use aquifer_stream::Timeline;
 use std::sync::Arc;
 
@@ -16,6 +16,8 @@ pub(in crate::graphs) struct Capture {
 impl Capture {
     /// Stands for work that is not captured. No driver numbers a capture so.
     pub(in crate::graphs) const EAGER: u64 = 0;
+    /// Stands for eager work that no announcement covers.
+    pub(super) const UNANNOUNCED: Self = Self { announced: 0, id: Self::EAGER };
 
     pub(super) fn is_eager(self) -> bool {
         self.id == Self::EAGER
@@ -25,7 +27,6 @@ impl Capture {
     /// not captured follows all earlier work of its stream. Captured work runs at any later time,
     /// on any stream.
     pub(super) fn may_use(self, timeline: &Arc<Timeline>, deps: &StreamDeps) -> bool {
-        let own = |other: &Arc<Timeline>| self.is_eager() && Arc::ptr_eq(other, timeline);
-        deps.iter().all(|(other, epoch)| own(other) || other.is_done(*epoch))
+        is_done_except(deps, self.is_eager().then_some(timeline))
     }
 }

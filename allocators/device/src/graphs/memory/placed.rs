@@ -1,7 +1,7 @@
 //! Blocks at given addresses, for callers that bring the memory of graphs back to an earlier state.
 
-use super::{Capture, GraphMemory, Range};
-use crate::{Block, Request, base::driver::check_stream_device, request::ValidateRequest};
+use super::{Capture, GraphBlock, GraphMemory, Range};
+use crate::{Block, Request, base::driver::check_stream_device};
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Result};
 use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_stream::Stream;
@@ -11,7 +11,7 @@ impl GraphMemory {
     /// Returns the live blocks by address, with their requested sizes and their streams.
     pub(in crate::graphs) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
         let state = self.state();
-        let block = |(&address, live): (&u64, &super::GraphBlock)| {
+        let block = |(&address, live): (&u64, &GraphBlock)| {
             let range =
                 DeviceRange { device: self.dedicated.device, address, bytes: live.requested };
             (range, live.owner_stream.raw())
@@ -19,15 +19,15 @@ impl GraphMemory {
         state.blocks.iter().map(block).collect()
     }
 
-    /// Allocates a block at `address`, for work of `stream` that is not captured. Orders the stream
-    /// on the device after the work that used the memory last.
+    /// Allocates a block at `address` for a valid request, for work of `stream` that is not
+    /// captured. Orders the stream on the device after the work that used the memory last.
     pub(in crate::graphs) fn allocate_at(
         self: &Arc<Self>,
         stream: &Stream,
         request: Request,
         address: u64,
     ) -> Result<Block> {
-        let (request, timeline) = (request.checked()?, stream.timeline());
+        let timeline = stream.timeline();
         check_stream_device(&*self.dedicated.driver, self.dedicated.device, timeline)?;
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let range = Range { start: address, len: bytes };
@@ -45,12 +45,9 @@ impl GraphMemory {
         let deps = deps.ok_or(MemoryError::Busy { address })?;
         let ordered =
             deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
-        let none = Capture { announced: 0, id: Capture::EAGER };
-        ordered.and_then(|()| self.make_eager_block(stream, range, &request, none)).inspect_err(
-            |_| {
-                self.state().ranges.free.add(range, deps);
-            },
-        )
+        ordered
+            .and_then(|()| self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED))
+            .inspect_err(|_| self.state().ranges.free.add(range, deps))
     }
 
     /// Wraps a range, which the caller owns, in a block for work that is not captured. Orders the
