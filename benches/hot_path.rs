@@ -9,7 +9,8 @@
 //! The driver is the simulator without its checks, so that only the pool is measured. A *pair* is
 //! one allocation and one free. A *batch* is 64 allocations, then their frees in the same order.
 //! *Random* draws sizes up to a bound and frees in random order, by the rules of RMM's own
-//! benchmark.
+//! benchmark. *Swing* is the worst case of a pool's peak: the live bytes of each of 8 streams rise
+//! and fall, and their sum stays at the peak, or in the other row at half of it.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
@@ -37,6 +38,10 @@ enum Row {
     Tenant(u64),
     Batch(u64),
     Random(u64),
+    /// Operations of streams whose sum is at the peak.
+    Swing(u64),
+    /// The same operations below the peak.
+    Below(u64),
 }
 
 impl Row {
@@ -52,6 +57,8 @@ impl Row {
             Self::Tenant(bytes) => format!("pair {} of a tenant's", size(bytes)),
             Self::Batch(bytes) => format!("batch of {BATCH} of {}, a pair of it", size(bytes)),
             Self::Random(most) => format!("random up to {}, one operation", size(most)),
+            Self::Swing(bytes) => format!("swing of {}, at the peak", size(bytes)),
+            Self::Below(bytes) => format!("swing of {}, below it", size(bytes)),
         }
     }
 }
@@ -95,12 +102,18 @@ fn steps(count: usize, most: u64) -> Vec<Step> {
     steps
 }
 
+/// The streams of a swing, and the blocks that each has at most.
+const SWINGING: usize = 8;
+const HIGH: usize = 32;
+
 /// A pool with one stream.
 struct Bench {
     pool: DevicePool,
     tenant: Tenant,
     stream: Stream,
     held: Vec<Block>,
+    /// The streams of a swing, with their blocks.
+    swinging: Vec<(Stream, Vec<Block>)>,
 }
 
 impl Bench {
@@ -111,7 +124,7 @@ impl Bench {
         let pool = DevicePool::open(driver, DeviceId(0), PoolConfig::default())?;
         let stream = pool.stream()?;
         let tenant = pool.for_tenant(&Budget::new("the tenant", 64 * GIB))?;
-        Ok(Self { pool, tenant, stream, held: Vec::new() })
+        Ok(Self { pool, tenant, stream, held: Vec::new(), swinging: Vec::new() })
     }
 
     /// Runs `row` for about `operations` operations. Returns nanoseconds per counted unit.
@@ -144,7 +157,41 @@ impl Bench {
                 }
                 Ok(per(begun, times * steps.len()))
             }
+            Row::Swing(bytes) | Row::Below(bytes) => {
+                if self.swinging.is_empty() {
+                    for _ in 0..SWINGING {
+                        self.swinging.push((self.pool.stream()?, Vec::with_capacity(HIGH)));
+                    }
+                }
+                if matches!(row, Row::Below(_)) {
+                    // Twice as much as all of them have together.
+                    let high = bytes * (SWINGING * HIGH) as u64;
+                    drop(self.pool.alloc(&self.stream, Request::bytes(high))?);
+                }
+                let begun = Instant::now();
+                self.swings(bytes, operations)?;
+                Ok(per(begun, operations))
+            }
         }
+    }
+
+    /// Each stream in turn allocates or frees a block. A stream rises from nothing to `HIGH` blocks
+    /// and falls, each an eighth of this time after the one before.
+    #[inline(never)]
+    fn swings(&mut self, bytes: u64, count: usize) -> Outcome<()> {
+        let pool = &self.pool;
+        for turn in 0..count / SWINGING {
+            for (at, (stream, blocks)) in self.swinging.iter_mut().enumerate() {
+                let phase = (turn + at * 2 * HIGH / SWINGING) % (2 * HIGH);
+                if phase < HIGH {
+                    blocks.push(pool.alloc(stream, Request::bytes(bytes + blocks.len() as u64))?);
+                } else {
+                    drop(blocks.pop());
+                }
+            }
+        }
+        self.swinging.iter_mut().for_each(|(_, blocks)| blocks.clear());
+        Ok(())
     }
 
     #[inline(never)]
@@ -222,7 +269,9 @@ fn main() -> Outcome<()> {
             Some("tenant") => Row::Tenant(bytes),
             Some("batch") => Row::Batch(bytes),
             Some("random") => Row::Random(bytes),
-            _ => return Err("what to count: pair, tenant, batch or random".into()),
+            Some("swing") => Row::Swing(bytes),
+            Some("below") => Row::Below(bytes),
+            _ => return Err("what to count: pair, tenant, batch, random, swing or below".into()),
         };
         let mut bench = Bench::new()?;
         bench.run(row, 20_000)?;
@@ -234,6 +283,8 @@ fn main() -> Outcome<()> {
     rows.extend([256, MIB, 64 * MIB].map(Row::Tenant));
     rows.extend([256, 64 * KIB, MIB, 64 * MIB].map(Row::Batch));
     rows.extend([MIB, 64 * MIB, 4 * GIB].map(Row::Random));
+    rows.extend([64 * KIB, MIB, 16 * MIB].map(Row::Swing));
+    rows.extend([64 * KIB, MIB, 16 * MIB].map(Row::Below));
     println!("{:<40} {:>8} {:>12} {:>7}", "ns", "pool", "malloc pair", "ratio");
     for row in rows {
         let mut bench = Bench::new()?;

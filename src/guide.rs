@@ -54,6 +54,9 @@ pub mod planning {}
 #[doc = include_str!("guide/watching.md")]
 pub mod watching {}
 
+#[doc = include_str!("guide/sharing.md")]
+pub mod sharing {}
+
 #[doc = include_str!("guide/status.md")]
 pub mod status {}
 

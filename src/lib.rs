@@ -68,8 +68,8 @@ pub mod device {
     pub use aquifer_core::OpaqueBlock;
     pub use aquifer_device::{
         Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Exported, Fault, Finding,
-        ForeignPages, GUARD_BYTES, LeakReport, MAX_ALIGN, OnFailure, POISON_ALLOCATED,
-        POISON_FREED, PageRun, ParkReport, ResumeReport, conformance,
+        ForeignPages, GUARD_BYTES, MAX_ALIGN, OnFailure, POISON_ALLOCATED, POISON_FREED, PageRun,
+        ReceivedBlock, ShareError, SharedBlock, check_peer, conformance,
     };
 }
 

@@ -1,6 +1,7 @@
 //! The runtime: driver, device pools, pinned pools and watches, connected.
 
 mod budgets;
+mod sharing;
 
 use crate::{
     Placer, Policy,
@@ -22,8 +23,10 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology},
 };
+use aquifer_ledger::SharedBudget;
 use budgets::{DeviceLimits, ParentBudgets};
-use std::{fmt, sync::Arc, time::Duration};
+use sharing::Sharing;
+use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each device.
 ///
@@ -49,6 +52,8 @@ struct RuntimeCore {
     /// The threads of both watches hold pools. They end before the pools are dropped.
     keep_free: Option<KeepFree>,
     watched_host: Option<WatchedHost>,
+    /// The threads that answer other processes.
+    _shared: Vec<SharedBudget>,
     driver: Option<Arc<dyn Driver>>,
     /// The reason, if there is no driver or no device.
     no_gpu: Option<NoGpu>,
@@ -92,6 +97,7 @@ pub struct RuntimeBuilder {
     kernel: Kernel,
     sample_interval: Duration,
     publish_status: bool,
+    sharing: Sharing,
 }
 
 impl Default for RuntimeBuilder {
@@ -113,6 +119,7 @@ impl Default for RuntimeBuilder {
             kernel: Kernel::new(),
             sample_interval: Duration::from_millis(100),
             publish_status: true,
+            sharing: Sharing::default(),
         }
     }
 }
@@ -270,6 +277,69 @@ impl RuntimeBuilder {
         self
     }
 
+    /// Shares the memory of each device with the other processes of this user that do so. Each of
+    /// them claims bytes before it takes them, up to the capacity of the device, and gives back
+    /// what it has in caches on another's need. Its claims end with the process.
+    ///
+    /// `guarantee` bytes of each device are guaranteed to this process, 0 for none. While it does
+    /// not use them, they are lent to others. A [device budget](Self::device_budget) limits what
+    /// the process claims, by default to the capacity. [Sharing one GPU](crate::guide::sharing) is
+    /// a page of the guide. One thread for each device answers other processes. It also has the
+    /// driver count what is in use (`cuMemGetInfo`) every 50 ms, and what no process has claimed of
+    /// it is taken from the capacity.
+    ///
+    /// With `AQUIFER_LEDGER=off` nothing is shared.
+    ///
+    /// ```
+    /// use aquifer::{Request, Runtime};
+    /// # let folder = std::env::temp_dir().join(format!("aquifer-runtime-{}", std::process::id()));
+    /// let rt = Runtime::builder().or_sim_quietly().shared(1 << 30).ledger_folder(&folder).build()?;
+    /// let pool = rt.device(0)?;
+    /// let stream = pool.stream()?;
+    /// let block = pool.alloc(&stream, Request::bytes(1 << 20))?;      // claimed, then taken
+    /// # drop((block, stream, rt));
+    /// # let _left = std::fs::remove_dir_all(&folder);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn shared(mut self, guarantee: u64) -> Self {
+        self.sharing.devices = Some(guarantee);
+        self
+    }
+
+    /// Shares pinned memory with the other processes of this user that do so: half of the host's
+    /// memory. Otherwise as [`shared`](Self::shared). The [pinned budget](Self::pinned_budget)
+    /// still limits this process.
+    #[must_use]
+    pub fn shared_pinned(mut self, guarantee: u64) -> Self {
+        self.sharing.pinned = Some(guarantee);
+        self
+    }
+
+    /// Sets the priority of this process among those that share a memory, 0 by default. Beyond
+    /// guarantees, waiting processes with higher priorities are served first.
+    #[must_use]
+    pub fn shared_priority(mut self, priority: i32) -> Self {
+        self.sharing.priority = priority;
+        self
+    }
+
+    /// Keeps the guarantees of [`shared`](Self::shared) and [`shared_pinned`](Self::shared_pinned)
+    /// free for this process even while it does not use them, instead of lending them.
+    #[must_use]
+    pub fn reserve_guarantees(mut self) -> Self {
+        self.sharing.reserve = true;
+        self
+    }
+
+    /// Sets the folder of the files by which processes share memory, instead of `AQUIFER_LEDGER`.
+    /// It is created with mode 0700 if it does not exist.
+    #[must_use]
+    pub fn ledger_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.sharing.folder = Some(folder.into());
+        self
+    }
+
     /// Opens the driver, reads the machine's topology, and creates the pools. Most of the time is
     /// the driver's, for one context per device.
     ///
@@ -325,12 +395,20 @@ impl RuntimeBuilder {
         };
         let topology = topology.with_devices(&infos);
         let parents = ParentBudgets::read(driver.as_deref(), &infos, &topology)?;
+        let sharing = self.sharing.resolve()?;
+        let mut shared = Vec::new();
         let (mut pools, mut watched) = (Vec::new(), Vec::new());
         if let Some(driver) = &driver {
             for info in &infos {
                 let mut config = self.pool.clone();
-                let limits =
-                    DeviceLimits { budget: config.budget.take(), bytes: self.device_budget };
+                let root =
+                    sharing.device(driver, info, config.budget.is_some(), self.device_budget)?;
+                let limits = DeviceLimits {
+                    budget: config.budget.take(),
+                    bytes: self.device_budget,
+                    shared: root.as_ref().map(|root| root.budget().clone()),
+                };
+                shared.extend(root);
                 let (budget, ceiling) =
                     parents.for_device(&**driver, info, limits, keep_free.is_some())?;
                 config.budget = budget;
@@ -342,7 +420,13 @@ impl RuntimeBuilder {
                 pools.push(pool);
             }
         }
-        let (budget, host_ceiling) = parents.for_pinned(self.pinned_budget, watch_host.is_some());
+        let root = sharing.pinned(&topology, parents.is_shared())?;
+        let (budget, host_ceiling) = parents.for_pinned(
+            self.pinned_budget,
+            watch_host.is_some(),
+            root.as_ref().map(SharedBudget::budget),
+        );
+        shared.extend(root);
         let (host, pinned, near) =
             pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
         let keep_free = match keep_free {
@@ -365,6 +449,7 @@ impl RuntimeBuilder {
         let inner = RuntimeCore {
             keep_free,
             watched_host,
+            _shared: shared,
             driver,
             no_gpu,
             pools,

@@ -18,8 +18,9 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Any
 
-from .errors import AlreadyInitialised, AquiferError, CompanionError, LibraryNotFound, LibraryVersion
+from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
 from .library import DRIVER_MACHINE, STREAMS_RETIRED, STREAMS_UNTOLD, Library, Options
+from .sleep import MemorySaver
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyInitialised",
     "AquiferError",
+    "Asleep",
     "CompanionError",
     "LibraryNotFound",
     "LibraryVersion",
     "Library",
+    "MemorySaver",
     "dump_snapshot",
     "install",
     "install_pinned",
@@ -45,6 +48,7 @@ __all__ = [
     "setup",
     "snapshot",
     "statistics",
+    "torch_memory_saver",
     "trim",
     "uninstall_pinned",
 ]
@@ -53,8 +57,13 @@ _library: Library | None = None
 _installed = False
 # The companion that serves pinned memory, once install_pinned() was called.
 _pinned: ctypes.CDLL | None = None
+# Whether it serves new memory.
+_pinning = False
 # Allocators that PyTorch holds by bare pointers.
 _kept: list[object] = []
+
+# Memory that is given back while the program sleeps.
+torch_memory_saver = MemorySaver()
 
 
 def setup(
@@ -183,7 +192,7 @@ def install_pinned(pinned_limit: int | None = None, **settings: Any) -> None:
 
     CompanionError, where the allocator cannot be compiled or another one has a higher priority; what setup() raises.
     """
-    global _pinned
+    global _pinned, _pinning
     from . import companion as cpp
 
     made = cpp.load_pinned() if _pinned is None else _pinned
@@ -193,12 +202,14 @@ def install_pinned(pinned_limit: int | None = None, **settings: Any) -> None:
     text = ctypes.create_string_buffer(4096)
     if made.aquifer_pinned_install(library.path.encode(), text, ctypes.c_size_t(len(text))):
         raise CompanionError(text.value.decode(errors="replace"))
-    _pinned = made
+    _pinned, _pinning = made, True
 
 
 def uninstall_pinned() -> None:
     """New pinned memory comes from PyTorch's previous allocator again. Live blocks stay valid and are freed as before. Does
     nothing where install_pinned() was not called."""
+    global _pinning
+    _pinning = False
     if _pinned is not None:
         _pinned.aquifer_pinned_uninstall()
 
@@ -240,6 +251,11 @@ def _device(device: torch.device | int | None) -> int:
         current: int = torch.cuda.current_device()
         return current
     return device if isinstance(device, int) else (device.index or 0)
+
+
+def _pins() -> bool:
+    """Whether new pinned memory is aquifer's."""
+    return _pinning
 
 
 def _library_or_raise() -> Library:

@@ -51,6 +51,7 @@ using c10::cuda::CUDACachingAllocator::DeviceStats;
 using c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
 using c10::cuda::CUDACachingAllocator::RecordContext;
 using c10::cuda::CUDACachingAllocator::SegmentInfo;
+using c10::cuda::CUDACachingAllocator::ShareableHandle;
 using c10::cuda::CUDACachingAllocator::SnapshotInfo;
 using c10::cuda::CUDACachingAllocator::TraceEntry;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
@@ -61,7 +62,8 @@ using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
     call(aq_reset_peaks) call(aq_torch_runtime) call(aq_torch_init) call(aq_torch_malloc) call(aq_torch_free)            \
     call(aq_torch_record_stream) call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin)                \
     call(aq_torch_pool_end) call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)              \
-    call(aq_torch_blocks) call(aq_torch_pool_blocks) call(aq_torch_pool_place)
+    call(aq_torch_blocks) call(aq_torch_pool_blocks) call(aq_torch_pool_place) call(aq_torch_pool_use_on_oom)            \
+    call(aq_torch_share) call(aq_torch_receive) call(aq_torch_close)
 
 struct Calls {
 #define AQUIFER_MEMBER(name) decltype(&::name) name;
@@ -465,12 +467,64 @@ void tell_observers(DeviceIndex device, size_t asked) {
     raise(status);
 }
 
+// Has PyTorch free what it has kept for other processes and they have released. Returns whether there was any.
+C10_NOINLINE bool run_free_memory_callbacks() {
+    bool freed = false;
+    auto* callbacks = c10::FreeCudaMemoryCallbacksRegistry();
+    for (const auto& name : callbacks->Keys()) freed |= callbacks->Create(name)->Execute();
+    return freed;
+}
+
 void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
     void* memory = nullptr;
-    const aq_status status = aq.aq_torch_malloc(static_cast<ptrdiff_t>(size), device, stream, &memory);
+    const auto bytes = static_cast<ptrdiff_t>(size);
+    aq_status status = aq.aq_torch_malloc(bytes, device, stream, &memory);
+    const bool shortage = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET;
+    if (C10_UNLIKELY(shortage) && run_free_memory_callbacks()) {
+        status = aq.aq_torch_malloc(bytes, device, stream, &memory);
+    }
     if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device, stream);
     tell_of_alloc(memory, size, device, stream);
     return memory;
+}
+
+// Memory of other processes that is mapped here, by handle. Two tensors of one block map it once. Never destroyed: tensors
+// are freed until the process ends.
+class Received {
+   public:
+    std::shared_ptr<void> open(const std::string& handle, DeviceIndex device) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto found = blocks.find(handle);
+        if (found != blocks.end()) {
+            if (auto known = found->second.lock()) return known;
+        }
+        void* memory = nullptr;
+        check(aq.aq_torch_receive(device, handle.data(), handle.size(), &memory));
+        std::shared_ptr<void> opened(memory, [this, handle](void* closed) { close(handle, closed); });
+        blocks[handle] = opened;
+        return opened;
+    }
+
+   private:
+    // Waits for the device. PyTorch then tells the process that has shared the block that it is free of this one.
+    void close(const std::string& handle, void* memory) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            const auto found = blocks.find(handle);
+            // It may have been opened again since.
+            if (found != blocks.end() && found->second.expired()) blocks.erase(found);
+        }
+        const aq_status status = aq.aq_torch_close(memory);
+        if (status != AQ_OK) report("another process's memory was not unmapped", status);
+    }
+
+    std::mutex mutex;
+    std::unordered_map<std::string, std::weak_ptr<void>> blocks;
+};
+
+Received& received() {
+    static Received& the_received = *new Received;
+    return the_received;
 }
 
 // The memory fraction that was set last, and the limit that it made.
@@ -685,14 +739,28 @@ struct Aquifer final : CUDAPluggableAllocator {
     // A block takes its own size, so none is split.
     void setNoSplit(DeviceIndex, MempoolId_t) {}
     // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
-    void setUseOnOOM(DeviceIndex, MempoolId_t, bool use) {
-        TORCH_CHECK(!use, "pools are not taken from when memory is out: aquifer moves memory together by itself");
+    void setUseOnOOM(DeviceIndex device, MempoolId_t id, bool use) {
+        const aq_status status = aq.aq_torch_pool_use_on_oom(device, id.first, id.second, use ? 1 : 0);
+        if (use) check(status);
+        else if (status != AQ_OK) report("a pool serves other requests", status);
     }
+    void setUseOnOOM(DeviceIndex device, MempoolId_t id) { setUseOnOOM(device, id, true); }
     int getPoolUseCount(DeviceIndex device, MempoolId_t id) {
         int uses = 0;
         check(aq.aq_torch_pool_uses(device, id.first, id.second, &uses));
         return uses;
     }
+
+    // torch.multiprocessing: a tensor's block stays in place until it is freed, which PyTorch's reference counts put off until
+    // no process uses it.
+    ShareableHandle shareIpcHandle(void* memory) override {
+        ShareableHandle shared{0, std::string(AQ_TORCH_SHARE_BYTES, '\0')};
+        size_t offset = 0;
+        check(aq.aq_torch_share(memory, &shared.handle[0], &offset));
+        shared.offset = static_cast<ptrdiff_t>(offset);
+        return shared;
+    }
+    std::shared_ptr<void> getIpcDevPtr(std::string handle) override { return received().open(handle, current_device()); }
 
    private:
     // What the library counts from its beginning, as it was when PyTorch's counters were set to zero.

@@ -29,5 +29,9 @@ class CompanionError(RuntimeError):
         self.command, self.output = command, output
 
 
+class Asleep(RuntimeError):
+    """Memory that is paused cannot be used: resume it first."""
+
+
 class AlreadyInitialised(RuntimeError):
     """PyTorch has an allocator in use already, or this package has been installed: it cannot be changed any more."""

@@ -16,6 +16,8 @@ VERSION = (0, 3)
 DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
 STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
 READ, WRITE = 1, 2
+# What becomes of the contents of memory that is paused.
+KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED = 0, 1, 2
 
 
 class Options(ctypes.Structure):
@@ -90,6 +92,7 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_set_pinned_limit": (_status, [_u64, _u64, _to(_u64)]),
     "aq_device_stats": (_status, [_u64, _u32, _to(Stats)]),
     "aq_pinned_stats": (_status, [_u64, _u32, _to(Stats)]),
+    "aq_pinned_trim": (_status, [_u64, _u32, _u64, _to(_u64)]),
     "aq_snapshot": (_status, [_u64, _to(_ptr)]),
     "aq_memory_snapshot": (_status, [_u64, _u32, ctypes.c_char_p]),
     "aq_torch_setup": (_status, [_to(Options)]),
@@ -102,6 +105,14 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_torch_base_alloc": (_ptr, [_ptr, _to(ctypes.c_size_t)]),
     "aq_torch_memory_fraction": (_status, [ctypes.c_double, _int]),
     "aq_torch_reset": (_status, []),
+    "aq_torch_region": (_status, [ctypes.c_char_p]),
+    "aq_torch_pool_tag": (_status, [_int, _u64, _u64, ctypes.c_char_p]),
+    "aq_torch_pause": (_status, [_to(ctypes.c_char_p), _to(_u32), ctypes.c_size_t, _to(_u64)]),
+    "aq_torch_resume": (_status, [_to(ctypes.c_char_p), ctypes.c_size_t, _to(_u64)]),
+    "aq_torch_tag": (_status, [ctypes.c_char_p, _to(_u64), _to(_int)]),
+    "aq_torch_share": (_status, [_ptr, _ptr, _to(ctypes.c_size_t)]),
+    "aq_torch_receive": (_status, [_int, _ptr, ctypes.c_size_t, _to(_ptr)]),
+    "aq_torch_close": (_status, [_ptr]),
     "aq_sim_stream_create": (_status, [_u64, _u32, _to(_ptr)]),
     "aq_sim_stream_wait": (_status, [_u64, _u32, _ptr, _ptr]),
     "aq_sim_stream_synchronize": (_status, [_u64, _u32, _ptr]),
@@ -226,6 +237,32 @@ class Library:
         given = _u64()
         self.aq_trim(self.runtime(), device, keep, ctypes.byref(given))
         return given.value
+
+    def trim_pinned(self, device: int, keep: int = 0) -> int:
+        """Gives free pinned memory next to a device, above `keep` bytes, back to the kernel. Returns the bytes."""
+        given = _u64()
+        self.aq_pinned_trim(self.runtime(), device, keep, ctypes.byref(given))
+        return given.value
+
+    def pause(self, keep: dict[str, int]) -> int:
+        """Parks tags, with one of KEEP_... for each. Returns the bytes that went back to the devices."""
+        names = (ctypes.c_char_p * len(keep))(*(name.encode() for name in keep))
+        released = _u64()
+        self.aq_torch_pause(names, (_u32 * len(keep))(*keep.values()), len(keep), ctypes.byref(released))
+        return released.value
+
+    def resume(self, tags: list[str]) -> int:
+        """Resumes tags. Returns the bytes that were taken."""
+        names = (ctypes.c_char_p * len(tags))(*(name.encode() for name in tags))
+        taken = _u64()
+        self.aq_torch_resume(names, len(tags), ctypes.byref(taken))
+        return taken.value
+
+    def tag(self, tag: str) -> tuple[int, bool]:
+        """The bytes of device memory that a tag holds, and whether it is paused."""
+        held, paused = _u64(), _int()
+        self.aq_torch_tag(tag.encode(), ctypes.byref(held), ctypes.byref(paused))
+        return held.value, bool(paused.value)
 
     def snapshot(self) -> dict[str, Any]:
         """All that the runtime knows of itself."""

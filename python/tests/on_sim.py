@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import aquifer_torch  # noqa: E402
 from aquifer_torch import library as binding  # noqa: E402
+from sleep_on_sim import RegionTests  # noqa: E402
+from vllm_on_sim import VllmTests  # noqa: E402
 
 HEADER = HERE.parent.parent / "allocators/ffi/include/aquifer.h"
 MIB = 1 << 20
@@ -203,8 +206,12 @@ class TheBinding(unittest.TestCase):
                 aquifer_torch.Library(f"{at}/other.so")
 
 
-class TheProcess(unittest.TestCase):
-    """One runtime on one simulated device of 256 MiB, whose limit is 200."""
+class OneProcess:
+    """For tests in the process's one runtime, on one simulated device of 256 MiB, whose limit is 200."""
+
+    @property
+    def library(self):
+        return LIBRARY
 
     def stream(self):
         made = ctypes.c_void_p()
@@ -223,6 +230,8 @@ class TheProcess(unittest.TestCase):
         LIBRARY.aq_text_free(report)
         self.assertEqual(aquifer_torch.statistics(0)["allocation.all.current"], 0)
 
+
+class TheProcess(OneProcess, unittest.TestCase):
     def test_counts_what_is_out(self):
         memory = self.malloc(3 * MIB)
         found = aquifer_torch.statistics(0)
@@ -277,6 +286,107 @@ class TheProcess(unittest.TestCase):
             LIBRARY.aq_sim_touch(runtime, 0, home, again, MIB, binding.WRITE)
             LIBRARY.aq_torch_free(again, MIB, -1, None)
 
+    def share(self, memory):
+        handle, offset = ctypes.create_string_buffer(32), ctypes.c_size_t()
+        LIBRARY.aq_torch_share(memory, handle, ctypes.byref(offset))
+        return handle.raw, offset.value
+
+    def receive(self, handle):
+        memory = ctypes.c_void_p()
+        LIBRARY.aq_torch_receive(0, handle, len(handle), ctypes.byref(memory))
+        return memory.value
+
+    def test_a_block_is_mapped_by_its_handle_until_it_is_freed(self):
+        other, memory = self.malloc(3 * MIB), self.malloc(5 * MIB)
+        handle, offset = self.share(memory)
+        self.assertEqual((self.share(memory), self.share(memory + MIB), offset), ((handle, 0), (handle, MIB), 0))
+        self.assertNotEqual(self.share(other)[0], handle)
+        mapped = [self.receive(handle) for _ in range(3)]
+        self.assertEqual(len({memory, *mapped}), 4)
+        LIBRARY.aq_sim_touch(LIBRARY.runtime(), 0, None, mapped[0], 5 * MIB, binding.WRITE)
+        LIBRARY.aq_sim_stream_synchronize(LIBRARY.runtime(), 0, None)
+        for at in mapped:
+            LIBRARY.aq_torch_close(at)
+            with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_FOREIGN_BLOCK"):
+                LIBRARY.aq_torch_close(at)
+        for at in (memory, other):
+            LIBRARY.aq_torch_free(at, 0, -1, None)
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_FOREIGN_BLOCK.*has freed the memory"):
+            self.receive(handle)
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_FOREIGN_BLOCK"):
+            self.share(memory)
+        again = self.malloc(5 * MIB)
+        self.assertNotEqual(self.share(again)[0], handle, "another block at the same address is another")
+        LIBRARY.aq_torch_free(again, 0, -1, None)
+
+    def test_a_thousand_shares_leave_no_descriptor_open(self):
+        memory = self.malloc(40 * MIB)
+        before = None
+        for n in range(1000):
+            LIBRARY.aq_torch_close(self.receive(self.share(memory)[0]))
+            before = len(os.listdir("/proc/self/fd")) if n == 10 else before
+        self.assertLessEqual(len(os.listdir("/proc/self/fd")), before + 1)
+        LIBRARY.aq_torch_free(memory, 0, -1, None)
+
+    def test_what_is_no_handle_or_of_a_process_that_has_ended_is_refused(self):
+        memory = self.malloc(MIB)
+        handle, _ = self.share(memory)
+        for wrong in (b"", handle[:-1], handle + b"x", b"\x01" + handle[1:], os.urandom(64)):
+            with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_BAD_ARGUMENT.*not shared by aquifer"):
+                self.receive(wrong)
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_CLOSED.*has ended"):
+            self.receive(handle[:10] + os.urandom(14) + handle[24:])
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_FOREIGN_BLOCK"):
+            self.receive(handle[:24] + (1 << 60).to_bytes(8, "little"))
+        LIBRARY.aq_torch_free(memory, 0, -1, None)
+
+    def test_strangers_and_silent_connections_get_nothing_and_stop_no_one(self):
+        memory = self.malloc(MIB)
+        handle, _ = self.share(memory)
+        name = "\0aquifer-share-%d-%s" % (int.from_bytes(handle[4:8], "little"), handle[8:24].hex())
+        request = b"aqask\0\0\x01" + handle[24:]
+
+        def connected():
+            made = socket.socket(socket.AF_UNIX)
+            made.settimeout(20)
+            made.connect(name)
+            return made
+
+        with connected() as silent, connected() as wrong, connected() as gone:
+            wrong.sendall(b"x" * 16)
+            gone.sendall(request)
+            gone.close()
+            self.assertEqual(wrong.recv(100), b"")
+            LIBRARY.aq_torch_close(self.receive(handle))
+            self.assertEqual(silent.recv(100), b"")
+        if os.geteuid() == 0:
+            source = "import os, socket, sys; s = socket.socket(socket.AF_UNIX); os.setuid(65534); s.connect(sys.argv[1].replace('@', chr(0)))\n"
+            source += "try: s.sendall(bytes.fromhex(sys.argv[2])); print(s.recv(100))\nexcept OSError: print(b'')"
+            command = [sys.executable, "-c", source, name.replace("\0", "@"), request.hex()]
+            self.assertEqual(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), "b''")
+        LIBRARY.aq_torch_free(memory, 0, -1, None)
+
+    def test_a_forked_child_has_a_socket_of_its_own(self):
+        memory = self.malloc(MIB)
+        handle, _ = self.share(memory)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, self.share(memory)[0])
+            finally:
+                os._exit(0)
+        os.close(writer)
+        theirs = os.read(reader, 32)
+        os.close(reader)
+        os.waitpid(child, 0)
+        self.assertEqual(int.from_bytes(theirs[4:8], "little"), child)
+        self.assertEqual(int.from_bytes(handle[4:8], "little"), os.getpid())
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_CLOSED"):
+            self.receive(theirs)
+        LIBRARY.aq_torch_close(self.receive(handle))
+        LIBRARY.aq_torch_free(memory, 0, -1, None)
+
     def test_settings_come_once(self):
         with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_BUSY"):
             aquifer_torch.setup(driver=binding.DRIVER_SIM)
@@ -284,15 +394,23 @@ class TheProcess(unittest.TestCase):
             aquifer_torch.setup(driver=binding.DRIVER_SIM, limit=1.5)
 
 
+class Sleep(RegionTests, OneProcess, unittest.TestCase):
+    """Regions that are paused and resumed."""
+
+
+class VllmSleep(VllmTests, OneProcess, unittest.TestCase):
+    """vLLM's sleep mode."""
+
+
 class TheTestsOnAGpu(unittest.TestCase):
     """What can be seen of them without one."""
 
     def written(self):
         found = {}
-        for name in ("on_gpu", "graphs", "pools"):
+        for name in ("on_gpu", "graphs", "pools", "shared", "sleeping"):
             for node in ast.parse((HERE / f"{name}.py").read_text()).body:
                 if isinstance(node, ast.FunctionDef):
-                    groups = [mark.args[0].value for mark in node.decorator_list if getattr(mark.func, "id", "") == "of"]
+                    groups = [mark.args[0].value for mark in node.decorator_list if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "of"]
                     found.update({node.name: group for group in groups})
         return found
 

@@ -147,6 +147,43 @@ def pools_are_used_within_each_other_and_all_memory_comes_back():
 
 
 @of("pools")
+def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes_back_to_it():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    limit, _ = aquifer_torch.limit(0)
+    other, spare = torch.cuda.MemPool(), torch.cuda.MemPool(use_on_oom=True)
+    aquifer_torch.set_limit(aquifer_torch.statistics(0)["aquifer.physical"] + 84 * MIB, 0)
+    try:
+        held = []
+        for pool in (other, spare):
+            with torch.cuda.use_mem_pool(pool):
+                held.append(torch.empty(40 * MIB, dtype=torch.uint8, device="cuda"))
+        address = held[1].data_ptr()
+        with raises(torch.OutOfMemoryError):
+            torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        held.clear()
+        first = torch.full((30 * MIB,), 3, dtype=torch.uint8, device="cuda")
+        assert first.data_ptr() == address
+        with raises(torch.OutOfMemoryError):
+            torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        # A request of a pool's own work finds its own pool alone.
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()), raises(torch.OutOfMemoryError):
+            torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        assert (first.cpu() == 3).all().item()
+        del first
+        with torch.cuda.use_mem_pool(spare):
+            again = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        assert again.data_ptr() == address
+        del again, spare, pool
+        gc.collect()
+        torch.cuda.synchronize()
+        assert not torch.zeros(40 * MIB, dtype=torch.uint8, device="cuda").cpu().any(), "the pool is gone"
+    finally:
+        aquifer_torch.set_limit(limit, 0)
+
+
+@of("pools")
 def pools_may_be_emptied_by_several_threads_that_use_them():
     failed = []
 

@@ -1,6 +1,7 @@
 //! The budgets of a runtime's pools, and their parents.
 //!
 //! ```text
+//!   the ledger                      where the device or pinned memory is shared with other processes
 //!   the machine's memory            where a device has the host's for its own: what either takes, the other lacks
 //!   └─ what the outside leaves      where neighbours or the host are watched: a ceiling that moves with them
 //!      └─ the device, or pinned memory
@@ -29,6 +30,8 @@ pub(super) struct DeviceLimits {
     pub(super) budget: Option<Budget>,
     /// The limit of a budget to be created.
     pub(super) bytes: Option<u64>,
+    /// The root that claims from a ledger.
+    pub(super) shared: Option<Budget>,
 }
 
 impl ParentBudgets {
@@ -50,6 +53,11 @@ impl ParentBudgets {
         Ok(Self { shared, left })
     }
 
+    /// Returns whether a device has the host's memory for its own.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
     /// Returns the budget of a device's pool, or `None` if the pool creates its own, and the
     /// ceiling above all budgets of the device.
     pub(super) fn for_device(
@@ -60,7 +68,8 @@ impl ParentBudgets {
         watched: bool,
     ) -> Result<(Option<Budget>, Option<Ceiling>)> {
         const CEILING_NAME: &str = "the device beside its neighbours";
-        let shared = self.shared.as_ref().filter(|_| info.integrated);
+        let (ledger, machine) = (limits.shared.as_ref(), self.shared.as_ref());
+        let shared = ledger.or(machine.filter(|_| info.integrated));
         if let Some(own) = limits.budget {
             // An empty budget gets no ceiling, so that the pool sees it and refuses it.
             let ceiling =
@@ -74,6 +83,8 @@ impl ParentBudgets {
         };
         let bytes = match limits.bytes {
             Some(bytes) => bytes,
+            // Its own limit is that of the share.
+            None if ledger.is_some() => u64::MAX,
             None => free(driver, info)? / 5 * 4,
         };
         Ok((Some(above.child(info.device.name(), bytes)), ceiling))
@@ -85,9 +96,10 @@ impl ParentBudgets {
         &self,
         bytes: Option<u64>,
         watched: bool,
+        ledger: Option<&Budget>,
     ) -> (Budget, Option<Ceiling>) {
         const POOL_NAME: &str = "pinned memory";
-        let shared = self.shared.as_ref();
+        let shared = ledger.or(self.shared.as_ref());
         let bytes = bytes.unwrap_or(self.left / 2);
         let ceiling = watched.then(|| Ceiling::new(shared, "what the host has left"));
         let budget = match ceiling.as_ref().map(Ceiling::budget).or(shared) {

@@ -14,7 +14,7 @@ mod shown;
 
 use crate::first_gpu::{self, gpu};
 use aquifer::{
-    DeviceBuffer, DeviceId, Driver, MemoryError, Runtime, Stream,
+    DeviceBuffer, DeviceId, Driver, MemoryError, Runtime, RuntimeBuilder, Stream,
     cuda::{CudaDriver, Lend},
     sim::Sim,
 };
@@ -218,10 +218,15 @@ fn child_is_stressed_and_loses_a_device() {
     table.0.iter().for_each(|row| println!("{ROW}{row}"));
 }
 
+/// Returns a runtime whose policies see what is free now, not at a sample before.
+fn exact_runtime(builder: RuntimeBuilder) -> Runtime {
+    builder.sample_every(Duration::ZERO).build().unwrap()
+}
+
 #[test]
 fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     let _turn = first_gpu::turn();
-    let rt = Runtime::builder().device_budget(LIMIT).build().unwrap();
+    let rt = exact_runtime(Runtime::builder().device_budget(LIMIT));
     let ids: Vec<DeviceId> = rt.devices().iter().map(|pool| pool.device()).collect();
     if ids.len() < 2 {
         gpu::skip(format!("{} GPUs, two are needed", ids.len()));
@@ -240,7 +245,7 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     table.0.extend(said.lines().filter_map(|line| Some(line.split_once(ROW)?.1.to_owned())));
 
     // The context was lost with its process, but the GPU was not.
-    let rt = Runtime::builder().device_budget(LIMIT).build().unwrap();
+    let rt = exact_runtime(Runtime::builder().device_budget(LIMIT));
     let mut again = Table::default();
     each_policy(&rt, 64 * MIB, &mut again);
     assert_empty(&rt);
@@ -261,7 +266,7 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
 fn what_the_table_shows_holds_on_a_simulated_fleet() {
     let mut table = Table::default();
     let sim = Sim::h200(2);
-    let rt = Runtime::builder().driver(sim.driver()).device_budget(64 * MIB).build().unwrap();
+    let rt = exact_runtime(Runtime::builder().driver(sim.driver()).device_budget(64 * MIB));
     each_policy(&rt, 4 * MIB, &mut table);
     let driver: Arc<dyn Driver> = sim.driver();
     copies(&driver, &[DeviceId(0), DeviceId(1)], 4 * MIB, &mut table);
@@ -272,7 +277,7 @@ fn what_the_table_shows_holds_on_a_simulated_fleet() {
         devices: 24 * MIB,
         process: 32 * MIB,
         tenant: 12 * MIB,
-        longest: Duration::from_secs(4),
+        longest: Duration::from_secs(1),
     };
     let fill = |_: usize, s: &Stream, x: &mut DeviceBuffer<u32>, number: u32| s.fill(x, number);
     stress(sim.driver(), &scale, &fill, |device| sim.lose_device(device), &mut table);

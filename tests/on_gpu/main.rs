@@ -20,5 +20,6 @@ mod parts;
 mod pinned;
 mod placement;
 mod pressure;
+mod sharing;
 mod stable;
 mod stager;

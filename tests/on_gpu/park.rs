@@ -1,11 +1,11 @@
 //! Tests of parked memory on a real GPU.
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
-#![expect(unsafe_code, reason = "parks what nobody is about to use")]
+#![expect(unsafe_code, reason = "parks what no work is about to use")]
 
 use crate::first_gpu::{self, RuntimeInTurn};
 use aquifer::{
     Access, Budget, DeviceBuffer, DevicePool, MemoryError, Operand, Park, Parkable, PoolConfig,
-    Stream, Tag, device::ParkReport,
+    Stream, Tag,
 };
 
 const MIB: usize = 1 << 20;
@@ -24,7 +24,7 @@ fn pool(limit: u64) -> Option<(RuntimeInTurn, DevicePool)> {
     Some((rt, pool))
 }
 
-fn park(pool: &DevicePool, tag: Tag, how: Park) -> Result<ParkReport, MemoryError> {
+fn park(pool: &DevicePool, tag: Tag, how: Park) -> Result<aquifer_device::ParkReport, MemoryError> {
     // SAFETY: 1. and 2. one thread queues work for the tag's blocks, and has queued all of it.
     unsafe { pool.park(tag, how) }
 }

@@ -124,7 +124,12 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     // 20 GiB of an H200.
     let bytes = (total / 7).min(20 * GIB);
     let keep_free = bytes + bytes / 10;
-    let rt = Runtime::builder().device_budget(total).keep_free(keep_free).build().unwrap();
+    let mut builder = Runtime::builder().device_budget(total).keep_free(keep_free);
+    // A pool that is announced has whole allocations, and to free one waits for the device.
+    if env::var_os("AQUIFER_NVTX").is_some_and(|value| value == "1") {
+        builder = builder.keep_free_may_stall();
+    }
+    let rt = builder.build().unwrap();
     let pool = rt.device(0).unwrap();
     let driver = pool.driver().clone();
     let stream = pool.stream().unwrap();
@@ -149,6 +154,13 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     // Short kernels, each waited for, in three parts: before, while and after a neighbour needs
     // memory.
     let part = AtomicU32::new(0);
+    /// Ends the kernels, also if a neighbour fails.
+    struct End<'a>(&'a AtomicU32);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(3, Ordering::Relaxed);
+        }
+    }
     let (mut laps, (first, second)) = thread::scope(|scope| {
         let working = scope.spawn(|| {
             let own = pool.stream().unwrap();
@@ -169,12 +181,13 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
             part.store(part_now, Ordering::Relaxed);
             thread::sleep(Duration::from_millis(500));
         };
+        let end = End(&part);
         wait(0);
         part.store(1, Ordering::Relaxed);
         let first = neighbours[0].take();
         let second = neighbours[1].take();
         wait(2);
-        part.store(3, Ordering::Relaxed);
+        drop(end);
         (working.join().unwrap(), (first, second))
     });
     println!("first neighbour: {} after {:?}, refused {} times", Bytes(bytes), first.0, first.1);

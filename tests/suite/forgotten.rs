@@ -7,7 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 
-use crate::support::{MIB, assert_silent, runtime};
+use crate::support::{assert_silent, runtime};
 use aquifer::{
     Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf,
     PlacementRequest, Policy, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
@@ -15,6 +15,8 @@ use aquifer::{
 use std::mem::forget;
 
 const SEEDS: std::ops::Range<u64> = 0..12;
+/// Bytes of each buffer.
+const BYTES: usize = 64 << 10;
 
 struct Rig {
     sim: Sim,
@@ -33,14 +35,14 @@ impl Rig {
     }
 
     fn buffer(&self, stream: &Stream) -> DeviceBuffer<u8> {
-        let mut x = self.rt.devices()[0].buffer(stream, MIB).unwrap();
+        let mut x = self.rt.devices()[0].buffer(stream, BYTES).unwrap();
         stream.fill(&mut x, 1).unwrap();
         x
     }
 
     fn pinned(&self) -> PinnedVec<u8, PinnedAllocator> {
-        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
-        bytes.resize(MIB, 1);
+        let mut bytes = PinnedVec::with_capacity_in(BYTES, self.rt.pinned_near(0).allocator());
+        bytes.resize(BYTES, 1);
         bytes
     }
 
@@ -104,7 +106,7 @@ fn control_a_copy_without_a_flight_is_reported() {
         let from = std::ptr::NonNull::from(&mut v[0]);
         // SAFETY: 1. the chunk that contains it stays mapped. 2. deliberately broken: the vector is
         // freed.
-        unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }
+        unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, BYTES) }
             .unwrap();
         drop(v);
     };
@@ -162,7 +164,7 @@ fn a_part_that_is_lent() {
 fn parts_beside_each_other_that_are_lent() {
     forgetting(|rig| {
         let mut x = rig.buffer(&rig.s);
-        let mut chunks = x.chunks_mut(MIB / 4).unwrap();
+        let mut chunks = x.chunks_mut(BYTES / 4).unwrap();
         let (mut a, mut b) = (chunks.next().unwrap(), chunks.next().unwrap());
         a.order_mut(rig.u.raw(), None, Access::Write).unwrap();
         b.order_mut(rig.s.raw(), None, Access::Write).unwrap();
@@ -179,11 +181,11 @@ fn a_block_or_a_buffer() {
         let mut y = rig.buffer(&rig.u);
         rig.u.copy(&x, &mut y).unwrap();
         forget(x);
-        let block = rig.rt.devices()[0].alloc(&rig.s, Request::bytes(MIB as u64)).unwrap();
+        let block = rig.rt.devices()[0].alloc(&rig.s, Request::bytes(BYTES as u64)).unwrap();
         rig.kernel(&rig.s, block.range(), Access::Write);
         forget(block);
         let live = rig.rt.devices()[0].stats().requested;
-        assert_eq!(live, 3 * MIB as u64, "leaked, and counted");
+        assert_eq!(live, 3 * BYTES as u64, "leaked, and counted");
     });
 }
 
@@ -224,7 +226,7 @@ fn a_scope_inside_out() {
             Box::new(7)
         });
         forget(returned);
-        rig.sim.host_write(up.as_ptr().addr() as u64, MIB as u64);
+        rig.sim.host_write(up.as_ptr().addr() as u64, BYTES as u64);
         up.fill(2);
     });
 }
@@ -235,9 +237,9 @@ fn a_lease_of_a_device_and_what_is_drawn_from_it() {
         let lease = rig
             .rt
             .placer(Policy::MostFree)
-            .place(&PlacementRequest::bytes(4 * MIB as u64))
+            .place(&PlacementRequest::bytes(4 * BYTES as u64))
             .unwrap();
-        let mut x: DeviceBuffer<u8> = lease.buffer(&rig.s, MIB).unwrap();
+        let mut x: DeviceBuffer<u8> = lease.buffer(&rig.s, BYTES).unwrap();
         rig.u.fill(&mut x, 3).unwrap();
         drop(x);
         let budget = rig.rt.devices()[0].budget().remaining();
@@ -259,7 +261,7 @@ fn a_charge_and_a_reservation() {
 fn a_pinned_buffer_under_a_copy() {
     forgetting(|rig| {
         let mut x = rig.buffer(&rig.s);
-        let buffer = PinnedBuf::<u8>::new_in(rig.rt.pinned_near(0), MIB).unwrap();
+        let buffer = PinnedBuf::<u8>::new_in(rig.rt.pinned_near(0), BYTES).unwrap();
         let flight = rig.s.upload(buffer, &mut x).unwrap();
         forget(flight);
         forget(rig.pinned());
@@ -274,7 +276,7 @@ fn a_frame_whose_memory_a_copy_reads() {
         for _ in 0..5 {
             let frame = frames.next().unwrap();
             let mut batch = PinnedVec::new_in(frame.arena());
-            batch.resize(MIB, 4u8);
+            batch.resize(BYTES, 4u8);
             forget(rig.s.upload(batch, &mut x).unwrap());
             forget(frame);
         }

@@ -13,6 +13,7 @@ mod placement;
 mod planes;
 mod pressure;
 mod runtime;
+mod sharing;
 mod sources;
 mod stress;
 #[path = "../support/mod.rs"]

@@ -22,9 +22,11 @@
 //! | `holding` | [`Holding`]: live bytes of a tag |
 //! | `level` | [`Level`], [`Levels`] and their thresholds |
 //! | `hooks` | lists of registered hooks, and their calls |
+//! | `capacity` | [`CapacitySource`]: what a shared root claims from |
 //! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
 //! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
+//! | `shared` | [`Budget::shared`]: claims, and waiters of several processes |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`], [`StrandedCount`] |
 //! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
@@ -67,6 +69,7 @@
 //! 6. Bytes that could not be freed stay charged until they are freed.
 
 mod admission;
+pub(crate) mod capacity;
 mod charge;
 #[doc(hidden)]
 pub mod forks;
@@ -82,10 +85,12 @@ pub(crate) mod reclaimer;
 mod refusal;
 mod registration;
 mod reserve_all;
+mod shared;
 mod spin_lock;
 mod tree;
 mod wait;
 
+pub use capacity::CapacitySource;
 pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
 pub use holding::Holding;
 pub use lease::{BudgetLease, Leased};
@@ -229,8 +234,11 @@ impl Budget {
     /// of leases are not included, but a charge can take them too.
     #[must_use]
     pub fn remaining(&self) -> u64 {
-        let _guard = self.node.tree.lock.lock();
-        self.node.room(self.node.priority.load(Relaxed))
+        let room = {
+            let _guard = self.node.tree.lock.lock();
+            self.node.room(self.node.priority.load(Relaxed))
+        };
+        self.node.tree.source().map_or(room, |source| room.min(source.room()))
     }
 
     /// Returns an estimate of [`Budget::remaining`] without taking the tree's lock.

@@ -45,8 +45,8 @@ pub struct PoolStats {
     /// while a graph may be launched. Its live blocks count in `live` too, and its freed blocks
     /// that other streams may still use in `pending` too.
     pub graphs: u64,
-    /// The maximum of `requested`. If each stream counts separately, this is the sum of their
-    /// peaks, which is an upper bound.
+    /// The maximum of `requested`, of all streams together. A device pool with several streams
+    /// reports up to 1 MiB more for each of them that has live blocks, and never less.
     pub peak_requested: u64,
     /// The maximum of `live`, counted like `peak_requested`.
     pub peak_live: u64,

@@ -12,13 +12,14 @@
 //! | the wait queue: entry during a reclaim | `reclaimed_bytes_reach…` |
 //! | leases: spare, and waited for or over a limit | `spare_bytes_of_a_lease…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
+//! | a shared root: claimed, charged, released | `what_a_shared_root…` |
 //! | levels: reported one at a time | `the_last_reported_level…` |
 //! | a ring of events: filled and emptied at once | `an_event_of_a_ring…` |
 #![cfg(loom)]
 
 use aquifer_core::{
     Action, Budget, Charge, Event, EventSink, Tag,
-    budget::{Level, LevelChange, Levels, Offer, Reclaim},
+    budget::{CapacitySource, Level, LevelChange, Levels, Offer, Reclaim},
     event::{BlockKind, MemoryLocation, RingSink},
 };
 use loom::{sync::Mutex, thread};
@@ -306,5 +307,49 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
         ring.record(&event(3));
         let seen = seen + check(ring.take());
         assert_eq!(seen + ring.dropped(), 3);
+    });
+}
+
+/// What all processes have left.
+struct Left(Mutex<u64>);
+
+impl CapacitySource for Left {
+    fn claim(&self, bytes: u64) -> Result<(), u64> {
+        let mut left = self.0.lock().unwrap();
+        *left = left.checked_sub(bytes).ok_or(*left)?;
+        Ok(())
+    }
+
+    fn release(&self, bytes: u64) {
+        *self.0.lock().unwrap() += bytes;
+    }
+
+    fn room(&self) -> u64 {
+        *self.0.lock().unwrap()
+    }
+
+    fn shortfall(&self, bytes: u64) -> u64 {
+        bytes.saturating_sub(self.room())
+    }
+}
+
+#[test]
+fn what_a_shared_root_does_not_use_is_back_at_its_source() {
+    model(|| {
+        let left = Arc::new(Left(Mutex::new(100)));
+        let root = Budget::shared("root", 80, left.clone());
+        let most = root.charge(50).unwrap();
+        let other = {
+            let root = root.clone();
+            thread::spawn(move || root.charge(40).ok())
+        };
+        drop(most);
+        let own = root.charge(60).ok();
+        let other = other.join().unwrap();
+        let used = own.as_ref().map_or(0, Charge::bytes) + other.as_ref().map_or(0, Charge::bytes);
+        assert!(used == root.used() && used <= 80);
+        assert_eq!(left.room(), 100 - used);
+        drop((own, other));
+        assert_eq!(left.room(), 100);
     });
 }

@@ -6,6 +6,7 @@ use crate::{
         lazy_box::LazyBox,
         pending::{DeferredFree, PendingWork},
     },
+    physical::handle::Handle,
     stream_cache::{BlockToken, CacheRef},
 };
 use aquifer_core::{
@@ -85,6 +86,12 @@ pub(crate) trait ReleaseBlock: Send + Sync {
     fn before_release(&self, _address: u64) {}
 
     fn release(&self, block: DeferredFree);
+
+    /// Returns the handles behind a range of a live block, and the offset of the range in the
+    /// first. `None` for memory that other processes cannot map.
+    fn handles(&self, _address: u64, _bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {
+        None
+    }
 
     /// Keeps a block while its address is raw, or returns it, to be kept in the table of all blocks
     /// that belong to no cache.
@@ -330,7 +337,7 @@ impl TrackUses for Block {
 }
 impl BlockOwner {
     /// Returns the streams of the block's pool.
-    fn streams(&self) -> Result<StreamPool> {
+    pub(crate) fn streams(&self) -> Result<StreamPool> {
         match self {
             Self::Cache(CacheRef { cache, .. }) => cache.streams().ok_or(MemoryError::Closed),
             Self::Driver(driver_block) => Ok(driver_block.streams.clone()),

@@ -205,7 +205,8 @@ struct QuarantinedBlock {
 }
 
 impl CheckedPool {
-    /// Creates the checks, with a stream to read blocks back on if they need one.
+    /// Creates the checks, with a stream to read blocks back on if they need one. What users have
+    /// is counted in `own`.
     ///
     /// # Errors
     /// The driver's, for that stream.
@@ -215,8 +216,8 @@ impl CheckedPool {
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         recorder: Option<Arc<Recorder>>,
-        waits: bool,
-        wait: Duration,
+        own: LiveUsage,
+        (waits, wait): (bool, Duration),
     ) -> Result<Arc<Self>> {
         let device = streams.device();
         let listing = Arc::new(LiveBlockList::new(settings.backtraces));
@@ -250,7 +251,7 @@ impl CheckedPool {
                 returned: 0,
                 freed: FreedAddresses::default(),
                 closed: false,
-                own: LiveUsage::default(),
+                own,
             }),
             registration: OnceLock::new(),
         }))
@@ -392,22 +393,20 @@ impl CheckedPool {
         self.state().returned += capacity;
     }
 
-    /// Sets the peaks to what the users hold now.
-    pub(crate) fn reset_peaks(&self) {
-        self.state().own.reset_peaks();
-    }
-
     /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
     /// blocks with the counters here.
     pub(crate) fn stats(&self) -> PoolStats {
-        let mut users = PoolStats::default();
-        self.state().own.add_to(&mut users);
-        let users = users + self.source.unchecked_stats();
+        let mut users = self.source.unchecked_stats();
+        let peak = {
+            let state = self.state();
+            state.own.add_to(&mut users);
+            state.own.peak()
+        };
         let mut stats = self.source.stats();
         // Memory that is held through the checks and has no user is pending.
         stats.pending += stats.live.saturating_sub(users.live);
         (stats.live, stats.requested) = (users.live, users.requested);
-        (stats.peak_live, stats.peak_requested) = (users.peak_live, users.peak_requested);
+        peak.set_in(&mut stats);
         (stats.blocks, stats.allocations) = (users.blocks, users.allocations);
         stats.frees = users.frees;
         stats

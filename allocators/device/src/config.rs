@@ -116,8 +116,12 @@ pub struct PoolConfig {
     /// pool's device among its [peers](aquifer_driver::DeviceInfo::peers). Default: none.
     pub peers: Vec<DeviceId>,
     /// The handle types that stable blocks can be exported as. No memory can be made exportable
-    /// later, so it is set here. All other memory of the pool cannot be exported. Default: none.
+    /// later, so it is set here. Default: none.
     pub export: ExportTypes,
+    /// Creates all memory so that other processes of this machine can map it
+    /// ([`DevicePool::share`](crate::DevicePool::share)), where the device and the system support
+    /// it. No memory can be made so later. Default: `false`.
+    pub shareable: bool,
     /// Maximum number of streams leased at once.
     pub streams: u32,
     /// Makes each block an allocation of its own from the driver. This is slow, but visible to
@@ -146,6 +150,7 @@ impl Default for PoolConfig {
             stream_cache: u64::MAX,
             peers: Vec::new(),
             export: ExportTypes::NONE,
+            shareable: false,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
             whole_allocations: false,
@@ -160,6 +165,11 @@ impl PoolConfig {
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
         Self { budget: Some(budget), ..Self::default() }
+    }
+
+    /// Returns what memory that is not asked to be exportable is created for.
+    pub(crate) fn default_export(&self, supported: ExportTypes) -> ExportTypes {
+        if self.shareable && supported.posix_fd { ExportTypes::POSIX_FD } else { ExportTypes::NONE }
     }
 
     /// Returns the devices that mappings grant access to, the pool's own first.

@@ -71,7 +71,10 @@ pub(crate) struct DedicatedPool {
     /// Whether blocks come from `cuMemAlloc`: on devices without virtual memory, and in bypass
     /// mode, where memory checkers must see them.
     plain: bool,
+    /// What stable blocks can be exported as.
     pub(crate) export: ExportTypes,
+    /// What all memory can be exported as besides, if the system allows it.
+    default_export: ExportTypes,
     held: Arc<HeldBytes>,
     recorder: Option<Arc<Recorder>>,
     observed: bool,
@@ -135,6 +138,7 @@ impl DedicatedPool {
         info: &DeviceInfo,
         config: &PoolConfig,
         accessors: Arc<[DeviceId]>,
+        live: LiveUsage,
         status: Option<Arc<PoolSlot>>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
@@ -153,13 +157,17 @@ impl DedicatedPool {
                 || (config.bypass && config.export == ExportTypes::NONE)
                 || config.whole_allocations,
             export: config.export,
+            default_export: config.default_export(info.export_types),
             held: Arc::default(),
             recorder: config.recorder.clone(),
             observed: driver.observer().is_some(),
             generations: AtomicU64::new(1),
             announced: AtomicU64::new(0),
             completions: AtomicU64::new(0),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                usage: DedicatedUsage { live, ..Default::default() },
+                ..Default::default()
+            }),
             status,
             part: OnceLock::new(),
         })
@@ -208,6 +216,7 @@ impl DedicatedPool {
             part.publish(|| {
                 let mut stats = PoolStats::default();
                 self.add_usage(usage, &mut stats);
+                usage.live.peak().set_in(&mut stats);
                 PoolFigures { stats, ..PoolFigures::default() }
             });
         }
@@ -228,12 +237,6 @@ impl DedicatedPool {
         stats.reaped += a.reaped;
         stats.physical += self.held.now();
         stats.peak_physical += self.held.peak();
-    }
-
-    /// Sets the peaks to what is held now.
-    pub(crate) fn reset_peaks(&self) {
-        self.update_usage(|a| a.live.reset_peaks());
-        self.held.reset_peak();
     }
 
     /// Returns the live bytes.
@@ -283,13 +286,14 @@ impl DedicatedPool {
         Ok(Arc::new(Span::mapped(self.span_context(), kind, address, bytes, slot)))
     }
 
-    /// Creates a physical handle for one slot of a span.
+    /// Creates a physical handle that can be exported at least as `required`.
     pub(crate) fn handle(
         &self,
         charge: Charge,
-        types: ExportTypes,
+        required: ExportTypes,
     ) -> Result<Arc<Handle>, HandleError> {
-        Handle::create_exportable(&self.driver, self.device, types, charge, &self.held)
+        let types = (required, required.and(self.default_export));
+        Handle::create(&self.driver, self.device, types, charge, &self.held)
             .map_err(|(error, _)| HandleError::Driver(error))
     }
 
@@ -341,6 +345,41 @@ impl DedicatedPool {
                 Err(error)
             }
         }
+    }
+
+    /// Maps imported handles of these sizes, `bytes` in all, one behind the other at addresses of
+    /// their own. On failure nothing stays mapped, except for what the driver refuses to unmap.
+    pub(crate) fn map_imported(
+        &self,
+        kind: BlockKind,
+        parts: Vec<(u64, Arc<Handle>)>,
+        bytes: u64,
+    ) -> Result<Arc<Span>, aquifer_core::DriverError> {
+        let address = self.driver.address_reserve(self.device, bytes, self.granularity)?;
+        let span = Arc::new(Span::mapped(self.span_context(), kind, address, bytes, bytes));
+        match span.map_imported(parts) {
+            Ok(()) => Ok(span),
+            Err(error) => {
+                span.close();
+                self.enqueue_retiring(&span);
+                self.reap_nonblocking();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for the device and releases a span that its owner has freed. Returns whether it is
+    /// released. Not while a capture is announced.
+    pub(crate) fn release_now(&self, span: &Arc<Span>) -> Result<bool> {
+        for (timeline, epoch) in span.retiring_work() {
+            timeline.fence(epoch)?;
+        }
+        span.require_synchronize();
+        if self.announced.load(Ordering::Relaxed) > 0 {
+            return Ok(false);
+        }
+        span.synchronize_if_required()?;
+        self.reap_span(span).refused.map_or(Ok(span.is_over()), Err)
     }
 
     /// Maps handles at empty slots of a span. On failure nothing stays mapped, except for what the

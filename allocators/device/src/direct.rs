@@ -3,7 +3,10 @@
 
 use crate::{
     Block,
-    base::{pending::DeferredFree, usage::TagHoldings},
+    base::{
+        pending::DeferredFree,
+        usage::{LiveUsage, TagHoldings},
+    },
     driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
@@ -40,18 +43,21 @@ impl Direct {
         Self { allocator: DriverAllocator::new(source, driver, streams) }
     }
 
-    /// As [`Direct::new`], for a pool whose figures include these. They are shown in `status`, or
-    /// by the pool itself.
+    /// As [`Direct::new`], for a pool whose figures include these. They are counted in `usage`, and
+    /// shown in `status` or by the pool itself.
     pub(crate) fn of_pool(
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         budget: &Budget,
+        usage: LiveUsage,
         status: Option<PoolSlot>,
     ) -> Self {
         let budget = Some(budget.clone());
         let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
         let by_tag = Some(TagHoldings::default());
-        Self { allocator: DriverAllocator::with_status(source, driver, streams, status, by_tag) }
+        let allocator =
+            DriverAllocator::with_status(source, driver, streams, status, usage, by_tag);
+        Self { allocator }
     }
 }
 

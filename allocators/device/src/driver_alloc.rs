@@ -154,6 +154,7 @@ impl State {
     fn stats(&self) -> PoolStats {
         let mut stats = PoolStats::default();
         self.usage.add_to(&mut stats);
+        self.usage.peak().set_in(&mut stats);
         (stats.pending, stats.failures) = (self.pending, self.failures);
         (stats.physical, stats.peak_physical) = (self.physical, self.peak_physical);
         if let Some(reserved) = self.reserved {
@@ -173,21 +174,24 @@ impl<S: DriverSource> DriverAllocator<S> {
         let info = driver.device_info(streams.device()).ok();
         let status = info
             .map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, source.name())));
-        let allocator = Self::with_status(source, driver, streams, status, None);
+        let usage = LiveUsage::default();
+        let allocator = Self::with_status(source, driver, streams, status, usage, None);
         allocator.publish(&allocator.state());
         allocator
     }
 
-    /// Creates an allocator with this slot, which counts in `by_tag` if there is one.
+    /// Creates an allocator with this slot, which counts in `usage`, and in `by_tag` if there is
+    /// one.
     pub(crate) fn with_status(
         source: S,
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         status: Option<PoolSlot>,
+        usage: LiveUsage,
         by_tag: Option<TagHoldings>,
     ) -> Arc<Self> {
         let observed = driver.observer().is_some();
-        let state = Mutex::new(State { by_tag, ..State::default() });
+        let state = Mutex::new(State { usage, by_tag, ..State::default() });
         let generations = AtomicU64::new(1);
         Arc::new_cyclic(|weak_self| Self {
             source,

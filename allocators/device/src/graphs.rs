@@ -77,10 +77,11 @@ pub use announcement::Announced;
 pub use graph::{Captured, Graph};
 
 use crate::{
-    Block, DevicePool, Request, request::ValidateRequest, stream_cache::close::sweep_released,
+    Block, DevicePool, Request, park::tagged::TaggedMemory, request::ValidateRequest,
+    stream_cache::close::sweep_released,
 };
 use announcement::AnnouncedStreams;
-use aquifer_core::{PoolStats, Result};
+use aquifer_core::{PoolStats, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::Stream;
 use memory::GraphMemory;
@@ -147,7 +148,61 @@ impl DevicePool {
         let _site = site::enter();
         sweep_released();
         self.core().dedicated.reap_nonblocking();
-        Ok(GraphPool { pool: self.clone(), memory: GraphMemory::new(self.core())? })
+        Ok(GraphPool { pool: self.clone(), memory: GraphMemory::new(self.core(), Tag::NONE)? })
+    }
+
+    /// Like [`DevicePool::graph_pool`], for memory that is [parked](DevicePool::park) and resumed
+    /// with `tag`: graphs that were captured before can be launched after a resume. Contents are
+    /// saved of live blocks only, since a graph writes its temporaries before it reads them.
+    ///
+    /// While an announcement is open, the tag cannot be parked. While it is parked, new blocks and
+    /// [`Graph::launch`] fail with [`MemoryError::Parked`](aquifer_core::MemoryError::Parked). Other launches must not happen.
+    ///
+    /// ```
+    /// use aquifer_core::{MemoryError, Tag};
+    /// use aquifer_device::{DeviceBuffer, DevicePool, Park, PoolConfig};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let sim = Sim::h200(1);
+    /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+    /// let (stream, tag) = (pool.stream()?, Tag::named("graphs of a server"));
+    /// let graphs = pool.parkable_graph_pool(tag)?;
+    /// # #[expect(unsafe_code, reason = "promises what the graph touches")]
+    /// // SAFETY: 1. and 2. the work touches only blocks of the graph pool.
+    /// let (graph, out) = unsafe {
+    ///     graphs.capture(&stream, |s| {
+    ///         let mut out: DeviceBuffer<u8> = pool.buffer(s, 4096)?;
+    ///         s.fill(&mut out, 7)?;
+    ///         Ok(out)
+    ///     })
+    /// }?;
+    /// # #[expect(unsafe_code, reason = "parks what nothing uses")]
+    /// // SAFETY: 1. and 2. no work is about to be queued.
+    /// unsafe { pool.park(tag, Park::discard()) }?;
+    /// assert_eq!((pool.stats().physical, graph.launch(&stream)), (0, Err(MemoryError::Parked { tag })));
+    /// pool.resume(tag, None)?;
+    /// graph.launch(&stream)?;
+    /// let mut back = vec![0; 4096];
+    /// stream.try_scope(|c| c.download(&out, &mut back))?;
+    /// assert_eq!(back, [7; 4096]);
+    /// assert!(sim.violations().is_empty());
+    /// # Ok::<(), MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::Unsupported`](aquifer_core::MemoryError::Unsupported) on devices without virtual memory mapping;
+    /// [`MemoryError::Parked`](aquifer_core::MemoryError::Parked) while other memory of the tag is
+    /// parked; the driver's.
+    #[track_caller]
+    pub fn parkable_graph_pool(&self, tag: Tag) -> Result<GraphPool> {
+        let _site = site::enter();
+        let core = self.core();
+        let parkable = core.parkable_pools(tag)?;
+        sweep_released();
+        core.dedicated.reap_nonblocking();
+        let memory = GraphMemory::new(core, tag)?;
+        let tagged: Arc<dyn TaggedMemory> = memory.clone();
+        parkable.add_other(&tagged);
+        Ok(GraphPool { pool: self.clone(), memory })
     }
 }
 
@@ -247,11 +302,40 @@ impl GraphPool {
         Ok(block)
     }
 
+    /// Allocates a block from the free memory of this pool alone, for work on `stream` that is not
+    /// captured: memory of last resort, when [`DevicePool::alloc`] finds none. When it is freed,
+    /// the memory is this pool's again. Never blocks and takes no memory from the driver.
+    ///
+    /// Returns `None` if no free range is large enough, if `stream` captures, or if the pool has a
+    /// graph whose launches are not recorded, since every launch may write free memory.
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc`] for an invalid request, or a limit of its tag; the driver's.
+    #[track_caller]
+    pub fn alloc_free(&self, stream: &Stream, request: Request) -> Result<Option<Block>> {
+        let _site = site::enter();
+        let core = self.pool.core();
+        let request = request.checked()?;
+        let of_tag = core.charge_tag(stream, &request)?;
+        let Some(mut block) = self.memory.allocate_free(stream, request)? else {
+            return Ok(None);
+        };
+        core.list_for_leaks(&mut block, None);
+        block.count_for_tag(of_tag);
+        Ok(Some(block))
+    }
+
     /// Returns the pool's statistics. `physical` is all of its memory, `cached` what later captures
     /// may use.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.memory.stats()
+    }
+
+    /// Returns the tag that its memory is parked with; [`Tag::NONE`] if it is never parked.
+    #[must_use]
+    pub fn tag(&self) -> Tag {
+        self.memory.tag()
     }
 
     /// Returns the device pool.

@@ -8,6 +8,7 @@
 //! | [`DeviceBuffer`] | a block with elements of one type |
 //! | [`DeviceArena`] | a block that is allocated in parts, and reset as a whole |
 //! | [`StableBlock`] | a block at a permanent address, whose memory never moves; can be exported |
+//! | [`SharedBlock`], [`ReceivedBlock`] | a block sent to another process, and its mapping there |
 //! | [`GraphPool`], [`Graph`] | memory of CUDA graphs, which is theirs while they can be launched |
 //! | [`Reserved`] | elements at permanent addresses, whose memory is committed and released |
 //! | [`Allocating`] | a request that waits for room as a future |
@@ -239,6 +240,7 @@ mod graphs;
 mod limits;
 mod pages;
 mod park;
+mod peaks;
 mod physical;
 mod pool;
 mod pool_core;
@@ -277,13 +279,15 @@ pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
 pub use graphs::{Announced, Captured, Graph, GraphPool};
 pub use pages::{DevicePages, ForeignPages, PageRun};
-pub use park::{Elsewhere, Park, ParkReport, Parkable, ResumeReport};
+pub use park::{Elsewhere, Park, ParkReport, Parkable, PendingPark, PendingResume, ResumeReport};
 pub use pool::DevicePool;
 pub use request::MAX_ALIGN;
 pub use reserved::Reserved;
 pub use resource::Resource;
 pub use source::{Dependencies, RangeSource, SourcePool};
-pub use stable::{AddressRegistration, Exported, StableBlock};
+pub use stable::{
+    AddressRegistration, Exported, ReceivedBlock, ShareError, SharedBlock, StableBlock, check_peer,
+};
 pub use stream_ordered::StreamOrdered;
 pub use tenants::Tenant;
 pub use waiting::Allocating;

@@ -23,6 +23,9 @@
 //! including the free parts between its blocks, and none of other tags. The tag's other memory, in
 //! the caches or stable or reserved, stays and is reported.
 //!
+//! Memory of graphs is parked with a tag too, if it comes from
+//! [`DevicePool::parkable_graph_pool`].
+//!
 //! # What a parked block is
 //! The owner keeps its token, with the same address. Every use of it fails with
 //! [`MemoryError::Parked`]: `order`, `prepare`, a copy, a fill, a launch, a recorded use. So does a
@@ -38,6 +41,10 @@
 //! resume waits too, so that everything queued after it finds the contents. A prepared use that is
 //! not finished is [`Busy`](aquifer_core::MemoryError::Busy).
 //!
+//! # Several tags as one
+//! [`DevicePool::begin_park`] and [`DevicePool::begin_resume`] do what can fail. Their results
+//! complete it, or undo it when they are dropped.
+//!
 //! # Failures
 //! A park that fails changes nothing. Handles that the driver refuses to unmap at its end stay
 //! charged, are reported, and are retried by the pool's next slow path or trim. A resume that
@@ -45,140 +52,41 @@
 //! the pool is closed, blocks that are parked stay so for good.
 
 mod parkable;
-mod saved;
+pub(crate) mod saved;
+mod settings;
 mod suspend;
+pub(crate) mod tagged;
 
 pub(crate) use parkable::ParkablePool;
+pub use settings::{Elsewhere, Park, ParkReport, ResumeReport};
+pub(crate) use settings::{Phase, QUIESCE_POLL};
+pub use tagged::{PendingPark, PendingResume};
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request,
-    base::{released::Released, waits::begin_request},
+    base::{
+        released::Released,
+        waits::{begin_request, deadline},
+    },
     pool_core::{PoolCore, PoolHook},
     request::ValidateRequest,
 };
-use allocator_api2::alloc::Allocator;
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
-use aquifer_driver::site;
+use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::{Stream, Timeline};
 use bytemuck::Pod;
 use std::{
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    time::{Duration, Instant},
+    time::Instant,
 };
+use tagged::TaggedMemory;
 
 /// The size of a slot in bytes, if the pool sets none and memory is ample. At this size, 1 GiB is
 /// mapped in under a millisecond.
 const SLOT: u64 = 32 << 20;
 /// A slot is at most this fraction of the budget.
 const SLOTS_PER_BUDGET: u64 = 64;
-
-/// How to park: what happens with the contents of the blocks, and how long to wait for their last
-/// use.
-#[derive(Clone)]
-pub struct Park {
-    /// `None`: the contents are dropped.
-    host: Option<saved::HostAllocator>,
-    deadline: Option<Instant>,
-}
-
-impl Park {
-    /// Saves the contents in memory of this allocator. Use pinned memory to copy at the speed of
-    /// the link. It is allocated in pieces of 64 MiB, or less if that is refused, and kept until
-    /// the blocks are resumed or dropped.
-    #[must_use]
-    pub fn save_in(host: impl Allocator + Send + Sync + 'static) -> Self {
-        Self { host: Some(Arc::new(host)), deadline: None }
-    }
-
-    /// Drops the contents. A resumed block then has unspecified contents.
-    #[must_use]
-    pub fn discard() -> Self {
-        Self { host: None, deadline: None }
-    }
-
-    /// Waits for uses of the blocks at most until `deadline`, instead of the pool's
-    /// [`wait`](crate::PoolConfig::wait). The deadline does not limit the copies that follow.
-    #[must_use]
-    pub fn by(mut self, deadline: Instant) -> Self {
-        self.deadline = Some(deadline);
-        self
-    }
-}
-
-/// The result of parking a tag.
-///
-/// [`Parkable`] has an example.
-#[derive(Clone, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub struct ParkReport {
-    /// The tag.
-    pub tag: Tag,
-    /// The number of parked blocks.
-    pub blocks: u64,
-    /// Their bytes.
-    pub parked: u64,
-    /// Bytes of host memory that hold their contents.
-    pub saved: u64,
-    /// Bytes of physical memory that were returned to the driver and are no longer charged.
-    pub released: u64,
-    /// The memory that stayed on the device.
-    pub kept: Elsewhere,
-    /// The time of the copies, including the allocation of host memory.
-    pub copying: Duration,
-    /// The total time, including the wait for the last use.
-    pub took: Duration,
-}
-
-/// The memory of a parked tag that stays on the device.
-///
-/// [`Parkable`] has an example.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-#[non_exhaustive]
-pub struct Elsewhere {
-    /// Bytes in blocks that are not parkable: those in the streams' caches, where other tags share
-    /// the handles, and stable and reserved memory, whose addresses may be stored elsewhere.
-    pub shared: u64,
-    /// Bytes of handles that the driver did not unmap. They stay charged, and unmapping is
-    /// retried.
-    pub refused: u64,
-    /// The driver's error.
-    pub refusal: Option<MemoryError>,
-}
-
-/// The result of resuming a tag.
-///
-/// [`Parkable`] has an example.
-#[derive(Clone, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub struct ResumeReport {
-    /// The tag.
-    pub tag: Tag,
-    /// The number of blocks that can be used again.
-    pub blocks: u64,
-    /// Bytes of physical memory that were mapped for them.
-    pub taken: u64,
-    /// Bytes of contents that were copied back.
-    pub restored: u64,
-    /// The time of the copies.
-    pub copying: Duration,
-    /// The total time.
-    pub took: Duration,
-}
-
-impl ParkReport {
-    fn of(tag: Tag) -> Self {
-        let (kept, zero) = (Elsewhere::default(), Duration::ZERO);
-        Self { tag, blocks: 0, parked: 0, saved: 0, released: 0, kept, copying: zero, took: zero }
-    }
-}
-
-impl ResumeReport {
-    fn of(tag: Tag) -> Self {
-        let zero = Duration::ZERO;
-        Self { tag, blocks: 0, taken: 0, restored: 0, copying: zero, took: zero }
-    }
-}
 
 /// The part of a pool that holds the parkable blocks of one tag.
 ///
@@ -223,11 +131,36 @@ pub struct Parkable {
 
 /// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
 #[derive(Default)]
-pub(crate) struct ParkablePools(Mutex<Vec<Weak<ParkablePool>>>);
+pub(crate) struct ParkablePools {
+    pools: Mutex<Vec<Weak<ParkablePool>>>,
+    /// Other memory that is parked with a tag. Never locked while `pools` is.
+    others: Mutex<Vec<Weak<dyn TaggedMemory>>>,
+}
 
 impl ParkablePools {
     fn list(&self) -> MutexGuard<'_, Vec<Weak<ParkablePool>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers other memory, which is parked and resumed with its tag from now on.
+    pub(crate) fn add_other(&self, new: &Arc<dyn TaggedMemory>) {
+        let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
+        others.retain(|other| other.strong_count() > 0);
+        others.push(Arc::downgrade(new));
+    }
+
+    /// Returns all memory of a tag.
+    fn memories(&self, tag: Tag) -> Vec<Arc<dyn TaggedMemory>> {
+        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let pool = self.of(tag).map(|pool| -> Arc<dyn TaggedMemory> { pool });
+        let others = others.iter().filter_map(Weak::upgrade).filter(|other| other.tag() == tag);
+        pool.into_iter().chain(others).collect()
+    }
+
+    /// Returns an error if memory of the tag is parked.
+    pub(crate) fn check_resident(&self, tag: Tag) -> Result<()> {
+        let parked = self.memories(tag).iter().any(|memory| memory.is_parked());
+        if parked { Err(MemoryError::Parked { tag }) } else { Ok(()) }
     }
 
     /// Returns all that are in use, with no lock held.
@@ -300,7 +233,9 @@ impl DevicePool {
     /// of 32 MiB, or less if that exceeds a sixty-fourth of the budget.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] on devices without virtual memory mapping; the driver's.
+    /// [`MemoryError::Unsupported`] on devices without virtual memory mapping;
+    /// [`MemoryError::Parked`] while other memory of the tag is parked, if this is the first call;
+    /// the driver's.
     #[track_caller]
     pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
         let _site = site::enter();
@@ -308,11 +243,9 @@ impl DevicePool {
         let parkable = match core.feature::<ParkablePools>().of(tag) {
             Some(parkable) => parkable,
             None => {
-                if core.dedicated.step() == 0 {
-                    return Err(UNSUPPORTED);
-                }
+                let pools = core.parkable_pools(tag)?;
                 core.dedicated.reap_nonblocking();
-                core.feature::<ParkablePools>().add(ParkablePool::new(core, tag, core.slot())?)
+                pools.add(ParkablePool::new(core, tag, core.slot())?)
             }
         };
         Ok(Parkable { pool: self.clone(), slots: parkable })
@@ -347,18 +280,30 @@ impl DevicePool {
     #[expect(unsafe_code, reason = "the caller promises what cannot be seen from here")]
     pub unsafe fn park(&self, tag: Tag, how: Park) -> Result<ParkReport> {
         let _site = site::enter();
+        // SAFETY: 1. and 2. guaranteed by the caller.
+        unsafe { self.begin_park(tag, how) }.map(PendingPark::commit)
+    }
+
+    /// Does what of [`DevicePool::park`] can fail, and can be undone: refuses uses, waits, and
+    /// saves the contents. Returns what completes the park, or undoes it when it is dropped. With
+    /// it, several tags are parked as one, also of several devices.
+    ///
+    /// # Safety
+    /// As [`DevicePool::park`], from this call on.
+    ///
+    /// # Errors
+    /// As [`DevicePool::park`].
+    #[track_caller]
+    #[expect(unsafe_code, reason = "the caller promises what cannot be seen from here")]
+    pub unsafe fn begin_park(&self, tag: Tag, how: Park) -> Result<PendingPark> {
+        let _site = site::enter();
         let core = self.core();
         if core.dedicated.step() == 0 {
             return Err(UNSUPPORTED);
         }
-        match core.feature::<ParkablePools>().of(tag) {
-            Some(parkable) => parkable.park(&how),
-            None => {
-                let mut report = ParkReport::of(tag);
-                report.kept.shared = core.held_by(tag);
-                Ok(report)
-            }
-        }
+        let until = how.deadline.or_else(|| deadline(core.config.wait));
+        let memories = core.feature::<ParkablePools>().memories(tag);
+        PendingPark::begin(self, memories, tag, &how, until)
     }
 
     /// Resumes the parked blocks of `tag` at their addresses: takes memory for all of them from the
@@ -376,10 +321,35 @@ impl DevicePool {
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();
-        match self.core().feature::<ParkablePools>().of(tag) {
-            Some(parkable) => parkable.resume(deadline),
-            None => Ok(ResumeReport::of(tag)),
-        }
+        self.begin_resume(tag, deadline).map(PendingResume::commit)
+    }
+
+    /// Does what of [`DevicePool::resume`] can fail, and can be undone: maps the memory and copies
+    /// the contents back. Returns what completes the resume, or parks the memory again when it is
+    /// dropped. Until then uses are refused. With it, several tags are resumed as one, also of
+    /// several devices.
+    ///
+    /// # Errors
+    /// As [`DevicePool::resume`].
+    #[track_caller]
+    pub fn begin_resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<PendingResume> {
+        let _site = site::enter();
+        let memories = self.core().feature::<ParkablePools>().memories(tag);
+        PendingResume::begin(self.core(), memories, tag, deadline)
+    }
+
+    /// Returns the bytes of physical memory in parkable blocks and graph pools of this tag, with
+    /// the free parts between the blocks: what parking it returns to the driver.
+    #[must_use]
+    pub fn parkable_bytes(&self, tag: Tag) -> u64 {
+        let memories = self.core().feature::<ParkablePools>().memories(tag);
+        memories.iter().map(|memory| memory.charged_bytes()).sum()
+    }
+
+    /// Returns whether memory of this tag is parked, being parked or being resumed.
+    #[must_use]
+    pub fn is_parked(&self, tag: Tag) -> bool {
+        self.core().feature::<ParkablePools>().check_resident(tag).is_err()
     }
 }
 
@@ -387,6 +357,18 @@ const UNSUPPORTED: MemoryError =
     MemoryError::Unsupported { feature: "parking: virtual memory management (cuMemMap)" };
 
 impl PoolCore {
+    /// Returns the parkable memory of all tags, to add some of a tag.
+    ///
+    /// # Errors
+    /// [`MemoryError::Unsupported`]; [`MemoryError::Parked`] while memory of the tag is parked.
+    pub(crate) fn parkable_pools(&self, tag: Tag) -> Result<&ParkablePools> {
+        if self.dedicated.step() == 0 {
+            return Err(UNSUPPORTED);
+        }
+        let pools = self.feature::<ParkablePools>();
+        pools.check_resident(tag).map(|()| pools)
+    }
+
     /// Returns the size of a slot of parkable memory in bytes.
     fn slot(&self) -> u64 {
         if self.config.handle_bytes > 0 {
@@ -441,6 +423,13 @@ impl Parkable {
         &self.pool
     }
 
+    /// Returns its live blocks by address: where each begins, with its requested bytes, and its
+    /// stream.
+    #[must_use]
+    pub fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
+        self.slots.live_blocks()
+    }
+
     /// Returns whether its blocks are parked, being parked or being resumed.
     #[must_use]
     pub fn is_parked(&self) -> bool {
@@ -470,15 +459,6 @@ impl Opaque for Parkable {
     }
     fn trim(&self, keep: u64) -> Result<u64> {
         if self.stats().physical > keep { self.slots.trim().complete() } else { Ok(0) }
-    }
-}
-
-impl fmt::Debug for Park {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Park")
-            .field("saves", &self.host.is_some())
-            .field("deadline", &self.deadline)
-            .finish()
     }
 }
 

@@ -22,7 +22,7 @@ use aquifer_core::{
 };
 use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
-use handle::HeldBytes;
+use handle::{Handle, HeldBytes};
 use options::{PlaceOptions, PlaceOutcome};
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -116,6 +116,12 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
     /// Returns whether an address is free and in no cache.
     fn is_shared_free(&self, _address: u64) -> bool {
         false
+    }
+
+    /// Returns the handles behind a range of a live block, and the offset of the range in the
+    /// first. They stay where they are while the block lives.
+    fn handles(&self, _range: Range) -> Option<(Vec<Arc<Handle>>, u64)> {
+        None
     }
 
     /// Calls `note` for each free range in no cache that queued work may still use, with the number

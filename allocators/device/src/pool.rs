@@ -14,7 +14,7 @@ mod warm;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::waits::begin_request,
+    base::{usage::LiveUsage, waits::begin_request},
     checked::{BlockSource, CheckedPool, QuarantineHook},
     direct::Direct,
     environment::Environment,
@@ -159,6 +159,7 @@ impl DevicePool {
                 slot,
                 fixed,
                 config.compact,
+                config.default_export(info.export_types),
                 budget.clone(),
             )?)
         } else {
@@ -173,7 +174,9 @@ impl DevicePool {
         let PoolCore { driver, config, budget, .. } = &*core;
         let bypass = config.bypass.then(|| {
             let status = core.status.parent().map(|pool| pool.part());
-            Direct::of_pool(driver.clone(), core.streams().clone(), budget, status)
+            // If the blocks are checked, what users have is counted instead.
+            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage() };
+            Direct::of_pool(driver.clone(), core.streams().clone(), budget, usage, status)
         });
         let direct = bypass.clone().map(|direct| match &config.recorder {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
@@ -184,12 +187,13 @@ impl DevicePool {
         let alloc_path = if debug.is_on() {
             let (driver, streams, recorder) =
                 (driver.clone(), core.streams().clone(), config.recorder.clone());
-            let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
+            let waits = (config.adoption == Adoption::Wait, config.wait);
             let source: Arc<dyn BlockSource> = match direct {
                 None => Arc::new(CacheSource(core.clone())),
                 Some(direct) => Arc::new(BypassSource { core: Arc::downgrade(&core), direct }),
             };
-            let checked = CheckedPool::new(source, debug, driver, streams, recorder, waits, wait)?;
+            let own = core.live_usage();
+            let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
             core.add_hook(Box::new(QuarantineHook::new(&checked)));
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
@@ -252,12 +256,24 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        if let Some(cache) = self.core().fast_cache(stream, &request)
-            && let Some(block) = cache.fast_alloc(&request, Block::from_token)
-        {
-            return Ok(block);
+        match self.core().fast_cache(stream, &request) {
+            Some(cache) => match cache.fast_alloc(&request, Block::from_token) {
+                Some(block) => Ok(block),
+                None => self.alloc_after_cache(stream, request),
+            },
+            None => self.alloc_full(stream, request),
         }
-        self.alloc_full(stream, request)
+    }
+
+    /// Allocates after the fast path got nothing from the stream's cache.
+    #[track_caller]
+    #[cold]
+    #[inline(never)]
+    fn alloc_after_cache(&self, stream: &Stream, request: Request) -> Result<Block> {
+        match self.core().settle_and_take(stream, &request) {
+            Some(block) => Ok(block),
+            None => self.alloc_full(stream, request),
+        }
     }
 
     /// Allocates on the full path: tags, graphs, debugging, bypass and the slow path.

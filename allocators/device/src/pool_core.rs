@@ -19,8 +19,10 @@ use crate::{
         append_list::AppendList,
         live_blocks::{CommittedBytes, LiveBlockList},
         released::Released,
+        usage::LiveUsage,
     },
     dedicated::DedicatedPool,
+    peaks::{CacheList, PoolPeaks},
     physical::Physical,
     publisher::PoolPublisher,
     retention::Retention,
@@ -40,7 +42,7 @@ use std::{
     any::Any,
     fmt, iter,
     sync::{
-        Arc, Mutex, OnceLock, RwLock,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicU32, AtomicU64, Ordering},
     },
 };
@@ -60,7 +62,9 @@ pub(crate) struct PoolCore {
     pub(crate) dedicated: Arc<DedicatedPool>,
     pub(crate) config: PoolConfig,
     /// All caches of the pool, also idle ones.
-    caches: RwLock<Vec<&'static StreamCache>>,
+    caches: Arc<CacheList>,
+    /// The peaks of live bytes.
+    pub(crate) peaks: Arc<PoolPeaks>,
     /// Scratch memory for lists of caches.
     pub(crate) scratch: Scratch,
     idle_caches: Mutex<Vec<IdleCache>>,
@@ -169,8 +173,10 @@ impl PoolCore {
         let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
         let sharing = physical.is_mapped() && config.adoption != Adoption::Never;
         let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
-        let dedicated =
-            DedicatedPool::new(&driver, &info, &config, accessors, status.parent().cloned());
+        let caches = Arc::<CacheList>::default();
+        let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
+        let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
+        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),
@@ -179,7 +185,8 @@ impl PoolCore {
             info,
             physical,
             budget,
-            caches: RwLock::default(),
+            caches,
+            peaks,
             scratch: Scratch::new(),
             idle_caches: Mutex::default(),
             numbered_caches: iter::repeat_with(OnceLock::new).take(DIRECT_CACHES).collect(),
@@ -208,6 +215,11 @@ impl PoolCore {
     /// Returns the budget that physical memory is charged to.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks.
+    pub(crate) fn live_usage(&self) -> LiveUsage {
+        LiveUsage::of_pool(self.peaks.clone())
     }
 
     /// Registers a reason to take the full allocation path.

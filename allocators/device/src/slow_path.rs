@@ -98,6 +98,9 @@ impl PoolCore {
         }
         let block = match block {
             Ok(Some(block)) => {
+                if !cache.with(|s| s.raise_highest()) {
+                    self.peaks.settle();
+                }
                 self.sharing_policy.record_served(request.size());
                 self.enforce_threshold();
                 Ok(block)

@@ -13,9 +13,14 @@
 //! it for long-lived buffers. On devices without virtual memory mapping, and in bypass mode without
 //! exports, it is its own `cuMemAlloc`, which cannot be exported.
 
+mod error;
 mod export;
+mod share;
+mod wire;
 
+pub use error::ShareError;
 pub use export::Exported;
+pub use share::{ReceivedBlock, SharedBlock, check_peer};
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,

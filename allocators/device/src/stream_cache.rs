@@ -47,6 +47,7 @@ mod raw;
 pub(crate) mod recycle;
 mod retire;
 mod stats;
+mod unsettled;
 
 use crate::{
     BLOCK_ALIGN, Request,
@@ -55,6 +56,7 @@ use crate::{
         address_map::AddressMap,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
+        part_bounds::PartBounds,
         usage::TagHoldings,
     },
 };
@@ -69,9 +71,12 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+/// A cache's contents behind their lock.
+pub(crate) type CacheLock = Spin<CacheState>;
+
 /// A stream's cache. Its address is valid for the life of the process.
 pub(crate) struct StreamCache {
-    state: CachePadded<Spin<CacheState>>,
+    state: CachePadded<CacheLock>,
 }
 
 /// The contents of a cache. All of it is protected by the cache's lock.
@@ -99,6 +104,11 @@ pub(crate) struct CacheState {
     needs_follow_up: bool,
     /// Blocks that were converted into raw addresses.
     raw: AddressMap<RawBlock>,
+    /// Allocated blocks that the fast path has set aside, since they take the cache above its
+    /// limit.
+    unsettled: Vec<BlockToken>,
+    /// How far the live bytes may rise.
+    pub(crate) bounds: PartBounds,
     /// Copies of the counters for other processes. Never read.
     line: &'static CacheLine,
     /// The slot of the pool that the line belongs to, or 0.
@@ -199,14 +209,12 @@ struct Binding {
 /// Counters beside those of the heap. They are plain integers, since they change under the cache's
 /// lock.
 ///
-/// To keep the cost for a block at one or two additions, derived numbers are not stored, and peaks
-/// are updated only where a number grows.
+/// To keep the cost for a block at one or two additions, derived numbers are not stored. Peaks are
+/// those of the whole pool: see [`crate::peaks`].
 #[derive(Default)]
 pub(crate) struct CacheUsage {
     /// Bytes that the live blocks were requested with.
     pub(crate) requested: u64,
-    peak_live: u64,
-    peak_requested: u64,
     allocations: u64,
     /// Bytes of pending blocks. The heap still counts them as live.
     pub(crate) pending: u64,
@@ -255,6 +263,8 @@ impl StreamCache {
                     last_is_free: false,
                     needs_follow_up: false,
                     raw: AddressMap::default(),
+                    unsettled: Vec::new(),
+                    bounds: PartBounds::default(),
                     line: claim_line(),
                     line_owner: 0,
                 })),
@@ -296,6 +306,11 @@ impl StreamCache {
         self.state.with(work)
     }
 
+    /// Returns the lock, to lock several caches at once.
+    pub(crate) fn lock(&self) -> &CacheLock {
+        &self.state
+    }
+
     /// Returns the stream of this cache.
     pub(crate) fn timeline(&self) -> Arc<Timeline> {
         // A cache stays bound while a block or an open pool refers to it, and only those call this.
@@ -308,8 +323,9 @@ impl StreamCache {
         self.with_unflushed(|s| s.binding.as_ref().map(|binding| binding.pool.streams().clone()))
     }
 
-    /// Allocates from the cache, and returns what `make` makes of the token under the lock, or
-    /// `None` if the cache has no room. The hot path.
+    /// Allocates from the cache, and returns what `make` makes of the token under the lock. Returns
+    /// `None` if the cache has no room, or if the block is
+    /// [set aside](StreamCache::take_unsettled). The hot path.
     #[inline]
     pub(crate) fn fast_alloc<B>(
         &'static self,
@@ -348,13 +364,14 @@ impl CacheState {
         self.last.as_ref()
     }
 
-    /// Allocates from the heap for `request`, and stores the block's token in `last`.
+    /// Allocates from the heap for `request`, and stores the block's token in `last`. Returns
+    /// `None` and sets the block aside if it takes the cache above its limit.
     #[inline(never)]
     fn find_token(&mut self, cache: &'static StreamCache, request: &Request) -> Option<()> {
         self.flush_last();
         let found = self.allocate(request)?;
         self.last = Some(BlockToken::new(cache, &found, request));
-        Some(())
+        if self.live_bytes().is_within(self.bounds.highest) { Some(()) } else { self.rise() }
     }
 
     /// Returns the epoch of the last free, pending blocks included.
@@ -364,7 +381,7 @@ impl CacheState {
 
     /// Returns the last freed block to the heap and the counters, if it is free.
     #[inline]
-    fn flush_last(&mut self) {
+    pub(crate) fn flush_last(&mut self) {
         if mem::take(&mut self.last_is_free) {
             self.flush_to_heap();
         }
@@ -403,12 +420,9 @@ impl CacheState {
     #[inline]
     fn count(&mut self, request: &Request) {
         self.line.count_alloc(self.heap.live_bytes(), request.size());
-        let live = self.live();
         let usage = &mut self.usage;
-        usage.peak_live = usage.peak_live.max(live);
         usage.allocations += 1;
         usage.requested += request.size();
-        usage.peak_requested = usage.peak_requested.max(usage.requested);
         if request.owner() != Tag::NONE {
             let holding = usage.tagged.of_mut(request.owner());
             holding.bytes += request.size();

@@ -41,6 +41,9 @@ pub struct DeviceInfo {
     /// Domain, bus, device and function in lower case: `0000:1b:00.0`. `None` if the driver does
     /// not report it.
     pub pci_address: Option<String>,
+    /// The identity of the device, or of the part of one (MIG) that is used as a device. It is the
+    /// same in all processes, whichever devices they see. `None` if the driver does not report it.
+    pub uuid: Option<[u8; 16]>,
     /// The NUMA node of the host that the driver reports as nearest. `None` if it does not report
     /// one.
     pub host_node: Option<u32>,
@@ -75,6 +78,7 @@ impl DeviceInfo {
             memory,
             compute_capability: (0, 0),
             pci_address: None,
+            uuid: None,
             host_node: None,
             memory_node: None,
             virtual_memory: false,

@@ -125,7 +125,8 @@ enum {
     AQ_ERROR_CANCELLED = 29,       /* a transfer was cancelled */
     AQ_ERROR_UNKNOWN_TICKET = 30,  /* not a ticket, or one that was freed */
     AQ_ERROR_PANIC = 31,           /* a bug in the library, which still works */
-    AQ_ERROR_OTHER = 32            /* any other error */
+    AQ_ERROR_OTHER = 32,           /* any other error */
+    AQ_ERROR_PARKED = 33           /* memory that is parked: resume it first */
 };
 
 /* Returns the name of a status, such as "AQ_ERROR_NULL". Never null. The text is static. */
@@ -305,8 +306,8 @@ typedef struct aq_stats {
     uint64_t cached;         /* free for reuse */
     uint64_t pending;        /* freed, but held back until a use on another stream is complete */
     uint64_t physical;       /* held from the driver or the kernel; this is what the limit bounds */
-    uint64_t peak_live;      /* the maximum of `live`, or the sum of the streams' maxima, which
-                                is no less */
+    uint64_t peak_live;      /* the maximum of `live` of all streams together, and up to 1 MiB more
+                                for each of several streams */
     uint64_t peak_requested; /* likewise */
     uint64_t peak_physical;  /* the maximum of `physical` */
     uint64_t blocks;         /* count: live blocks */
@@ -499,6 +500,12 @@ aq_status aq_torch_pool_release(int device, uint64_t first, uint64_t second);
 /* Stores the number of users of a pool, or 0 if it does not exist. */
 aq_status aq_torch_pool_uses(int device, uint64_t first, uint64_t second, int *uses);
 
+/* Makes the free memory of a pool serve requests of threads that no pool serves, when there is no
+ * other memory (`serves` is not 0), or ends that. A block that was served so is the pool's again
+ * when it is freed. Not from pools with a captured graph, whose replays write free memory too.
+ * AQ_ERROR_BAD_ARGUMENT if there is no such pool. */
+aq_status aq_torch_pool_use_on_oom(int device, uint64_t first, uint64_t second, int serves);
+
 /* A live block: its address, the bytes that were requested, the stream that it was allocated for,
  * and the two numbers of its pool, which are 0 for blocks of no pool. */
 typedef struct aq_torch_block {
@@ -522,6 +529,81 @@ aq_status aq_torch_pool_blocks(int device, uint64_t first, uint64_t second, aq_t
  * stream waits on the device for the work that used the memory last.
  * AQ_ERROR_BUSY if a part of it is in use; AQ_ERROR_FOREIGN_BLOCK if it is not of this pool. */
 aq_status aq_torch_pool_place(int device, const aq_torch_block *block);
+
+/* Memory between processes of one user on one machine.
+ * A handle names the process and the block. It is passed on as bytes, any number of times, and is
+ * the same for all shares of one block. The receiver asks the process for the block's physical
+ * memory over a Unix socket in the abstract namespace, which exists from the first share on, and is
+ * answered by one thread. The device must support virtual memory management. */
+#define AQ_TORCH_SHARE_BYTES 32
+
+/* Shares the block around `memory` until aq_torch_free frees it: stores the block's handle in the
+ * AQ_TORCH_SHARE_BYTES bytes at `handle`, and the distance of `memory` from its first byte in
+ * `*offset`. The block stays in place. Receivers can also access what lies in the same physical
+ * handles, of 2 MiB or more.
+ * AQ_ERROR_FOREIGN_BLOCK outside of any block; AQ_ERROR_UNSUPPORTED. */
+aq_status aq_torch_share(void *memory, void *handle, size_t *offset);
+
+/* Maps a shared block, readable and writable, and stores where it begins. The caller orders its
+ * work with that of the process that has shared it, and closes the mapping before that process
+ * frees the block. Waits for that process for up to 30 s.
+ * AQ_ERROR_CLOSED if that process has ended; AQ_ERROR_FOREIGN_BLOCK if the block has been freed;
+ * AQ_ERROR_BAD_ARGUMENT for any other bytes, or a process of another user. */
+aq_status aq_torch_receive(int device, const void *handle, size_t bytes, void **memory);
+
+/* Waits for the device and unmaps a block that aq_torch_receive has mapped. During a capture it is
+ * unmapped later.
+ * AQ_ERROR_FOREIGN_BLOCK for any other address. */
+aq_status aq_torch_close(void *memory);
+
+/* ---- Sleep ---------------------------------------------------------------------------------- */
+
+/* Memory that is given back while the process sleeps, at addresses that stay. A thread allocates it
+ * in a region, which has a tag. Blocks of the region come from memory that no other tag shares, in
+ * slots of 32 MiB, or less for small limits. They are used and freed like all others. Captured work
+ * is served by the capture's pool as ever. */
+
+/* Sets the region of this thread, until the next call. Null or an empty text: no region. Threads
+ * begin in none. */
+aq_status aq_torch_region(const char *tag);
+
+/* Makes the memory of a pool of graphs (aq_torch_pool_begin) of this tag, before its first use.
+ * Graphs that are captured with it can be launched again after the tag was parked and resumed. Does
+ * nothing for a pool that is of the tag already.
+ * AQ_ERROR_NULL; _BAD_ARGUMENT for a pool that has memory of another tag or of none; _PARKED;
+ * _BUSY if the pool begins at the same time; _UNSUPPORTED; driver errors. */
+aq_status aq_torch_pool_tag(int device, uint64_t first, uint64_t second, const char *tag);
+
+/* What becomes of the contents. */
+#define AQ_KEEP_NONE 0     /* dropped: unspecified after the resume */
+#define AQ_KEEP_PAGEABLE 1 /* kept in pageable host memory */
+#define AQ_KEEP_PINNED 2   /* kept in pinned host memory, or in pageable if that is refused */
+
+/* Parks the memory of `count` tags on all devices: waits for the devices, keeps or drops the
+ * contents as `keep` says for each tag, and returns the physical memory to the driver and to the
+ * budget. All tags are parked, or none. A tag that is parked already, or that no region has used,
+ * is ignored. The returned bytes are stored in `*released`, which may be null. Blocks until all of
+ * it is done.
+ * Until it is resumed, nothing may use the memory, not even by a launch of a graph. New blocks of
+ * the tags and recorded uses are refused with AQ_ERROR_PARKED. Blocks may be freed.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT; _PARKED while another thread parks or resumes one of the tags;
+ * _CAPTURING while a capture or a pool is open (aq_torch_pool_begin); _TIMED_OUT; _SYSTEM if there
+ * is no host memory; _UNSUPPORTED on devices without virtual memory; driver errors. */
+aq_status aq_torch_pause(const char *const *tags, const uint32_t *keep, size_t count,
+                         uint64_t *released);
+
+/* Resumes them: takes physical memory for all of them from the budget and the driver, and copies
+ * the contents back. If it does not fit, everything stays parked as it was. A tag that is not
+ * parked is ignored. The bytes are stored in `*taken`, which may be null. Blocks until the contents
+ * are there.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT; _OUT_OF_MEMORY; _PARKED while another thread parks or resumes one
+ * of the tags; driver errors. */
+aq_status aq_torch_resume(const char *const *tags, size_t count, uint64_t *taken);
+
+/* Stores the bytes of physical memory that regions and graph pools of the tag hold on all devices,
+ * and 1 if it is parked. `held` and `paused` may be null.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT. */
+aq_status aq_torch_tag(const char *tag, uint64_t *held, int *paused);
 
 /* ---- CuPy ----------------------------------------------------------------------------------- */
 

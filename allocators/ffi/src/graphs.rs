@@ -7,17 +7,21 @@
 
 use crate::{
     entry::{CallResult, enter, require, write_out},
+    process::{default_runtime, device_of, remember_device},
+    region,
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
     thread_state,
-    torch::{default_runtime, device_of, remember_device},
 };
-use aquifer::{DeviceRange, GraphPool, RawStream, Request, device::Announced};
+use aquifer::{DeviceRange, GraphPool, Parkable, RawStream, Request, Tag, device::Announced};
 use std::{
     collections::HashMap,
-    ffi::{c_int, c_void},
+    ffi::{c_char, c_int, c_void},
     ptr::{null_mut, with_exposed_provenance_mut},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 /// Returns whether work on a stream belongs to the pool.
@@ -65,7 +69,14 @@ struct TorchPool {
     /// Created by the first capture. Pools without a captured graph need none.
     memory: Option<GraphPool>,
     state: CaptureState,
+    /// The filter of the last `begin`.
+    filter: Option<Arc<Filter>>,
+    /// Whether its free memory serves other requests when there is no other memory.
+    serves_last: bool,
 }
+
+/// The number of pools that serve other requests. Usually 0, which saves the lock.
+static LAST_RESORTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether work is served from a pool.
 #[derive(Default)]
@@ -80,6 +91,15 @@ enum CaptureState {
 impl TorchPool {
     fn is_unused(&self) -> bool {
         self.users == 0 && matches!(self.state, CaptureState::Idle)
+    }
+
+    /// Counts that the pool will serve other requests, or will not, if that is a change.
+    fn set_last_resort_count(&self, serves: bool) {
+        match (self.serves_last, serves) {
+            (false, true) => LAST_RESORTS.fetch_add(1, Ordering::Release),
+            (true, false) => LAST_RESORTS.fetch_sub(1, Ordering::Release),
+            _ => 0,
+        };
     }
 }
 
@@ -117,7 +137,7 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
     drop: aq_torch_drop,
 ) -> aq_status {
     // From here on `drop` is called in any case.
-    let filter = Filter { call: filter, data, drop };
+    let filter = Arc::new(Filter { call: filter, data, drop });
     enter(|| {
         if filter.call.is_none() {
             return Err(crate::entry::null("filter"));
@@ -133,6 +153,7 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
                 ));
             }
             pool.state = CaptureState::Starting;
+            pool.filter = Some(filter.clone());
             pool.memory.clone()
         };
         let result = begin(key, known, filter);
@@ -147,9 +168,9 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
             }
             Err(failure) => {
                 pool.state = CaptureState::Idle;
-                let removed = remove_if_unused(&mut pools, key);
+                let ended = (pool.filter.take(), remove_if_unused(&mut pools, key));
                 std::mem::drop(pools);
-                std::mem::drop(removed);
+                std::mem::drop(ended);
                 Err(failure)
             }
         }
@@ -160,7 +181,7 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
 fn begin(
     key: PoolKey,
     known: Option<GraphPool>,
-    filter: Filter,
+    filter: Arc<Filter>,
 ) -> CallResult<(GraphPool, Announced)> {
     let memory = match known {
         Some(memory) => memory,
@@ -176,7 +197,8 @@ fn remove_if_unused(
     key: PoolKey,
 ) -> Option<TorchPool> {
     let pools = pools.as_mut()?;
-    if pools.get(&key).is_some_and(TorchPool::is_unused) { pools.remove(&key) } else { None }
+    let removed = pools.get(&key).is_some_and(TorchPool::is_unused).then(|| pools.remove(&key));
+    removed.flatten().inspect(|pool| pool.set_last_resort_count(false))
 }
 
 /// Stops serving work from a pool.
@@ -191,7 +213,7 @@ pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> a
             else {
                 return Err(no_pool(key, "has not begun"));
             };
-            let ended = std::mem::take(&mut pool.state);
+            let ended = (std::mem::take(&mut pool.state), pool.filter.take());
             (ended, remove_if_unused(&mut pools, key))
         };
         // The launches of what was captured are not reported. A dropped announcement allows for
@@ -208,6 +230,47 @@ pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -
         let key = key(device, first, second)?;
         thread_state::with(key.0, |shared| Ok(shared.pool(key.1).map(|_| ())?))?;
         pools().get_or_insert_default().entry(key).or_default().users += 1;
+        Ok(())
+    })
+}
+
+/// Makes the memory of a pool, which nothing was allocated from yet, one that is parked with a tag.
+///
+/// # Safety
+/// 1. `tag` is null, or points to a text that ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_pool_tag(
+    device: c_int,
+    first: u64,
+    second: u64,
+    tag: *const c_char,
+) -> aq_status {
+    enter(|| {
+        let key = key(device, first, second)?;
+        // SAFETY: 1. Guaranteed by the caller.
+        let tag = unsafe { region::read_tag(tag) }?.ok_or_else(|| crate::entry::null("tag"))?;
+        if let Some(memory) = memory_of(key) {
+            return match memory.tag() {
+                own if own == tag => Ok(()),
+                Tag::NONE => Err(no_pool(key, "has memory already, which is not to be parked")),
+                own => Err(no_pool(key, &format!("is of the tag {:?} already", own.name()))),
+            };
+        }
+        let new = thread_state::with(key.0, |shared| {
+            Ok(shared.pool(key.1)?.parkable_graph_pool(tag)?)
+        })?;
+        let mut pools = pools();
+        let pool = pools.get_or_insert_default().entry(key).or_default();
+        let raced = pool.memory.is_some() || !matches!(pool.state, CaptureState::Idle);
+        let refused = if raced { Some(new) } else { pool.memory.replace(new) };
+        drop(pools);
+        drop(refused);
+        if raced {
+            return Err(Failure::new(
+                Status::Busy,
+                format!("pool ({first}, {second}) begins elsewhere at the same time"),
+            ));
+        }
         Ok(())
     })
 }
@@ -249,6 +312,74 @@ pub unsafe extern "C" fn aq_torch_pool_uses(
         // SAFETY: 1. Guaranteed by the caller.
         unsafe { write_out(uses, users as c_int, "uses") }
     })
+}
+
+/// Makes the free memory of a pool serve other requests when there is no other memory, or ends
+/// that.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_torch_pool_use_on_oom(
+    device: c_int,
+    first: u64,
+    second: u64,
+    serves: c_int,
+) -> aq_status {
+    enter(|| {
+        let key = key(device, first, second)?;
+        let mut pools = pools();
+        match pools.as_mut().and_then(|pools| pools.get_mut(&key)) {
+            Some(pool) => {
+                pool.set_last_resort_count(serves != 0);
+                pool.serves_last = serves != 0;
+                Ok(())
+            }
+            None if serves == 0 => Ok(()),
+            None => Err(no_pool(key, "does not exist")),
+        }
+    })
+}
+
+/// Allocates from the free memory of pools that serve other requests, for a request that was
+/// `refused`. A request of a thread that a pool serves finds only its own pool. Returns the
+/// address, or `refused`.
+///
+/// # Safety
+/// As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
+#[cold]
+pub(crate) unsafe fn last_resort(
+    runtime: aq_runtime,
+    device: u32,
+    request: Request,
+    stream: *mut c_void,
+    refused: Failure,
+) -> CallResult<u64> {
+    let is_shortage = matches!(refused.status(), Status::OutOfMemory | Status::OutOfBudget);
+    if !is_shortage || LAST_RESORTS.load(Ordering::Acquire) == 0 {
+        return Err(refused);
+    }
+    let (filters, memories): (Vec<_>, Vec<_>) = {
+        let pools = pools();
+        let of_device =
+            pools.iter().flatten().filter(|(key, _)| (key.0, key.1) == (runtime, device));
+        let parts = of_device.map(|(_, pool)| {
+            let memory = pool.memory.as_ref().filter(|_| pool.serves_last);
+            (pool.filter.clone(), memory.cloned())
+        });
+        parts.unzip()
+    };
+    // The filters are foreign code and run without the lock.
+    let handle = stream.addr() as u64;
+    if filters.iter().flatten().any(|filter| filter.includes(handle)) {
+        return Err(refused);
+    }
+    // SAFETY: 1. Guaranteed by the caller.
+    let served = unsafe {
+        thread_state::with_stream(runtime, device, handle, |_, _, stream| {
+            let blocks = memories.iter().flatten();
+            let mut found = blocks.filter_map(|memory| memory.alloc_free(stream, request).ok()?);
+            Ok(found.next().map(aquifer::Block::into_raw))
+        })
+    };
+    served.ok().flatten().ok_or(refused)
 }
 
 /// A live block that PyTorch holds.
@@ -312,24 +443,31 @@ pub unsafe extern "C" fn aq_torch_blocks(
     count: *mut usize,
 ) -> aq_status {
     enter(|| {
-        let (runtime, device) = (default_runtime()?, device_of(device)?);
-        let named: Vec<_> = {
-            let pools = pools();
-            let of_device = |(key, _): &(&PoolKey, &TorchPool)| (key.0, key.1) == (runtime, device);
-            let all = pools.iter().flatten().filter(of_device);
-            all.filter_map(|(key, pool)| Some(((key.2, key.3), pool.memory.clone()?))).collect()
-        };
-        let mut found: Vec<_> = thread_state::with(runtime, |shared| {
-            let ranges = shared.pool(device)?.raw_ranges().into_iter();
-            Ok(ranges.map(|block| aq_torch_block::new(block, (0, 0))).collect())
-        })?;
-        for (name, memory) in named {
-            let live = memory.live_blocks().into_iter();
-            found.extend(live.map(|block| aq_torch_block::new(block, name)));
-        }
+        let found = live_blocks(default_runtime()?, device_of(device)?)?;
         // SAFETY: 1. 2. Guaranteed by the caller.
         unsafe { write_blocks(&found, blocks, room, count) }
     })
+}
+
+/// Returns the live blocks of a device: those of the streams, of regions and of all pools.
+pub(crate) fn live_blocks(runtime: aq_runtime, device: u32) -> CallResult<Vec<aq_torch_block>> {
+    let named: Vec<_> = {
+        let pools = pools();
+        let of_device = |(key, _): &(&PoolKey, &TorchPool)| (key.0, key.1) == (runtime, device);
+        let all = pools.iter().flatten().filter(of_device);
+        all.filter_map(|(key, pool)| Some(((key.2, key.3), pool.memory.clone()?))).collect()
+    };
+    let mut found: Vec<_> = thread_state::with(runtime, |shared| {
+        let cached = shared.pool(device)?.raw_ranges().into_iter();
+        let regions = shared.parkables(device)?;
+        let parkable = regions.iter().flat_map(Parkable::live_blocks);
+        Ok(cached.chain(parkable).map(|block| aq_torch_block::new(block, (0, 0))).collect())
+    })?;
+    for (name, memory) in named {
+        let live = memory.live_blocks().into_iter();
+        found.extend(live.map(|block| aq_torch_block::new(block, name)));
+    }
+    Ok(found)
 }
 
 /// Returns the memory of a pool; `None` if nothing was allocated from it yet.

@@ -14,11 +14,15 @@
 //! | [`device`] | device memory |
 //! | [`stream`] | the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
+//! | `process` | the runtime that PyTorch and CuPy use, and the devices of its addresses |
 //! | [`graphs`] | memory of captured graphs, by PyTorch's names |
 //! | [`pinned`] | pinned host memory |
 //! | [`staging`] | copies of pageable memory to and from the device |
+//! | [`sharing`] | blocks of PyTorch for other processes |
 //! | [`torch`] | the functions for PyTorch's pluggable allocator |
 //! | [`cupy`] | the functions for CuPy's C function allocator |
+//! | [`region`] | a thread's tag for memory that can be given back |
+//! | [`sleep`] | memory that is given back while a process sleeps |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
@@ -28,8 +32,12 @@ pub mod entry;
 pub mod facts;
 pub mod graphs;
 pub mod pinned;
+mod process;
+pub mod region;
 pub mod runtime;
+pub mod sharing;
 pub mod sim;
+pub mod sleep;
 pub mod staging;
 pub mod status;
 pub mod stream;

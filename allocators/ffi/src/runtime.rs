@@ -143,7 +143,7 @@ impl aq_runtime_options {
         Ok(Some(Arc::new(RingSink::new(self.history as usize))))
     }
 
-    fn build(self) -> CallResult<SharedRuntime> {
+    fn build(self, shareable: bool) -> CallResult<SharedRuntime> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
         }
@@ -155,6 +155,7 @@ impl aq_runtime_options {
             ));
         }
         let mut pools = PoolConfig::default();
+        pools.shareable = shareable;
         if self.wait_ns > 0 {
             pools.wait = Duration::from_nanos(self.wait_ns);
         }
@@ -198,10 +199,11 @@ impl aq_runtime_options {
 }
 
 impl aq_runtime_options {
-    /// Creates a runtime and enters it in the table.
-    pub(crate) fn create(self) -> CallResult<aq_runtime> {
+    /// Creates a runtime and enters it in the table. If it is `shareable`, other processes can map
+    /// its memory.
+    pub(crate) fn create(self, shareable: bool) -> CallResult<aq_runtime> {
         install_panic_hook();
-        Ok(table::insert(self.build()?))
+        Ok(table::insert(self.build(shareable)?))
     }
 }
 
@@ -223,7 +225,7 @@ pub unsafe extern "C" fn aq_runtime_create(
     enter(|| {
         require(runtime, "runtime")?;
         // SAFETY: 1. Guaranteed by the caller.
-        let id = unsafe { aq_runtime_options::read(options) }?.create()?;
+        let id = unsafe { aq_runtime_options::read(options) }?.create(false)?;
         // SAFETY: 2. Guaranteed by the caller.
         unsafe { write_out(runtime, id, "runtime") }
     })

@@ -1,7 +1,7 @@
 //! Status codes of calls.
 
-use aquifer::{MemoryError, staging::StageError};
-use std::fmt;
+use aquifer::{MemoryError, device::ShareError, staging::StageError};
+use std::{fmt, io};
 
 /// A status code in the C interface.
 pub type aq_status = i32;
@@ -97,6 +97,8 @@ statuses! {
     Panic = 31, c"AQ_ERROR_PANIC";
     /// Another error.
     Other = 32, c"AQ_ERROR_OTHER";
+    /// Memory that is parked.
+    Parked = 33, c"AQ_ERROR_PARKED";
 }
 
 /// A status code and a text. One pointer in size, since most calls return none.
@@ -148,6 +150,7 @@ fn status_of(error: &MemoryError) -> Status {
         MemoryError::OtherThread { .. } => Status::OtherThread,
         MemoryError::Unsupported { .. } => Status::Unsupported,
         MemoryError::TimedOut => Status::TimedOut,
+        MemoryError::Parked { .. } => Status::Parked,
         MemoryError::BadSetting { .. } => Status::BadSetting,
         _ => Status::Other,
     }
@@ -167,6 +170,21 @@ impl From<StageError> for Failure {
             StageError::Memory(error) => status_of(error),
             StageError::Cancelled => Status::Cancelled,
             _ => Status::Staging,
+        };
+        Self::new(status, error.to_string())
+    }
+}
+
+impl From<ShareError> for Failure {
+    #[cold]
+    fn from(error: ShareError) -> Self {
+        let status = match &error {
+            ShareError::Memory(error) => status_of(error),
+            ShareError::Io(error) if error.kind() == io::ErrorKind::WouldBlock => Status::TimedOut,
+            ShareError::Io(_) | ShareError::DescriptorLimit => Status::System,
+            ShareError::Truncated { .. } => Status::Closed,
+            ShareError::OtherDevice { .. } => Status::WrongDevice,
+            _ => Status::BadArgument,
         };
         Self::new(status, error.to_string())
     }

@@ -16,8 +16,8 @@ use crate::{
     status::{Failure, Status},
 };
 use aquifer::{
-    DevicePool, MemoryError, RawStream, Runtime, Stager, StagerConfig, Stream, event::RingSink,
-    sim::Sim, stream::StreamLifetime,
+    DevicePool, MemoryError, Parkable, RawStream, Runtime, Stager, StagerConfig, Stream, Tag,
+    event::RingSink, sim::Sim, stream::StreamLifetime,
 };
 use std::{
     collections::HashMap,
@@ -80,6 +80,8 @@ struct DeviceState {
     /// thread-local state, and to the pool as long as it has memory of theirs.
     streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
+    /// Memory of regions, by tag.
+    parkable: Mutex<HashMap<Tag, Parkable>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -173,6 +175,22 @@ impl SharedRuntime {
         }
         let new = self.runtime.stager(device as usize, StagerConfig::default())?;
         Ok(stager.get_or_init(|| new))
+    }
+
+    /// Returns the memory of a region's tag on a device, created at its first use.
+    pub(crate) fn parkable(&self, device: u32, tag: Tag) -> Result<Parkable, MemoryError> {
+        let by_tag = &self.device(device)?.parkable;
+        if let Some(parkable) = lock(by_tag).get(&tag) {
+            return Ok(parkable.clone());
+        }
+        // Of two that are created at the same time, both stand for the same memory.
+        let new = self.pool(device)?.parkable(tag)?;
+        Ok(lock(by_tag).entry(tag).or_insert(new).clone())
+    }
+
+    /// Returns the memory of all regions on a device.
+    pub(crate) fn parkables(&self, device: u32) -> Result<Vec<Parkable>, MemoryError> {
+        Ok(lock(&self.device(device)?.parkable).values().cloned().collect())
     }
 
     /// Returns the stream that a raw handle denotes for the calling thread.

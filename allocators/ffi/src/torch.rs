@@ -8,9 +8,15 @@
 use crate::{
     device::{allocate, free, handle},
     entry::{CallResult, enter, require, write_out},
-    runtime::{AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
+    graphs,
+    process::{
+        create_runtime, default_runtime, device_of, find_device, likely_device, remember_device,
+    },
+    region,
+    runtime::{aq_runtime, aq_runtime_options},
+    sharing,
     status::{Failure, Status, aq_status},
-    table, thread_state,
+    thread_state,
 };
 use aquifer::{Access, Request};
 use std::{
@@ -19,14 +25,9 @@ use std::{
     ptr::{null_mut, with_exposed_provenance_mut},
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
 };
-
-/// The process's runtime; 0 before there is one.
-static RUNTIME: AtomicU64 = AtomicU64::new(0);
-/// Held while the runtime is created.
-static CREATE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Blocks that were recorded on other streams, by address.
 static RECORDED: Mutex<Option<HashMap<u64, RecordedUses>>> = Mutex::new(None);
@@ -41,48 +42,6 @@ struct RecordedUses {
 
 fn recorded() -> MutexGuard<'static, Option<HashMap<u64, RecordedUses>>> {
     RECORDED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the runtime, created at the first call unless [`aq_torch_setup`] has created it.
-#[inline]
-pub(crate) fn default_runtime() -> CallResult<aq_runtime> {
-    match RUNTIME.load(Ordering::Acquire) {
-        0 => create_runtime(None),
-        runtime => Ok(runtime),
-    }
-}
-
-/// Creates the runtime with these options. The defaults fit PyTorch, which never destroys its
-/// streams.
-#[cold]
-fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime> {
-    let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
-    let before = RUNTIME.load(Ordering::Acquire);
-    if before != 0 {
-        let explicit = options.is_some();
-        if !explicit {
-            return Ok(before);
-        }
-        if table::open(before).is_ok() {
-            let text = format!("runtime {before} serves PyTorch in this process already");
-            return Err(Failure::new(Status::Busy, text));
-        }
-    }
-    let options = options.unwrap_or(aq_runtime_options {
-        size: size_of::<aq_runtime_options>(),
-        driver: AQ_DRIVER_MACHINE,
-        streams: AQ_STREAMS_RETIRED,
-        ..Default::default()
-    });
-    let runtime = options.create()?;
-    RUNTIME.store(runtime, Ordering::Release);
-    Ok(runtime)
-}
-
-pub(crate) fn device_of(device: c_int) -> CallResult<u32> {
-    u32::try_from(device).map_err(|_| {
-        Failure::new(Status::NoDevice, format!("device {device} asked, counted from 0"))
-    })
 }
 
 /// Creates the process's runtime with these options, before PyTorch's first allocation.
@@ -130,17 +89,23 @@ unsafe fn allocate_bytes(
     if bytes == 0 {
         return Ok(null_mut());
     }
+    if let Some(tag) = region::current() {
+        let (runtime, number) = (default_runtime()?, device_of(device)?);
+        // SAFETY: 1. Guaranteed by the caller.
+        let parkable = unsafe { region::allocate(tag, runtime, number, bytes, stream) }?;
+        if let Some(address) = parkable {
+            remember_device(address, device);
+            return Ok(with_exposed_provenance_mut(address as usize));
+        }
+    }
     let mut address = 0;
+    let (runtime, known, request) = (default_runtime()?, device_of(device)?, Request::bytes(bytes));
     // SAFETY: 1. Guaranteed by the caller. 2. A local.
-    unsafe {
-        allocate(
-            default_runtime()?,
-            device_of(device)?,
-            Request::bytes(bytes),
-            stream,
-            &raw mut address,
-        )
-    }?;
+    let allocated = unsafe { allocate(runtime, known, request, stream, &raw mut address) };
+    if let Err(refused) = allocated {
+        // SAFETY: 1. Guaranteed by the caller.
+        address = unsafe { graphs::last_resort(runtime, known, request, stream, refused) }?;
+    }
     remember_device(address, device);
     Ok(with_exposed_provenance_mut(address as usize))
 }
@@ -196,6 +161,9 @@ pub extern "C" fn aq_torch_free(
 ) -> aq_status {
     enter(|| {
         let (runtime, address) = (default_runtime()?, memory.addr() as u64);
+        if sharing::any() {
+            sharing::forget(address);
+        }
         let known = if device == -1 { likely_device(address) } else { device_of(device)? };
         if BLOCKS.load(Ordering::Acquire) > 0 {
             apply_recorded_uses(runtime, address)?;
@@ -209,44 +177,9 @@ pub extern "C" fn aq_torch_free(
     })
 }
 
-/// A hint table from address to device: the device of the last block there, plus one. Finds the
-/// probable device of a raw address.
-static DEVICES: [AtomicU8; 1 << 14] = [const { AtomicU8::new(0) }; 1 << 14];
-
-#[inline]
-fn device_hint(address: u64) -> &'static AtomicU8 {
-    // Physical handles have 2 MiB or more, and devices' address ranges begin at much larger
-    // multiples.
-    &DEVICES[(address >> 21 ^ address >> 35) as usize % DEVICES.len()]
-}
-
-#[inline]
-pub(crate) fn remember_device(address: u64, device: c_int) {
-    let (hint, code) = (device_hint(address), (device + 1) as u8);
-    // The entry is usually correct already, and a cache line that is not written stays shared.
-    if hint.load(Ordering::Relaxed) != code {
-        hint.store(code, Ordering::Relaxed);
-    }
-}
-
-#[inline]
-fn likely_device(address: u64) -> u32 {
-    u32::from(device_hint(address).load(Ordering::Relaxed).saturating_sub(1))
-}
-
-#[cold]
-fn find_device(runtime: aq_runtime, address: u64) -> CallResult<u32> {
-    thread_state::with(runtime, |shared| {
-        let found =
-            shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
-        found
-            .map(|device| device as u32)
-            .ok_or_else(|| aquifer::MemoryError::ForeignBlock { address }.into())
-    })
-}
-
 /// Records the work queued by now on the streams that the block was recorded on. If a use cannot be
-/// recorded, the block is not freed.
+/// recorded, the block is not freed. For a parked block there is nothing to record: the whole
+/// device was waited for when it was parked, and nothing has used it since.
 #[cold]
 fn apply_recorded_uses(runtime: aq_runtime, address: u64) -> CallResult {
     let found = recorded().as_mut().and_then(|recorded| recorded.remove(&address));
@@ -259,7 +192,10 @@ fn apply_recorded_uses(runtime: aq_runtime, address: u64) -> CallResult {
         // the block is freed.
         unsafe {
             thread_state::with_stream(runtime, device, stream, |_, pool, stream| {
-                Ok(pool.share_raw(address)?.record_use(stream, Access::ReadWrite)?)
+                match pool.share_raw(address)?.record_use(stream, Access::ReadWrite) {
+                    Err(aquifer::MemoryError::Parked { .. }) => Ok(()),
+                    recorded => Ok(recorded?),
+                }
             })
         }?;
     }

@@ -34,7 +34,7 @@ use std::{
 use support::MIB;
 
 const GPU: DeviceId = DeviceId(0);
-const BYTES: usize = 4 * MIB;
+const BYTES: usize = 2 * MIB;
 const ERRNOS: [i32; 3] = [libc::ENOMEM, libc::EPERM, libc::EINVAL];
 const CODES: [u32; 4] = [1, 2, 712, 999];
 const DRIVER_CALLS: [Call; 4] =

@@ -1,15 +1,18 @@
-//! The folder of the status files, and the checks that make it safe.
+//! The folder of the status files, and the checks that make it and its files safe. Ledgers use the
+//! same folder and the same checks.
 //!
 //! The folder is `AQUIFER_STATUS` if that is a path, else `aquifer` in `XDG_RUNTIME_DIR` if the
 //! user owns that, else `/tmp/aquifer-UID`. The user must own it, and no other user may enter it.
 
-use crate::error::StatusError;
-use nix::unistd::geteuid;
+use crate::error::{FileFault, StatusError};
+use nix::{libc, unistd::geteuid};
 use std::{
-    env, fs, io,
+    env,
+    fs::{self, File, OpenOptions},
+    io,
     os::unix::{
         ffi::OsStrExt,
-        fs::{DirBuilderExt, MetadataExt},
+        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
 };
@@ -37,8 +40,9 @@ impl StatusSetting {
     }
 }
 
-/// Returns the folder where `AQUIFER_STATUS` names none.
-pub(crate) fn default_folder() -> PathBuf {
+/// Returns the folder where `AQUIFER_STATUS` names none. See the example of [`create`].
+#[must_use]
+pub fn default_folder() -> PathBuf {
     let user = geteuid().as_raw();
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| {
         path.is_absolute()
@@ -50,8 +54,21 @@ pub(crate) fn default_folder() -> PathBuf {
     }
 }
 
-/// Creates the folder if it does not exist, and checks it.
-pub(crate) fn create(path: &Path) -> Result<(), StatusError> {
+/// Creates the folder if it does not exist, and checks it. Without a path of its own, a program
+/// passes [`default_folder`].
+///
+/// ```
+/// use aquifer_status::folder;
+/// let path = std::env::temp_dir().join(format!("aquifer-example-{}", std::process::id()));
+/// folder::create(&path)?;
+/// assert!(folder::check(&path)?);
+/// # let _left = std::fs::remove_dir(&path);
+/// # Ok::<(), aquifer_status::StatusError>(())
+/// ```
+///
+/// # Errors
+/// [`StatusError::UnsafeFolder`]; [`StatusError::System`].
+pub fn create(path: &Path) -> Result<(), StatusError> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -60,8 +77,12 @@ pub(crate) fn create(path: &Path) -> Result<(), StatusError> {
     check(path).map(drop)
 }
 
-/// Checks that only this user can have put files into the folder. Returns whether it exists.
-pub(crate) fn check(path: &Path) -> Result<bool, StatusError> {
+/// Checks that only this user can have put files into the folder. Returns whether it exists. See
+/// the example of [`create`].
+///
+/// # Errors
+/// As [`create`].
+pub fn check(path: &Path) -> Result<bool, StatusError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -77,4 +98,32 @@ pub(crate) fn check(path: &Path) -> Result<bool, StatusError> {
         return Ok(true);
     };
     Err(StatusError::UnsafeFolder { path: path.to_owned(), reason })
+}
+
+/// Opens a regular file of this user. A pipe does not block the call, and no link is followed. See
+/// the example of [`StatusFolder`](crate::StatusFolder), which opens its files so.
+///
+/// # Errors
+/// [`StatusError::BadFile`] for what is no regular file or belongs to another user;
+/// [`StatusError::System`].
+pub fn open_own_file(path: &Path, options: &mut OpenOptions) -> Result<File, StatusError> {
+    let system = |error: io::Error| StatusError::System { path: path.to_owned(), error };
+    let bad = |fault| Err(StatusError::BadFile { path: path.to_owned(), fault });
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = match options.custom_flags(flags).open(path) {
+        Err(error)
+            if matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO | libc::EISDIR)) =>
+        {
+            return bad(FileFault::NotRegular);
+        }
+        opened => opened.map_err(system)?,
+    };
+    let found = file.metadata().map_err(system)?;
+    if !found.is_file() {
+        return bad(FileFault::NotRegular);
+    }
+    if found.uid() != geteuid().as_raw() {
+        return bad(FileFault::OtherOwner { owner: found.uid() });
+    }
+    Ok(file)
 }

@@ -36,7 +36,7 @@
 
 mod claim;
 mod error;
-mod folder;
+pub mod folder;
 mod kind;
 mod layout;
 mod line;
@@ -49,7 +49,7 @@ mod slot;
 mod state;
 #[cfg(feature = "opentelemetry")]
 mod telemetry;
-mod text;
+pub mod text;
 
 pub use claim::{claim_line, is_shown};
 pub use error::{FileFault, StatusError};

@@ -30,9 +30,7 @@ pub struct CacheLine {
     pub(crate) returned: AtomicU64,
     pub(crate) pending: AtomicU64,
     pub(crate) pending_blocks: AtomicU64,
-    pub(crate) peak_live: AtomicU64,
-    pub(crate) peak_requested: AtomicU64,
-    unused: [AtomicU64; 7],
+    unused: [AtomicU64; 9],
 }
 
 const _: () = assert!(size_of::<CacheLine>() == LINE_BYTES);
@@ -52,10 +50,6 @@ pub struct CacheFigures {
     pub pending: u64,
     /// Pending blocks (a count).
     pub pending_blocks: u64,
-    /// The maximum of the live bytes.
-    pub peak_live: u64,
-    /// The maximum of the requested bytes.
-    pub peak_requested: u64,
 }
 
 /// Adds to a figure that has one writer at a time.
@@ -90,8 +84,6 @@ impl CacheLine {
         self.returned.store(figures.allocations.wrapping_sub(figures.blocks), Relaxed);
         self.pending.store(figures.pending, Relaxed);
         self.pending_blocks.store(figures.pending_blocks, Relaxed);
-        self.peak_live.store(figures.peak_live, Relaxed);
-        self.peak_requested.store(figures.peak_requested, Relaxed);
         self.owner.store(owner, Relaxed);
     }
 }

@@ -4,13 +4,18 @@ use crate::layout::WORD;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Returns at most `most` bytes of the text, cut between two characters.
-pub(crate) fn cut(text: &str, most: usize) -> &str {
+///
+/// ```
+/// assert_eq!(aquifer_status::text::cut("añb", 2), "a");
+/// ```
+#[must_use]
+pub fn cut(text: &str, most: usize) -> &str {
     let end = (0..=most.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
     &text[..end.unwrap_or(0)]
 }
 
-/// Writes a text behind its length.
-pub(crate) fn write_text(words: &[AtomicU64], at: usize, text: &str) {
+/// Writes a text behind its length. See the example of [`read_text`].
+pub fn write_text(words: &[AtomicU64], at: usize, text: &str) {
     words[at].store(text.len() as u64, Ordering::Relaxed);
     for (word, bytes) in words[at + 1..].iter().zip(text.as_bytes().chunks(WORD)) {
         let mut whole = [0; WORD];
@@ -20,7 +25,16 @@ pub(crate) fn write_text(words: &[AtomicU64], at: usize, text: &str) {
 }
 
 /// Returns the text at this word. Whatever is no UTF-8 is replaced.
-pub(crate) fn read_text(words: &[u64], at: usize, most: usize) -> String {
+///
+/// ```
+/// use aquifer_status::text::{read_text, write_text};
+/// use std::sync::atomic::AtomicU64;
+/// let words: [AtomicU64; 3] = Default::default();
+/// write_text(&words, 0, "a command");
+/// assert_eq!(read_text(&words.map(AtomicU64::into_inner), 0, 16), "a command");
+/// ```
+#[must_use]
+pub fn read_text(words: &[u64], at: usize, most: usize) -> String {
     let len = words.get(at).map_or(0, |&len| len.min(most as u64) as usize);
     let bytes: Vec<u8> = words
         .iter()

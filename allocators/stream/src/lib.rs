@@ -9,7 +9,7 @@
 //! | [`Launch`], [`PreparedLaunch`] | all blocks of one launch, ordered and stamped together |
 //! | [`Stream::upload`], [`Stream::scope`] | asynchronous copies that safe code cannot race with |
 //! | [`Retirement`] | whether driver calls may still use a handle that is about to be destroyed |
-//! | [`Spin`] | the spin lock of a stream's cache |
+//! | [`Spin`], [`AllLocked`] | the spin lock of a stream's cache, and several of them at once |
 
 mod attachments;
 mod copy;
@@ -32,7 +32,7 @@ pub use copy::{CopyScope, Grid, HostOwned, InFlight, Landing, RefusedCopy};
 pub use epochs::Epochs;
 pub use launch::{Account, Launch, PreparedLaunch, TrackUses};
 pub use life::StreamLifetime;
-pub use lock::Spin;
+pub use lock::{AllLocked, Spin};
 pub use pool::{DEFAULT_CAP, StreamOptions, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};

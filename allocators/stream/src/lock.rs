@@ -8,7 +8,8 @@
 //!
 //! # Rule
 //! **Never hold it across a driver call, a wait, or anything that can block or unwind into user
-//! code.** [`Spin::with`] is the only way to lock it, so each critical section is one closure.
+//! code.** [`Spin::with`] locks one value for one closure. [`Spin::lock_all`] locks several values,
+//! for a figure of one instant.
 #![expect(unsafe_code, reason = "a lock is a promise about a cell")]
 
 use crate::sync::{
@@ -68,16 +69,43 @@ impl<T> Spin<T> {
                 self.0.store(false, Ordering::Release);
             }
         }
-        if self.locked.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
-        {
-            self.lock_contended();
-        }
+        self.lock();
         let _unlock = Unlock(&self.locked);
         self.value.with_mut(|value| {
             // SAFETY: 1. this thread changed `locked` from false to true, and it stays true until
             // `_unlock` is dropped, so no other reference to the value exists.
             work(unsafe { &mut *value })
         })
+    }
+
+    /// Locks all values of the list, in its order, and holds them until the result is dropped: what
+    /// is read of them is of one instant.
+    ///
+    /// Each lock may be in the list once. A thread that holds one of these locks, or two threads
+    /// that lock the same values in different orders, wait for ever.
+    ///
+    /// ```
+    /// use aquifer_stream::Spin;
+    /// let (a, b) = (Spin::new(1u64), Spin::new(2u64));
+    /// let mut sum = 0;
+    /// Spin::lock_all(&[&a, &b]).for_each(|n| sum += *n);
+    /// assert_eq!(sum, 3);
+    /// ```
+    pub fn lock_all<'a>(locks: &'a [&'a Self]) -> AllLocked<'a, T> {
+        let mut all = AllLocked { locks, held: 0 };
+        for lock in locks {
+            lock.lock();
+            all.held += 1;
+        }
+        all
+    }
+
+    #[inline]
+    fn lock(&self) {
+        if self.locked.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
+            self.lock_contended();
+        }
     }
 
     #[cold]
@@ -112,6 +140,43 @@ impl<T> Spin<T> {
     pub fn get_mut(&mut self) -> &mut T {
         // SAFETY: 1. `&mut self` excludes every other access.
         self.value.with_mut(|value| unsafe { &mut *value })
+    }
+}
+
+/// Several locked values: see [`Spin::lock_all`]. Its drop unlocks them.
+pub struct AllLocked<'a, T> {
+    locks: &'a [&'a Spin<T>],
+    /// The number of locks, from the first on, that this value has locked. Only less than all
+    /// while it is made.
+    held: usize,
+}
+
+impl<T> AllLocked<'_, T> {
+    /// Calls `work` with exclusive access to each value, in the order of the list.
+    pub fn for_each(&mut self, mut work: impl FnMut(&mut T)) {
+        for lock in self.locks {
+            lock.value.with_mut(|value| {
+                // SAFETY: 1. `lock_all` has locked every lock of the list, and only the drop of
+                // `self` unlocks them, so no other thread has a reference to the value. 2. `&mut
+                // self` excludes another call, and a lock is in the list once, since the second
+                // attempt to lock it would not have ended. So this thread has none either.
+                work(unsafe { &mut *value });
+            });
+        }
+    }
+}
+
+impl<T> Drop for AllLocked<'_, T> {
+    fn drop(&mut self) {
+        for lock in self.locks.iter().take(self.held) {
+            lock.locked.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl<T> fmt::Debug for AllLocked<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AllLocked").field("locks", &self.locks.len()).finish_non_exhaustive()
     }
 }
 

@@ -61,7 +61,7 @@ const MAX_POLL_PAUSE: Duration = Duration::from_micros(200);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long [`Timeline::settle_or_abort`] retries before it aborts the process. By then, work of
 /// unknown state may still touch memory that is about to be freed.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest pause between two retries.
 const MAX_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
@@ -729,7 +729,7 @@ impl Timeline {
     /// borrowed memory. Does not return while work may be running. Blocks.
     ///
     /// # Aborts
-    /// Aborts the process with a message if the driver refuses every way to wait for ten seconds
+    /// Aborts the process with a message if the driver refuses every way to wait for five seconds
     /// and is neither lost nor gone. Returning would let the device write memory that has a new
     /// owner. Waiting for ever would hang without a message. The caller could repair neither.
     ///

@@ -6,7 +6,7 @@
 //!
 //! | protocol | model |
 //! |---|---|
-//! | the lock | `the_lock_lets_one_thread_in…` |
+//! | the lock | `the_lock_lets_one_thread_in…`, `values_locked_at_once…` |
 //! | epochs: close, record, publish | `closing_before_recording…`, `two_fences_at_once…` |
 //! | epochs: what is done | `seeing_an_epoch_done…` |
 //! | uses: the end and the free | `the_end_of_a_use_and_the_free…`, `the_last_use_and_the_close…` |
@@ -130,6 +130,41 @@ fn the_lock_lets_one_thread_in_at_a_time_and_shows_it_what_the_last_one_wrote() 
         other.join().unwrap();
         assert_eq!(spin.with(|n| *n), 2);
     });
+}
+
+/// One thread moves a unit from the first value to the second. Their sum never exceeds one unit,
+/// and no sum of one instant does.
+fn a_sum_of_values_is_one_that_they_had_at_one_instant(at_once: bool) {
+    loom::model(move || {
+        let values = loom::sync::Arc::new([Spin::new(1u32), Spin::new(0u32)]);
+        let mover = {
+            let values = values.clone();
+            thread::spawn(move || {
+                values[0].with(|n| *n -= 1);
+                values[1].with(|n| *n += 1);
+            })
+        };
+        let mut sum = 0;
+        if at_once {
+            Spin::lock_all(&values.each_ref()).for_each(|n| sum += *n);
+        } else {
+            values.iter().for_each(|value| value.with(|n| sum += *n));
+        }
+        assert!(sum <= 1, "a sum that never was: {sum}");
+        mover.join().unwrap();
+        assert_eq!(values[1].with(|n| *n), 1);
+    });
+}
+
+#[test]
+fn values_locked_at_once_are_read_at_one_instant() {
+    a_sum_of_values_is_one_that_they_had_at_one_instant(true);
+}
+
+#[test]
+#[should_panic(expected = "a sum that never was")]
+fn values_locked_one_after_the_other_are_not() {
+    a_sum_of_values_is_one_that_they_had_at_one_instant(false);
 }
 
 /// How a thread announces a call for a handle that another thread retires.

@@ -4,6 +4,7 @@
 //! calls fail, and when queued work runs. Invariants after every operation:
 //!
 //! - the pool's account agrees with a model and with the device's free memory;
+//! - the reported peaks are the true ones, within the error that is promised;
 //! - the budget never exceeded its limit;
 //! - the oracle reports nothing: no unordered work, no block reused before its last use is
 //!   complete, and no mapping removed under queued work.
@@ -13,7 +14,10 @@
 //! become small, move, and are released.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS, not_beside_alone};
+use crate::{
+    peaks::TruePeaks,
+    program::{Bytes, MAX_OPS, not_beside_alone},
+};
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{
     Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request,
@@ -134,6 +138,7 @@ struct World {
     most: u64,
     /// Whether blocks are checked: they have guards, and freed ones go to quarantine.
     checked: bool,
+    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes. Returns the number of its operations.
@@ -257,6 +262,7 @@ impl World {
             shares,
             most,
             checked,
+            peaks: TruePeaks::default(),
         }
     }
 
@@ -596,6 +602,9 @@ impl World {
         } else {
             assert_eq!(stats.live, live, "live bytes");
         }
+        // Of checked blocks the model does not know the guards.
+        let live = (!self.checked).then_some(live);
+        self.peaks.check(&self.pool, &stats, self.streams.len(), (live, Some(requested)));
         assert_eq!(stats.blocks, (self.live.len() + self.out.len()) as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");

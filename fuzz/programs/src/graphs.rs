@@ -10,7 +10,10 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
-use crate::program::{Bytes, MAX_OPS, alone};
+use crate::{
+    peaks::TruePeaks,
+    program::{Bytes, MAX_OPS, alone},
+};
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_device::{
     Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request,
@@ -86,6 +89,7 @@ struct World {
     saved: Option<(GraphPool, Vec<(DeviceRange, RawStream)>)>,
     /// Whether each ordinary block is a driver allocation.
     bypass: bool,
+    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes.
@@ -138,7 +142,20 @@ impl World {
         let streams = (0..4).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         let (pools, live, open, made) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (served, saved) = (Vec::new(), None);
-        Self { sim, budget, pool, streams, pools, live, open, made, served, saved, bypass }
+        Self {
+            sim,
+            budget,
+            pool,
+            streams,
+            pools,
+            live,
+            open,
+            made,
+            served,
+            saved,
+            bypass,
+            peaks: TruePeaks::default(),
+        }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -419,6 +436,7 @@ impl World {
             .map(|_| u64::from(bytes.u16()) << bytes.choice(7) | 1)
             .collect();
         let kept = usize::from(bytes.choice(3));
+        let before: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
         // SAFETY: 1. and 2. the work touches blocks of the graph pool only.
         let made = unsafe {
             graphs.capture(&self.streams[stream], |s| {
@@ -427,6 +445,7 @@ impl World {
                     let block = self.pool.alloc(s, Request::bytes(size))?;
                     self.write(&block, stream);
                     blocks.push(block);
+                    self.peaks.note(before + blocks.iter().map(Block::capacity).sum::<u64>());
                     if blocks.len() > kept {
                         blocks.remove(0);
                     }
@@ -506,6 +525,7 @@ impl World {
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         let blocks: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
         assert_eq!(stats.live, blocks, "live bytes");
+        self.peaks.check(&self.pool, &stats, self.streams.len(), (Some(blocks), None));
         assert!(stats.graphs <= stats.physical, "{stats:?}");
         let mut ranges: Vec<DeviceRange> =
             self.live.iter().map(|live| live.block.range()).collect();

@@ -1,5 +1,6 @@
-//! Programs over parkable memory: blocks of two tags that are suspended and resumed, together with
-//! ordinary blocks under one budget.
+//! Programs over parkable memory: blocks of two tags, and a graph of one of them, are suspended and
+//! resumed, one by one, both as one, or not in the end, together with ordinary blocks under one
+//! budget.
 //!
 //! Invariants after every operation: the pool's account agrees with a model, held bytes with
 //! charged bytes and with the device's free memory, and contents with what was last written. The
@@ -9,12 +10,15 @@
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
 use crate::{
+    peaks::TruePeaks,
     program::{Bytes, MAX_OPS, not_beside_alone},
     rig::{Rig, went},
 };
 use allocator_api2::alloc::Global;
 use aquifer_core::{Budget, MemoryError, Tag};
-use aquifer_device::{Block, DeviceBuffer, DevicePool, Park, Parkable, PoolConfig, Request};
+use aquifer_device::{
+    Block, DeviceBuffer, DevicePool, Graph, GraphPool, Park, Parkable, PoolConfig, Request,
+};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, Operand,
     sim::{Sim, SimConfig},
@@ -63,6 +67,35 @@ struct Open {
     access: Access,
 }
 
+/// A graph that fills its output. Its memory is of the first tag.
+struct Captured {
+    graph: Graph,
+    memory: GraphPool,
+    out: DeviceBuffer<u8>,
+    /// Whether the output has been filled, and its contents kept since.
+    is_filled: bool,
+}
+
+/// What the graph writes.
+const WRITTEN: u8 = 0x5a;
+
+impl Captured {
+    fn new(rig: &Rig, tag: Tag) -> Result<Self, MemoryError> {
+        let memory = rig.pool.parkable_graph_pool(tag)?;
+        // SAFETY: 1. and 2. the work touches only blocks of the graph pool.
+        let (graph, out) = unsafe {
+            memory.capture(&rig.streams[0], |s| {
+                let mut temporary: DeviceBuffer<u8> = rig.pool.buffer(s, 1 << 20)?;
+                s.fill(&mut temporary, WRITTEN)?;
+                let mut out: DeviceBuffer<u8> = rig.pool.buffer(s, 5000)?;
+                s.copy(&temporary.slice(0..5000)?, &mut out)?;
+                Ok(out)
+            })
+        }?;
+        Ok(Self { graph, memory, out, is_filled: false })
+    }
+}
+
 struct World {
     rig: Rig,
     /// Whether the device keeps bytes.
@@ -71,8 +104,10 @@ struct World {
     lodged: Vec<Lodged>,
     ordinary: Vec<Block>,
     open: Vec<Open>,
+    captured: Option<Captured>,
     /// How many parks and resumes of live blocks succeeded.
     done: (usize, usize),
+    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes. Returns how many parks and resumes of live blocks it had.
@@ -110,11 +145,22 @@ impl World {
             .collect();
         let (lodged, ordinary, open) = (Vec::new(), Vec::new(), Vec::new());
         let rig = Rig { sim, budget, pool, streams };
-        Self { rig, keeps, parkable, lodged, ordinary, open, done: (0, 0) }
+        let captured = if bytes.flag() { went(Captured::new(&rig, tags[0])) } else { None };
+        Self {
+            rig,
+            keeps,
+            parkable,
+            lodged,
+            ordinary,
+            open,
+            captured,
+            done: (0, 0),
+            peaks: TruePeaks::default(),
+        }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(24) {
+        match bytes.choice(30) {
             0..=4 => self.alloc(bytes),
             5..=7 => self.free(bytes),
             8 | 9 => self.write(bytes),
@@ -126,6 +172,9 @@ impl World {
             20 => self.rig.trim(bytes),
             21 => self.rig.fail_one(bytes, &FAULTS),
             22 => self.rig.go_on(bytes),
+            23 | 24 => self.undo(bytes),
+            25 => self.resume_both(),
+            26 | 27 => self.launch(bytes),
             _ => self.rig.limit(bytes, 60),
         }
     }
@@ -222,32 +271,105 @@ impl World {
         used.finish().expect("no stream that is fenced at once");
     }
 
+    /// Returns the graph, if its memory is of this tag.
+    fn captured_of(&self, of: usize) -> Option<&Captured> {
+        self.captured.as_ref().filter(|_| of == 0)
+    }
+
+    /// Returns the live blocks of a tag, and the bytes that they and the tag's memory have.
+    fn holdings(&self, of: usize) -> (u64, u64, u64) {
+        let own = self.parkable[of].stats();
+        let graphs = self.captured_of(of).map(|captured| captured.memory.stats());
+        let graphs = graphs.unwrap_or_default();
+        let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;
+        (live + graphs.blocks, own.live + graphs.live, own.physical + graphs.physical)
+    }
+
+    /// Launches the graph.
+    fn launch(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.rig.pick_stream(bytes);
+        let parked = self.rig.pool.is_parked(self.parkable[0].tag());
+        let Some(captured) = &mut self.captured else { return };
+        match captured.graph.launch(&self.rig.streams[stream]) {
+            Ok(()) => {
+                assert!(!parked, "a graph without memory was launched");
+                captured.is_filled = true;
+            }
+            Err(MemoryError::Parked { .. }) => assert!(parked),
+            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => assert!(!parked),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    /// Begins a park or a resume, and does not end it.
+    fn undo(&mut self, bytes: &mut Bytes<'_>) {
+        let tag = self.parkable[usize::from(bytes.flag())].tag();
+        let (was_parked, before) = (self.rig.pool.is_parked(tag), self.rig.pool.stats());
+        if was_parked {
+            drop(went(self.rig.pool.begin_resume(tag, None)));
+        } else {
+            // SAFETY: 1. and 2. only one thread runs here, and it queues all work at once, except
+            // for prepared uses.
+            match unsafe { self.rig.pool.begin_park(tag, Park::save_in(Global)) } {
+                Ok(pending) => {
+                    assert!(self.rig.pool.is_parked(tag));
+                    drop(pending);
+                }
+                Err(MemoryError::Busy { .. } | MemoryError::TimedOut | MemoryError::Driver(_)) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(self.rig.pool.is_parked(tag), was_parked, "what was undone has happened");
+        let after = self.rig.pool.stats();
+        assert_eq!((after.live, after.requested), (before.live, before.requested));
+    }
+
+    /// Resumes both tags, or none.
+    fn resume_both(&mut self) {
+        let tags = [self.parkable[0].tag(), self.parkable[1].tag()];
+        let were = tags.map(|tag| self.rig.pool.is_parked(tag));
+        let begun = tags.iter().map(|&tag| self.rig.pool.begin_resume(tag, None)).collect();
+        let begun: Result<Vec<_>, MemoryError> = begun;
+        match went(begun) {
+            Some(pending) => {
+                for pending in pending {
+                    let _report = pending.commit();
+                }
+                assert!(tags.iter().all(|&tag| !self.rig.pool.is_parked(tag)));
+                (0..2).for_each(|of| self.compare(of));
+            }
+            None => {
+                let are = tags.map(|tag| self.rig.pool.is_parked(tag));
+                assert_eq!(are, were, "a resume that failed changed something");
+            }
+        }
+    }
+
     fn park(&mut self, bytes: &mut Bytes<'_>) {
         let of = usize::from(bytes.flag());
         let parkable = &self.parkable[of];
         let (tag, discards) = (parkable.tag(), bytes.choice(4) == 0);
-        let (was_parked, before) = (parkable.is_parked(), parkable.stats());
+        let (was_parked, before) = (parkable.is_parked(), self.holdings(of));
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
         // SAFETY: 1. and 2. only one thread runs here, and it queues all work at once, except for
         // prepared uses.
         let answer = unsafe { self.rig.pool.park(tag, how) };
         let open = self.open.iter().any(|open| open.of == of);
-        let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;
+        let (live, live_bytes, physical) = before;
         match answer {
             Ok(report) => {
                 assert!(
                     !was_parked && !open && parkable.is_parked(),
                     "parked what is parked or in use"
                 );
-                assert_eq!((report.blocks, report.parked), (live, before.live));
-                assert_eq!(report.saved, if discards { 0 } else { before.live });
+                assert_eq!((report.blocks, report.parked), (live, live_bytes));
+                assert_eq!(report.saved, if discards { 0 } else { live_bytes });
                 assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0);
-                assert_eq!(parkable.stats().physical, 0);
-                assert!(
-                    report.released >= before.physical - report.kept.refused.min(before.physical)
-                );
+                assert_eq!(self.holdings(of), (live, 0, 0));
+                assert!(report.released >= physical - report.kept.refused.min(physical));
                 self.done.0 += usize::from(live > 0);
                 if discards {
+                    self.captured.iter_mut().filter(|_| of == 0).for_each(|c| c.is_filled = false);
                     self.lodged.iter_mut().filter(|l| l.of == of).for_each(|l| l.content = None);
                 }
             }
@@ -255,7 +377,7 @@ impl World {
             Err(MemoryError::Busy { .. }) => assert!(open && !was_parked && !parkable.is_parked()),
             Err(MemoryError::TimedOut | MemoryError::Driver(_)) => {
                 assert!(!was_parked && !parkable.is_parked(), "a park that failed has parked");
-                assert_eq!(parkable.stats().live, before.live);
+                assert_eq!(self.holdings(of).1, live_bytes);
             }
             Err(other) => panic!("{other:?}"),
         }
@@ -265,11 +387,11 @@ impl World {
         let of = usize::from(bytes.flag());
         let parkable = &self.parkable[of];
         let was_parked = parkable.is_parked();
-        let live = self.lodged.iter().filter(|lodged| lodged.of == of).count();
+        let live = self.holdings(of).0;
         match went(self.rig.pool.resume(parkable.tag(), None)) {
             Some(report) => {
                 assert!(!parkable.is_parked(), "resumed and not awake");
-                assert_eq!(report.blocks, if was_parked { live as u64 } else { 0 });
+                assert_eq!(report.blocks, if was_parked { live } else { 0 });
                 self.done.1 += usize::from(was_parked && live > 0);
                 self.compare(of);
             }
@@ -294,6 +416,15 @@ impl World {
         if !self.keeps {
             return;
         }
+        if let Some(Captured { out, is_filled: true, .. }) = self.captured_of(of) {
+            let mut back = vec![!WRITTEN; out.len()];
+            let copied = self.rig.streams[0].scope(|c| c.download(out, &mut back));
+            match copied.and_then(|copied| copied) {
+                Ok(()) => assert!(back.iter().all(|&there| there == WRITTEN), "not the output"),
+                Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        }
         for Lodged { buffer, stream, content, .. } in
             self.lodged.iter().filter(|lodged| lodged.of == of)
         {
@@ -317,10 +448,20 @@ impl World {
         assert_eq!(stats.physical, self.rig.budget.used(), "what is held is what is charged");
         let left = self.rig.sim.driver().memory_info(DeviceId(0)).expect("an idle device").free;
         assert_eq!(left + stats.physical, CAPACITY, "what is held is what the device misses");
-        assert_eq!(stats.blocks, (self.lodged.len() + self.ordinary.len()) as u64);
+        let outputs = self.captured.iter().map(|captured| captured.out.range().bytes);
+        let blocks = self.lodged.len() + self.ordinary.len() + outputs.clone().count();
+        assert_eq!(stats.blocks, blocks as u64);
         let awake = self.lodged.iter().filter(|lodged| !self.parkable[lodged.of].is_parked());
         let ordinary: u64 = self.ordinary.iter().map(Block::bytes).sum();
-        assert_eq!(stats.requested, awake.map(|lodged| lodged.range.bytes).sum::<u64>() + ordinary);
+        let awake: u64 = awake.map(|lodged| lodged.range.bytes).sum();
+        let outputs: u64 = if self.parkable[0].is_parked() { 0 } else { outputs.sum() };
+        let requested = awake + ordinary + outputs;
+        assert_eq!(stats.requested, requested);
+        for (of, parkable) in self.parkable.iter().enumerate() {
+            assert_eq!(self.rig.pool.parkable_bytes(parkable.tag()), self.holdings(of).2);
+        }
+        let Rig { pool, streams, .. } = &self.rig;
+        self.peaks.check(pool, &stats, streams.len(), (None, Some(requested)));
         for parkable in &self.parkable {
             let own = parkable.stats();
             assert_eq!(own.live + own.cached + own.pending, own.physical, "{own:?}");
@@ -343,7 +484,7 @@ impl World {
         self.check();
         // The order of these drops must not matter.
         let (Rig { sim, budget, pool, streams }, done) = (self.rig, self.done);
-        drop((self.parkable, self.lodged));
+        drop((self.parkable, self.captured, self.lodged));
         streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));
         pool.trim(0).expect("an idle device");
         assert_eq!((pool.stats().physical, budget.used()), (0, 0), "something is left");

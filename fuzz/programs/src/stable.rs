@@ -8,6 +8,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
+    peaks::TruePeaks,
     program::{Bytes, MAX_OPS, not_beside_alone},
     rig::{Rig, went},
 };
@@ -87,6 +88,7 @@ struct World {
     exported: Vec<Exported>,
     imported: Vec<StableBlock>,
     open: Vec<Open>,
+    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes.
@@ -138,6 +140,7 @@ impl World {
             exported: Vec::new(),
             imported: Vec::new(),
             open: Vec::new(),
+            peaks: TruePeaks::default(),
         }
     }
 
@@ -421,7 +424,10 @@ impl World {
             self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
         let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
         let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
-        assert_eq!(stats.live, committed + blocks + stable, "live bytes");
+        let live = committed + blocks + stable;
+        assert_eq!(stats.live, live, "live bytes");
+        let Rig { pool, streams, .. } = &self.rig;
+        self.peaks.check(pool, &stats, streams.len(), (Some(live), None));
         assert!(
             stats.live + stats.cached + stats.pending <= stats.physical,
             "more than is held: {stats:?}"

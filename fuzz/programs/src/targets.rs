@@ -1,8 +1,8 @@
 //! The fuzz programs by name.
 
 use crate::{
-    adapters, agree, arena, budget, device, global, graphs, heap, mixed, park, pinned, placement,
-    pressure, stable, stager,
+    adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
+    placement, pressure, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,7 +15,7 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     Target { name: "adapters", run: adapters::run },
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
@@ -25,6 +25,7 @@ pub const TARGETS: [Target; 17] = [
     Target { name: "global", run: global::run },
     Target { name: "graphs", run: graphs::run },
     Target { name: "heap", run: heap::run },
+    Target { name: "ledger", run: ledger::run },
     Target { name: "mixed", run: mixed::run },
     Target { name: "park", run: |bytes| _ = park::run(bytes) },
     Target { name: "pinned", run: pinned::run },

@@ -2,7 +2,7 @@
 //! Only `reserve_all`, which charges several nodes at once, adds to the sums itself.
 
 use super::{
-    node::{Node, Tree},
+    node::{Budget, Node, Tree},
     refusal::OutOfBudget,
     spin_lock::SpinGuard,
     tree::Refusal,
@@ -65,10 +65,22 @@ impl Node {
         priority: i64,
     ) -> Result<(), OutOfBudget> {
         let Err(refused) = self.charge_locked(guard, bytes, priority) else { return Ok(()) };
-        let tree = self.tree;
-        tree.retry_with_recall(refused, self.path().count(), || {
-            self.charge_locked(tree.lock.lock(), bytes, priority)
-        })
+        let charge = || self.charge_claiming(bytes, priority);
+        let refused = match self.tree.is_shared().then(charge) {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(refused)) => refused,
+            None => refused,
+        };
+        self.tree.retry_with_recall(refused, self.path().count(), charge)
+    }
+
+    /// Like [`Node::charge_locked`]. In a shared tree, what the limits admit is claimed first.
+    fn charge_claiming(&'static self, bytes: u64, priority: i64) -> Result<(), Refusal> {
+        if self.tree.is_shared() {
+            let _guard = self.tree.lock.lock();
+            self.admit(bytes, priority)?;
+        }
+        self.with_claim(bytes, |guard| self.charge_locked(guard, bytes, priority))
     }
 
     /// Like [`Node::charge`], without recalling the spare bytes of leases.
@@ -83,7 +95,7 @@ impl Node {
         bytes: u64,
         priority: i64,
     ) -> Result<(), Refusal> {
-        self.admit(bytes, priority)?;
+        self.admit(bytes, priority).and_then(|()| self.require_claim(bytes))?;
         let level_changed = self.add(bytes);
         drop(guard);
         if level_changed {
@@ -99,10 +111,12 @@ impl Node {
         let fast = self.release_fast(bytes);
         let level_changed = !fast && self.subtract(bytes);
         let has_waiters = self.tree.wait_queue.has_waiters();
+        // Waiters of this process come first.
+        let unused = if fast || has_waiters { None } else { self.root().take_unused() };
         let last = self.used.load(Relaxed) == 0;
         drop(guard);
-        if level_changed || has_waiters {
-            self.notify(level_changed, has_waiters);
+        if level_changed || has_waiters || unused.is_some() {
+            self.notify(level_changed, has_waiters, unused);
         }
         // From here on another thread may recycle and reuse the node. It is live then, and
         // `recycle_if_unused` leaves it alone.
@@ -112,9 +126,18 @@ impl Node {
     }
 
     #[cold]
-    fn notify(&'static self, level_changed: bool, has_waiters: bool) {
+    fn notify(
+        &'static self,
+        level_changed: bool,
+        has_waiters: bool,
+        unused: Option<(Budget, u64)>,
+    ) {
+        Self::release_claim(unused);
         if has_waiters {
             self.tree.wait_queue.request_scan();
+            if self.tree.is_shared() {
+                self.root().release_unused();
+            }
         }
         if level_changed {
             self.report_levels();

@@ -19,6 +19,7 @@
 //! without a lock.
 
 use super::{
+    capacity::CapacitySource,
     hooks::Hooks,
     immortal_list::ImmortalList,
     level::{LevelChange, Thresholds},
@@ -43,6 +44,9 @@ pub(super) const NO_WAITER: i64 = i64::MIN;
 /// path.
 pub(super) const SLOW_PATH: u64 = u64::MAX;
 
+/// The [`Tree::claimed`] of a tree whose capacity is not shared with other processes.
+pub(super) const NOT_SHARED: u64 = u64::MAX;
+
 const IDLE: u8 = 0;
 const LIVE: u8 = 1;
 const IN_TRANSITION: u8 = 2;
@@ -58,6 +62,11 @@ pub(super) struct Tree {
     /// The number of open leases. If it is zero, a refused charge skips the search for spare
     /// bytes.
     pub(super) open_leases: AtomicUsize,
+    /// What a shared root has claimed, at least its `used`, or [`NOT_SHARED`]. Written under the
+    /// lock.
+    pub(super) claimed: AtomicU64,
+    /// What a shared root claims from.
+    pub(super) source: Mutex<Option<Arc<dyn CapacitySource>>>,
 }
 
 /// One node. Its figures change only under the tree's lock, and may be read at any time.
@@ -250,6 +259,8 @@ impl Node {
                 wait_queue: WaitQueue::new(),
                 nodes_over_limit: AtomicUsize::new(0),
                 open_leases: AtomicUsize::new(0),
+                claimed: AtomicU64::new(NOT_SHARED),
+                source: Mutex::new(None),
             })),
         };
         Self {
@@ -322,6 +333,13 @@ impl Node {
             let _ = self.set_guarantee(0);
             self.clear_levels();
             self.stranded.store(0, Relaxed);
+            if self.ancestors.is_empty() {
+                self.tree.claimed.store(NOT_SHARED, Relaxed);
+            }
+        }
+        if self.ancestors.is_empty() {
+            // Dropped with no lock held.
+            let _source = lock(&self.tree.source).take();
         }
         self.level_hooks.clear();
         self.reclaimers.clear();

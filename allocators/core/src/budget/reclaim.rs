@@ -165,9 +165,12 @@ impl Budget {
                 .err()
                 .map(|(_, refusal)| refusal)
         };
-        let refused = admit()?;
+        let mut refused = admit();
         // Any charge may use the spare bytes of leases.
-        if self.node.recall_all() > 0 { admit() } else { Some(refused) }
+        if refused.is_some() && self.node.recall_all() > 0 {
+            refused = admit();
+        }
+        refused.or_else(|| self.node.refusal_of_source(bytes))
     }
 
     /// Returns how many bytes charged here have to be released before a charge of `bytes` fits here
@@ -191,7 +194,9 @@ impl Budget {
         };
         let missing = shortfall();
         // Any charge may use the spare bytes of leases.
-        if missing > 0 && self.node.recall_all() > 0 { shortfall() } else { missing }
+        let missing = if missing > 0 && self.node.recall_all() > 0 { shortfall() } else { missing };
+        let source = self.node.tree.source();
+        missing.max(source.map_or(0, |source| source.shortfall(bytes)))
     }
 
     /// Returns the limits, of this budget and its ancestors, that are too low for a charge of
@@ -205,6 +210,26 @@ impl Budget {
         self.node.recall_all();
         // Not under the tree's lock, since this allocates. Each figure is read on its own.
         self.node.raises(bytes, spared)
+    }
+
+    /// Returns the sum of what the reclaimers here and below offer without waiting. `except` is
+    /// skipped.
+    #[must_use]
+    #[doc(hidden)]
+    pub fn offered(&self, except: Option<&HookRegistration>) -> u64 {
+        let mut sum = 0_u64;
+        self.node.visit_subtree(&mut |at| {
+            let all = at.reclaimers.snapshot();
+            for (number, reclaimer) in all.iter().flat_map(|all| all.iter()) {
+                let excepted = except.is_some_and(|except| except.is(at, *number));
+                let Some(holder) = reclaimer.holder.upgrade().filter(|_| !excepted) else {
+                    continue;
+                };
+                let offer = || if holder.waits() { 0 } else { holder.offer().bytes };
+                sum = sum.saturating_add(at.reclaimers.call(offer).unwrap_or(0));
+            }
+        });
+        sum
     }
 
     /// Returns the root of the tree, which may be this budget.
@@ -403,11 +428,7 @@ impl Asking<'_> {
         node.visit_subtree(&mut |at| {
             let all = at.reclaimers.snapshot();
             for (number, reclaimer) in all.iter().flat_map(|all| all.iter()) {
-                let excepted = self.except.is_some_and(|except| {
-                    !except.is_level_hook
-                        && except.number == *number
-                        && std::ptr::eq(except.budget.node, at)
-                });
+                let excepted = self.except.is_some_and(|except| except.is(at, *number));
                 let Some(holder) = reclaimer.holder.upgrade().filter(|_| !excepted) else {
                     continue;
                 };
@@ -474,8 +495,16 @@ impl Node {
     /// there.
     fn missing(&'static self, bytes: u64) -> Option<(&'static Node, u64)> {
         self.recall_all();
-        let _guard = self.tree.lock.lock();
-        let (node, refused) = self.admit(bytes, self.priority.load(Relaxed)).err()?;
-        Some((node, refused.missing()))
+        let refused = {
+            let _guard = self.tree.lock.lock();
+            self.admit(bytes, self.priority.load(Relaxed)).err()
+        };
+        match refused {
+            Some((node, refused)) => Some((node, refused.missing())),
+            None => {
+                let missing = self.tree.source()?.shortfall(bytes);
+                (missing > 0).then(|| (self.root(), missing))
+            }
+        }
     }
 }

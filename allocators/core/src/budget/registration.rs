@@ -1,6 +1,6 @@
 //! The registration of a hook or a reclaimer.
 
-use super::node::Budget;
+use super::node::{Budget, Node};
 
 /// A registered hook or reclaimer, removed when this is dropped. Another thread may still be
 /// running it at that time.
@@ -16,6 +16,13 @@ pub struct HookRegistration {
 impl std::fmt::Debug for HookRegistration {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Registration").field("budget", &self.budget.name()).finish_non_exhaustive()
+    }
+}
+
+impl HookRegistration {
+    /// Returns whether this is the reclaimer with this number at `node`.
+    pub(super) fn is(&self, node: &Node, number: u64) -> bool {
+        !self.is_level_hook && self.number == number && std::ptr::eq(self.budget.node, node)
     }
 }
 

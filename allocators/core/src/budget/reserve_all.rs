@@ -94,7 +94,9 @@ impl Tree {
 
     /// Takes the parts that belong to this tree, or nothing.
     fn charge_all(&'static self, parts: &[Part<'_>]) -> Result<(), OutOfBudget> {
-        let charge = || self.charge_all_locked(self.lock.lock(), parts);
+        let Some((first, _)) = self.own_parts(parts).next() else { return Ok(()) };
+        let bytes = self.own_parts(parts).map(|(_, bytes)| bytes).fold(0, u64::saturating_add);
+        let charge = || first.with_claim(bytes, |guard| self.charge_all_locked(guard, parts));
         match charge() {
             Ok(()) => Ok(()),
             Err(refused) => {
@@ -114,7 +116,8 @@ impl Tree {
             if !std::ptr::eq(node.tree, self) {
                 continue;
             }
-            if let Err((by, mut refusal)) = node.admit(bytes, node.priority.load(Relaxed)) {
+            let admitted = node.admit(bytes, node.priority.load(Relaxed));
+            if let Err((by, mut refusal)) = admitted.and_then(|()| node.require_claim(bytes)) {
                 // In reverse order, so that each step undoes exactly the last one.
                 self.own_parts(&parts[..at])
                     .rev()

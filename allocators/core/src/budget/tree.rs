@@ -20,7 +20,7 @@
 //!   is.
 
 use super::{
-    node::{NO_WAITER, Node, SLOW_PATH},
+    node::{NO_WAITER, NOT_SHARED, Node, SLOW_PATH},
     refusal::{OutOfBudget, Raise},
 };
 use crate::sync::atomic::{
@@ -319,12 +319,15 @@ impl Node {
         let fast = guarantee_used && self.waiter_priority.load(Relaxed) == NO_WAITER;
         self.headroom_limit
             .store(if fast { ceiling.min(SLOW_PATH - 1) } else { SLOW_PATH }, Relaxed);
-        let fast_limit = if fast { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
+        // Each charge and each release of a shared root goes to its source.
+        let is_shared = self.ancestors.is_empty() && self.tree.claimed.load(Relaxed) != NOT_SHARED;
+        let fast_limit =
+            if fast && !is_shared { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
         self.fast_limit.store(fast_limit, Relaxed);
         // What children are guaranteed counts: `held` can exceed a lowered limit where `used` does
         // not, and then nothing more can be charged here either.
         let over_limit = self.used.load(Relaxed) > ceiling;
-        let fast_floor = if guarantee_used {
+        let fast_floor = if guarantee_used && !is_shared {
             guarantee.saturating_sub(unused_guarantee).max(fall)
         } else {
             u64::MAX

@@ -129,6 +129,14 @@ impl WaitQueue {
         }
     }
 
+    /// Returns the bytes of the first waiter.
+    pub(super) fn first_waiting(&self) -> Option<u64> {
+        if !self.has_waiters() {
+            return None;
+        }
+        self.with(|state| state.waiters.first_key_value().map(|(_, waiter)| waiter.bytes))
+    }
+
     /// Returns the earliest deadline in the queue.
     fn next_deadline(&self) -> Option<Instant> {
         self.with(|state| state.waiters.values().filter_map(|waiter| waiter.deadline).min())
@@ -156,7 +164,8 @@ impl Waiters {
         let mut remaining = 0;
         for ((Reverse(priority), _), waiter) in &mut self.waiters {
             let node = waiter.node;
-            waiter.result = match node.admit(waiter.bytes, *priority) {
+            let admitted = node.admit(waiter.bytes, *priority);
+            waiter.result = match admitted.and_then(|()| node.require_claim(waiter.bytes)) {
                 Ok(()) => {
                     if node.add(waiter.bytes) {
                         wakeups.level_changes.push(node);

@@ -5,6 +5,7 @@ mod budget;
 mod budget_asking;
 mod budget_lease;
 mod budget_pressure;
+mod budget_shared;
 mod budget_together;
 mod budget_tree;
 mod budget_wait;

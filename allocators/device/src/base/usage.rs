@@ -3,40 +3,63 @@
 //! Dedicated memory, the driver's allocators and checked pools count here. A stream's cache stores
 //! fewer numbers, since it counts on the hot path and its heap counts the live bytes.
 
+use super::live_bytes::LiveBytes;
 use aquifer_core::{PoolStats, Tag, budget::Holding};
+use std::sync::Arc;
+
+/// The peak of a pool as a whole, for its parts that count outside of the caches.
+pub(crate) trait JointPeak: Send + Sync {
+    /// Counts memory that becomes live. The caller must not have handed it out yet.
+    fn add(&self, bytes: LiveBytes);
+
+    /// Counts memory that is live no more.
+    fn remove(&self, bytes: LiveBytes);
+
+    /// Returns the peak of the whole pool.
+    fn peak(&self) -> LiveBytes;
+}
 
 /// The live blocks of a pool, or of a part of one: bytes, counts and peaks.
 #[derive(Default)]
 pub(crate) struct LiveUsage {
-    /// Bytes in allocated sizes.
-    live: u64,
-    /// Bytes in requested sizes.
-    requested: u64,
-    peak_live: u64,
-    peak_requested: u64,
+    now: LiveBytes,
+    /// Its own peak, if it is not a part of a pool.
+    peak: LiveBytes,
+    /// The peaks of the pool that this is a part of.
+    pool: Option<Arc<dyn JointPeak>>,
     blocks: u64,
     allocations: u64,
     frees: u64,
 }
 
 impl LiveUsage {
+    /// Creates the counts of a part of a pool, whose peak is that of the whole pool.
+    pub(crate) fn of_pool(peaks: Arc<dyn JointPeak>) -> Self {
+        Self { pool: Some(peaks), ..Self::default() }
+    }
+
     /// Returns the live bytes, in allocated sizes.
     pub(crate) fn live(&self) -> u64 {
-        self.live
+        self.now.live
     }
 
     /// Counts memory that becomes live.
     pub(crate) fn add_bytes(&mut self, live: u64, requested: u64) {
-        self.live += live;
-        self.requested += requested;
-        self.peak_live = self.peak_live.max(self.live);
-        self.peak_requested = self.peak_requested.max(self.requested);
+        let bytes = LiveBytes { live, requested };
+        self.now += bytes;
+        match &self.pool {
+            Some(peaks) => peaks.add(bytes),
+            None => self.peak = self.peak.max(self.now),
+        }
     }
 
     /// Counts memory that is live no more.
     pub(crate) fn remove_bytes(&mut self, live: u64, requested: u64) {
-        self.live -= live;
-        self.requested -= requested;
+        let bytes = LiveBytes { live, requested };
+        self.now -= bytes;
+        if let Some(peaks) = &self.pool {
+            peaks.remove(bytes);
+        }
     }
 
     /// Counts a block whose bytes are counted apart.
@@ -63,17 +86,20 @@ impl LiveUsage {
         self.remove_block();
     }
 
-    /// Sets the peaks to what is live now.
+    /// Sets its own peak to what is live now.
     pub(crate) fn reset_peaks(&mut self) {
-        (self.peak_live, self.peak_requested) = (self.live, self.requested);
+        self.peak = self.now;
     }
 
-    /// Adds all counts to `stats`.
+    /// Returns the peak: that of the whole pool, if this is a part of one.
+    pub(crate) fn peak(&self) -> LiveBytes {
+        self.pool.as_ref().map_or(self.peak, |peaks| peaks.peak())
+    }
+
+    /// Adds all counts but the peaks to `stats`.
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        stats.live += self.live;
-        stats.requested += self.requested;
-        stats.peak_live += self.peak_live;
-        stats.peak_requested += self.peak_requested;
+        stats.live += self.now.live;
+        stats.requested += self.now.requested;
         stats.blocks += self.blocks;
         stats.allocations += self.allocations;
         stats.frees += self.frees;
@@ -131,6 +157,7 @@ mod tests {
         let counts = |usage: &LiveUsage| {
             let mut stats = PoolStats::default();
             usage.add_to(&mut stats);
+            usage.peak().set_in(&mut stats);
             let bytes = [stats.live, stats.requested, stats.peak_live, stats.peak_requested];
             (bytes, [stats.blocks, stats.allocations, stats.frees])
         };

@@ -3,6 +3,7 @@
 use super::{BlockSource, CheckedPool, Debugging, Fault, POISON_ALLOCATED};
 use crate::{
     Block, DevicePool, PoolConfig, Request,
+    base::usage::LiveUsage,
     base::{extent::PackedRequest, pending::DeferredFree},
     block::{DriverBlock, ReleaseBlock},
 };
@@ -92,8 +93,8 @@ fn overlapping_block_is_refused_untouched_and_leaked() {
         sim.driver(),
         streams,
         None,
-        true,
-        Duration::from_secs(1),
+        LiveUsage::default(),
+        (true, Duration::from_secs(1)),
     )
     .unwrap();
     let first = checked.allocate(&s, Request::bytes(4096), None).unwrap();

@@ -4,6 +4,7 @@ use super::{DedicatedPool, Span};
 use crate::{
     base::{driver::owner_of_freed, pending::DeferredFree},
     block::ReleaseBlock,
+    physical::handle::Handle,
 };
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
 use std::sync::Arc;
@@ -43,6 +44,10 @@ impl Drop for CompleteOnDrop {
 }
 
 impl ReleaseBlock for SpanRelease {
+    fn handles(&self, address: u64, bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {
+        self.span.handles(address, bytes)
+    }
+
     fn release(&self, block: DeferredFree) {
         let Self { dedicated, span, block_bytes, tag } = self;
         let users = block.users();

@@ -17,7 +17,7 @@ use aquifer_core::{
         announcement::{supply, withdraw},
     },
 };
-use aquifer_driver::{Driver, Relaxed};
+use aquifer_driver::{Driver, Relaxed, leftovers};
 use aquifer_stream::Timeline;
 use std::{
     collections::BTreeMap,
@@ -42,6 +42,8 @@ pub(super) struct SpanContext {
 pub(crate) enum SpanMemory {
     /// A physical handle, mapped whole.
     Handle(Arc<Handle>),
+    /// Imported handles, mapped one behind the other.
+    Imported(Vec<Arc<Handle>>),
     /// An allocation of the driver, with its addresses.
     Allocation { charge: Charge, held: Arc<HeldBytes> },
 }
@@ -209,6 +211,47 @@ impl Span {
             Some(SpanMemory::Handle(handle)) => Some(handle.clone()),
             _ => None,
         }
+    }
+
+    /// Returns the handles behind a range of mapped slots, and the offset of the range in the
+    /// first. `None` if any of it is no handle.
+    pub(crate) fn handles(&self, address: u64, bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {
+        let offset = address.checked_sub(self.address)?;
+        let slots = offset / self.slot..(offset + bytes).div_ceil(self.slot);
+        let state = self.state();
+        let handles = slots.map(|slot| match state.mapped.get(&slot) {
+            Some(SpanMemory::Handle(handle)) => Some(handle.clone()),
+            _ => None,
+        });
+        Some((handles.collect::<Option<_>>()?, offset % self.slot))
+    }
+
+    /// Maps imported handles of these sizes one behind the other, which fill the span, and grants
+    /// the devices access. On failure nothing stays mapped, except for what the driver refuses to
+    /// unmap: that is kept for a later sweep, and the span must not be used.
+    pub(super) fn map_imported(&self, parts: Vec<(u64, Arc<Handle>)>) -> Result<(), DriverError> {
+        let mut end = self.address;
+        let mapped = parts.iter().try_for_each(|(bytes, handle)| {
+            // SAFETY: 1. The span is new: nothing is mapped in it, and no work is queued for it.
+            unsafe { self.driver.map(end, *bytes, handle.raw()) }?;
+            end += bytes;
+            Ok(())
+        });
+        let mapped = mapped.and_then(|()| {
+            self.driver.set_access(self.address, end - self.address, &self.accessors)
+        });
+        let handles: Vec<_> = parts.into_iter().map(|(_, handle)| handle).collect();
+        if mapped.is_ok() {
+            self.state().mapped.insert(0, SpanMemory::Imported(handles));
+        } else if end > self.address {
+            let (driver, device, address) = (self.driver.clone(), self.device, self.address);
+            leftovers::release(&self.driver, move || {
+                let _mapped_until_then = &handles;
+                // SAFETY: 1. No work has been queued for these addresses.
+                unsafe { driver.unmap(device, address, end - address) }
+            });
+        }
+        mapped
     }
 
     /// Returns the bytes that are mapped and charged.
@@ -524,6 +567,7 @@ impl SpanMemory {
     fn charged(&self, slot: u64) -> u64 {
         match self {
             Self::Handle(handle) => handle.bytes(),
+            Self::Imported(_) => 0,
             Self::Allocation { .. } => slot,
         }
     }
@@ -531,6 +575,7 @@ impl SpanMemory {
     fn count_stranded(&self) -> Option<StrandedCount> {
         match self {
             Self::Handle(handle) => handle.count_stranded(),
+            Self::Imported(_) => None,
             Self::Allocation { charge, .. } => Some(charge.budget().count_stranded(charge.bytes())),
         }
     }
@@ -539,6 +584,7 @@ impl SpanMemory {
     fn end(self, slot: u64) {
         match self {
             Self::Handle(handle) => drop(handle),
+            Self::Imported(handles) => drop(handles),
             Self::Allocation { charge, held } => {
                 held.sub(slot);
                 drop(charge);

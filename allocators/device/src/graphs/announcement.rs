@@ -152,6 +152,7 @@ impl Announced {
         core.add_full_path_reason();
         let announced = Self { pool: pool.clone(), announcement, tracked: false };
         let number = announced.announcement.number;
+        memory.count_announcement(true);
         memory.end_announcement(number);
         // Fence the work that runs already, while that is possible.
         if let AnnouncedStreams::Stream(timeline) = &announced.announcement.streams
@@ -186,6 +187,7 @@ impl Drop for Announced {
             memory.mark_untracked();
         }
         memory.end_announcement(*number);
+        memory.count_announcement(false);
     }
 }
 

@@ -2,35 +2,33 @@
 //! and the launches that touch it.
 
 mod capture;
+mod parked;
 mod placed;
+mod release;
+mod stats;
 
 pub(super) use capture::Capture;
 
-use super::range_release::GraphRangeRelease;
 use crate::{
     Block,
     base::{
         dependencies::{StreamDeps, latest},
-        driver::{check_stream_device, owner_of_freed},
-        pending::{DeferredFree, PartsWork},
+        driver::check_stream_device,
+        pending::DeferredFree,
     },
-    block::ReleaseBlock,
     dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
+    park::{Phase, saved::SavedPiece},
     physical::{shared_free::SharedFreeList, window::Grid},
     pool_core::PoolCore,
     sharing_policy::Fit,
 };
-use aquifer_core::{
-    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
-    panics::Contained,
-};
+use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, Request, Result, Tag, event::BlockKind};
 use aquifer_driver::{DeviceRange, Driver, Ownership};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use smallvec::smallvec;
 use std::{
     collections::BTreeMap,
-    fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -49,6 +47,8 @@ static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 /// The pool's handles, its graphs, its announcements and its blocks hold references.
 pub(crate) struct GraphMemory {
     number: u64,
+    /// The tag that it is parked with; [`Tag::NONE`] if it is never parked.
+    tag: Tag,
     pool: Weak<PoolCore>,
     dedicated: Arc<DedicatedPool>,
     streams: StreamPool,
@@ -58,10 +58,13 @@ pub(crate) struct GraphMemory {
     state: Mutex<State>,
     /// Set while a thread queues a launch. The next launch is ordered after it and waits for that.
     launching: AtomicBool,
+    /// Number of open announcements.
+    announcements: AtomicU64,
 }
 
 #[derive(Default)]
 struct State {
+    phase: Phase,
     /// Live blocks, by address.
     blocks: BTreeMap<u64, GraphBlock>,
     /// What is in no live block. Any capture may use the free ranges once the host has seen their
@@ -80,6 +83,13 @@ struct State {
     physical: u64,
     /// Whether there are graphs whose launches are not recorded.
     has_untracked_launches: bool,
+    /// The contents of the live blocks when they were parked.
+    saved: Vec<SavedPiece>,
+    /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
+    /// end.
+    unreported: Vec<(u64, Range)>,
+    /// The number of threads that take memory for blocks, if it can be parked.
+    operations: u64,
 }
 
 struct GraphBlock {
@@ -87,6 +97,7 @@ struct GraphBlock {
     requested: u64,
     tag: Tag,
     owner_stream: Arc<Timeline>,
+    generation: u64,
     /// The capture it was allocated in.
     capture: Capture,
     /// `None` as soon as its owner drops the block.
@@ -280,7 +291,7 @@ fn record_collected(dedicated: &DedicatedPool, bytes: u64) {
 }
 
 impl GraphMemory {
-    pub(super) fn new(pool: &Arc<PoolCore>) -> Result<Arc<Self>> {
+    pub(super) fn new(pool: &Arc<PoolCore>, tag: Tag) -> Result<Arc<Self>> {
         let dedicated = pool.dedicated.clone();
         let span = match (dedicated.is_plain(), dedicated.step()) {
             (true, _) | (_, 0) => None,
@@ -294,12 +305,14 @@ impl GraphMemory {
         let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
         Ok(Arc::new(Self {
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            tag,
             pool,
             dedicated,
             streams,
             span,
             state: Mutex::default(),
             launching: AtomicBool::new(false),
+            announcements: AtomicU64::new(0),
         }))
     }
 
@@ -327,6 +340,7 @@ impl GraphMemory {
         capture: Capture,
     ) -> Result<Block> {
         check_stream_device(&*self.dedicated.driver, self.dedicated.device, stream.timeline())?;
+        let _operation = self.begin_operation()?;
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let (timeline, align, grid) = (stream.timeline(), request.alignment(), self.grid());
         let found = {
@@ -470,7 +484,15 @@ impl GraphMemory {
             let owner_stream = timeline.clone();
             state.blocks.insert(
                 range.start,
-                GraphBlock { bytes: range.len, requested, tag, owner_stream, capture, watch },
+                GraphBlock {
+                    bytes: range.len,
+                    requested,
+                    tag,
+                    owner_stream,
+                    generation,
+                    capture,
+                    watch,
+                },
             );
             // From here on, what the stream frees in this capture can be reused by the stream.
             if capture != Capture::UNANNOUNCED && state.capture_list(capture, timeline).is_none() {
@@ -546,13 +568,14 @@ impl GraphMemory {
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not
-    /// finished; the driver's.
+    /// finished; [`MemoryError::Parked`]; the driver's.
     pub(super) fn launch(
         &self,
         on: &Arc<Timeline>,
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let _launch = self.lock_launches();
+        self.check_resident()?;
         if on.is_capturing()? {
             return Err(MemoryError::Capturing { stream: on.raw().handle() });
         }
@@ -599,99 +622,5 @@ impl GraphMemory {
     /// Records that a graph exists whose launches are not reported.
     pub(super) fn mark_untracked(&self) {
         self.state().has_untracked_launches = true;
-    }
-
-    pub(super) fn stats(&self) -> PoolStats {
-        let state = self.state();
-        let mut stats = PoolStats::default();
-        (stats.physical, stats.graphs) = (state.physical, state.physical);
-        stats.blocks = state.blocks.len() as u64;
-        stats.live = state.blocks.values().map(|live| live.bytes).sum();
-        stats.requested = state.blocks.values().map(|live| live.requested).sum();
-        stats.pending = state.ranges.pending_bytes();
-        stats.cached = stats.physical - stats.live - stats.pending;
-        stats
-    }
-}
-
-impl ReleaseBlock for GraphMemory {
-    fn before_release(&self, address: u64) {
-        // Cleared before the block's uses are taken, which invalidates the watch.
-        if let Some(live) = self.state().blocks.get_mut(&address) {
-            live.watch = None;
-        }
-    }
-
-    fn release(&self, block: DeferredFree) {
-        let range = Range { start: block.address, len: block.bytes };
-        let users = block.users();
-        let stream = block.timeline.number();
-        block.work.fence_at_once();
-        let owner = owner_of_freed(&users);
-        let (over, events) = {
-            let mut state = self.state();
-            let Some(live) = state.blocks.remove(&block.address) else { return };
-            // Made under the lock: as soon as it is released, the range may become another block.
-            let (kind, requested, tag) = (BlockKind::Graph, live.requested, live.tag);
-            let freed =
-                self.dedicated.event(kind, Action::Free, stream, range.start, requested, tag);
-            self.dedicated.slot_pool_freed(range.len, live.requested, live.tag);
-            self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
-            let over = if users.is_empty() {
-                record_collected(&self.dedicated, range.len);
-                let own = block.work.own.clone();
-                state.add_free(range, &block.timeline, own, Some(live.capture));
-                Some(block)
-            } else {
-                state.ranges.defer(block);
-                None
-            };
-            let completed = self.dedicated.completion_events(kind, over.as_slice(), Tag::NONE);
-            (over, freed.into_iter().chain(completed))
-        };
-        self.dedicated.send(events);
-        drop(over);
-    }
-}
-
-impl Drop for GraphMemory {
-    fn drop(&mut self) {
-        let mut state =
-            std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
-        // No block is live, but launches and work on freed blocks may still run.
-        let mut work = state.freed_work();
-        work.extend(state.launches);
-        let until: StreamDeps = latest(work).into();
-        let mut left = state.ranges.end(|bytes| record_collected(&self.dedicated, bytes));
-        self.dedicated.slot_pool_retired(state.physical);
-        self.dedicated.update_usage(|usage| {
-            usage.graphs -= state.physical;
-            usage.free_of_graphs -= state.physical;
-        });
-        for span in self.span.iter().chain(&state.segments) {
-            if self.dedicated.driver.observer().is_some() {
-                let dedicated = Arc::downgrade(&self.dedicated);
-                let range = self.device_range(Range { start: span.address, len: span.bytes });
-                left.until_free
-                    .push(Contained::new(Box::new(GraphRangeRelease { dedicated, range })));
-            }
-            if state.has_untracked_launches {
-                span.require_synchronize();
-            }
-            let work = PartsWork { own: until.clone(), uses: left.work.uses.clone() };
-            span.retire_whole(work, left.take_until_free());
-            self.dedicated.enqueue_retiring(span);
-        }
-    }
-}
-
-impl fmt::Debug for GraphMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stats = self.stats();
-        f.debug_struct("Memory")
-            .field("number", &self.number)
-            .field("physical", &stats.physical)
-            .field("live", &stats.live)
-            .finish_non_exhaustive()
     }
 }

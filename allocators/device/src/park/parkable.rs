@@ -9,7 +9,10 @@
 //! - A stream reuses its own freed ranges at once, and those of other streams when their work is
 //!   known to be done. If no more memory is available, it waits for that work on the device.
 
-use super::saved::SavedPiece;
+use super::{
+    saved::{self, SavedPiece},
+    settings::{Phase, QUIESCE_POLL},
+};
 use crate::{
     Adoption, Block,
     base::{
@@ -30,18 +33,15 @@ use aquifer_core::{
     Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
     event::{BlockKind, EventTicket},
 };
-use aquifer_driver::Ownership;
+use aquifer_driver::{DeviceRange, Ownership, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{
     collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    time::{Duration, Instant},
+    time::Instant,
 };
-
-/// The interval at which a thread checks whether other threads have finished taking memory.
-const QUIESCE_POLL: Duration = Duration::from_micros(50);
 
 /// The parkable memory of one tag.
 pub(crate) struct ParkablePool {
@@ -51,19 +51,6 @@ pub(crate) struct ParkablePool {
     pub(super) tag: Tag,
     pub(super) span: Arc<Span>,
     state: Mutex<ParkableState>,
-}
-
-/// The state of a tag's blocks.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Phase {
-    /// Resident: uses are allowed.
-    Resident,
-    /// Being parked: no uses. The memory is still there.
-    Parking,
-    /// Parked: no uses, and no memory.
-    Parked,
-    /// Being resumed: no uses yet.
-    Resuming,
 }
 
 /// Marks a thread that takes memory for blocks. Parking waits until it has finished.
@@ -124,14 +111,7 @@ impl ParkableState {
 
     /// Returns the ranges of the live blocks by address, adjacent ones merged.
     pub(super) fn live_ranges(&self) -> Vec<Range> {
-        let mut ranges: Vec<Range> = Vec::new();
-        for (&start, live) in &self.blocks {
-            match ranges.last_mut() {
-                Some(last) if last.end() == start => last.len += live.bytes,
-                _ => ranges.push(Range { start, len: live.bytes }),
-            }
-        }
-        ranges
+        saved::merged(self.blocks.iter().map(|(&start, live)| Range { start, len: live.bytes }))
     }
 
     /// Returns whether a live block overlaps a range.
@@ -548,13 +528,23 @@ impl ParkablePool {
         released
     }
 
+    /// Returns the live blocks by address, with their requested sizes and their streams.
+    pub(super) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
+        let device = self.dedicated.device;
+        let block = |(&address, live): (&u64, &LiveBlock)| {
+            let range = DeviceRange { device, address, bytes: live.requested };
+            (range, live.owner_stream.raw())
+        };
+        self.state().blocks.iter().map(block).collect()
+    }
+
     /// Returns its statistics.
     pub(super) fn stats(&self) -> PoolStats {
         let mut stats = PoolStats::default();
         stats.physical = self.span.charged_bytes();
         let state = self.state();
         stats.blocks = state.blocks.len() as u64;
-        if matches!(state.phase, Phase::Resident | Phase::Parking) {
+        if state.phase.has_memory() {
             stats.live = state.blocks.values().map(|live| live.bytes).sum();
             stats.requested = state.blocks.values().map(|live| live.requested).sum();
             stats.cached = state.ranges.free.bytes();
@@ -576,7 +566,7 @@ impl ParkablePool {
             // A block that was never handed out is not in the list. Its maker still owns the range.
             let Some(live) = state.blocks.remove(&block.address) else { return };
             state.operations -= 1;
-            let there = matches!(state.phase, Phase::Resident | Phase::Parking);
+            let there = state.phase.has_memory();
             let (bytes, requested) = if there { (range.len, live.requested) } else { (0, 0) };
             self.dedicated.slot_pool_freed(bytes, requested, self.tag);
             let mut pieces = Vec::new();

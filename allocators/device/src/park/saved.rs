@@ -1,11 +1,19 @@
 //! The contents of parked blocks, in host memory.
 #![expect(unsafe_code, reason = "copies between a device and memory of a caller's allocator")]
 
-use allocator_api2::alloc::Allocator;
+use super::settings::{HostAllocator, Park, ResumeReport};
+use crate::pool_core::PoolCore;
 use aquifer_core::{MemoryError, Result, SystemError, panics::contain};
+use aquifer_driver::Relaxed;
 use aquifer_heap::Range;
-use aquifer_stream::Stream;
-use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
+use aquifer_stream::{Stream, Timeline};
+use std::{
+    alloc::Layout,
+    fmt,
+    ptr::NonNull,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
 
 /// Bytes of host memory that are allocated at once, unless less remains to save. Long enough for a
 /// copy to run at the speed of the link, short enough for a pool of pinned memory to find room.
@@ -17,11 +25,37 @@ const ALIGN: usize = 64;
 /// The error for an allocator's refusal, which carries no reason.
 const REFUSED: SystemError = SystemError { call: "Allocator::allocate", errno: 12 };
 
-/// An allocator of host memory that any thread may use.
-pub(super) type HostAllocator = Arc<dyn Allocator + Send + Sync>;
+/// The contents of memory that is being parked.
+#[derive(Default)]
+pub(crate) struct SavedContents {
+    pub(crate) pieces: Vec<SavedPiece>,
+    /// The time of the copies.
+    pub(crate) took: Duration,
+}
+
+/// Memory that is being resumed. Its saved contents are kept until that is final.
+#[derive(Default)]
+pub(crate) struct RestoredContents {
+    pub(crate) pieces: Vec<SavedPiece>,
+    /// Bytes of mapped memory.
+    pub(crate) taken: u64,
+    /// Bytes that were copied back.
+    pub(crate) copied: u64,
+    /// The time of the copies.
+    pub(crate) took: Duration,
+}
+
+impl RestoredContents {
+    /// Adds them to a report.
+    pub(crate) fn add_to(&self, report: &mut ResumeReport) {
+        report.taken += self.taken;
+        report.restored += self.copied;
+        report.copying += self.took;
+    }
+}
 
 /// Host memory that holds parts of parked blocks.
-pub(super) struct SavedPiece {
+pub(crate) struct SavedPiece {
     host: HostBytes,
     parts: Vec<SavedPart>,
 }
@@ -58,21 +92,69 @@ impl Drop for HostBytes {
     }
 }
 
+/// Merges adjacent ranges, which are ascending.
+pub(crate) fn merged(ranges: impl Iterator<Item = Range>) -> Vec<Range> {
+    let mut merged: Vec<Range> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if last.end() == range.start => last.len += range.len,
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
 impl SavedPiece {
     /// Returns the device addresses whose contents it holds.
-    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range> {
         self.parts.iter().map(|part| part.range)
     }
 
     /// Returns whether it holds any part of a range.
-    pub(super) fn touches(&self, range: Range) -> bool {
+    pub(crate) fn touches(&self, range: Range) -> bool {
         self.ranges().any(|own| own.start < range.end() && range.start < own.end())
     }
 
     /// Returns its size in bytes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.host.layout.size() as u64
     }
+}
+
+/// Waits until `until` for `work`, then copies the contents of `ranges` as `how` specifies. Blocks.
+///
+/// Nothing that writes the ranges may be queued meanwhile.
+///
+/// # Errors
+/// [`MemoryError::TimedOut`]; [`MemoryError::Capturing`] if the device is to be synchronised and a
+/// capture is announced; as [`save`].
+pub(crate) fn wait_and_save(
+    pool: &PoolCore,
+    how: &Park,
+    work: &[(Arc<Timeline>, u64)],
+    until: Option<Instant>,
+    ranges: impl Fn() -> Vec<Range>,
+) -> Result<SavedContents> {
+    if how.synchronizes {
+        if pool.dedicated.announced.load(Ordering::Relaxed) > 0 {
+            return Err(MemoryError::Capturing { stream: 0 });
+        }
+        let driver = &*pool.dedicated.driver;
+        let _relaxed = Relaxed::enter(driver);
+        let waited = driver.device_synchronize(pool.dedicated.device);
+        waited.map_err(|e| MemoryError::driver(pool.dedicated.device, e))?;
+    }
+    for (timeline, epoch) in work {
+        if !timeline.wait(*epoch, until)? {
+            return Err(MemoryError::TimedOut);
+        }
+    }
+    let (began, ranges) = (Instant::now(), ranges());
+    let pieces = match &how.host {
+        Some(host) if !ranges.is_empty() => save(&pool.streams().lease()?, host, &ranges)?,
+        _ => Vec::new(),
+    };
+    Ok(SavedContents { pieces, took: began.elapsed() })
 }
 
 /// Copies `ranges` to memory of `host`. Each piece is allocated while the copies into earlier
@@ -82,11 +164,7 @@ impl SavedPiece {
 ///
 /// # Errors
 /// [`MemoryError::System`] if the allocator refuses; the driver's.
-pub(super) fn save(
-    stream: &Stream,
-    host: &HostAllocator,
-    ranges: &[Range],
-) -> Result<Vec<SavedPiece>> {
+fn save(stream: &Stream, host: &HostAllocator, ranges: &[Range]) -> Result<Vec<SavedPiece>> {
     let mut left: u64 = ranges.iter().map(|range| range.len).sum();
     let mut ranges = ranges.iter().copied();
     let (mut rest, mut most) = (Range { start: 0, len: 0 }, PIECE);
@@ -141,7 +219,7 @@ pub(super) fn save(
 ///
 /// # Errors
 /// The driver's. The pieces are unchanged.
-pub(super) fn restore(stream: &Stream, pieces: &[SavedPiece], ranges: &[Range]) -> Result<u64> {
+pub(crate) fn restore(stream: &Stream, pieces: &[SavedPiece], ranges: &[Range]) -> Result<u64> {
     let copied = stream.scope(|_| {
         let mut bytes = 0;
         for (piece, part) in

@@ -1,28 +1,24 @@
 //! Suspending and resuming the blocks of a tag.
 
 use super::{
-    Elsewhere, Park, ParkReport, ResumeReport,
-    parkable::{ParkablePool, ParkableState, Phase},
-    saved::{self, SavedPiece},
+    parkable::{ParkablePool, ParkableState},
+    saved::{self, RestoredContents, SavedContents, SavedPiece},
+    settings::{Park, ParkReport, Phase, ResumeReport},
+    tagged::TaggedMemory,
 };
 use crate::{
-    base::{pending::PartsWork, waits::deadline},
+    base::pending::PartsWork,
+    dedicated::{DedicatedPool, Span},
     pool_core::PoolCore,
 };
-use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
+use aquifer_core::{Action, MemoryError, Result, Tag, event::BlockKind};
 use aquifer_driver::Ownership;
 use aquifer_heap::Range;
-use aquifer_stream::{Stream, Timeline};
+use aquifer_stream::Stream;
 use std::{
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Instant,
 };
-
-/// The result of the copies.
-struct SavedContents {
-    pieces: Vec<SavedPiece>,
-    took: Duration,
-}
 
 impl ParkableState {
     /// Returns the bytes of the live blocks: allocated and requested.
@@ -75,65 +71,53 @@ impl ParkableState {
     }
 }
 
-impl ParkablePool {
-    /// Releases the memory of all blocks and saves its contents as `how` specifies.
-    pub(super) fn park(&self, how: &Park) -> Result<ParkReport> {
-        let began = Instant::now();
-        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
-        let until = how.deadline.or_else(|| deadline(pool.config.wait));
-        let work = self.quiesce(until)?;
-        match self.save(&pool, how, &work, until) {
-            Ok(copied) => Ok(self.release_parked(&pool, copied, began)),
-            Err(error) => {
-                self.reopen();
-                Err(error)
-            }
-        }
+impl TaggedMemory for ParkablePool {
+    fn tag(&self) -> Tag {
+        self.tag
     }
 
-    /// Waits for all work on the blocks, and copies their contents.
-    fn save(
+    fn is_parked(&self) -> bool {
+        self.is_parked()
+    }
+
+    fn charged_bytes(&self) -> u64 {
+        self.span.charged_bytes()
+    }
+
+    fn begin_park(
         &self,
         pool: &PoolCore,
         how: &Park,
-        work: &[(Arc<Timeline>, u64)],
         until: Option<Instant>,
     ) -> Result<SavedContents> {
-        for (timeline, epoch) in work {
-            if !timeline.wait(*epoch, until)? {
-                return Err(MemoryError::TimedOut);
-            }
-        }
-        let began = Instant::now();
-        let ranges = self.state().live_ranges();
-        let pieces = match &how.host {
-            Some(host) if !ranges.is_empty() => {
-                saved::save(&pool.streams().lease()?, host, &ranges)?
-            }
-            _ => Vec::new(),
-        };
-        Ok(SavedContents { pieces, took: began.elapsed() })
+        let work = self.quiesce(until)?;
+        let ranges = || self.state().live_ranges();
+        saved::wait_and_save(pool, how, &work, until, ranges).inspect_err(|_| self.reopen())
     }
 
-    /// Returns the memory to the driver. Nothing uses it now or later. Mappings that the driver
-    /// refuses to unmap stay, and do no harm.
-    fn release_parked(&self, pool: &PoolCore, copied: SavedContents, began: Instant) -> ParkReport {
-        let mut report = ParkReport::of(self.tag);
-        report.copying = copied.took;
+    fn abort_park(&self) {
+        self.reopen();
+    }
+
+    /// Nothing uses the memory now or later. Mappings that the driver refuses to unmap stay, and do
+    /// no harm.
+    fn finish_park(&self, _pool: &PoolCore, contents: SavedContents, report: &mut ParkReport) {
+        report.copying += contents.took;
         let (over, dropped, held, events) = {
             let mut state = self.state();
             let over = state.collect_pending(&self.dedicated, true);
             let mut events = self.dedicated.completion_events(BlockKind::Parkable, &over, self.tag);
             let (bytes, requested) = state.live();
             self.dedicated.slot_pool_parked(bytes, requested, self.tag);
-            (report.blocks, report.parked) = (state.blocks.len() as u64, bytes);
+            report.blocks += state.blocks.len() as u64;
+            report.parked += bytes;
             let actions = [Action::Free, Action::Complete];
             events.extend(state.events(&self.dedicated, self.tag, &actions));
             state.notify_parked(self);
             state.report_pending(&self.dedicated);
             state.remove_empty_slots(self);
-            let dropped = state.retain_saved(copied.pieces);
-            report.saved = state.saved.iter().map(SavedPiece::bytes).sum();
+            let dropped = state.retain_saved(contents.pieces);
+            report.saved += state.saved.iter().map(SavedPiece::bytes).sum::<u64>();
             let held = self.span.charged_bytes();
             self.dedicated.slot_pool_retired(held);
             self.span.retire(0..u64::MAX, PartsWork::default());
@@ -143,29 +127,18 @@ impl ParkablePool {
         self.dedicated.send(events);
         drop(dropped);
         self.complete(over);
-        let before = self.dedicated.held().stuck();
-        let reaped = self.dedicated.reap_span(&self.span);
-        // Another thread may have unmapped some of it concurrently. So the report counts what is
-        // left, including what was unmapped but not released.
-        let unreleased = self.dedicated.held().stuck().saturating_sub(before);
-        let stuck = self.span.retiring_bytes() + unreleased;
-        report.released = held.saturating_sub(stuck);
-        report.kept =
-            Elsewhere { refused: stuck, refusal: reaped.refused, shared: pool.held_by(self.tag) };
-        report.took = began.elapsed();
-        report
+        self.dedicated.release_parked_span(&self.span, held, report);
     }
 
-    /// Restores the memory of all blocks with its contents. Does nothing for blocks that are
-    /// resident.
-    pub(super) fn resume(&self, until: Option<Instant>) -> Result<ResumeReport> {
-        let began = Instant::now();
-        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
-        let mut report = ResumeReport::of(self.tag);
+    fn begin_resume(
+        &self,
+        pool: &PoolCore,
+        until: Option<Instant>,
+    ) -> Result<Option<RestoredContents>> {
         let (slots, ranges, pieces) = {
             let mut state = self.state();
             match state.phase {
-                Phase::Resident => return Ok(report),
+                Phase::Resident => return Ok(None),
                 Phase::Parking | Phase::Resuming => {
                     return Err(MemoryError::Parked { tag: self.tag });
                 }
@@ -175,82 +148,110 @@ impl ParkablePool {
             let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
             (slots, state.live_ranges(), std::mem::take(&mut state.saved))
         };
-        report.taken = slots.len() as u64 * self.span.slot;
-        match self.restore_resident(&pool, &slots, &ranges, &pieces, until, &mut report) {
-            Ok(()) => {
-                let mut state = self.state();
-                let (bytes, requested) = state.live();
-                self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
-                report.blocks = state.blocks.len() as u64;
-                let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
-                state.make_resident(&self.dedicated);
-                drop(state);
-                self.dedicated.send(events);
-                report.took = began.elapsed();
-                Ok(report)
-            }
+        let taken = slots.len() as u64 * self.span.slot;
+        let mut restored = RestoredContents { pieces, taken, ..RestoredContents::default() };
+        match self.restore_resident(pool, &slots, &ranges, until, &mut restored) {
+            Ok(()) => Ok(Some(restored)),
             Err(error) => {
-                let dropped = {
-                    let mut state = self.state();
-                    state.report_pending(&self.dedicated);
-                    state.phase = Phase::Parked;
-                    state.retain_saved(pieces)
-                };
-                drop(dropped);
+                self.park_again(restored.pieces);
                 Err(error)
             }
         }
     }
 
+    fn abort_resume(&self, restored: RestoredContents) {
+        self.unmap_again(restored.taken);
+        self.park_again(restored.pieces);
+    }
+
+    fn finish_resume(&self, restored: RestoredContents, report: &mut ResumeReport) {
+        let mut state = self.state();
+        let (bytes, requested) = state.live();
+        self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
+        report.blocks += state.blocks.len() as u64;
+        restored.add_to(report);
+        let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
+        state.make_resident(&self.dedicated);
+        drop(state);
+        self.dedicated.send(events);
+    }
+}
+
+impl ParkablePool {
     fn restore_resident(
         &self,
         pool: &PoolCore,
         slots: &[u64],
         ranges: &[Range],
-        pieces: &[SavedPiece],
         until: Option<Instant>,
-        report: &mut ResumeReport,
+        restored: &mut RestoredContents,
     ) -> Result<()> {
         let stream = pool.streams().lease()?;
-        let new = self.back_slots_until(pool, &stream, slots, until)?;
-        let bytes = slots.len() as u64 * self.span.slot;
-        self.dedicated.slot_pool_backed(BlockKind::Parkable, new, bytes - new);
-        self.state().notify_resident(self, (!pieces.is_empty()).then_some(&stream));
+        let new = pool.back_slots_until(&self.span, &stream, self.tag, slots, until)?;
+        self.dedicated.slot_pool_backed(BlockKind::Parkable, new, restored.taken - new);
+        self.state().notify_resident(self, (!restored.pieces.is_empty()).then_some(&stream));
         let began = Instant::now();
-        match saved::restore(&stream, pieces, ranges) {
-            Ok(copied) => {
-                (report.restored, report.copying) = (copied, began.elapsed());
-                Ok(())
-            }
-            Err(error) => {
-                self.state().notify_parked(self);
-                self.dedicated.slot_pool_retired(bytes);
-                self.span.retire(0..u64::MAX, PartsWork::default());
-                // A refusal is retried by the next caller that reaps. Otherwise the next resume
-                // uses what is still mapped.
-                let _ = self.dedicated.reap_span(&self.span);
-                Err(error)
-            }
-        }
+        let copied = saved::restore(&stream, &restored.pieces, ranges)
+            .inspect_err(|_| self.unmap_again(restored.taken))?;
+        (restored.copied, restored.took) = (copied, began.elapsed());
+        Ok(())
     }
 
+    /// Returns the memory that a resume has mapped to the driver.
+    fn unmap_again(&self, taken: u64) {
+        self.state().notify_parked(self);
+        self.dedicated.slot_pool_retired(taken);
+        self.span.retire(0..u64::MAX, PartsWork::default());
+        // A refusal is retried by the next caller that reaps. Otherwise the next resume uses what
+        // is still mapped.
+        let _ = self.dedicated.reap_span(&self.span);
+    }
+
+    /// Ends a resume that has no memory, with the contents as they were saved.
+    fn park_again(&self, pieces: Vec<SavedPiece>) {
+        let dropped = {
+            let mut state = self.state();
+            state.report_pending(&self.dedicated);
+            state.phase = Phase::Parked;
+            state.retain_saved(pieces)
+        };
+        drop(dropped);
+    }
+}
+
+impl DedicatedPool {
+    /// Releases the slots of a parked span, which are retiring. `held` bytes of it were charged.
+    pub(crate) fn release_parked_span(&self, span: &Arc<Span>, held: u64, report: &mut ParkReport) {
+        let before = self.held().stuck();
+        let reaped = self.reap_span(span);
+        // Another thread may have unmapped some of it concurrently. So the report counts what is
+        // left, including what was unmapped but not released.
+        let unreleased = self.held().stuck().saturating_sub(before);
+        let stuck = span.retiring_bytes() + unreleased;
+        report.released += held.saturating_sub(stuck);
+        report.kept.refused += stuck;
+        report.kept.refusal = report.kept.refusal.take().or(reaped.refused);
+    }
+}
+
+impl PoolCore {
     /// Maps memory for all of `slots`, or for none. If there is a deadline and nothing else makes
-    /// room, waits for the budget until then.
-    fn back_slots_until(
+    /// room, waits for the budget until then. Returns the bytes that are new.
+    pub(crate) fn back_slots_until(
         &self,
-        pool: &PoolCore,
+        span: &Arc<Span>,
         stream: &Stream,
+        tag: Tag,
         slots: &[u64],
         until: Option<Instant>,
     ) -> Result<u64> {
-        let back =
-            |reserved| pool.back_slots(&self.span, stream.timeline(), self.tag, slots, reserved);
+        let back = |reserved| self.back_slots(span, stream.timeline(), tag, slots, reserved);
         match back(None) {
             Err(MemoryError::OutOfMemory(refused))
                 if until.is_some() && refused.refused.is_some() =>
             {
-                let bytes = slots.len() as u64 * self.span.slot;
-                match pool.budget().reserve_by(bytes, until) {
+                let bytes = slots.len() as u64 * span.slot;
+                match self.budget().reserve_by(bytes, until) {
                     Ok(reserved) => back(Some(&Mutex::new(reserved))),
                     Err(_) => Err(MemoryError::OutOfMemory(refused)),
                 }

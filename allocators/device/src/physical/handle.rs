@@ -120,6 +120,8 @@ pub(crate) struct Handle {
     raw: PhysicalHandle,
     bytes: u64,
     held: Arc<HeldBytes>,
+    /// What the memory can be exported as.
+    export: ExportTypes,
     /// `None` for imported memory, which is charged elsewhere, and after the release.
     charge: Option<Charge>,
     /// Whether it has not been released yet.
@@ -150,19 +152,28 @@ impl HandleError {
 }
 
 impl Handle {
-    /// Creates a handle of as many bytes as `charge` covers. Returns the charge if the driver
-    /// refuses.
+    /// Creates a handle of as many bytes as `charge` covers. It can be exported as `wanted`, or if
+    /// the system forbids that, as `required`. Returns the charge if the driver refuses.
     pub(crate) fn create(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
+        (required, wanted): (ExportTypes, ExportTypes),
         charge: Charge,
         held: &Arc<HeldBytes>,
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
-        Self::create_exportable(driver, device, ExportTypes::NONE, charge, held)
+        match Self::create_exportable(driver, device, wanted, charge, held) {
+            Err((refused, charge))
+                if required != wanted
+                    && !refused.is_out_of_memory()
+                    && !refused.is_device_lost() =>
+            {
+                Self::create_exportable(driver, device, required, charge, held)
+            }
+            created => created,
+        }
     }
 
-    /// Like [`Handle::create`], for memory that can be exported as `types`.
-    pub(crate) fn create_exportable(
+    fn create_exportable(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
         types: ExportTypes,
@@ -179,7 +190,8 @@ impl Handle {
             Ok(raw) => {
                 held.add(bytes);
                 let (driver, held) = (driver.clone(), held.clone());
-                Ok(Arc::new(Handle { driver, raw, bytes, held, charge: Some(charge), live: true }))
+                let (export, charge) = (types, Some(charge));
+                Ok(Arc::new(Handle { driver, raw, bytes, held, export, charge, live: true }))
             }
             Err(error) => Err((error, charge)),
         }
@@ -199,6 +211,7 @@ impl Handle {
             raw,
             bytes: 0,
             held: Arc::default(),
+            export: ExportTypes::NONE,
             charge: None,
             live: true,
         })
@@ -206,6 +219,11 @@ impl Handle {
 
     pub(crate) fn raw(&self) -> PhysicalHandle {
         self.raw
+    }
+
+    /// Returns what the memory can be exported as. What was imported cannot.
+    pub(crate) fn export(&self) -> ExportTypes {
+        self.export
     }
 
     /// Returns the bytes that the pool is charged for: none for imported memory.

@@ -63,7 +63,7 @@ mod warm;
 use super::{handle::HeldBytes, shared_free::SharedFreeList, slots::Slots, window::Grid};
 use crate::base::policy_params::POLICY;
 use aquifer_core::{Budget, DeviceId, MemoryError, Result, scratch::Scratch};
-use aquifer_driver::Driver;
+use aquifer_driver::{Driver, ExportTypes};
 use aquifer_heap::{Config, Range};
 use std::{
     fmt,
@@ -92,6 +92,8 @@ pub(crate) struct Mapped {
     max_handle_slots: u64,
     /// Whether to move handles before growing.
     compact: bool,
+    /// What new handles can be exported as.
+    export: ExportTypes,
     budget: Budget,
     held: Arc<HeldBytes>,
     slots: Mutex<Slots>,
@@ -124,6 +126,7 @@ impl Mapped {
     /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
     /// on the first device of `accessors`, and all of them can access it. With `fixed`, all handles
     /// have the size of a slot.
+    #[expect(clippy::too_many_arguments, reason = "the settings of a pool, each once")]
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         accessors: Arc<[DeviceId]>,
@@ -131,6 +134,7 @@ impl Mapped {
         slot: u64,
         fixed: bool,
         compact: bool,
+        export: ExportTypes,
         budget: Budget,
     ) -> Result<Self> {
         let device = accessors[0];
@@ -153,6 +157,7 @@ impl Mapped {
             slot,
             max_handle_slots: if fixed { 1 } else { (POLICY.largest_handle / slot).max(1) },
             compact,
+            export,
             budget,
             held: Arc::default(),
             slots: Mutex::new(Slots::new(bytes / slot)),

@@ -124,6 +124,13 @@ impl Slots {
         self.mapped.range(first..end).map(|(_, mapping)| mapping).filter(move |m| m.end() <= end)
     }
 
+    /// An iterator over the mappings that cover any of these slots, by address.
+    pub(crate) fn covering(&self, first: u64, count: u64) -> impl Iterator<Item = &Mapping> + '_ {
+        let before = self.mapped.range(..first).next_back().map(|(_, mapping)| mapping);
+        let rest = self.mapped.range(first..first + count).map(|(_, mapping)| mapping);
+        before.filter(|mapping| mapping.end() > first).into_iter().chain(rest)
+    }
+
     /// An iterator over all mappings, by address.
     pub(crate) fn mapped(&self) -> impl Iterator<Item = &Mapping> + '_ {
         self.mapped.values()
@@ -148,7 +155,7 @@ pub(crate) fn runs(
 mod tests {
     use super::*;
     use aquifer_core::{Budget, DeviceId};
-    use aquifer_driver::{Driver, sim::Sim};
+    use aquifer_driver::{Driver, ExportTypes, sim::Sim};
 
     #[test]
     fn released_slots_merge_with_both_neighbours() {
@@ -178,8 +185,14 @@ mod tests {
         let driver: Arc<dyn Driver> = Sim::h200(1).driver();
         let budget = Budget::new("a test", 8 << 20);
         let charge = budget.charge(4 << 20).expect("as much as there is");
-        let handle = Handle::create(&driver, DeviceId(0), charge, &Arc::default())
-            .expect("as much as there is");
+        let handle = Handle::create(
+            &driver,
+            DeviceId(0),
+            (ExportTypes::NONE, ExportTypes::NONE),
+            charge,
+            &Arc::default(),
+        )
+        .expect("as much as there is");
         let mut slots = Slots::new(10);
         slots.claim(2, 2);
         slots.map(Mapping { first: 2, count: 2, handle });

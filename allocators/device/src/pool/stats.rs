@@ -45,7 +45,7 @@ impl DevicePool {
         stats
     }
 
-    /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never blocks.
+    /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never waits for the driver.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -59,14 +59,11 @@ impl DevicePool {
     /// ```
     pub fn reset_peaks(&self) {
         let core = self.core();
-        core.caches(&core.scratch.begin()).iter().for_each(|cache| cache.with(|s| s.reset_peaks()));
+        core.peaks.reset();
         core.physical.held().reset_peak();
-        core.dedicated.reset_peaks();
+        core.dedicated.held().reset_peak();
         if let Some(direct) = self.bypass_source() {
             direct.reset_peaks();
-        }
-        if let Some(checked) = self.checked() {
-            checked.reset_peaks();
         }
         core.publish();
     }

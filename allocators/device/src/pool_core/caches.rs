@@ -2,7 +2,7 @@
 
 use super::PoolCore;
 use crate::{
-    Request,
+    Block, Request,
     base::driver::check_stream_device,
     request::ValidateRequest,
     stream_cache::{StreamCache, recycle::IdleCache},
@@ -100,6 +100,15 @@ impl PoolCore {
         };
         stream.timeline().attach(self.key, number as u32);
         Ok(cache)
+    }
+
+    /// Returns the block that the fast path has set aside for this request, if it has, after the
+    /// pool's peaks have taken it into account. To be called after the fast path only: it has
+    /// checked that no other path has to see the request.
+    pub(crate) fn settle_and_take(&self, stream: &Stream, request: &Request) -> Option<Block> {
+        let token = self.known_cache(stream)?.take_unsettled(request)?;
+        self.peaks.settle();
+        Some(Block::from_token(&token))
     }
 
     pub(crate) fn idle_caches(&self) -> MutexGuard<'_, Vec<IdleCache>> {

@@ -26,7 +26,11 @@ impl PoolCore {
         if self.sharing_policy.prefers_shared(request.size()) {
             return None;
         }
-        let (token, ticket) = cache.fast_alloc(request, |token| (*token, self.ticket()))?;
+        let make = |token: &BlockToken| (*token, self.ticket());
+        let ((token, ticket), is_settled) = cache.full_alloc(request, make)?;
+        if !is_settled {
+            self.peaks.settle();
+        }
         Some(self.make_block(cache, &token, ticket))
     }
 

@@ -27,13 +27,12 @@ impl PoolCore {
             return PoolFigures { stats, limit, largest_free: None };
         }
         let (mut stats, mut largest_free) = (PoolStats::default(), 0);
-        for cache in self.caches(&self.scratch.begin()) {
-            cache.with_unflushed(|s| {
-                s.publish(&mut stats);
-                largest_free = largest_free.max(s.heap.largest_free());
-            });
-        }
+        let peak = self.peaks.peak_with(|cache| {
+            cache.publish(&mut stats);
+            largest_free = largest_free.max(cache.heap.largest_free());
+        });
         self.add_beside_caches(&mut stats);
+        (stats.peak_live, stats.peak_requested) = (peak.live, peak.requested);
         PoolFigures { stats, limit, largest_free: Some(largest_free) }
     }
 }

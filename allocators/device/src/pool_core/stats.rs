@@ -10,11 +10,13 @@ impl PoolCore {
 
     /// Adds what the pool holds to `stats`.
     pub(crate) fn stats_with(&self, mut stats: PoolStats) -> PoolStats {
-        for cache in self.caches(&self.scratch.begin()) {
-            cache.with(|s| s.add_to(&mut stats));
-        }
+        let peak = self.peaks.peak_with(|cache| {
+            cache.flush_last();
+            cache.add_to(&mut stats);
+        });
         self.add_beside_caches(&mut stats);
         self.dedicated.add_to(&mut stats);
+        peak.set_in(&mut stats);
         stats
     }
 

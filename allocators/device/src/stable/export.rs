@@ -140,10 +140,13 @@ impl StableBlock {
         if self.imported {
             return Err(MemoryError::Unsupported { feature: "export of imported memory" });
         }
-        if let Some(feature) = self.dedicated.export.missing(types) {
-            return Err(MemoryError::Unsupported { feature });
+        let handle = self.span.handle();
+        let handle =
+            handle.ok_or(MemoryError::Unsupported { feature: "virtual memory management" })?;
+        match handle.export().missing(types) {
+            Some(feature) => Err(MemoryError::Unsupported { feature }),
+            None => Ok(handle),
         }
-        self.span.handle().ok_or(MemoryError::Unsupported { feature: "virtual memory management" })
     }
 
     fn exported(&self, kind: ExportKind, handle: Arc<Handle>) -> Exported {

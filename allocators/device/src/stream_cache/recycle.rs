@@ -12,7 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheUsage, StreamCache, UNBOUND};
-use crate::base::address_directory::AddressDirectory;
+use crate::base::{address_directory::AddressDirectory, part_bounds::PartBounds};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 
@@ -71,6 +71,7 @@ impl IdleCache {
     pub(crate) fn retire(self) {
         self.cache.with(|s| {
             s.usage = CacheUsage::default();
+            s.bounds = PartBounds::default();
             s.line_owner = 0;
             s.write_line();
         });

@@ -1,6 +1,7 @@
 //! The end of a cache's service.
 
 use super::{Binding, CacheHost, CacheState, CacheUsage, StreamCache, UNBOUND};
+use crate::base::part_bounds::PartBounds;
 use aquifer_core::MemoryError;
 use aquifer_heap::{Config, Heap};
 use std::{
@@ -66,6 +67,7 @@ impl CacheState {
             return None;
         }
         self.usage = CacheUsage::default();
+        self.bounds = PartBounds::default();
         self.last_free = 0;
         self.skip_collects = 0;
         self.needs_follow_up = false;

@@ -1,7 +1,7 @@
 //! Statistics of a stream's cache.
 
 use super::CacheState;
-use crate::sharing_policy::CacheFootprint;
+use crate::{base::live_bytes::LiveBytes, sharing_policy::CacheFootprint};
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 use aquifer_status::{CacheFigures, is_shown};
 
@@ -25,12 +25,18 @@ impl CacheState {
         self.heap.live_bytes() - self.usage.pending
     }
 
+    /// Returns the bytes of the live blocks, in both ways of counting.
+    #[inline]
+    pub(crate) fn live_bytes(&self) -> LiveBytes {
+        LiveBytes { live: self.live(), requested: self.usage.requested }
+    }
+
     /// Returns the number of live blocks.
     pub(super) fn blocks(&self) -> u64 {
         self.heap.live_blocks() - self.usage.pending_blocks
     }
 
-    /// Adds the counters of this cache to `stats`.
+    /// Adds the counters of this cache to `stats`. Peaks are those of the whole pool.
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
         let blocks = self.blocks();
         stats.live += self.live();
@@ -39,8 +45,6 @@ impl CacheState {
         stats.blocks += blocks;
         stats.allocations += self.usage.allocations;
         stats.frees += self.usage.allocations - blocks;
-        stats.peak_live += self.usage.peak_live;
-        stats.peak_requested += self.usage.peak_requested;
         stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
     }
 
@@ -55,8 +59,6 @@ impl CacheState {
             blocks: self.heap.live_blocks(),
             pending: usage.pending,
             pending_blocks: usage.pending_blocks,
-            peak_live: usage.peak_live,
-            peak_requested: usage.peak_requested,
         };
         self.line.store(self.line_owner, &figures);
     }
@@ -70,12 +72,6 @@ impl CacheState {
         } else {
             self.add_to(stats);
         }
-    }
-
-    /// Sets the peaks to what is held now.
-    pub(crate) fn reset_peaks(&mut self) {
-        self.usage.peak_live = self.live();
-        self.usage.peak_requested = self.usage.requested;
     }
 
     /// An iterator over what each tag holds.

@@ -564,7 +564,8 @@ fn similar_rounds_reach_a_steady_state_without_growth() {
         assert!(quiet >= 8 && each[2..].iter().sum::<u64>() * 8 < each[0], "seed {seed}: {each:?}");
         let stats = rig.pool.stats();
         let held = stats.peak_physical;
-        assert!(held < stats.peak_live / 8 * 10, "seed {seed}: {held} of {}", stats.peak_live);
+        // Above 7/4 of the peak, handles move before new memory is taken.
+        assert!(held < stats.peak_live / 4 * 7, "seed {seed}: {held} of {}", stats.peak_live);
         rig.assert_silent();
     }
 }

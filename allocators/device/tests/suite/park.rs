@@ -47,14 +47,21 @@ fn saved() -> Park {
     Park::save_in(Global)
 }
 
-/// Returns the byte of block `n` at offset `at`.
-fn pattern(n: usize, at: usize) -> u8 {
-    (n * 31 + at * 7 + (at >> 9)) as u8
+/// Returns what block `n` holds: bytes of which the granules of a pool all differ.
+fn pattern(n: usize, bytes: usize) -> Vec<u8> {
+    const GRANULE: usize = 512;
+    let one: Vec<u8> = (0..GRANULE).map(|at| (n * 31 + at * 7) as u8).collect();
+    let mut all = one.repeat(bytes.div_ceil(GRANULE));
+    for (number, granule) in all.chunks_exact_mut(GRANULE).enumerate() {
+        granule[..8].copy_from_slice(&number.to_le_bytes());
+    }
+    all.truncate(bytes);
+    all
 }
 
 fn filled(stream: &Stream, parkable: &Parkable, n: usize, bytes: usize) -> DeviceBuffer<u8> {
     let mut buffer = parkable.buffer(stream, bytes).unwrap();
-    let contents: Vec<u8> = (0..bytes).map(|at| pattern(n, at)).collect();
+    let contents = pattern(n, bytes);
     stream.scope(|c| c.upload(&contents, &mut buffer)).unwrap().unwrap();
     buffer
 }
@@ -62,8 +69,9 @@ fn filled(stream: &Stream, parkable: &Parkable, n: usize, bytes: usize) -> Devic
 #[track_caller]
 fn assert_filled(stream: &Stream, buffer: &DeviceBuffer<u8>, n: usize) {
     let back = read(stream, buffer);
-    let wrong = back.iter().enumerate().position(|(at, &byte)| byte != pattern(n, at));
-    assert_eq!(wrong, None, "block {n}");
+    let expected = pattern(n, back.len());
+    let differs = || back.iter().zip(&expected).position(|(byte, expected)| byte != expected);
+    assert!(back == expected, "block {n} differs at {:?}", differs());
 }
 
 fn address(buffer: &DeviceBuffer<u8>) -> u64 {

@@ -68,6 +68,15 @@ impl CudaDriver {
         Some(text_from(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
     }
 
+    fn uuid(&self, device: i32) -> Option<[u8; 16]> {
+        let mut uuid = [0_u8; 16];
+        // SAFETY: 1. The buffer is writable, and a UUID has 16 bytes. 2. The driver enumerated the
+        // device.
+        let code = unsafe { (self.functions.device_uuid)(uuid.as_mut_ptr(), device) };
+        check("cuDeviceGetUuid", code).ok()?;
+        Some(uuid)
+    }
+
     /// Returns whether kernels of one device could access another's memory.
     fn can_access_peer(&self, device: i32, other: i32) -> bool {
         let mut result = 0;
@@ -116,6 +125,7 @@ unsafe impl Devices for CudaDriver {
         info.compute_capability =
             (capability(Attribute::CapabilityMajor)?, capability(Attribute::CapabilityMinor)?);
         info.pci_address = self.pci_address(number);
+        info.uuid = self.uuid(number);
         let node = |attribute| {
             self.attribute(number, attribute).ok().and_then(|node| u32::try_from(node).ok())
         };

@@ -58,6 +58,7 @@ function_table! {
     device_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: c_int);
     device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_uint, device: c_int);
     device_pci_address = "cuDeviceGetPCIBusId"(address: *mut c_char, len: c_int, device: c_int);
+    device_uuid = "cuDeviceGetUuid_v2"(uuid: *mut u8, device: c_int);
     device_can_access_peer = "cuDeviceCanAccessPeer"(can_access: *mut c_int, device: c_int, other: c_int);
     context_retain = "cuDevicePrimaryCtxRetain"(context: *mut DriverPtr, device: c_int);
     context_release = "cuDevicePrimaryCtxRelease_v2"(device: c_int);

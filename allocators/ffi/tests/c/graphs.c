@@ -103,6 +103,48 @@ static void states(aq_runtime runtime, void *stream, void *other) {
     OK(aq_torch_pool_release(0, 9, 1));
 }
 
+/* The free memory of a pool serves others when there is no other memory, if it was asked to, and is the pool's again. */
+static void last_resort(aq_runtime runtime, void *stream, void *other) {
+    void *served[] = {stream, NULL}, *memory = NULL;
+    uint64_t limit = 0;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_use_on_oom(0, 5, 1, 1));
+    OK(aq_torch_pool_use_on_oom(0, 5, 1, 0));
+    OK(aq_torch_reset());
+    OK(aq_limit(runtime, 0, &limit, NULL));
+    OK(aq_set_limit(runtime, 0, stats_of(runtime, 0).physical + 16 * MIB, NULL));
+    OK(aq_torch_pool_begin(0, 5, 1, belongs, served, drop));
+    void *spare = take(8 * MIB, stream);
+    touch(runtime, stream, spare, 8 * MIB, AQ_WRITE);
+    OK(aq_torch_pool_end(0, 5, 1));
+    void *rest = take(8 * MIB, other);
+    aq_torch_free(spare, 8 * MIB, -1, NULL);
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc(6 * MIB, 0, other, &memory));
+    OK(aq_torch_pool_use_on_oom(0, 5, 1, 1));
+    OK(aq_torch_pool_use_on_oom(0, 5, 1, 1));
+    for (int n = 0; n < 3; n++) {
+        memory = take(6 * MIB, other);
+        CHECK(memory == spare);
+        touch(runtime, other, memory, 6 * MIB, AQ_WRITE);
+        void *none = NULL;
+        ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc(6 * MIB, 0, other, &none));
+        aq_torch_free(memory, 6 * MIB, -1, NULL);
+    }
+    /* Work that a pool serves finds its own pool alone. */
+    OK(aq_torch_pool_begin(0, 6, 1, belongs, served, drop));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc(6 * MIB, 0, stream, &memory));
+    OK(aq_torch_pool_end(0, 6, 1));
+    OK(aq_torch_pool_release(0, 6, 1));
+    OK(aq_torch_pool_use_on_oom(0, 5, 1, 0));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc(6 * MIB, 0, other, &memory));
+    OK(aq_torch_pool_use_on_oom(0, 5, 1, 1));
+    OK(aq_torch_pool_release(0, 5, 1));
+    /* The pool is gone, and its memory is all other work's. */
+    memory = take(8 * MIB, other);
+    aq_torch_free(memory, 8 * MIB, -1, NULL);
+    aq_torch_free(rest, 8 * MIB, -1, NULL);
+    OK(aq_set_limit(runtime, 0, limit, NULL));
+}
+
 int main(void) {
     aq_runtime_options options = simulated(1);
     options.streams = AQ_STREAMS_RETIRED;
@@ -207,6 +249,7 @@ int main(void) {
     CHECK(stats_of(runtime, 0).physical == 0);
 
     states(runtime, stream, other);
+    last_resort(runtime, stream, other);
     in_order(runtime, 1);
     OK(aq_stream_retire(runtime, 0, stream));
     OK(aq_stream_retire(runtime, 0, other));

@@ -11,6 +11,8 @@ use aquifer_ffi::{
         AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED,
         AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime_options,
     },
+    sharing::AQ_TORCH_SHARE_BYTES,
+    sleep::{AQ_KEEP_NONE, AQ_KEEP_PAGEABLE, AQ_KEEP_PINNED},
     status::Status,
 };
 use std::{
@@ -206,6 +208,10 @@ fn c_and_rust_agree_on_forms_and_numbers() {
         ("AQ_SIM_UNCHECKED", AQ_SIM_UNCHECKED),
         ("AQ_READ", AQ_READ),
         ("AQ_WRITE", AQ_WRITE),
+        ("AQ_KEEP_NONE", AQ_KEEP_NONE),
+        ("AQ_KEEP_PAGEABLE", AQ_KEEP_PAGEABLE),
+        ("AQ_KEEP_PINNED", AQ_KEEP_PINNED),
+        ("AQ_TORCH_SHARE_BYTES", AQ_TORCH_SHARE_BYTES),
     ] {
         lines.insert(format!("{name} {number}"));
     }

@@ -6,17 +6,17 @@
 use super::{pools, process::ProcessStatus};
 use crate::{
     error::{FileFault, StatusError},
+    folder,
     layout::{
         FILE_BYTES, HEADER_BYTES, LINE_BYTES, LINES, LINES_AT, MAGIC, SLOT_BYTES, SLOTS, SLOTS_AT,
         VERSION, WORD, header,
     },
     text::read_text,
 };
-use nix::{libc, unistd::geteuid};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io,
-    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt},
     path::Path,
     thread,
     time::Duration,
@@ -46,21 +46,8 @@ impl<'p> CheckedFile<'p> {
     fn open(path: &'p Path) -> Result<Self, StatusError> {
         let system = |error: io::Error| StatusError::System { path: path.to_owned(), error };
         let bad = |fault| Err(StatusError::BadFile { path: path.to_owned(), fault });
-        // A pipe without a writer must not block, and no link is followed.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-        let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => {
-                return bad(FileFault::NotRegular);
-            }
-            opened => opened.map_err(system)?,
-        };
+        let file = folder::open_own_file(path, OpenOptions::new().read(true))?;
         let found = file.metadata().map_err(system)?;
-        if !found.is_file() {
-            return bad(FileFault::NotRegular);
-        }
-        if found.uid() != geteuid().as_raw() {
-            return bad(FileFault::OtherOwner { owner: found.uid() });
-        }
         let mut checked = Self { path, file, header: Words(Vec::new()) };
         if found.len() < FILE_BYTES as u64 {
             // A file with another magic is no status file at all.

@@ -101,7 +101,14 @@ impl Copies {
         let owner = |id: u64| by_id.get(&id).copied().filter(|_| id != 0);
         for words in self.0.iter().flatten().filter(|words| words[slot::ID] != 0) {
             if let Some(pool) = owner(words[slot::PART_OF]).and_then(|at| pools.get_mut(at)) {
-                pool.stats = sum(&pool.stats, &stats(words));
+                let part = stats(words);
+                let peaks = (
+                    pool.stats.peak_live.max(part.peak_live),
+                    pool.stats.peak_requested.max(part.peak_requested),
+                );
+                pool.stats = sum(&pool.stats, &part);
+                // Those of a part are of its whole pool.
+                (pool.stats.peak_live, pool.stats.peak_requested) = peaks;
                 pool.published_ns = pool.published_ns.max(words[slot::PUBLISHED]);
             }
         }
@@ -117,6 +124,9 @@ impl Copies {
         for pool in &mut pools {
             let words = words_of(&pool.stats).map(|word| if word >> 63 == 0 { word } else { 0 });
             pool.stats = stats_of(&words);
+            // Peaks are published by slow paths, so what is live now may be above them.
+            pool.stats.peak_live = pool.stats.peak_live.max(pool.stats.live);
+            pool.stats.peak_requested = pool.stats.peak_requested.max(pool.stats.requested);
         }
         (pools, faults)
     }
@@ -156,18 +166,7 @@ pub(crate) fn sum(a: &PoolStats, b: &PoolStats) -> PoolStats {
 
 /// Adds what a cache has counted: the words of a [`CacheLine`](crate::CacheLine) in their order.
 fn add_line(stats: &mut PoolStats, line: &[u64; LINE_WORDS]) {
-    let &[
-        _,
-        occupied,
-        requested,
-        taken,
-        returned,
-        pending,
-        pending_blocks,
-        peak_live,
-        peak_requested,
-        ..,
-    ] = line;
+    let &[_, occupied, requested, taken, returned, pending, pending_blocks, ..] = line;
     let live = occupied.wrapping_sub(pending);
     let blocks = taken.wrapping_sub(returned).wrapping_sub(pending_blocks);
     let mut figures = PoolStats::default();
@@ -178,9 +177,5 @@ fn add_line(stats: &mut PoolStats, line: &[u64; LINE_WORDS]) {
     figures.blocks = blocks;
     figures.allocations = taken;
     figures.frees = taken.wrapping_sub(blocks);
-    // Peaks are published by slow paths, so what is held now may be above them.
-    let at_least = |peak: u64, now: u64| if now >> 63 == 0 { peak.max(now) } else { peak };
-    figures.peak_live = at_least(peak_live, live);
-    figures.peak_requested = at_least(peak_requested, requested);
     *stats = sum(stats, &figures);
 }

@@ -31,7 +31,7 @@ impl Stream {
     /// If `work` may fail, the result is nested. [`Stream::try_scope`] flattens it.
     ///
     /// # Aborts
-    /// Aborts the process with a message if the driver refuses every way to wait for ten seconds
+    /// Aborts the process with a message if the driver refuses every way to wait for five seconds
     /// and the device is not lost: see
     /// [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
     ///

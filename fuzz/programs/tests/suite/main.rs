@@ -10,6 +10,7 @@ mod device;
 mod global;
 mod graphs;
 mod heap;
+mod ledger;
 mod minimise;
 mod mixed;
 mod park;

@@ -7,12 +7,14 @@
 //! | `finding`, `diagnosis` | one conclusion, and all of a machine |
 //! | `findings` | the conclusions: what a program gets, and warnings with their fixes |
 //! | `places` | the conclusions on host memory of each node and device |
+//! | `ledgers` | memory that processes share |
 //! | `screen` | the page, and JSON |
 
 mod diagnosis;
 mod facts;
 mod finding;
 mod findings;
+mod ledgers;
 mod places;
 mod probe;
 mod screen;

@@ -1,7 +1,11 @@
 //! Blocks at given addresses, for callers that bring the memory of graphs back to an earlier state.
 
 use super::{Capture, GraphBlock, GraphMemory, Range};
-use crate::{Block, Request, base::driver::check_stream_device};
+use crate::{
+    Block, Request,
+    base::{dependencies::StreamDeps, driver::check_stream_device},
+    sharing_policy::Fit,
+};
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Result};
 use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_stream::Stream;
@@ -29,6 +33,7 @@ impl GraphMemory {
     ) -> Result<Block> {
         let timeline = stream.timeline();
         check_stream_device(&*self.dedicated.driver, self.dedicated.device, timeline)?;
+        let _operation = self.begin_operation()?;
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let range = Range { start: address, len: bytes };
         if !self.contains(address, bytes) {
@@ -48,6 +53,40 @@ impl GraphMemory {
         ordered
             .and_then(|()| self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED))
             .inspect_err(|_| self.state().ranges.free.add(range, deps))
+    }
+
+    /// Allocates a block in free memory, for work of `stream` that is not captured. Prefers memory
+    /// whose work is done, and else orders the stream on the device after that work. Returns `None`
+    /// if no free range is large enough, if the stream captures, or if launches that are not
+    /// recorded may write free memory.
+    pub(in crate::graphs) fn allocate_free(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+    ) -> Result<Option<Block>> {
+        let timeline = stream.timeline();
+        check_stream_device(&*self.dedicated.driver, self.dedicated.device, timeline)?;
+        let _operation = self.begin_operation()?;
+        if self.state().has_untracked_launches || timeline.is_capturing()? {
+            return Ok(None);
+        }
+        self.poll_fences();
+        let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
+        let (grid, capture) = (self.grid(), Capture::UNANNOUNCED);
+        let taken = {
+            let free = &mut self.state().ranges.free;
+            let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
+            let range = free.find(bytes, align, Fit::Lowest, grid, ready);
+            let range = range.or_else(|| free.find(bytes, align, Fit::Lowest, grid, |_| true));
+            range.and_then(|range| Some((range, free.take(range)?)))
+        };
+        let Some((range, deps)) = taken else { return Ok(None) };
+        let ordered =
+            deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
+        ordered
+            .and_then(|()| self.make_eager_block(stream, range, &request, capture))
+            .inspect_err(|_| self.state().ranges.free.add(range, deps))
+            .map(Some)
     }
 
     /// Wraps a range, which the caller owns, in a block for work that is not captured. Orders the

@@ -6,7 +6,7 @@ use crate::{
     base::{reclaim_cost::reclaim_cost, released::Released},
     physical::{
         Physical,
-        handle::HeldBytes,
+        handle::{Handle, HeldBytes},
         options::{PlaceOptions, PlaceOutcome},
     },
     sharing_policy::Fit,
@@ -127,6 +127,14 @@ impl Physical for Mapped {
 
     fn is_shared_free(&self, address: u64) -> bool {
         self.shared_free().covers(address)
+    }
+
+    fn handles(&self, range: Range) -> Option<(Vec<Arc<Handle>>, u64)> {
+        let around = self.slots_around(range);
+        let (first, count) = self.whole_slots(around);
+        let slots = self.slots();
+        let offset = range.start - self.address(slots.covering(first, count).next()?.first);
+        Some((slots.covering(first, count).map(|mapping| mapping.handle.clone()).collect(), offset))
     }
 
     fn shared_in_use(&self, note: &mut dyn FnMut(u32, u64)) {

@@ -15,6 +15,7 @@ use aquifer_core::{
     Charge, MemoryError, Result,
     scratch::{Bump, List},
 };
+use aquifer_driver::ExportTypes;
 use std::{cmp::Reverse, sync::Arc};
 
 /// The memory that an attempt holds. None of it is in a cache.
@@ -316,7 +317,9 @@ impl Mapped {
             }
         }
         let Some((charge, grown)) = paid else { return Err(refused) };
-        match Handle::create(&self.driver, self.device, charge, &self.held) {
+        let types = (ExportTypes::NONE, self.export);
+        let created = Handle::create(&self.driver, self.device, types, charge, &self.held);
+        match created {
             Ok(handle) => {
                 outcome.grown += grown;
                 Ok(handle)

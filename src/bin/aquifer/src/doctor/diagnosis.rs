@@ -4,9 +4,11 @@ use super::{
     facts::Facts,
     finding::{Finding, Kind},
     findings,
+    ledgers::{self, SharedMemory},
     probe::Probe,
 };
 use aquifer_console::gpu::Gpus;
+use aquifer_ledger::LedgerError;
 
 /// The complete report on this machine.
 #[derive(Debug)]
@@ -14,6 +16,8 @@ pub(crate) struct Diagnosis {
     pub(super) facts: Facts,
     pub(super) probes: Vec<Probe>,
     pub(super) findings: Vec<Finding>,
+    /// The memories that processes of this user share.
+    pub(super) shared: Result<Vec<SharedMemory>, LedgerError>,
 }
 
 impl Diagnosis {
@@ -28,7 +32,7 @@ impl Diagnosis {
             Err(_) => Vec::new(),
         };
         let findings = findings::conclude(&facts, &probes);
-        Self { facts, probes, findings }
+        Self { facts, probes, findings, shared: ledgers::read() }
     }
 
     /// Returns whether there is a warning.

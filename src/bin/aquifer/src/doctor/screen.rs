@@ -4,6 +4,7 @@ use super::{
     Diagnosis,
     facts::Gpu,
     finding::{Finding, Kind, gigabytes},
+    ledgers,
     probe::{PROBE_BYTES, Probe, Target},
 };
 use aquifer_console::{figures::Count, json, layout::wrap};
@@ -40,6 +41,9 @@ pub(crate) fn page(diagnosis: &Diagnosis) -> String {
     }
     for probe in &diagnosis.probes {
         page.say("probe", &self::probe(probe));
+    }
+    for line in ledgers::lines(&diagnosis.shared) {
+        page.say("shared", &line);
     }
     page.lines.push(String::new());
     for finding in of(diagnosis, Kind::Gets) {
@@ -265,6 +269,7 @@ pub(crate) fn json(diagnosis: &Diagnosis) -> String {
         ("devices", Value::Array(devices)),
         ("host", facts.host.as_ref().map_or(Value::Null, host_json)),
         ("probes", Value::Array(probes.collect())),
+        ("shared", ledgers::as_json(&diagnosis.shared)),
         ("gets", says(Kind::Gets)),
         ("not_more", says(Kind::Limit)),
         ("warnings", Value::Array(warnings.collect())),

@@ -1,32 +1,17 @@
 //! The groups of `aquifer bench`, as a person runs them.
 
-#![expect(
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot go on fails, wherever it is"
-)]
-
+use crate::support::{program, text};
 use serde_json::Value;
-use std::{
-    env,
-    path::PathBuf,
-    process::{Command, Output},
-};
+use std::{env, process::Output};
 
 /// Whether the program was built with all peers, as these tests were.
 const PEERS: bool = cfg!(feature = "peers");
 
 /// The program: the one that was built with these tests, or one that was brought along.
 fn bench(flags: &str) -> Output {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    let mut command = Command::new(path);
+    let mut command = program();
     command.arg("bench").args(flags.split_whitespace());
     command.output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
 }
 
 /// What was measured, with the exit status that goes with it.

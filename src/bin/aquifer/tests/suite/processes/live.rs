@@ -2,7 +2,7 @@
 
 use super::{
     parts::{Part, Scratch},
-    terminal::Window,
+    window::Window,
 };
 use nix::sys::signal::Signal;
 use std::os::unix::process::ExitStatusExt;

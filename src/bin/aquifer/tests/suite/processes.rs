@@ -4,14 +4,14 @@
 //! | module | contents |
 //! |---|---|
 //! | `parts` | the processes that are watched |
-//! | `terminal` | a terminal that the program draws on |
+//! | `window` | a terminal that the program draws on |
 //! | `printed` | the table and JSON |
 //! | `live` | the live view: figures, keys, sizes, and how it ends |
 //! | `metrics` | the text for Prometheus |
 //! | `devices` | the driver's count, from a library in the place of NVML |
 //! | `clients` | clients of the server, slow and hostile ones included |
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 mod clients;
 mod devices;
@@ -19,7 +19,7 @@ mod live;
 mod metrics;
 mod parts;
 mod printed;
-mod terminal;
+mod window;
 
 use aquifer_core::{Budget, DeviceId, PoolStats, Request};
 use aquifer_device::{DevicePool, PoolConfig};

@@ -1,75 +1,19 @@
 //! `aquifer plan` as a person runs it: the plan, the screen, JSON, the check, and errors.
 
-#![expect(
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot go on fails, wherever it is"
-)]
-
+use crate::support::{Folder, data, json, number, program, text};
 use aquifer_plan::Plan;
-use serde_json::Value;
 use std::{
     env, fs,
-    path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Output, Stdio},
 };
 
 fn plan(arguments: &[&str]) -> Output {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    Command::new(path)
-        .arg("plan")
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()
-        .expect("the program starts")
-}
-
-fn data(name: &str) -> String {
-    let folder = env::var_os("AQUIFER_DATA").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"),
-        PathBuf::from,
-    );
-    folder.join(name).to_str().expect("text").to_owned()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
-}
-
-fn json(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|e| panic!("{e}: {}{}", text(&output.stdout), text(&output.stderr)))
+    program().arg("plan").args(arguments).stdin(Stdio::null()).output().expect("the program starts")
 }
 
 /// Returns what a screen says, with single spaces.
 fn said(screen: &str) -> String {
     screen.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("a whole number: {value}"))
-}
-
-/// A folder that goes with the test.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-plan-{}-{name}", std::process::id()));
-        fs::create_dir_all(&path).expect("a folder");
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("text").to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 const HEADER: &str = "t_us,op,id,bytes,stream\n";
@@ -92,7 +36,7 @@ fn refused(arguments: &[&str], expected: &str) {
 
 #[test]
 fn the_plan_of_a_recorded_program_is_close_to_its_peak_and_the_file_has_it() {
-    let folder = Folder::new("recorded");
+    let folder = Folder::new();
     let (trace, file) = (data("resnet_train.csv.xz"), folder.path("resnet.plan"));
     let output = plan(&[&trace, "-o", &file, "--seconds", "1", "--json"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -112,7 +56,7 @@ fn the_plan_of_a_recorded_program_is_close_to_its_peak_and_the_file_has_it() {
 
 #[test]
 fn a_check_says_by_the_exit_status_whether_the_plan_fits_and_how_much_is_spare() {
-    let folder = Folder::new("check");
+    let folder = Folder::new();
     let trace = folder.path("small.csv");
     fs::write(&trace, SMALL).expect("a trace");
     // 2,000 bytes are live, and they take 2,048.
@@ -137,7 +81,7 @@ fn a_check_says_by_the_exit_status_whether_the_plan_fits_and_how_much_is_spare()
 
 #[test]
 fn the_screen_has_the_figures_and_names_the_next_command() {
-    let folder = Folder::new("screen");
+    let folder = Folder::new();
     let (trace, file) = (folder.path("small.csv"), folder.path("small.plan"));
     fs::write(&trace, SMALL).expect("a trace");
     let screen = text(&plan(&[&trace]).stdout);
@@ -161,7 +105,7 @@ fn the_screen_has_the_figures_and_names_the_next_command() {
 
 #[test]
 fn equal_traces_give_equal_files() {
-    let folder = Folder::new("equal");
+    let folder = Folder::new();
     let files = ["a.plan", "b.plan"].map(|name| folder.path(name));
     for file in &files {
         let output = plan(&["made:steady,length=0.2", "-o", file]);
@@ -173,7 +117,7 @@ fn equal_traces_give_equal_files() {
 
 #[test]
 fn logs_of_rmm_and_snapshots_of_pytorch_are_planned() {
-    let folder = Folder::new("others");
+    let folder = Folder::new();
     let log = folder.path("rmm.csv");
     let rows = "Thread,Time,Action,Pointer,Size,Stream\n\
         7,10:00:00.000001,allocate,0x7f0000000000,1048576,0x0\n\
@@ -195,7 +139,7 @@ fn logs_of_rmm_and_snapshots_of_pytorch_are_planned() {
 
 #[test]
 fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
-    let folder = Folder::new("refused");
+    let folder = Folder::new();
     let trace = folder.path("small.csv");
     fs::write(&trace, SMALL).expect("a trace");
     let hostile = |name: &str, rows: &str| {
@@ -226,7 +170,7 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
 
 #[test]
 fn a_plan_is_replaced_only_by_a_whole_one() {
-    let folder = Folder::new("replaced");
+    let folder = Folder::new();
     let file = folder.path("a.plan");
     fs::write(&file, "before").expect("a file");
     let output = plan(&["made:nothing", "-o", &file]);

@@ -1,79 +1,31 @@
 //! `aquifer plot` and `aquifer bench --plot`, and the progress line of a bench, as a person runs
 //! them.
 
-#![expect(clippy::expect_used, reason = "a test that cannot go on fails, wherever it is")]
-
-mod terminal;
-
+use crate::support::{Folder, aquifer, program, text};
+use crate::terminal::on_terminal;
 use nix::sys::signal::{Signal, kill};
 use std::{
-    env, fs,
+    fs,
     os::unix::process::ExitStatusExt,
-    path::{Path, PathBuf},
-    process::{self, Command, Output},
+    path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
-use terminal::on_terminal;
-
-/// The program: the one that was built with these tests, or one that was brought along.
-fn program() -> Command {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    Command::new(path)
-}
-
-fn aquifer(arguments: &[&str]) -> Output {
-    program().args(arguments).output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
-}
-
-/// A folder of a test's own.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-test-plot-{name}-{}", process::id()));
-        fs::create_dir(&path).expect("a folder");
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("text").to_owned()
-    }
-
-    fn files(&self) -> Vec<String> {
-        let entries = fs::read_dir(&self.0).expect("a folder");
-        let mut names: Vec<_> = entries
-            .map(|entry| entry.expect("an entry").file_name().into_string().expect("text"))
-            .collect();
-        names.sort();
-        names
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
 
 /// The arguments of a bench that takes part of a second.
 const BENCH: [&str; 5] = ["bench", "budget", "--quick", "--only", "level"];
 
 #[test]
 fn a_bench_draws_the_picture_that_its_json_gives() {
-    let folder = Folder::new("same");
+    let folder = Folder::new();
     let (picture, run, again) =
         (folder.path("bench.svg"), folder.path("run.json"), folder.path("again.svg"));
     let flags = ["--json", "--note", "beside <other> tests", "--plot", &picture];
-    let bench = aquifer(&[&BENCH[..], &flags].concat());
+    let bench = aquifer([&BENCH[..], &flags].concat());
     assert_eq!(bench.status.code(), Some(0), "{}", text(&bench.stderr));
     assert!(bench.stderr.is_empty());
     fs::write(&run, &bench.stdout).expect("a file");
-    let plot = aquifer(&["plot", &run, "-o", &again]);
+    let plot = aquifer(["plot", &run, "-o", &again]);
     assert_eq!(plot.status.code(), Some(0), "{}", text(&plot.stderr));
     let (picture, again) =
         (fs::read(picture).expect("a picture"), fs::read(again).expect("another"));
@@ -86,16 +38,16 @@ fn a_bench_draws_the_picture_that_its_json_gives() {
         "{}",
         text(&plot.stdout)
     );
-    assert_eq!(folder.files(), ["again.svg", "bench.svg", "run.json"]);
+    assert_eq!(folder.names(), ["again.svg", "bench.svg", "run.json"]);
 }
 
 #[test]
 fn a_bench_whose_picture_cannot_be_written_is_refused_before_it_measures() {
-    let folder = Folder::new("refused");
+    let folder = Folder::new();
     let path = folder.path("none/a.svg");
     // All rows at full length would take longer than this test waits.
     let begun = Instant::now();
-    let output = aquifer(&["bench", "global", "--plot", &path]);
+    let output = aquifer(["bench", "global", "--plot", &path]);
     assert!(begun.elapsed() < Duration::from_secs(20));
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
@@ -105,7 +57,7 @@ fn a_bench_whose_picture_cannot_be_written_is_refused_before_it_measures() {
 
 #[test]
 fn a_plot_that_makes_no_sense_is_one_line_on_stderr_and_writes_nothing() {
-    let folder = Folder::new("wrong");
+    let folder = Folder::new();
     let (run, picture) = (folder.path("run.json"), folder.path("a.svg"));
     for (json, status, expected) in [
         ("{", 2, "run.json: no JSON: "),
@@ -114,16 +66,16 @@ fn a_plot_that_makes_no_sense_is_one_line_on_stderr_and_writes_nothing() {
         (r#"{"bench": "x", "device_name": "y", "rows": []}"#, 1, "there is no row to draw"),
     ] {
         fs::write(&run, json).expect("a file");
-        let output = aquifer(&["plot", &run, "-o", &picture]);
+        let output = aquifer(["plot", &run, "-o", &picture]);
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(status), "{json}: {said}");
         assert!(said.starts_with("aquifer: ") && said.lines().count() == 1, "{json}: {said}");
         assert!(said.contains(expected) && output.stdout.is_empty(), "{json}: {said}");
     }
-    let nothing = aquifer(&["plot", &folder.path("no.json"), "-o", &picture]);
+    let nothing = aquifer(["plot", &folder.path("no.json"), "-o", &picture]);
     assert_eq!(nothing.status.code(), Some(2));
     assert!(text(&nothing.stderr).contains("no.json cannot be read: "));
-    assert_eq!(folder.files(), ["run.json"]);
+    assert_eq!(folder.names(), ["run.json"]);
 }
 
 #[test]
@@ -138,7 +90,7 @@ fn a_bench_tells_a_terminal_how_far_it_is_and_erases_that() {
 
 #[test]
 fn a_bench_that_is_interrupted_leaves_no_file_and_a_visible_cursor() {
-    let folder = Folder::new("interrupted");
+    let folder = Folder::new();
     // A shell starts what is in the background with this signal ignored, and tests may be there.
     let mut command = Command::new("env");
     command.arg("--default-signal=INT").arg(program().get_program());
@@ -150,5 +102,5 @@ fn a_bench_that_is_interrupted_leaves_no_file_and_a_visible_cursor() {
     });
     assert_eq!(status.signal(), Some(2), "{told:?}");
     assert!(told.contains("measuring:") && !told.contains("\x1b[?25l"), "{told:?}");
-    assert!(Path::new(&folder.0).is_dir() && folder.files().is_empty(), "{:?}", folder.files());
+    assert!(Path::new(&folder.0).is_dir() && folder.names().is_empty(), "{:?}", folder.names());
 }

@@ -1,90 +1,18 @@
 //! `aquifer report` as a person runs it: text, JSON, the page, the trace for Perfetto, and errors.
 
-#![expect(
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot go on fails, wherever it is"
-)]
-
+use crate::support::{Folder, data, number, program, snapshot, text};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use serde_json::Value;
-use std::{
-    env, fs,
-    io::Read,
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+use std::{env, fs, io::Read, path::Path, process::Output};
 
 fn report<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    Command::new(path).arg("report").args(arguments).output().expect("the program starts")
-}
-
-fn data(name: &str) -> String {
-    let folder = env::var_os("AQUIFER_DATA").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"),
-        PathBuf::from,
-    );
-    folder.join(name).to_str().expect("text").to_owned()
-}
-
-fn snapshot(name: &str) -> String {
-    format!(
-        "{}/../../../allocators/formats/tests/data/snapshots/{name}",
-        env!("CARGO_MANIFEST_DIR")
-    )
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
+    program().arg("report").args(arguments).output().expect("the program starts")
 }
 
 fn json(arguments: &[&str]) -> Value {
     let output = report(arguments.iter().chain(&["--json"]));
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}"))
-}
-
-fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("a whole number: {value}"))
-}
-
-/// A folder that goes with the test.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-report-{}-{name}", std::process::id()));
-        fs::create_dir_all(&path).expect("a folder");
-        Self(path)
-    }
-
-    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
-        let path = self.path(name);
-        fs::write(&path, bytes).expect("a file");
-        path
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("text").to_owned()
-    }
-
-    fn names(&self) -> Vec<String> {
-        let name = |entry: fs::DirEntry| entry.file_name().into_string().expect("text");
-        let mut names: Vec<_> = fs::read_dir(&self.0)
-            .expect("a folder")
-            .map(|entry| name(entry.expect("one")))
-            .collect();
-        names.sort();
-        names
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 const WIDE: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread\n";
@@ -172,7 +100,7 @@ fn every_sum_at_the_peak_is_the_peak_and_the_one_of_a_replay() {
 
 #[test]
 fn a_page_has_all_blocks_and_curves_and_the_figures_of_the_json() {
-    let folder = Folder::new("page");
+    let folder = Folder::new();
     let (page, input) = (folder.path("page.html"), data("serve_mixed.csv.xz"));
     let output = report([&input, "-o", &page]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -215,7 +143,7 @@ fn a_page_has_all_blocks_and_curves_and_the_figures_of_the_json() {
 
 #[test]
 fn a_page_over_its_limit_merges_the_smallest_blocks_and_says_so() {
-    let folder = Folder::new("limit");
+    let folder = Folder::new();
     let (page, input) = (folder.path("page.html"), data("serve_mixed.csv.xz"));
     let most = 400_000;
     let output = report([&input, "-o", &page, "--max-page", &most.to_string()]);
@@ -248,7 +176,7 @@ fn a_page_over_its_limit_merges_the_smallest_blocks_and_says_so() {
 
 #[test]
 fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
-    let folder = Folder::new("failure");
+    let folder = Folder::new();
     let input = folder.file("trace.csv", fragmented());
     let value = json(&[&input]);
     let run = &value["runs"][0];
@@ -287,7 +215,7 @@ fn series_of(run: &Value, name: &str) -> Vec<Value> {
 
 #[test]
 fn the_limit_is_shown_wherever_a_trace_tells_it() {
-    let folder = Folder::new("limit-curve");
+    let folder = Folder::new();
     let input = folder.path("limited.csv");
     let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
     let mib = 1_u64 << 20;
@@ -331,7 +259,7 @@ fn the_limit_is_shown_wherever_a_trace_tells_it() {
 
 #[test]
 fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
-    let folder = Folder::new("outside-curve");
+    let folder = Folder::new();
     let input = folder.path("beside.csv");
     let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
     let mib = 1_u64 << 20;
@@ -375,7 +303,7 @@ fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
 
 #[test]
 fn text_fits_a_log_and_holds_nothing_that_acts_on_a_terminal() {
-    let folder = Folder::new("text");
+    let folder = Folder::new();
     let hostile = fragmented().replace("kv cache", "%1B[2J%E2%80%AEx%0Ay");
     let input = folder.file("trace\u{1b}[2J.csv", hostile);
     let other = data("resnet_train.csv.xz");
@@ -419,7 +347,7 @@ fn the_text_of_the_recorded_traces_is_as_before() {
 
 #[test]
 fn two_traces_are_compared_at_their_peaks() {
-    let folder = Folder::new("two");
+    let folder = Folder::new();
     let first = folder.file("a.csv", fragmented());
     let second = folder.file("b.csv", fragmented().replace("kv cache", "kv"));
     let value = json(&[&first, &second]);
@@ -453,7 +381,7 @@ fn a_peak_above_the_limit_is_status_one() {
 
 #[test]
 fn memory_of_a_device_or_of_the_host_is_chosen() {
-    let folder = Folder::new("device");
+    let folder = Folder::new();
     let rows = "0,a,1,10,0,cached,0,,,1\n1,a,2,20,0,cached,1,,,1\n2,a,3,5,0,cached,1,,,1\n3,a,4,9,0,pinned,host:1,,,1\n";
     let input = folder.file("trace.csv", format!("{WIDE}{rows}"));
     for (device, peak) in [(None, 25), (Some("0"), 10), (Some("1"), 25), (Some("host:1"), 9)] {
@@ -475,7 +403,7 @@ fn memory_of_a_device_or_of_the_host_is_chosen() {
 
 #[test]
 fn what_makes_no_sense_is_one_line_on_stderr_and_leaves_no_file() {
-    let folder = Folder::new("refused");
+    let folder = Folder::new();
     let good = folder.file("good.csv", fragmented());
     let cut = folder.file("cut.csv", &fragmented()[..fragmented().len() - 3]);
     let page = folder.path("page.html");
@@ -499,7 +427,7 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_leaves_no_file() {
 
 #[test]
 fn a_trace_for_perfetto_is_a_list_of_whole_packets() {
-    let folder = Folder::new("perfetto");
+    let folder = Folder::new();
     let file = folder.path("trace.pftrace");
     let output = report([&data("resnet_train.csv.xz"), "--perfetto", &file]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

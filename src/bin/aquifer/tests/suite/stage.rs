@@ -1,43 +1,19 @@
 //! `aquifer stage` and `aquifer bench stage` as a person runs them.
 
-#![expect(
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot go on fails, wherever it is"
-)]
-
-mod terminal;
-
+use crate::support::{File, aquifer, program, text};
+use crate::terminal::on_terminal;
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use std::{
     env, fs,
-    path::{Path, PathBuf},
-    process::{self, Child, Command, Output, Stdio},
+    path::Path,
+    process::{self, Child, Stdio},
     thread,
     time::{Duration, Instant},
 };
-use terminal::on_terminal;
 
 /// Longer than any run takes, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
-
-/// The program: the one that was built with these tests, or one that was brought along.
-fn program(arguments: &[&str]) -> Command {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    let mut command = Command::new(path);
-    command.args(arguments);
-    command
-}
-
-fn aquifer(arguments: &[&str]) -> Output {
-    program(arguments).output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
-}
 
 fn answered(arguments: &[&str]) -> Value {
     let output = aquifer(arguments);
@@ -47,26 +23,9 @@ fn answered(arguments: &[&str]) -> Value {
     serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"))
 }
 
-/// A file of a test's own.
-struct File(PathBuf);
-
-impl File {
-    fn new(name: &str, bytes: usize) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-test-{name}-{}", process::id()));
-        let bytes: Vec<u8> = (0..bytes).map(|at| (at * 7 + at / 253) as u8).collect();
-        fs::write(&path, bytes).expect("a file");
-        Self(path)
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().expect("text")
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        fs::remove_file(&self.0).expect("still there");
-    }
+/// Returns bytes of which neighbours differ.
+fn contents(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at * 7 + at / 253) as u8).collect()
 }
 
 /// Small enough that little data goes through many slots.
@@ -74,7 +33,7 @@ const SMALL: [&str; 8] = ["--workers", "2", "--slot", "64K", "--chunk", "8K", "-
 
 #[test]
 fn a_file_is_loaded_each_way_and_every_byte_is_right() {
-    let file = File::new("stage", (3 << 20) + 77);
+    let file = File::new("stage", contents((3 << 20) + 77));
     let flags = ["stage", file.path(), "--device", "sim", "--json"];
     let value = answered(&[&flags[..], &SMALL].concat());
     assert_eq!((&value["bytes"], &value["wrong_bytes"]), (&json!((3 << 20) + 77), &json!(0)));
@@ -100,20 +59,20 @@ fn a_file_is_loaded_each_way_and_every_byte_is_right() {
         assert!(row["value"].as_f64() > Some(0.0) && row["ratio"].as_f64() > Some(0.0), "{row}");
         assert_eq!(row["peer"], "driver, pageable memory");
     }
-    let page = text(&aquifer(&["stage", file.path(), "--device", "sim"]).stdout);
+    let page = text(&aquifer(["stage", file.path(), "--device", "sim"]).stdout);
     assert!(page.contains("every byte was read back and is right"), "{page}");
     assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
 }
 
 #[test]
 fn a_file_that_cannot_be_staged_is_told_in_one_line() {
-    let empty = File::new("empty", 0);
+    let empty = File::new("empty", contents(0));
     for (path, said) in [
         ("/nowhere/at all", "/nowhere/at all: No such file"),
         (empty.path(), "has no bytes"),
         ("/", "directory"),
     ] {
-        let output = aquifer(&["stage", path, "--device", "sim"]);
+        let output = aquifer(["stage", path, "--device", "sim"]);
         let err = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{err}");
         assert!(
@@ -121,7 +80,7 @@ fn a_file_that_cannot_be_staged_is_told_in_one_line() {
             "{err}"
         );
     }
-    let wrong = aquifer(&["bench", "stage", "--device", "sim", "--slot", "5000"]);
+    let wrong = aquifer(["bench", "stage", "--device", "sim", "--slot", "5000"]);
     let err = text(&wrong.stderr);
     assert!(wrong.status.code() == Some(2) && err.contains("a multiple of 4096 bytes"), "{err}");
 }
@@ -175,7 +134,7 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
         let (value, peer, ratio) = (figure("value"), figure("peer_value"), figure("ratio"));
         assert!(value > 0.0 && peer > 0.0 && (ratio * peer / value - 1.0).abs() < 1e-2, "{row}");
     }
-    let none = aquifer(&["bench", "stage", "--device", "sim", "--quick", "--only", "sideload"]);
+    let none = aquifer(["bench", "stage", "--device", "sim", "--quick", "--only", "sideload"]);
     assert_eq!(none.status.code(), Some(2));
     assert!(text(&none.stderr).contains("no row's name contains 'sideload'"));
     let some =
@@ -199,7 +158,8 @@ fn a_bench_that_is_killed_half_way_leaves_no_file_behind() {
     let path = folder.to_str().expect("text");
     let flags =
         ["bench", "stage", "--device", "sim", "--quick", "--only", "warm", "--folder", path];
-    let mut command = program(&flags);
+    let mut command = program();
+    command.args(flags);
     let mut bench = command.stdout(Stdio::null()).spawn().expect("the program starts");
     let deadline = Instant::now() + PATIENCE;
     while !has_open_file_in(&bench, &folder) {
@@ -216,8 +176,9 @@ fn a_bench_that_is_killed_half_way_leaves_no_file_behind() {
 
 #[test]
 fn stage_tells_a_terminal_how_far_it_is_and_erases_that() {
-    let file = File::new("progress", 16 << 20);
-    let command = program(&["stage", file.path(), "--device", "sim"]);
+    let file = File::new("progress", contents(16 << 20));
+    let mut command = program();
+    command.args(["stage", file.path(), "--device", "sim"]);
     let (told, status) = on_terminal(command, |id, told| {
         // Only work that takes a while is told of, so it is held up until it is.
         if told.is_empty() {

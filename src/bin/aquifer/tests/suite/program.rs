@@ -1,11 +1,6 @@
 //! The program as a person runs it: what it prints where, and how it exits.
 
-#![expect(
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot go on fails, wherever it is"
-)]
-
+use crate::support::{File, aquifer, data, json, program, snapshot, text};
 use serde_json::Value;
 use std::{
     env, fs,
@@ -13,63 +8,10 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-/// The program: the one that was built with these tests, or one that was brought along.
-fn program() -> Command {
-    let path = env::var_os("AQUIFER_BIN")
-        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
-    Command::new(path)
-}
-
-/// A recorded trace: where the repository has it, or where `AQUIFER_DATA` says.
-fn data(name: &str) -> PathBuf {
-    let folder = env::var_os("AQUIFER_DATA").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"),
-        PathBuf::from,
-    );
-    folder.join(name)
-}
-
-/// The folder of small memory snapshots, by a path that fits into a report.
-fn snapshots() -> PathBuf {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../../allocators/formats/tests/data/snapshots");
-    folder.canonicalize().expect("the snapshots")
-}
-
-fn run<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
-    program().args(arguments).output().expect("the program starts")
-}
-
-fn replay(trace: &Path, flags: &str) -> Output {
+fn replay(trace: impl AsRef<Path>, flags: &str) -> Output {
     let mut command = program();
-    command.arg("replay").arg(trace).args(flags.split_whitespace());
+    command.arg("replay").arg(trace.as_ref()).args(flags.split_whitespace());
     command.output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
-}
-
-fn json(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|e| panic!("{e}: {}{}", text(&output.stdout), text(&output.stderr)))
-}
-
-/// A file with this text, gone when the test is.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str, bytes: impl AsRef<[u8]>) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-{}-{name}", std::process::id()));
-        fs::write(&path, bytes).expect("a temporary file");
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
-    }
 }
 
 const HEADER: &str = "t_us,op,id,bytes,stream\n";
@@ -130,8 +72,8 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         ),
     ];
     for (name, bytes, expected) in traces {
-        let file = Scratch::new(name, bytes);
-        refused(&replay(&file.0, "--device sim"), expected, name);
+        let file = File::new(name, bytes);
+        refused(&replay(file.path(), "--device sim"), expected, name);
     }
     refused(
         &replay(Path::new("/nowhere/at/all.csv"), ""),
@@ -139,7 +81,7 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         "missing",
     );
     refused(&replay(Path::new("/tmp"), ""), "/tmp", "a folder");
-    let small = Scratch::new("small-refused", SMALL);
+    let small = File::new("small-refused", SMALL);
     for (flags, expected) in [
         ("--device sim --budget 0", "a budget of zero bytes"),
         ("--device sim --budget 0x", "a budget of zero bytes"),
@@ -154,11 +96,11 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         ("--repeat often", "invalid value 'often'"),
         ("--jsno", "unexpected argument '--jsno'"),
     ] {
-        refused(&replay(&small.0, flags), expected, flags);
+        refused(&replay(small.path(), flags), expected, flags);
     }
-    refused(&run::<&str>([]), "a command is needed", "no command");
-    refused(&run(["replay"]), "<TRACE>", "no trace");
-    refused(&run(["doctor", "--now"]), "unexpected argument '--now'", "doctor");
+    refused(&aquifer::<&str>([]), "a command is needed", "no command");
+    refused(&aquifer(["replay"]), "<TRACE>", "no trace");
+    refused(&aquifer(["doctor", "--now"]), "unexpected argument '--now'", "doctor");
 }
 
 fn refused(output: &Output, expected: &str, what: &str) {
@@ -175,11 +117,11 @@ fn refused(output: &Output, expected: &str, what: &str) {
 #[test]
 fn help_and_version_are_no_mistakes() {
     for arguments in [["--help"], ["--version"], ["help"]] {
-        let output = run(arguments);
+        let output = aquifer(arguments);
         assert_eq!(output.status.code(), Some(0));
         assert!(!output.stdout.is_empty() && output.stderr.is_empty());
     }
-    assert!(text(&run(["replay", "--help"]).stdout).contains("--ignore-order"));
+    assert!(text(&aquifer(["replay", "--help"]).stdout).contains("--ignore-order"));
 }
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
@@ -265,24 +207,24 @@ fn has_fields(value: &Value, further: &[&str]) {
 
 #[test]
 fn json_has_the_promised_fields_and_no_others() {
-    let small = Scratch::new("small-json", SMALL);
-    let output = replay(&small.0, "--device sim --json");
+    let small = File::new("small-json", SMALL);
+    let output = replay(small.path(), "--device sim --json");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     has_fields(&json(&output), &[]);
-    let output = replay(&small.0, "--device sim --json --fit");
+    let output = replay(small.path(), "--device sim --json --fit");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     has_fields(&json(&output), &FIT);
 }
 
 #[test]
 fn a_trace_that_does_not_fit_says_so_and_exits_with_one() {
-    let output = replay(&data("resnet_train.csv.xz"), "--device sim --json --budget 0.5x");
+    let output = replay(data("resnet_train.csv.xz"), "--device sim --json --budget 0.5x");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let value = json(&output);
     has_fields(&value, &[]);
     assert_eq!((&value["completed"], &value["ns_per_op"]), (&Value::Bool(false), &Value::Null));
     assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()));
-    let output = replay(&data("resnet_train.csv.xz"), "--device sim --budget 0.5x");
+    let output = replay(data("resnet_train.csv.xz"), "--device sim --budget 0.5x");
     assert_eq!(output.status.code(), Some(1));
     let screen = text(&output.stdout);
     assert!(screen.contains("completed") && screen.contains("out of memory"), "{screen}");
@@ -292,14 +234,14 @@ fn a_trace_that_does_not_fit_says_so_and_exits_with_one() {
 #[test]
 fn a_trace_beyond_the_device_fits_into_no_budget() {
     let rows = format!("{HEADER}0,a,1,{0},0\n0,a,2,{0},0\n", 100_u64 << 30);
-    let file = Scratch::new("beyond", rows);
-    let output = replay(&file.0, "--device sim --fit --json");
+    let file = File::new("beyond", rows);
+    let output = replay(file.path(), "--device sim --fit --json");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let value = json(&output);
     has_fields(&value, &FIT);
     assert_eq!((&value["completed"], &value["fit_bytes"]), (&Value::Bool(false), &Value::Null));
-    on_one_screen(&text(&replay(&file.0, "--device sim --fit").stdout));
-    assert_eq!(replay(&file.0, "--device sim --budget 1").status.code(), Some(1));
+    on_one_screen(&text(&replay(file.path(), "--device sim --fit").stdout));
+    assert_eq!(replay(file.path(), "--device sim --budget 1").status.code(), Some(1));
 }
 
 fn on_one_screen(screen: &str) {
@@ -309,7 +251,7 @@ fn on_one_screen(screen: &str) {
 
 /// What must hold of each recorded trace, on any device and under any allocator.
 fn recorded(name: &str, flags: &str) -> Value {
-    let output = replay(&data(name), &format!("{flags} --json"));
+    let output = replay(data(name), &format!("{flags} --json"));
     assert_eq!(
         output.status.code(),
         Some(0),
@@ -367,13 +309,13 @@ fn the_drivers_own_allocators_replay_beside_the_pool() {
 #[test]
 fn the_oracle_objects_when_the_pool_is_not_told_who_uses_what() {
     let output =
-        replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order --json");
+        replay(data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order --json");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let value = json(&output);
     assert!(value["violations"].as_u64() > Some(0), "{value}");
     assert_eq!(value["completed"], true);
     let screen =
-        text(&replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order").stdout);
+        text(&replay(data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order").stdout);
     let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.contains("the read of row ") || words.contains("the write of row "), "{screen}");
     assert!(!words.contains(".rs:"), "no line of the replay's own source: {screen}");
@@ -381,32 +323,32 @@ fn the_oracle_objects_when_the_pool_is_not_told_who_uses_what() {
 
 #[test]
 fn a_trace_may_come_by_the_standard_input() {
-    let small = Scratch::new("small-stdin", SMALL);
+    let small = File::new("small-stdin", SMALL);
     let mut command = program();
-    let input = fs::File::open(&small.0).expect("a file");
+    let input = fs::File::open(small.path()).expect("a file");
     let output = command
         .args(["replay", "-", "--device", "sim", "--json"])
         .stdin(input)
         .output()
         .expect("starts");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    assert_eq!(json(&output)["ops"], json(&replay(&small.0, "--device sim --json"))["ops"]);
+    assert_eq!(json(&output)["ops"], json(&replay(small.path(), "--device sim --json"))["ops"]);
 }
 
 #[test]
 fn completions_and_the_manual_name_every_command() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let output = run(["completions", shell]);
+        let output = aquifer(["completions", shell]);
         assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""), "{shell}");
         let script = text(&output.stdout);
         for word in ["replay", "doctor", "ignore-order", "placement", "completions"] {
             assert!(script.contains(word), "{shell}: {word}");
         }
     }
-    let bash = Scratch::new("completions.bash", run(["completions", "bash"]).stdout);
-    let read = Command::new("bash").arg("-n").arg(&bash.0).output();
+    let bash = File::new("completions.bash", aquifer(["completions", "bash"]).stdout);
+    let read = Command::new("bash").arg("-n").arg(bash.path()).output();
     assert!(read.map_or(true, |read| read.status.success()), "a shell can read it");
-    let page = text(&run(["man"]).stdout);
+    let page = text(&aquifer(["man"]).stdout);
     assert!(page.contains(".TH aquifer 1"), "{page}");
     for section in [
         ".SH NAME",
@@ -424,12 +366,12 @@ fn completions_and_the_manual_name_every_command() {
 
 #[test]
 fn each_process_records_to_a_file_of_its_own() {
-    let small = Scratch::new("small-recorded", SMALL);
+    let small = File::new("small-recorded", SMALL);
     let folder = env::temp_dir().join(format!("aquifer-recorded-{}", std::process::id()));
     fs::create_dir_all(&folder).expect("a folder");
     let record = |name: &str| {
         let mut command = program();
-        command.arg("replay").arg(&small.0).args(["--device", "sim", "--repeat", "1"]);
+        command.arg("replay").arg(small.path()).args(["--device", "sim", "--repeat", "1"]);
         let mut child = command
             .env("AQUIFER_TRACE", folder.join(name))
             .stdout(Stdio::null())
@@ -440,7 +382,7 @@ fn each_process_records_to_a_file_of_its_own() {
         process
     };
     let check = |name: String| {
-        let output = replay(&folder.join(name), "--device sim --json");
+        let output = replay(folder.join(name), "--device sim --json");
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         let value = json(&output);
         assert_eq!(value["memory"][0]["bytes_at_end"], 0, "{value}");
@@ -462,15 +404,16 @@ fn each_process_records_to_a_file_of_its_own() {
 
 #[test]
 fn stage_says_that_a_directory_is_one() {
-    refused(&run(["stage", "/tmp"]), "/tmp is a directory", "stage");
+    refused(&aquifer(["stage", "/tmp"]), "/tmp is a directory", "stage");
 }
 
 #[test]
 fn no_rate_is_told_of_copies_that_move_nothing() {
     let folder = env::temp_dir();
     let folder = folder.to_str().expect("text");
-    let output =
-        run(["bench", "stage", "--quick", "--device", "sim", "--folder", folder, "--most", "64K"]);
+    let output = aquifer([
+        "bench", "stage", "--quick", "--device", "sim", "--folder", folder, "--most", "64K",
+    ]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let page = text(&output.stdout);
     assert!(!page.contains("GB/s") && page.contains("simulated"), "{page}");
@@ -502,10 +445,10 @@ fn masked(screen: &str) -> String {
 
 #[test]
 fn the_screen_is_as_it_was_approved() {
-    let small = Scratch::new("small-screen", SMALL);
-    let output = replay(&small.0, "--device sim");
+    let small = File::new("small-screen", SMALL);
+    let output = replay(small.path(), "--device sim");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    let screen = text(&output.stdout).replace(&small.0.display().to_string(), "small.csv");
+    let screen = text(&output.stdout).replace(small.path(), "small.csv");
     on_one_screen(&screen);
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/small.txt");
     if env::var_os("AQUIFER_BLESS").is_some() {
@@ -523,7 +466,7 @@ fn every_recorded_trace_is_clean_over_any_number_of_streams() {
     for name in ["llama_train.csv.xz", "resnet_train.csv.xz", "serve_mixed.csv.xz"] {
         for streams in [1, 2, 4, 8] {
             let output =
-                replay(&data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
+                replay(data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
             assert_eq!(output.status.code(), Some(0), "{name} {streams}: {}", text(&output.stdout));
             let value = json(&output);
             has_fields(&value, &[]);
@@ -569,8 +512,8 @@ fn a_split_trace_has_a_fit_that_holds() {
 
 #[test]
 fn a_snapshot_of_pytorch_is_replayed_by_device() {
-    let snapshots = snapshots();
-    let value = json(&replay(&snapshots.join("ring.pickle"), "--device sim --json --fit"));
+    let snapshots = PathBuf::from(snapshot(""));
+    let value = json(&replay(snapshots.join("ring.pickle"), "--device sim --json --fit"));
     has_fields(&value, &FIT);
     let expected = [
         ("ops", 9),
@@ -600,17 +543,17 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
         on_one_screen(&screen);
     }
     refused(
-        &replay(&snapshots.join("devices.pickle"), "--device-index 9"),
+        &replay(snapshots.join("devices.pickle"), "--device-index 9"),
         "no device of index 9",
         "no device",
     );
     refused(
-        &replay(&snapshots.join("broken.twice.pickle"), ""),
+        &replay(snapshots.join("broken.twice.pickle"), ""),
         "device_traces[0][2]: the block",
         "an order",
     );
     refused(
-        &replay(&data("resnet_train.csv.xz"), "--device-index 0"),
+        &replay(data("resnet_train.csv.xz"), "--device-index 0"),
         "no devices to choose from",
         "no field",
     );
@@ -620,19 +563,21 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
         "made",
     );
     let whole = fs::read(snapshots.join("start.pickle")).expect("a snapshot");
-    let cut = Scratch::new("cut.pickle", &whole[..whole.len() / 2]);
-    refused(&replay(&cut.0, ""), "cut off: the pickle ends before its end", "cut");
+    let cut = File::new("cut.pickle", &whole[..whole.len() / 2]);
+    refused(&replay(cut.path(), ""), "cut off: the pickle ends before its end", "cut");
 }
 
 #[test]
 fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
-    let small = Scratch::new("to-snapshot.csv", SMALL);
+    let small = File::new("to-snapshot.csv", SMALL);
     for allocator in ["pool", "async", "direct"] {
-        let file = Scratch::new(&format!("{allocator}.pickle"), "");
+        let file = File::new(&format!("{allocator}.pickle"), "");
         let flags =
-            format!("--device sim --json --allocator {allocator} --snapshot {}", file.0.display());
-        let (first, again) =
-            (json(&replay(&small.0, &flags)), json(&replay(&file.0, "--device sim --json")));
+            format!("--device sim --json --allocator {allocator} --snapshot {}", file.path());
+        let (first, again) = (
+            json(&replay(small.path(), &flags)),
+            json(&replay(file.path(), "--device sim --json")),
+        );
         for name in ["ops", "allocs", "streams", "live_at_end_bytes"] {
             assert_eq!(first[name], again[name], "{allocator}: {name}");
         }
@@ -641,8 +586,8 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
         let peak = |value: &Value| value["peak_live_bytes"].as_u64();
         assert_eq!(peak(&first).map(|bytes| bytes + late), peak(&again), "{allocator}");
         assert_eq!(again["snapshot"]["blocks_at_start"], 0, "{allocator}");
-        let script = snapshots().join("check.py");
-        match Command::new("python3").arg(script).arg(&file.0).output() {
+        let script = snapshot("check.py");
+        match Command::new("python3").arg(script).arg(file.path()).output() {
             Ok(said) => assert!(said.status.success(), "{allocator}: {}", text(&said.stderr)),
             Err(e) => {
                 println!(
@@ -652,7 +597,7 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
         }
     }
     refused(
-        &replay(&small.0, "--device sim --snapshot /nowhere/x.pickle"),
+        &replay(small.path(), "--device sim --snapshot /nowhere/x.pickle"),
         "/nowhere/x.pickle cannot be",
         "path",
     );
@@ -696,10 +641,10 @@ fn every_round_says_what_it_asked_of_the_driver() {
 
 #[test]
 fn made_traces_are_listed_and_replayed_like_a_file() {
-    let output = run(["replay", "made:"]);
+    let output = aquifer(["replay", "made:"]);
     assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
     assert!(text(&output.stdout).contains("growing-kv"));
-    let rows = json(&run(["replay", "made:", "--json"]));
+    let rows = json(&aquifer(["replay", "made:", "--json"]));
     for row in rows.as_array().expect("a list") {
         let name = format!("made:{},length=0.1", row["name"].as_str().expect("a name"));
         let output = replay(Path::new(&name), "--device sim --json --repeat 1");
@@ -729,8 +674,8 @@ fn the_log_of_rmm_is_replayed() {
         7,10:00:00.000004,allocate failure,(nil),99999999999,0x0\n\
         7,10:00:00.000005,free,0x7f0000000000,1048576,0x5581e2a0\n\
         7,10:00:00.000006,free,0x7f0000200000,4096,0x5581e2a0\n";
-    let file = Scratch::new("rmm-log", log);
-    let output = replay(&file.0, "--device sim --json");
+    let file = File::new("rmm-log", log);
+    let output = replay(file.path(), "--device sim --json");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let value = json(&output);
     let expected = [
@@ -747,14 +692,14 @@ fn the_log_of_rmm_is_replayed() {
 
 #[test]
 fn the_smallest_budget_holds_when_it_is_asked_for() {
-    let output = replay(&data("resnet_train.csv.xz"), "--device sim --repeat 1 --fit --json");
+    let output = replay(data("resnet_train.csv.xz"), "--device sim --repeat 1 --fit --json");
     assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
     let value = json(&output);
     let fit = value["fit_bytes"].as_u64().expect("a fit");
     let peak = value["peak_live_bytes"].as_u64().expect("a peak");
     assert!(fit >= peak && fit as f64 <= 1.05 * peak as f64, "{fit} for {peak}");
     let output = replay(
-        &data("resnet_train.csv.xz"),
+        data("resnet_train.csv.xz"),
         &format!("--device sim --repeat 1 --json --budget {fit}"),
     );
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
@@ -763,17 +708,17 @@ fn the_smallest_budget_holds_when_it_is_asked_for() {
 
 #[test]
 fn doctor_answers_with_or_without_a_gpu() {
-    let output = run(["doctor"]);
+    let output = aquifer(["doctor"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let page = text(&output.stdout);
     for section in ["driver", "nodes", "pages", "limits", "probe", "you get", "warning"] {
         assert!(page.lines().any(|line| line.starts_with(section)), "{section}: {page}");
     }
     assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
-    let output = run(["doctor", "--json"]);
+    let output = aquifer(["doctor", "--json"]);
     assert_eq!(output.status.code(), Some(0));
     let value = json(&output);
-    for field in ["driver", "devices", "host", "probes", "gets", "not_more", "warnings"] {
+    for field in ["driver", "devices", "host", "probes", "shared", "gets", "not_more", "warnings"] {
         assert!(!value[field].is_null(), "{field}: {value}");
     }
     let probes = value["probes"].as_array().expect("a list");
@@ -798,14 +743,14 @@ fn doctor_answers_with_or_without_a_gpu() {
             .all(|w| w["says"].is_string() && w["fix"].as_str().is_some_and(|fix| !fix.is_empty()))
     );
     // What is warned of may have changed since.
-    let strict = run(["doctor", "--strict", "--json"]);
+    let strict = aquifer(["doctor", "--strict", "--json"]);
     let warned = json(&strict)["warnings"].as_array().is_some_and(|warnings| !warnings.is_empty());
     assert_eq!(strict.status.code(), Some(i32::from(warned)));
 }
 
 #[test]
 fn every_trace_completes_on_a_gpu() {
-    let value = json(&run(["doctor", "--json"]));
+    let value = json(&aquifer(["doctor", "--json"]));
     if value["driver"]["present"] != true {
         assert!(
             env::var("AQUIFER_REQUIRE_GPU").as_deref() != Ok("1"),

@@ -59,7 +59,13 @@ impl Part {
         let mut command = Command::new(env::current_exe().unwrap());
         prepare(&mut command);
         let mut child = command
-            .args(["--exact", role, "--ignored", "--nocapture", "--test-threads=1"])
+            .args([
+                "--exact",
+                &format!("processes::{role}"),
+                "--ignored",
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env("AQUIFER_STATUS", &folder.0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -107,7 +113,7 @@ pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {
     pub(crate) fn new(name: &str) -> Self {
-        let path = env::temp_dir().join(format!("aquifer-watch-{name}-{}", process::id()));
+        let path = env::temp_dir().join(format!("aquifer-test-processes-{name}-{}", process::id()));
         let _absent = fs::remove_dir_all(&path);
         fs::create_dir(&path).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();

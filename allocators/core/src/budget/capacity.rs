@@ -1,0 +1,25 @@
+//! A capacity that other processes share.
+
+/// Where a root budget [claims](super::Budget::shared) the bytes that it grants.
+///
+/// Nothing here is called with a lock of the budget held.
+pub trait CapacitySource: Send + Sync {
+    /// Claims `bytes`, or nothing. Does not wait for other processes to release any.
+    ///
+    /// A claim comes before its charge. Of several threads that claim at once, some may then be
+    /// refused by a limit of the tree, and release what they have claimed.
+    ///
+    /// # Errors
+    /// The bytes that a claim could have taken.
+    fn claim(&self, bytes: u64) -> Result<(), u64>;
+
+    /// Releases claimed bytes. Must not block.
+    fn release(&self, bytes: u64);
+
+    /// Returns the bytes that a claim could take now.
+    fn room(&self) -> u64;
+
+    /// Returns how many bytes a reclaimer has to obtain before a claim of `bytes` is granted, or 0
+    /// if it would be granted now.
+    fn shortfall(&self, bytes: u64) -> u64;
+}

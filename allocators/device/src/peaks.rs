@@ -1,0 +1,306 @@
+//! The peak of a pool's live bytes: of all streams together, at no cost where a cache serves a
+//! request.
+//!
+//! The *parts* of a pool are its caches, and what is live outside of them. Each part has two
+//! numbers beside its live bytes:
+//!
+//! - its *highest*: the maximum of its live bytes since the last settlement. No other part changes
+//!   it;
+//! - its *limit*: how far its live bytes may rise without a settlement. Only a settlement changes
+//!   it.
+//!
+//! Allocations compare with the highest, and above it with the limit. A request that would take its
+//! cache above the limit leaves the fast path, and settles before the caller gets the block. A free
+//! compares nothing.
+//!
+//! A *settlement* locks all caches at once, so that it reads one instant, and
+//!
+//! 1. sums the live bytes of all parts, which the pool has at this instant;
+//! 2. raises the *known* peak to this sum;
+//! 3. sets each highest to the live bytes of its part;
+//! 4. sets the limits: the live bytes, and an equal share of what the sum lacks to the known peak.
+//!    A cache gets [`SLACK`] at least. A part without live bytes since the last settlement gets a
+//!    limit of 0.
+//!
+//! # What is reported, and its error
+//!
+//! The reported peak is the maximum of the known peak and of the sum of the highest, now and at
+//! each settlement since the last reset. With `n` streams that have live blocks,
+//!
+//! > true peak ≤ reported peak ≤ true peak + `n` × 1 MiB.
+//!
+//! A block counts as live from an instant within the call that allocates it: where it is counted in
+//! its cache, or, if that took the cache above its limit, at the first settlement after that.
+//!
+//! - *Not below.* Between two settlements, no part is above its highest, so the sum is not above
+//!   theirs. At a settlement the sum itself is taken.
+//! - *Not above.* The known peak is a sum of one instant. No highest is above its limit, and by
+//!   step 4 the sum of the limits is at most the known peak and `n` × [`SLACK`].
+//!
+//! Neither needs that the threads agree on an order: what a thread allocates or frees meanwhile, it
+//! does before or after the instant in which all caches are locked.
+//!
+//! If a single part is in use, it has no limit: its highest is the peak, without an error. So one
+//! stream settles once, at its first block. A cache begins with a limit of 0, and gets this limit
+//! again at a settlement before which it was not in use, so its next block settles. A cache whose
+//! stream is gone may keep its limit until then: no block takes it there. After a reset the known
+//! peak is the sum at that instant, and the same holds.
+//!
+//! # Which memory
+//!
+//! | pool | parts |
+//! |---|---|
+//! | caches serve blocks | each cache; stable, parkable, reserved and graph memory |
+//! | [bypass](crate::PoolConfig::bypass) | the driver's allocations and the same memory |
+//! | [debugging](crate::PoolConfig::debug) | what users have, and the same memory |
+//!
+//! In the last two, blocks outside of caches are all that counts, and the peak is exact.
+
+use crate::{
+    base::{live_bytes::LiveBytes, part_bounds::PartBounds, usage::JointPeak},
+    stream_cache::{CacheLock, CacheState, StreamCache},
+};
+use aquifer_stream::Spin;
+use std::{
+    mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+};
+
+/// How far a cache may always rise between two settlements, in bytes.
+const SLACK: u64 = 1 << 20;
+
+/// All caches of a pool, also idle ones.
+pub(crate) type CacheList = RwLock<Vec<&'static StreamCache>>;
+
+/// The peak of the live bytes of all parts of a pool together.
+///
+/// Locks in this order: an owner of [`LiveUsage`](crate::base::usage::LiveUsage), this, the list of
+/// caches, caches.
+pub(crate) struct PoolPeaks {
+    /// The caches of the pool.
+    caches: Arc<CacheList>,
+    /// Whether blocks in caches are the pool's live blocks.
+    counts_caches: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// A sum that the pool had at one instant since the last reset: the true peak is not below.
+    known: LiveBytes,
+    /// What was reported at the last settlement: the true peak until then is not above.
+    reported: LiveBytes,
+    /// What is live outside of the caches.
+    outside: LiveBytes,
+    outside_bounds: PartBounds,
+    /// Whether there was at most one part at the last settlement. The sum of the highest is exact
+    /// since then.
+    is_sole: bool,
+    /// The locks of the caches during a settlement; empty between two of them.
+    locks: Vec<&'static CacheLock>,
+    #[cfg(test)]
+    settlements: u64,
+}
+
+/// Sums over the parts of a pool.
+#[derive(Default)]
+struct Sums {
+    now: LiveBytes,
+    highest: LiveBytes,
+    /// The number of parts in use.
+    parts: u64,
+}
+
+impl PoolPeaks {
+    /// Creates the peaks of a pool without memory. Without `counts_caches`, all that is live is
+    /// counted by [`JointPeak::add`].
+    pub(crate) fn new(caches: Arc<CacheList>, counts_caches: bool) -> Arc<Self> {
+        Arc::new(Self { caches, counts_caches, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the sum of all parts into account. To be called with no lock of a cache, by each
+    /// thread that has taken a cache above its limit, before it hands the block out.
+    pub(crate) fn settle(&self) {
+        self.settle_locked(&mut self.state(), false);
+    }
+
+    /// Sets the peak to what is live now.
+    pub(crate) fn reset(&self) {
+        self.settle_locked(&mut self.state(), true);
+    }
+
+    fn settle_locked(&self, state: &mut State, is_reset: bool) {
+        let caches = self.caches.read().unwrap_or_else(PoisonError::into_inner);
+        // The list keeps its memory, so that a settlement allocates none.
+        let mut locks = mem::take(&mut state.locks);
+        locks.extend(caches.iter().map(|cache| cache.lock()));
+        let mut locked = Spin::lock_all(&locks);
+        let mut sums = Sums::default();
+        sums.add(state.outside, &state.outside_bounds);
+        if self.counts_caches {
+            locked.for_each(|cache| {
+                cache.flush_last();
+                sums.add(cache.live_bytes(), &cache.bounds);
+            });
+        }
+        let share = state.settle(&sums, is_reset);
+        state.outside_bounds.settle(state.outside, share, 0);
+        locked.for_each(|cache| {
+            let now = cache.live_bytes();
+            if self.counts_caches {
+                cache.bounds.settle(now, share, SLACK);
+            } else {
+                cache.bounds.lift();
+            }
+        });
+        drop(locked);
+        locks.clear();
+        state.locks = locks;
+    }
+
+    /// Returns the peak. Calls `visit` for each cache under its lock. The last freed block may not
+    /// be in the heap.
+    pub(crate) fn peak_with(&self, mut visit: impl FnMut(&mut CacheState)) -> LiveBytes {
+        let state = self.state();
+        let mut highest = state.outside_bounds.highest;
+        for cache in self.caches.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            cache.with_unflushed(|cache| {
+                if self.counts_caches {
+                    highest += cache.bounds.highest;
+                }
+                visit(cache);
+            });
+        }
+        state.reported.max(highest)
+    }
+
+    /// Returns the number of settlements so far.
+    #[cfg(test)]
+    pub(crate) fn settlements(&self) -> u64 {
+        self.state().settlements
+    }
+}
+
+impl JointPeak for PoolPeaks {
+    fn add(&self, bytes: LiveBytes) {
+        let mut state = self.state();
+        state.outside += bytes;
+        let now = state.outside;
+        if !state.outside_bounds.raise(now) {
+            self.settle_locked(&mut state, false);
+        }
+    }
+
+    fn remove(&self, bytes: LiveBytes) {
+        self.state().outside -= bytes;
+    }
+
+    fn peak(&self) -> LiveBytes {
+        self.peak_with(|_| ())
+    }
+}
+
+impl Sums {
+    fn add(&mut self, now: LiveBytes, bounds: &PartBounds) {
+        self.now += now;
+        self.highest += bounds.highest;
+        self.parts += u64::from(bounds.is_in_use(now));
+    }
+}
+
+impl State {
+    /// Takes the sums of all parts into account. Returns the share of each part in what they lack
+    /// to the known peak, or `None` if there is one part or none.
+    fn settle(&mut self, sums: &Sums, is_reset: bool) -> Option<LiveBytes> {
+        let &Sums { now, highest, parts } = sums;
+        if is_reset {
+            (self.known, self.reported) = (now, now);
+        } else {
+            let exact = if self.is_sole { highest.max(now) } else { now };
+            self.known = self.known.max(exact);
+            self.reported = self.reported.max(highest).max(now);
+        }
+        #[cfg(test)]
+        {
+            self.settlements += 1;
+        }
+        self.is_sole = parts <= 1;
+        (!self.is_sole).then(|| self.known.above(now).map(|bytes| bytes / parts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Block, DevicePool, PoolConfig, Request};
+    use aquifer_core::Result;
+    use aquifer_driver::{DeviceId, sim::Sim};
+    use aquifer_stream::Stream;
+
+    const MIB: u64 = 1 << 20;
+
+    fn pool(streams: usize) -> Result<(DevicePool, Vec<Stream>)> {
+        let driver = Sim::h200(1).symbolic().driver();
+        let pool = DevicePool::open(driver, DeviceId(0), PoolConfig::default())?;
+        let streams = (0..streams).map(|_| pool.stream()).collect::<Result<_>>()?;
+        Ok((pool, streams))
+    }
+
+    fn settlements(pool: &DevicePool) -> u64 {
+        pool.core().peaks.settlements()
+    }
+
+    #[test]
+    fn a_single_stream_settles_once() -> Result<()> {
+        let (pool, streams) = pool(1)?;
+        let mut live = Vec::new();
+        for n in 0..1000 {
+            live.push(pool.alloc(&streams[0], Request::bytes(1 + n * 1000))?);
+        }
+        assert_eq!((settlements(&pool), pool.stats().peak_requested), (1, 499_501_000));
+        Ok(())
+    }
+
+    #[test]
+    fn streams_that_grow_by_small_blocks_settle_once_a_mebibyte() -> Result<()> {
+        let (pool, streams) = pool(4)?;
+        let mut live: Vec<Block> = Vec::new();
+        for _ in 0..4096 {
+            for stream in &streams {
+                live.push(pool.alloc(stream, Request::bytes(4096))?);
+            }
+        }
+        // 16 MiB a stream.
+        let settled = settlements(&pool);
+        assert!(settled <= 4 * 16 + 8, "{settled} settlements");
+        Ok(())
+    }
+
+    #[test]
+    fn streams_below_the_peak_do_not_settle() -> Result<()> {
+        let (pool, streams) = pool(4)?;
+        let mut high = Vec::new();
+        for stream in &streams {
+            for _ in 0..64 {
+                high.push(pool.alloc(stream, Request::bytes(MIB))?);
+            }
+        }
+        drop(high);
+        let mut settled = Vec::new();
+        for _ in 0..20 {
+            let before = settlements(&pool);
+            for stream in &streams {
+                let blocks: Vec<_> = (0..40)
+                    .map(|_| pool.alloc(stream, Request::bytes(MIB)))
+                    .collect::<Result<_>>()?;
+                drop(blocks);
+            }
+            settled.push(settlements(&pool) - before);
+        }
+        assert_eq!(settled[4..].iter().sum::<u64>(), 0, "{settled:?}");
+        Ok(())
+    }
+}

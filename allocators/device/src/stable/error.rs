@@ -1,0 +1,116 @@
+//! Why a block was not sent or received.
+
+use aquifer_core::MemoryError;
+use std::{error, fmt, io};
+
+/// Why a block could not be shared, sent or received. Nothing stays mapped or open.
+///
+/// ```
+/// use aquifer_device::{DevicePool, PoolConfig, ShareError};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use std::{io::Write, os::unix::net::UnixStream};
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+/// let (mut here, there) = UnixStream::pair()?;
+/// here.write_all(&[0; 200])?;
+/// // SAFETY: 1. and 2. Nothing is received.
+/// let refused = unsafe { pool.receive(&pool.stream()?, &there) };
+/// assert!(matches!(refused, Err(ShareError::NotAShare)));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ShareError {
+    /// The pool or the driver refused.
+    Memory(MemoryError),
+    /// The socket failed, or its timeout has passed.
+    Io(io::Error),
+    /// The other end closed the socket within a message.
+    Truncated {
+        /// Bytes of the message.
+        expected: usize,
+        /// Bytes that arrived.
+        received: usize,
+    },
+    /// The message is no shared block, or of another version.
+    NotAShare,
+    /// A number or text in the message that no block has.
+    BadField {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+    },
+    /// A message with another number of descriptors than it says.
+    Descriptors {
+        /// The number in the message.
+        expected: usize,
+        /// The number that arrived.
+        actual: usize,
+    },
+    /// This process may open no more descriptors.
+    DescriptorLimit,
+    /// The memory is on another device than the pool.
+    OtherDevice {
+        /// The bus address of the memory's device.
+        expected: String,
+        /// That of the pool's device.
+        actual: String,
+    },
+    /// The process at the other end belongs to another user.
+    OtherUser {
+        /// This process's effective user id.
+        expected: u32,
+        /// That of the other end.
+        actual: u32,
+    },
+}
+
+impl fmt::Display for ShareError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Memory(error) => error.fmt(f),
+            Self::Io(error) => write!(f, "the socket failed: {error}"),
+            Self::Truncated { expected, received } => {
+                write!(f, "the other end closed after {received} of {expected} bytes")
+            }
+            Self::NotAShare => f.write_str("the message is no shared block of this version"),
+            Self::BadField { field, value } => {
+                write!(f, "the message is invalid: {field} is {value}")
+            }
+            Self::Descriptors { expected, actual } => {
+                write!(f, "the message came with {actual} descriptors instead of {expected}")
+            }
+            Self::DescriptorLimit => {
+                f.write_str("this process may open no more descriptors; raise RLIMIT_NOFILE")
+            }
+            Self::OtherDevice { expected, actual } => {
+                write!(f, "the memory is on device {expected}, the pool on device {actual}")
+            }
+            Self::OtherUser { expected, actual } => {
+                write!(f, "the other end belongs to user {actual} instead of {expected}")
+            }
+        }
+    }
+}
+
+impl error::Error for ShareError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Memory(error) => Some(error),
+            Self::Io(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<MemoryError> for ShareError {
+    fn from(error: MemoryError) -> Self {
+        Self::Memory(error)
+    }
+}
+
+impl From<io::Error> for ShareError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}

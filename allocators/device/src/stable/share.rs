@@ -1,0 +1,392 @@
+//! Blocks for other processes: sent over a Unix socket, and mapped there.
+//!
+//! A message is a header, then the block's physical handles in batches: their sizes, with one
+//! descriptor each (`SCM_RIGHTS`). The receiver acknowledges each batch but the last, so at most
+//! [`BATCH`] descriptors of a block are open at once, on either side and between them.
+//!
+//! Neither side trusts the other with more than the bytes of the block: lengths and counts are
+//! checked before they are used, a descriptor of anything else is refused by the driver, and what
+//! has been opened is closed on failure.
+#![expect(unsafe_code, reason = "imports memory that others work with")]
+
+use super::{
+    StableBlock,
+    error::ShareError,
+    wire::{self, HEADER, NAME, ShareHeader},
+};
+use crate::{
+    Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, block::BlockOwner,
+    physical::handle::Handle, request::ValidateRequest,
+};
+use aquifer_core::{MemoryError, Result, event::BlockKind};
+use aquifer_driver::{DeviceRange, Driver, ExportTypes, site};
+use aquifer_heap::Range as HeapRange;
+use aquifer_stream::Stream;
+use bytemuck::Pod;
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use std::{
+    fmt, io,
+    ops::Range,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
+
+/// The number of handles that are sent at once. Far below the usual limits of open descriptors.
+const BATCH: usize = 64;
+
+/// A block that can be sent to other processes, any number of times.
+///
+/// It represents the physical memory behind the block, which stays in place while the block lives:
+/// neither compaction nor reclaim moves memory under a live block. So keep the block until every
+/// receiver has closed its mapping. This value keeps the memory charged, but after the block's
+/// free another block may use it.
+///
+/// A receiver maps whole physical handles (2 MiB or more), so it can also access the blocks that
+/// lie beside this one. For memory that nothing else shares, send a [`StableBlock`].
+///
+/// ```
+/// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig, check_peer};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use std::os::unix::net::UnixStream;
+///
+/// let sim = Sim::h200(1);
+/// let mut config = PoolConfig::default();
+/// config.shareable = true;                        // set before memory is created
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), config)?;
+/// let other = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+/// let stream = pool.stream()?;
+/// let mut ours: DeviceBuffer<u32> = pool.buffer(&stream, 1000)?;
+/// stream.fill(&mut ours, 7)?;
+///
+/// let (here, there) = UnixStream::pair()?;        // `there` belongs to another process
+/// check_peer(&here)?;
+/// pool.share(ours.block(), "weights")?.send(&here)?;
+///
+/// // SAFETY: 1. All work is on one stream.
+/// let theirs = unsafe { other.receive(&stream, &there)? };
+/// assert_eq!((theirs.name(), theirs.bytes()), ("weights", 4000));
+/// let mut back = vec![0_u32; 1000];
+/// stream.try_scope(|c| c.download(&theirs.slice(0..1000)?, &mut back))?;
+/// assert_eq!(back, [7; 1000]);
+/// theirs.close()?;                                // then tell the sender, which frees its block
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct SharedBlock {
+    driver: Arc<dyn Driver>,
+    header: ShareHeader,
+    handles: Vec<Arc<Handle>>,
+}
+
+/// A block of another process, mapped here by [`DevicePool::receive`]. The memory is readable and
+/// writable, and charged to the process that has created it.
+///
+/// When it is dropped, it is unmapped at the pool's next slow path or trim after the work of its
+/// stream. [`ReceivedBlock::close`] unmaps it at once. Either way the device keeps the memory until
+/// then, even if the sending process has ended.
+pub struct ReceivedBlock {
+    block: StableBlock,
+    name: String,
+    /// Where the sender's block begins within the mapping.
+    offset: u64,
+    bytes: u64,
+}
+
+/// Refuses a socket whose other end is a process of another user (`SO_PEERCRED`). The credentials
+/// are those of the time when the other end connected or listened.
+///
+/// See [`SharedBlock`] for an example.
+///
+/// # Errors
+/// [`ShareError::OtherUser`]; [`ShareError::Io`].
+pub fn check_peer(socket: &UnixStream) -> Result<(), ShareError> {
+    let peer = getsockopt(socket, PeerCredentials).map_err(io::Error::from)?;
+    // SAFETY: 1. It reads a number of the process and cannot fail.
+    let expected = unsafe { nix::libc::geteuid() };
+    if peer.uid() == expected {
+        Ok(())
+    } else {
+        Err(ShareError::OtherUser { expected, actual: peer.uid() })
+    }
+}
+
+impl SharedBlock {
+    /// Returns the bytes of the block.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.header.bytes
+    }
+
+    /// Returns the number of physical handles behind it, which is the number of descriptors that
+    /// are sent.
+    #[must_use]
+    pub fn handles(&self) -> usize {
+        self.handles.len()
+    }
+
+    /// Sends the block to the process at the other end, which calls [`DevicePool::receive`]. Blocks
+    /// while the socket does, as its timeouts allow. A block of more than 64 handles waits for the
+    /// receiver.
+    ///
+    /// The driver opens a descriptor for each handle (`cuMemExportToShareableHandle`). They are
+    /// closed when this returns.
+    ///
+    /// # Errors
+    /// [`ShareError::Io`], [`ShareError::Truncated`]; the driver's. The receiver then fails too.
+    pub fn send(&self, socket: &UnixStream) -> Result<(), ShareError> {
+        wire::send(socket, &self.header.encode(), &[])?;
+        for (number, batch) in self.handles.chunks(BATCH).enumerate() {
+            if number > 0 {
+                wire::receive(socket, &mut [0], 0)?;
+            }
+            let export = |handle: &Arc<Handle>| {
+                let exported = self.driver.handle_export(handle.raw());
+                exported.map_err(|e| MemoryError::driver(handle.raw().device(), e))
+            };
+            let files = batch.iter().map(export).collect::<Result<Vec<OwnedFd>>>()?;
+            let sizes: Vec<u8> =
+                batch.iter().flat_map(|handle| handle.bytes().to_le_bytes()).collect();
+            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+            wire::send(socket, &sizes, &files)?;
+        }
+        Ok(())
+    }
+}
+
+impl DevicePool {
+    /// Prepares a live block of this pool to be sent to other processes, under a name for them of
+    /// at most 64 bytes. Makes no driver call.
+    ///
+    /// # Errors
+    /// - [`MemoryError::Unsupported`] for memory that was not created for it (see
+    ///   [`PoolConfig::shareable`](crate::PoolConfig::shareable)), that is not mapped from physical
+    ///   handles, that was received, or that can be parked.
+    /// - [`MemoryError::ForeignBlock`] for a block of another pool.
+    /// - [`ShareError::BadField`] for a name that is too long.
+    pub fn share(&self, block: &Block, name: &str) -> Result<SharedBlock, ShareError> {
+        if name.len() > NAME {
+            let value = name.len() as u64;
+            return Err(ShareError::BadField { field: "the length of the name", value });
+        }
+        let (address, bytes) = (block.address(), block.bytes());
+        if !block.owner.streams()?.is(self.streams()) {
+            return Err(MemoryError::ForeignBlock { address }.into());
+        }
+        let found = match &block.owner {
+            BlockOwner::Cache(_) => {
+                self.core().physical.handles(HeapRange { start: address, len: bytes })
+            }
+            BlockOwner::Driver(driver_block) => driver_block.releaser().handles(address, bytes),
+        };
+        let feature = "virtual memory management (cuMemMap) behind the block";
+        let (handles, offset) = found.ok_or(MemoryError::Unsupported { feature })?;
+        let mut missing = handles.iter().map(|h| h.export().missing(ExportTypes::POSIX_FD));
+        if let Some(feature) = missing.find_map(|missing| missing) {
+            return Err(MemoryError::Unsupported { feature }.into());
+        }
+        let info = self.info();
+        let header = ShareHeader {
+            handles: handles.len() as u32,
+            granularity: info.granularity,
+            offset,
+            bytes,
+            device: info.pci_address.clone().unwrap_or_default(),
+            name: name.to_owned(),
+        };
+        Ok(SharedBlock { driver: self.driver().clone(), header, handles })
+    }
+
+    /// Receives a block that [`SharedBlock::send`] sends, and maps it in one piece for work on
+    /// `stream` from now on (`cuMemImportFromShareableHandle`, `cuMemMap`). Blocks while the socket
+    /// does, as its timeouts allow. See [`SharedBlock`] for an example.
+    ///
+    /// # Safety
+    /// 1. Work on the memory through this block is ordered with all other work on it. Uses recorded
+    ///    with other blocks over the same memory are not visible to this one, nor to other
+    ///    processes.
+    /// 2. The sender's block lives until this one is closed, or no work uses this one any more.
+    ///
+    /// # Errors
+    /// - [`MemoryError::Unsupported`] without virtual memory mapping; [`MemoryError::WrongDevice`]
+    ///   for another device's stream; the driver's, also for a descriptor of something else.
+    /// - The other [`ShareError`]s for a socket that fails, and for any message that is not what
+    ///   `send` writes.
+    #[track_caller]
+    pub unsafe fn receive(
+        &self,
+        stream: &Stream,
+        socket: &UnixStream,
+    ) -> Result<ReceivedBlock, ShareError> {
+        let _site = site::enter();
+        self.check_stream(stream)?;
+        let dedicated = &self.core().dedicated;
+        if dedicated.step() == 0 {
+            return Err(MemoryError::Unsupported { feature: "virtual memory management" }.into());
+        }
+        let mut message = [0; HEADER];
+        wire::receive(socket, &mut message, 0)?;
+        let header = ShareHeader::decode(&message)?;
+        self.check_header(&header)?;
+        let mut parts = Vec::new();
+        let (mut total, mut left) = (0, header.handles as usize);
+        while left > 0 {
+            let count = left.min(BATCH);
+            let mut sizes = [0; 8 * BATCH];
+            let sizes = &mut sizes[..8 * count];
+            let files = wire::receive(socket, sizes, count)?;
+            for (file, size) in files.iter().zip(sizes.chunks_exact(8)) {
+                let bytes = size.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+                if bytes == 0 || !bytes.is_multiple_of(header.granularity) {
+                    return Err(ShareError::BadField {
+                        field: "the size of a handle",
+                        value: bytes,
+                    });
+                }
+                total = self.check_total(total, bytes)?;
+                // SAFETY: 1. promised by the caller.
+                let raw = unsafe { dedicated.driver.handle_import(self.device(), file.as_fd()) };
+                let raw = raw.map_err(|e| dedicated.driver_error(e))?;
+                parts.push((bytes, Handle::imported(&dedicated.driver, raw)));
+            }
+            left -= count;
+            if left > 0 {
+                wire::send(socket, &[0], &[])?;
+            }
+        }
+        let end = header.offset.checked_add(header.bytes);
+        if end.is_none_or(|end| end > total) {
+            return Err(ShareError::BadField {
+                field: "the size of the block",
+                value: header.bytes,
+            });
+        }
+        dedicated.reap_nonblocking();
+        let request = Request::bytes(total).checked()?;
+        let span = dedicated
+            .map_imported(BlockKind::Stable, parts, total)
+            .map_err(|e| dedicated.driver_error(e))?;
+        let block = self.stable(stream, span, request, true);
+        let ShareHeader { name, offset, bytes, .. } = header;
+        Ok(ReceivedBlock { block, name, offset, bytes })
+    }
+
+    /// Checks what can be checked before any memory has arrived.
+    fn check_header(&self, header: &ShareHeader) -> Result<(), ShareError> {
+        let (info, bad) = (self.info(), |field, value| Err(ShareError::BadField { field, value }));
+        let here = info.pci_address.as_deref().unwrap_or_default();
+        if !here.is_empty() && !header.device.is_empty() && here != header.device {
+            let (expected, actual) = (header.device.clone(), here.to_owned());
+            return Err(ShareError::OtherDevice { expected, actual });
+        }
+        let most = info.memory.div_ceil(info.granularity.max(1));
+        match header {
+            _ if header.granularity == 0 || header.granularity != info.granularity => {
+                bad("the granularity", header.granularity)
+            }
+            _ if header.handles == 0 || u64::from(header.handles) > most => {
+                bad("the number of handles", header.handles.into())
+            }
+            _ if header.bytes == 0 || header.bytes > info.memory => {
+                bad("the size of the block", header.bytes)
+            }
+            _ if header.offset > info.memory => bad("the offset of the block", header.offset),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the bytes of a handle. No block has more than its device.
+    fn check_total(&self, total: u64, bytes: u64) -> Result<u64, ShareError> {
+        let most = self.info().memory.next_multiple_of(self.info().granularity.max(1));
+        let sum = total.checked_add(bytes).filter(|sum| *sum <= most);
+        sum.ok_or(ShareError::BadField { field: "the size of a handle", value: bytes })
+    }
+}
+
+impl ReceivedBlock {
+    /// Returns the sender's name of it.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the address where the sender's block begins in this process.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.block.address() + self.offset
+    }
+
+    /// Returns the bytes of the sender's block.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the range of the sender's block, for kernels and other libraries.
+    #[must_use]
+    pub fn range(&self) -> DeviceRange {
+        DeviceRange { device: self.block.device(), address: self.address(), bytes: self.bytes }
+    }
+
+    /// Returns the whole mapping as a stable block, to prepare and record uses.
+    #[must_use]
+    pub fn mapping(&self) -> &StableBlock {
+        &self.block
+    }
+
+    /// Returns a view of the elements in `range`, counted from the start of the sender's block, for
+    /// reading.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn slice<T: Pod>(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
+        let (offset, len) = super::bounds::<T>(&range, self.bytes)?;
+        Ok(DeviceSlice::of(self.block.block(), self.offset + offset, len))
+    }
+
+    /// Returns a view of the elements in `range`, counted from the start of the sender's block, for
+    /// writing.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn slice_mut<T: Pod>(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
+        let (offset, len) = super::bounds::<T>(&range, self.bytes)?;
+        let offset = self.offset + offset;
+        Ok(DeviceSliceMut::of(self.block.block_mut(), offset, len))
+    }
+
+    /// Unmaps the memory now: waits for all work queued on the device (`cuCtxSynchronize`), then
+    /// unmaps. While a capture is announced, no thread may wait for the device. It is then unmapped
+    /// at a later slow path or trim.
+    ///
+    /// Returns whether it is unmapped.
+    ///
+    /// # Errors
+    /// The driver's. It is then unmapped at a later slow path or trim.
+    pub fn close(self) -> Result<bool> {
+        let (dedicated, span) = (self.block.dedicated.clone(), self.block.span.clone());
+        drop(self);
+        dedicated.release_now(&span)
+    }
+}
+
+impl fmt::Debug for SharedBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedBlock")
+            .field("name", &self.header.name)
+            .field("bytes", &self.header.bytes)
+            .field("handles", &self.handles.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ReceivedBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReceivedBlock")
+            .field("name", &self.name)
+            .field("bytes", &self.bytes)
+            .field("mapping", &self.block)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,585 @@
+//! Tests of blocks that are sent to other processes: the receiver sees the same bytes, the memory
+//! stays in place while the block lives, and no message can harm the receiver.
+#![expect(unsafe_code, reason = "receives memory that others work with")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use crate::support::{MIB, Rig, read};
+use aquifer_core::{Budget, MemoryError, Tag};
+use aquifer_device::{
+    Block, DeviceBuffer, DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, check_peer,
+};
+use aquifer_driver::{
+    Call, DeviceId, ExportTypes,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::Stream;
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use std::{
+    fs::File,
+    io::{self, IoSlice, Read, Write},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::net::UnixStream,
+    },
+    thread,
+    time::Duration,
+};
+
+const UNIT: u64 = 2 * MIB;
+
+fn sharing(limit_mib: u64, set: impl FnOnce(&mut PoolConfig)) -> Rig {
+    Rig::on(Sim::h200(1), limit_mib, |config| {
+        config.shareable = true;
+        set(config);
+    })
+}
+
+/// The pool of the other process.
+fn other_pool(rig: &Rig) -> DevicePool {
+    DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap()
+}
+
+fn receive(
+    pool: &DevicePool,
+    s: &Stream,
+    socket: &UnixStream,
+) -> Result<ReceivedBlock, ShareError> {
+    // SAFETY: 1. All work is on one stream. 2. The tests close it before its block is freed.
+    unsafe { pool.receive(s, socket) }
+}
+
+/// Sends a block and receives it in another pool.
+fn pass(rig: &Rig, to: &DevicePool, s: &Stream, block: &Block, name: &str) -> ReceivedBlock {
+    let (here, there) = UnixStream::pair().unwrap();
+    let shared = rig.pool.share(block, name).unwrap();
+    // More than one batch waits for the receiver.
+    thread::scope(|threads| {
+        threads.spawn(move || shared.send(&here).unwrap());
+        receive(to, s, &there).unwrap()
+    })
+}
+
+fn read_back(s: &Stream, block: &ReceivedBlock) -> Vec<u8> {
+    let mut back = vec![0; block.bytes() as usize];
+    let all = 0..back.len();
+    s.scope(|c| c.download(&block.slice::<u8>(all).unwrap(), &mut back)).unwrap().unwrap();
+    back
+}
+
+fn filled(rig: &Rig, s: &Stream, bytes: u64, value: u8) -> DeviceBuffer<u8> {
+    let mut buffer = rig.bytes(s, bytes);
+    s.fill(&mut buffer, value).unwrap();
+    buffer
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn a_block_of_a_cache_is_received_at_its_offset_and_both_sides_write() {
+    let rig = sharing(64, |_| ());
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let blocks: Vec<_> = (1..=3).map(|n| filled(&rig, &s, 3 * MIB / 2, n)).collect();
+    for (block, value) in blocks.iter().zip(1..) {
+        let mut theirs = pass(&rig, &other, &s, block.block(), &format!("block {value}"));
+        assert_eq!(theirs.name(), format!("block {value}"));
+        assert_eq!(theirs.range().bytes, 3 * MIB / 2);
+        assert_eq!(read_back(&s, &theirs), vec![value; block.len()]);
+        let len = block.len();
+        s.fill(&mut theirs.slice_mut::<u8>(len - 1..len).unwrap(), 0x80).unwrap();
+        assert_eq!(read(&s, block)[len - 2..], [value, 0x80]);
+        assert_eq!(theirs.close(), Ok(true));
+    }
+    assert_eq!(
+        (other.stats().physical, other.stats().live),
+        (0, 0),
+        "charged where it was created"
+    );
+    drop(blocks);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.sim.outstanding().handles, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_block_of_hundreds_of_handles_arrives_with_few_descriptors_open() {
+    let rig = sharing(512, |config| config.handle_bytes = UNIT);
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let block = filled(&rig, &s, 150 * UNIT + 512, 7);
+    assert_eq!(rig.pool.share(block.block(), "").unwrap().handles(), 151);
+    let before = open_descriptors();
+    for _ in 0..3 {
+        let theirs = pass(&rig, &other, &s, block.block(), "");
+        assert!(read_back(&s, &theirs).iter().all(|&byte| byte == 7));
+        theirs.close().unwrap();
+    }
+    // Other tests of this process open some too, but not hundreds.
+    assert!(open_descriptors() < before + 150);
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_under_a_shared_block_stays_while_all_around_it_is_compacted() {
+    let rig = sharing(64, |config| {
+        config.handle_bytes = UNIT;
+        config.compact = true;
+    });
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let mut blocks: Vec<_> = (0..32).map(|n| Some(filled(&rig, &s, UNIT, n))).collect();
+    let kept = blocks[9].take().unwrap();
+    let theirs = pass(&rig, &other, &s, kept.block(), "kept");
+    // Half of the memory is freed in parts, and one block takes all of it.
+    blocks.iter_mut().step_by(2).for_each(|block| drop(block.take()));
+    s.synchronize().unwrap();
+    let moved = rig.pool.stats().moves;
+    let large = filled(&rig, &s, 15 * UNIT, 0xff);
+    assert!(rig.pool.stats().moves > moved, "handles have moved");
+    rig.pool.trim(0).unwrap();
+    assert_eq!(read_back(&s, &theirs), vec![9; UNIT as usize]);
+    assert_eq!(read(&s, &kept), vec![9; UNIT as usize]);
+    theirs.close().unwrap();
+    drop((large, blocks, kept));
+    rig.assert_silent();
+}
+
+#[test]
+fn the_device_keeps_memory_that_a_receiver_maps_when_the_sender_is_gone() {
+    let rig = sharing(64, |_| ());
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let u = other.stream().unwrap();
+    let block = filled(&rig, &s, 4 * MIB, 5);
+    let theirs = pass(&rig, &other, &u, block.block(), "");
+    s.synchronize().unwrap();
+    drop((block, s));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0, "the sender has freed and released it");
+    assert_eq!(read_back(&u, &theirs), vec![5; 4 * MIB as usize]);
+    // Without `close`, a trim unmaps it.
+    drop(theirs);
+    u.synchronize().unwrap();
+    other.trim(0).unwrap();
+    assert_eq!(rig.sim.outstanding().handles, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_close_waits_for_the_work_of_other_streams_that_was_not_recorded() {
+    let rig = Rig::on(Sim::h200(1).seeded(3), 64, |config| config.shareable = true);
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let block = filled(&rig, &s, 4 * MIB, 5);
+    let theirs = pass(&rig, &other, &s, block.block(), "");
+    let u = rig.stream();
+    u.wait_for(&s).unwrap();
+    // A kernel of another library, which no one records.
+    rig.sim.access(u.raw(), theirs.range(), aquifer_driver::Access::Read, None).unwrap();
+    assert_eq!(theirs.close(), Ok(true));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_close_while_a_capture_is_announced_leaves_the_device_alone() {
+    let rig = sharing(64, |_| ());
+    let (s, u, other) = (rig.stream(), rig.stream(), other_pool(&rig));
+    let block = filled(&rig, &s, 4 * MIB, 5);
+    let theirs = pass(&rig, &other, &s, block.block(), "");
+    let announced = other.graph_pool().unwrap().announce(&u).unwrap();
+    let waits = rig.sim.driver().calls().get(Call::DeviceSynchronize);
+    assert_eq!(theirs.close(), Ok(false));
+    assert_eq!(rig.sim.driver().calls().get(Call::DeviceSynchronize), waits);
+    drop(announced);
+    other.trim(0).unwrap();
+    drop(block);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.sim.outstanding().handles, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn stable_blocks_and_blocks_of_graph_pools_are_shared_too() {
+    let rig = sharing(64, |_| ());
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let raw = s.raw();
+    let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
+    let first = filled(&rig, &s, MIB, 1);
+    let second = filled(&rig, &s, 5 * MIB, 2);
+    drop(announced);
+    assert_eq!(graphs.stats().blocks, 2);
+    for (block, value) in [(first.block(), 1), (second.block(), 2)] {
+        let theirs = pass(&rig, &other, &s, block, "");
+        assert_eq!(read_back(&s, &theirs), vec![value; block.bytes() as usize]);
+        theirs.close().unwrap();
+    }
+    let theirs = pass(&rig, &other, &s, stable.block(), "");
+    assert_eq!((theirs.bytes(), theirs.address() % UNIT), (3 * MIB, 0));
+    let again = rig.pool.share(theirs.mapping().block(), "");
+    let foreign =
+        |refused| matches!(refused, Err(ShareError::Memory(MemoryError::ForeignBlock { .. })));
+    assert!(foreign(again), "a block of another pool");
+    let again = other.share(theirs.mapping().block(), "").unwrap_err();
+    let unsupported = matches!(again, ShareError::Memory(MemoryError::Unsupported { .. }));
+    assert!(unsupported, "received memory: {again}");
+    theirs.close().unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_was_not_created_for_it_is_refused_before_anything_is_sent() {
+    let mut plain = SimConfig::h200(1);
+    plain.devices = vec![DeviceConfig::without_virtual_memory()];
+    let mut without_files = SimConfig::h200(1);
+    without_files.devices[0].info.export_types = ExportTypes::NONE;
+    let shareable = |config: &mut PoolConfig| config.shareable = true;
+    let rigs = [
+        Rig::new(64),
+        Rig::on(Sim::new(plain), 64, shareable),
+        Rig::on(Sim::new(without_files), 64, shareable),
+    ];
+    for rig in rigs {
+        let s = rig.stream();
+        let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        let refused = rig.pool.share(&block, "").unwrap_err();
+        assert!(
+            matches!(refused, ShareError::Memory(MemoryError::Unsupported { .. })),
+            "{refused}"
+        );
+    }
+    let rig = sharing(64, |_| ());
+    let block = rig.pool.alloc(&rig.stream(), Request::bytes(MIB)).unwrap();
+    assert!(matches!(
+        rig.pool.share(&block, &"x".repeat(65)),
+        Err(ShareError::BadField { value: 65, .. })
+    ));
+}
+
+#[test]
+fn where_the_system_forbids_exportable_memory_blocks_are_served_without() {
+    let rig = sharing(64, |_| ());
+    let s = rig.stream();
+    // CUDA_ERROR_NOT_PERMITTED.
+    rig.sim.fail(Call::HandleCreate, 1, 800);
+    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let refused = rig.pool.share(&block, "").unwrap_err();
+    assert!(matches!(refused, ShareError::Memory(MemoryError::Unsupported { .. })), "{refused}");
+    // A lack of memory is no such refusal.
+    rig.sim.fail_every(Call::HandleCreate, 1, 2);
+    assert!(rig.pool.alloc_stable(&s, Request::bytes(40 * MIB)).is_err());
+    rig.sim.clear_failures();
+    let large = rig.pool.alloc_stable(&s, Request::bytes(40 * MIB)).unwrap();
+    assert!(rig.pool.share(large.block(), "").is_ok());
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_can_be_parked_is_not_shared_since_it_does_not_stay() {
+    let rig = sharing(64, |_| ());
+    let (s, tag) = (rig.stream(), Tag::named("sharer"));
+    let parkable = rig.pool.parkable(tag).unwrap();
+    let graphs = rig.pool.parkable_graph_pool(tag).unwrap();
+    let raw = s.raw();
+    let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
+    let of_graph = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    drop(announced);
+    for block in [of_graph, parkable.alloc(&s, Request::bytes(MIB)).unwrap()] {
+        let refused = rig.pool.share(&block, "").unwrap_err();
+        assert!(
+            matches!(refused, ShareError::Memory(MemoryError::Unsupported { .. })),
+            "{refused}"
+        );
+    }
+}
+
+/// The bytes of a message, without its descriptors.
+fn message(rig: &Rig, block: &Block) -> Vec<u8> {
+    let (here, mut there) = UnixStream::pair().unwrap();
+    rig.pool.share(block, "a name").unwrap().send(&here).unwrap();
+    drop(here);
+    let mut bytes = Vec::new();
+    there.read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+const HEADER: usize = 152;
+
+fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
+    let rights = [ControlMessage::ScmRights(descriptors)];
+    let control = if descriptors.is_empty() { &[] } else { &rights[..] };
+    let parts = [IoSlice::new(bytes)];
+    let sent = sendmsg::<()>(socket.as_raw_fd(), &parts, control, MsgFlags::empty(), None).unwrap();
+    assert_eq!(sent, bytes.len());
+}
+
+/// A name, what is sent, with which descriptors at the header and at the sizes, and what is said of
+/// it.
+type Case = (&'static str, Vec<u8>, Vec<RawFd>, Vec<RawFd>, &'static str);
+
+#[test]
+fn no_message_of_another_form_is_mapped_and_nothing_of_it_stays() {
+    let rig = sharing(64, |_| ());
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let block = filled(&rig, &s, MIB, 1);
+    let valid = message(&rig, block.block());
+    assert_eq!(valid.len(), HEADER + 8, "one handle");
+    let exportable =
+        rig.sim.driver().handle_create_exportable(DeviceId(0), UNIT, ExportTypes::POSIX_FD);
+    let file = rig.sim.driver().handle_export(exportable.unwrap()).unwrap();
+    let zeros = File::open("/dev/zero").unwrap();
+    let (memory, foreign) = (file.as_raw_fd(), zeros.as_raw_fd());
+    let changed = |at: usize, bytes: &[u8]| {
+        let mut message = valid.clone();
+        message[at..at + bytes.len()].copy_from_slice(bytes);
+        message
+    };
+    let number = |value: u64| value.to_le_bytes();
+    let sized = |bytes: u64| changed(HEADER, &number(bytes));
+    let cases: Vec<Case> = vec![
+        ("nothing", vec![], vec![], vec![], "closed after 0"),
+        ("half a header", valid[..60].to_vec(), vec![], vec![], "closed after 60 of 152"),
+        ("a header alone", valid[..HEADER].to_vec(), vec![], vec![], "closed after 0 of 8"),
+        ("half a size", valid[..HEADER + 3].to_vec(), vec![], vec![memory], "closed after 3 of 8"),
+        ("another magic", changed(0, b"x"), vec![], vec![memory], "no shared block"),
+        ("another version", changed(7, &[9]), vec![], vec![memory], "no shared block"),
+        ("access", changed(12, &[1]), vec![], vec![memory], "access is 1"),
+        ("no handles", changed(8, &[0; 4]), vec![], vec![memory], "number of handles is 0"),
+        ("many handles", changed(8, &[0xff; 4]), vec![], vec![memory], "number of handles"),
+        ("granularity 0", changed(16, &number(0)), vec![], vec![memory], "granularity is 0"),
+        ("granularity 1", changed(16, &number(1)), vec![], vec![memory], "granularity is 1"),
+        ("an offset", changed(24, &number(u64::MAX)), vec![], vec![memory], "offset"),
+        ("an end", changed(24, &number(UNIT)), vec![], vec![memory], "size of the block"),
+        ("no bytes", changed(32, &number(0)), vec![], vec![memory], "size of the block is 0"),
+        ("all bytes", changed(32, &number(u64::MAX)), vec![], vec![memory], "size of the block"),
+        ("more bytes", changed(32, &number(9 * MIB)), vec![], vec![memory], "size of the block"),
+        ("another device", changed(48, b"ffff"), vec![], vec![memory], "on device ffff"),
+        ("no text", changed(88, &[0xff]), vec![], vec![memory], "the name"),
+        ("a long text", changed(80, &number(1 << 60)), vec![], vec![memory], "the name"),
+        ("a handle of nothing", sized(0), vec![], vec![memory], "size of a handle is 0"),
+        ("half a handle", sized(MIB), vec![], vec![memory], "size of a handle"),
+        ("a handle of all", sized(u64::MAX - UNIT + 1), vec![], vec![memory], "size of a handle"),
+        ("a larger handle", sized(2 * UNIT), vec![], vec![memory], "cuMemMap"),
+        ("no descriptor", valid.clone(), vec![], vec![], "0 descriptors instead of 1"),
+        ("two", valid.clone(), vec![], vec![memory; 2], "2 descriptors instead of 1"),
+        ("a hundred", valid.clone(), vec![], vec![memory; 100], "100 descriptors instead of 1"),
+        ("the most", valid.clone(), vec![], vec![memory; 253], "253 descriptors instead of 1"),
+        ("at the header", valid.clone(), vec![memory], vec![memory], "1 descriptors instead of 0"),
+        ("another file", valid.clone(), vec![], vec![foreign], "cuMemImportFromShareableHandle"),
+    ];
+    let before = rig.sim.outstanding();
+    for (what, bytes, at_header, at_sizes, text) in cases {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (header, sizes) = bytes.split_at(bytes.len().min(HEADER));
+        if !header.is_empty() {
+            send_with(&here, header, &at_header);
+        }
+        if !sizes.is_empty() {
+            send_with(&here, sizes, &at_sizes);
+        }
+        drop(here);
+        let refused = receive(&other, &s, &there).unwrap_err();
+        assert!(refused.to_string().contains(text), "{what}: {refused}");
+        // The descriptors that were refused are closed: of these none is open but the first.
+        let opened = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let same = |entry: &std::fs::DirEntry| {
+            let own = std::fs::read_link(format!("/proc/self/fd/{memory}")).ok();
+            own.is_some() && entry_number(entry) != Some(memory) && is_same_file(entry, memory)
+        };
+        assert_eq!(opened.filter(same).count(), 0, "{what}: a descriptor is open");
+        assert_eq!(rig.sim.outstanding(), before, "{what}: something of it is left");
+    }
+    assert_eq!(other.stats().physical, 0);
+    rig.assert_silent();
+}
+
+fn entry_number(entry: &std::fs::DirEntry) -> Option<RawFd> {
+    entry.file_name().to_str()?.parse().ok()
+}
+
+/// Whether an entry of /proc/self/fd is the file behind a descriptor.
+fn is_same_file(entry: &std::fs::DirEntry, descriptor: RawFd) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let of = |path: &str| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let theirs = entry.path().to_str().and_then(of);
+    theirs.is_some() && theirs == of(&format!("/proc/self/fd/{descriptor}"))
+}
+
+#[test]
+fn a_receiver_waits_no_longer_than_its_sockets_timeout() {
+    let rig = sharing(64, |_| ());
+    let s = rig.stream();
+    let (mut here, there) = UnixStream::pair().unwrap();
+    there.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+    here.write_all(b"aq").unwrap();
+    let refused = receive(&rig.pool, &s, &there).unwrap_err();
+    let kind = |error: &ShareError| match error {
+        ShareError::Io(error) => Some(error.kind()),
+        _ => None,
+    };
+    assert_eq!(kind(&refused), Some(io::ErrorKind::WouldBlock), "{refused}");
+}
+
+#[test]
+fn a_sender_is_told_that_its_receiver_is_gone_and_is_not_killed() {
+    let rig = sharing(512, |config| config.handle_bytes = UNIT);
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(70 * UNIT)).unwrap();
+    let shared = rig.pool.share(&block, "").unwrap();
+    let (here, there) = UnixStream::pair().unwrap();
+    drop(there);
+    assert!(matches!(shared.send(&here), Err(ShareError::Io(_))), "no SIGPIPE");
+    let (here, there) = UnixStream::pair().unwrap();
+    let mut first = [0; HEADER];
+    thread::scope(|threads| {
+        threads.spawn(move || (&there).read_exact(&mut first).unwrap());
+        assert!(shared.send(&here).is_err(), "gone after the header");
+    });
+}
+
+#[test]
+fn a_driver_that_refuses_to_import_map_or_open_leaves_nothing() {
+    let rig = sharing(64, |config| config.handle_bytes = UNIT);
+    let (s, other) = (rig.stream(), other_pool(&rig));
+    let block = filled(&rig, &s, 3 * UNIT, 1);
+    let before = rig.sim.outstanding();
+    let calls = [
+        (Call::HandleImport, 3),
+        (Call::AddressReserve, 1),
+        (Call::Map, 1),
+        (Call::Map, 3),
+        (Call::SetAccess, 1),
+    ];
+    for (call, nth) in calls {
+        let (here, there) = UnixStream::pair().unwrap();
+        rig.pool.share(block.block(), "").unwrap().send(&here).unwrap();
+        rig.sim.fail(call, nth, 999);
+        let refused = receive(&other, &s, &there).unwrap_err();
+        assert!(refused.to_string().contains(call.name()), "{call:?}: {refused}");
+        assert_eq!(rig.sim.outstanding(), before, "{call:?}");
+    }
+    // The driver refuses the unmap as well: a later sweep does it.
+    let (here, there) = UnixStream::pair().unwrap();
+    rig.pool.share(block.block(), "").unwrap().send(&here).unwrap();
+    rig.sim.fail(Call::SetAccess, 1, 999);
+    rig.sim.fail(Call::Unmap, 1, 999);
+    assert!(receive(&other, &s, &there).is_err());
+    let _swept = other.trim(0);
+    other.trim(0).unwrap();
+    assert_eq!(rig.sim.outstanding(), before);
+    rig.assert_silent();
+}
+
+#[test]
+fn the_other_end_is_of_the_same_user() {
+    let (here, there) = UnixStream::pair().unwrap();
+    check_peer(&here).unwrap();
+    check_peer(&there).unwrap();
+    let other = ShareError::OtherUser { expected: 1000, actual: 0 };
+    assert_eq!(other.to_string(), "the other end belongs to user 0 instead of 1000");
+}
+
+#[test]
+fn free_memory_of_a_graph_pool_serves_alone_and_goes_back_to_it() {
+    let rig = Rig::new(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    assert!(graphs.alloc_free(&s, Request::bytes(MIB)).unwrap().is_none(), "it has nothing");
+    let raw = s.raw();
+    let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
+    let spare = filled(&rig, &s, 8 * MIB, 1);
+    let address = spare.block().address();
+    drop(announced);
+    let rest = rig.pool.alloc(&u, Request::bytes(8 * MIB)).unwrap();
+    drop(spare);
+    assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
+    let used = rig.budget.used();
+    let served = graphs.alloc_free(&u, Request::bytes(6 * MIB)).unwrap().unwrap();
+    assert_eq!((served.address(), rig.budget.used()), (address, used));
+    assert!(graphs.alloc_free(&u, Request::bytes(6 * MIB)).unwrap().is_none());
+    let mut served = DeviceBuffer::<u8>::from_block(served).unwrap();
+    s.synchronize().unwrap();
+    u.fill(&mut served, 3).unwrap();
+    drop(served);
+    assert!(graphs.alloc_free(&s, Request::bytes(8 * MIB)).unwrap().is_some(), "it is back");
+    drop(rest);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_budget_is_charged_for_shared_memory_once() {
+    let budget = Budget::new("both", 8 * MIB);
+    let rig = Rig::on(Sim::h200(1), 8, |config| {
+        config.budget = Some(budget.clone());
+        config.shareable = true;
+    });
+    let mut config = PoolConfig::with_budget(budget.clone());
+    config.shareable = true;
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(0), config).unwrap();
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    let theirs: Vec<_> = (0..3).map(|_| pass(&rig, &other, &s, block.block(), "")).collect();
+    assert_eq!(budget.used(), 8 * MIB);
+    for theirs in theirs {
+        theirs.close().unwrap();
+    }
+}
+
+/// A sequence of numbers below a bound.
+fn numbers(mut state: u64) -> impl FnMut(u64) -> u64 {
+    move |below| {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 33) % below
+    }
+}
+
+#[test]
+fn random_traffic_around_shared_blocks_changes_no_byte_of_them_and_leaves_nothing() {
+    for seed in 0..4 {
+        let mut next = numbers(seed);
+        let handle_bytes = if seed % 2 == 0 { UNIT } else { 0 };
+        let rig = sharing(24, |config| {
+            config.handle_bytes = handle_bytes;
+            config.compact = seed % 3 == 0;
+        });
+        let (streams, other) = ([rig.stream(), rig.stream()], other_pool(&rig));
+        let to = other.stream().unwrap();
+        let mut blocks: Vec<(DeviceBuffer<u8>, Vec<ReceivedBlock>, u8)> = Vec::new();
+        for step in 1..=100 {
+            let s = &streams[next(2) as usize];
+            match next(6) {
+                0..=2 => {
+                    let bytes = (next(6 * MIB) + 1).min(next(6 * MIB) + 1);
+                    if let Ok(mut buffer) = rig.pool.buffer::<u8>(s, bytes as usize) {
+                        s.fill(&mut buffer, step).unwrap();
+                        blocks.push((buffer, Vec::new(), step));
+                    }
+                }
+                3 if !blocks.is_empty() => {
+                    let at = next(blocks.len() as u64) as usize;
+                    let (buffer, received, _) = &mut blocks[at];
+                    streams.iter().for_each(|s| s.synchronize().unwrap());
+                    received.push(pass(&rig, &other, &to, buffer.block(), ""));
+                }
+                4 if !blocks.is_empty() => {
+                    let at = next(blocks.len() as u64) as usize;
+                    let (buffer, received, _) = blocks.swap_remove(at);
+                    received.into_iter().for_each(|theirs| assert_eq!(theirs.close(), Ok(true)));
+                    drop(buffer);
+                }
+                _ => drop(rig.pool.trim(next(32) * MIB).unwrap()),
+            }
+            for (_, received, value) in blocks.iter().filter(|_| step % 10 == 0) {
+                for theirs in received.iter().take(1) {
+                    assert!(read_back(&to, theirs).iter().all(|byte| byte == value), "seed {seed}");
+                }
+            }
+        }
+        drop(blocks);
+        streams.iter().chain([&to]).for_each(|s| s.synchronize().unwrap());
+        other.trim(0).unwrap();
+        rig.pool.trim(0).unwrap();
+        assert_eq!((rig.sim.outstanding().handles, rig.budget.used()), (0, 0), "seed {seed}");
+        rig.assert_silent();
+    }
+}

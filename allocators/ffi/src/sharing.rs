@@ -1,0 +1,354 @@
+//! Blocks of PyTorch for other processes, by handles that PyTorch passes on as bytes.
+//!
+//! - A handle names the process that has shared the block, by an abstract Unix socket, and the
+//!   block within it. It holds no descriptor: the receiver connects and asks for them.
+//! - The socket and the one thread that serves it exist from the first share on. It answers
+//!   processes of the same user only. The kernel removes the socket with the process.
+//! - A block is shared until it is freed. PyTorch frees it when no process uses it any more.
+//! - A forked child has a socket of its own as soon as it shares a block itself.
+#![expect(unsafe_code, reason = "exports functions to C")]
+
+use crate::{
+    entry::{CallResult, enter, require, write_out},
+    graphs::{aq_torch_block, live_blocks},
+    process::{default_runtime, device_of},
+    runtime::aq_runtime,
+    status::{Failure, Status, aq_status},
+    thread_state,
+};
+use aquifer::device::{ReceivedBlock, ShareError, SharedBlock, check_peer};
+use std::{
+    collections::HashMap,
+    ffi::{c_int, c_void},
+    fs::File,
+    io::{self, Read, Write},
+    mem::ManuallyDrop,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener, UnixStream},
+    },
+    process,
+    ptr::with_exposed_provenance_mut,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+/// Bytes of a handle.
+pub const AQ_TORCH_SHARE_BYTES: u32 = 32;
+const HANDLE: usize = AQ_TORCH_SHARE_BYTES as usize;
+/// The first bytes of a handle. PyTorch's own allocator takes the first for a version from the
+/// future, and refuses it with that text.
+const MARK: [u8; 4] = [0xaf, b'a', b'q', 1];
+/// The first bytes of a request. The number of a block follows.
+const REQUEST: [u8; 8] = *b"aqask\0\0\x01";
+/// The answers to a request.
+const FREED: u8 = 0;
+const FOLLOWS: u8 = 1;
+
+/// How long the server waits for a request, and for a receiver that does not read.
+const SERVER_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a receiver waits for the server, which may be serving others.
+const RECEIVER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// The blocks that this process shares.
+static SHARED: Mutex<Option<Shares>> = Mutex::new(None);
+/// The number of blocks in `SHARED`. Usually 0, which saves the lock.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// The process whose blocks are in `SHARED`. A forked child has a copy, whose lock may be held by a
+/// thread that the child does not have.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+/// The blocks of other processes that are mapped here, by address.
+static RECEIVED: Mutex<Option<HashMap<u64, ReceivedBlock>>> = Mutex::new(None);
+
+struct Shares {
+    server: Server,
+    /// The number of the next block. Numbers are not reused.
+    next: u64,
+    /// By address.
+    numbers: HashMap<u64, u64>,
+    blocks: HashMap<u64, Arc<SharedBlock>>,
+}
+
+/// The name of a process's socket: its id, and random bytes that no earlier process of this id had.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Server {
+    process: u32,
+    random: [u8; 16],
+}
+
+/// What a handle says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct ShareHandle {
+    server: Server,
+    number: u64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Server {
+    fn address(&self) -> io::Result<SocketAddr> {
+        let random: String = self.random.iter().map(|byte| format!("{byte:02x}")).collect();
+        SocketAddr::from_abstract_name(format!("aquifer-share-{}-{random}", self.process))
+    }
+
+    /// Opens the socket of this process, and starts its thread.
+    fn start() -> io::Result<Self> {
+        let mut random = [0; 16];
+        File::open("/dev/urandom")?.read_exact(&mut random)?;
+        let server = Self { process: process::id(), random };
+        let listener = UnixListener::bind_addr(&server.address()?)?;
+        thread::Builder::new().name("aquifer-share".into()).spawn(move || serve(&listener))?;
+        Ok(server)
+    }
+}
+
+impl ShareHandle {
+    fn encode(self) -> [u8; HANDLE] {
+        let mut bytes = [0; HANDLE];
+        bytes[..4].copy_from_slice(&MARK);
+        bytes[4..8].copy_from_slice(&self.server.process.to_le_bytes());
+        bytes[8..24].copy_from_slice(&self.server.random);
+        bytes[24..].copy_from_slice(&self.number.to_le_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let rest = bytes.strip_prefix(&MARK).filter(|_| bytes.len() == HANDLE)?;
+        let (process, rest) = rest.split_first_chunk()?;
+        let (random, rest) = rest.split_first_chunk()?;
+        let (number, _) = rest.split_first_chunk()?;
+        let server = Server { process: u32::from_le_bytes(*process), random: *random };
+        Some(Self { server, number: u64::from_le_bytes(*number) })
+    }
+}
+
+/// Answers requests, one after the other, until the process ends.
+fn serve(listener: &UnixListener) {
+    for socket in listener.incoming() {
+        match socket {
+            // A receiver that is refused or gone is no reason to stop.
+            Ok(socket) => drop(answer(&socket)),
+            // No descriptors are left, for example. They may be later.
+            Err(_) => thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+fn answer(mut socket: &UnixStream) -> Result<(), ShareError> {
+    check_peer(socket)?;
+    socket.set_read_timeout(Some(SERVER_PATIENCE))?;
+    socket.set_write_timeout(Some(SERVER_PATIENCE))?;
+    let mut request = [0; 16];
+    socket.read_exact(&mut request)?;
+    let (mark, number) = request.split_at(8);
+    if mark != REQUEST {
+        return Err(ShareError::NotAShare);
+    }
+    let number = number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+    let found = lock(&SHARED).as_ref().and_then(|shares| shares.blocks.get(&number).cloned());
+    socket.write_all(&[if found.is_some() { FOLLOWS } else { FREED }])?;
+    // The last reference may be dropped here, which may call the driver: not under the lock.
+    found.map_or(Ok(()), |shared| shared.send(socket))
+}
+
+/// Returns whether any block is shared.
+#[inline]
+pub(crate) fn any() -> bool {
+    COUNT.load(Ordering::Acquire) > 0
+}
+
+/// Ends the share of a block that is about to be freed.
+#[cold]
+pub(crate) fn forget(address: u64) {
+    if OWNER.load(Ordering::Relaxed) != process::id() {
+        return;
+    }
+    let removed = lock(&SHARED).as_mut().and_then(|shares| {
+        let number = shares.numbers.remove(&address)?;
+        shares.blocks.remove(&number)
+    });
+    if removed.is_some() {
+        COUNT.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Returns the device and the address of the live block that contains `address`.
+fn block_around(runtime: aq_runtime, address: u64) -> CallResult<(u32, u64)> {
+    let (exact, devices) = thread_state::with(runtime, |shared| {
+        let pools = shared.runtime.devices();
+        Ok((pools.iter().position(|pool| pool.share_raw(address).is_ok()), pools.len()))
+    })?;
+    if let Some(device) = exact {
+        return Ok((device as u32, address));
+    }
+    for device in 0..devices as u32 {
+        let blocks = live_blocks(runtime, device)?;
+        let around = |block: &aq_torch_block| {
+            address.checked_sub(block.address).is_some_and(|offset| offset < block.bytes)
+        };
+        if let Some(found) = blocks.into_iter().find(around) {
+            return Ok((device, found.address));
+        }
+    }
+    Err(aquifer::MemoryError::ForeignBlock { address }.into())
+}
+
+/// Shares the block at `address`, unless it is shared already, and returns its handle.
+fn share(runtime: aq_runtime, device: u32, address: u64) -> CallResult<ShareHandle> {
+    thread_state::with(runtime, |shared| {
+        let pool = shared.pool(device)?;
+        let block = pool.share_raw(address)?;
+        let mut all = lock(&SHARED);
+        // After a fork, the blocks are the parent's, and so is the thread.
+        if all.as_ref().is_none_or(|shares| shares.server.process != process::id()) {
+            let server = Server::start().map_err(ShareError::Io)?;
+            let (numbers, blocks) = (HashMap::new(), HashMap::new());
+            // The parent's handles are none here.
+            let _inherited =
+                ManuallyDrop::new(all.replace(Shares { server, next: 1, numbers, blocks }));
+            COUNT.store(0, Ordering::Release);
+            OWNER.store(process::id(), Ordering::Relaxed);
+        }
+        let Some(shares) = all.as_mut() else {
+            return Err(Failure::new(Status::Other, "no table of shared blocks"));
+        };
+        let server = shares.server;
+        if let Some(&number) = shares.numbers.get(&address) {
+            return Ok(ShareHandle { server, number });
+        }
+        let prepared = pool.share(&block, "")?;
+        let number = shares.next;
+        shares.next += 1;
+        shares.numbers.insert(address, number);
+        shares.blocks.insert(number, Arc::new(prepared));
+        COUNT.fetch_add(1, Ordering::Release);
+        Ok(ShareHandle { server, number })
+    })
+}
+
+/// Connects to the process that has shared a block, and asks for it. The block follows.
+fn request(handle: ShareHandle) -> CallResult<UnixStream> {
+    let process = handle.server.process;
+    let address = handle.server.address().map_err(ShareError::Io)?;
+    let mut socket = UnixStream::connect_addr(&address).map_err(|error| {
+        let text = match error.kind() {
+            io::ErrorKind::ConnectionRefused => format!(
+                "process {process}, which has shared the memory, has ended (or runs in another \
+                 network namespace)"
+            ),
+            _ => {
+                format!("process {process}, which has shared the memory, cannot be asked: {error}")
+            }
+        };
+        Failure::new(Status::Closed, text)
+    })?;
+    check_peer(&socket)?;
+    let slow = |error: io::Error| match error.kind() {
+        io::ErrorKind::WouldBlock => Failure::new(
+            Status::TimedOut,
+            format!("process {process}, which has shared the memory, does not answer"),
+        ),
+        _ => Failure::from(ShareError::Io(error)),
+    };
+    socket.set_read_timeout(Some(RECEIVER_PATIENCE)).map_err(ShareError::Io)?;
+    socket.set_write_timeout(Some(RECEIVER_PATIENCE)).map_err(ShareError::Io)?;
+    let mut message = [0; 16];
+    message[..8].copy_from_slice(&REQUEST);
+    message[8..].copy_from_slice(&handle.number.to_le_bytes());
+    socket.write_all(&message).map_err(slow)?;
+    let mut answer = [0];
+    socket.read_exact(&mut answer).map_err(slow)?;
+    if answer == [FOLLOWS] {
+        return Ok(socket);
+    }
+    let text = format!("process {process} has freed the memory that it had shared");
+    Err(Failure::new(Status::ForeignBlock, text))
+}
+
+/// Shares the block around an address.
+///
+/// # Safety
+/// 1. `handle` is null, or points to `AQ_TORCH_SHARE_BYTES` bytes that the caller may write.
+/// 2. `offset` is null, or points to a `size_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_share(
+    memory: *mut c_void,
+    handle: *mut c_void,
+    offset: *mut usize,
+) -> aq_status {
+    enter(|| {
+        require(handle, "handle")?;
+        require(offset, "offset")?;
+        let (runtime, address) = (default_runtime()?, memory.addr() as u64);
+        let (device, base) = block_around(runtime, address)?;
+        let encoded = share(runtime, device, base)?.encode();
+        // SAFETY: 1. Guaranteed by the caller. 2. `encoded` is a local, so they do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(encoded.as_ptr(), handle.cast::<u8>(), HANDLE) };
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe { write_out(offset, (address - base) as usize, "offset") }
+    })
+}
+
+/// Maps a block that another process has shared.
+///
+/// # Safety
+/// 1. `handle` is null, or points to `bytes` bytes.
+/// 2. `memory` is null, or points to a `void *` that the caller may write.
+/// 3. Work on the memory is ordered with that of the process that has shared it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_receive(
+    device: c_int,
+    handle: *const c_void,
+    bytes: usize,
+    memory: *mut *mut c_void,
+) -> aq_status {
+    enter(|| {
+        require(handle.cast_mut(), "handle")?;
+        require(memory, "memory")?;
+        // SAFETY: 1. Guaranteed by the caller.
+        let handle = unsafe { std::slice::from_raw_parts(handle.cast::<u8>(), bytes) };
+        let handle = ShareHandle::decode(handle).ok_or_else(|| {
+            let text = "the memory was not shared by aquifer: the process that sends it uses \
+                        another allocator or another version";
+            Failure::new(Status::BadArgument, text)
+        })?;
+        let (runtime, device) = (default_runtime()?, device_of(device)?);
+        let socket = request(handle)?;
+        // SAFETY: 1. The legacy default stream always exists.
+        let received = unsafe {
+            thread_state::with_stream(runtime, device, 0, |_, pool, stream| {
+                // SAFETY: 1. 2. Guaranteed by the caller. PyTorch frees a shared block when no
+                // process uses it any more.
+                Ok(pool.receive(stream, &socket)?)
+            })
+        }?;
+        let address = received.address();
+        let before = lock(&RECEIVED).get_or_insert_default().insert(address, received);
+        debug_assert!(before.is_none(), "two mappings at one address");
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe { write_out(memory, with_exposed_provenance_mut(address as usize), "memory") }
+    })
+}
+
+/// Unmaps a block that another process has shared.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_torch_close(memory: *mut c_void) -> aq_status {
+    enter(|| {
+        let address = memory.addr() as u64;
+        let received = lock(&RECEIVED).as_mut().and_then(|all| all.remove(&address));
+        let received = received.ok_or(aquifer::MemoryError::ForeignBlock { address })?;
+        match received.close() {
+            // While a graph is captured it is unmapped later. The driver of a process that ends has
+            // unmapped it already.
+            Ok(_) => Ok(()),
+            Err(aquifer::MemoryError::Driver(error)) if error.is_driver_gone() => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    })
+}

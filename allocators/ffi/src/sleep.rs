@@ -1,0 +1,223 @@
+//! What a process of PyTorch gives back while it sleeps: the memory of regions, by their tags.
+//! Several tags, on all devices, are parked or resumed together: all of them, or none.
+#![expect(unsafe_code, reason = "exports functions to C, and parks what PyTorch holds")]
+
+use crate::{
+    entry::{CallResult, enter, null, write_out_if_set},
+    process::default_runtime,
+    region::read_tag,
+    status::{Failure, Status, aq_status},
+    table::SharedRuntime,
+    thread_state,
+};
+use allocator_api2::alloc::{AllocError, Allocator, Global};
+use aquifer::{MemoryError, Park, PinnedAllocator, Tag};
+use std::{
+    alloc::Layout,
+    collections::HashSet,
+    ffi::{c_char, c_int},
+    ptr::NonNull,
+    slice,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// The contents are dropped.
+pub const AQ_KEEP_NONE: u32 = 0;
+/// The contents are kept in pageable host memory.
+pub const AQ_KEEP_PAGEABLE: u32 = 1;
+/// The contents are kept in pinned host memory, or in pageable memory where that is refused.
+pub const AQ_KEEP_PINNED: u32 = 2;
+
+/// Held while memory is parked or resumed.
+static SLEEP_LOCK: Mutex<()> = Mutex::new(());
+
+/// Reads a list of names.
+///
+/// # Safety
+/// 1. `tags` is null, or points to `count` pointers, each as for [`read_tag`].
+unsafe fn read_tags(tags: *const *const c_char, count: usize) -> CallResult<Vec<Tag>> {
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    if tags.is_null() {
+        return Err(null("tags"));
+    }
+    // SAFETY: 1. Guaranteed by the caller.
+    let names = unsafe { slice::from_raw_parts(tags, count) };
+    let tag = |&name: &*const c_char| {
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe { read_tag(name) }?.ok_or_else(|| null("a tag"))
+    };
+    names.iter().map(tag).collect()
+}
+
+/// Pinned memory, or pageable memory where that is refused.
+struct PinnedOrPageable {
+    pinned: PinnedAllocator,
+    pageable: Mutex<HashSet<usize>>,
+}
+
+impl PinnedOrPageable {
+    fn pageable(&self) -> MutexGuard<'_, HashSet<usize>> {
+        self.pageable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// SAFETY: 1. Each block comes from one of two allocators, and returns to that one. Blocks of the
+// pageable one are in the set as long as they live, so no block of the other one has their address.
+unsafe impl Allocator for PinnedOrPageable {
+    fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        if let Ok(block) = self.pinned.allocate(layout) {
+            return Ok(block);
+        }
+        let block = Global.allocate(layout)?;
+        self.pageable().insert(block.cast::<u8>().addr().get());
+        Ok(block)
+    }
+
+    unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
+        let is_pageable = self.pageable().remove(&start.addr().get());
+        // SAFETY: 1. The block comes from this allocator, with this layout. 2. Guaranteed by the
+        // caller: nothing uses it any more.
+        unsafe {
+            if is_pageable {
+                Global.deallocate(start, layout);
+            } else {
+                self.pinned.deallocate(start, layout);
+            }
+        }
+    }
+}
+
+fn how(shared: &SharedRuntime, device: usize, keep: u32) -> CallResult<Park> {
+    let how = match keep {
+        AQ_KEEP_NONE => Park::discard(),
+        AQ_KEEP_PAGEABLE => Park::save_in(Global),
+        AQ_KEEP_PINNED => Park::save_in(PinnedOrPageable {
+            pinned: shared.runtime.pinned_near(device).allocator(),
+            pageable: Mutex::default(),
+        }),
+        other => {
+            let text = format!("keep is {other}; it can be one of AQ_KEEP_…");
+            return Err(Failure::new(Status::BadArgument, text));
+        }
+    };
+    // PyTorch does not report on which streams a live tensor is used.
+    Ok(how.after_all_work())
+}
+
+/// Returns why a tag is not parked.
+#[cold]
+fn refusal(error: MemoryError) -> Failure {
+    match error {
+        // Of no stream in particular.
+        MemoryError::Capturing { stream: 0 } => {
+            let text = "a graph is captured, or a pool is open: nothing is parked until its end";
+            Failure::new(Status::Capturing, text)
+        }
+        other => other.into(),
+    }
+}
+
+/// Parks the memory of tags on all devices.
+///
+/// # Safety
+/// 1. `tags` is null, or points to `count` texts that each end with a zero byte.
+/// 2. `keep` is null, or points to `count` numbers.
+/// 3. `released` is null, or points to a `uint64_t` that the caller may write.
+/// 4. No work that uses the memory is queued from this call on, until it is resumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_pause(
+    tags: *const *const c_char,
+    keep: *const u32,
+    count: usize,
+    released: *mut u64,
+) -> aq_status {
+    enter(|| {
+        // SAFETY: 1. Guaranteed by the caller.
+        let tags = unsafe { read_tags(tags, count) }?;
+        if keep.is_null() && count > 0 {
+            return Err(null("keep"));
+        }
+        // SAFETY: 2. Guaranteed by the caller.
+        let keep = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(keep, count) } };
+        let _sleep = SLEEP_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = thread_state::with(default_runtime()?, |shared| {
+            let mut pending = Vec::new();
+            for (device, pool) in shared.runtime.devices().iter().enumerate() {
+                for (&tag, &keep) in tags.iter().zip(keep) {
+                    let how = how(shared, device, keep)?;
+                    if !pool.is_parked(tag) {
+                        // SAFETY: 1. and 2. of `DevicePool::begin_park`: 4. Guaranteed by the
+                        // caller.
+                        let begun = unsafe { pool.begin_park(tag, how) };
+                        pending.push(begun.map_err(refusal)?);
+                    }
+                }
+            }
+            Ok(pending.into_iter().map(|pending| pending.commit().released).sum::<u64>())
+        })?;
+        // SAFETY: 3. Guaranteed by the caller.
+        unsafe { write_out_if_set(released, bytes) };
+        Ok(())
+    })
+}
+
+/// Resumes the memory of tags on all devices.
+///
+/// # Safety
+/// 1. `tags` is null, or points to `count` texts that each end with a zero byte.
+/// 2. `taken` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_resume(
+    tags: *const *const c_char,
+    count: usize,
+    taken: *mut u64,
+) -> aq_status {
+    enter(|| {
+        // SAFETY: 1. Guaranteed by the caller.
+        let tags = unsafe { read_tags(tags, count) }?;
+        let _sleep = SLEEP_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = thread_state::with(default_runtime()?, |shared| {
+            let mut pending = Vec::new();
+            for pool in shared.runtime.devices() {
+                for &tag in &tags {
+                    pending.push(pool.begin_resume(tag, None)?);
+                }
+            }
+            Ok(pending.into_iter().map(|pending| pending.commit().taken).sum::<u64>())
+        })?;
+        // SAFETY: 2. Guaranteed by the caller.
+        unsafe { write_out_if_set(taken, bytes) };
+        Ok(())
+    })
+}
+
+/// Returns the physical memory that a tag's regions hold on all devices, and whether any of it is
+/// parked.
+///
+/// # Safety
+/// 1. `tag` is null, or points to a text that ends with a zero byte.
+/// 2. `held` and `paused` are null, or point to a `uint64_t` and an `int` that the caller may
+///    write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_torch_tag(
+    tag: *const c_char,
+    held: *mut u64,
+    paused: *mut c_int,
+) -> aq_status {
+    enter(|| {
+        // SAFETY: 1. Guaranteed by the caller.
+        let tag = unsafe { read_tag(tag) }?.ok_or_else(|| null("tag"))?;
+        thread_state::with(default_runtime()?, |shared| {
+            let pools = shared.runtime.devices();
+            let bytes = pools.iter().map(|pool| pool.parkable_bytes(tag)).sum::<u64>();
+            // SAFETY: 2. Guaranteed by the caller.
+            unsafe {
+                write_out_if_set(held, bytes);
+                write_out_if_set(paused, c_int::from(pools.iter().any(|pool| pool.is_parked(tag))));
+            }
+            Ok(())
+        })
+    })
+}

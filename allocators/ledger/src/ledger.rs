@@ -1,0 +1,262 @@
+//! An open ledger: its mapped file, its live slots and its dead ones.
+
+use crate::{
+    byte_lock::LockRange,
+    clock::now_ns,
+    error::LedgerError,
+    figures::{LedgerFigures, MemberFigures},
+    file,
+    forks::OwnFile,
+    layout::{SLOT_WORDS, SLOTS, header, slot},
+    map::Mapping,
+    protocol::{Table, wish},
+};
+use aquifer_status::{StatusError, folder, text::read_text};
+use std::{
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{
+            AtomicU32, AtomicU64, AtomicUsize,
+            Ordering::{Acquire, Relaxed},
+        },
+    },
+};
+
+/// The ledger of one memory, open for reading or for [joining](crate::Share::join).
+///
+/// ```
+/// use aquifer_ledger::{Ledger, Share};
+/// # let folder = std::env::temp_dir().join(format!("aquifer-ledger-doc-{}", std::process::id()));
+/// let member = Share::new().guarantee(40).join(Ledger::open(&folder, "GPU-1", 100)?)?;
+/// member.claim(30)?;
+///
+/// // Another process, such as `aquifer doctor`.
+/// let figures = Ledger::existing(&folder, "GPU-1")?.figures();
+/// assert_eq!((figures.capacity, figures.claimed(), figures.free()), (100, 30, 70));
+/// assert_eq!(figures.members[0].guarantee, 40);
+/// # drop(member);
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Ledger {
+    pub(crate) file: OwnFile,
+    map: Mapping,
+    path: PathBuf,
+    name: String,
+    /// The capacity that [`Ledger::open`] was called with.
+    asked: Option<u64>,
+    /// One more than the highest slot that any member of this handle has seen in use. The header
+    /// may be overwritten.
+    used: AtomicUsize,
+    /// The slot whose lock this handle has, or [`SLOTS`].
+    own: AtomicUsize,
+    /// Held while this process has, or tries for, the right to join.
+    membership: Mutex<()>,
+}
+
+/// What became of the slots of dead members.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cleared {
+    /// There was none.
+    None,
+    /// So many were cleared.
+    Some(usize),
+    /// There are some, and another process has the right to join.
+    Busy,
+}
+
+impl Ledger {
+    /// Opens the ledger of a memory of `capacity` bytes, and creates it, and the folder, if it does
+    /// not exist. `name` identifies the memory on the machine, such as the UUID of a GPU.
+    ///
+    /// The first member sets the capacity. A member that joins later with a lower one is limited to
+    /// that by itself.
+    ///
+    /// # Errors
+    /// [`LedgerError::BadName`]; [`LedgerError::NoCapacity`]; [`LedgerError::File`].
+    pub fn open(folder: &Path, name: &str, capacity: u64) -> Result<Self, LedgerError> {
+        if capacity == 0 {
+            return Err(LedgerError::NoCapacity);
+        }
+        let path = file::path_of(folder, name)?;
+        folder::create(folder)?;
+        let file = file::open_or_create(&path, capacity)?;
+        Self::of_file(file, path, name, Some(capacity))
+    }
+
+    /// Opens a ledger that exists, with the capacity that it has.
+    ///
+    /// # Errors
+    /// [`LedgerError::BadName`]; [`LedgerError::File`].
+    pub fn existing(folder: &Path, name: &str) -> Result<Self, LedgerError> {
+        let path = file::path_of(folder, name)?;
+        folder::check(folder)?;
+        let file = file::open(&path)?;
+        Self::of_file(file, path, name, None)
+    }
+
+    /// Returns the names of the ledgers in a folder, none if it does not exist.
+    ///
+    /// # Errors
+    /// [`LedgerError::File`].
+    pub fn names(folder: &Path) -> Result<Vec<String>, LedgerError> {
+        file::names(folder)
+    }
+
+    fn of_file(
+        file: fs::File,
+        path: PathBuf,
+        name: &str,
+        asked: Option<u64>,
+    ) -> Result<Self, LedgerError> {
+        let refused = |error| StatusError::System { path: path.clone(), error };
+        let map = Mapping::new(&file).map_err(refused)?;
+        let file = OwnFile::new(file).map_err(refused)?;
+        Ok(Self {
+            file,
+            map,
+            name: name.to_owned(),
+            path,
+            asked,
+            used: AtomicUsize::new(0),
+            own: AtomicUsize::new(SLOTS),
+            membership: Mutex::new(()),
+        })
+    }
+
+    /// Returns the path of the file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the figures of the live members, with a system call for each slot that is in use.
+    #[must_use]
+    pub fn figures(&self) -> LedgerFigures {
+        let table = self.table();
+        let member = |number: usize| {
+            let slot: Vec<u64> = table.slot(number).iter().map(|word| word.load(Acquire)).collect();
+            let priority = i32::try_from(slot[slot::PRIORITY].cast_signed()).unwrap_or_default();
+            MemberFigures {
+                process: slot[slot::PROCESS] as u32,
+                command: read_text(&slot, slot::COMMAND, slot::COMMAND_BYTES),
+                claimed: slot[slot::CLAIMED],
+                guarantee: slot[slot::GUARANTEE],
+                is_reserved: slot[slot::RESERVED] > 0,
+                limit: slot[slot::LIMIT],
+                priority,
+                reclaimable: slot[slot::RECLAIMABLE],
+                wanted: wish(table.slot(number), now_ns).map_or(0, |wish| wish.bytes),
+            }
+        };
+        LedgerFigures {
+            name: self.name.clone(),
+            capacity: table.header[header::CAPACITY].load(Relaxed),
+            unaccounted: table.header[header::UNACCOUNTED].load(Relaxed),
+            members: (0..self.used()).filter(|number| self.is_live(*number)).map(member).collect(),
+        }
+    }
+
+    pub(crate) fn table(&self) -> Table<'_, AtomicU64> {
+        self.map.table()
+    }
+
+    pub(crate) fn futex(&self, at: usize) -> &AtomicU32 {
+        self.map.futex(at)
+    }
+
+    pub(crate) fn asked(&self) -> Option<u64> {
+        self.asked
+    }
+
+    /// Returns the number of slots that may be in use.
+    #[inline]
+    pub(crate) fn used(&self) -> usize {
+        let shown = self.table().header[header::SLOTS_USED].load(Acquire);
+        let shown = usize::try_from(shown).unwrap_or(SLOTS).min(SLOTS);
+        let seen = self.used.load(Relaxed);
+        if shown <= seen {
+            return seen;
+        }
+        self.used.fetch_max(shown, Relaxed);
+        shown
+    }
+
+    /// Raises the number of slots that may be in use, here and in the header.
+    pub(crate) fn raise_used(&self, used: usize) {
+        let used = self.used.fetch_max(used, Relaxed).max(used);
+        self.table().header[header::SLOTS_USED].fetch_max(used as u64, Relaxed);
+    }
+
+    /// Returns whether an open ledger, this one or another, has the slot locked. If the system
+    /// refuses to say, it counts as live.
+    pub(crate) fn is_live(&self, number: usize) -> bool {
+        number == self.own.load(Relaxed)
+            || LockRange::Slot(number).is_locked(&self.file).unwrap_or(true)
+    }
+
+    /// Locks the slot until this handle is dropped, unless another handle has it.
+    pub(crate) fn take_slot(&self, number: usize) -> io::Result<bool> {
+        let taken = LockRange::Slot(number).try_lock(&self.file)?;
+        if taken {
+            self.own.store(number, Relaxed);
+        }
+        Ok(taken)
+    }
+
+    /// Clears the slots of dead members.
+    pub(crate) fn clear_dead(&self) -> Cleared {
+        let is_dead = |number: &usize| self.has_bytes(*number) && !self.is_live(*number);
+        let used = self.used();
+        if !(0..used).any(|number| is_dead(&number)) {
+            return Cleared::None;
+        }
+        let Ok(Some(_membership)) = self.try_membership() else { return Cleared::Busy };
+        // With the right to join, no process can take a slot that is found dead.
+        let dead: Vec<usize> = (0..used).filter(is_dead).collect();
+        dead.iter().for_each(|number| self.clear(*number));
+        // Another process may have cleared them first.
+        Cleared::Some(dead.len())
+    }
+
+    /// Returns whether a slot matters to claims.
+    fn has_bytes(&self, number: usize) -> bool {
+        let slot = self.table().slot(number);
+        [slot::PENDING, slot::CLAIMED, slot::RESERVED, slot::WANTED, slot::GUARANTEE]
+            .iter()
+            .any(|at| slot[*at].load(Acquire) != 0)
+    }
+
+    /// Clears a slot that no other process writes to.
+    pub(crate) fn clear(&self, number: usize) {
+        let slot = self.table().slot(number);
+        slot[..SLOT_WORDS].iter().for_each(|word| word.store(0, Relaxed));
+    }
+
+    /// Takes the right to join, if no other process and no other thread has it.
+    pub(crate) fn try_membership(&self) -> io::Result<Option<Membership<'_>>> {
+        let guard = self.membership.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = LockRange::Membership.try_lock(&self.file)?;
+        Ok(taken.then(|| Membership { ledger: self, _guard: guard }))
+    }
+}
+
+/// The right to join, given back when it is dropped.
+pub(crate) struct Membership<'a> {
+    ledger: &'a Ledger,
+    _guard: MutexGuard<'a, ()>,
+}
+
+impl Drop for Membership<'_> {
+    fn drop(&mut self) {
+        LockRange::Membership.unlock(&self.ledger.file);
+    }
+}
+
+impl fmt::Debug for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ledger").field("path", &self.path).finish_non_exhaustive()
+    }
+}

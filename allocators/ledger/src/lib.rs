@@ -1,0 +1,81 @@
+//! Bytes of one memory, shared by the processes of a machine.
+//!
+//! The processes map one small file for each GPU, and one for pinned memory. Each writes what it
+//! has claimed into its own slot, and claims before it takes. There is no server, no semaphore and
+//! no process number that is trusted.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `layout` | the layout of the file |
+//! | `protocol` | how a claim is decided without a lock |
+//! | `byte_lock` | locks on parts of the file, which end with their process |
+//! | `futex` | waits and wake-ups across processes |
+//! | `clock` | the clock of wishes |
+//! | `forks` | descriptors that a forked child does not keep |
+//! | `map` | the mapped file |
+//! | `error` | [`LedgerError`], [`ClaimRefused`] |
+//! | `file` | the files: folder, names, creation, checks |
+//! | `figures` | [`LedgerFigures`]: what readers see |
+//! | `ledger` | [`Ledger`]: an open file, its live slots and dead ones |
+//! | `member` | [`Member`]: the share of a process, its claims and wishes |
+//! | `budget` | [`SharedBudget`]: a budget that claims, and the thread that answers others |
+//!
+//! # Invariants
+//! 1. **The live claims never exceed the capacity.** See `protocol`.
+//! 2. **A dead process has no claim.** A slot counts as long as its byte range is locked by an open
+//!    file description. The kernel releases the lock when the process dies. Before a claim is
+//!    refused, the slots of dead members are cleared.
+//! 3. **No wait and no system call happens under a lock** of the process or of the file, except
+//!    the calls that check and clear slots under the right to join.
+//! 4. **A failed call has changed nothing.**
+//!
+//! # Guarantees are lent
+//! A guarantee is not set aside while its member does not use it: others may claim it, and give it
+//! back on the member's need. To set it aside would leave the memory idle that sharing is for. A
+//! claim within the guarantee comes before all others, and what others hold above their own
+//! guarantees is what they are asked for. They give back what their reclaimers can release; memory
+//! in use stays. A member that cannot take this risk [reserves](Share::reserve) its guarantee.
+//!
+//! # Waiting
+//! A member that waits writes a wish into its slot. Until the wish is served or withdrawn, bytes
+//! that are released are kept for it: a claim of a lower rank is granted only beside the wish.
+//! Claims within a guarantee come first, then higher priorities, then earlier wishes. So a wish is
+//! passed by at most
+//!
+//! - one claim per member that was being decided when the wish was written,
+//! - claims of a higher rank: earlier wishes, higher priorities, and claims within guarantees,
+//!   which together never exceed the capacity.
+//!
+//! A wish that is not renewed for 100 ms no longer counts, so that a stopped process delays others
+//! by no more than that.
+//!
+//! # What is trusted
+//! Members are processes of one user. Noise in a slot is repaired by its owner when it claims,
+//! releases or [answers](Member::refresh). A process of the user that shortens the file kills the
+//! members by a signal, as with any mapped file.
+//!
+//! Part of aquifer; promises no stability beyond what aquifer re-exports.
+
+mod budget;
+mod byte_lock;
+mod clock;
+mod error;
+mod figures;
+mod file;
+mod forks;
+mod futex;
+mod layout;
+mod ledger;
+mod map;
+mod member;
+mod protocol;
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests;
+
+pub use budget::SharedBudget;
+pub use error::{ClaimRefused, LedgerError};
+pub use figures::{LedgerFigures, MemberFigures};
+pub use file::{VARIABLE, folder_of_environment};
+pub use ledger::Ledger;
+pub use member::{Member, Share};

@@ -1,0 +1,203 @@
+//! Programs over a ledger whose file another process overwrites, checked against a model.
+//!
+//! Members join, claim, release and leave. Now and then words or bytes of the file become noise.
+//! Nothing panics then, whatever is read. Once each member has written its slot anew, claims are
+//! granted exactly as in the model again.
+#![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
+
+use crate::program::{Bytes, MAX_OPS};
+use aquifer_ledger::{Ledger, LedgerError, Member, Share};
+use std::{
+    env, fs,
+    fs::{File, OpenOptions},
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    process,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+const CAPACITY: u64 = 1000;
+const MAX_MEMBERS: usize = 6;
+
+/// A folder that is removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Self(env::temp_dir().join(format!("aquifer-fuzz-ledger-{}-{number}", process::id())))
+    }
+
+    fn open(&self) -> Result<Ledger, LedgerError> {
+        Ledger::open(&self.0, "gpu", CAPACITY)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _left = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A member, and what the model says of it.
+struct Modelled {
+    member: Member,
+    claimed: u64,
+    reserved: u64,
+    limit: u64,
+}
+
+struct World {
+    scratch: Scratch,
+    file: File,
+    len: u64,
+    members: Vec<Modelled>,
+    /// The file has been overwritten since all members have repaired it.
+    noisy: bool,
+    /// The header is damaged, so that no ledger can be opened.
+    is_damaged: bool,
+}
+
+impl World {
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(16) {
+            0 | 1 => self.join(bytes),
+            2 if !self.members.is_empty() => {
+                let number = self.one(bytes);
+                drop(self.members.swap_remove(number));
+            }
+            3 => self.overwrite(bytes),
+            4 | 5 => self.repair(),
+            6..=11 => self.claim(bytes),
+            12..=14 => self.release(bytes),
+            _ => self.read(),
+        }
+    }
+
+    /// Returns the number of one of the members.
+    fn one(&self, bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.u8()) % self.members.len()
+    }
+
+    fn join(&mut self, bytes: &mut Bytes<'_>) {
+        if self.members.len() == MAX_MEMBERS {
+            return;
+        }
+        let (guarantee, limit) = (u64::from(bytes.u8()), 100 + 4 * u64::from(bytes.u8()));
+        let reserve = bytes.choice(2) == 0;
+        let share = Share::new().guarantee(guarantee).limit(limit).priority(i32::from(bytes.u8()));
+        let share = if reserve { share.reserve() } else { share };
+        let joined = self.scratch.open().and_then(|ledger| share.join(ledger));
+        assert!(!self.is_damaged || joined.is_err(), "a damaged file has been joined");
+        let Ok(member) = joined else { return };
+        let reserved = if reserve { guarantee } else { 0 };
+        // A first member, or one that has read noise, may have another capacity than the model.
+        let limit = limit.min(member.limit());
+        self.members.push(Modelled { member, claimed: 0, reserved, limit });
+        if self.noisy {
+            self.members.pop();
+        }
+    }
+
+    fn overwrite(&mut self, bytes: &mut Bytes<'_>) {
+        self.noisy = true;
+        for _ in 0..=bytes.choice(8) {
+            // Mostly the first lines of the header and of the first slots, which matter most.
+            let at = match bytes.choice(4) {
+                0 => u64::from(bytes.u8()) * 8,
+                1 => 4096 + u64::from(bytes.u8()) * 8,
+                _ => 4096 + 256 * u64::from(bytes.u8() % 8) + u64::from(bytes.u8() % 8) * 8,
+            };
+            let noise = match bytes.choice(4) {
+                0 => u64::MAX,
+                1 => 0,
+                2 => u64::from(bytes.u8()),
+                _ => u64::from(bytes.u16()) << bytes.choice(56),
+            };
+            if at < 16 {
+                self.is_damaged = true;
+            }
+            self.file.write_all_at(&noise.to_ne_bytes(), at).expect("the file is open");
+        }
+        self.read();
+    }
+
+    fn repair(&mut self) {
+        for modelled in &self.members {
+            modelled.member.refresh();
+        }
+        if let Some(first) = self.members.first() {
+            first.member.measure(|| Some(0));
+            self.noisy = false;
+        }
+        self.read();
+    }
+
+    fn claim(&mut self, bytes: &mut Bytes<'_>) {
+        if self.members.is_empty() {
+            return;
+        }
+        let (own, wanted) = (self.one(bytes), u64::from(bytes.u16() % 600));
+        let others = self.members.iter().enumerate().filter(|(number, _)| *number != own);
+        let held: u64 = others.map(|(_, other)| other.claimed.max(other.reserved)).sum();
+        let modelled = &mut self.members[own];
+        let next = modelled.claimed + wanted;
+        let fits = next <= modelled.limit && held + next <= CAPACITY;
+        let granted = modelled.member.claim(wanted);
+        if !self.noisy {
+            assert_eq!(granted.is_ok(), fits, "{wanted} beside {} and {held}", modelled.claimed);
+        }
+        match granted {
+            Ok(()) => modelled.claimed = next,
+            Err(refused) => {
+                assert_eq!((refused.requested, refused.claimed), (wanted, modelled.claimed));
+                assert!(self.noisy || refused.room() < wanted);
+            }
+        }
+    }
+
+    fn release(&mut self, bytes: &mut Bytes<'_>) {
+        if self.members.is_empty() {
+            return;
+        }
+        let own = self.one(bytes);
+        let modelled = &mut self.members[own];
+        let rest = modelled.claimed.saturating_sub(u64::from(bytes.u16() % 700));
+        modelled.member.release(modelled.claimed - rest);
+        modelled.claimed = rest;
+    }
+
+    fn read(&self) {
+        for modelled in &self.members {
+            let member = &modelled.member;
+            assert_eq!(member.claimed(), modelled.claimed);
+            let (owed, _room) = (member.owed(), member.room());
+            assert!(owed <= CAPACITY || self.noisy);
+        }
+        match Ledger::existing(&self.scratch.0, "gpu") {
+            Ok(ledger) => {
+                let shown = ledger.figures();
+                if !self.noisy {
+                    let claimed: u64 = self.members.iter().map(|member| member.claimed).sum();
+                    assert_eq!(shown.claimed(), claimed);
+                }
+            }
+            Err(error) => assert!(self.is_damaged, "{error}"),
+        }
+        let len = self.file.metadata().expect("the file is open").len();
+        assert_eq!(len, self.len, "the file has another size");
+    }
+}
+
+/// Runs the program that the bytes encode.
+pub fn run(bytes: &[u8]) {
+    let scratch = Scratch::new();
+    let path = scratch.open().expect("a new folder").path().to_owned();
+    let file = OpenOptions::new().write(true).read(true).open(path).expect("it was created");
+    let len = file.metadata().expect("the file is open").len();
+    let mut world =
+        World { scratch, file, len, members: Vec::new(), noisy: false, is_damaged: false };
+    let mut bytes = Bytes::new(bytes);
+    bytes.steps(MAX_OPS, |bytes| world.step(bytes));
+}

@@ -1,0 +1,118 @@
+//! Which memory a runtime shares with other processes, and by which ledgers.
+
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{DeviceInfo, Driver};
+use aquifer_host::topology::Topology;
+use aquifer_ledger::{Ledger, LedgerError, Share, SharedBudget, folder_of_environment};
+use std::{path::PathBuf, sync::Arc};
+
+/// The name of the ledger of pinned memory.
+const PINNED: &str = "pinned-memory";
+
+/// What the program has set.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sharing {
+    /// The guarantee of each device, in bytes, if they are shared.
+    pub(super) devices: Option<u64>,
+    /// The guarantee of pinned memory, in bytes, if it is shared.
+    pub(super) pinned: Option<u64>,
+    pub(super) priority: i32,
+    /// Whether guarantees are kept free instead of lent.
+    pub(super) reserve: bool,
+    pub(super) folder: Option<PathBuf>,
+}
+
+/// A refusal to share memory, as an error of the builder.
+fn refused(error: &LedgerError) -> MemoryError {
+    MemoryError::BadSetting {
+        name: "a shared memory",
+        value: error.to_string(),
+        expected: "a ledger that this process can join",
+    }
+}
+
+/// Returns the name of a device's ledger. Simulated devices are not those of the machine.
+fn name_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> String {
+    if driver.clone().simulator().is_some() {
+        return format!("simulated-{}", info.device.0);
+    }
+    match (&info.uuid, &info.pci_address) {
+        (Some(uuid), _) => {
+            let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+            format!("GPU-{}", digits.concat())
+        }
+        (None, Some(address)) => format!("GPU-{}", address.replace(':', "-")),
+        (None, None) => format!("GPU-{}", info.device.0),
+    }
+}
+
+impl Sharing {
+    /// Reads the folder from the environment if it is not set. Nothing is shared if that says
+    /// `off`.
+    pub(super) fn resolve(mut self) -> Result<Self> {
+        if self.folder.is_none() && (self.devices.is_some() || self.pinned.is_some()) {
+            self.folder = folder_of_environment().map_err(|error| refused(&error))?;
+        }
+        Ok(self)
+    }
+
+    fn share(&self, guarantee: u64) -> Share {
+        let share = Share::new().guarantee(guarantee).priority(self.priority);
+        if self.reserve { share.reserve() } else { share }
+    }
+
+    /// Joins the ledger of a device, if devices are shared. `limit` is the most that this process
+    /// claims.
+    pub(super) fn device(
+        &self,
+        driver: &Arc<dyn Driver>,
+        info: &DeviceInfo,
+        has_budget: bool,
+        limit: Option<u64>,
+    ) -> Result<Option<SharedBudget>> {
+        let (Some(guarantee), Some(folder)) = (self.devices, &self.folder) else { return Ok(None) };
+        if has_budget || info.integrated {
+            return Err(MemoryError::BadSetting {
+                name: "a shared memory",
+                value: info.name.clone(),
+                expected: "a device with memory of its own, and no budget in the pools' settings",
+            });
+        }
+        let (driver, device) = (driver.clone(), info.device);
+        let ledger = Ledger::open(folder, &name_of(&driver, info), info.memory);
+        let in_use = move || {
+            let memory = driver.memory_info(device).ok()?;
+            Some(memory.total.saturating_sub(memory.free))
+        };
+        let share = self.share(guarantee).limit(limit.unwrap_or(u64::MAX));
+        ledger
+            .and_then(|ledger| share.join(ledger))
+            .and_then(|member| member.budget("the device of all processes", in_use))
+            .map(Some)
+            .map_err(|error| refused(&error))
+    }
+
+    /// Joins the ledger of pinned memory, if that is shared. `is_device_memory` is set if the
+    /// host's memory is also that of a device.
+    pub(super) fn pinned(
+        &self,
+        topology: &Topology,
+        is_device_memory: bool,
+    ) -> Result<Option<SharedBudget>> {
+        let (Some(guarantee), Some(folder)) = (self.pinned, &self.folder) else { return Ok(None) };
+        if is_device_memory {
+            return Err(MemoryError::BadSetting {
+                name: "a shared memory",
+                value: "pinned memory".to_owned(),
+                expected: "host memory that no device has for its own",
+            });
+        }
+        // A figure that is the same in all processes, unlike what is free now.
+        let memory: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
+        Ledger::open(folder, PINNED, memory / 2)
+            .and_then(|ledger| self.share(guarantee).join(ledger))
+            .and_then(|member| member.budget("pinned memory of all processes", || None))
+            .map(Some)
+            .map_err(|error| refused(&error))
+    }
+}

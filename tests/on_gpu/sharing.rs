@@ -1,0 +1,179 @@
+//! Tests of blocks between two processes on a real GPU.
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(unsafe_code, reason = "receives memory that another process works with")]
+
+use crate::first_gpu::{self, RuntimeInTurn};
+use aquifer::{
+    Budget, DeviceBuffer, DevicePool, PoolConfig, Request, Stream,
+    device::{Exported, ReceivedBlock, check_peer},
+    driver::ExportTypes,
+};
+use std::{
+    env,
+    io::{Read, Write},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener, UnixStream},
+    },
+    process::{self, Child, Command},
+    time::{Duration, Instant},
+};
+
+const MIB: u64 = 1 << 20;
+/// Names the socket of the sender, in the receiver.
+const SOCKET: &str = "AQUIFER_TEST_SENDER";
+
+/// Returns a pool under a limit in MiB on the first GPU, or prints why there is none.
+fn pool(limit: u64, shareable: bool) -> Option<(RuntimeInTurn, DevicePool)> {
+    let rt = first_gpu::runtime()?;
+    let first = rt.device(0).unwrap();
+    let info = first.info();
+    if !info.virtual_memory || info.export_types.missing(ExportTypes::POSIX_FD).is_some() {
+        println!("skipped: {} cannot export memory as files", info.name);
+        return None;
+    }
+    let mut config = PoolConfig::with_budget(Budget::new("the device", limit * MIB));
+    config.shareable = shareable;
+    config.export = if shareable { ExportTypes::POSIX_FD } else { ExportTypes::NONE };
+    let driver = rt.driver().unwrap().clone();
+    let pool = DevicePool::open(driver, first.device(), config).unwrap();
+    Some((rt, pool))
+}
+
+fn address(name: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(name).unwrap()
+}
+
+fn filled(pool: &DevicePool, s: &Stream, bytes: u64, byte: u8) -> DeviceBuffer<u8> {
+    let mut buffer = pool.buffer(s, bytes as usize).unwrap();
+    s.fill(&mut buffer, byte).unwrap();
+    buffer
+}
+
+fn is_all(s: &Stream, buffer: &DeviceBuffer<u8>, byte: u8) -> bool {
+    let mut back = vec![0; buffer.len()];
+    s.scope(|c| c.download(buffer, &mut back)).unwrap().unwrap();
+    back.iter().all(|&found| found == byte)
+}
+
+fn received_is_all(s: &Stream, block: &ReceivedBlock, byte: u8) -> bool {
+    let mut back = vec![0; block.bytes() as usize];
+    let all = block.slice::<u8>(0..back.len()).unwrap();
+    s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+    back.iter().all(|&found| found == byte)
+}
+
+/// Starts this program as the receiver, and returns its connection.
+fn receiver() -> (Child, UnixStream) {
+    let name = format!("aquifer-test-{}", process::id());
+    let listener = UnixListener::bind_addr(&address(&name)).unwrap();
+    let child = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "sharing::the_other_process", "--nocapture", "--include-ignored"])
+        .env(SOCKET, &name)
+        .spawn()
+        .unwrap();
+    let (socket, _) = listener.accept().unwrap();
+    check_peer(&socket).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    (child, socket)
+}
+
+/// Has the receiver check that its bytes are all this.
+fn sees(mut socket: &UnixStream, byte: u8) -> bool {
+    socket.write_all(&[byte]).unwrap();
+    let mut answer = [0];
+    socket.read_exact(&mut answer).unwrap();
+    answer == [1]
+}
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn the_other_process() {
+    let Ok(name) = env::var(SOCKET) else { return };
+    let mut socket = UnixStream::connect_addr(&address(&name)).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let Some((_rt, pool)) = pool(64, false) else { return };
+    let s = pool.stream().unwrap();
+    // SAFETY: 1. Each process synchronises before the other one works. 2. The sender frees its
+    // block after the close.
+    let mut theirs = unsafe { pool.receive(&s, &socket) }.unwrap();
+    assert_eq!(pool.budget().used(), 0, "charged where it was created");
+    loop {
+        let mut asked = [0];
+        socket.read_exact(&mut asked).unwrap();
+        match asked {
+            [0] => break,
+            [0xff] => {
+                let all = 0..theirs.bytes() as usize;
+                s.fill(&mut theirs.slice_mut::<u8>(all).unwrap(), 0xff).unwrap();
+                s.synchronize().unwrap();
+                socket.write_all(&[1]).unwrap();
+            }
+            [byte] => socket.write_all(&[received_is_all(&s, &theirs, byte).into()]).unwrap(),
+        }
+    }
+    assert_eq!(theirs.close(), Ok(true));
+    socket.write_all(&[1]).unwrap();
+}
+
+#[test]
+fn another_process_maps_a_block_whose_surroundings_are_compacted() {
+    let Some((_rt, pool)) = pool(512, true) else { return };
+    let s = pool.stream().unwrap();
+    let mut blocks: Vec<_> = (1..=16).map(|n| Some(filled(&pool, &s, 30 * MIB + 512, n))).collect();
+    let kept = blocks[8].take().unwrap();
+    let shared = pool.share(kept.block(), "the ninth").unwrap();
+    s.synchronize().unwrap();
+    let (mut child, socket) = receiver();
+    let start = Instant::now();
+    shared.send(&socket).unwrap();
+    assert!(sees(&socket, 9), "the same bytes");
+    println!("{} handles sent and read in {:?}", shared.handles(), start.elapsed());
+    let moves = pool.stats().moves;
+    blocks.iter_mut().step_by(2).for_each(|block| drop(block.take()));
+    let large = filled(&pool, &s, 200 * MIB, 0x77);
+    s.synchronize().unwrap();
+    assert!(pool.stats().moves > moves, "handles have moved");
+    pool.trim(0).unwrap();
+    assert!(sees(&socket, 9) && is_all(&s, &kept, 9) && is_all(&s, &large, 0x77));
+    assert!(sees(&socket, 0xff), "the other process writes");
+    assert!(is_all(&s, &kept, 0xff));
+    assert!(sees(&socket, 0), "and closes");
+    assert!(child.wait().unwrap().success());
+    drop((blocks, large, kept, shared));
+    s.synchronize().unwrap();
+    pool.trim(0).unwrap();
+    assert_eq!(pool.budget().used(), 0);
+}
+
+#[test]
+fn a_receiver_that_is_killed_leaves_the_block_to_its_sender() {
+    let Some((_rt, pool)) = pool(64, true) else { return };
+    let s = pool.stream().unwrap();
+    let kept = filled(&pool, &s, 20 * MIB, 5);
+    s.synchronize().unwrap();
+    for _ in 0..2 {
+        let (mut child, socket) = receiver();
+        pool.share(kept.block(), "").unwrap().send(&socket).unwrap();
+        assert!(sees(&socket, 5));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(is_all(&s, &kept, 5));
+    }
+    drop(kept);
+    s.synchronize().unwrap();
+    pool.trim(0).unwrap();
+    assert_eq!(pool.budget().used(), 0);
+}
+
+#[test]
+fn the_driver_maps_no_more_bytes_than_a_handle_has() {
+    let Some((_rt, pool)) = pool(64, true) else { return };
+    let s = pool.stream().unwrap();
+    let block = pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let exported = block.export().unwrap();
+    let bytes = exported.bytes();
+    let lie = Exported::from_fd(exported.into_fd().unwrap(), 2 * bytes);
+    // SAFETY: 1. The memory is not used.
+    assert!(unsafe { pool.import(&s, &lie) }.is_err());
+}
