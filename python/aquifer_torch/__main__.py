@@ -3,7 +3,8 @@
     python -m aquifer_torch [--limit LIMIT] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
     python -m aquifer_torch [...] -m MODULE [ARGUMENT ...]
 
-The program sees its own arguments, `__main__` and search path, as under plain `python`.
+The program sees its own arguments, `__main__` and search path, as under plain `python`. The Python processes that it starts
+run on aquifer as well. A process installs it at its first use of CUDA, unless the program has installed it until then.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import os
 import runpy
 import sys
 
-import aquifer_torch
+from . import launch
+from .library import Library
 
 
 def limit(text: str) -> int | float:
     """A part of the memory if there is a point in it, otherwise bytes."""
-    return float(text) if "." in text else int(text)
+    asked = float(text) if "." in text else int(text)
+    if asked <= 0 or (isinstance(asked, float) and asked > 1):
+        raise argparse.ArgumentTypeError(f"{text}: bytes, or a part of the memory above 0 and up to 1.0")
+    return asked
 
 
 def main() -> None:
@@ -31,10 +36,11 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
     asked = parser.parse_args()
 
-    settings = {} if asked.limit is None else {"limit": asked.limit}
-    aquifer_torch.install(**settings)
-    if not asked.no_pinned:
-        aquifer_torch.install_pinned(pinned_limit=asked.pinned_limit)
+    # Whether there is one: better now than at the first use of CUDA.
+    Library()
+    settings = {"limit": asked.limit, "pinned_limit": asked.pinned_limit, "pinned": not asked.no_pinned}
+    launch.with_children(settings)
+    launch.at_first_use(settings)
     sys.argv = [asked.program, *asked.arguments]
     if asked.module:
         sys.path[0] = os.getcwd()

@@ -21,6 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import aquifer_torch  # noqa: E402
 from aquifer_torch import library as binding  # noqa: E402
+from launch_on_sim import LauncherTests  # noqa: E402
 from sleep_on_sim import RegionTests  # noqa: E402
 from vllm_on_sim import VllmTests  # noqa: E402
 
@@ -400,6 +401,10 @@ class Sleep(RegionTests, OneProcess, unittest.TestCase):
 
 class VllmSleep(VllmTests, OneProcess, unittest.TestCase):
     """vLLM's sleep mode."""
+
+
+class Launcher(LauncherTests, unittest.TestCase):
+    """python -m aquifer_torch."""
 
 
 class TheTestsOnAGpu(unittest.TestCase):

@@ -294,3 +294,30 @@ def an_unchanged_program_runs_on_it_as_a_file_and_as_a_module():
             command = [*start, *rest, "--flag", "value"]
             ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place, timeout=200)
             assert ran.returncode == 0 and f"done {2 * (1 << 20)}.0" in ran.stdout, ran.stdout + ran.stderr
+
+
+STARTS = """
+import subprocess, sys, torch.multiprocessing as mp
+def work(rank, flags):
+    import sys, runpy
+    sys.argv = ["program", *flags]
+    runpy.run_module("program", run_name="__main__")
+if __name__ == "__main__":
+    import torch
+    mp.spawn(work, args=(sys.argv[1:],), nprocs=2)
+    subprocess.run([sys.executable, "-m", "program", *sys.argv[1:]], check=True)
+    assert not torch.cuda.is_initialized()
+    print("started")
+"""
+
+
+@of("launcher")
+def the_processes_that_an_unchanged_program_starts_run_on_it_too():
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("program", PROGRAM), ("beside", ""), ("starts", STARTS)):
+            pathlib.Path(folder, f"{name}.py").write_text(text)
+        package = pathlib.Path(aquifer_torch.__file__).resolve().parent.parent
+        environment = os.environ | {"PYTHONPATH": str(package)}
+        command = [sys.executable, "-m", "aquifer_torch", "--limit", "0.2", "-m", "starts", "--flag", "value"]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=200)
+        assert ran.returncode == 0 and ran.stdout.count("done") == 3 and "started" in ran.stdout, ran.stdout + ran.stderr
