@@ -240,27 +240,18 @@ class History {
     SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) {
         const DeviceIndex devices = c10::cuda::device_count();
         SnapshotInfo state{};
+        state.device_traces.resize(devices);
         std::unordered_map<void*, std::shared_ptr<GatheredContext>> contexts;
         {
             const std::lock_guard<std::mutex> lock(mutex);
             for (const auto& [memory, block] : live) contexts.emplace(memory, block.context);
         }
+        if (with_traces) add_traces(devices, state);
         for (DeviceIndex device = 0; device < devices; ++device) {
             const auto blocks = pool == MempoolId_t{0, 0} ? blocks_of_device(device) : blocks_of_pool(device, pool);
             add_segments(device, blocks, contexts, state.segments);
+            // Only the next snapshot has this entry, as with the native allocator.
             if (records()) record("snapshot", TraceEntry::SNAPSHOT, nullptr, 0, device, nullptr, nullptr);
-        }
-        state.device_traces.resize(devices);
-        if (!with_traces) return state;
-        const auto to_ns = clock.makeConverter();
-        const std::lock_guard<std::mutex> lock(mutex);
-        for (TraceEntry entry : entries) {
-            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
-            if (entry.device_ >= 0 && entry.device_ < devices) state.device_traces[entry.device_].push_back(std::move(entry));
-        }
-        for (auto entry : annotations) {
-            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
-            state.external_annotations.push_back(std::move(entry));
         }
         return state;
     }
@@ -276,6 +267,20 @@ class History {
     }
 
    private:
+    // What has been recorded so far.
+    void add_traces(DeviceIndex devices, SnapshotInfo& state) {
+        const auto to_ns = clock.makeConverter();
+        const std::lock_guard<std::mutex> lock(mutex);
+        for (TraceEntry entry : entries) {
+            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
+            if (entry.device_ >= 0 && entry.device_ < devices) state.device_traces[entry.device_].push_back(std::move(entry));
+        }
+        for (auto entry : annotations) {
+            entry.time_.t_ = to_ns(entry.time_.approx_t_) / 1000;
+            state.external_annotations.push_back(std::move(entry));
+        }
+    }
+
     struct Live {
         std::shared_ptr<GatheredContext> context;
         size_t size = 0;
@@ -307,7 +312,7 @@ class History {
         const auto& compiled = compile_contexts();
         auto entry = entry_of<TraceEntry>(action, device, reinterpret_cast<size_t>(memory), size, stream, MempoolId_t{0, 0},
                                           c10::getApproximateTime(), std::move(context),
-                                          compiled.empty() ? std::string() : compiled.back());
+                                          compiled.empty() ? std::string("N/A") : compiled.back());
         std::vector<AllocatorTraceTracker> called;
         {
             const std::lock_guard<std::mutex> lock(mutex);

@@ -8,7 +8,7 @@
 //   - PyTorch names the streams that use a block (record_event). When the block is freed, an event is recorded on each of
 //     them, and the memory is reused when all events are complete.
 //   - A block that is allocated in a graph capture is kept until the pool of the graph is released, since each launch uses
-//     its address again.
+//     its address again. If no stream has used it, it serves the next request of its size for that pool.
 //   - No event can be recorded on a stream that is capturing. A block that such a stream uses is kept until the capture ends.
 //
 // aquifer_torch compiles it against the installed PyTorch, and calls the functions at the end by ctypes.
@@ -129,6 +129,8 @@ void release_pool_of(Allocator&, MempoolId_t, long) {}
 struct Block {
     void* memory;
     size_t bytes;
+    // The current device when it was allocated.
+    DeviceIndex device;
     // The graph pool that the block belongs to, or NO_POOL.
     MempoolId_t pool;
     std::vector<c10::Stream> streams;
@@ -146,6 +148,10 @@ class PinnedAllocator final : public at::HostAllocator {
         if (bytes == 0) return {nullptr, nullptr, &PinnedAllocator::free, c10::DeviceType::CPU};
         free_after_captures();
         const DeviceIndex device = current_device();
+        const MempoolId_t pool = pool_of_capture();
+        if (pool != NO_POOL) {
+            if (Block* unused = take_unused(pool, device, bytes)) return serve_block(unused);
+        }
         void* memory = nullptr;
         const aq_status status = aq.aq_pinned_alloc(runtime_, static_cast<uint32_t>(device), bytes, 0, &memory);
         if (C10_UNLIKELY(status != AQ_OK)) {
@@ -162,14 +168,7 @@ class PinnedAllocator final : public at::HostAllocator {
             aq.aq_pinned_free(memory);
             return previous_->allocate(bytes);
         }
-        auto* block = new Block{memory, bytes, pool_of_capture(), {}};
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            blocks_.insert(block);
-            requests_.increase(1);
-            bytes_.increase(bytes);
-        }
-        return {memory, block, &PinnedAllocator::free, c10::DeviceType::CPU};
+        return serve_block(new Block{memory, bytes, device, pool, {}});
     }
 
     void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -269,6 +268,34 @@ class PinnedAllocator final : public at::HostAllocator {
     };
 
     static void free(void* context);
+
+    // Counts the block as live.
+    c10::DataPtr serve_block(Block* block) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            blocks_.insert(block);
+            requests_.increase(1);
+            bytes_.increase(block->bytes);
+        }
+        return {block->memory, block, &PinnedAllocator::free, c10::DeviceType::CPU};
+    }
+
+    // Takes a freed block of this size that no stream has used from those that a graph pool keeps. Null without one.
+    Block* take_unused(MempoolId_t pool, DeviceIndex device, size_t bytes) {
+        const std::lock_guard<std::mutex> lock(pools_mutex_);
+        const auto found = pools_.find(pool);
+        if (found == pools_.end()) return nullptr;
+        auto& kept = found->second.kept;
+        const auto serves = [&](const Block* block) {
+            return block->bytes == bytes && block->device == device && block->streams.empty();
+        };
+        // The last freed first: its memory may still be in the processor's caches.
+        const auto unused = std::find_if(kept.rbegin(), kept.rend(), serves);
+        if (unused == kept.rend()) return nullptr;
+        Block* block = *unused;
+        kept.erase(std::next(unused).base());
+        return block;
+    }
 
     // The block of a context, or of the memory if the context is not one of ours. Null if neither is.
     Block* find(void* memory, void* context) const {

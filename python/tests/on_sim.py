@@ -5,6 +5,7 @@
 
 import ast
 import ctypes
+import json
 import os
 import pathlib
 import pickle
@@ -428,16 +429,33 @@ class TheTestsOnAGpu(unittest.TestCase):
         self.assertGreater(len(named), 25)
         self.assertLessEqual(named, set(tests), named - set(tests))
 
-    def test_of_pytorchs_own_are_told_apart_by_name(self):
-        source = "class TestMemPool(T):\n    def test_mempool_id(self): pass\n    def test_mempool_no_split(self): pass\n"
-        source += "class TestCuda(T):\n    def helper(self): pass\n    def test_memory_stats(self): pass\n    def test_memory_stats_more(self): pass\n"
+    def test_of_pytorchs_own_are_compared_with_what_passes_natively(self):
+        outcomes = {
+            "TestCuda.test_a": ("passed", "passed"),
+            "TestCuda.test_b": ("passed", "failed"),
+            "TestCuda.test_graph_two_successive": ("passed", "failed"),
+            "TestCuda.test_graph_two_successive_more": ("passed", "crashed"),
+            "TestCuda.test_c": ("failed", "passed"),
+            "TestCuda.test_d": ("skipped", "skipped"),
+            "TestCuda.test_e": ("not run", "passed"),
+        }
+        found = {"test_cuda.py": {name: {"native": [native, "", 0], "aquifer": [ours, "why\nthe last line", 0]} for name, (native, ours) in outcomes.items()}}
         with tempfile.TemporaryDirectory() as at:
-            (pathlib.Path(at) / "test_cuda.py").write_text(source)
-            command = [sys.executable, str(HERE / "pytorchs_own.py"), "--list", f"{at}/test_cuda.py"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        self.assertEqual([line.split()[0] for line in said], ["applies", "not", "not", "applies"])
-        self.assertRegex(said[1], "test_mempool_no_split: segments")
-        self.assertRegex(said[2], "test_memory_stats: accumulated")
+            path = pathlib.Path(at) / "found.json"
+            path.write_text(json.dumps(found))
+            command = [sys.executable, str(HERE / "pytorchs_own.py"), "--show", str(path)]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            self.assertEqual(ran.returncode, 1)
+            self.assertIn("| test_cuda.py | 1 | 2 | 1 | 1 | 1 | 1 | 25.0 % |", ran.stdout)
+            self.assertRegex(ran.stdout, "does not apply +TestCuda.test_graph_two_successive: sizes")
+            self.assertRegex(ran.stdout, "fails here +TestCuda.test_graph_two_successive_more: crashed: the last line")
+            # Of those that apply, 19 in 20 are enough.
+            right = {f"TestCuda.test_{n}": {"native": ["passed", "", 0], "aquifer": ["passed" if n else "failed", "", 0]} for n in range(20)}
+            path.write_text(json.dumps({"test_cuda.py": right}))
+            self.assertEqual(subprocess.run(command, capture_output=True).returncode, 0)
+            right["TestCuda.test_1"]["aquifer"][0] = "timed out"
+            path.write_text(json.dumps({"test_cuda.py": right}))
+            self.assertEqual(subprocess.run(command, capture_output=True).returncode, 1)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,30 @@ def pinned_memory_of_a_captured_graph_stays_in_place_until_the_graph_is_gone():
 
 
 @of("pinned")
+def a_freed_block_that_no_stream_has_used_serves_its_graphs_pool_again():
+    before = drained()
+    pool = torch.cuda.graph_pool_handle()
+    graphs, addresses = [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode="thread_local"):
+            for _ in range(2):
+                unused = torch.zeros(1000).pin_memory()
+                addresses.append(unused.data_ptr())
+                del unused
+            other = torch.zeros(1001).pin_memory()
+            assert other.data_ptr() != addresses[0]
+            del other
+    assert len(set(addresses)) == 1, addresses
+    outside = torch.zeros(1000).pin_memory()
+    assert outside.data_ptr() != addresses[0]
+    del graphs, outside
+    gc.collect()
+    torch.cuda.synchronize()
+    assert drained() == before, (before, requested())
+
+
+@of("pinned")
 def memory_that_a_capturing_stream_uses_is_not_reused_before_the_capture_ends():
     before = drained()
     target = torch.zeros(MIB, device="cuda", dtype=torch.int32)
