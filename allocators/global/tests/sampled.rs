@@ -84,8 +84,8 @@ fn holds_at_depth(depth: usize) -> Vec<u8> {
 }
 
 fn a_report_asks_for_less_than_there_are_places() {
-    // A stack is cut after 40 frames, so the deepest calls are one place. How many are depends on how
-    // many frames the standard library takes: 16 where it is optimised, and 23 where it is not.
+    // A stack is cut after 40 frames, so the deepest calls are one place. The standard library
+    // takes 16 frames of a stack where it is optimised, and 23 where it is not.
     let held: Vec<_> = (0..20).map(holds_at_depth).collect();
     let places = stacks(usize::MAX).len() as u64;
     let before = stats().allocations;
