@@ -14,7 +14,8 @@ from typing import Any
 
 # The settings of the processes that a program starts, as JSON. `startup/sitecustomize.py` reads it.
 VARIABLE = "AQUIFER_TORCH"
-_STARTUP = str(pathlib.Path(__file__).resolve().parent / "startup")
+# The folder that they find first on their path.
+STARTUP = str(pathlib.Path(__file__).resolve().parent / "startup")
 
 
 def with_children(settings: dict[str, Any]) -> None:
@@ -27,8 +28,8 @@ def with_children(settings: dict[str, Any]) -> None:
     """
     os.environ[VARIABLE] = json.dumps(settings)
     path = os.environ.get("PYTHONPATH")
-    if _STARTUP not in (path or "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = _STARTUP + (os.pathsep + path if path else "")
+    if STARTUP not in (path or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = STARTUP + (os.pathsep + path if path else "")
 
 
 def at_first_use(settings: dict[str, Any]) -> None:
