@@ -48,7 +48,8 @@ def at_first_use(settings: dict[str, Any]) -> None:
         import aquifer_torch
 
         if not aquifer_torch._installed:
-            limit = settings.get("limit")
+            # After the program's own setup() the limit is the program's.
+            limit = settings.get("limit") if aquifer_torch._library is None else None
             aquifer_torch.install(**({} if limit is None else {"limit": limit}))
         if settings.get("pinned", True) and not aquifer_torch._pins():
             aquifer_torch.install_pinned(pinned_limit=settings.get("pinned_limit"))

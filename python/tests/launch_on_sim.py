@@ -73,6 +73,14 @@ class LauncherTests:
         program = RECORDING + "aquifer_torch.install(limit=7)\ntorch.use_cuda()\nimport json; print(json.dumps(torch.said))\n"
         self.assertEqual(self.ran(program, "--limit", "9", "--no-pinned"), [[["install", {"limit": 7}], "initialised"]])
 
+    def test_leaves_a_program_that_makes_the_runtime_by_itself_its_own_limit(self):
+        program = RECORDING + (
+            "library = aquifer_torch.setup(driver=1, sim_memory=1 << 30, limit=1 << 20)\n"
+            "torch.use_cuda()\nimport json; print(json.dumps([torch.said, library.limit(0)[0]]))\n"
+        )
+        said = self.ran(program, "--limit", "0.5", "--no-pinned")
+        self.assertEqual(said, [[[["install", {}], "initialised"], 1 << 20]])
+
     def test_tries_again_after_a_failure_and_never_initialises_without(self):
         program = RECORDING + (
             "right = aquifer_torch.install\n"
