@@ -42,6 +42,7 @@ FILES = {
 }
 # Seconds for one test.
 PATIENCE = 100
+NOT_RUN = ["not run", "", 0]
 
 # The first that matches CLASS.TEST says why it does not apply.
 NOT = [
@@ -212,11 +213,10 @@ class Worker:
         self.answers.close()
 
 
-def run(path, queues, count, until):
-    """Runs the tests of each allocator's queue on `count` workers each; a queue of None is all tests of the file. Returns the
-    outcomes by (allocator, test)."""
+def run(path, queues, count, until, pattern="."):
+    """Runs the tests of each allocator's queue on `count` workers each; a queue of None is all tests of the file that match.
+    Returns the outcomes by (allocator, test)."""
     found, workers = {}, []
-    pattern = queues.pop("pattern", ".")
     for allocator, queue in queues.items():
         wanted = count if queue is None else min(count, len(queue))
         workers += [Worker(allocator, path) for _ in range(wanted)]
@@ -251,20 +251,28 @@ def run(path, queues, count, until):
                 worker.run(queue.popleft())
     for worker in workers:
         worker.stop()
+        if worker.test is not None:
+            queues[worker.allocator].append(worker.test)
+    for allocator, queue in queues.items():
+        if queue is None:
+            print(f"{path.name}: no time is left for it", flush=True)
+        for test in queue or ():
+            found[allocator, test] = NOT_RUN
     return found
 
 
 def compare(folder, file, pattern, count, until):
     """Outcomes of a file, as {test: {allocator: [kind, message, seconds]}}."""
     path = folder / file
-    found = run(path, {"pattern": pattern, **dict.fromkeys(ALLOCATORS)}, count, until)
+    found = run(path, dict.fromkeys(ALLOCATORS), count, until, pattern)
     names = sorted({test for _, test in found})
     good = ("passed", "skipped")
-    again = [name for name in names if any(found.get((each, name), ["not run"])[0] not in good for each in ALLOCATORS)]
+    again = [name for name in names if any(found.get((each, name), NOT_RUN)[0] not in good for each in ALLOCATORS)]
     print(f"{file}: {len(names)} tests; {len(again)} are run again, each alone", flush=True)
     for allocator in ALLOCATORS:
-        found.update(run(path, {allocator: collections.deque(again)}, 1, until))
-    return {name: {each: found.get((each, name), ["not run", "", 0]) for each in ALLOCATORS} for name in names}
+        alone = run(path, {allocator: collections.deque(again)}, 1, until)
+        found.update({which: outcome for which, outcome in alone.items() if outcome is not NOT_RUN})
+    return {name: {each: found.get((each, name), NOT_RUN) for each in ALLOCATORS} for name in names}
 
 
 def verdict(name, outcomes):
