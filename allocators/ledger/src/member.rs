@@ -196,7 +196,8 @@ pub struct Member {
 
 impl Member {
     /// Claims `bytes`, or nothing. Does not wait for other members to release any; makes no system
-    /// call if the bytes fit, and else one for each other member, to find those that are dead.
+    /// call if the bytes fit, and else one for each other member, to find those that are dead. Zero
+    /// bytes always fit.
     ///
     /// # Errors
     /// [`ClaimRefused`], with what is in the way.
@@ -237,6 +238,10 @@ impl Member {
     }
 
     fn claim_as(&self, bytes: u64, ticket: u64) -> Result<(), ClaimRefused> {
+        // Also where the others hold more than the capacity, as after a join with a reserve.
+        if bytes == 0 && self.is_of_this_process() {
+            return Ok(());
+        }
         let (mut begun, mut attempt) = (None, 0_u32);
         loop {
             let (outcome, claimed) = self.try_claim(bytes, ticket);

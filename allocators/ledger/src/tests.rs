@@ -68,6 +68,17 @@ fn soon() -> Instant {
 }
 
 #[test]
+fn a_claim_of_no_bytes_is_granted_where_others_hold_more_than_the_capacity() {
+    let scratch = Scratch::new("none");
+    let (borrower, other) = (scratch.join(Share::new()), scratch.join(Share::new()));
+    borrower.claim(100).unwrap();
+    let _reserved = scratch.join(Share::new().guarantee(40).reserve());
+    other.claim(0).unwrap();
+    assert_eq!(other.claim(1).unwrap_err().room(), 0);
+    assert_eq!(other.claimed(), 0);
+}
+
+#[test]
 fn members_share_one_capacity_and_leave_with_their_claims() {
     let scratch = Scratch::new("share");
     let (first, second) = (scratch.join(Share::new()), scratch.join(Share::new().limit(50)));

@@ -143,7 +143,7 @@ impl World {
         let held: u64 = others.map(|(_, other)| other.claimed.max(other.reserved)).sum();
         let modelled = &mut self.members[own];
         let next = modelled.claimed + wanted;
-        let fits = next <= modelled.limit && held + next <= CAPACITY;
+        let fits = wanted == 0 || (next <= modelled.limit && held + next <= CAPACITY);
         let granted = modelled.member.claim(wanted);
         if !self.noisy {
             assert_eq!(granted.is_ok(), fits, "{wanted} beside {} and {held}", modelled.claimed);

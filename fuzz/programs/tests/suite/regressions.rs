@@ -39,4 +39,7 @@ regressions! {
     a_lease_grants_no_more_than_its_budget_where_guarantees_fill_a_lowered_limit: "budget" [
         (14342794408075834852, 7644),
     ];
+    a_claim_of_no_bytes_is_granted_where_others_hold_more_than_the_capacity: "ledger" [
+        (6579279337601419967, 6680),
+    ];
 }
