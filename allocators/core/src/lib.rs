@@ -31,6 +31,8 @@ pub mod ids;
 pub mod opaque;
 #[doc(hidden)]
 pub mod panics;
+#[doc(hidden)]
+pub mod random;
 pub mod request;
 pub mod sanitizer;
 #[doc(hidden)]

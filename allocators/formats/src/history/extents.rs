@@ -5,6 +5,7 @@
 //! known at any moment. Priorities are drawn per tree, so that no input can make it deep; they
 //! change no result.
 
+use aquifer_core::random::SplitMix64;
 use std::{
     collections::hash_map::RandomState,
     fmt,
@@ -33,7 +34,7 @@ pub struct ExtentTree {
     spare: Vec<u32>,
     root: u32,
     total: u64,
-    random: u64,
+    random: SplitMix64,
 }
 
 #[derive(Clone, Copy)]
@@ -49,7 +50,7 @@ struct ExtentNode {
 
 impl Default for ExtentTree {
     fn default() -> Self {
-        let random = RandomState::new().build_hasher().finish();
+        let random = SplitMix64::new(RandomState::new().build_hasher().finish());
         Self { nodes: Vec::new(), spare: Vec::new(), root: NONE, total: 0, random }
     }
 }
@@ -183,10 +184,7 @@ impl ExtentTree {
     }
 
     fn node(&mut self, start: u64, end: u64) -> u32 {
-        // SplitMix64, by Sebastiano Vigna.
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.random ^ (self.random >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let priority = (mixed >> 32) as u32;
+        let priority = (self.random.next_u64() >> 32) as u32;
         let (widest, left, right) = (end - start, NONE, NONE);
         self.total += widest;
         let node = ExtentNode { start, end, widest, priority, left, right };

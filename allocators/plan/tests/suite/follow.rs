@@ -1,6 +1,7 @@
 //! Cursors: programs that run again as recorded, and with changes.
 
 use crate::{made::programs, places::tries};
+use aquifer_core::random::SplitMix64;
 use aquifer_formats::trace::Trace;
 use aquifer_plan::{CursorCounters, NEVER, Plan, PlanAnswer, PlanBlock, PlanCursor, PlannedBlock};
 use proptest::prelude::*;
@@ -37,22 +38,18 @@ fn acts(blocks: &[PlanBlock]) -> Vec<Act> {
     acts.into_iter().map(|(_, act)| act).collect()
 }
 
-/// Splitmix64.
-struct Numbers(u64);
+/// Repeatable random numbers.
+struct Numbers(SplitMix64);
 
 impl Numbers {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (mixed ^ (mixed >> 31)) % bound
+        self.0.next_u64() % bound
     }
 }
 
 /// Changes `per_cent` of the allocations: one more, one less, another size, or later.
 fn changed(acts: &[Act], per_cent: u64, seed: u64) -> Vec<Act> {
-    let mut numbers = Numbers(seed);
+    let mut numbers = Numbers(SplitMix64::new(seed));
     let mut gone = std::collections::HashSet::new();
     // Acts that come later, by the position before which they come.
     let mut later: BTreeMap<usize, Vec<Act>> = BTreeMap::new();

@@ -1,6 +1,7 @@
 //! The tools of the workloads: a portable random generator, and blocks that write their own rows.
 
 use super::super::{Fault, Trace, TraceFormat, builder::Builder, error::Name};
+use aquifer_core::random::SplitMix64;
 
 /// A live block of a workload.
 #[derive(Debug)]
@@ -14,7 +15,7 @@ pub(super) struct MadeBlock {
 /// Writes the rows of a workload.
 pub(super) struct Maker {
     builder: Builder,
-    random: u64,
+    random: SplitMix64,
     scale: f64,
     length: f64,
     next: u64,
@@ -25,7 +26,8 @@ pub(super) struct Maker {
 
 impl Maker {
     pub(super) fn new(seed: u64, scale: f64, length: f64) -> Self {
-        Self { builder: Builder::new(), random: seed, scale, length, next: 1, row: 1, live: 0 }
+        let random = SplitMix64::new(seed);
+        Self { builder: Builder::new(), random, scale, length, next: 1, row: 1, live: 0 }
     }
 
     /// Returns `steps` multiplied by the requested length.
@@ -38,18 +40,9 @@ impl Maker {
         ((bytes as f64 * self.scale) as u64).max(1)
     }
 
-    fn random(&mut self) -> u64 {
-        // SplitMix64, by Sebastiano Vigna.
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.random;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
     /// Returns a number below `most`, which must not be zero.
     pub(super) fn below(&mut self, most: u64) -> u64 {
-        self.random() % most.max(1)
+        self.random.next_u64() % most.max(1)
     }
 
     /// Returns a number from `low` to `high`, inclusive.
