@@ -1,33 +1,12 @@
 //! CRC-64/XZ, the checksum of plan files.
 
-/// The polynomial of ECMA-182, lowest bit first.
-const POLYNOMIAL: u64 = 0xC96C_5795_D787_0F42;
+use crc::{CRC_64_XZ, Crc};
 
-/// The remainder of each byte.
-const TABLE: [u64; 256] = {
-    let mut table = [0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let mut remainder = byte as u64;
-        let mut bit = 0;
-        while bit < 8 {
-            let odd = remainder & 1 == 1;
-            remainder >>= 1;
-            if odd {
-                remainder ^= POLYNOMIAL;
-            }
-            bit += 1;
-        }
-        table[byte] = remainder;
-        byte += 1;
-    }
-    table
-};
+static XZ: Crc<u64> = Crc::<u64>::new(&CRC_64_XZ);
 
 /// Returns the checksum of `bytes`.
 pub(crate) fn crc64(bytes: &[u8]) -> u64 {
-    let next = |sum: u64, byte: &u8| TABLE[usize::from(sum as u8 ^ byte)] ^ (sum >> 8);
-    !bytes.iter().fold(u64::MAX, next)
+    XZ.checksum(bytes)
 }
 
 #[cfg(test)]
