@@ -11,7 +11,7 @@
 )]
 
 use super::work::{Spot, TOLD, Verdict, Violations, Work};
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{MemoryError, Result, random::SplitMix64};
 use aquifer_driver::{Call, DeviceId, Driver, HostFlags};
 use aquifer_formats::trace::{Trace, TraceAction, TraceBlock};
 use aquifer_stream::Stream;
@@ -178,14 +178,9 @@ fn ends(bytes: u64) -> (usize, usize) {
 /// Returns the stamp of a block. Its first bytes already differ from those of all other blocks.
 fn pattern(block: u32) -> [u8; STAMP] {
     let mut bytes = [0; STAMP];
-    let mut state = u64::from(block) + 1;
+    let mut random = SplitMix64::new(u64::from(block) + 1);
     for word in bytes.chunks_exact_mut(8) {
-        // SplitMix64, by Sebastiano Vigna: one step for each word.
-        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = state;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        word.copy_from_slice(&(mixed ^ (mixed >> 31)).to_le_bytes());
+        word.copy_from_slice(&random.next_u64().to_le_bytes());
     }
     bytes
 }
