@@ -12,6 +12,7 @@
 //! | `top` | the processes of the user, live |
 //! | `metrics` | the same for Prometheus |
 //! | `doctor` | the report on this machine |
+//! | `ledgers` | the memories that processes share |
 //! | `amount` | amounts of memory |
 //! | `rows` | rows of a result on the screen |
 //! | `output` | files that appear whole or not at all |
@@ -26,6 +27,7 @@
 mod amount;
 mod cli;
 mod doctor;
+mod ledgers;
 mod made;
 mod metrics;
 mod output;

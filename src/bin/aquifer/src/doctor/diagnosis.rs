@@ -4,9 +4,9 @@ use super::{
     facts::Facts,
     finding::{Finding, Kind},
     findings,
-    ledgers::{self, SharedMemory},
     probe::Probe,
 };
+use crate::ledgers::{self, SharedMemory};
 use aquifer_console::gpu::Gpus;
 use aquifer_ledger::LedgerError;
 

@@ -1,21 +1,9 @@
-//! The memories that processes share, and what each of them has claimed.
+//! Lines and JSON on the memories that processes share.
 
+use crate::ledgers::SharedMemory;
 use aquifer_core::Bytes;
-use aquifer_ledger::{Ledger, LedgerError, LedgerFigures, folder_of_environment};
+use aquifer_ledger::LedgerError;
 use serde_json::{Value, json};
-
-/// One ledger, or why it cannot be read.
-pub(crate) type SharedMemory = (String, Result<LedgerFigures, LedgerError>);
-
-/// Reads all ledgers of this user. Joins and changes none.
-pub(crate) fn read() -> Result<Vec<SharedMemory>, LedgerError> {
-    let Some(folder) = folder_of_environment()? else { return Ok(Vec::new()) };
-    let read = |name: String| {
-        let figures = Ledger::existing(&folder, &name).map(|ledger| ledger.figures());
-        (name, figures)
-    };
-    Ok(Ledger::names(&folder)?.into_iter().map(read).collect())
-}
 
 /// Returns the lines on shared memory. A ledger without a member has none.
 pub(crate) fn lines(shared: &Result<Vec<SharedMemory>, LedgerError>) -> Vec<String> {
@@ -94,7 +82,8 @@ pub(crate) fn as_json(shared: &Result<Vec<SharedMemory>, LedgerError>) -> Value 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_ledger::Share;
+    use crate::ledgers::read_folder;
+    use aquifer_ledger::{Ledger, Share};
     use std::{env, fs, process};
 
     #[test]
@@ -106,15 +95,7 @@ mod tests {
         member.claim(64 << 20).unwrap();
         member.measure(|| Some(65 << 20));
         fs::write(folder.join("broken.ledger"), "noise").unwrap();
-        let all: Vec<SharedMemory> = Ledger::names(&folder)
-            .unwrap()
-            .into_iter()
-            .map(|name| {
-                let figures = Ledger::existing(&folder, &name).map(|ledger| ledger.figures());
-                (name, figures)
-            })
-            .collect();
-        let lines = lines(&Ok(all));
+        let lines = lines(&read_folder(&folder));
         assert_eq!(
             lines[0],
             "GPU-1: 64.00 MiB of 96.00 MiB claimed by 1 process, 1.00 MiB unaccounted"
