@@ -74,12 +74,14 @@ curves. `bench --plot FILE.svg` draws its own run.")]
     #[command(after_help = "\
 Keys: arrows select a row and the column to sort by, r reverses, Enter unfolds, a
 unfolds all, + and - change the interval, ? explains, q ends. Without a terminal it
-prints one table. AQUIFER_STATUS names the folder that processes publish in.")]
+prints one table. AQUIFER_STATUS names the folder that processes publish in, and
+AQUIFER_LEDGER that of the ledgers by which they share a memory, shown too.")]
     Top(Top),
     /// Write the figures of all processes of this user as metrics for Prometheus
     #[command(after_help = "\
 Without a flag the text is printed. --listen answers GET /metrics until it is
-interrupted. Processes and pools beyond the bounds are counted and left out.")]
+interrupted. Processes and pools beyond the bounds are counted and left out. The
+memories that processes share are included, by the ledgers in AQUIFER_LEDGER.")]
     Metrics(Metrics),
     /// Report what this machine offers, what a program gets, and what to fix
     Doctor(Doctor),
@@ -553,7 +555,7 @@ pub(crate) struct Metrics {
     /// Most processes with series of their own, the largest first
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) most_processes: usize,
-    /// Most pools with series of their own
+    /// Most pools, shared memories, and members of those, with series of their own
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub(crate) most_pools: usize,
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `families` | the metrics: names, types, help, and figures |
 //! | `exposition` | the text of one reading of all processes |
+//! | `ledgers` | the text of the memories that processes share |
 //! | `textfile` | a file that is replaced as a whole, for the textfile collector |
 //! | `address` | where to listen, and what is refused |
 //! | `request` | parsing of HTTP requests |
@@ -15,6 +16,7 @@ mod address;
 mod connection;
 mod exposition;
 mod families;
+mod ledgers;
 mod listener;
 mod request;
 mod server;
@@ -64,7 +66,7 @@ impl std::error::Error for MetricsError {}
 pub(crate) fn run(args: &cli::Metrics) -> Result<String, MetricsError> {
     let folder = StatusFolder::open().map_err(MetricsError::Status)?;
     let bounds = Bounds { processes: args.most_processes, pools: args.most_pools };
-    let text = || exposition::text(&folder, bounds);
+    let text = || exposition::text(&folder, bounds).map(|text| text + &ledgers::text(bounds.pools));
     if let Some(address) = &args.listen {
         address.check(args.expose_to_network).map_err(MetricsError::Address)?;
         // An unreadable folder is an error now, and not only at the first request.

@@ -6,6 +6,7 @@
 //! | `words` | untrusted text, amounts and rates in few columns |
 //! | `driver` | what the driver says is in use on each GPU |
 //! | `reading` | one reading of all processes |
+//! | `shared` | the memories that processes share |
 //! | `rates` | what happened in a second, by two readings |
 //! | `sums` | sums over pools: of a process, a place in it, and a device |
 //! | `history` | physical memory over the last minutes |
@@ -25,6 +26,7 @@ mod rates;
 mod reading;
 mod screen;
 mod session;
+mod shared;
 mod sums;
 mod table;
 mod view;

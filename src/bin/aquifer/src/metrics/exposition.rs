@@ -7,7 +7,10 @@
 
 use super::families::{MetricType, POOL_FAMILIES};
 use aquifer_status::{PoolStatus, ProcessStatus, StatusError, StatusFolder};
-use std::{collections::HashMap, fmt::Write};
+use std::{
+    collections::HashMap,
+    fmt::{Display, Write},
+};
 
 /// How many processes and pools the text has at most.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -152,13 +155,13 @@ fn labelled(pools: &[(&ProcessStatus, &PoolStatus)]) -> Vec<String> {
 
 /// Numbers labels that would otherwise be the same.
 #[derive(Default)]
-struct UniqueLabels {
+pub(super) struct UniqueLabels {
     seen: HashMap<String, u32>,
 }
 
 impl UniqueLabels {
     /// Returns what `make` returns for the first suffix that makes it unique.
-    fn add(&mut self, make: impl Fn(&str) -> String) -> String {
+    pub(super) fn add(&mut self, make: impl Fn(&str) -> String) -> String {
         let plain = make("");
         let count = self.seen.entry(plain.clone()).or_insert(0);
         *count += 1;
@@ -179,7 +182,12 @@ impl UniqueLabels {
 }
 
 fn process_labels(process: &ProcessStatus) -> String {
-    format!("pid=\"{}\",process=\"{}\"", process.process, escaped(program_of(&process.command)))
+    labels_of(process.process, &process.command)
+}
+
+/// Returns the labels of a process.
+pub(super) fn labels_of(process: u32, command: &str) -> String {
+    format!("pid=\"{process}\",process=\"{}\"", escaped(program_of(command)))
 }
 
 /// Returns the name of the program. Its arguments are no labels: they are unbounded, and may hold
@@ -193,7 +201,7 @@ fn program_of(command: &str) -> &str {
 ///
 /// The format escapes three characters. Further control characters are replaced, so that a text on
 /// a terminal is harmless.
-fn escaped(value: &str) -> String {
+pub(super) fn escaped(value: &str) -> String {
     let mut text = String::new();
     let cut = value.chars().count() > LABEL_CHARS;
     for c in value.chars().take(LABEL_CHARS - usize::from(cut)) {
@@ -211,12 +219,12 @@ fn escaped(value: &str) -> String {
     text
 }
 
-fn heading(text: &mut String, name: &str, of: MetricType, help: &str) {
+pub(super) fn heading(text: &mut String, name: &str, of: MetricType, help: &str) {
     // Writing to a string cannot fail.
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {}", of.name());
 }
 
-fn line(text: &mut String, name: &str, labels: &str, value: u64) {
+pub(super) fn line(text: &mut String, name: &str, labels: &str, value: impl Display) {
     // Writing to a string cannot fail.
     let _ = if labels.is_empty() {
         writeln!(text, "{name} {value}")

@@ -3,6 +3,7 @@
 use super::{
     monitor::Monitor,
     rates::Rates,
+    shared::SharedMemories,
     sums::{DeviceSum, PoolSum, ProcessSum},
 };
 use aquifer_status::{PoolStatus, ProcessStatus};
@@ -14,6 +15,8 @@ pub(super) fn text(monitor: &Monitor) -> String {
     let processes: Vec<Value> =
         monitor.processes.iter().zip(statuses).map(|(sum, status)| process(sum, status)).collect();
     let errors = monitor.last.iter().flat_map(|reading| &reading.errors);
+    let shared = monitor.last.as_ref().map(|reading| &reading.shared);
+    let errors = errors.chain(shared.iter().flat_map(|shared| &shared.errors));
     let value = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "taken_ns": monitor.last.as_ref().map(|reading| reading.taken_ns),
@@ -22,6 +25,7 @@ pub(super) fn text(monitor: &Monitor) -> String {
         "driver": monitor.no_driver().map_or(json!("NVML"), |_| Value::Null),
         "devices": monitor.devices.iter().map(device).collect::<Vec<_>>(),
         "processes": processes,
+        "shared": shared.map(SharedMemories::as_json),
         "errors": errors.chain(&monitor.sweep_error).collect::<Vec<_>>(),
         "swept": monitor.swept,
     });

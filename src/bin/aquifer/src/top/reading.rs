@@ -1,6 +1,6 @@
 //! One reading of all processes.
 
-use super::words::safe;
+use super::{shared::SharedMemories, words::safe};
 use aquifer_status::{ProcessStatus, StatusError, StatusFolder};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,6 +14,8 @@ pub(super) struct Reading {
     pub(super) processes: Vec<ProcessStatus>,
     /// Files that cannot be read, each in one harmless line.
     pub(super) errors: Vec<String>,
+    /// The memories that processes share.
+    pub(super) shared: SharedMemories,
 }
 
 impl Reading {
@@ -35,6 +37,7 @@ impl Reading {
             (a.started_ns, a.process, &a.path).cmp(&(b.started_ns, b.process, &b.path))
         });
         errors.sort();
-        Ok(Self { at: Instant::now(), taken_ns, processes, errors })
+        let shared = SharedMemories::read();
+        Ok(Self { at: Instant::now(), taken_ns, processes, errors, shared })
     }
 }

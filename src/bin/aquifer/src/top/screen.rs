@@ -46,13 +46,20 @@ impl Palette {
 
 /// How many rows the lines of the table have on a screen of this height.
 pub(super) fn rows(monitor: &Monitor, height: usize) -> usize {
+    let shared = shared_shown(monitor, 0, height).len();
+    let above = devices_shown(monitor, height) + shared + errors_shown(monitor, height);
     // The heading, the titles, and the keys.
-    height.saturating_sub(3 + devices_shown(monitor, height) + errors_shown(monitor, height))
+    height.saturating_sub(3 + above)
 }
 
 /// At most a third of the screen for devices.
 fn devices_shown(monitor: &Monitor, height: usize) -> usize {
     monitor.devices.len().min(height / 3)
+}
+
+/// At most half of the screen for devices and shared memory.
+fn shared_shown(monitor: &Monitor, width: usize, height: usize) -> Vec<String> {
+    table::shared_lines(monitor, width, height / 2 - devices_shown(monitor, height))
 }
 
 fn errors_shown(monitor: &Monitor, height: usize) -> usize {
@@ -105,6 +112,8 @@ fn table_page(
 ) {
     let devices = monitor.devices.iter().take(devices_shown(monitor, height));
     page.extend(devices.map(|device| (table::device_line(device), Style::new())));
+    let shared = shared_shown(monitor, width, height);
+    page.extend(shared.into_iter().map(|line| (line, Style::new())));
     let errors = table::errors(monitor).take(errors_shown(monitor, height));
     page.extend(errors.map(|error| (format!("unreadable: {error}"), palette.error)));
     let layout = TableLayout::for_width(width);

@@ -63,6 +63,9 @@ const BY_IMPORTANCE: [Column; 11] = [
 /// The least width of the column of commands, and what it has before less important columns come.
 const LEAST_COMMAND: usize = 14;
 
+/// The width of the lines on shared memory where none is given.
+const PRINTED_WIDTH: usize = 120;
+
 impl Column {
     pub(super) fn title(self) -> &'static str {
         match self {
@@ -353,9 +356,16 @@ pub(super) fn summary(monitor: &Monitor) -> String {
     format!("{text} in {}", safe(&monitor.folder().to_string_lossy()))
 }
 
-/// Returns the errors of the last reading and of the last sweep.
+/// Returns the errors of the last reading, of its ledgers too, and of the last sweep.
 pub(super) fn errors(monitor: &Monitor) -> impl Iterator<Item = &String> {
-    monitor.last.iter().flat_map(|last| &last.errors).chain(&monitor.sweep_error)
+    let readings = monitor.last.iter();
+    let of_readings = readings.flat_map(|last| last.errors.iter().chain(&last.shared.errors));
+    of_readings.chain(&monitor.sweep_error)
+}
+
+/// Returns the lines on memories that processes share.
+pub(super) fn shared_lines(monitor: &Monitor, width: usize, rows: usize) -> Vec<String> {
+    monitor.last.as_ref().map_or_else(Vec::new, |last| last.shared.lines(width, rows))
 }
 
 /// Returns the table to be printed. Without a width every column is there, and no text is cut.
@@ -375,6 +385,7 @@ pub(super) fn page(monitor: &Monitor, width: Option<usize>) -> String {
     layout.0.retain(|(column, _)| *column != Column::History);
     let mut page = vec![summary(monitor)];
     page.extend(monitor.devices.iter().map(device_line));
+    page.extend(shared_lines(monitor, width.unwrap_or(PRINTED_WIDTH), usize::MAX));
     page.push(layout.titles(order));
     page.extend(lines.iter().map(|line| line.text(&layout, monitor)));
     page.extend(errors(monitor).map(|error| format!("unreadable: {error}")));

@@ -144,7 +144,7 @@ impl View {
 }
 
 /// The help, line by line.
-pub(super) const HELP: [&str; 25] = [
+pub(super) const HELP: [&str; 27] = [
     "Up Down        select a line (also j k, PgUp PgDn, Home End)",
     "Left Right     sort by the column to the left or right; r reverses",
     "Enter, Space   unfold a process: a line for each device and node",
@@ -168,6 +168,8 @@ pub(super) const HELP: [&str; 25] = [
     "A process stands for its device memory, or for its host memory",
     "if it has no other. outside: what the driver counts on a GPU",
     "beyond these pools. A simulated device has no such count.",
+    "shared: a memory that processes share by a ledger, with its members.",
+    "other: what is in use there and claimed by none of them.",
     "Dead processes stay for 10 s; then their files are removed,",
     "unless --no-sweep was given.",
 ];

@@ -9,6 +9,7 @@
 //! | `live` | the live view: figures, keys, sizes, and how it ends |
 //! | `metrics` | the text for Prometheus |
 //! | `devices` | the driver's count, from a library in the place of NVML |
+//! | `shared` | ledgers: of live, dead and waiting members, and damaged ones |
 //! | `clients` | clients of the server, slow and hostile ones included |
 
 #![expect(clippy::unwrap_used, reason = "a step that fails fails its test")]
@@ -19,6 +20,7 @@ mod live;
 mod metrics;
 mod parts;
 mod printed;
+mod shared;
 mod window;
 
 use aquifer_core::{Budget, DeviceId, PoolStats, Request};

@@ -69,7 +69,7 @@ impl Exposition {
         one.2
     }
 
-    fn count(&self, name: &str) -> usize {
+    pub(super) fn count(&self, name: &str) -> usize {
         self.series.iter().filter(|(found, _, _)| found == name).count()
     }
 }

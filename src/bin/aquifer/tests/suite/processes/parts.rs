@@ -67,6 +67,7 @@ impl Part {
                 "--test-threads=1",
             ])
             .env("AQUIFER_STATUS", &folder.0)
+            .env("AQUIFER_LEDGER", &folder.0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -136,7 +137,8 @@ pub(crate) fn program(folder: &Path, arguments: &[&str]) -> Command {
     let path = env::var_os("AQUIFER_BIN")
         .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
     let mut command = Command::new(path);
-    command.args(arguments).env("AQUIFER_STATUS", folder).env_remove("NO_COLOR");
+    command.args(arguments).env("AQUIFER_STATUS", folder).env("AQUIFER_LEDGER", folder);
+    command.env_remove("NO_COLOR");
     command
 }
 
