@@ -55,8 +55,17 @@ struct World {
     members: Vec<Modelled>,
     /// The file has been overwritten since all members have repaired it.
     noisy: bool,
-    /// The header is damaged, so that no ledger can be opened.
+    /// The magic and the version of the file.
+    head: [u8; 16],
+    /// They are others now, so that no ledger can be opened.
     is_damaged: bool,
+}
+
+/// Returns the bytes by which a file is known as a ledger of this version.
+fn head(file: &File) -> [u8; 16] {
+    let mut head = [0; 16];
+    file.read_exact_at(&mut head, 0).expect("the file is open");
+    head
 }
 
 impl World {
@@ -115,11 +124,10 @@ impl World {
                 2 => u64::from(bytes.u8()),
                 _ => u64::from(bytes.u16()) << bytes.choice(56),
             };
-            if at < 16 {
-                self.is_damaged = true;
-            }
             self.file.write_all_at(&noise.to_ne_bytes(), at).expect("the file is open");
         }
+        // Noise may be the very number that was there.
+        self.is_damaged = head(&self.file) != self.head;
         self.read();
     }
 
@@ -196,8 +204,8 @@ pub fn run(bytes: &[u8]) {
     let path = scratch.open().expect("a new folder").path().to_owned();
     let file = OpenOptions::new().write(true).read(true).open(path).expect("it was created");
     let len = file.metadata().expect("the file is open").len();
-    let mut world =
-        World { scratch, file, len, members: Vec::new(), noisy: false, is_damaged: false };
+    let (head, members) = (head(&file), Vec::new());
+    let mut world = World { scratch, file, len, members, noisy: false, head, is_damaged: false };
     let mut bytes = Bytes::new(bytes);
     bytes.steps(MAX_OPS, |bytes| world.step(bytes));
 }

@@ -169,6 +169,11 @@ impl TaggedMemory for ParkablePool {
         let (bytes, requested) = state.live();
         self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
         report.blocks += state.blocks.len() as u64;
+        if restored.pieces.is_empty() {
+            // Not before: no stream may use blocks whose resume is undone, and nothing would order
+            // the next owners of their bytes behind it.
+            state.notify_resident(self, None);
+        }
         restored.add_to(report);
         let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
         state.make_resident(&self.dedicated);
@@ -189,7 +194,9 @@ impl ParkablePool {
         let stream = pool.streams().lease()?;
         let new = pool.back_slots_until(&self.span, &stream, self.tag, slots, until)?;
         self.dedicated.slot_pool_backed(BlockKind::Parkable, new, restored.taken - new);
-        self.state().notify_resident(self, (!restored.pieces.is_empty()).then_some(&stream));
+        if !restored.pieces.is_empty() {
+            self.state().notify_resident(self, Some(&stream));
+        }
         let began = Instant::now();
         let copied = saved::restore(&stream, &restored.pieces, ranges)
             .inspect_err(|_| self.unmap_again(restored.taken))?;

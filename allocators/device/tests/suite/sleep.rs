@@ -131,6 +131,25 @@ fn a_block_freed_while_its_resume_is_undone_is_gone_and_the_others_are_restored(
 }
 
 #[test]
+fn memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free() {
+    let rig = rig(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let parkable = rig.pool.parkable(tags()[0]).unwrap();
+    let (gone, kept) = (filled(&s, &parkable, 1, 1 << 20), filled(&u, &parkable, 2, 1 << 20));
+    let address = gone.range().address;
+    begin_park(&rig, tags()[0], Park::discard()).unwrap().commit();
+    // The driver keeps the mapping, so the next resume has the same memory.
+    rig.sim.fail(Call::Unmap, 1, 999);
+    drop(rig.pool.begin_resume(tags()[0], None).unwrap());
+    drop(gone);
+    rig.pool.resume(tags()[0], None).unwrap();
+    let next = parkable.buffer::<u8>(&u, 1 << 20).unwrap();
+    assert_eq!(next.range().address, address);
+    rig.assert_silent();
+    drop((next, kept));
+}
+
+#[test]
 fn work_that_is_not_recorded_is_waited_for_on_request() {
     let rig = Rig::on(Sim::new(SimConfig::h200(1)).seeded(7), 64, |config| {
         config.wait = Duration::from_millis(50);

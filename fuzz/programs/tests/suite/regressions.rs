@@ -42,4 +42,10 @@ regressions! {
     a_claim_of_no_bytes_is_granted_where_others_hold_more_than_the_capacity: "ledger" [
         (6579279337601419967, 6680),
     ];
+    a_file_whose_version_is_written_again_is_no_damaged_one: "ledger" [
+        (5838626569123150138, 3587),
+    ];
+    memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free: "park" [
+        (10743036682643789319, 5174),
+    ];
 }

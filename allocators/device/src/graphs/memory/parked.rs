@@ -226,7 +226,9 @@ impl GraphMemory {
         let taken = restored.taken;
         self.dedicated.slot_pool_backed(BlockKind::Graph, new, taken - new);
         self.record_mapped(&span.ranges(), taken, taken, true);
-        self.notify_resident((!restored.pieces.is_empty()).then_some(&stream));
+        if !restored.pieces.is_empty() {
+            self.notify_resident(&self.state(), Some(&stream));
+        }
         let began = Instant::now();
         let copied = saved::restore(&stream, &restored.pieces, ranges)
             .inspect_err(|_| self.unmap_again(taken))?;
@@ -236,8 +238,8 @@ impl GraphMemory {
 
     /// Reports that the live blocks have memory again, and which stream may write them: `on`, or
     /// their own if it is `None`.
-    fn notify_resident(&self, on: Option<&Stream>) {
-        self.notify_blocks(&self.state(), |live| Ownership::Live {
+    fn notify_resident(&self, state: &State, on: Option<&Stream>) {
+        self.notify_blocks(state, |live| Ownership::Live {
             stream: on.map_or(live.owner_stream.raw(), Stream::raw),
             generation: live.generation,
         });
@@ -377,6 +379,10 @@ impl TaggedMemory for GraphMemory {
             }
             self.dedicated.update_usage(|usage| usage.free_of_graphs -= live);
             report.blocks += state.blocks.len() as u64;
+            if restored.pieces.is_empty() {
+                // Not before, as with parkable blocks.
+                self.notify_resident(&state, None);
+            }
             restored.add_to(report);
             state.physical = restored.taken;
             let events = self.events(&state, &[Action::Allocate]);
