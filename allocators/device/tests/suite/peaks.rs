@@ -1,28 +1,11 @@
 //! The reported peaks are those of all streams together: never below the truth, and above it by at
 //! most 1 MiB a stream.
 
-use crate::support::{MIB, Rig};
+use crate::support::{MIB, Random, Rig};
 use aquifer_device::{Block, Debugging, PoolConfig, Request, StableBlock};
 use aquifer_driver::sim::Sim;
 use aquifer_stream::Stream;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
-
-    fn index(&mut self, len: usize) -> usize {
-        self.below(len as u64) as usize
-    }
-}
 
 fn rig(streams: usize, change: impl FnOnce(&mut PoolConfig)) -> (Rig, Vec<Stream>) {
     let rig = Rig::on(Sim::h200(1).symbolic(), 64 << 10, change);
@@ -89,7 +72,7 @@ fn peaks_that_fall_at_different_times_are_not_added() {
 #[test]
 fn the_peak_of_a_single_stream_is_exact() {
     let (rig, streams) = rig(1, |_| ());
-    let (mut truth, mut next, mut live) = (Truth::of(0), Random(1), Vec::new());
+    let (mut truth, mut next, mut live) = (Truth::of(0), Random::new(1), Vec::new());
     for step in 0..3000 {
         if live.is_empty() || next.below(100) < 51 {
             let bits = next.below(22);
@@ -109,7 +92,7 @@ fn peaks_of_any_program_are_within_their_bound_also_after_a_reset() {
     for seed in 0..24 {
         let count = 1 + (seed % 6) as usize;
         let (rig, streams) = rig(count, |_| ());
-        let (mut truth, mut next) = (Truth::of(count), Random(seed));
+        let (mut truth, mut next) = (Truth::of(count), Random::new(seed));
         let (mut live, mut stable) = (Vec::new(), Vec::<(StableBlock, u64)>::new());
         let largest = 14 + next.below(12);
         for step in 0..1500 {
@@ -213,7 +196,7 @@ fn the_peak_of_threads_is_within_its_bound_at_every_time() {
             let (rig, room, certain, certain_peak) = (&rig, &room, &certain, &certain_peak);
             let take = &take;
             threads.spawn(move || {
-                let (mut next, mut live) = (Random(seed as u64), Vec::<Block>::new());
+                let (mut next, mut live) = (Random::new(seed as u64), Vec::<Block>::new());
                 for _ in 0..3000 {
                     let size = (1 + next.below(8)) * MIB;
                     let full = live.len() > 8 && next.below(4) > 0 || next.below(16) == 0;

@@ -1,24 +1,11 @@
 //! Tests of blocks that were turned into bare addresses.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MIB, Random, Rig, range};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Block, Request};
 use aquifer_driver::{Access, sim::Sim};
 use std::collections::BTreeMap;
-
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
-}
 
 #[test]
 fn only_addresses_of_released_blocks_are_accepted() {
@@ -71,7 +58,7 @@ fn peaks_are_counted_from_the_last_reset() {
 fn random_mix(seed: u64, streams: usize) {
     let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
     let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut held: Vec<Block> = Vec::new();
     let mut out: BTreeMap<u64, u64> = BTreeMap::new();
     let mut freed: Vec<u64> = Vec::new();
@@ -79,24 +66,24 @@ fn random_mix(seed: u64, streams: usize) {
         let before = rig.pool.stats();
         match random.below(10) {
             0..4 => {
-                let stream = &streams[random.below(streams.len() as u64) as usize];
+                let stream = &streams[random.index(streams.len())];
                 let most = [4 * MIB, 20_000, 20_000, 20_000][random.below(4) as usize];
                 let bytes = 1 + random.below(most);
                 let tag = [Tag::NONE, Tag::OTHER][random.below(2) as usize];
                 held.push(rig.pool.alloc(stream, Request::bytes(bytes).tag(tag)).unwrap());
             }
             4..6 if !held.is_empty() => {
-                let block = held.swap_remove(random.below(held.len() as u64) as usize);
+                let block = held.swap_remove(random.index(held.len()));
                 let (address, bytes) = (block.address(), block.bytes());
                 assert_eq!(block.into_raw(), address);
                 assert_eq!(out.insert(address, bytes), None, "an address is out twice");
                 assert_eq!(rig.pool.stats().live, before.live, "it lives on");
             }
             6 if !held.is_empty() => {
-                drop(held.swap_remove(random.below(held.len() as u64) as usize));
+                drop(held.swap_remove(random.index(held.len())));
             }
             7 if !out.is_empty() => {
-                let nth = random.below(out.len() as u64) as usize;
+                let nth = random.index(out.len());
                 let (&address, &bytes) = out.iter().nth(nth).unwrap();
                 out.remove(&address);
                 if random.below(2) == 0 {

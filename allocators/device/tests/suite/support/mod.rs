@@ -1,7 +1,7 @@
 //! Helpers that the tests of this crate share.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses some of it, and in tests")]
 
-use aquifer_core::Budget;
+use aquifer_core::{Budget, random::SplitMix64};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{DeviceId, DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
@@ -50,6 +50,23 @@ impl Rig {
     pub(crate) fn assert_silent(&self) {
         let violations = self.sim.violations();
         assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}
+
+/// Repeatable random numbers.
+pub(crate) struct Random(SplitMix64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(SplitMix64::new(seed))
+    }
+
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.0.next_u64() % end
+    }
+
+    pub(crate) fn index(&mut self, len: usize) -> usize {
+        self.below(len as u64) as usize
     }
 }
 
