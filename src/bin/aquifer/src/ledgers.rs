@@ -2,7 +2,8 @@
 //!
 //! To read a ledger claims nothing, creates no file, joins none, and waits for no lock.
 
-use aquifer_ledger::{Ledger, LedgerError, LedgerFigures, folder_of_environment};
+use aquifer_ledger::{Ledger, LedgerError, LedgerFigures, MemberFigures, folder_of_environment};
+use serde_json::{Value, json};
 use std::path::Path;
 
 /// One ledger by its name, or why it cannot be read.
@@ -26,6 +27,21 @@ pub(crate) fn read_folder(folder: &Path) -> Result<Vec<SharedMemory>, LedgerErro
         (name, figures)
     };
     Ok(Ledger::names(folder)?.into_iter().map(read).collect())
+}
+
+/// Returns a member as JSON, with its process under the name that the command uses.
+pub(crate) fn json_of_member(member: &MemberFigures, process: &str) -> Value {
+    json!({
+        process: member.process,
+        "command": member.command,
+        "claimed": member.claimed,
+        "guarantee": member.guarantee,
+        "reserved": member.is_reserved,
+        "limit": member.limit,
+        "priority": member.priority,
+        "reclaimable": member.reclaimable,
+        "wanted": member.wanted,
+    })
 }
 
 /// Which memory a ledger is for. Its name says so: `Sharing` of the runtime forms it.

@@ -1,6 +1,6 @@
 //! Lines and JSON on the memories that processes share.
 
-use crate::ledgers::SharedMemory;
+use crate::ledgers::{SharedMemory, json_of_member};
 use aquifer_core::Bytes;
 use aquifer_ledger::LedgerError;
 use serde_json::{Value, json};
@@ -50,26 +50,13 @@ pub(crate) fn lines(shared: &Result<Vec<SharedMemory>, LedgerError>) -> Vec<Stri
 
 /// Returns the same as JSON.
 pub(crate) fn as_json(shared: &Result<Vec<SharedMemory>, LedgerError>) -> Value {
-    let member = |member: &aquifer_ledger::MemberFigures| {
-        json!({
-            "process": member.process,
-            "command": member.command,
-            "claimed": member.claimed,
-            "guarantee": member.guarantee,
-            "reserved": member.is_reserved,
-            "limit": member.limit,
-            "priority": member.priority,
-            "reclaimable": member.reclaimable,
-            "wanted": member.wanted,
-        })
-    };
     let one = |(name, read): &SharedMemory| match read {
         Ok(figures) => json!({
             "name": name,
             "capacity": figures.capacity,
             "claimed": figures.claimed(),
             "unaccounted": figures.unaccounted,
-            "members": figures.members.iter().map(member).collect::<Vec<_>>(),
+            "members": figures.members.iter().map(|m| json_of_member(m, "process")).collect::<Vec<_>>(),
         }),
         Err(error) => json!({ "name": name, "error": error.to_string() }),
     };

@@ -1,7 +1,7 @@
 //! The memories that processes share, of one reading.
 
 use super::words::{bytes, fit, safe};
-use crate::ledgers::{self, LedgerMemory, SharedMemory};
+use crate::ledgers::{self, LedgerMemory, SharedMemory, json_of_member};
 use aquifer_ledger::{LedgerError, LedgerFigures, MemberFigures};
 use serde_json::{Value, json};
 
@@ -142,21 +142,7 @@ fn json_of_memory(ledger: &LedgerFigures) -> Value {
         "claimed": ledger.claimed(),
         "free": ledger.free(),
         "unaccounted": ledger.unaccounted,
-        "members": ledger.members.iter().map(json_of_member).collect::<Vec<_>>(),
-    })
-}
-
-fn json_of_member(member: &MemberFigures) -> Value {
-    json!({
-        "pid": member.process,
-        "command": member.command,
-        "claimed": member.claimed,
-        "guarantee": member.guarantee,
-        "reserved": member.is_reserved,
-        "limit": member.limit,
-        "priority": member.priority,
-        "reclaimable": member.reclaimable,
-        "wanted": member.wanted,
+        "members": ledger.members.iter().map(|m| json_of_member(m, "pid")).collect::<Vec<_>>(),
     })
 }
 
