@@ -1,7 +1,7 @@
 //! How memory is parked, and the reports of it.
 
 use allocator_api2::alloc::Allocator;
-use aquifer_core::{MemoryError, Tag};
+use aquifer_core::{MemoryError, Result, Tag};
 use std::{
     fmt,
     sync::Arc,
@@ -32,6 +32,21 @@ impl Phase {
     /// Returns whether live blocks have memory that is accounted as theirs.
     pub(crate) fn has_memory(self) -> bool {
         matches!(self, Self::Resident | Self::Parking)
+    }
+
+    /// Begins the resume of parked memory. Returns whether there is any.
+    ///
+    /// # Errors
+    /// [`MemoryError::Parked`] while another thread parks or resumes it.
+    pub(crate) fn begin_resume(&mut self, tag: Tag) -> Result<bool> {
+        match self {
+            Self::Resident => Ok(false),
+            Self::Parking | Self::Resuming => Err(MemoryError::Parked { tag }),
+            Self::Parked => {
+                *self = Self::Resuming;
+                Ok(true)
+            }
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::{
     parkable::{ParkablePool, ParkableState},
     saved::{self, RestoredContents, SavedContents, SavedPiece},
     settings::{Park, ParkReport, Phase, ResumeReport},
-    tagged::TaggedMemory,
+    tagged::{ParkedContents, TaggedMemory},
 };
 use crate::{
     base::pending::PartsWork,
@@ -130,59 +130,17 @@ impl TaggedMemory for ParkablePool {
         self.dedicated.release_parked_span(&self.span, held, report);
     }
 
-    fn begin_resume(
-        &self,
-        pool: &PoolCore,
-        until: Option<Instant>,
-    ) -> Result<Option<RestoredContents>> {
-        let (slots, ranges, pieces) = {
-            let mut state = self.state();
-            match state.phase {
-                Phase::Resident => return Ok(None),
-                Phase::Parking | Phase::Resuming => {
-                    return Err(MemoryError::Parked { tag: self.tag });
-                }
-                Phase::Parked => state.phase = Phase::Resuming,
-            }
-            state.remove_empty_slots(self);
-            let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
-            (slots, state.live_ranges(), std::mem::take(&mut state.saved))
-        };
-        let taken = slots.len() as u64 * self.span.slot;
-        let mut restored = RestoredContents { pieces, taken, ..RestoredContents::default() };
-        match self.restore_resident(pool, &slots, &ranges, until, &mut restored) {
-            Ok(()) => Ok(Some(restored)),
-            Err(error) => {
-                self.park_again(restored.pieces);
-                Err(error)
-            }
-        }
-    }
-
-    fn abort_resume(&self, restored: RestoredContents) {
-        self.unmap_again(restored.taken);
-        self.park_again(restored.pieces);
-    }
-
-    fn finish_resume(&self, restored: RestoredContents, report: &mut ResumeReport) {
+    fn start_resume(&self) -> Result<Option<ParkedContents>> {
         let mut state = self.state();
-        let (bytes, requested) = state.live();
-        self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
-        report.blocks += state.blocks.len() as u64;
-        if restored.pieces.is_empty() {
-            // Not before: no stream may use blocks whose resume is undone, and nothing would order
-            // the next owners of their bytes behind it.
-            state.notify_resident(self, None);
+        if !state.phase.begin_resume(self.tag)? {
+            return Ok(None);
         }
-        restored.add_to(report);
-        let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
-        state.make_resident(&self.dedicated);
-        drop(state);
-        self.dedicated.send(events);
+        state.remove_empty_slots(self);
+        let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
+        let (ranges, pieces) = (state.live_ranges(), std::mem::take(&mut state.saved));
+        Ok(Some(ParkedContents { slots, slot: self.span.slot, ranges, pieces }))
     }
-}
 
-impl ParkablePool {
     fn restore_resident(
         &self,
         pool: &PoolCore,
@@ -204,7 +162,6 @@ impl ParkablePool {
         Ok(())
     }
 
-    /// Returns the memory that a resume has mapped to the driver.
     fn unmap_again(&self, taken: u64) {
         self.state().notify_parked(self);
         self.dedicated.slot_pool_retired(taken);
@@ -214,7 +171,6 @@ impl ParkablePool {
         let _ = self.dedicated.reap_span(&self.span);
     }
 
-    /// Ends a resume that has no memory, with the contents as they were saved.
     fn park_again(&self, pieces: Vec<SavedPiece>) {
         let dropped = {
             let mut state = self.state();
@@ -223,6 +179,23 @@ impl ParkablePool {
             state.retain_saved(pieces)
         };
         drop(dropped);
+    }
+
+    fn finish_resume(&self, restored: RestoredContents, report: &mut ResumeReport) {
+        let mut state = self.state();
+        let (bytes, requested) = state.live();
+        self.dedicated.slot_pool_resumed(bytes, requested, self.tag);
+        report.blocks += state.blocks.len() as u64;
+        if restored.pieces.is_empty() {
+            // Not before: no stream may use blocks whose resume is undone, and nothing would order
+            // the next owners of their bytes behind it.
+            state.notify_resident(self, None);
+        }
+        restored.add_to(report);
+        let events = state.events(&self.dedicated, self.tag, &[Action::Allocate]);
+        state.make_resident(&self.dedicated);
+        drop(state);
+        self.dedicated.send(events);
     }
 }
 

@@ -4,12 +4,23 @@
 //! cannot fail. So several tags, also of several devices, can be parked or resumed as one.
 
 use super::{
-    saved::{RestoredContents, SavedContents},
+    saved::{RestoredContents, SavedContents, SavedPiece},
     settings::{Park, ParkReport, ResumeReport},
 };
 use crate::{DevicePool, pool_core::PoolCore};
 use aquifer_core::{Result, Tag};
+use aquifer_heap::Range;
 use std::{fmt, sync::Arc, time::Instant};
+
+/// What a resume brings back.
+pub(crate) struct ParkedContents {
+    pub(crate) slots: Vec<u64>,
+    /// The size of a slot in bytes.
+    pub(crate) slot: u64,
+    /// The live blocks.
+    pub(crate) ranges: Vec<Range>,
+    pub(crate) pieces: Vec<SavedPiece>,
+}
 
 /// Memory of a tag that can be parked.
 pub(crate) trait TaggedMemory: Send + Sync {
@@ -42,10 +53,47 @@ pub(crate) trait TaggedMemory: Send + Sync {
         &self,
         pool: &PoolCore,
         until: Option<Instant>,
-    ) -> Result<Option<RestoredContents>>;
+    ) -> Result<Option<RestoredContents>> {
+        let Some(ParkedContents { slots, slot, ranges, pieces }) = self.start_resume()? else {
+            return Ok(None);
+        };
+        let taken = slots.len() as u64 * slot;
+        let mut restored = RestoredContents { pieces, taken, ..RestoredContents::default() };
+        match self.restore_resident(pool, &slots, &ranges, until, &mut restored) {
+            Ok(()) => Ok(Some(restored)),
+            Err(error) => {
+                self.park_again(restored.pieces);
+                Err(error)
+            }
+        }
+    }
 
     /// Returns the memory to the driver again, after `begin_resume`.
-    fn abort_resume(&self, restored: RestoredContents);
+    fn abort_resume(&self, restored: RestoredContents) {
+        self.unmap_again(restored.taken);
+        self.park_again(restored.pieces);
+    }
+
+    /// Returns what was parked, and refuses other resumes. Returns `None` for memory that is
+    /// resident.
+    fn start_resume(&self) -> Result<Option<ParkedContents>>;
+
+    /// Maps memory for the slots, and copies the contents of the ranges back. On failure nothing is
+    /// mapped.
+    fn restore_resident(
+        &self,
+        pool: &PoolCore,
+        slots: &[u64],
+        ranges: &[Range],
+        until: Option<Instant>,
+        restored: &mut RestoredContents,
+    ) -> Result<()>;
+
+    /// Returns the memory that a resume has mapped to the driver.
+    fn unmap_again(&self, taken: u64);
+
+    /// Ends a resume that has no memory, with the contents as they were saved.
+    fn park_again(&self, pieces: Vec<SavedPiece>);
 
     /// Allows uses again, after `begin_resume`, and adds to the report.
     fn finish_resume(&self, restored: RestoredContents, report: &mut ResumeReport);

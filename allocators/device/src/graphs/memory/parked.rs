@@ -14,7 +14,7 @@ use crate::{
     park::{
         Park, ParkReport, Phase, QUIESCE_POLL, ResumeReport,
         saved::{self, RestoredContents, SavedContents, SavedPiece},
-        tagged::TaggedMemory,
+        tagged::{ParkedContents, TaggedMemory},
     },
     pool_core::PoolCore,
 };
@@ -213,29 +213,6 @@ impl GraphMemory {
         state.blocks.iter().flat_map(of).collect()
     }
 
-    fn restore_resident(
-        &self,
-        pool: &PoolCore,
-        slots: &[u64],
-        ranges: &[Range],
-        until: Option<Instant>,
-        restored: &mut RestoredContents,
-    ) -> Result<()> {
-        let (span, stream) = (self.parkable_span()?, pool.streams().lease()?);
-        let new = pool.back_slots_until(span, &stream, self.tag, slots, until)?;
-        let taken = restored.taken;
-        self.dedicated.slot_pool_backed(BlockKind::Graph, new, taken - new);
-        self.record_mapped(&span.ranges(), taken, taken, true);
-        if !restored.pieces.is_empty() {
-            self.notify_resident(&self.state(), Some(&stream));
-        }
-        let began = Instant::now();
-        let copied = saved::restore(&stream, &restored.pieces, ranges)
-            .inspect_err(|_| self.unmap_again(taken))?;
-        (restored.copied, restored.took) = (copied, began.elapsed());
-        Ok(())
-    }
-
     /// Reports that the live blocks have memory again, and which stream may write them: `on`, or
     /// their own if it is `None`.
     fn notify_resident(&self, state: &State, on: Option<&Stream>) {
@@ -243,29 +220,6 @@ impl GraphMemory {
             stream: on.map_or(live.owner_stream.raw(), Stream::raw),
             generation: live.generation,
         });
-    }
-
-    /// Returns the memory that a resume has mapped to the driver.
-    fn unmap_again(&self, taken: u64) {
-        let Some(span) = &self.span else { return };
-        self.notify_blocks(&self.state(), |_| Ownership::Free);
-        self.record_mapped(&span.ranges(), taken, taken, false);
-        self.dedicated.slot_pool_retired(taken);
-        span.retire(0..u64::MAX, PartsWork::default());
-        // A refusal is retried by the next caller that reaps. Otherwise the next resume uses what
-        // is still mapped.
-        let _ = self.dedicated.reap_span(span);
-    }
-
-    /// Ends a resume that has no memory, with the contents as they were saved.
-    fn park_again(&self, pieces: Vec<SavedPiece>) {
-        let dropped = {
-            let mut state = self.state();
-            self.report_pending(&mut state);
-            state.phase = Phase::Parked;
-            state.retain_saved(pieces)
-        };
-        drop(dropped);
     }
 }
 
@@ -336,37 +290,58 @@ impl TaggedMemory for GraphMemory {
         self.dedicated.release_parked_span(span, held, report);
     }
 
-    fn begin_resume(
-        &self,
-        pool: &PoolCore,
-        until: Option<Instant>,
-    ) -> Result<Option<RestoredContents>> {
-        let (slots, ranges, pieces) = {
-            let mut state = self.state();
-            match state.phase {
-                Phase::Resident => return Ok(None),
-                Phase::Parking | Phase::Resuming => {
-                    return Err(MemoryError::Parked { tag: self.tag });
-                }
-                Phase::Parked => state.phase = Phase::Resuming,
-            }
-            let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
-            (slots, state.live_ranges(), std::mem::take(&mut state.saved))
-        };
-        let taken = slots.len() as u64 * self.grid().slot;
-        let mut restored = RestoredContents { pieces, taken, ..RestoredContents::default() };
-        match self.restore_resident(pool, &slots, &ranges, until, &mut restored) {
-            Ok(()) => Ok(Some(restored)),
-            Err(error) => {
-                self.park_again(restored.pieces);
-                Err(error)
-            }
+    fn start_resume(&self) -> Result<Option<ParkedContents>> {
+        let mut state = self.state();
+        if !state.phase.begin_resume(self.tag)? {
+            return Ok(None);
         }
+        let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
+        let (ranges, pieces) = (state.live_ranges(), std::mem::take(&mut state.saved));
+        Ok(Some(ParkedContents { slots, slot: self.grid().slot, ranges, pieces }))
     }
 
-    fn abort_resume(&self, restored: RestoredContents) {
-        self.unmap_again(restored.taken);
-        self.park_again(restored.pieces);
+    fn restore_resident(
+        &self,
+        pool: &PoolCore,
+        slots: &[u64],
+        ranges: &[Range],
+        until: Option<Instant>,
+        restored: &mut RestoredContents,
+    ) -> Result<()> {
+        let (span, stream) = (self.parkable_span()?, pool.streams().lease()?);
+        let new = pool.back_slots_until(span, &stream, self.tag, slots, until)?;
+        let taken = restored.taken;
+        self.dedicated.slot_pool_backed(BlockKind::Graph, new, taken - new);
+        self.record_mapped(&span.ranges(), taken, taken, true);
+        if !restored.pieces.is_empty() {
+            self.notify_resident(&self.state(), Some(&stream));
+        }
+        let began = Instant::now();
+        let copied = saved::restore(&stream, &restored.pieces, ranges)
+            .inspect_err(|_| self.unmap_again(taken))?;
+        (restored.copied, restored.took) = (copied, began.elapsed());
+        Ok(())
+    }
+
+    fn unmap_again(&self, taken: u64) {
+        let Some(span) = &self.span else { return };
+        self.notify_blocks(&self.state(), |_| Ownership::Free);
+        self.record_mapped(&span.ranges(), taken, taken, false);
+        self.dedicated.slot_pool_retired(taken);
+        span.retire(0..u64::MAX, PartsWork::default());
+        // A refusal is retried by the next caller that reaps. Otherwise the next resume uses what
+        // is still mapped.
+        let _ = self.dedicated.reap_span(span);
+    }
+
+    fn park_again(&self, pieces: Vec<SavedPiece>) {
+        let dropped = {
+            let mut state = self.state();
+            self.report_pending(&mut state);
+            state.phase = Phase::Parked;
+            state.retain_saved(pieces)
+        };
+        drop(dropped);
     }
 
     fn finish_resume(&self, restored: RestoredContents, report: &mut ResumeReport) {
