@@ -156,7 +156,8 @@ impl DevicePool {
     /// saved of live blocks only, since a graph writes its temporaries before it reads them.
     ///
     /// While an announcement is open, the tag cannot be parked. While it is parked, new blocks and
-    /// [`Graph::launch`] fail with [`MemoryError::Parked`](aquifer_core::MemoryError::Parked). Other launches must not happen.
+    /// [`Graph::launch`] fail with [`MemoryError::Parked`](aquifer_core::MemoryError::Parked). Other
+    /// launches must not happen.
     ///
     /// ```
     /// use aquifer_core::{MemoryError, Tag};
@@ -178,7 +179,8 @@ impl DevicePool {
     /// # #[expect(unsafe_code, reason = "parks what nothing uses")]
     /// // SAFETY: 1. and 2. no work is about to be queued.
     /// unsafe { pool.park(tag, Park::discard()) }?;
-    /// assert_eq!((pool.stats().physical, graph.launch(&stream)), (0, Err(MemoryError::Parked { tag })));
+    /// let refused = graph.launch(&stream);
+    /// assert_eq!((pool.stats().physical, refused), (0, Err(MemoryError::Parked { tag })));
     /// pool.resume(tag, None)?;
     /// graph.launch(&stream)?;
     /// let mut back = vec![0; 4096];
@@ -189,9 +191,9 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`](aquifer_core::MemoryError::Unsupported) on devices without virtual memory mapping;
-    /// [`MemoryError::Parked`](aquifer_core::MemoryError::Parked) while other memory of the tag is
-    /// parked; the driver's.
+    /// [`MemoryError::Unsupported`](aquifer_core::MemoryError::Unsupported) on devices without
+    /// virtual memory mapping; [`MemoryError::Parked`](aquifer_core::MemoryError::Parked) while other
+    /// memory of the tag is parked; the driver's.
     #[track_caller]
     pub fn parkable_graph_pool(&self, tag: Tag) -> Result<GraphPool> {
         let _site = site::enter();

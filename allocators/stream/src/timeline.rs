@@ -165,8 +165,8 @@ impl Timeline {
     /// use aquifer_stream::StreamPool;
     /// use std::sync::Arc;
     /// let driver = Sim::h200(1).driver();
-    /// let (first, second) =
-    ///     (StreamPool::new(driver.clone(), DeviceId(0), 4), StreamPool::new(driver.clone(), DeviceId(0), 4));
+    /// let streams = || StreamPool::new(driver.clone(), DeviceId(0), 4);
+    /// let (first, second) = (streams(), streams());
     /// let stream = first.lease()?;
     /// assert!(second.timeline(stream.raw(), None).is_err()); // a handle is not enough
     /// let timeline = second.timeline(stream.raw(), Some(stream.timeline().keep_alive()))?;
