@@ -3,11 +3,10 @@
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::Topology;
-use aquifer_ledger::{Ledger, LedgerError, Share, SharedBudget, folder_of_environment};
+use aquifer_ledger::{
+    Ledger, LedgerError, LedgerMemory, Share, SharedBudget, folder_of_environment,
+};
 use std::{path::PathBuf, sync::Arc};
-
-/// The name of the ledger of pinned memory.
-const PINNED: &str = "pinned-memory";
 
 /// What the program has set.
 #[derive(Clone, Debug, Default)]
@@ -31,18 +30,16 @@ fn refused(error: &LedgerError) -> MemoryError {
     }
 }
 
-/// Returns the name of a device's ledger. Simulated devices are not those of the machine.
-fn name_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> String {
+/// Returns which memory a device's ledger is for. Simulated devices are not those of the machine.
+fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMemory {
+    let ordinal = info.device.0;
     if driver.clone().simulator().is_some() {
-        return format!("simulated-{}", info.device.0);
+        return LedgerMemory::Simulated(ordinal);
     }
-    match (&info.uuid, &info.pci_address) {
-        (Some(uuid), _) => {
-            let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-            format!("GPU-{}", digits.concat())
-        }
-        (None, Some(address)) => format!("GPU-{}", address.replace(':', "-")),
-        (None, None) => format!("GPU-{}", info.device.0),
+    match (info.uuid, &info.pci_address) {
+        (Some(uuid), _) => LedgerMemory::Uuid(uuid),
+        (None, Some(address)) => LedgerMemory::Address(address.clone()),
+        (None, None) => LedgerMemory::Ordinal(ordinal),
     }
 }
 
@@ -79,7 +76,7 @@ impl Sharing {
             });
         }
         let (driver, device) = (driver.clone(), info.device);
-        let ledger = Ledger::open(folder, &name_of(&driver, info), info.memory);
+        let ledger = Ledger::open(folder, &memory_of(&driver, info).to_string(), info.memory);
         let in_use = move || {
             let memory = driver.memory_info(device).ok()?;
             Some(memory.total.saturating_sub(memory.free))
@@ -109,7 +106,7 @@ impl Sharing {
         }
         // A figure that is the same in all processes, unlike what is free now.
         let memory: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
-        Ledger::open(folder, PINNED, memory / 2)
+        Ledger::open(folder, &LedgerMemory::Pinned.to_string(), memory / 2)
             .and_then(|ledger| self.share(guarantee).join(ledger))
             .and_then(|member| member.budget("pinned memory of all processes", || None))
             .map(Some)

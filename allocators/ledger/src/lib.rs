@@ -15,6 +15,7 @@
 //! | `map` | the mapped file |
 //! | `error` | [`LedgerError`], [`ClaimRefused`] |
 //! | `file` | the files: folder, names, creation, checks |
+//! | `memory` | [`LedgerMemory`]: the names of ledgers |
 //! | `figures` | [`LedgerFigures`]: what readers see |
 //! | `ledger` | [`Ledger`]: an open file, its live slots and dead ones |
 //! | `member` | [`Member`]: the share of a process, its claims and wishes |
@@ -68,6 +69,7 @@ mod layout;
 mod ledger;
 mod map;
 mod member;
+mod memory;
 mod protocol;
 #[cfg(test)]
 #[cfg(not(loom))]
@@ -79,3 +81,4 @@ pub use figures::{LedgerFigures, MemberFigures};
 pub use file::{VARIABLE, folder_of_environment};
 pub use ledger::Ledger;
 pub use member::{Member, Share};
+pub use memory::LedgerMemory;

@@ -5,8 +5,8 @@ use super::{
     exposition::{UniqueLabels, escaped, heading, labels_of, line},
     families::MetricType,
 };
-use crate::ledgers::{self, LedgerMemory};
-use aquifer_ledger::{LedgerFigures, MemberFigures};
+use crate::ledgers;
+use aquifer_ledger::{LedgerFigures, LedgerMemory, MemberFigures};
 use std::cmp::Reverse;
 
 /// A metric of a ledger.

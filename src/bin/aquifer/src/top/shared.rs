@@ -1,8 +1,8 @@
 //! The memories that processes share, of one reading.
 
 use super::words::{bytes, fit, safe};
-use crate::ledgers::{self, LedgerMemory, SharedMemory, json_of_member};
-use aquifer_ledger::{LedgerError, LedgerFigures, MemberFigures};
+use crate::ledgers::{self, SharedMemory, json_of_member};
+use aquifer_ledger::{LedgerError, LedgerFigures, LedgerMemory, MemberFigures};
 use serde_json::{Value, json};
 
 /// All ledgers that can be read, and why others cannot.
@@ -83,10 +83,12 @@ impl SharedMemories {
 /// `CUDA_VISIBLE_DEVICES` too.
 fn short_name(name: &str) -> String {
     match LedgerMemory::of(name) {
-        LedgerMemory::Uuid(uuid) => format!("GPU-{}", uuid.get(..8).unwrap_or_default()),
+        LedgerMemory::Uuid([a, b, c, d, ..]) => format!("GPU-{a:02x}{b:02x}{c:02x}{d:02x}"),
         LedgerMemory::Address(address) => address,
         LedgerMemory::Pinned => "pinned".to_owned(),
-        LedgerMemory::Ordinal(_) | LedgerMemory::Other => safe(name),
+        LedgerMemory::Ordinal(_) | LedgerMemory::Simulated(_) | LedgerMemory::Other(_) => {
+            safe(name)
+        }
     }
 }
 
