@@ -10,11 +10,11 @@ use crate::{
     rmm,
     trace::{
         Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
-        error::{Fault, Name},
+        error::{Fault, Name, SnapshotError, SnapshotPath},
         events::{Columns, RowAction},
         made,
         rmm::{RmmAction, RmmRow, parse as parse_rmm},
-        snapshot::{Deed, Early, Playback, PlayedEvent, Snapshot, SnapshotError, SnapshotPath},
+        snapshot::{Deed, Early, Playback, PlayedEvent, Snapshot},
         source::TraceSource,
     },
 };

@@ -1,10 +1,12 @@
-//! Errors in traces.
+//! Errors in traces: of rows, of names of generated traces, and of snapshots.
 
-use super::{
-    made::MadeError,
-    model::{EVENTS_HEADER, MAX_BLOCK, MAX_STREAMS, TraceDevice},
-    snapshot::SnapshotError,
-};
+mod made;
+mod snapshot;
+
+pub(crate) use made::MadeError;
+pub(crate) use snapshot::{SnapshotError, SnapshotPath};
+
+use super::model::{EVENTS_HEADER, MAX_BLOCK, MAX_STREAMS, TraceDevice};
 use crate::rmm;
 use std::{error, fmt, io};
 

@@ -12,13 +12,10 @@
 //!
 //! A size is at least one byte, and a loop has at least one step.
 
-mod error;
 mod maker;
 mod workloads;
 
-pub(super) use error::MadeError;
-
-use super::{Fault, Trace, TraceError, TraceFormat};
+use super::{Fault, Trace, TraceError, TraceFormat, error::MadeError};
 use maker::Maker;
 use std::{ops::RangeInclusive, path::Path, str::FromStr};
 

@@ -22,12 +22,10 @@
 //! Addresses are reused, so each allocation gets a new name. Streams are numbered in order of
 //! appearance.
 
-mod error;
-
-pub(crate) use error::{SnapshotError, SnapshotPath};
-
 use super::{
-    Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceError, TraceFormat, builder::Builder, error::Name,
+    Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceError, TraceFormat,
+    builder::Builder,
+    error::{Name, SnapshotError, SnapshotPath},
 };
 use crate::pickle::{self, Objects, Value, Word};
 use std::{

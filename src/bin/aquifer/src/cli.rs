@@ -2,7 +2,7 @@
 
 use crate::{
     amount::{Amount, AmountError},
-    metrics::ListenAddress,
+    listen_address::ListenAddress,
 };
 use aquifer_benches::{Benchmark, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;

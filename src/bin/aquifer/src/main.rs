@@ -13,6 +13,7 @@
 //! | `metrics` | the same for Prometheus |
 //! | `doctor` | the report on this machine |
 //! | `ledgers` | the memories that processes share |
+//! | `listen_address` | where to listen, and what is refused |
 //! | `amount` | amounts of memory |
 //! | `rows` | rows of a result on the screen |
 //! | `output` | files that appear whole or not at all |
@@ -28,6 +29,7 @@ mod amount;
 mod cli;
 mod doctor;
 mod ledgers;
+mod listen_address;
 mod made;
 mod metrics;
 mod output;

@@ -6,13 +6,11 @@
 //! | `exposition` | the text of one reading of all processes |
 //! | `ledgers` | the text of the memories that processes share |
 //! | `textfile` | a file that is replaced as a whole, for the textfile collector |
-//! | `address` | where to listen, and what is refused |
 //! | `request` | parsing of HTTP requests |
 //! | `connection` | one client, within bounds of time and size |
 //! | `listener` | the socket, and its end |
 //! | `server` | the loop over all clients |
 
-mod address;
 mod connection;
 mod exposition;
 mod families;
@@ -22,9 +20,7 @@ mod request;
 mod server;
 mod textfile;
 
-pub(crate) use address::{AddressError, ListenAddress};
-
-use crate::cli;
+use crate::{cli, listen_address::AddressError};
 use aquifer_status::{StatusError, StatusFolder};
 use exposition::Bounds;
 use std::{fmt, io, path::PathBuf};

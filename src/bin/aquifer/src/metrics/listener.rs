@@ -1,6 +1,7 @@
 //! The socket that clients connect to. A socket in the file system is removed at the end.
 
-use super::{address::ListenAddress, connection::ClientStream};
+use super::connection::ClientStream;
+use crate::listen_address::ListenAddress;
 use nix::sys::stat::{Mode, umask};
 use std::{
     fs, io,

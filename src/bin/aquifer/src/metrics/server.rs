@@ -6,10 +6,10 @@
 //! - It ends by SIGINT, SIGTERM or SIGHUP.
 
 use super::{
-    address::ListenAddress,
     connection::{ClientStream, Connection, refusal, respond},
     listener::Listener,
 };
+use crate::listen_address::ListenAddress;
 use aquifer_status::StatusError;
 use nix::{
     errno::Errno,

@@ -59,7 +59,7 @@ impl FromStr for ListenAddress {
 
 impl ListenAddress {
     /// Refuses an address that other machines can reach, unless that is accepted.
-    pub(super) fn check(&self, exposed: bool) -> Result<(), AddressError> {
+    pub(crate) fn check(&self, exposed: bool) -> Result<(), AddressError> {
         match self {
             Self::Tcp(address) if !address.ip().is_loopback() && !exposed => {
                 Err(AddressError::NotLoopback(*address))
