@@ -23,7 +23,7 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology},
 };
-use aquifer_ledger::SharedBudget;
+use aquifer_ledger::{LedgerMemory, SharedBudget};
 use budgets::{DeviceLimits, ParentBudgets};
 use sharing::Sharing;
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
@@ -563,6 +563,39 @@ impl Runtime {
         let index = self.inner.pools.iter().position(|pool| pool.device() == device);
         let found = index.and_then(|index| self.inner.device_set.pool(index));
         found.ok_or_else(|| self.missing(device.0))
+    }
+
+    /// Returns the name and the capacity in bytes of the [ledger](crate::guide::sharing) by which
+    /// processes share the device with this index, whether this runtime does or not.
+    ///
+    /// ```
+    /// use aquifer::{Runtime, sim::Sim};
+    /// let rt = Runtime::on(Sim::h200(2).capacity(1 << 30).driver())?;
+    /// assert_eq!(rt.ledger_of_device(1)?, ("simulated-1".to_owned(), 1 << 30));
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`].
+    pub fn ledger_of_device(&self, index: usize) -> Result<(String, u64)> {
+        let info = self.device(index)?.info();
+        let driver = self.driver().ok_or_else(|| self.missing(info.device.0))?;
+        Ok((sharing::memory_of(driver, info).to_string(), info.memory))
+    }
+
+    /// Returns the name and the capacity in bytes of the [ledger](crate::guide::sharing) by which
+    /// processes share pinned memory, whether this runtime does or not: half of the host's memory.
+    ///
+    /// ```
+    /// use aquifer::Runtime;
+    /// let (name, capacity) = Runtime::builder().or_sim_quietly().build()?.ledger_of_pinned();
+    /// assert!(name == "pinned-memory" && capacity > 0);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn ledger_of_pinned(&self) -> (String, u64) {
+        let capacity = sharing::pinned_capacity(&self.inner.host.topology);
+        (LedgerMemory::Pinned.to_string(), capacity)
     }
 
     /// Returns the error for a device that does not exist.

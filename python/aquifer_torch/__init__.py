@@ -19,7 +19,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
-from .library import DRIVER_MACHINE, STREAMS_RETIRED, STREAMS_UNTOLD, Library, Options
+from .library import (
+    DRIVER_MACHINE,
+    SHARED_DEVICES,
+    SHARED_PINNED,
+    STREAMS_RETIRED,
+    STREAMS_UNTOLD,
+    Library,
+    Options,
+)
 from .sleep import MemorySaver
 
 if TYPE_CHECKING:
@@ -75,6 +83,10 @@ def setup(
     history: int = 0,
     driver: int = DRIVER_MACHINE,
     sim_memory: int | None = None,
+    shared: int | None = None,
+    shared_pinned: int | None = None,
+    shared_priority: int = 0,
+    ledger_folder: str | os.PathLike[str] | None = None,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -87,6 +99,11 @@ def setup(
                        for ever. Not so with CuPy's and RMM's: False, and each free and noted use records an event (0.2 us)
     history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs a pair of calls up to 0.5 us
     driver, sim_memory for tests: a simulated device, and its bytes
+    shared             the bytes of each device that are guaranteed to this process, which shares the rest with the other
+                       processes of the user that do so: see aquifer_torch.ledger. 0 for none guaranteed; else nothing is shared
+    shared_pinned      the same of pinned memory
+    shared_priority    the order among processes that wait for shared memory, higher ones first
+    ledger_folder      the folder of the ledgers, else that of AQUIFER_LEDGER
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
     LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
@@ -105,6 +122,15 @@ def setup(
         options.wait_ns = int(wait * 1e9)
     if release_threshold is not None:
         options.release_threshold = release_threshold
+    if shared is not None:
+        options.shared |= SHARED_DEVICES
+        options.shared_guarantee = shared
+    if shared_pinned is not None:
+        options.shared |= SHARED_PINNED
+        options.pinned_guarantee = shared_pinned
+    options.shared_priority = shared_priority
+    if ledger_folder is not None:
+        options.ledger_folder = os.fsencode(ledger_folder)
     library.aq_torch_setup(ctypes.byref(options))
     if isinstance(limit, float):
         for device in range(library.devices()):

@@ -1,5 +1,7 @@
 """What goes wrong, as types."""
 
+from __future__ import annotations
+
 
 class AquiferError(RuntimeError):
     """A call of the library answered with a status that is not AQ_OK.
@@ -11,6 +13,9 @@ class AquiferError(RuntimeError):
     def __init__(self, status: int, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
         self.status, self.name, self.text = status, name, text
+
+    def __reduce__(self) -> tuple[type[AquiferError], tuple[int, str, str]]:
+        return type(self), (self.status, self.name, self.text)
 
 
 class LibraryNotFound(OSError):

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Callable
 from .errors import AquiferError, LibraryNotFound, LibraryVersion
 
 # The version of aquifer.h that the declarations here follow.
-VERSION = (0, 3)
+VERSION = (0, 4)
 
 DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
 STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
 READ, WRITE = 1, 2
 # What becomes of the contents of memory that is paused.
 KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED = 0, 1, 2
+# What a runtime shares with other processes.
+SHARED_DEVICES, SHARED_PINNED, SHARED_RESERVED = 1, 2, 4
 
 
 class Options(ctypes.Structure):
@@ -36,6 +38,26 @@ class Options(ctypes.Structure):
         ("wait_ns", ctypes.c_uint64),
         ("release_threshold", ctypes.c_uint64),
         ("history", ctypes.c_uint64),
+        ("shared", ctypes.c_uint32),
+        ("shared_priority", ctypes.c_int32),
+        ("shared_guarantee", ctypes.c_uint64),
+        ("pinned_guarantee", ctypes.c_uint64),
+        ("ledger_folder", ctypes.c_char_p),
+    ]
+
+
+class LedgerOptions(ctypes.Structure):
+    """aq_ledger_options."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("folder", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("capacity", ctypes.c_uint64),
+        ("guarantee", ctypes.c_uint64),
+        ("limit", ctypes.c_uint64),
+        ("priority", ctypes.c_int32),
+        ("reserve", ctypes.c_uint32),
     ]
 
 
@@ -80,6 +102,7 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_status_name": (ctypes.c_char_p, [_status]),
     "aq_last_error": (ctypes.c_char_p, []),
     "aq_text_free": (None, [_ptr]),
+    "aq_runtime_create": (_status, [_to(Options), _to(_u64)]),
     "aq_runtime_destroy": (_status, [_u64]),
     "aq_device_count": (_status, [_u64, _to(_u32)]),
     "aq_device": (_status, [_u64, _u32, _to(Facts)]),
@@ -113,6 +136,19 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_torch_share": (_status, [_ptr, _ptr, _to(ctypes.c_size_t)]),
     "aq_torch_receive": (_status, [_int, _ptr, ctypes.c_size_t, _to(_ptr)]),
     "aq_torch_close": (_status, [_ptr]),
+    "aq_ledger_join": (_status, [_to(LedgerOptions), _to(_u64)]),
+    "aq_ledger_leave": (_status, [_u64]),
+    "aq_ledger_claim": (_status, [_u64, _u64, _u64]),
+    "aq_ledger_release": (_status, [_u64, _u64]),
+    "aq_ledger_member": (_status, [_u64, _to(_u64), _to(_u64), _to(_u64), _to(_u64)]),
+    "aq_ledger_measure": (_status, [_u64, _u64]),
+    "aq_ledger_figures": (_status, [ctypes.c_char_p, ctypes.c_char_p, _to(_ptr)]),
+    "aq_ledger_names": (_status, [ctypes.c_char_p, _to(_ptr)]),
+    "aq_ledger_of_device": (_status, [_u64, _u32, _to(_ptr), _to(_u64)]),
+    "aq_ledger_of_pinned": (_status, [_u64, _to(_ptr), _to(_u64)]),
+    "aq_pinned_alloc": (_status, [_u64, _u32, _u64, _u64, _to(_ptr)]),
+    "aq_pinned_free": (_status, [_ptr]),
+    "aq_pinned_is_pinned": (_status, [_ptr, _to(_int)]),
     "aq_sim_stream_create": (_status, [_u64, _u32, _to(_ptr)]),
     "aq_sim_stream_wait": (_status, [_u64, _u32, _ptr, _ptr]),
     "aq_sim_stream_synchronize": (_status, [_u64, _u32, _ptr]),
@@ -264,15 +300,19 @@ class Library:
         self.aq_torch_tag(tag.encode(), ctypes.byref(held), ctypes.byref(paused))
         return held.value, bool(paused.value)
 
+    def text(self, call: Callable[..., None], *arguments: Any) -> str:
+        """Calls a function that stores a text in its argument behind these. Returns the text."""
+        found = _ptr()
+        call(*arguments, ctypes.byref(found))
+        try:
+            return ctypes.string_at(found.value or 0).decode()
+        finally:
+            self.aq_text_free(found)
+
     def snapshot(self) -> dict[str, Any]:
         """All that the runtime knows of itself."""
-        text = _ptr()
-        self.aq_snapshot(self.runtime(), ctypes.byref(text))
-        try:
-            found: dict[str, Any] = json.loads(ctypes.string_at(text))
-            return found
-        finally:
-            self.aq_text_free(text)
+        found: dict[str, Any] = json.loads(self.text(self.aq_snapshot, self.runtime()))
+        return found
 
     def memory_snapshot(self, device: int, path: str | os.PathLike[str]) -> None:
         """Writes what a device's pool did last and holds, as PyTorch's memory viewer reads it."""

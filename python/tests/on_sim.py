@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 import aquifer_torch  # noqa: E402
 from aquifer_torch import library as binding  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
+from ledger_on_sim import LedgerTests  # noqa: E402
 from sleep_on_sim import RegionTests  # noqa: E402
 from vllm_on_sim import VllmTests  # noqa: E402
 
@@ -167,7 +168,12 @@ class TheBinding(unittest.TestCase):
             self.assertEqual(header[name], len(takes), name)
 
     def test_structs_have_the_headers_form(self):
-        structs = {"aq_runtime_options": binding.Options, "aq_stats": binding.Stats, "aq_device_facts": binding.Facts}
+        structs = {
+            "aq_runtime_options": binding.Options,
+            "aq_stats": binding.Stats,
+            "aq_device_facts": binding.Facts,
+            "aq_ledger_options": binding.LedgerOptions,
+        }
         source = '#include "aquifer.h"\n#include <stdio.h>\nint main(void) {\n'
         expected = []
         for name, form in structs.items():
@@ -402,6 +408,18 @@ class Sleep(RegionTests, OneProcess, unittest.TestCase):
 
 class VllmSleep(VllmTests, OneProcess, unittest.TestCase):
     """vLLM's sleep mode."""
+
+
+class Ledgers(LedgerTests, unittest.TestCase):
+    """Memory that processes share."""
+
+    def test_a_device_and_pinned_memory_have_ledgers_by_name(self):
+        from aquifer_torch import ledger
+
+        self.assertEqual(ledger.device(0), ("simulated-0", 256 * MIB))
+        name, capacity = ledger.pinned()
+        self.assertEqual(name, ledger.PINNED)
+        self.assertGreater(capacity, 0)
 
 
 class Launcher(LauncherTests, unittest.TestCase):

@@ -31,7 +31,7 @@ fn refused(error: &LedgerError) -> MemoryError {
 }
 
 /// Returns which memory a device's ledger is for. Simulated devices are not those of the machine.
-fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMemory {
+pub(super) fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMemory {
     let ordinal = info.device.0;
     if driver.clone().simulator().is_some() {
         return LedgerMemory::Simulated(ordinal);
@@ -41,6 +41,12 @@ fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMemory {
         (None, Some(address)) => LedgerMemory::Address(address.clone()),
         (None, None) => LedgerMemory::Ordinal(ordinal),
     }
+}
+
+/// Returns the capacity of pinned memory: the same in all processes, unlike what is free now.
+pub(super) fn pinned_capacity(topology: &Topology) -> u64 {
+    let memory: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
+    memory / 2
 }
 
 impl Sharing {
@@ -104,9 +110,7 @@ impl Sharing {
                 expected: "host memory that no device has for its own",
             });
         }
-        // A figure that is the same in all processes, unlike what is free now.
-        let memory: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
-        Ledger::open(folder, &LedgerMemory::Pinned.to_string(), memory / 2)
+        Ledger::open(folder, &LedgerMemory::Pinned.to_string(), pinned_capacity(topology))
             .and_then(|ledger| self.share(guarantee).join(ledger))
             .and_then(|member| member.budget("pinned memory of all processes", || None))
             .map(Some)

@@ -67,7 +67,8 @@
  *             threads may be executing in it.
  *
  * Environment. The variables of the library's documentation apply: AQUIFER_TRACE, AQUIFER_BYPASS,
- *             AQUIFER_DEBUG. For an invalid value aq_runtime_create returns AQ_ERROR_BAD_SETTING.
+ *             AQUIFER_DEBUG, AQUIFER_LEDGER. For an invalid value aq_runtime_create returns
+ *             AQ_ERROR_BAD_SETTING.
  */
 #ifndef AQUIFER_H
 #define AQUIFER_H
@@ -82,7 +83,7 @@ extern "C" {
 /* The version of this header. Within a major version nothing declared here changes or is removed.
  * While the major version is 0, this holds within a minor version. */
 #define AQ_VERSION_MAJOR 0
-#define AQ_VERSION_MINOR 3
+#define AQ_VERSION_MINOR 4
 
 /* Returns the version of the loaded library: major << 16 | minor. */
 uint32_t aq_version(void);
@@ -158,6 +159,11 @@ enum {
     AQ_SIM_PLAIN = 1,    /* simulated devices without virtual memory management */
     AQ_SIM_UNCHECKED = 2 /* simulated devices without checks, for measurements */
 };
+enum {
+    AQ_SHARED_DEVICES = 1, /* the memory of each device is shared with other processes */
+    AQ_SHARED_PINNED = 2,  /* so is pinned memory */
+    AQ_SHARED_RESERVED = 4 /* guarantees are kept free while they are not used, and not lent */
+};
 
 /* Zero selects the default of each field. */
 typedef struct aq_runtime_options {
@@ -181,11 +187,18 @@ typedef struct aq_runtime_options {
                                    each, at most 2^24; 0: none. Adds up to 0.5 us to an
                                    allocation and its free. With AQUIFER_TRACE, the trace gets
                                    the same events */
+    uint32_t shared;            /* AQ_SHARED_..., combined by |: bytes are claimed from ledgers
+                                   before they are taken, and given back on others' need */
+    int32_t shared_priority;    /* the order among processes that wait for shared memory */
+    uint64_t shared_guarantee;  /* bytes of each device that are guaranteed to this process.
+                                   With AQ_SHARED_DEVICES, device_limit 0 is the capacity */
+    uint64_t pinned_guarantee;  /* bytes of pinned memory that are guaranteed to this process */
+    const char *ledger_folder;  /* the folder of the ledgers; null: that of AQUIFER_LEDGER */
 } aq_runtime_options;
 
 /* Creates a runtime: opens the driver, creates a context on each device (which takes the driver's
- * time for that), reads the machine's topology. Allocates no memory and starts no thread.
- * `options` may be null.
+ * time for that), reads the machine's topology. Allocates no memory. Starts no thread, except one
+ * for each shared memory, which answers other processes. `options` may be null.
  * AQ_ERROR_NULL, _BAD_ARGUMENT, _VERSION, _BAD_SETTING, _DRIVER. A machine without a GPU is not an
  * error. */
 aq_status aq_runtime_create(const aq_runtime_options *options, aq_runtime *runtime);
@@ -614,6 +627,102 @@ aq_status aq_torch_tag(const char *tag, uint64_t *held, int *paused);
  * cupy.cuda.PythonFunctionAllocator and raise an error. */
 void *aq_cupy_alloc(void *stream, size_t size, int device);
 void aq_cupy_free(void *stream, void *memory, int device);
+
+/* ---- Ledgers -------------------------------------------------------------------------------- */
+
+/* Bytes of one memory that processes of one user share: a device, pinned memory, or any other. Each
+ * process is a member, and claims bytes before it takes them. The sum of all claims never exceeds
+ * the capacity of the memory. The memberships of a process end with it, also by SIGKILL, by the
+ * kernel's hand. A claim is an account and no memory. A runtime with AQ_SHARED_DEVICES is a member
+ * by itself; these functions are for programs that take the memory in another way, or lend it.
+ *
+ *     aq_ledger_options terms = {0};
+ *     terms.size = sizeof terms;
+ *     terms.name = "my-memory";
+ *     terms.capacity = 80ull << 30;
+ *     terms.guarantee = 20ull << 30;
+ *     aq_member member;
+ *     if (aq_ledger_join(&terms, &member)) fail(aq_last_error());
+ *     if (aq_ledger_claim(member, 30ull << 30, 0)) fail(aq_last_error());
+ *     aq_ledger_release(member, 10ull << 30);
+ *     aq_ledger_leave(member);
+ *
+ * Each ledger is a file of its name in a folder. A folder of null is that of AQUIFER_LEDGER, by
+ * default `aquifer` in XDG_RUNTIME_DIR, or /tmp/aquifer-UID: AQ_ERROR_BAD_SETTING if AQUIFER_LEDGER
+ * is `off` or no path. It belongs to the user, with mode 0700, and is created with the first
+ * ledger. A name has at most 128 letters, digits, '.', '-' and '_'. A folder or a file that is not
+ * safe to use, or is no ledger, gives AQ_ERROR_SYSTEM. */
+
+typedef uint64_t aq_member; /* never 0, and never reused */
+
+/* The terms of a membership. Zero selects the default of each field. */
+typedef struct aq_ledger_options {
+    size_t size;        /* sizeof(aq_ledger_options) */
+    const char *folder; /* the folder of the ledgers; null: that of AQUIFER_LEDGER */
+    const char *name;   /* the memory, such as aq_ledger_of_device returns it; required */
+    uint64_t capacity;  /* bytes of the memory. The first member sets it; those that join later
+                           with less are limited to that. 0: the ledger must exist */
+    uint64_t guarantee; /* a claim up to this sum comes before those of others beyond their
+                           guarantees. Bytes that are not claimed are lent */
+    uint64_t limit;     /* the most that this member claims; 0: the capacity */
+    int32_t priority;   /* beyond guarantees, waiting members of higher priority come first */
+    uint32_t reserve;   /* nonzero: the guarantee is not lent */
+} aq_ledger_options;
+
+/* Joins a ledger, and stores the membership in `*member`. A process may be several members. May
+ * block for up to a second while others join.
+ * AQ_ERROR_NULL, _VERSION, _BAD_SETTING; _BAD_ARGUMENT for a bad name, or a guarantee above the
+ * limit; _OUT_OF_BUDGET if the guarantees of all members would exceed the capacity; _CAPACITY if
+ * there are 256 members; _BUSY if another process kept the ledger locked; _SYSTEM. */
+aq_status aq_ledger_join(const aq_ledger_options *options, aq_member *member);
+
+/* Ends a membership, with its claims. A claim of another thread that waits ends first.
+ * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
+aq_status aq_ledger_leave(aq_member member);
+
+/* Claims `bytes`, or nothing. With a `wait_ns` above 0 it blocks for up to that long, asks the
+ * other members to give back what they hold beyond their guarantees, and has what they release
+ * kept for this claim. Claims within guarantees come first, then higher priorities, then earlier
+ * claims. 0 bytes always fit.
+ * AQ_ERROR_OUT_OF_BUDGET if the limit or the capacity excludes it, at once; _OUT_OF_MEMORY if
+ * others hold the bytes; _BAD_ARGUMENT; _CLOSED, also in a child of fork(). */
+aq_status aq_ledger_claim(aq_member member, uint64_t bytes, uint64_t wait_ns);
+
+/* Releases claimed bytes, and wakes members that wait. Never blocks.
+ * AQ_ERROR_BAD_ARGUMENT for more than is claimed; _CLOSED. */
+aq_status aq_ledger_release(aq_member member, uint64_t bytes);
+
+/* Stores what the member has claimed, the most that it can claim, what a claim could take now, and
+ * what others wait for that it holds beyond its guarantee. Each pointer may be null. Also writes
+ * the member's part of the file anew, in case another program has written over it.
+ * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
+aq_status aq_ledger_member(aq_member member, uint64_t *claimed, uint64_t *limit, uint64_t *room,
+                           uint64_t *owed);
+
+/* Records the bytes of the memory that all processes use, as its driver counts them. What is not
+ * claimed of that is unaccounted, and taken from the capacity, until the next record.
+ * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
+aq_status aq_ledger_measure(aq_member member, uint64_t in_use);
+
+/* Returns the figures of a ledger, which must exist, as one JSON object: {"format":
+ * "aquifer-ledger", "version": 1, "name", "capacity", "claimed", "free", "unaccounted", "members":
+ * [{"process", "command", "claimed", "guarantee", "reserved", "limit", "priority", "reclaimable",
+ * "wanted"}]}, with the live members only. Joins nothing, and makes a system call for each member.
+ * Later versions add fields. Free the text with aq_text_free.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT, _BAD_SETTING, _SYSTEM. */
+aq_status aq_ledger_figures(const char *folder, const char *name, char **json);
+
+/* Returns the names of the ledgers of a folder as a JSON list of texts. Free it with aq_text_free.
+ * AQ_ERROR_NULL, _BAD_SETTING, _SYSTEM. */
+aq_status aq_ledger_names(const char *folder, char **json);
+
+/* Return the name of the ledger by which processes share a device, or pinned memory, and store the
+ * capacity that runtimes join it with, in bytes. Free the name with aq_text_free. `capacity` may be
+ * null.
+ * AQ_ERROR_NULL, _BAD_RUNTIME, _CLOSED, _NO_DEVICE. */
+aq_status aq_ledger_of_device(aq_runtime runtime, uint32_t device, char **name,
+                              uint64_t *capacity);
+aq_status aq_ledger_of_pinned(aq_runtime runtime, char **name, uint64_t *capacity);
 
 /* ---- The simulated device, for tests -------------------------------------------------------- */
 

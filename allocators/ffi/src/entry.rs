@@ -16,7 +16,7 @@ use std::{
 /// The interface's major version. It changes when something existing changes or is removed.
 pub const AQ_VERSION_MAJOR: u32 = 0;
 /// The interface's minor version. It changes when something is added.
-pub const AQ_VERSION_MINOR: u32 = 3;
+pub const AQ_VERSION_MINOR: u32 = 4;
 
 thread_local! {
     /// Depth of calls that this thread is in. Const and without a destructor, so that it is

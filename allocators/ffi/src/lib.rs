@@ -22,6 +22,7 @@
 //! | [`torch`] | the functions for PyTorch's pluggable allocator |
 //! | [`cupy`] | the functions for CuPy's C function allocator |
 //! | [`region`] | a thread's tag for memory that can be given back |
+//! | [`ledger`] | claims of memory that processes share |
 //! | [`sleep`] | memory that is given back while a process sleeps |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
@@ -31,6 +32,7 @@ pub mod device;
 pub mod entry;
 pub mod facts;
 pub mod graphs;
+pub mod ledger;
 pub mod pinned;
 mod process;
 pub mod region;

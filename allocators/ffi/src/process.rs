@@ -1,5 +1,6 @@
 //! The one runtime of the process, which PyTorch and CuPy use, and which of its devices an address
 //! belongs to.
+#![expect(unsafe_code, reason = "reads the text of the options")]
 
 use crate::{
     entry::CallResult,
@@ -24,15 +25,19 @@ static CREATE_LOCK: Mutex<()> = Mutex::new(());
 #[inline]
 pub(crate) fn default_runtime() -> CallResult<aq_runtime> {
     match RUNTIME.load(Ordering::Acquire) {
-        0 => create_runtime(None),
+        // SAFETY: 1. There are no options.
+        0 => unsafe { create_runtime(None) },
         runtime => Ok(runtime),
     }
 }
 
 /// Creates the runtime with these options. The defaults fit PyTorch, which never destroys its
 /// streams.
+///
+/// # Safety
+/// 1. The options' `ledger_folder` is null, or a zero-terminated text.
 #[cold]
-pub(crate) fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime> {
+pub(crate) unsafe fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime> {
     let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let before = RUNTIME.load(Ordering::Acquire);
     if before != 0 {
@@ -51,7 +56,8 @@ pub(crate) fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<
         streams: AQ_STREAMS_RETIRED,
         ..Default::default()
     });
-    let runtime = options.create(true)?;
+    // SAFETY: 1. Guaranteed by the caller.
+    let runtime = unsafe { options.create(true) }?;
     RUNTIME.store(runtime, Ordering::Release);
     Ok(runtime)
 }

@@ -5,6 +5,7 @@ pub use crate::table::{AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime};
 
 use crate::{
     entry::{CallResult, caller_size, enter, install_panic_hook, require, write_out},
+    ledger,
     status::{Failure, Status, aq_status},
     table::{self, SharedRuntime},
     thread_state,
@@ -15,6 +16,9 @@ use aquifer::{
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
 use std::{
+    ffi::c_char,
+    path::PathBuf,
+    ptr,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -31,11 +35,18 @@ pub const AQ_SIM_PLAIN: u32 = 1;
 /// Simulated devices without checks, for measurements.
 pub const AQ_SIM_UNCHECKED: u32 = 2;
 
+/// Shares the memory of devices with other processes.
+pub const AQ_SHARED_DEVICES: u32 = 1;
+/// Shares pinned memory with other processes.
+pub const AQ_SHARED_PINNED: u32 = 2;
+/// Keeps the guarantees free instead of lending them.
+pub const AQ_SHARED_RESERVED: u32 = 4;
+
 /// Maximum number of events that a runtime keeps: 1 GiB of them.
 const MAX_HISTORY: u64 = 1 << 24;
 
 /// Options of a new runtime. Zero selects the default of a field.
-#[derive(Clone, Copy, Default, Debug)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct aq_runtime_options {
     /// `sizeof(aq_runtime_options)`.
@@ -62,6 +73,40 @@ pub struct aq_runtime_options {
     pub release_threshold: u64,
     /// Number of events kept for memory snapshots.
     pub history: u64,
+    /// Any of `AQ_SHARED_…`.
+    pub shared: u32,
+    /// The order among processes that wait for shared memory.
+    pub shared_priority: i32,
+    /// Bytes of each device that are guaranteed to this process.
+    pub shared_guarantee: u64,
+    /// Bytes of pinned memory that are guaranteed to this process.
+    pub pinned_guarantee: u64,
+    /// The folder of the ledgers; null for that of `AQUIFER_LEDGER`.
+    pub ledger_folder: *const c_char,
+}
+
+impl Default for aq_runtime_options {
+    fn default() -> Self {
+        Self {
+            size: 0,
+            driver: AQ_DRIVER_MACHINE,
+            streams: AQ_STREAMS_UNTOLD,
+            sim_devices: 0,
+            sim_flags: 0,
+            sim_memory: 0,
+            sim_seed: 0,
+            device_limit: 0,
+            pinned_limit: 0,
+            wait_ns: 0,
+            release_threshold: 0,
+            history: 0,
+            shared: 0,
+            shared_priority: 0,
+            shared_guarantee: 0,
+            pinned_guarantee: 0,
+            ledger_folder: ptr::null(),
+        }
+    }
 }
 
 fn bad(what: &str, value: u32, expected: &str) -> Failure {
@@ -83,11 +128,7 @@ impl aq_runtime_options {
         // SAFETY: 1. Both sides have that many bytes. 2. Any bytes are valid values of these
         // fields. 3. `options` is a local, so they do not overlap.
         unsafe {
-            std::ptr::copy_nonoverlapping(
-                from.cast::<u8>(),
-                (&raw mut options).cast::<u8>(),
-                known,
-            );
+            ptr::copy_nonoverlapping(from.cast::<u8>(), (&raw mut options).cast::<u8>(), known);
         };
         // SAFETY: 1. Guaranteed by the caller.
         let size = unsafe { from.cast::<usize>().read() };
@@ -143,7 +184,34 @@ impl aq_runtime_options {
         Ok(Some(Arc::new(RingSink::new(self.history as usize))))
     }
 
-    fn build(self, shareable: bool) -> CallResult<SharedRuntime> {
+    /// Returns the folder of the ledgers, if memory is shared and the caller names one.
+    ///
+    /// # Safety
+    /// 1. `ledger_folder` is null, or a zero-terminated text.
+    unsafe fn ledger_folder(&self) -> CallResult<Option<PathBuf>> {
+        const KNOWN: u32 = AQ_SHARED_DEVICES | AQ_SHARED_PINNED | AQ_SHARED_RESERVED;
+        if self.shared & !KNOWN != 0 {
+            return Err(bad("shared", self.shared, "AQ_SHARED_..., combined by |"));
+        }
+        let unused = |kind: u32, guarantee: u64| self.shared & kind == 0 && guarantee > 0;
+        if unused(AQ_SHARED_DEVICES, self.shared_guarantee)
+            || unused(AQ_SHARED_PINNED, self.pinned_guarantee)
+        {
+            let text = "options have a guarantee of memory that options->shared does not share";
+            return Err(Failure::new(Status::BadArgument, text));
+        }
+        if self.shared == 0 || self.ledger_folder.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: 1. Guaranteed by the caller.
+        Ok(Some(unsafe { ledger::folder_of(self.ledger_folder) }?))
+    }
+
+    /// Builds the runtime.
+    ///
+    /// # Safety
+    /// 1. `ledger_folder` is null, or a zero-terminated text.
+    unsafe fn build(self, shareable: bool) -> CallResult<SharedRuntime> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
         }
@@ -162,6 +230,8 @@ impl aq_runtime_options {
         if self.release_threshold > 0 {
             pools.release_threshold = self.release_threshold;
         }
+        // SAFETY: 1. Guaranteed by the caller.
+        let folder = unsafe { self.ledger_folder() }?;
         let history = self.history()?;
         if let Some(history) = &history {
             pools.recorder = Some(Arc::new(Recorder::new(history.clone())));
@@ -177,6 +247,19 @@ impl aq_runtime_options {
             if self.pinned_limit > 0 {
                 builder = builder.pinned_budget(self.pinned_limit);
             }
+            if self.shared & AQ_SHARED_DEVICES != 0 {
+                builder = builder.shared(self.shared_guarantee);
+            }
+            if self.shared & AQ_SHARED_PINNED != 0 {
+                builder = builder.shared_pinned(self.pinned_guarantee);
+            }
+            if self.shared & AQ_SHARED_RESERVED != 0 {
+                builder = builder.reserve_guarantees();
+            }
+            if let Some(folder) = &folder {
+                builder = builder.ledger_folder(folder);
+            }
+            builder = builder.shared_priority(self.shared_priority);
             builder.build()
         };
         let (runtime, sim) = match self.driver {
@@ -201,9 +284,13 @@ impl aq_runtime_options {
 impl aq_runtime_options {
     /// Creates a runtime and enters it in the table. If it is `shareable`, other processes can map
     /// its memory.
-    pub(crate) fn create(self, shareable: bool) -> CallResult<aq_runtime> {
+    ///
+    /// # Safety
+    /// 1. `ledger_folder` is null, or a zero-terminated text.
+    pub(crate) unsafe fn create(self, shareable: bool) -> CallResult<aq_runtime> {
         install_panic_hook();
-        Ok(table::insert(self.build(shareable)?))
+        // SAFETY: 1. Guaranteed by the caller.
+        Ok(table::insert(unsafe { self.build(shareable) }?))
     }
 }
 
@@ -215,7 +302,8 @@ pub(crate) fn ordinal(shared: &SharedRuntime, device: u32) -> CallResult<DeviceI
 /// Creates a runtime.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field is its size in bytes.
+/// 1. `options` is null, or points to a struct whose first field is its size in bytes, with a text
+///    that is null or ends with a zero byte.
 /// 2. `runtime` is null, or points to an `aq_runtime` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_runtime_create(
@@ -224,8 +312,8 @@ pub unsafe extern "C" fn aq_runtime_create(
 ) -> aq_status {
     enter(|| {
         require(runtime, "runtime")?;
-        // SAFETY: 1. Guaranteed by the caller.
-        let id = unsafe { aq_runtime_options::read(options) }?.create(false)?;
+        // SAFETY: 1. Guaranteed by the caller, also of the text.
+        let id = unsafe { aq_runtime_options::read(options)?.create(false) }?;
         // SAFETY: 2. Guaranteed by the caller.
         unsafe { write_out(runtime, id, "runtime") }
     })

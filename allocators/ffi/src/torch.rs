@@ -47,13 +47,15 @@ fn recorded() -> MutexGuard<'static, Option<HashMap<u64, RecordedUses>>> {
 /// Creates the process's runtime with these options, before PyTorch's first allocation.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field is its size in bytes.
+/// 1. `options` is null, or points to a struct whose first field is its size in bytes, with a text
+///    that is null or ends with a zero byte.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_setup(options: *const aq_runtime_options) -> aq_status {
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
         let options = unsafe { aq_runtime_options::read(options) }?;
-        create_runtime(Some(options)).map(drop)
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe { create_runtime(Some(options)) }.map(drop)
     })
 }
 

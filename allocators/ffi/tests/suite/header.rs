@@ -7,9 +7,11 @@ use aquifer_ffi::{
     entry::{AQ_VERSION_MAJOR, AQ_VERSION_MINOR, aq_version},
     facts::{aq_device_facts, aq_stats},
     graphs::aq_torch_block,
+    ledger::aq_ledger_options,
     runtime::{
-        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED,
-        AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime_options,
+        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SHARED_DEVICES,
+        AQ_SHARED_PINNED, AQ_SHARED_RESERVED, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, AQ_STREAMS_RETIRED,
+        AQ_STREAMS_UNTOLD, aq_runtime_options,
     },
     sharing::AQ_TORCH_SHARE_BYTES,
     sleep::{AQ_KEEP_NONE, AQ_KEEP_PAGEABLE, AQ_KEEP_PINNED},
@@ -85,7 +87,7 @@ fn fields(header: &str, name: &str) -> Vec<String> {
     let body = &header[start..start + header[start..].find('}').unwrap()];
     body.lines()
         .skip(1)
-        .filter_map(|line| line.split(';').next()?.split_whitespace().nth(1))
+        .filter_map(|line| line.split_once(';')?.0.split_whitespace().last())
         .map(|field| field.trim_start_matches('*').split('[').next().unwrap().to_owned())
         .collect()
 }
@@ -93,7 +95,14 @@ fn fields(header: &str, name: &str) -> Vec<String> {
 /// What a C compiler makes of the header: a line for each struct, field and number.
 fn as_c_sees_it(header: &str) -> BTreeSet<String> {
     let mut source = String::from("#include \"aquifer.h\"\n#include <stdio.h>\nint main(void) {\n");
-    for name in ["aq_runtime_options", "aq_device_facts", "aq_stats", "aq_torch_block"] {
+    let structs = [
+        "aq_runtime_options",
+        "aq_device_facts",
+        "aq_stats",
+        "aq_torch_block",
+        "aq_ledger_options",
+    ];
+    for name in structs {
         source += &format!("printf(\"{name} %zu %zu\\n\", sizeof({name}), _Alignof({name}));\n");
         for field in fields(header, name) {
             source += &format!("printf(\"{name}.{field} %zu\\n\", offsetof({name}, {field}));\n");
@@ -149,7 +158,16 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             wait_ns,
             release_threshold,
             history,
+            shared,
+            shared_priority,
+            shared_guarantee,
+            pinned_guarantee,
+            ledger_folder,
         }
+    );
+    form!(
+        lines,
+        aq_ledger_options { size, folder, name, capacity, guarantee, limit, priority, reserve }
     );
     form!(
         lines,
@@ -206,6 +224,9 @@ fn c_and_rust_agree_on_forms_and_numbers() {
         ("AQ_STREAMS_RETIRED", AQ_STREAMS_RETIRED),
         ("AQ_SIM_PLAIN", AQ_SIM_PLAIN),
         ("AQ_SIM_UNCHECKED", AQ_SIM_UNCHECKED),
+        ("AQ_SHARED_DEVICES", AQ_SHARED_DEVICES),
+        ("AQ_SHARED_PINNED", AQ_SHARED_PINNED),
+        ("AQ_SHARED_RESERVED", AQ_SHARED_RESERVED),
         ("AQ_READ", AQ_READ),
         ("AQ_WRITE", AQ_WRITE),
         ("AQ_KEEP_NONE", AQ_KEEP_NONE),
