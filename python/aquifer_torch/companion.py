@@ -103,7 +103,7 @@ def build(source: str | pathlib.Path = _HERE / "companion.cpp") -> pathlib.Path:
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     command = [compiler, f"-std={prebuilt.standard(torch.__version__)}", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += [f"-I{header}", f"-isystem{root / 'include'}"] + [f"-isystem{place}" for place in includes]
-    libraries = _cxx_library() + [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", "-ldl"]
+    libraries = _cxx_library() + [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{name}" for name in prebuilt.LIBRARIES), "-ldl"]
     name = hashlib.sha256()
     for part in (torch.__version__, str(command), *prebuilt.texts(source)):
         name.update(part.encode() + b"\0")

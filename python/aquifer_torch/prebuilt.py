@@ -16,6 +16,9 @@ _HERE = pathlib.Path(__file__).resolve().parent
 FOLDER = _HERE / "companions"
 SOURCES = (_HERE / "companion.cpp", _HERE / "pinned.cpp")
 
+# PyTorch's libraries that the companions call, as the linker names them.
+LIBRARIES = ("torch_cuda", "c10_cuda", "torch_cpu", "c10")
+
 # Headers of PyTorch with the classes that the sources derive from or pass by value. Some versions
 # lack some of them.
 LAYOUTS = (
