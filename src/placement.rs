@@ -14,7 +14,8 @@
 //! | `device_set` | the devices: current free memory, health, generations |
 //! | `lease` | [`Lease`]: reserved bytes |
 //! | `group` | several leases, all or none |
-//! | `waiting` | [`Placing`], and one for groups: waiting until there is room |
+//! | `waiting` | waiting until there is room: queues, wake-ups, deadlines |
+//! | `placing` | [`Placing`]: how one request waits; `grouping`, below `group`, how a group does |
 //! | `error` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
 //! # Input of a policy
@@ -30,6 +31,7 @@ mod error;
 mod group;
 mod hash;
 mod lease;
+mod placing;
 mod policy;
 mod request;
 mod waiting;
@@ -40,9 +42,9 @@ pub(crate) use device_set::{DeviceSet, MAX_DEVICES};
 pub use error::{NoFit, PlaceError, RejectReason};
 pub use hash::key_of;
 pub use lease::Lease;
+pub use placing::Placing;
 pub use policy::Policy;
 pub use request::{Group, Near, PlacementRequest};
-pub use waiting::Placing;
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::DevicePool;

@@ -6,19 +6,14 @@
 //! - So of two groups that compete for a device, the second holds nothing with a higher index that
 //!   the first could need. One of them succeeds.
 //!
-//! `waiting` describes how groups wait.
+//! `grouping` describes how groups wait.
 
-mod waiting;
+mod grouping;
 
-use super::{Candidate, Group, Lease, PlaceError, Placer, RejectReason, Rejections};
+use super::{
+    Candidate, Group, Lease, PlaceError, Placer, RejectReason, Rejections, waiting::Grant,
+};
 use aquifer_core::{MemoryError, Reservation};
-
-/// Bytes that a wait was granted, for one shard on a device.
-struct Grant {
-    index: usize,
-    generation: u32,
-    reservation: Reservation,
-}
 
 /// A device of a choice, and its number of shards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -8,8 +8,8 @@
 //!   budgets share a root. In several queues at once, two groups could each hold what the other
 //!   needs.
 
-use super::{Grant, Group, Lease, PlaceError, Placer, RejectReason};
-use crate::placement::waiting::{QueueEntry, block_on};
+use super::{Group, Lease, PlaceError, Placer, RejectReason};
+use crate::placement::waiting::{AwaitedRequest, QueueEntries, Wait, block_on};
 use std::{
     fmt,
     future::Future,
@@ -43,17 +43,7 @@ const MAX_GRANTS: usize = 4;
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[must_use = "a future waits only while it is polled"]
-pub struct Grouping {
-    placer: Placer,
-    group: Group,
-    deadline: Option<Instant>,
-    entry: Option<QueueEntry>,
-    /// The turn of the policy, taken at the first poll.
-    turn: Option<u64>,
-    /// The number under which its waker is registered with the device set.
-    watch: u64,
-    finished: bool,
-}
+pub struct Grouping(Wait<Group>);
 
 impl Placer {
     /// Like [`Placer::place_group`], but waits until there is room for all shards or until
@@ -66,66 +56,48 @@ impl Placer {
         group: &Group,
         deadline: Option<Instant>,
     ) -> Result<Vec<Lease>, PlaceError> {
-        let grouping = self.place_group_async(group.clone());
-        match deadline {
-            Some(deadline) => block_on(grouping.until(deadline), Some(deadline)),
-            None => block_on(grouping, None),
-        }
+        block_on(self, group.clone(), deadline)
     }
 
     /// Returns a future that waits as [`Placer::place_group_by`] does.
     pub fn place_group_async(&self, group: Group) -> Grouping {
-        let watch = self.device_set.watcher();
-        Grouping {
-            placer: self.clone(),
-            group,
-            deadline: None,
-            entry: None,
-            turn: None,
-            watch,
-            finished: false,
-        }
+        Grouping(Wait::new(self, group))
     }
 }
 
 impl Grouping {
     /// Sets a deadline. A poll after it ends the wait with the refusal of that moment.
-    pub fn until(mut self, deadline: Instant) -> Self {
-        self.deadline = Some(deadline);
-        self
+    pub fn until(self, deadline: Instant) -> Self {
+        Self(self.0.until(deadline))
     }
+}
 
-    /// Returns what the queue has granted, if its device is in service and the driver has the
-    /// bytes. A finished queue entry is removed.
-    fn poll_grant(&mut self, context: &mut Context<'_>) -> Option<Grant> {
-        let entry = self.entry.as_mut()?;
-        let (index, generation) = (entry.index, entry.generation);
-        let answer = Pin::new(&mut entry.waiting).poll(context);
-        let member = self.placer.device_set.at(index, generation);
-        let serving = member.is_serving();
-        if answer.is_ready() || !serving {
-            self.entry = None;
-        }
-        match answer {
-            Poll::Ready(Ok(charge)) if serving && member.is_backed() => {
-                Some(Grant { index, generation, reservation: charge.into() })
-            }
-            // Refused, or granted by a budget with room while the driver has none. The next sample
-            // shows that.
-            _ => None,
-        }
+impl Future for Grouping {
+    type Output = Result<Vec<Lease>, PlaceError>;
+
+    /// After it has returned `Ready`, it stays pending.
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.poll(context)
     }
+}
 
+impl fmt::Debug for Grouping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Grouping").field(&self.0).finish()
+    }
+}
+
+impl Group {
     /// Joins the queue of the device that lacks bytes and has the most left. Keeps its entry if no
     /// other device has more.
-    fn enqueue(&mut self, refused: &PlaceError) {
+    fn enqueue(&self, placer: &Placer, entries: &mut QueueEntries, refused: &PlaceError) {
         let PlaceError::Nowhere(nowhere) = refused else { return };
-        let device_set = &self.placer.device_set;
-        let current = self.entry.as_ref().map(|entry| entry.index);
+        let set = &placer.device_set;
+        let current = entries.devices().next().map(|(index, _)| index);
         // Computed from the limit, since the group's own queue entry hides what the budget has
         // left.
         let left = |index: usize| {
-            let budget = device_set.current(index).map(|member| member.budget());
+            let budget = set.current(index).map(|member| member.budget());
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
         };
         let lacking = nowhere.devices.iter().enumerate();
@@ -138,80 +110,52 @@ impl Grouping {
         // If no device lacks bytes, a device has to come back or a pool has to find room. The next
         // poll detects that.
         let Some(index) = best.filter(|_| best != current) else { return };
-        let Some(member) = device_set.current(index) else { return };
-        let waiting = member.budget().charge_async(self.group.each.size());
-        let waiting = match self.group.each.requested_priority() {
-            Some(priority) => waiting.with_priority(priority),
-            None => waiting,
-        };
-        self.entry = Some(QueueEntry { index, generation: member.generation, waiting });
+        let Some(member) = set.current(index) else { return };
+        entries.clear();
+        entries.join(index, member, self.each.size(), self.each.requested_priority());
+    }
+}
+
+impl AwaitedRequest for Group {
+    type Placed = Vec<Lease>;
+
+    fn is_empty(&self) -> bool {
+        self.shards == 0 || self.each.size() == 0
     }
 
-    fn try_now(&mut self, context: &mut Context<'_>) -> Poll<Result<Vec<Lease>, PlaceError>> {
-        let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
-        let mut granted = self.poll_grant(context);
+    fn attempt(
+        &self,
+        placer: &Placer,
+        turn: u64,
+        entries: &mut QueueEntries,
+        context: &mut Context<'_>,
+    ) -> Result<Option<Vec<Lease>>, PlaceError> {
+        let set = &placer.device_set;
+        let mut granted = entries.poll(set, context);
         for _ in 0..MAX_GRANTS {
-            let refused = match self.placer.try_group(&self.group, turn, &mut granted) {
+            let refused = match placer.try_group(self, turn, &mut granted) {
+                Ok(leases) => return Ok(Some(leases)),
                 Err(refused @ PlaceError::Nowhere(_)) => refused,
-                other => return Poll::Ready(other),
+                Err(other) => return Err(other),
             };
             drop(granted.take());
-            if !self.placer.is_satisfiable(&self.group) {
-                return Poll::Ready(Err(refused));
+            if !placer.is_satisfiable(self) {
+                return Err(refused);
             }
-            self.enqueue(&refused);
-            let Some(entry) = &self.entry else { break };
-            let device_set = self.placer.device_set.clone();
-            let member = device_set.at(entry.index, entry.generation);
-            member.reclaim_from_others(self.group.each.size(), || {
-                granted = self.poll_grant(context);
-                granted.is_some() || self.entry.is_none()
+            self.enqueue(placer, entries, &refused);
+            let Some((index, generation)) = entries.devices().next() else { break };
+            set.at(index, generation).reclaim_from_others(self.each.size(), || {
+                granted = entries.poll(set, context);
+                granted.is_some() || entries.devices().next().is_none()
             });
             if granted.is_none() {
                 break;
             }
         }
-        Poll::Pending
+        Ok(None)
     }
-}
 
-impl Future for Grouping {
-    type Output = Result<Vec<Lease>, PlaceError>;
-
-    /// After it has returned `Ready`, it stays pending.
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.finished {
-            return Poll::Pending;
-        }
-        // Registered before anything is read, so that no later change is missed.
-        self.placer.device_set.watch(self.watch, Some(context.waker()));
-        let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        let answer = match self.try_now(context) {
-            Poll::Ready(answer) => answer,
-            Poll::Pending if late => {
-                // Its own queue entry would distort the reasons in the error.
-                self.entry = None;
-                self.placer.place_group(&self.group)
-            }
-            Poll::Pending => return Poll::Pending,
-        };
-        self.finished = true;
-        self.entry = None;
-        Poll::Ready(answer)
-    }
-}
-
-impl Drop for Grouping {
-    fn drop(&mut self) {
-        self.placer.device_set.watch(self.watch, None);
-    }
-}
-
-impl fmt::Debug for Grouping {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Grouping")
-            .field("group", &self.group)
-            .field("deadline", &self.deadline)
-            .finish_non_exhaustive()
+    fn last_attempt(&self, placer: &Placer) -> Result<Vec<Lease>, PlaceError> {
+        placer.place_group(self)
     }
 }
