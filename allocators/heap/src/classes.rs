@@ -1,7 +1,8 @@
-//! The size classes of small requests.
+//! Size classes: the sizes that small requests are rounded up to.
 //!
-//! Sizes are in units. Up to sixteen units every size is a class. Above, each doubling has eight
-//! steps, so that a slot is at most an eighth larger than the request.
+//! Sizes are in units. Up to `2 << BITS` units every size is a class. Above, each doubling has
+//! `1 << BITS` steps, so that a slot is at most that fraction larger than the request. The slabs of
+//! this crate have eight steps, a request at most an eighth too large:
 //!
 //! ```text
 //! units   1  2  3 … 16 | 18 20 22 24 26 28 30 32 | 36 40 44 … 64 | 72 …
@@ -9,26 +10,56 @@
 //! ```
 //!
 //! A request that is a multiple of a power of two gets a class that is also a multiple of it: below
-//! eight times that power every multiple is a class, and above it every class is a multiple. So
-//! aligned requests need no classes of their own.
+//! `1 << BITS` times that power every multiple is a class, and above it every class is a multiple.
+//! So aligned requests need no classes of their own.
 
-/// Returns the class of a request of `units` units, which is at least one.
-pub(crate) const fn class_of(units: u64) -> usize {
+/// The slabs of this crate have `1 << SLAB_BITS` classes in each doubling.
+const SLAB_BITS: u32 = 3;
+
+/// Returns the size class of `units` units, which is at least one, with `1 << BITS` classes in each
+/// doubling.
+///
+/// ```
+/// use aquifer_heap::{size_class, units_of_class};
+/// // Eight steps: 17 units are rounded up to 18.
+/// assert_eq!(units_of_class::<3>(size_class::<3>(17)), 18);
+/// // Sixteen: they are not.
+/// assert_eq!(units_of_class::<4>(size_class::<4>(17)), 17);
+/// ```
+#[inline]
+pub const fn size_class<const BITS: u32>(units: u64) -> usize {
     let below = units - 1;
-    if below < 8 {
+    if below < 1 << BITS {
         return below as usize;
     }
-    let step = below.ilog2() - 3;
-    (step as u64 * 8 + (below >> step)) as usize
+    let step = below.ilog2() - BITS;
+    (((step as u64) << BITS) + (below >> step)) as usize
+}
+
+/// Returns the units of a size class. See [`size_class`].
+///
+/// ```
+/// use aquifer_heap::units_of_class;
+/// assert_eq!([15, 16, 17].map(units_of_class::<3>), [16, 18, 20]);
+/// ```
+#[inline]
+pub const fn units_of_class<const BITS: u32>(class: usize) -> u64 {
+    let steps = 1 << BITS;
+    if class < steps {
+        return class as u64 + 1;
+    }
+    let step = class / steps - 1;
+    ((class % steps + steps + 1) as u64) << step
+}
+
+/// Returns the class of a request for a slot of a slab.
+pub(crate) const fn class_of(units: u64) -> usize {
+    size_class::<SLAB_BITS>(units)
 }
 
 /// Returns the units of a slot of `class`.
 pub(crate) const fn units_of(class: usize) -> u64 {
-    if class < 8 {
-        return class as u64 + 1;
-    }
-    let step = class / 8 - 1;
-    (class as u64 % 8 + 9) << step
+    units_of_class::<SLAB_BITS>(class)
 }
 
 /// The right shift of a product with [`reciprocal`].

@@ -9,7 +9,7 @@
 //! | file | contents |
 //! |---|---|
 //! | [`Heap`] | the general allocator: add ranges, allocate blocks, free by address |
-//! | `classes` | the size classes of small requests: eight steps per doubling |
+//! | `classes` | size classes: steps of each doubling, of which slabs have eight |
 //! | `slab` | slabs: equal slots in one extent, with a bitmap |
 //! | `bins` | free extents by size: best fit in a bounded number of steps |
 //! | `page_map` | the sparse map from an address to its record |
@@ -70,6 +70,7 @@ mod stats;
 
 pub use broken::InvariantViolation;
 pub use bump::{Bump, Mark, StaleMark};
+pub use classes::{size_class, units_of_class};
 pub use config::{Config, ConfigError};
 pub use error::HeapError;
 pub use heap::{FreeExtents, Heap};

@@ -1,4 +1,5 @@
-//! Size classes: the size that a small or medium request is rounded up to.
+//! Size classes: the size that a small or medium request is rounded up to. They are those of
+//! [`aquifer_heap::size_class`], with more steps than the heap's own slabs have.
 //!
 //! Sizes count in units of 16 bytes. Up to 32 units every size is its own class. Above, each
 //! doubling is divided into sixteen steps, so that a slot is at most a sixteenth larger than the
@@ -18,6 +19,7 @@
 //! too: below sixteen times that power every multiple is a class, and above it every class is a
 //! multiple. So alignment needs no classes of its own.
 
+use aquifer_heap::{size_class, units_of_class};
 use std::alloc::Layout;
 
 /// Bytes of a unit, equal to the alignment of `malloc`.
@@ -30,6 +32,12 @@ pub(super) const MEDIUM_MAX: usize = 1 << 20;
 pub(super) const SLAB_ALIGN: u64 = 4096;
 /// Alignment and size granularity of single blocks in bytes: a cache line.
 pub(super) const LINE: u64 = 64;
+/// Up to [`SMALL_MAX`] each doubling has `1 << SMALL_BITS` classes.
+const SMALL_BITS: u32 = 4;
+/// Above it `1 << MEDIUM_BITS`, counted in bytes.
+const MEDIUM_BITS: u32 = 5;
+/// Number of classes in bytes up to [`SMALL_MAX`], which are not used.
+const BELOW_MEDIUM: usize = size_class::<MEDIUM_BITS>(SMALL_MAX as u64) + 1;
 /// Number of classes whose blocks are slots of slabs. These classes come first.
 pub(super) const SLOTTED: usize = small(SMALL_MAX) + 1;
 /// Number of all classes.
@@ -51,29 +59,21 @@ static SLOTTED_BY_UNITS: [u8; SMALL_MAX / UNIT] = {
 
 /// Returns the class for `bytes`, at least one and at most [`SMALL_MAX`].
 const fn small(bytes: usize) -> usize {
-    let below = (bytes - 1) / UNIT;
-    let step = (below | 16).ilog2() as usize - 4;
-    step * 16 + (below >> step)
+    size_class::<SMALL_BITS>(bytes.div_ceil(UNIT) as u64)
 }
 
 /// Returns the class for `bytes`, above [`SMALL_MAX`] and at most [`MEDIUM_MAX`].
 const fn medium(bytes: usize) -> usize {
-    let below = bytes - 1;
-    let doubling = below.ilog2() as usize;
-    SLOTTED + (doubling - SMALL_MAX.ilog2() as usize) * 32 + (below >> (doubling - 5)) - 32
+    size_class::<MEDIUM_BITS>(bytes as u64) - BELOW_MEDIUM + SLOTTED
 }
 
 /// Returns the bytes of a block of `class`.
 pub(super) const fn bytes_of(class: usize) -> usize {
     if class >= SLOTTED {
-        let place = class - SLOTTED;
-        return (place % 32 + 33) << (place / 32 + SMALL_MAX.ilog2() as usize - 5);
+        units_of_class::<MEDIUM_BITS>(class - SLOTTED + BELOW_MEDIUM) as usize
+    } else {
+        units_of_class::<SMALL_BITS>(class) as usize * UNIT
     }
-    if class < 16 {
-        return (class + 1) * UNIT;
-    }
-    let step = class / 16 - 1;
-    ((class % 16 + 17) << step) * UNIT
 }
 
 /// Returns the class of a request, or `None` if it is empty, too large, or needs a larger alignment
