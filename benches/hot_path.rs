@@ -16,6 +16,7 @@
 use aquifer::{
     Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, Tenant, sim::Sim,
 };
+use aquifer_core::random::SplitMix64;
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -74,14 +75,8 @@ enum Step {
 /// Returns `2 * count` steps. Each draws a size, and allocates it in 73 of 100 cases if that is
 /// allowed.
 fn steps(count: usize, most: u64) -> Vec<Step> {
-    let mut state = 1_u64;
-    let mut next = move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
+    let mut random = SplitMix64::new(1);
+    let mut next = move || random.next_u64();
     let (mut live, mut bytes, mut allocated) = (Vec::<u64>::new(), 0, 0);
     let mut steps = Vec::new();
     for _ in 0..2 * count {

@@ -16,6 +16,7 @@ use aquifer::{
     Budget, DeviceBuffer, DevicePool, MemoryError, PoolConfig, Request, Reserved, Runtime,
     StableBlock, Stager, StagerConfig, Stream, sim::Sim,
 };
+use aquifer_core::random::SplitMix64;
 use std::{
     env, thread,
     time::{Duration, Instant},
@@ -38,16 +39,11 @@ fn variable(name: &str, default: u64) -> u64 {
         .map_or(default, |text| text.parse().unwrap_or_else(|why| panic!("{name}={text}: {why}")))
 }
 
-/// `SplitMix64` (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
     fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (word ^ word >> 31) as usize % end
+        self.0.next_u64() as usize % end
     }
 
     /// Returns a size of 1 B to 8 MiB. Each power of two is equally likely.
@@ -234,7 +230,7 @@ fn soak(rt: &Runtime) {
                 let s = pool.stream().unwrap();
                 let grown = pool.reserve::<u8>(&s, GROWABLE).unwrap();
                 let streams = [s, pool.stream().unwrap()];
-                let random = Random(seed.wrapping_mul(1000) + n);
+                let random = Random(SplitMix64::new(seed.wrapping_mul(1000) + n));
                 let (live, steps, counts) = (Vec::new(), Vec::new(), Counts::default());
                 let mut worker =
                     Worker { pool, stager, streams, random, live, grown, steps, counts };

@@ -14,7 +14,7 @@ use super::{
     DeviceBench,
     lane::Lane,
     source::{ASYNC, Async, Pooled, Source, pool},
-    work::SplitMix,
+    work::RandomChoice,
 };
 use crate::{
     lap::{Failed, Outcome, contest},
@@ -132,7 +132,7 @@ impl<S: Source> Cache<S> {
         if let Some(whole) = cache.lane.take(needed(count)) {
             cache.lane.give(whole);
         }
-        let mut sizes = SplitMix::new(count);
+        let mut sizes = RandomChoice::new(count);
         for made in 0..count {
             if made % 1024 == 0 && over(until) {
                 break;

@@ -1,7 +1,7 @@
 //! Workloads that are generated before they are timed.
 //!
-//! The random sizes follow the rules of RMM's own benchmark. The generator is easy to write in any
-//! language, so that other allocators can run the identical work:
+//! The random sizes follow the rules of RMM's own benchmark. The generator is `splitmix64`, which is
+//! easy to write in any language, so that other allocators can run the identical work:
 //!
 //! - There are `2n` steps. Each draws a size in `1..=max`, whether or not it is used.
 //! - With no live block the step allocates. Otherwise it draws a number in `0..100`, and allocates
@@ -13,6 +13,8 @@
 //! The result has `n` allocations and `n` frees, and no block is live at the end. Numbers are drawn
 //! by modulo.
 
+use aquifer_core::random::SplitMix64;
+
 /// Allocations in a random trace.
 const ALLOCATIONS: u64 = 1000;
 /// The seed of the first thread. Each further thread has the next one.
@@ -22,28 +24,19 @@ const ALLOCATING: u64 = 73;
 /// The limit of live bytes over all threads.
 const LIVE: u64 = 16_000 << 20;
 
-/// The generator `splitmix64` of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-/// Generators" (2014).
+/// Random choices, in a form that is simple in other languages too.
 #[derive(Clone, Debug)]
-pub(crate) struct SplitMix(u64);
+pub(crate) struct RandomChoice(SplitMix64);
 
-impl SplitMix {
+impl RandomChoice {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        Self(SplitMix64::new(seed))
     }
 
     /// Returns a number below `bound`, which must not be zero. Smaller numbers are slightly more
     /// likely, which keeps the rule simple for other languages.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
+        self.0.next_u64() % bound
     }
 
     /// Shuffles `all`.
@@ -90,7 +83,7 @@ impl WorkPlan {
     }
 
     fn drawn(count: u64, max: u64, limit: u64, seed: u64) -> Self {
-        let mut numbers = SplitMix::new(seed);
+        let mut numbers = RandomChoice::new(seed);
         let mut operations = Vec::with_capacity(2 * count as usize);
         let mut live: Vec<Operation> = Vec::new();
         let (mut allocated, mut bytes, mut peak) = (0, 0, 0);
@@ -209,7 +202,7 @@ mod tests {
     #[test]
     fn a_shuffle_keeps_everything() {
         let mut all: Vec<u32> = (0..100).collect();
-        SplitMix::new(1).shuffle(&mut all);
+        RandomChoice::new(1).shuffle(&mut all);
         assert!(!all.is_sorted());
         all.sort_unstable();
         assert_eq!(all, (0..100).collect::<Vec<_>>());

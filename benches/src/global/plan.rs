@@ -4,7 +4,7 @@ use super::source::By;
 use crate::{
     device::{
         lane::{Lane, crew},
-        work::{SplitMix, WorkPlan},
+        work::{RandomChoice, WorkPlan},
     },
     lap::{Contender, Lap},
     row::size,
@@ -95,7 +95,7 @@ impl Plan {
             }
             _ => Vec::new(),
         };
-        let mut numbers = SplitMix::new(1);
+        let mut numbers = RandomChoice::new(1);
         let batch = match job {
             GlobalJob::Handed(0) => (0..HANDED).map(|_| 1 + numbers.below(MIX.0)).collect(),
             GlobalJob::Handed(bytes) => vec![bytes; HANDED],

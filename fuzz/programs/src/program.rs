@@ -1,5 +1,6 @@
 //! Reads bytes as a program of a fuzz target.
 
+use aquifer_core::random::SplitMix64;
 use std::sync::{
     PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
     atomic::{AtomicU64, Ordering},
@@ -142,16 +143,10 @@ pub fn length(seed: u64) -> usize {
 }
 
 /// Returns `len` pseudo-random bytes, the same for the same `seed`: the input of a test without a
-/// corpus (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+/// corpus.
 #[must_use]
 pub fn seeded(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed;
-    let words = std::iter::repeat_with(move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ word >> 31
-    });
+    let mut random = SplitMix64::new(seed);
+    let words = std::iter::repeat_with(move || random.next_u64());
     words.flat_map(u64::to_le_bytes).take(len).collect()
 }

@@ -21,6 +21,7 @@ use super::{
     violation::{Finding, ViolationLog},
 };
 use crate::{DeviceId, DeviceInfo, RawStream, devices::count_lost_device, site::Site};
+use aquifer_core::random::SplitMix64;
 use std::{
     collections::{HashMap, VecDeque},
     thread::ThreadId,
@@ -63,7 +64,7 @@ pub(crate) struct MachineState {
     /// Whether an item that calls the program is running. Meanwhile no other item may run and
     /// nothing may be unmapped.
     pub(crate) running: bool,
-    pub(crate) random: u64,
+    pub(crate) random: SplitMix64,
     /// Calls since work was last allowed to run, by [`SimConfig::pace`].
     pub(crate) calls_since_run: u32,
     /// The number of threads that wait for an item to run.
@@ -111,7 +112,7 @@ impl MachineState {
             HostAgent { component, clock, version: 1, path: 0 }
         });
         let hosts = hosts.collect();
-        let random = match config.schedule {
+        let seed = match config.schedule {
             Schedule::Seeded(seed) => seed,
             Schedule::Eager | Schedule::Stepped => 0,
         };
@@ -129,7 +130,7 @@ impl MachineState {
             events: HandleTable::default(),
             queued: 0,
             running: false,
-            random,
+            random: SplitMix64::new(seed),
             calls_since_run: 0,
             waiting: 0,
             oracle: true,

@@ -209,15 +209,6 @@ impl MachineState {
         }
         stream
     }
-
-    fn next_random(&mut self) -> u64 {
-        // SplitMix64.
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
 }
 
 /// The reason why a point has not been reached.
@@ -482,14 +473,15 @@ impl Machine {
 
     /// Simulates the passage of time: runs a random number of items of random queues.
     pub(crate) fn run_random_items<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
-        for _ in 0..state.next_random() % 4 {
+        for _ in 0..state.random.next_u64() % 4 {
             let nonempty: Vec<_> =
                 (0..state.streams.len()).filter(|&s| !state.streams[s].queue.is_empty()).collect();
             if nonempty.is_empty() {
                 break;
             }
-            let stream = nonempty[(state.next_random() % nonempty.len() as u64) as usize];
-            let max_items = state.next_random() % (state.streams[stream].queue.len() as u64 + 1);
+            let stream = nonempty[(state.random.next_u64() % nonempty.len() as u64) as usize];
+            let max_items =
+                state.random.next_u64() % (state.streams[stream].queue.len() as u64 + 1);
             for _ in 0..max_items {
                 let (after, ran) = self.step(state, stream);
                 state = after;

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::sim_fixtures::{GPU, Machine};
+use aquifer_core::random::SplitMix64;
 use aquifer_driver::{
     Access, DeviceRange, RawEvent, RawStream,
     sim::{Sim, ViolationKind},
@@ -41,15 +42,11 @@ struct Made {
     access: Access,
 }
 
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
     fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
+        self.0.next_u64() % n
     }
 }
 
@@ -58,7 +55,7 @@ const EVENTS: usize = 3;
 
 /// Runs one program until its first race. Returns the number of its accesses, and whether it raced.
 fn program(sim: Sim, seed: u64) -> (usize, bool) {
-    let mut random = Random(seed);
+    let mut random = Random(SplitMix64::new(seed));
     let m = Machine::new(sim);
     let x = m.alloc(64);
     let streams: Vec<RawStream> = (0..STREAMS).map(|_| m.stream()).collect();
