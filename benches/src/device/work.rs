@@ -1,6 +1,6 @@
 //! Workloads that are generated before they are timed.
 //!
-//! The random sizes follow the rules of RMM's own benchmark. The generator is `splitmix64`, which is
+//! The random sizes follow the rules of RMM's own benchmark. The generator is `splitmix64`. It is
 //! easy to write in any language, so that other allocators can run the identical work:
 //!
 //! - There are `2n` steps. Each draws a size in `1..=max`, whether or not it is used.
