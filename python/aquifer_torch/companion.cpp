@@ -10,7 +10,7 @@
 //   - every pair goes through a mutex and a hash map that remember sizes, which the library knows itself.
 // So this is a subclass that overrides those and sets the hooks for everything else.
 //
-// aquifer_torch compiles it on the user's machine, against his PyTorch, and loads it by ctypes: the functions at the end.
+// aquifer_torch compiles it on the user's machine, against the PyTorch there, and loads it by ctypes: the functions at the end.
 
 #include "aquifer.h"
 

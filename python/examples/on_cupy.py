@@ -20,7 +20,7 @@ try:
 except cupy.cuda.runtime.CUDARuntimeError as error:
     skip(f"{error}")
 
-# Streams are destroyed here as Python likes, and nobody is told.
+# Python destroys streams at a time of its own, without a call to the library.
 library = setup(limit=1 << 30, streams_retired=False)
 
 

@@ -15,7 +15,7 @@ except ImportError as error:
     skip(f"RMM cannot be imported: {error}")
 from aquifer_torch import AquiferError, setup
 
-# Streams are destroyed here as Python likes, and nobody is told.
+# Python destroys streams at a time of its own, without a call to the library.
 library = setup(limit=1 << 30, streams_retired=False)
 runtime = library.runtime()
 

@@ -429,7 +429,7 @@ def a_graph_replays_a_million_times_beside_other_traffic_with_no_wrong_byte():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = work()
-    # Ordinary blocks that nobody touches until the end.
+    # Ordinary blocks that no code touches until the end.
     outside = [torch.full((MIB,), n, dtype=torch.uint8, device="cuda") for n in range(16)]
     traffic = Traffic()
     traffic.start()

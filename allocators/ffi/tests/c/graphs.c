@@ -165,7 +165,8 @@ int main(void) {
     OK(aq_torch_pool_uses(0, 1, 0, &uses));
     CHECK(uses == 0);
 
-    /* What another stream frees while it is captured is served there, and the graph's own is nobody else's. */
+    /* What another stream frees while it is captured is served there. The graph's own memory
+     * stays with the graph. */
     void *in = take(MIB, stream), *outside = take(MIB, other);
     touch(runtime, stream, in, MIB, AQ_WRITE);
     OK(aq_sim_stream_synchronize(runtime, 0, stream));
@@ -195,7 +196,7 @@ int main(void) {
     OK(aq_torch_pool_uses(0, 1, 0, &uses));
     CHECK(uses == 1);
 
-    /* What was freed in the capture is written by each launch: nobody may have it. */
+    /* Each launch writes what was freed in the capture, so it is not served. */
     for (int n = 0; n < 200; n++) {
         OK(aq_sim_graph_launch(runtime, 0, graph, stream));
         void *mine = take(MIB, stream), *theirs = take((uint64_t)(1 + n % 5) * MIB, other);
@@ -254,6 +255,6 @@ int main(void) {
     OK(aq_stream_retire(runtime, 0, stream));
     OK(aq_stream_retire(runtime, 0, other));
     OK(aq_runtime_destroy(runtime));
-    puts("graphs: what was captured is nobody else's until its pool has no users");
+    puts("graphs: captured memory is not served to others until its pool has no users");
     return 0;
 }

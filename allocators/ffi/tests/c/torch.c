@@ -29,7 +29,7 @@ int main(void) {
     OK(aq_torch_malloc(0, 0, stream, &memory));
     CHECK(memory == NULL);
 
-    /* Whoever has only the address frees by it, of whichever device it is. */
+    /* A caller with only the address frees by it, on any device. */
     for (int n = 0; n < 64; n++) {
         void *here = NULL, *there = NULL;
         OK(aq_torch_malloc(4096, 0, stream, &here));
