@@ -69,7 +69,7 @@ pub mod device {
     pub use aquifer_device::{
         Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Exported, Fault, Finding,
         ForeignPages, GUARD_BYTES, MAX_ALIGN, OnFailure, POISON_ALLOCATED, POISON_FREED, PageRun,
-        ReceivedBlock, ShareError, SharedBlock, check_peer, conformance,
+        ReceivedBlock, ShareError, ShareServer, SharedBlock, check_peer, conformance,
     };
 }
 
@@ -133,9 +133,9 @@ pub mod stream {
     };
 }
 
-/// The future that waits for a gate, and wake-ups for your own futures: [`aquifer_core::wake`].
+/// Wake-ups for your own futures: [`aquifer_core::wake`].
 pub mod wake {
-    pub use aquifer_core::wake::{Alarm, LONGEST_PAUSE, Opened};
+    pub use aquifer_core::wake::{Alarm, LONGEST_PAUSE};
 }
 
 /// Vectors over any allocator of this crate, from allocator-api2. [`vec::Vec`] is not re-exported

@@ -5,7 +5,7 @@
 use crate::first_gpu::{self, RuntimeInTurn};
 use aquifer::{
     Budget, DeviceBuffer, DevicePool, PoolConfig, Request, Stream,
-    device::{Exported, ReceivedBlock, check_peer},
+    device::{Exported, ReceivedBlock, ShareError, ShareServer, check_peer},
     driver::ExportTypes,
 };
 use std::{
@@ -176,4 +176,88 @@ fn the_driver_maps_no_more_bytes_than_a_handle_has() {
     let lie = Exported::from_fd(exported.into_fd().unwrap(), 2 * bytes);
     // SAFETY: 1. The memory is not used.
     assert!(unsafe { pool.import(&s, &lie) }.is_err());
+}
+
+/// Byte `at` of the blocks that are served.
+fn served_byte(at: usize, seed: u8) -> u8 {
+    (at as u32).wrapping_mul(0x9e37_79b1).to_le_bytes()[3] ^ seed
+}
+
+/// Serves a new stable block with these contents, which is freed at once.
+fn serve(pool: &DevicePool, server: &ShareServer, bytes: u64, seed: u8, read_only: bool) -> u64 {
+    let s = pool.stream().unwrap();
+    let mut block = pool.alloc_stable(&s, Request::bytes(bytes)).unwrap();
+    let contents: Vec<u8> = (0..bytes as usize).map(|at| served_byte(at, seed)).collect();
+    let mut all = block.slice_mut::<u8>(0..contents.len()).unwrap();
+    s.scope(|c| c.upload(&contents, &mut all)).unwrap().unwrap();
+    let shared = pool.share(block.block(), "weights").unwrap();
+    server.serve(if read_only { shared.read_only() } else { shared })
+}
+
+const SERVED: u64 = 100 * MIB + 4096;
+/// Names the socket of the owner, in the process that serves.
+const SERVER: &str = "AQUIFER_TEST_SERVER";
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn the_process_that_serves() {
+    let Ok(name) = env::var(SERVER) else { return };
+    let Some((_rt, pool)) = pool(512, true) else { return };
+    let server = ShareServer::bind(&address(&name)).unwrap();
+    for (round, read_only) in [(1, true), (2, false)] {
+        println!("serves {}", serve(&pool, &server, SERVED, round, read_only));
+        if std::io::stdin().read(&mut [0]).unwrap() == 0 {
+            return;
+        }
+    }
+}
+
+#[test]
+fn two_processes_share_a_block_by_name_and_one_keeps_it_when_the_other_is_killed() {
+    let Some((_rt, pool)) = pool(512, false) else { return };
+    let (s, wait) = (pool.stream().unwrap(), Duration::from_secs(60));
+    let name = format!("aquifer-test-served-{}", process::id());
+    let mut owner = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "sharing::the_process_that_serves", "--nocapture", "--include-ignored"])
+        .env(SERVER, &name)
+        .stdin(process::Stdio::piped())
+        .stdout(process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(owner.stdout.take().unwrap()));
+    let mut served = || {
+        let line = lines.find_map(|line| {
+            line.unwrap().split_once("serves ").map(|(_, generation)| generation.to_owned())
+        });
+        line.unwrap().parse::<u64>().unwrap()
+    };
+    let open = |timeout| {
+        // SAFETY: 1. The owner writes before it serves, and not afterwards. 2. It serves stable
+        // blocks.
+        unsafe { pool.open_shared(&s, &address(&name), "weights", timeout) }
+    };
+    let is_served = |block: &ReceivedBlock, seed: u8| {
+        let mut back = vec![0; block.bytes() as usize];
+        let all = block.slice::<u8>(0..back.len()).unwrap();
+        s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+        back.iter().enumerate().all(|(at, &found)| found == served_byte(at, seed))
+    };
+    let first = served();
+    let start = Instant::now();
+    let only_read = open(wait).unwrap();
+    println!("{} bytes opened in {:?}", only_read.bytes(), start.elapsed());
+    assert_eq!((only_read.bytes(), only_read.generation()), (SERVED, first));
+    assert!(only_read.is_read_only() && is_served(&only_read, 1), "every byte");
+    assert_eq!(pool.budget().used(), 0, "charged where it was created");
+    owner.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+    assert!(served() > first && !only_read.is_current(wait).unwrap());
+    let mut both = open(wait).unwrap();
+    assert!(is_served(&both, 2) && is_served(&only_read, 1), "each has its own bytes");
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    assert!(is_served(&only_read, 1) && is_served(&both, 2), "the driver keeps the memory");
+    s.fill(&mut both.slice_mut::<u8>(0..SERVED as usize).unwrap(), 0x5a).unwrap();
+    assert!(received_is_all(&s, &both, 0x5a) && is_served(&only_read, 1));
+    assert!(matches!(open(wait), Err(ShareError::NoServer(_))));
+    assert_eq!((only_read.close(), both.close()), (Ok(true), Ok(true)));
 }

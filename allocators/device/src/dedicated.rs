@@ -43,7 +43,7 @@ use aquifer_core::{
     budget::Holding,
     event::{BlockKind, Event, EventTicket, MemoryLocation},
 };
-use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, Relaxed};
+use aquifer_driver::{Access, DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, Relaxed};
 use aquifer_status::{PoolFigures, PoolSlot};
 use aquifer_stream::Timeline;
 use std::{
@@ -348,16 +348,18 @@ impl DedicatedPool {
     }
 
     /// Maps imported handles of these sizes, `bytes` in all, one behind the other at addresses of
-    /// their own. On failure nothing stays mapped, except for what the driver refuses to unmap.
+    /// their own, to be read or also to be written. On failure nothing stays mapped, except for
+    /// what the driver refuses to unmap.
     pub(crate) fn map_imported(
         &self,
         kind: BlockKind,
         parts: Vec<(u64, Arc<Handle>)>,
         bytes: u64,
+        access: Access,
     ) -> Result<Arc<Span>, aquifer_core::DriverError> {
         let address = self.driver.address_reserve(self.device, bytes, self.granularity)?;
         let span = Arc::new(Span::mapped(self.span_context(), kind, address, bytes, bytes));
-        match span.map_imported(parts) {
+        match span.map_imported(parts, access) {
             Ok(()) => Ok(span),
             Err(error) => {
                 span.close();

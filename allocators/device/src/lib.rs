@@ -286,7 +286,8 @@ pub use reserved::Reserved;
 pub use resource::Resource;
 pub use source::{Dependencies, RangeSource, SourcePool};
 pub use stable::{
-    AddressRegistration, Exported, ReceivedBlock, ShareError, SharedBlock, StableBlock, check_peer,
+    AddressRegistration, Exported, ReceivedBlock, ShareError, ShareServer, SharedBlock,
+    StableBlock, check_peer,
 };
 pub use stream_ordered::StreamOrdered;
 pub use tenants::Tenant;

@@ -15,11 +15,14 @@
 
 mod error;
 mod export;
+mod listener;
+mod server;
 mod share;
 mod wire;
 
 pub use error::ShareError;
 pub use export::Exported;
+pub use server::ShareServer;
 pub use share::{ReceivedBlock, SharedBlock, check_peer};
 
 use crate::{

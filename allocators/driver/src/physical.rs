@@ -98,4 +98,11 @@ pub unsafe trait Physical: Debug + Send + Sync {
     /// # Errors
     /// Errors of the driver. Access is unchanged.
     fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()>;
+
+    /// Makes a fully mapped range readable, but not writable, for `devices`
+    /// (`cuMemSetAccess` with `CU_MEM_ACCESS_FLAGS_PROT_READ`).
+    ///
+    /// # Errors
+    /// Errors of the driver. Access is unchanged.
+    fn set_read_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()>;
 }

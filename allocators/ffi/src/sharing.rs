@@ -16,24 +16,20 @@ use crate::{
     status::{Failure, Status, aq_status},
     thread_state,
 };
-use aquifer::device::{ReceivedBlock, ShareError, SharedBlock, check_peer};
+use aquifer::device::{ReceivedBlock, ShareError, ShareServer};
 use std::{
     collections::HashMap,
     ffi::{c_int, c_void},
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Read},
     mem::ManuallyDrop,
-    os::{
-        linux::net::SocketAddrExt,
-        unix::net::{SocketAddr, UnixListener, UnixStream},
-    },
+    os::{linux::net::SocketAddrExt, unix::net::SocketAddr},
     process,
     ptr::with_exposed_provenance_mut,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, AtomicUsize, Ordering},
     },
-    thread,
     time::Duration,
 };
 
@@ -43,14 +39,6 @@ const HANDLE: usize = AQ_TORCH_SHARE_BYTES as usize;
 /// The first bytes of a handle. PyTorch's own allocator takes the first for a version from the
 /// future, and refuses it with that text.
 const MARK: [u8; 4] = [0xaf, b'a', b'q', 1];
-/// The first bytes of a request. The number of a block follows.
-const REQUEST: [u8; 8] = *b"aqask\0\0\x01";
-/// The answers to a request.
-const FREED: u8 = 0;
-const FOLLOWS: u8 = 1;
-
-/// How long the server waits for a request, and for a receiver that does not read.
-const SERVER_PATIENCE: Duration = Duration::from_secs(2);
 /// How long a receiver waits for the server, which may be serving others.
 const RECEIVER_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -65,17 +53,18 @@ static OWNER: AtomicU32 = AtomicU32::new(0);
 static RECEIVED: Mutex<Option<HashMap<u64, ReceivedBlock>>> = Mutex::new(None);
 
 struct Shares {
-    server: Server,
+    name: ServerName,
+    /// Serves the blocks, each under its number.
+    server: Arc<ShareServer>,
     /// The number of the next block. Numbers are not reused.
     next: u64,
     /// By address.
     numbers: HashMap<u64, u64>,
-    blocks: HashMap<u64, Arc<SharedBlock>>,
 }
 
 /// The name of a process's socket: its id, and random bytes that no earlier process of this id had.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Server {
+struct ServerName {
     process: u32,
     random: [u8; 16],
 }
@@ -83,7 +72,7 @@ struct Server {
 /// What a handle says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct ShareHandle {
-    server: Server,
+    server: ServerName,
     number: u64,
 }
 
@@ -91,20 +80,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Server {
+impl ServerName {
     fn address(&self) -> io::Result<SocketAddr> {
         let random: String = self.random.iter().map(|byte| format!("{byte:02x}")).collect();
         SocketAddr::from_abstract_name(format!("aquifer-share-{}-{random}", self.process))
     }
 
     /// Opens the socket of this process, and starts its thread.
-    fn start() -> io::Result<Self> {
+    fn start() -> Result<(Self, ShareServer), ShareError> {
         let mut random = [0; 16];
         File::open("/dev/urandom")?.read_exact(&mut random)?;
-        let server = Self { process: process::id(), random };
-        let listener = UnixListener::bind_addr(&server.address()?)?;
-        thread::Builder::new().name("aquifer-share".into()).spawn(move || serve(&listener))?;
-        Ok(server)
+        let name = Self { process: process::id(), random };
+        Ok((name, ShareServer::bind(&name.address()?)?))
     }
 }
 
@@ -123,38 +110,9 @@ impl ShareHandle {
         let (process, rest) = rest.split_first_chunk()?;
         let (random, rest) = rest.split_first_chunk()?;
         let (number, _) = rest.split_first_chunk()?;
-        let server = Server { process: u32::from_le_bytes(*process), random: *random };
+        let server = ServerName { process: u32::from_le_bytes(*process), random: *random };
         Some(Self { server, number: u64::from_le_bytes(*number) })
     }
-}
-
-/// Answers requests, one after the other, until the process ends.
-fn serve(listener: &UnixListener) {
-    for socket in listener.incoming() {
-        match socket {
-            // A receiver that is refused or gone is no reason to stop.
-            Ok(socket) => drop(answer(&socket)),
-            // No descriptors are left, for example. They may be later.
-            Err(_) => thread::sleep(Duration::from_millis(10)),
-        }
-    }
-}
-
-fn answer(mut socket: &UnixStream) -> Result<(), ShareError> {
-    check_peer(socket)?;
-    socket.set_read_timeout(Some(SERVER_PATIENCE))?;
-    socket.set_write_timeout(Some(SERVER_PATIENCE))?;
-    let mut request = [0; 16];
-    socket.read_exact(&mut request)?;
-    let (mark, number) = request.split_at(8);
-    if mark != REQUEST {
-        return Err(ShareError::NotAShare);
-    }
-    let number = number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-    let found = lock(&SHARED).as_ref().and_then(|shares| shares.blocks.get(&number).cloned());
-    socket.write_all(&[if found.is_some() { FOLLOWS } else { FREED }])?;
-    // The last reference may be dropped here, which may call the driver: not under the lock.
-    found.map_or(Ok(()), |shared| shared.send(socket))
 }
 
 /// Returns whether any block is shared.
@@ -171,10 +129,12 @@ pub(crate) fn forget(address: u64) {
     }
     let removed = lock(&SHARED).as_mut().and_then(|shares| {
         let number = shares.numbers.remove(&address)?;
-        shares.blocks.remove(&number)
+        Some((shares.server.clone(), number))
     });
-    if removed.is_some() {
+    if let Some((server, number)) = removed {
         COUNT.fetch_sub(1, Ordering::Release);
+        // It may call the driver: not under the lock.
+        let _withdrawn = server.withdraw(&number.to_string());
     }
 }
 
@@ -206,69 +166,46 @@ fn share(runtime: aq_runtime, device: u32, address: u64) -> CallResult<ShareHand
         let block = pool.share_raw(address)?;
         let mut all = lock(&SHARED);
         // After a fork, the blocks are the parent's, and so is the thread.
-        if all.as_ref().is_none_or(|shares| shares.server.process != process::id()) {
-            let server = Server::start().map_err(ShareError::Io)?;
-            let (numbers, blocks) = (HashMap::new(), HashMap::new());
+        if all.as_ref().is_none_or(|shares| shares.name.process != process::id()) {
+            let (name, server) = ServerName::start()?;
+            let (server, numbers) = (Arc::new(server), HashMap::new());
             // The parent's handles are none here.
             let _inherited =
-                ManuallyDrop::new(all.replace(Shares { server, next: 1, numbers, blocks }));
+                ManuallyDrop::new(all.replace(Shares { name, server, next: 1, numbers }));
             COUNT.store(0, Ordering::Release);
             OWNER.store(process::id(), Ordering::Relaxed);
         }
         let Some(shares) = all.as_mut() else {
             return Err(Failure::new(Status::Other, "no table of shared blocks"));
         };
-        let server = shares.server;
+        let server = shares.name;
         if let Some(&number) = shares.numbers.get(&address) {
             return Ok(ShareHandle { server, number });
         }
-        let prepared = pool.share(&block, "")?;
         let number = shares.next;
+        let prepared = pool.share(&block, &number.to_string())?;
         shares.next += 1;
         shares.numbers.insert(address, number);
-        shares.blocks.insert(number, Arc::new(prepared));
+        shares.server.serve(prepared);
         COUNT.fetch_add(1, Ordering::Release);
         Ok(ShareHandle { server, number })
     })
 }
 
-/// Connects to the process that has shared a block, and asks for it. The block follows.
-fn request(handle: ShareHandle) -> CallResult<UnixStream> {
-    let process = handle.server.process;
-    let address = handle.server.address().map_err(ShareError::Io)?;
-    let mut socket = UnixStream::connect_addr(&address).map_err(|error| {
-        let text = match error.kind() {
-            io::ErrorKind::ConnectionRefused => format!(
-                "process {process}, which has shared the memory, has ended (or runs in another \
-                 network namespace)"
-            ),
-            _ => {
-                format!("process {process}, which has shared the memory, cannot be asked: {error}")
-            }
-        };
-        Failure::new(Status::Closed, text)
-    })?;
-    check_peer(&socket)?;
-    let slow = |error: io::Error| match error.kind() {
-        io::ErrorKind::WouldBlock => Failure::new(
-            Status::TimedOut,
-            format!("process {process}, which has shared the memory, does not answer"),
-        ),
-        _ => Failure::from(ShareError::Io(error)),
+/// Returns the failure to open a block, in the terms of the process that has shared it.
+fn refused(process: u32, error: ShareError) -> Failure {
+    let (status, text) = match error {
+        ShareError::NoServer(_) => {
+            (Status::Closed, "has ended (or runs in another network namespace)")
+        }
+        ShareError::TimedOut => (Status::TimedOut, "does not answer"),
+        ShareError::NotServed { .. } => {
+            let text = format!("process {process} has freed the memory that it had shared");
+            return Failure::new(Status::ForeignBlock, text);
+        }
+        error => return error.into(),
     };
-    socket.set_read_timeout(Some(RECEIVER_PATIENCE)).map_err(ShareError::Io)?;
-    socket.set_write_timeout(Some(RECEIVER_PATIENCE)).map_err(ShareError::Io)?;
-    let mut message = [0; 16];
-    message[..8].copy_from_slice(&REQUEST);
-    message[8..].copy_from_slice(&handle.number.to_le_bytes());
-    socket.write_all(&message).map_err(slow)?;
-    let mut answer = [0];
-    socket.read_exact(&mut answer).map_err(slow)?;
-    if answer == [FOLLOWS] {
-        return Ok(socket);
-    }
-    let text = format!("process {process} has freed the memory that it had shared");
-    Err(Failure::new(Status::ForeignBlock, text))
+    Failure::new(status, format!("process {process}, which has shared the memory, {text}"))
 }
 
 /// Shares the block around an address.
@@ -319,13 +256,15 @@ pub unsafe extern "C" fn aq_torch_receive(
             Failure::new(Status::BadArgument, text)
         })?;
         let (runtime, device) = (default_runtime()?, device_of(device)?);
-        let socket = request(handle)?;
+        let ShareHandle { server, number } = handle;
+        let (address, name) = (server.address().map_err(ShareError::Io)?, number.to_string());
         // SAFETY: 1. The legacy default stream always exists.
         let received = unsafe {
             thread_state::with_stream(runtime, device, 0, |_, pool, stream| {
                 // SAFETY: 1. 2. Guaranteed by the caller. PyTorch frees a shared block when no
                 // process uses it any more.
-                Ok(pool.receive(stream, &socket)?)
+                let opened = pool.open_shared(stream, &address, &name, RECEIVER_PATIENCE);
+                opened.map_err(|error| refused(server.process, error))
             })
         }?;
         let address = received.address();

@@ -1,7 +1,7 @@
 //! Status codes of calls.
 
 use aquifer::{MemoryError, device::ShareError, staging::StageError};
-use std::{fmt, io};
+use std::fmt;
 
 /// A status code in the C interface.
 pub type aq_status = i32;
@@ -180,9 +180,10 @@ impl From<ShareError> for Failure {
     fn from(error: ShareError) -> Self {
         let status = match &error {
             ShareError::Memory(error) => status_of(error),
-            ShareError::Io(error) if error.kind() == io::ErrorKind::WouldBlock => Status::TimedOut,
+            ShareError::TimedOut => Status::TimedOut,
             ShareError::Io(_) | ShareError::DescriptorLimit => Status::System,
-            ShareError::Truncated { .. } => Status::Closed,
+            ShareError::Truncated { .. } | ShareError::NoServer(_) => Status::Closed,
+            ShareError::NotServed { .. } => Status::ForeignBlock,
             ShareError::OtherDevice { .. } => Status::WrongDevice,
             _ => Status::BadArgument,
         };

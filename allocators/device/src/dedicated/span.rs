@@ -17,7 +17,7 @@ use aquifer_core::{
         announcement::{supply, withdraw},
     },
 };
-use aquifer_driver::{Driver, Relaxed, leftovers};
+use aquifer_driver::{Access, Driver, Relaxed, leftovers};
 use aquifer_stream::Timeline;
 use std::{
     collections::BTreeMap,
@@ -229,7 +229,11 @@ impl Span {
     /// Maps imported handles of these sizes one behind the other, which fill the span, and grants
     /// the devices access. On failure nothing stays mapped, except for what the driver refuses to
     /// unmap: that is kept for a later sweep, and the span must not be used.
-    pub(super) fn map_imported(&self, parts: Vec<(u64, Arc<Handle>)>) -> Result<(), DriverError> {
+    pub(super) fn map_imported(
+        &self,
+        parts: Vec<(u64, Arc<Handle>)>,
+        access: Access,
+    ) -> Result<(), DriverError> {
         let mut end = self.address;
         let mapped = parts.iter().try_for_each(|(bytes, handle)| {
             // SAFETY: 1. The span is new: nothing is mapped in it, and no work is queued for it.
@@ -238,7 +242,12 @@ impl Span {
             Ok(())
         });
         let mapped = mapped.and_then(|()| {
-            self.driver.set_access(self.address, end - self.address, &self.accessors)
+            let bytes = end - self.address;
+            if access.writes() {
+                self.driver.set_access(self.address, bytes, &self.accessors)
+            } else {
+                self.driver.set_read_access(self.address, bytes, &self.accessors)
+            }
         });
         let handles: Vec<_> = parts.into_iter().map(|(_, handle)| handle).collect();
         if mapped.is_ok() {

@@ -22,8 +22,17 @@ use std::{error, fmt, io};
 pub enum ShareError {
     /// The pool or the driver refused.
     Memory(MemoryError),
-    /// The socket failed, or its timeout has passed.
+    /// The socket failed.
     Io(io::Error),
+    /// The other end did not answer in time, or the socket's own timeout has passed.
+    TimedOut,
+    /// No process serves at the address: none has started to, or it has ended.
+    NoServer(io::Error),
+    /// The server has no block of this name, or has withdrawn it.
+    NotServed {
+        /// The name.
+        name: String,
+    },
     /// The other end closed the socket within a message.
     Truncated {
         /// Bytes of the message.
@@ -70,6 +79,11 @@ impl fmt::Display for ShareError {
         match self {
             Self::Memory(error) => error.fmt(f),
             Self::Io(error) => write!(f, "the socket failed: {error}"),
+            Self::TimedOut => f.write_str("the other end did not answer in time"),
+            Self::NoServer(error) => write!(f, "no process serves at the address: {error}"),
+            Self::NotServed { name } => {
+                write!(f, "no block is served as {name:?}; it may have been withdrawn")
+            }
             Self::Truncated { expected, received } => {
                 write!(f, "the other end closed after {received} of {expected} bytes")
             }
@@ -97,7 +111,7 @@ impl error::Error for ShareError {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match self {
             Self::Memory(error) => Some(error),
-            Self::Io(error) => Some(error),
+            Self::Io(error) | Self::NoServer(error) => Some(error),
             _ => None,
         }
     }
@@ -111,6 +125,9 @@ impl From<MemoryError> for ShareError {
 
 impl From<io::Error> for ShareError {
     fn from(error: io::Error) -> Self {
-        Self::Io(error)
+        match error.kind() {
+            io::ErrorKind::WouldBlock => Self::TimedOut,
+            _ => Self::Io(error),
+        }
     }
 }

@@ -12,14 +12,14 @@
 use super::{
     StableBlock,
     error::ShareError,
-    wire::{self, HEADER, NAME, ShareHeader},
+    wire::{Connection, HEADER, Patience, ShareHeader, check_name},
 };
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, block::BlockOwner,
     physical::handle::Handle, request::ValidateRequest,
 };
 use aquifer_core::{MemoryError, Result, event::BlockKind};
-use aquifer_driver::{DeviceRange, Driver, ExportTypes, site};
+use aquifer_driver::{Access, DeviceRange, Driver, ExportTypes, site};
 use aquifer_heap::Range as HeapRange;
 use aquifer_stream::Stream;
 use bytemuck::Pod;
@@ -29,7 +29,7 @@ use std::{
     ops::Range,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::net::{SocketAddr, UnixStream},
     },
     sync::Arc,
 };
@@ -80,8 +80,9 @@ pub struct SharedBlock {
     handles: Vec<Arc<Handle>>,
 }
 
-/// A block of another process, mapped here by [`DevicePool::receive`]. The memory is readable and
-/// writable, and charged to the process that has created it.
+/// A block of another process, mapped here by [`DevicePool::receive`] or
+/// [`DevicePool::open_shared`]. The memory is readable, and writable unless its sender has made it
+/// [read-only](SharedBlock::read_only). It is charged to the process that has created it.
 ///
 /// When it is dropped, it is unmapped at the pool's next slow path or trim after the work of its
 /// stream. [`ReceivedBlock::close`] unmaps it at once. Either way the device keeps the memory until
@@ -92,6 +93,9 @@ pub struct ReceivedBlock {
     /// Where the sender's block begins within the mapping.
     offset: u64,
     bytes: u64,
+    access: Access,
+    /// The server that it was opened at, and its generation there.
+    origin: Option<(SocketAddr, u64)>,
 }
 
 /// Refuses a socket whose other end is a process of another user (`SO_PEERCRED`). The credentials
@@ -119,6 +123,21 @@ impl SharedBlock {
         self.header.bytes
     }
 
+    /// Returns the name for other processes.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.header.name
+    }
+
+    /// Makes it read-only for its receivers: they map it so that a kernel which writes fails
+    /// (`CU_MEM_ACCESS_FLAGS_PROT_READ`). It guards against mistakes only, since the driver's
+    /// descriptors carry every right.
+    #[must_use]
+    pub fn read_only(mut self) -> Self {
+        self.header.access = Access::Read;
+        self
+    }
+
     /// Returns the number of physical handles behind it, which is the number of descriptors that
     /// are sent.
     #[must_use]
@@ -136,10 +155,14 @@ impl SharedBlock {
     /// # Errors
     /// [`ShareError::Io`], [`ShareError::Truncated`]; the driver's. The receiver then fails too.
     pub fn send(&self, socket: &UnixStream) -> Result<(), ShareError> {
-        wire::send(socket, &self.header.encode(), &[])?;
+        self.send_over(&Connection::new(socket, Patience::OfSocket))
+    }
+
+    pub(super) fn send_over(&self, connection: &Connection<'_>) -> Result<(), ShareError> {
+        connection.send(&self.header.encode(), &[])?;
         for (number, batch) in self.handles.chunks(BATCH).enumerate() {
             if number > 0 {
-                wire::receive(socket, &mut [0], 0)?;
+                connection.receive(&mut [0], 0)?;
             }
             let export = |handle: &Arc<Handle>| {
                 let exported = self.driver.handle_export(handle.raw());
@@ -149,7 +172,7 @@ impl SharedBlock {
             let sizes: Vec<u8> =
                 batch.iter().flat_map(|handle| handle.bytes().to_le_bytes()).collect();
             let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-            wire::send(socket, &sizes, &files)?;
+            connection.send(&sizes, &files)?;
         }
         Ok(())
     }
@@ -166,10 +189,7 @@ impl DevicePool {
     /// - [`MemoryError::ForeignBlock`] for a block of another pool.
     /// - [`ShareError::BadField`] for a name that is too long.
     pub fn share(&self, block: &Block, name: &str) -> Result<SharedBlock, ShareError> {
-        if name.len() > NAME {
-            let value = name.len() as u64;
-            return Err(ShareError::BadField { field: "the length of the name", value });
-        }
+        check_name(name)?;
         let (address, bytes) = (block.address(), block.bytes());
         if !block.owner.streams()?.is(self.streams()) {
             return Err(MemoryError::ForeignBlock { address }.into());
@@ -192,6 +212,7 @@ impl DevicePool {
             granularity: info.granularity,
             offset,
             bytes,
+            access: Access::ReadWrite,
             device: info.pci_address.clone().unwrap_or_default(),
             name: name.to_owned(),
         };
@@ -220,13 +241,28 @@ impl DevicePool {
         socket: &UnixStream,
     ) -> Result<ReceivedBlock, ShareError> {
         let _site = site::enter();
+        let connection = Connection::new(socket, Patience::OfSocket);
+        // SAFETY: 1. 2. Promised by the caller.
+        unsafe { self.receive_over(stream, &connection) }
+    }
+
+    /// As [`DevicePool::receive`].
+    ///
+    /// # Safety
+    /// As [`DevicePool::receive`].
+    #[track_caller]
+    pub(super) unsafe fn receive_over(
+        &self,
+        stream: &Stream,
+        connection: &Connection<'_>,
+    ) -> Result<ReceivedBlock, ShareError> {
         self.check_stream(stream)?;
         let dedicated = &self.core().dedicated;
         if dedicated.step() == 0 {
             return Err(MemoryError::Unsupported { feature: "virtual memory management" }.into());
         }
         let mut message = [0; HEADER];
-        wire::receive(socket, &mut message, 0)?;
+        connection.receive(&mut message, 0)?;
         let header = ShareHeader::decode(&message)?;
         self.check_header(&header)?;
         let mut parts = Vec::new();
@@ -235,7 +271,7 @@ impl DevicePool {
             let count = left.min(BATCH);
             let mut sizes = [0; 8 * BATCH];
             let sizes = &mut sizes[..8 * count];
-            let files = wire::receive(socket, sizes, count)?;
+            let files = connection.receive(sizes, count)?;
             for (file, size) in files.iter().zip(sizes.chunks_exact(8)) {
                 let bytes = size.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
                 if bytes == 0 || !bytes.is_multiple_of(header.granularity) {
@@ -252,7 +288,7 @@ impl DevicePool {
             }
             left -= count;
             if left > 0 {
-                wire::send(socket, &[0], &[])?;
+                connection.send(&[0], &[])?;
             }
         }
         let end = header.offset.checked_add(header.bytes);
@@ -265,11 +301,11 @@ impl DevicePool {
         dedicated.reap_nonblocking();
         let request = Request::bytes(total).checked()?;
         let span = dedicated
-            .map_imported(BlockKind::Stable, parts, total)
+            .map_imported(BlockKind::Stable, parts, total, header.access)
             .map_err(|e| dedicated.driver_error(e))?;
         let block = self.stable(stream, span, request, true);
-        let ShareHeader { name, offset, bytes, .. } = header;
-        Ok(ReceivedBlock { block, name, offset, bytes })
+        let ShareHeader { name, offset, bytes, access, .. } = header;
+        Ok(ReceivedBlock { block, name, offset, bytes, access, origin: None })
     }
 
     /// Checks what can be checked before any memory has arrived.
@@ -311,6 +347,27 @@ impl ReceivedBlock {
         &self.name
     }
 
+    /// Returns whether its sender has made it [read-only](SharedBlock::read_only).
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        !self.access.writes()
+    }
+
+    /// Returns the generation with which its [server](crate::ShareServer) served it, or 0 if it was
+    /// not opened by name.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.origin.as_ref().map_or(0, |(_, generation)| *generation)
+    }
+
+    pub(super) fn server(&self) -> Option<&SocketAddr> {
+        self.origin.as_ref().map(|(address, _)| address)
+    }
+
+    pub(super) fn opened_at(&mut self, generation: u64, server: SocketAddr) {
+        self.origin = Some((server, generation));
+    }
+
     /// Returns the address where the sender's block begins in this process.
     #[must_use]
     pub fn address(&self) -> u64 {
@@ -349,8 +406,11 @@ impl ReceivedBlock {
     /// writing.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Unsupported`] if it is read-only.
     pub fn slice_mut<T: Pod>(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
+        if self.is_read_only() {
+            return Err(MemoryError::Unsupported { feature: "writing to a read-only block" });
+        }
         let (offset, len) = super::bounds::<T>(&range, self.bytes)?;
         let offset = self.offset + offset;
         Ok(DeviceSliceMut::of(self.block.block_mut(), offset, len))
@@ -386,6 +446,7 @@ impl fmt::Debug for ReceivedBlock {
         f.debug_struct("ReceivedBlock")
             .field("name", &self.name)
             .field("bytes", &self.bytes)
+            .field("access", &self.access)
             .field("mapping", &self.block)
             .finish_non_exhaustive()
     }

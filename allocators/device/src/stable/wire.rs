@@ -1,7 +1,8 @@
-//! Messages with descriptors over a Unix socket.
+//! Messages with descriptors over a Unix socket, and what they say.
 #![expect(unsafe_code, reason = "receives descriptors")]
 
 use super::error::ShareError;
+use aquifer_driver::Access;
 use nix::{
     libc,
     sys::socket::{ControlMessage, MsgFlags, sendmsg},
@@ -14,6 +15,7 @@ use std::{
         unix::net::UnixStream,
     },
     ptr,
+    time::{Duration, Instant},
 };
 
 /// The number of descriptors that Linux passes with one message (`SCM_MAX_FD`).
@@ -25,8 +27,11 @@ pub(super) const HEADER: usize = 152;
 const MAGIC: [u8; 8] = *b"aqshare\x01";
 /// The maximum length of a name in bytes.
 pub(super) const NAME: usize = 64;
-/// Readable and writable, the only access so far.
+/// The driver's numbers of the access.
+const READ: u32 = 1;
 const READ_WRITE: u32 = 3;
+/// The first bytes of a request. The last one is the version of the format.
+const REQUEST: [u8; 8] = *b"aqask\0\0\x02";
 
 /// What is said of a block before its memory follows.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -39,6 +44,8 @@ pub(super) struct ShareHeader {
     pub(super) offset: u64,
     /// Bytes of the block.
     pub(super) bytes: u64,
+    /// What the receiver may do: read, or also write.
+    pub(super) access: Access,
     /// The address of the device on its bus, or nothing.
     pub(super) device: String,
     pub(super) name: String,
@@ -49,7 +56,8 @@ impl ShareHeader {
         let mut message = Vec::with_capacity(HEADER);
         message.extend(MAGIC);
         message.extend(self.handles.to_le_bytes());
-        message.extend(READ_WRITE.to_le_bytes());
+        let access = if self.access.writes() { READ_WRITE } else { READ };
+        message.extend(access.to_le_bytes());
         for number in [self.granularity, self.offset, self.bytes] {
             message.extend(number.to_le_bytes());
         }
@@ -70,14 +78,17 @@ impl ShareHeader {
             u64::from_le_bytes(bytes)
         };
         let (handles, access) = (number(8) as u32, (number(8) >> 32) as u32);
-        if access != READ_WRITE {
-            return Err(ShareError::BadField { field: "access", value: access.into() });
-        }
+        let access = match access {
+            READ => Access::Read,
+            READ_WRITE => Access::ReadWrite,
+            _ => return Err(ShareError::BadField { field: "access", value: access.into() }),
+        };
         Ok(Self {
             handles,
             granularity: number(16),
             offset: number(24),
             bytes: number(32),
+            access,
             device: get(&message[40..80], "the device")?,
             name: get(&message[80..], "the name")?,
         })
@@ -101,50 +112,174 @@ fn get(from: &[u8], field: &'static str) -> Result<String, ShareError> {
     text.map(str::to_owned).ok_or(ShareError::BadField { field, value })
 }
 
-/// Sends all of `bytes`, and the descriptors with the first of them. Blocks as long as the socket
-/// does.
-pub(super) fn send(
-    socket: &UnixStream,
-    bytes: &[u8],
-    descriptors: &[BorrowedFd<'_>],
-) -> Result<(), ShareError> {
-    let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-    let rights = [ControlMessage::ScmRights(&raw)];
-    let mut sent = 0;
-    while sent < bytes.len() {
-        let control = if sent == 0 && !raw.is_empty() { &rights[..] } else { &[] };
-        let part = [IoSlice::new(&bytes[sent..])];
-        match sendmsg::<()>(socket.as_raw_fd(), &part, control, MsgFlags::MSG_NOSIGNAL, None) {
-            Ok(count) => sent += count,
-            Err(nix::Error::EINTR) => {}
-            Err(error) => return Err(io::Error::from(error).into()),
-        }
-    }
-    Ok(())
+/// What an opener asks a server for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct OpenRequest {
+    pub(super) name: String,
+    /// The generation that the opener has already, or 0.
+    pub(super) known: u64,
 }
 
-/// Receives exactly as many bytes as there is room for, with exactly `expected` descriptors. Blocks
-/// as long as the socket does. All descriptors are closed on failure.
-pub(super) fn receive(
-    socket: &UnixStream,
-    bytes: &mut [u8],
-    expected: usize,
-) -> Result<Vec<OwnedFd>, ShareError> {
-    let (mut received, mut descriptors) = (0, Vec::new());
-    while received < bytes.len() {
-        let count = receive_part(socket, &mut bytes[received..], &mut descriptors)?;
-        if count == 0 {
-            return Err(ShareError::Truncated { expected: bytes.len(), received });
+impl OpenRequest {
+    pub(super) const BYTES: usize = 24 + NAME;
+
+    pub(super) fn new(name: &str, known: u64) -> Result<Self, ShareError> {
+        check_name(name)?;
+        Ok(Self { name: name.to_owned(), known })
+    }
+
+    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut encoded = [0; Self::BYTES];
+        encoded[..8].copy_from_slice(&REQUEST);
+        encoded[8..16].copy_from_slice(&self.known.to_le_bytes());
+        put(&mut encoded[16..], &self.name);
+        encoded
+    }
+
+    pub(super) fn decode(message: &[u8; Self::BYTES]) -> Result<Self, ShareError> {
+        if message[..8] != REQUEST {
+            return Err(ShareError::NotAShare);
         }
-        received += count;
-        if descriptors.len() > expected {
-            break;
+        let known = message[8..16].iter().rev().fold(0, |value, &b| value << 8 | u64::from(b));
+        Ok(Self { name: get(&message[16..], "the name")?, known })
+    }
+}
+
+/// Refuses a name that no message has room for.
+pub(super) fn check_name(name: &str) -> Result<(), ShareError> {
+    match name.len() {
+        0..=NAME => Ok(()),
+        length => {
+            Err(ShareError::BadField { field: "the length of the name", value: length as u64 })
         }
     }
-    match descriptors.len() {
-        actual if actual == expected => Ok(descriptors),
-        actual => Err(ShareError::Descriptors { expected, actual }),
+}
+
+/// What a server says of a block. The numbers are generations.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Answer {
+    NotServed,
+    /// The block follows.
+    Follows(u64),
+    /// The block is the one that the opener knows, and does not follow.
+    Unchanged(u64),
+}
+
+impl Answer {
+    pub(super) const BYTES: usize = 16;
+
+    pub(super) fn encode(self) -> [u8; Self::BYTES] {
+        let (code, generation) = match self {
+            Self::NotServed => (0_u64, 0),
+            Self::Follows(generation) => (1, generation),
+            Self::Unchanged(generation) => (2, generation),
+        };
+        let mut encoded = [0; Self::BYTES];
+        encoded[..8].copy_from_slice(&code.to_le_bytes());
+        encoded[8..].copy_from_slice(&generation.to_le_bytes());
+        encoded
     }
+
+    pub(super) fn decode(message: &[u8; Self::BYTES]) -> Result<Self, ShareError> {
+        let number =
+            |part: &[u8]| part.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+        let (code, generation) = message.split_at(8);
+        match (number(code), number(generation)) {
+            (0, _) => Ok(Self::NotServed),
+            (1, generation) => Ok(Self::Follows(generation)),
+            (2, generation) => Ok(Self::Unchanged(generation)),
+            (value, _) => Err(ShareError::BadField { field: "the answer", value }),
+        }
+    }
+}
+
+/// How long a call may block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Patience {
+    /// As the socket's own timeouts say.
+    OfSocket,
+    /// Each message for so long.
+    EachStep(Duration),
+    /// All messages until then.
+    Until(Instant),
+}
+
+/// A connected socket.
+#[derive(Debug)]
+pub(super) struct Connection<'a> {
+    socket: &'a UnixStream,
+    patience: Patience,
+}
+
+impl<'a> Connection<'a> {
+    pub(super) fn new(socket: &'a UnixStream, patience: Patience) -> Self {
+        Self { socket, patience }
+    }
+
+    /// Sends all of `bytes`, and the descriptors with the first of them.
+    pub(super) fn send(
+        &self,
+        bytes: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), ShareError> {
+        let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let (mut sent, deadline) = (0, self.deadline());
+        while sent < bytes.len() {
+            if let Some(left) = time_left(deadline)? {
+                self.socket.set_write_timeout(Some(left))?;
+            }
+            let control = if sent == 0 && !raw.is_empty() { &rights[..] } else { &[] };
+            let (part, socket) = ([IoSlice::new(&bytes[sent..])], self.socket.as_raw_fd());
+            match sendmsg::<()>(socket, &part, control, MsgFlags::MSG_NOSIGNAL, None) {
+                Ok(count) => sent += count,
+                Err(nix::Error::EINTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives exactly as many bytes as there is room for, with exactly `expected` descriptors.
+    /// All descriptors are closed on failure.
+    pub(super) fn receive(
+        &self,
+        bytes: &mut [u8],
+        expected: usize,
+    ) -> Result<Vec<OwnedFd>, ShareError> {
+        let (mut received, mut descriptors) = (0, Vec::new());
+        let deadline = self.deadline();
+        while received < bytes.len() {
+            if let Some(left) = time_left(deadline)? {
+                self.socket.set_read_timeout(Some(left))?;
+            }
+            let count = receive_part(self.socket, &mut bytes[received..], &mut descriptors)?;
+            if count == 0 {
+                return Err(ShareError::Truncated { expected: bytes.len(), received });
+            }
+            received += count;
+            if descriptors.len() > expected {
+                break;
+            }
+        }
+        match descriptors.len() {
+            actual if actual == expected => Ok(descriptors),
+            actual => Err(ShareError::Descriptors { expected, actual }),
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        match self.patience {
+            Patience::OfSocket => None,
+            Patience::EachStep(most) => Some(Instant::now() + most),
+            Patience::Until(deadline) => Some(deadline),
+        }
+    }
+}
+
+fn time_left(deadline: Option<Instant>) -> Result<Option<Duration>, ShareError> {
+    let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+    if left.is_some_and(|left| left.is_zero()) { Err(ShareError::TimedOut) } else { Ok(left) }
 }
 
 /// Memory for the descriptors of one message, aligned as their header is.
@@ -221,6 +356,7 @@ mod tests {
             granularity: 2 << 20,
             offset: 512,
             bytes: 5 << 20,
+            access: Access::ReadWrite,
             device: "0000:1b:00.0".into(),
             name: "weights".into(),
         }
@@ -228,7 +364,10 @@ mod tests {
 
     #[test]
     fn headers_round_trip() {
-        assert_eq!(ShareHeader::decode(&header().encode()).ok(), Some(header()));
+        for access in [Access::Read, Access::ReadWrite] {
+            let header = ShareHeader { access, ..header() };
+            assert_eq!(ShareHeader::decode(&header.encode()).ok(), Some(header));
+        }
     }
 
     #[test]
@@ -241,9 +380,30 @@ mod tests {
         let of = |text: Option<String>, word: &str| text.is_some_and(|text| text.contains(word));
         assert!(of(refused(0, 0), "no shared block"));
         assert!(of(refused(7, 2), "no shared block"), "another version");
-        assert!(of(refused(12, 1), "access"));
+        assert!(of(refused(12, 2), "access"));
         assert!(of(refused(40, 200), "device"), "a length beyond its place");
         assert!(of(refused(87, 1), "name"), "a length of 2^56");
         assert!(of(refused(88, 0xff), "name"), "no text");
+    }
+
+    #[test]
+    fn requests_and_answers_round_trip_and_others_are_refused() {
+        let request = OpenRequest::new("weights", 7).ok();
+        let encoded = request.as_ref().map(OpenRequest::encode);
+        let decoded = |message| OpenRequest::decode(&message).ok();
+        assert_eq!(encoded.and_then(decoded), request);
+        for (at, byte) in [(0, 0), (7, 1), (16, 65), (23, 1), (24, 0xff)] {
+            let changed = encoded.map(|mut message| {
+                message[at] = byte;
+                message
+            });
+            assert_eq!(changed.and_then(decoded), None, "byte {at}");
+        }
+        assert!(OpenRequest::new(&"x".repeat(NAME), 0).is_ok());
+        assert!(OpenRequest::new(&"x".repeat(NAME + 1), 0).is_err());
+        for answer in [Answer::NotServed, Answer::Follows(3), Answer::Unchanged(u64::MAX)] {
+            assert_eq!(Answer::decode(&answer.encode()).ok(), Some(answer));
+        }
+        assert!(Answer::decode(&[3; Answer::BYTES]).is_err());
     }
 }

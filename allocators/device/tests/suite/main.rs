@@ -34,6 +34,7 @@ mod raw;
 mod refusals;
 mod reserved;
 mod retention;
+mod served;
 mod shared;
 mod sharing;
 mod shortage;

@@ -104,6 +104,7 @@ const HANDLE_NONE: c_uint = 0;
 pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 /// `CU_MEM_HANDLE_TYPE_FABRIC`
 pub(super) const HANDLE_FABRIC: c_uint = 8;
+const ACCESS_READ: c_uint = 1;
 const ACCESS_READ_WRITE: c_uint = 3;
 
 /// `CU_MEMORYTYPE_…`
@@ -207,6 +208,11 @@ impl AccessDescription {
     /// Read and write access for a device.
     pub(super) fn read_write(device: DeviceId) -> Self {
         Self { location: Location::device(device), access: ACCESS_READ_WRITE }
+    }
+
+    /// Read access for a device.
+    pub(super) fn read(device: DeviceId) -> Self {
+        Self { location: Location::device(device), access: ACCESS_READ }
     }
 }
 
@@ -339,6 +345,7 @@ same_value! {
     Attribute::RdmaCapable => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
     HANDLE_POSIX_FD => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0,
     ALLOCATION_PINNED => sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+    ACCESS_READ => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
     ACCESS_READ_WRITE => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
     MEMORY_HOST => sys::CUmemorytype::CU_MEMORYTYPE_HOST,
     MEMORY_DEVICE => sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,

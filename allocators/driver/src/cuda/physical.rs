@@ -67,12 +67,27 @@ unsafe impl Physical for CudaDriver {
     }
 
     fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
+        self.describe_access(address, bytes, devices, AccessDescription::read_write)
+    }
+
+    fn set_read_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
+        self.describe_access(address, bytes, devices, AccessDescription::read)
+    }
+}
+
+impl CudaDriver {
+    fn describe_access(
+        &self,
+        address: u64,
+        bytes: u64,
+        devices: &[DeviceId],
+        describe: impl Fn(DeviceId) -> AccessDescription,
+    ) -> Result<()> {
         let Some(&first) = devices.first() else {
             self.calls.add(Call::SetAccess);
             return Err(codes::error(Call::SetAccess.name(), codes::INVALID_VALUE));
         };
-        let access: Vec<_> =
-            devices.iter().map(|&device| AccessDescription::read_write(device)).collect();
+        let access: Vec<_> = devices.iter().map(|&device| describe(device)).collect();
         self.call(Call::SetAccess, first, |functions| {
             // SAFETY: 1. `access` is readable for its length, and laid out as the driver expects.
             unsafe {

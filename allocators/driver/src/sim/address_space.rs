@@ -10,7 +10,7 @@ use super::{
     clock::Clock,
     codes::{self, ErrorCode},
     handle_table::HandleTable,
-    store::Store,
+    store::{Extent, ExtentName, Store},
     violation::{Finding, ViolationKind},
 };
 use crate::{DeviceId, DeviceRange, ExportTypes};
@@ -40,13 +40,17 @@ pub(crate) struct Reservation {
 pub(crate) struct PhysicalObject {
     pub(crate) device: DeviceId,
     pub(crate) bytes: u64,
-    extent: u64,
+    extent: Extent,
     history: AccessHistory,
     mapping_count: u32,
     /// The number of handles: one after creation, one more for each import.
     pub(crate) handle_count: u32,
     /// The supported export types.
     pub(crate) export_types: ExportTypes,
+    /// Whether another process may have it, or it is another process's.
+    is_shared: bool,
+    /// Bytes of the device that it takes: none of another process's.
+    charged: u64,
 }
 
 /// A mapping of a whole physical object at an address.
@@ -54,10 +58,19 @@ pub(crate) struct PhysicalObject {
 struct Mapping {
     bytes: u64,
     object: u64,
-    /// One bit for each device that has access.
+    /// One bit for each device that may read.
     access: u64,
+    /// One bit for each device that may write.
+    write_access: u64,
     /// The last use through it by each stream.
     uses: Vec<Action>,
+}
+
+impl Mapping {
+    fn permits(&self, u: &DeviceUse) -> bool {
+        let access = if u.writes { self.write_access } else { self.access };
+        access & u.devices != 0
+    }
 }
 
 /// The record of a removed mapping.
@@ -186,6 +199,43 @@ impl AddressSpace {
             mapping_count: 0,
             handle_count: 1,
             export_types,
+            is_shared: false,
+            charged: bytes,
+        }))
+    }
+
+    /// Returns the bytes of an exported object, and where another process finds them. From then on
+    /// they are kept until the store is dropped, since that process may have mapped them.
+    pub(crate) fn name(&mut self, handle: u64) -> Option<(u64, ExtentName)> {
+        let object = self.objects.get_mut(handle)?;
+        let name = self.store.name(&object.extent)?;
+        object.is_shared = true;
+        Some((object.bytes, name))
+    }
+
+    /// Creates a handle of memory of another process's store. It takes nothing of this device.
+    pub(crate) fn import_from_elsewhere(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        name: &ExtentName,
+    ) -> Result<u64, ErrorCode> {
+        if !self.store.has_bytes() {
+            return Err(codes::INVALID_VALUE);
+        }
+        let extent = Extent::elsewhere(name, bytes)?;
+        let (history, export_types) = (AccessHistory::new(bytes), ExportTypes::NONE);
+        let (mapping_count, handle_count, is_shared, charged) = (0, 1, true, 0);
+        Ok(self.objects.insert(PhysicalObject {
+            device,
+            bytes,
+            extent,
+            history,
+            mapping_count,
+            handle_count,
+            export_types,
+            is_shared,
+            charged,
         }))
     }
 
@@ -220,8 +270,10 @@ impl AddressSpace {
             .is_some_and(|object| object.handle_count == 0 && object.mapping_count == 0)
             && let Some(object) = self.objects.remove(handle)
         {
-            self.store.free_extent(object.extent, object.bytes);
-            return object.bytes;
+            if !object.is_shared {
+                self.store.free_extent(&object.extent, object.bytes);
+            }
+            return object.charged;
         }
         0
     }
@@ -252,7 +304,7 @@ impl AddressSpace {
         let object = self.objects.get_mut(handle).ok_or(codes::INVALID_HANDLE)?;
         // SAFETY: 1. The range lies in a reservation and nothing is mapped in it. Both were checked
         // above.
-        unsafe { self.store.map(address, bytes, object.extent) }?;
+        unsafe { self.store.map(address, bytes, &object.extent) }?;
         object.mapping_count += 1;
         for (start, removed_mapping) in
             self.removed.range(..end).rev().take_while(|(start, g)| **start + g.bytes > address)
@@ -268,18 +320,20 @@ impl AddressSpace {
             }
         }
         self.discard_removed(address, bytes);
+        let (access, write_access, uses) = (0, 0, Vec::new());
         self.mappings
-            .insert(address, Mapping { bytes, object: handle, access: 0, uses: Vec::new() });
+            .insert(address, Mapping { bytes, object: handle, access, write_access, uses });
         Ok(())
     }
 
-    /// Gives devices access to a range that begins and ends with whole mappings, up to the first
-    /// hole. Returns the sizes of the mappings.
+    /// Gives devices access, to read or also to write, to a range that begins and ends with whole
+    /// mappings, up to the first hole. Returns the sizes of the mappings.
     pub(crate) fn set_access(
         &mut self,
         address: u64,
         bytes: u64,
         devices: u64,
+        writable: bool,
     ) -> Result<Vec<u64>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.check_whole_mappings(address, end)?;
@@ -295,6 +349,8 @@ impl AddressSpace {
         unsafe { self.store.make_accessible(address, hole - address) }?;
         let mappings = self.mappings.range_mut(address..hole).map(|(_, mapping)| {
             mapping.access |= devices;
+            mapping.write_access &= !devices;
+            mapping.write_access |= if writable { devices } else { 0 };
             mapping.bytes
         });
         Ok(mappings.collect())
@@ -427,7 +483,7 @@ impl AddressSpace {
             let from = start.max(address);
             let to = end.min(start + mapping.bytes);
             cursor = to;
-            if mapping.access & u.devices == 0 {
+            if !mapping.permits(u) {
                 let kind = ViolationKind::NoAccess { device };
                 findings.push(Finding { kind, earlier: None, address: from, bytes: to - from });
                 accessible = false;
@@ -479,7 +535,7 @@ impl AddressSpace {
             if start > cursor {
                 return Some(unmapped_finding(&self.removed, cursor, start - cursor));
             }
-            if mapping.access & u.devices == 0 {
+            if !mapping.permits(u) {
                 let kind = ViolationKind::NoAccess { device };
                 return Some(Finding { kind, earlier: None, address: start, bytes: mapping.bytes });
             }

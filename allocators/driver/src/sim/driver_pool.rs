@@ -161,7 +161,7 @@ impl MachineState {
         let mapped = self
             .space
             .map(address, bytes, object, &Clock::default(), &mut findings)
-            .and_then(|()| self.space.set_access(address, bytes, devices).map(drop));
+            .and_then(|()| self.space.set_access(address, bytes, devices, true).map(drop));
         if let Err(code) = mapped {
             self.unmap_and_release(address, object, bytes, None);
             return Err(code);

@@ -4,6 +4,9 @@
 //! of its extent over an inaccessible reservation. So a handle that is mapped twice refers to the
 //! same bytes, a device address is an address of this process, and a copy is a `memmove`. Without
 //! bytes, addresses come from a counter and have no memory.
+//!
+//! Another process can map an extent too: it opens the memfd by the number of its descriptor in
+//! this process, see [`Extent::elsewhere`].
 #![expect(unsafe_code, reason = "maps memory, and copies between the addresses of queued work")]
 
 use super::codes::{self, ErrorCode};
@@ -18,8 +21,9 @@ use nix::{
 };
 use std::{
     collections::BTreeMap,
+    fs::{self, OpenOptions},
     num::NonZeroUsize,
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd, OwnedFd},
     ptr::{self, NonNull},
 };
 
@@ -51,6 +55,44 @@ pub(crate) struct SymbolicAddresses {
 pub(crate) struct FileExtents {
     file: OwnedFd,
     end: u64,
+}
+
+/// Physical memory.
+#[derive(Debug)]
+pub(crate) struct Extent {
+    /// The file of another process's store, or `None` for the store's own.
+    file: Option<OwnedFd>,
+    offset: u64,
+}
+
+/// Where another process finds an extent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ExtentName {
+    pub(crate) process: u32,
+    /// The descriptor of the store's file in that process.
+    pub(crate) descriptor: u32,
+    pub(crate) offset: u64,
+}
+
+/// The name of the files of stores, as `/proc` shows it.
+const FILE_LINK: &str = "/memfd:aquifer-sim (deleted)";
+
+impl Extent {
+    /// Opens an extent of another process of this user.
+    pub(crate) fn elsewhere(name: &ExtentName, bytes: u64) -> Result<Self, ErrorCode> {
+        let ExtentName { process, descriptor, offset } = *name;
+        let path = format!("/proc/{process}/fd/{descriptor}");
+        if fs::read_link(&path).map_err(|_| codes::INVALID_VALUE)?.as_os_str() != FILE_LINK {
+            return Err(codes::INVALID_VALUE);
+        }
+        let opened = OpenOptions::new().read(true).write(true).open(&path);
+        let file = opened.map_err(|_| codes::INVALID_VALUE)?;
+        let length = file.metadata().map_err(|_| codes::OPERATING_SYSTEM)?.len();
+        let is_whole = bytes > 0 && offset.is_multiple_of(PAGE);
+        let end = offset.checked_add(pages(bytes)).filter(|end| is_whole && *end <= length);
+        end.ok_or(codes::INVALID_VALUE)?;
+        Ok(Self { file: Some(file.into()), offset })
+    }
 }
 
 impl Store {
@@ -93,20 +135,28 @@ impl Store {
         }
     }
 
-    /// Allocates physical memory. Returns an offset for [`Store::map`].
-    pub(crate) fn allocate_extent(&mut self, bytes: u64) -> Result<u64, ErrorCode> {
-        let Self::Bytes(extents) = self else { return Ok(0) };
+    /// Allocates physical memory, for [`Store::map`].
+    pub(crate) fn allocate_extent(&mut self, bytes: u64) -> Result<Extent, ErrorCode> {
+        let Self::Bytes(extents) = self else { return Ok(Extent { file: None, offset: 0 }) };
         let offset = extents.end;
         let end = offset.checked_add(pages(bytes)).ok_or(codes::OUT_OF_MEMORY)?;
         let length = i64::try_from(end).map_err(|_| codes::OUT_OF_MEMORY)?;
         ftruncate(&extents.file, length).map_err(|_| codes::OUT_OF_MEMORY)?;
         extents.end = end;
-        Ok(offset)
+        Ok(Extent { file: None, offset })
     }
 
-    /// Frees physical memory to the system.
-    pub(crate) fn free_extent(&mut self, offset: u64, bytes: u64) {
-        let Self::Bytes(extents) = self else { return };
+    /// Returns where another process of this user finds an extent of this store, if it has bytes.
+    pub(crate) fn name(&self, extent: &Extent) -> Option<ExtentName> {
+        let (Self::Bytes(extents), None) = (self, &extent.file) else { return None };
+        let descriptor = u32::try_from(extents.file.as_raw_fd()).ok()?;
+        Some(ExtentName { process: std::process::id(), descriptor, offset: extent.offset })
+    }
+
+    /// Frees physical memory to the system, unless it is another process's.
+    pub(crate) fn free_extent(&mut self, extent: &Extent, bytes: u64) {
+        let (Self::Bytes(extents), None) = (self, &extent.file) else { return };
+        let offset = extent.offset;
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         // If the system refuses, the memory is held until the store is dropped, since the offset is
         // never reused.
@@ -121,9 +171,10 @@ impl Store {
         &mut self,
         address: u64,
         bytes: u64,
-        offset: u64,
+        extent: &Extent,
     ) -> Result<(), ErrorCode> {
         let Self::Bytes(extents) = self else { return Ok(()) };
+        let (file, offset) = (extent.file.as_ref().unwrap_or(&extents.file), extent.offset);
         let (Some(address), Some(length)) =
             (NonZeroUsize::new(address as usize), NonZeroUsize::new(pages(bytes) as usize))
         else {
@@ -138,7 +189,7 @@ impl Store {
                 length,
                 ProtFlags::PROT_NONE,
                 MapFlags::MAP_SHARED | MapFlags::MAP_FIXED | MapFlags::MAP_NORESERVE,
-                &extents.file,
+                file,
                 offset as i64,
             )
         };

@@ -6,10 +6,10 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{
-    DeviceId, DeviceRange, Driver, ExportTypes, PhysicalHandle,
+    DeviceId, DeviceRange, Driver, ExportTypes, FabricHandle, PhysicalHandle,
     sim::{Sim, SimConfig, ViolationKind},
 };
-use std::{fs::File, os::fd::AsFd, sync::Arc};
+use std::{env, fs::File, os::fd::AsFd, process::Command, ptr::NonNull, sync::Arc};
 
 const DEVICE: DeviceId = DeviceId(0);
 const GRANULE: u64 = 2 << 20;
@@ -135,4 +135,92 @@ fn an_allocation_freed_under_a_registration_is_reported() {
     // deliberately broken.
     unsafe { driver.mem_free(DEVICE, address) }.unwrap();
     assert_eq!(sim.violations()[0].kind, ViolationKind::MovedWhileRegistered);
+}
+
+#[test]
+fn a_range_with_read_access_can_be_read_and_a_write_is_a_violation() {
+    let sim = Sim::h200(1);
+    let driver = sim.driver();
+    let handle = driver.handle_create(DEVICE, GRANULE).unwrap();
+    let (here, only_read) = (map(&driver, handle), map(&driver, handle));
+    driver.set_read_access(only_read, GRANULE, &[DEVICE]).unwrap();
+    let stream = driver.stream_create(DEVICE, 0).unwrap();
+    let mut back = vec![0_u8; 16];
+    // SAFETY: 1. mapped above, and `back` lives until the stream is idle. 2. one stream only.
+    unsafe {
+        driver.fill(stream, here, 7, GRANULE).unwrap();
+        let to = NonNull::new(back.as_mut_ptr()).unwrap();
+        driver.copy_to_host(stream, to, only_read, 16).unwrap();
+    }
+    driver.stream_synchronize(stream).unwrap();
+    assert!(back.iter().all(|&byte| byte == 7) && sim.violations().is_empty());
+    // SAFETY: 1. mapped above. 2. one stream only.
+    let _refused = unsafe { driver.fill(stream, only_read, 8, GRANULE) };
+    let _failed = driver.stream_synchronize(stream);
+    let kinds: Vec<_> = sim.take_violations().iter().map(|found| found.kind).collect();
+    assert_eq!(kinds, [ViolationKind::NoAccess { device: DEVICE }]);
+}
+
+/// Holds the name of memory for the process below, in hexadecimal digits.
+const NAME: &str = "AQUIFER_TEST_MEMORY";
+
+#[test]
+fn another_process_maps_exported_memory_and_keeps_it_beyond_the_end_of_its_creator() {
+    let mut config = SimConfig::h200(1);
+    config.devices[0].info.export_types.fabric = true;
+    let sim = Sim::new(config);
+    let driver = sim.driver();
+    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
+    let address = map(&driver, handle);
+    let stream = driver.stream_create(DEVICE, 0).unwrap();
+    // SAFETY: 1. mapped above. 2. one stream only.
+    unsafe { driver.fill(stream, address, 0x5a, GRANULE) }.unwrap();
+    driver.stream_synchronize(stream).unwrap();
+    let name = driver.handle_export_fabric(handle).unwrap();
+    let digits: Vec<String> = name.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let ended = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "sim_export::the_process_that_imports", "--include-ignored"])
+        .env(NAME, digits.concat())
+        .output()
+        .unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
+    let range = DeviceRange { device: DEVICE, address, bytes: GRANULE };
+    let bytes = sim.read_back(range).unwrap();
+    assert_eq!((bytes[0], bytes[1]), (0x77, 0x5a), "the other process has written one byte");
+}
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn the_process_that_imports() {
+    let Ok(digits) = env::var(NAME) else { return };
+    let mut name = FabricHandle([0; 64]);
+    for (byte, digits) in name.0.iter_mut().zip(digits.as_bytes().chunks_exact(2)) {
+        *byte = u8::from_str_radix(str::from_utf8(digits).unwrap(), 16).unwrap();
+    }
+    let sim = Sim::h200(1);
+    let driver = sim.driver();
+    let free = driver.memory_info(DEVICE).unwrap().free;
+    // SAFETY: 1. the other process waits for this one.
+    let handle = unsafe { driver.handle_import_fabric(DEVICE, &name) }.unwrap();
+    let address = map(&driver, handle);
+    let range = DeviceRange { device: DEVICE, address, bytes: GRANULE };
+    assert_eq!(sim.read_back(range).unwrap(), vec![0x5a; GRANULE as usize]);
+    let stream = driver.stream_create(DEVICE, 0).unwrap();
+    // SAFETY: 1. mapped above. 2. one stream only.
+    unsafe { driver.fill(stream, address, 0x77, 1) }.unwrap();
+    driver.stream_synchronize(stream).unwrap();
+    assert_eq!(driver.memory_info(DEVICE).unwrap().free, free, "it takes nothing here");
+    // SAFETY: 1. the stream is idle. 2. the handle is not used again.
+    unsafe {
+        driver.unmap(DEVICE, address, GRANULE).unwrap();
+        driver.handle_release(handle).unwrap();
+    }
+    // Names that say anything else are refused: more bytes, another place, another process.
+    for (at, byte) in [(44, 1), (48, 1), (32, 0xff), (36, 0), (36, 0xff), (0, 0)] {
+        let mut wrong = name;
+        wrong.0[at] = byte;
+        // SAFETY: 1. nothing uses it.
+        assert!(unsafe { driver.handle_import_fabric(DEVICE, &wrong) }.is_err(), "byte {at}");
+    }
+    assert!(sim.violations().is_empty());
 }

@@ -1,8 +1,12 @@
-//! Memory sharing of the simulated machine. All users are in this process, since a simulated
-//! machine exists only there.
+//! Memory sharing of the simulated machine, within a process and between processes of one user.
 //!
 //! A file descriptor is real, so it can be duplicated and sent over a socket. It is a memory file
-//! that contains the numbers of the machine and the memory, like the name on a fabric.
+//! that contains the numbers of the machine and the memory, like the name on a fabric, and where
+//! another process finds the bytes.
+//!
+//! A simulated machine exists in one process. In another one, imported bytes are the same, but take
+//! nothing of a device, and the oracle orders only the accesses of each process. They can be
+//! imported while the process that has created them lives, and are mapped beyond its end.
 #![expect(unsafe_code, reason = "creates handles")]
 
 use crate::{
@@ -11,6 +15,7 @@ use crate::{
         codes::{self, ErrorCode},
         machine::{Machine, error_of},
         machine_state::MachineState,
+        store::ExtentName,
     },
 };
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -25,40 +30,88 @@ use std::{
 /// The first bytes of a name, to detect other files.
 const MAGIC: &[u8; 16] = b"aquifer-sim-name";
 
-/// Returns the name of an object of a machine.
-fn name(machine_id: u64, handle: u64) -> FabricHandle {
-    let mut bytes = [0; 64];
-    bytes[..16].copy_from_slice(MAGIC);
-    bytes[16..24].copy_from_slice(&machine_id.to_le_bytes());
-    bytes[24..32].copy_from_slice(&handle.to_le_bytes());
-    FabricHandle(bytes)
+/// What a name says of an object.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct ObjectName {
+    process: u32,
+    machine_id: u64,
+    handle: u64,
+    bytes: u64,
+    /// Of the store's file, or zero if no other process can have the bytes.
+    descriptor: u32,
+    offset: u64,
 }
 
-/// Returns the object of a name on this machine.
-fn parse_name(machine_id: u64, name: &FabricHandle) -> Result<u64, ErrorCode> {
-    let (head, rest) = name.0.split_at(16);
-    let number = |at: usize| {
-        let mut bytes = [0; 8];
-        bytes.copy_from_slice(&rest[at..at + 8]);
-        u64::from_le_bytes(bytes)
-    };
-    if head == MAGIC && number(0) == machine_id { Ok(number(8)) } else { Err(codes::INVALID_VALUE) }
+impl ObjectName {
+    fn encode(&self) -> FabricHandle {
+        let mut bytes = [0; 64];
+        bytes[..16].copy_from_slice(MAGIC);
+        let processes = u64::from(self.process) << 32 | u64::from(self.descriptor);
+        let words = [self.machine_id, self.handle, processes, self.bytes, self.offset];
+        for (place, word) in bytes[16..].chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        FabricHandle(bytes)
+    }
+
+    fn decode(name: &FabricHandle) -> Option<Self> {
+        let mut words = [0; 5];
+        for (word, place) in words.iter_mut().zip(name.0[16..].chunks_exact(8)) {
+            *word = place.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+        }
+        let [machine_id, handle, processes, bytes, offset] = words;
+        let (process, descriptor) = ((processes >> 32) as u32, processes as u32);
+        (name.0[..16] == *MAGIC).then_some(Self {
+            process,
+            machine_id,
+            handle,
+            bytes,
+            descriptor,
+            offset,
+        })
+    }
 }
 
 impl MachineState {
-    /// Refuses the export of memory that was not created for it.
-    fn check_exportable(
-        &self,
+    /// Returns the name of memory that was created for the export.
+    fn export(
+        &mut self,
+        machine_id: u64,
         handle: PhysicalHandle,
         export_type: ExportTypes,
-    ) -> Result<(), ErrorCode> {
+    ) -> Result<FabricHandle, ErrorCode> {
         self.handle(handle)?;
-        let created_for = self.space.object(handle.handle()).map(|object| object.export_types);
-        if created_for.is_some_and(|types| types.covers(export_type)) {
-            Ok(())
-        } else {
-            Err(codes::INVALID_VALUE)
+        let handle = handle.handle();
+        let created_for = self.space.object(handle).map(|object| object.export_types);
+        if created_for.is_none_or(|types| !types.covers(export_type)) {
+            return Err(codes::INVALID_VALUE);
         }
+        let process = std::process::id();
+        let (bytes, descriptor, offset) = match self.space.name(handle) {
+            Some((bytes, name)) => (bytes, name.descriptor, name.offset),
+            None => (0, 0, 0),
+        };
+        Ok(ObjectName { process, machine_id, handle, bytes, descriptor, offset }.encode())
+    }
+
+    fn import(
+        &mut self,
+        machine_id: u64,
+        device: DeviceId,
+        name: &FabricHandle,
+    ) -> Result<u64, ErrorCode> {
+        self.virtual_memory(device)?;
+        let name = ObjectName::decode(name).ok_or(codes::INVALID_VALUE)?;
+        if name.process == std::process::id() && name.machine_id == machine_id {
+            self.space.import(device, name.handle)?;
+            return Ok(name.handle);
+        }
+        if name.process == std::process::id() || name.descriptor == 0 {
+            return Err(codes::INVALID_VALUE);
+        }
+        let ObjectName { process, bytes, descriptor, offset, .. } = name;
+        let place = ExtentName { process, descriptor, offset };
+        self.space.import_from_elsewhere(device, bytes, &place)
     }
 }
 
@@ -66,9 +119,7 @@ impl Machine {
     fn import(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle> {
         let call = Call::HandleImport;
         let mut state = self.enter(call, Some(device))?;
-        state.virtual_memory(device).map_err(error_of(call))?;
-        let handle = parse_name(self.machine_id, name).map_err(error_of(call))?;
-        state.space.import(device, handle).map_err(error_of(call))?;
+        let handle = state.import(self.machine_id, device, name).map_err(error_of(call))?;
         self.cost(call, 0);
         // SAFETY: 1. The object has one more handle, which is this one.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -97,23 +148,25 @@ unsafe impl Ipc for Machine {
 
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let call = Call::HandleExport;
-        let state = self.enter(call, Some(handle.device()))?;
-        state.check_exportable(handle, ExportTypes::POSIX_FD).map_err(error_of(call))?;
+        let mut state = self.enter(call, Some(handle.device()))?;
+        let name = state.export(self.machine_id, handle, ExportTypes::POSIX_FD);
+        let name = name.map_err(error_of(call))?;
         self.cost(call, 0);
         let refused = error_of(call)(codes::OPERATING_SYSTEM);
         let file =
             memfd_create("aquifer-sim-export", MFdFlags::MFD_CLOEXEC).map_err(|_| refused)?;
         let file = File::from(file);
-        file.write_all_at(&name(self.machine_id, handle.handle()).0, 0).map_err(|_| refused)?;
+        file.write_all_at(&name.0, 0).map_err(|_| refused)?;
         Ok(file.into())
     }
 
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle> {
         let call = Call::HandleExport;
-        let state = self.enter(call, Some(handle.device()))?;
-        state.check_exportable(handle, ExportTypes::FABRIC).map_err(error_of(call))?;
+        let mut state = self.enter(call, Some(handle.device()))?;
+        let name = state.export(self.machine_id, handle, ExportTypes::FABRIC);
+        let name = name.map_err(error_of(call))?;
         self.cost(call, 0);
-        Ok(name(self.machine_id, handle.handle()))
+        Ok(name)
     }
 
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle> {

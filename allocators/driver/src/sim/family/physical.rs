@@ -176,6 +176,22 @@ unsafe impl Physical for Machine {
     }
 
     fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
+        self.grant_access(address, bytes, devices, true)
+    }
+
+    fn set_read_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
+        self.grant_access(address, bytes, devices, false)
+    }
+}
+
+impl Machine {
+    fn grant_access(
+        &self,
+        address: u64,
+        bytes: u64,
+        devices: &[DeviceId],
+        writable: bool,
+    ) -> Result<()> {
         let call = Call::SetAccess;
         let mut state = self.enter(call, None)?;
         state = self.wait_until_idle(state);
@@ -193,7 +209,8 @@ unsafe impl Physical for Machine {
             }
             access |= device_bit(device);
         }
-        let sizes = state.space.set_access(address, bytes, access).map_err(error_of(call))?;
+        let sizes = state.space.set_access(address, bytes, access, writable);
+        let sizes = sizes.map_err(error_of(call))?;
         let peers = (access & !device_bit(own_device)).count_ones();
         sizes.into_iter().for_each(|size| self.cost_of_access(size, peers));
         Ok(())

@@ -1,0 +1,552 @@
+//! Tests of blocks that one process serves by name and others open: the same bytes,
+//! and errors with types when either side dies, stops or says anything else.
+//!
+//! The other processes are this program. They are driven by single bytes over their standard input
+//! and output.
+#![expect(unsafe_code, reason = "opens memory that others work with")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use crate::support::{MIB, Rig};
+use aquifer_core::MemoryError;
+use aquifer_device::{DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, ShareServer};
+use aquifer_driver::{
+    DeviceId, ExportTypes,
+    sim::{Sim, ViolationKind},
+};
+use aquifer_stream::Stream;
+use nix::{
+    libc,
+    sys::{
+        signal::{Signal, kill},
+        wait::waitpid,
+    },
+    unistd::Pid,
+};
+use std::{
+    env, fs,
+    io::{self, Read, Write},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::{
+            fs::symlink,
+            net::{SocketAddr, UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    process::{self, Child, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+const BYTES: u64 = 3 * MIB + 4096;
+const SOON: Duration = Duration::from_secs(20);
+const SOCKET: &str = "AQUIFER_TEST_SOCKET";
+
+/// A folder of its own, and the path of a socket in it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = env::temp_dir().join(format!("aquifer-served-{}-{number}", process::id()));
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("socket")
+    }
+
+    fn address(&self) -> SocketAddr {
+        SocketAddr::from_pathname(self.socket()).unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+fn exporting() -> Rig {
+    Rig::on(Sim::h200(1), 64, |config| config.export = ExportTypes::POSIX_FD)
+}
+
+/// Byte `at` of the block of this generation of contents.
+fn byte(at: usize, seed: u8) -> u8 {
+    (at as u32).wrapping_mul(0x9e37_79b1).to_le_bytes()[3] ^ seed
+}
+
+fn contents(seed: u8) -> Vec<u8> {
+    (0..BYTES as usize).map(|at| byte(at, seed)).collect()
+}
+
+fn open(
+    pool: &DevicePool,
+    s: &Stream,
+    address: &SocketAddr,
+    name: &str,
+    timeout: Duration,
+) -> Result<ReceivedBlock, ShareError> {
+    // SAFETY: 1. The tests order all work, across processes by their messages. 2. All blocks that
+    // are served are stable ones, or outlive their openers.
+    unsafe { pool.open_shared(s, address, name, timeout) }
+}
+
+fn read(s: &Stream, block: &ReceivedBlock) -> Vec<u8> {
+    let mut back = vec![0; block.bytes() as usize];
+    let all = block.slice::<u8>(0..back.len()).unwrap();
+    s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+    back
+}
+
+/// Serves a new stable block with these contents, which is freed at once.
+fn serve(rig: &Rig, server: &ShareServer, name: &str, seed: u8) -> u64 {
+    let s = rig.stream();
+    let mut block = rig.pool.alloc_stable(&s, Request::bytes(BYTES)).unwrap();
+    let contents = contents(seed);
+    let mut all = block.slice_mut::<u8>(0..contents.len()).unwrap();
+    s.scope(|c| c.upload(&contents, &mut all)).unwrap().unwrap();
+    server.serve(rig.pool.share(block.block(), name).unwrap())
+}
+
+/// Another process, which is killed when this is dropped.
+struct Other(Child);
+
+impl Other {
+    fn start(test: &str, folder: &Folder) -> Self {
+        let child = Command::new(env::current_exe().unwrap())
+            .args([test, "--exact", "--include-ignored", "--nocapture", "--quiet"])
+            .env(SOCKET, folder.socket())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        Self(child.unwrap())
+    }
+
+    /// Waits for a line that starts with `word`, and returns the rest of it.
+    fn says(&mut self, word: &str) -> String {
+        let (mut line, mut next) = (Vec::new(), [0]);
+        let output = self.0.stdout.as_mut().unwrap();
+        loop {
+            assert_ne!(output.read(&mut next).unwrap(), 0, "it has ended before it said {word}");
+            if next != *b"\n" {
+                line.extend(next);
+                continue;
+            }
+            let text = String::from_utf8(std::mem::take(&mut line)).unwrap();
+            if let Some((_, rest)) = text.split_once(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn tell(&mut self) {
+        self.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.0.id().cast_signed())
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ended = self.0.kill();
+        let _reaped = self.0.wait();
+    }
+}
+
+/// The socket, in another process; `None` in the run of all tests.
+fn socket_of_parent() -> Option<SocketAddr> {
+    let path = env::var_os(SOCKET)?;
+    Some(SocketAddr::from_pathname(Path::new(&path)).unwrap())
+}
+
+/// Waits until the parent lets this process go on. It does not outlive its parent.
+fn wait_for_parent() {
+    if io::stdin().read(&mut [0]).unwrap() == 0 {
+        process::exit(1);
+    }
+}
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn a_process_that_serves() {
+    let Some(address) = socket_of_parent() else { return };
+    let rig = exporting();
+    let server = ShareServer::bind(&address).unwrap();
+    println!("serves {}", serve(&rig, &server, "weights", 1));
+    wait_for_parent();
+    println!("serves {}", serve(&rig, &server, "weights", 2));
+    wait_for_parent();
+    server.withdraw("weights").unwrap();
+    println!("withdrawn");
+    wait_for_parent();
+}
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn a_process_that_opens() {
+    let Some(address) = socket_of_parent() else { return };
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let mut block = open(&rig.pool, &s, &address, "weights", SOON).unwrap();
+    assert_eq!(read(&s, &block), contents(1));
+    println!("opened {}", block.generation());
+    wait_for_parent();
+    s.fill(&mut block.slice_mut::<u8>(0..BYTES as usize).unwrap(), 0x5a).unwrap();
+    s.synchronize().unwrap();
+    println!("written");
+    wait_for_parent();
+}
+
+#[test]
+fn two_processes_see_the_same_bytes_and_generations_tell_them_apart() {
+    let (folder, rig) = (Folder::new(), Rig::new(64));
+    let (address, s) = (folder.address(), rig.stream());
+    let mut owner = Other::start("served::a_process_that_serves", &folder);
+    let first: u64 = owner.says("serves").parse().unwrap();
+    let before = open(&rig.pool, &s, &address, "weights", SOON).unwrap();
+    assert_eq!((before.name(), before.bytes(), before.generation()), ("weights", BYTES, first));
+    assert_eq!(read(&s, &before), contents(1));
+    assert!(before.is_current(SOON).unwrap());
+    assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0), "charged to its owner");
+    owner.tell();
+    let second: u64 = owner.says("serves").parse().unwrap();
+    assert!(second > first && !before.is_current(SOON).unwrap());
+    let after = open(&rig.pool, &s, &address, "weights", SOON).unwrap();
+    assert_eq!(after.generation(), second);
+    assert_eq!((read(&s, &before), read(&s, &after)), (contents(1), contents(2)));
+    owner.tell();
+    owner.says("withdrawn");
+    let refused = open(&rig.pool, &s, &address, "weights", SOON).unwrap_err();
+    assert!(matches!(&refused, ShareError::NotServed { name } if name == "weights"), "{refused}");
+    assert!(!after.is_current(SOON).unwrap());
+    assert_eq!((read(&s, &before), read(&s, &after)), (contents(1), contents(2)));
+    assert_eq!((before.close(), after.close()), (Ok(true), Ok(true)));
+    rig.assert_silent();
+}
+
+#[test]
+fn an_opener_keeps_its_bytes_when_the_owner_is_killed_and_the_next_server_takes_its_place() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let (address, s) = (folder.address(), rig.stream());
+    let mut owner = Other::start("served::a_process_that_serves", &folder);
+    let dead: u64 = owner.says("serves").parse().unwrap();
+    let opened = open(&rig.pool, &s, &address, "weights", SOON).unwrap();
+    assert!(matches!(ShareServer::bind(&address), Err(ShareError::Io(error))
+        if error.kind() == io::ErrorKind::AddrInUse));
+    owner.kill();
+    assert_eq!(read(&s, &opened), contents(1));
+    let refused = open(&rig.pool, &s, &address, "weights", SOON).unwrap_err();
+    assert!(matches!(refused, ShareError::NoServer(_)), "{refused}");
+    assert!(matches!(opened.is_current(SOON), Err(ShareError::NoServer(_))));
+    // The dead server's socket is still there.
+    assert!(folder.socket().exists());
+    let server = ShareServer::bind(&address).unwrap();
+    assert!(serve(&rig, &server, "weights", 3) > dead, "no generation is used again");
+    assert!(!opened.is_current(SOON).unwrap());
+    assert_eq!(read(&s, &opened), contents(1));
+    drop(server);
+    assert!(!folder.socket().exists());
+}
+
+#[test]
+fn an_opener_that_is_killed_leaves_the_memory_to_its_owner_and_to_others() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let server = ShareServer::bind(&folder.address()).unwrap();
+    let generation = serve(&rig, &server, "weights", 1);
+    let mut openers = [0, 1].map(|_| Other::start("served::a_process_that_opens", &folder));
+    for opener in &mut openers {
+        assert_eq!(opener.says("opened"), generation.to_string());
+    }
+    let [first, second] = &mut openers;
+    first.kill();
+    second.tell();
+    second.says("written");
+    let (other, s) = (exporting(), rig.stream());
+    // The owner's own mapping of it, by the same way.
+    let own = open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap();
+    assert_eq!(read(&s, &own), vec![0x5a; BYTES as usize], "what the other process has written");
+    second.kill();
+    assert_eq!(read(&s, &own), vec![0x5a; BYTES as usize]);
+    own.close().unwrap();
+    assert_eq!(rig.budget.used(), 4 * MIB, "the server keeps it");
+    drop((server, other));
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stopped_owner_is_given_up_in_time() {
+    let (folder, rig) = (Folder::new(), Rig::new(64));
+    let s = rig.stream();
+    let mut owner = Other::start("served::a_process_that_serves", &folder);
+    owner.says("serves");
+    kill(owner.pid(), Signal::SIGSTOP).unwrap();
+    waitpid(owner.pid(), Some(nix::sys::wait::WaitPidFlag::WUNTRACED)).unwrap();
+    let begun = Instant::now();
+    let wait = Duration::from_millis(50);
+    let refused = open(&rig.pool, &s, &folder.address(), "weights", wait).unwrap_err();
+    assert!(matches!(refused, ShareError::TimedOut), "{refused}");
+    assert!(begun.elapsed() >= wait && begun.elapsed() < SOON);
+    kill(owner.pid(), Signal::SIGCONT).unwrap();
+    assert_eq!(
+        read(&s, &open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap()),
+        contents(1)
+    );
+}
+
+#[test]
+fn a_read_only_block_is_not_written() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let s = rig.stream();
+    let server = ShareServer::bind(&folder.address()).unwrap();
+    let mut block = rig.pool.alloc_stable(&s, Request::bytes(BYTES)).unwrap();
+    s.fill(&mut block.slice_mut::<u8>(0..BYTES as usize).unwrap(), 7).unwrap();
+    server.serve(rig.pool.share(block.block(), "weights").unwrap().read_only());
+    let mut theirs = open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap();
+    assert!(theirs.is_read_only());
+    assert_eq!(read(&s, &theirs), vec![7; BYTES as usize]);
+    let refused = theirs.slice_mut::<u8>(0..1).map(drop).unwrap_err();
+    assert!(matches!(refused, MemoryError::Unsupported { .. }), "{refused}");
+    rig.assert_silent();
+    // A kernel that writes all the same.
+    let (raw, range) = (s.raw(), theirs.range());
+    let _refused = rig.sim.access(raw, range, aquifer_driver::Access::Write, None);
+    let _failed = s.synchronize();
+    let kinds: Vec<_> = rig.sim.take_violations().iter().map(|found| found.kind).collect();
+    assert_eq!(kinds, [ViolationKind::NoAccess { device: DeviceId(0) }]);
+}
+
+/// A connection of a client that says what it likes.
+fn connect(folder: &Folder) -> UnixStream {
+    let socket = UnixStream::connect_addr(&folder.address()).unwrap();
+    socket.set_read_timeout(Some(SOON)).unwrap();
+    socket
+}
+
+#[test]
+fn no_request_harms_the_server() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let (s, server) = (rig.stream(), ShareServer::bind(&folder.address()).unwrap());
+    serve(&rig, &server, "weights", 1);
+    let mut valid = [0; 88];
+    valid[..8].copy_from_slice(b"aqask\0\0\x02");
+    valid[16] = 7;
+    valid[24..31].copy_from_slice(b"weights");
+    let changed = |at: usize, byte: u8| {
+        let mut request = valid.to_vec();
+        request[at] = byte;
+        request
+    };
+    let refused = [
+        Vec::new(),
+        valid[..87].to_vec(),
+        changed(0, b'x'),
+        changed(7, 1),
+        changed(16, 65),
+        changed(23, 0xff),
+        changed(24, 0xff),
+        vec![0xff; 4096],
+    ];
+    for request in refused {
+        let mut socket = connect(&folder);
+        socket.write_all(&request).unwrap();
+        socket.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = Vec::new();
+        // Noise that was not read resets the connection.
+        let _ended = socket.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "{request:?}");
+    }
+    // One that leaves before its answer, and one that does not read on.
+    connect(&folder).write_all(&valid).unwrap();
+    let mut lazy = connect(&folder);
+    lazy.write_all(&valid).unwrap();
+    let mut another = connect(&folder);
+    another.write_all(&changed(30, b'X')).unwrap();
+    let mut answer = Vec::new();
+    another.read_to_end(&mut answer).unwrap();
+    assert_eq!(answer, [0; 16], "no such name");
+    assert_eq!(
+        read(&s, &open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap()),
+        contents(1)
+    );
+    rig.assert_silent();
+}
+
+#[test]
+fn no_answer_harms_an_opener() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let s = rig.stream();
+    let listener = UnixListener::bind_addr(&folder.address()).unwrap();
+    let follows = |generation: u64| {
+        let mut answer = 1_u64.to_le_bytes().to_vec();
+        answer.extend(generation.to_le_bytes());
+        answer
+    };
+    let with = |rest: &[u8]| [follows(1), rest.to_vec()].concat();
+    let cases = [
+        ("nothing", Vec::new(), "closed after 0 of 16"),
+        ("half an answer", vec![1; 9], "closed after 9 of 16"),
+        ("noise", vec![0xff; 16], "the answer is"),
+        ("unchanged", [2_u64.to_le_bytes(), [0; 8]].concat(), "no block is served"),
+        ("no block", follows(1), "closed after 0 of 152"),
+        ("half a block", with(&[0; 100]), "closed after 100 of 152"),
+        ("noise for a block", with(&[7; 400]), "no shared block"),
+    ];
+    for (what, answer, text) in cases {
+        let refused = thread::scope(|threads| {
+            threads.spawn(|| {
+                let (mut socket, _) = listener.accept().unwrap();
+                socket.read_exact(&mut [0; 88]).unwrap();
+                socket.write_all(&answer).unwrap();
+            });
+            open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap_err()
+        });
+        assert!(refused.to_string().contains(text), "{what}: {refused}");
+    }
+    // One byte now and then does not prolong the wait.
+    let (begun, wait) = (Instant::now(), Duration::from_millis(100));
+    let refused = thread::scope(|threads| {
+        threads.spawn(|| {
+            let (mut socket, _) = listener.accept().unwrap();
+            while begun.elapsed() < SOON && socket.write_all(&[0]).is_ok() {
+                thread::sleep(wait / 2);
+            }
+        });
+        open(&rig.pool, &s, &folder.address(), "weights", wait).unwrap_err()
+    });
+    assert!(matches!(refused, ShareError::TimedOut), "{refused}");
+    assert_eq!(rig.pool.stats().physical, 0);
+    let long = "x".repeat(65);
+    let refused = open(&rig.pool, &s, &folder.address(), &long, wait).unwrap_err();
+    assert!(matches!(refused, ShareError::BadField { value: 65, .. }), "{refused}");
+    rig.assert_silent();
+}
+
+#[test]
+fn a_server_replaces_no_file_that_is_not_a_dead_servers() {
+    let folder = Folder::new();
+    let path = folder.socket();
+    let refused = |kind| {
+        let error = ShareServer::bind(&folder.address()).unwrap_err();
+        assert!(matches!(&error, ShareError::Io(error) if error.kind() == kind), "{error}");
+    };
+    fs::write(&path, b"precious").unwrap();
+    refused(io::ErrorKind::AlreadyExists);
+    assert_eq!(fs::read(&path).unwrap(), b"precious");
+    fs::rename(&path, folder.0.join("target")).unwrap();
+    symlink(folder.0.join("target"), &path).unwrap();
+    refused(io::ErrorKind::AlreadyExists);
+    fs::remove_file(&path).unwrap();
+    let server = ShareServer::bind(&folder.address()).unwrap();
+    refused(io::ErrorKind::AddrInUse);
+    // The file of another server is not removed by the drop of an earlier one.
+    fs::remove_file(&path).unwrap();
+    let next = ShareServer::bind(&folder.address()).unwrap();
+    drop(server);
+    assert!(path.exists());
+    drop(next);
+    assert!(!path.exists());
+    // Servers that start at one moment do not replace each other.
+    let started = thread::scope(|threads| {
+        let bind = || ShareServer::bind(&folder.address());
+        let threads: Vec<_> = (0..8).map(|_| threads.spawn(bind)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(started.iter().filter(|server| server.is_ok()).count(), 1);
+}
+
+/// Acts as another user, in the calling thread only. Returns whether the system allows it.
+fn become_another_user() -> bool {
+    const NOBODY: libc::c_long = 65534;
+    // SAFETY: 1. The call takes three numbers, and changes the credentials of this thread.
+    unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) == 0 }
+}
+
+#[test]
+fn a_stranger_is_refused_on_either_side() {
+    let rig = exporting();
+    let address =
+        SocketAddr::from_abstract_name(format!("aquifer-stranger-{}", process::id())).unwrap();
+    let server = ShareServer::bind(&address).unwrap();
+    serve(&rig, &server, "weights", 1);
+    let s = rig.stream();
+    let tried = thread::scope(|threads| {
+        let stranger = threads.spawn(|| {
+            if !become_another_user() {
+                return None;
+            }
+            let opened = open(&rig.pool, &s, &address, "weights", SOON).map(drop);
+            let mut socket = UnixStream::connect_addr(&address).unwrap();
+            let mut request = [0; 88];
+            request[..8].copy_from_slice(b"aqask\0\0\x02");
+            let _sent = socket.write_all(&request);
+            let mut answer = Vec::new();
+            let _ended = socket.read_to_end(&mut answer);
+            Some((opened, answer))
+        });
+        stranger.join().unwrap()
+    });
+    let Some((opened, answer)) = tried else {
+        println!("skipped: only root can act as another user");
+        return;
+    };
+    let refused = opened.unwrap_err();
+    assert!(matches!(refused, ShareError::OtherUser { .. }), "the opener refuses: {refused}");
+    assert!(answer.is_empty(), "the server refuses");
+    open(&rig.pool, &s, &address, "weights", SOON).unwrap().close().unwrap();
+}
+
+#[test]
+fn a_dropped_server_ends_its_thread_and_frees_the_memory() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let s = rig.stream();
+    for round in 0..20 {
+        let server = ShareServer::bind(&folder.address()).unwrap();
+        serve(&rig, &server, "weights", round);
+        drop(server);
+        let refused = open(&rig.pool, &s, &folder.address(), "weights", SOON).unwrap_err();
+        assert!(matches!(refused, ShareError::NoServer(_)), "{refused}");
+    }
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.budget.used(), rig.sim.outstanding().handles), (0, 0));
+    let deadline = Instant::now() + SOON;
+    let threads = || {
+        let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
+        let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).ok();
+        tasks.filter_map(name).filter(|name| name.trim() == "aquifer-share").count()
+    };
+    // Servers of other tests run beside these.
+    while threads() >= 20 {
+        assert!(Instant::now() < deadline, "threads are left");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_pool_of_another_kind_of_memory_serves_too() {
+    let folder = Folder::new();
+    let rig = Rig::on(Sim::h200(1), 64, |config| config.shareable = true);
+    let (s, server) = (rig.stream(), ShareServer::bind(&folder.address()).unwrap());
+    let mut buffer = rig.bytes(&s, MIB);
+    s.fill(&mut buffer, 9).unwrap();
+    server.serve(rig.pool.share(buffer.block(), "cached").unwrap());
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
+    let theirs = open(&other, &s, &folder.address(), "cached", SOON).unwrap();
+    assert_eq!(read(&s, &theirs), vec![9; MIB as usize]);
+    theirs.close().unwrap();
+    rig.assert_silent();
+}
