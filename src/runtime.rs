@@ -401,8 +401,13 @@ impl RuntimeBuilder {
         if let Some(driver) = &driver {
             for info in &infos {
                 let mut config = self.pool.clone();
-                let root =
-                    sharing.device(driver, info, config.budget.is_some(), self.device_budget)?;
+                let root = sharing.device(
+                    driver,
+                    info,
+                    &topology,
+                    config.budget.is_some(),
+                    self.device_budget,
+                )?;
                 let limits = DeviceLimits {
                     budget: config.budget.take(),
                     bytes: self.device_budget,

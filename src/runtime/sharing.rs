@@ -65,11 +65,12 @@ impl Sharing {
     }
 
     /// Joins the ledger of a device, if devices are shared. `limit` is the most that this process
-    /// claims.
+    /// claims, unless an administrator lets it take less.
     pub(super) fn device(
         &self,
         driver: &Arc<dyn Driver>,
         info: &DeviceInfo,
+        topology: &Topology,
         has_budget: bool,
         limit: Option<u64>,
     ) -> Result<Option<SharedBudget>> {
@@ -87,7 +88,9 @@ impl Sharing {
             let memory = driver.memory_info(device).ok()?;
             Some(memory.total.saturating_sub(memory.free))
         };
-        let share = self.share(guarantee).limit(limit.unwrap_or(u64::MAX));
+        let cap = topology.device_cap(info)?.value;
+        let share =
+            self.share(guarantee).limit(limit.into_iter().chain(cap).min().unwrap_or(u64::MAX));
         ledger
             .and_then(|ledger| share.join(ledger))
             .and_then(|member| member.budget("the device of all processes", in_use))
@@ -110,8 +113,9 @@ impl Sharing {
                 expected: "host memory that no device has for its own",
             });
         }
+        let cap = topology.host_cap()?.value.map_or(u64::MAX, |cap| cap / 2);
         Ledger::open(folder, &LedgerMemory::Pinned.to_string(), pinned_capacity(topology))
-            .and_then(|ledger| self.share(guarantee).join(ledger))
+            .and_then(|ledger| self.share(guarantee).limit(cap).join(ledger))
             .and_then(|member| member.budget("pinned memory of all processes", || None))
             .map(Some)
             .map_err(|error| refused(&error))

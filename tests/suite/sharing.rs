@@ -4,7 +4,9 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::assert_silent;
-use aquifer::{Budget, MemoryError, PoolConfig, Request, Runtime, RuntimeBuilder, sim::Sim};
+use aquifer::{
+    Budget, MemoryError, PoolConfig, Request, Runtime, RuntimeBuilder, host::Topology, sim::Sim,
+};
 use aquifer_ledger::Ledger;
 use std::{env, fs, path::PathBuf, process, time::Instant};
 
@@ -99,6 +101,29 @@ fn pinned_memory_is_claimed_from_a_ledger_of_its_own() {
     assert!(ledger.figures().claimed() >= 8 * MIB && pinned.budget().limit() == 64 * MIB);
     drop((buffer, rt));
     assert_eq!(ledger.figures().claimed(), 0);
+    assert_silent(&sim);
+}
+
+#[test]
+fn a_cap_of_the_administrator_limits_the_share_and_not_the_capacity() {
+    let scratch = Scratch::new("cap");
+    let sim = Sim::h200(1).capacity(CAPACITY);
+    let host = Topology::read_under(&scratch.0.join("no machine")).unwrap();
+    let capped = |limit: &str| host.clone().with_mps_limit(limit);
+    let build = |guarantee, topology| scratch.builder(&sim, guarantee).topology(topology).build();
+    let rt = build(0, capped("0=32M,1=1M")).unwrap();
+    let pool = rt.device(0).unwrap();
+    let s = pool.stream().unwrap();
+    let figures = || Ledger::existing(&scratch.0, "simulated-0").unwrap().figures();
+    assert_eq!((figures().capacity, figures().members[0].limit), (CAPACITY, 32 * MIB));
+    assert!(pool.alloc(&s, Request::bytes(33 * MIB)).is_err());
+    drop(pool.alloc(&s, Request::bytes(32 * MIB)).unwrap());
+    // A guarantee above the cap, and a cap that cannot be read, are errors of the builder.
+    for topology in [capped("0=32M"), capped("32M")] {
+        let refused = build(33 * MIB, topology).map(drop).unwrap_err();
+        assert!(matches!(refused, MemoryError::BadSetting { .. }), "{refused}");
+    }
+    drop((s, rt));
     assert_silent(&sim);
 }
 

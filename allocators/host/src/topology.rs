@@ -19,6 +19,7 @@
 //! is bound or placed.
 
 mod bitmap;
+mod caps;
 mod devices;
 mod files;
 mod found;
@@ -85,6 +86,8 @@ pub struct Topology {
     thp_size: Found<u64>,
     wsl: Found<bool>,
     limits: ProcessLimits,
+    /// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`.
+    mps_limit: Option<String>,
 }
 
 impl Topology {
@@ -101,7 +104,10 @@ impl Topology {
                 Provenance::Variable(NUMA_VARIABLE),
             ),
         };
-        Self::read_with(Path::new("/"), numa)
+        let mut topology = Self::read_with(Path::new("/"), numa)?;
+        topology.mps_limit =
+            env::var_os(caps::MPS_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+        Ok(topology)
     }
 
     /// Reads the topology from the files below `root`. Ignores the environment.
@@ -156,6 +162,7 @@ impl Topology {
             thp_size: pages::thp_size(&files)?,
             wsl: process::wsl(&files)?,
             limits: process::limits(&files)?,
+            mps_limit: None,
             files,
         })
     }

@@ -380,7 +380,7 @@ mod tests {
         for address in [a, b] {
             // SAFETY: 1. The range is reserved and empty, and then mapped.
             unsafe {
-                store.map(address, size, extent).unwrap();
+                store.map(address, size, &extent).unwrap();
                 store.make_accessible(address, size).unwrap();
             }
         }

@@ -1,5 +1,6 @@
 //! The tests of this crate that can share one process.
 
+mod caps;
 #[path = "../../../../tests/support/counting.rs"]
 mod counting;
 #[path = "../../../../tests/support/faults.rs"]

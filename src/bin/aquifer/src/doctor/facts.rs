@@ -29,6 +29,9 @@ pub(crate) struct Gpu {
     pub(crate) memory_node: Option<Found<NodeId>>,
     /// The location of its own memory.
     pub(crate) own: Option<Found<DeviceMemory>>,
+    /// The most that administrators let this process take of its memory, or the error in what they
+    /// have set.
+    pub(crate) cap: Option<Result<Found<u64>, TopologyError>>,
 }
 
 impl Facts {
@@ -53,6 +56,7 @@ impl Gpu {
         let node = host.and_then(|host| host.node_of_device(&info).ok());
         let memory_node = host.and_then(|host| host.memory_near_device(&info).ok());
         let own = host.map(|host| host.memory_of_device(&info));
-        Self { info, memory, node, memory_node, own }
+        let cap = host.map(|host| host.device_cap(&info));
+        Self { info, memory, node, memory_node, own, cap }
     }
 }

@@ -92,6 +92,17 @@ fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
             "see who with `nvidia-smi`, and end what is not needed",
         ));
     }
+    match &gpu.cap {
+        Some(Ok(cap)) => findings.extend(cap.value.map(|bytes| {
+            let (bytes, source) = (Bytes(bytes), &cap.source);
+            Finding::limit(format!("{device}: this process can take at most {bytes}, by {source}"))
+        })),
+        Some(Err(e)) => findings.push(Finding::mend(
+            format!("the cap on the memory of {device} cannot be read: {e}"),
+            "correct what it names",
+        )),
+        None => {}
+    }
     if let Some(node) = node.as_ref().filter(|node| node.value.is_none()) {
         findings.push(Finding::accept(format!(
             "nobody knows which node {device} is near to ({}): its pinned memory lies where it is touched first",
@@ -188,7 +199,7 @@ mod tests {
         (info.virtual_memory, info.async_pools, info.granularity) = (true, true, 2 << 20);
         let memory = Some(MemoryInfo { free: 150_000_000_000, total: 150_754_820_096 });
         let node = Some(Found::known(NodeId(0), Provenance::Nobody));
-        Gpu { info, memory, memory_node: node.clone(), node, own: None }
+        Gpu { info, memory, memory_node: node.clone(), node, own: None, cap: None }
     }
 
     fn warnings(gpu: &Gpu) -> Vec<String> {
@@ -200,6 +211,23 @@ mod tests {
     #[test]
     fn a_good_gpu_is_not_complained_about() {
         assert_eq!(warnings(&h200()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_cap_is_shown_with_its_source_and_a_bad_one_is_a_warning() {
+        let host = Topology::read_under(std::path::Path::new("/nothing/here")).unwrap();
+        let mut gpu = h200();
+        let shown = |gpu: &Gpu| {
+            let mut all = Vec::new();
+            self::gpu(gpu, &mut all);
+            all.into_iter().map(|f| (f.kind, f.says)).collect::<Vec<_>>()
+        };
+        gpu.cap = Some(host.clone().with_mps_limit("0=64G").device_cap(&gpu.info));
+        let says = "gpu0: this process can take at most 64.00 GiB, by environment variable \
+                    CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
+        assert!(shown(&gpu).contains(&(Kind::Limit, says.to_owned())), "{:?}", shown(&gpu));
+        gpu.cap = Some(host.with_mps_limit("64G").device_cap(&gpu.info));
+        assert!(warnings(&gpu).join("\n").contains("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
     }
 
     #[test]

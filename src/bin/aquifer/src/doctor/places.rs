@@ -299,6 +299,7 @@ mod tests {
                 node: host.node_of_device(&info).ok(),
                 memory_node: host.memory_near_device(&info).ok(),
                 own: Some(host.memory_of_device(&info)),
+                cap: None,
                 info,
             };
             let mut all = Vec::new();

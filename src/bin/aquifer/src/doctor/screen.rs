@@ -361,6 +361,7 @@ mod tests {
             node: None,
             memory_node: None,
             own: None,
+            cap: None,
         };
         assert!(!device(&gpu(&info)).contains("reach"));
         assert_eq!(device_json(&gpu(&info))["peers"], json!([]));

@@ -1,0 +1,79 @@
+//! Tests of the caps that administrators set, on synthetic machines.
+
+use crate::machine::Machine;
+use aquifer_driver::{DeviceId, DeviceInfo};
+use aquifer_host::topology::{Found, Provenance, TopologyError};
+
+const GIB: u64 = 1 << 30;
+const MPS: Provenance = Provenance::Variable("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
+
+fn file(path: &str) -> Provenance {
+    Provenance::File(path.into())
+}
+
+fn gpu(ordinal: u32, address: &str) -> DeviceInfo {
+    let mut info = DeviceInfo::new(DeviceId(ordinal), "a GPU".into(), 140 * GIB);
+    info.pci_address = Some(address.to_owned());
+    info
+}
+
+fn in_group(name: &str) -> Machine {
+    let machine = Machine::new(name);
+    machine.write("proc/self/cgroup", "0::/tenants/job\n");
+    machine.write("proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+    machine
+}
+
+#[test]
+fn the_least_cap_of_all_groups_counts_for_the_regions_of_the_device() {
+    let machine = in_group("dmem");
+    let job = "drm/0000:03:00.0/vram0 max\ndrm/0000:04:00.0/vram0 1073741824\n";
+    machine.write("sys/fs/cgroup/tenants/job/dmem.max", job);
+    let tenants = format!("drm/0000:03:00.0/vram0 {}\ndrm/0000:03:00.0/stolen {}\n", 9 * GIB, GIB);
+    machine.write("sys/fs/cgroup/tenants/dmem.max", &tenants);
+    let host = machine.read();
+    let source = || file("/sys/fs/cgroup/tenants/dmem.max");
+    let cap = |ordinal, address| host.device_cap(&gpu(ordinal, address));
+    assert_eq!(cap(0, "00000000:03:00.0"), Ok(Found::known(GIB, source())), "all its regions");
+    let own = Found::known(GIB, file("/sys/fs/cgroup/tenants/job/dmem.max"));
+    assert_eq!(cap(1, "0000:04:00.0"), Ok(own));
+    assert_eq!(cap(2, "0000:05:00.0"), Ok(Found::unknown(Provenance::Nobody)));
+    assert_eq!(cap(3, "no address"), Ok(Found::unknown(Provenance::Nobody)));
+    machine.write("sys/fs/cgroup/tenants/dmem.max", "drm/0000:03:00.0/vram0 some\n");
+    let refused = machine.read().device_cap(&gpu(0, "0000:03:00.0"));
+    assert!(matches!(refused, Err(TopologyError::Number { .. })), "{refused:?}");
+}
+
+#[test]
+fn a_limit_for_mps_clients_counts_beside_that_of_the_groups() {
+    let machine = in_group("mps");
+    machine
+        .write("sys/fs/cgroup/tenants/dmem.max", &format!("drm/0000:03:00.0/vram {}\n", 2 * GIB));
+    let capped = |text: &str, ordinal| {
+        machine.read().with_mps_limit(text).device_cap(&gpu(ordinal, "0000:03:00.0"))
+    };
+    let group = || Found::known(2 * GIB, file("/sys/fs/cgroup/tenants/dmem.max"));
+    assert_eq!(capped("0=1G,1=512MB", 0), Ok(Found::known(GIB, MPS)));
+    assert_eq!(capped("0=1G, 1=512mb", 1), Ok(Found::known(GIB / 2, MPS)));
+    assert_eq!(capped("1=1048576", 1), Ok(Found::known(1 << 20, MPS)));
+    for other in ["0=3G", "", "7=1"] {
+        assert_eq!(capped(other, 0), Ok(group()), "{other}");
+    }
+    for wrong in ["1G", "0=", "0=G", "x=1G", "0=1X", "0=1GG", "0=-1", "0=99999999999999T"] {
+        let refused = capped(wrong, 0);
+        assert!(matches!(refused, Err(TopologyError::Setting { .. })), "{wrong}: {refused:?}");
+    }
+}
+
+#[test]
+fn host_memory_is_capped_by_the_least_limit_of_all_groups() {
+    let machine = in_group("host-cap");
+    assert_eq!(machine.read().host_cap(), Ok(Found::unknown(file("/proc/self/cgroup"))));
+    machine.write("sys/fs/cgroup/tenants/job/memory.max", "max\n");
+    machine.write("sys/fs/cgroup/tenants/memory.max", &format!("{}\n", 8 * GIB));
+    let source = file("/sys/fs/cgroup/tenants/memory.max");
+    assert_eq!(machine.read().host_cap(), Ok(Found::known(8 * GIB, source)));
+    machine.write("sys/fs/cgroup/tenants/job/memory.high", &format!("{}\n", 6 * GIB));
+    let source = file("/sys/fs/cgroup/tenants/job/memory.high");
+    assert_eq!(machine.read().host_cap(), Ok(Found::known(6 * GIB, source)));
+}
