@@ -84,6 +84,9 @@ pub mod c_and_python {}
 #[doc = include_str!("guide/torchrun.md")]
 pub mod torchrun {}
 
+#[doc = include_str!("guide/ray.md")]
+pub mod ray {}
+
 #[doc = include_str!("guide/comparison.md")]
 pub mod comparison {}
 

@@ -24,6 +24,7 @@ import aquifer_torch  # noqa: E402
 from aquifer_torch import library as binding  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
 from ledger_on_sim import LedgerTests  # noqa: E402
+from placing_on_sim import PlacingTests  # noqa: E402
 from sleep_on_sim import RegionTests  # noqa: E402
 from vllm_on_sim import VllmTests  # noqa: E402
 
@@ -420,6 +421,15 @@ class Ledgers(LedgerTests, unittest.TestCase):
         name, capacity = ledger.pinned()
         self.assertEqual(name, ledger.PINNED)
         self.assertGreater(capacity, 0)
+
+
+class Placing(PlacingTests, unittest.TestCase):
+    """Where the leases of Ray's tasks lie."""
+
+    def setUp(self):
+        at = tempfile.TemporaryDirectory()
+        self.addCleanup(at.cleanup)
+        self.folder = at.name
 
 
 class Launcher(LauncherTests, unittest.TestCase):

@@ -1,0 +1,51 @@
+"""Bytes of GPU memory as something that Ray schedules, and leases that end with their process.
+
+    ray start --head --resources="$(python -m aquifer_ray resources)" --labels="$(python -m aquifer_ray labels)"
+
+    @ray.remote(**aquifer_ray.needs(20 << 30))
+    def train():
+        with aquifer_ray.lease() as lease:              # what Ray has assigned, claimed in the node's ledger
+            lease.use()                                 # CUDA sees its device; before the first use of CUDA
+            aquifer_torch.install(limit=lease.size)
+
+Ray counts the bytes of a node. One actor for each node, which needs no setup, chooses the device and lets tasks wait in turn.
+The ledger of the device, which the worker process joins by itself, is what the bytes are claimed in: claims never exceed the
+capacity, whatever runs beside Ray on the machine, and end with the worker by the kernel's hand. No process number is trusted.
+"""
+
+from __future__ import annotations
+
+from .accounts import Account, accounts
+from .errors import LeaseRefused, NoMemory, NotAssigned
+from .groups import placement_group, remove_placement_group
+from .leases import Lease, lease, share
+from .memory import GPU_MEMORY, MIB, PINNED_MEMORY, Memory, labels, machine, needs, resources
+from .node import POLICIES, Ticket, node, start
+from .pinned import arrives_pinned, pinned_empty
+
+__all__ = [
+    "Account",
+    "GPU_MEMORY",
+    "Lease",
+    "LeaseRefused",
+    "MIB",
+    "Memory",
+    "NoMemory",
+    "NotAssigned",
+    "PINNED_MEMORY",
+    "POLICIES",
+    "Ticket",
+    "accounts",
+    "arrives_pinned",
+    "labels",
+    "lease",
+    "machine",
+    "needs",
+    "node",
+    "pinned_empty",
+    "placement_group",
+    "remove_placement_group",
+    "resources",
+    "share",
+    "start",
+]
