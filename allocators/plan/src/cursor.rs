@@ -3,17 +3,20 @@
 //! # Invariants
 //! - Blocks that are live under a cursor have no address in common.
 //! - `placed_to` is the highest block that was placed in this pass.
-//! - A block that was placed in this pass and is not stale is the last user of its addresses among
-//!   the blocks of this pass, except for blocks above it. So a block above `placed_to` whose
-//!   predecessors in the plan are all freed and not stale needs no other check and no other order.
+//! - A block that was placed in a pass and is not stale is the last user of its addresses among the
+//!   blocks of this pass, except for blocks above it. So a block above `placed_to` needs no other
+//!   check and no other order than the plan's if its predecessors in the plan are all freed and not
+//!   stale: those of this pass, and for addresses that no earlier block of the pass has, the last
+//!   ones of the pass before.
 //! - Whatever breaks this makes blocks stale, or counts as not placed: a block that comes late, a
-//!   pass that begins while blocks live, a jump.
+//!   block that was cancelled, a jump.
+//! - Any other block is placed only if none of the last users of its addresses is live.
 
 use crate::{
     block::PlannedBlock,
     expectation::{Expectation, Key},
+    last_users::LastUsers,
     plan::Plan,
-    reuse::share_addresses,
 };
 use aquifer_core::BLOCK_ALIGN;
 
@@ -37,8 +40,8 @@ pub enum PlanAnswer {
         block: u32,
         /// Its offset.
         offset: u64,
-        /// Whether the [edges](crate::Plan::edges) of the plan suffice. If not, the block has to
-        /// follow all earlier uses of its addresses.
+        /// Whether it comes in the recorded order, so that all earlier uses of its addresses are
+        /// those of the plan. [`PlanCursor::followed`] has those that it has to wait for.
         recorded: bool,
     },
     /// It has none, and needs other memory.
@@ -62,15 +65,14 @@ pub struct CursorCounters {
 }
 
 /// The state of a block of the plan.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum BlockState {
-    /// Not placed in this pass.
-    Waiting,
-    Live,
-    /// Placed and freed in this pass.
-    Freed,
-    /// Placed in an earlier pass, and still live.
-    Kept,
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+struct BlockState {
+    /// The pass in which it was placed last; 0 for none.
+    pass: u32,
+    is_live: bool,
+    /// Whether a block that came later, or a block of another stream, may be the last user of its
+    /// addresses.
+    is_stale: bool,
 }
 
 /// A position in a plan, for a program that runs again.
@@ -85,7 +87,7 @@ enum BlockState {
 ///   [`begin_step`](PlanCursor::begin_step) says.
 /// - A plan of which more than a fifth misses in each of two steps in a row is dropped.
 ///
-/// Calls allocate no memory. A new pass takes time in proportion to the blocks of the plan.
+/// An allocation in the recorded order allocates no memory.
 ///
 /// ```
 /// use aquifer_plan::{NEVER, Plan, PlanAnswer, PlanBlock, PlanCursor, PlanOptions};
@@ -106,16 +108,19 @@ pub struct PlanCursor {
     plan: Plan,
     expectation: Expectation,
     states: Vec<BlockState>,
-    /// Whether a block that came late has used addresses of a block after it.
-    stale: Vec<bool>,
-    live: Vec<u32>,
-    /// The place of each live block in `live`.
-    live_at: Vec<u32>,
+    last_users: LastUsers,
+    live: u32,
+    /// The pass, counted from 1.
+    pass: u32,
+    /// Whether [`PlanCursor::followed`] is about a block in the recorded order.
+    is_recorded: bool,
+    /// The block that was placed last, and the last users of its addresses if it does not come in
+    /// the recorded order.
+    last: u32,
+    followed: Vec<u32>,
     /// The lowest block that is expected.
     expected: u32,
     placed_to: Option<u32>,
-    /// Whether no pass was begun before this one.
-    is_first_pass: bool,
     /// The last three allocations, the latest last.
     recent: [Option<Key>; 3],
     /// Allocations in a row that matched nothing.
@@ -134,13 +139,15 @@ impl PlanCursor {
         Self {
             expectation: Expectation::of(plan.blocks()),
             plan,
-            states: vec![BlockState::Waiting; blocks],
-            stale: vec![false; blocks],
-            live: Vec::with_capacity(blocks),
-            live_at: vec![0; blocks],
+            states: vec![BlockState::default(); blocks],
+            last_users: LastUsers::new(blocks),
+            live: 0,
+            pass: 1,
+            is_recorded: true,
+            last: 0,
+            followed: Vec::new(),
             expected: 0,
             placed_to: None,
-            is_first_pass: true,
             recent: [None; 3],
             unknown_in_row: 0,
             step_allocations: 0,
@@ -176,7 +183,9 @@ impl PlanCursor {
             self.end_step();
         }
         self.step_allocations += 1;
-        if self.skip_placed() == self.states.len() as u32 && self.live.len() < self.states.len() {
+        if self.skip_placed() == self.states.len() as u32
+            && (self.live as usize) < self.states.len()
+        {
             self.begin_pass(0);
             // Some block is not live, and so it waits.
             self.skip_placed();
@@ -220,22 +229,55 @@ impl PlanCursor {
         }
     }
 
+    /// Returns the blocks that the block of the last hit has to follow: all of their uses have to
+    /// come before its own.
+    ///
+    /// Of a block in the recorded order these are the blocks of its [edges](crate::Plan::edges),
+    /// and, when the plan is followed again, those of the pass before that no stream orders. Of any
+    /// other they are all last users of its addresses.
+    pub fn followed(&self) -> &[u32] {
+        if self.is_recorded { self.expectation.unordered(self.last) } else { &self.followed }
+    }
+
     /// Frees a block of the plan: later blocks may have its addresses. Returns whether it was live;
     /// nothing happens if not.
     pub fn free(&mut self, block: u32) -> bool {
         let Some(state) = self.states.get_mut(block as usize) else { return false };
-        *state = match *state {
-            BlockState::Live => BlockState::Freed,
-            BlockState::Kept => BlockState::Waiting,
-            BlockState::Waiting | BlockState::Freed => return false,
-        };
-        let at = self.live_at[block as usize] as usize;
-        self.live.swap_remove(at);
-        if let Some(&moved) = self.live.get(at) {
-            // There are fewer live blocks than blocks.
-            self.live_at[moved as usize] = at as u32;
+        let was_live = std::mem::take(&mut state.is_live);
+        self.live -= u32::from(was_live);
+        was_live
+    }
+
+    /// Takes the last hit back, because the block cannot be used: it counts as an overlap, and as
+    /// freed. No later block relies on the plan's order behind it.
+    pub fn cancel(&mut self) {
+        if self.free(self.last) {
+            self.states[self.last as usize].is_stale = true;
+            self.counters.hits -= 1;
+            self.counters.strays += 1;
+            self.counters.overlaps += 1;
+            self.step_strays += 1;
         }
-        true
+    }
+
+    /// Tells that a stream of the plan is another one of the program from here on. No later block
+    /// relies on the plan's order behind earlier ones of this stream.
+    pub fn replace_stream(&mut self, stream: u32) {
+        for (state, block) in self.states.iter_mut().zip(self.plan.blocks()) {
+            state.is_stale |= block.stream == stream;
+        }
+    }
+
+    /// An iterator over the blocks that are expected next, of which the first in the recorded
+    /// order.
+    pub fn expected(&self) -> impl Iterator<Item = &PlannedBlock> {
+        // At the end of the plan it begins again.
+        let is_over = self.expected as usize >= self.states.len();
+        let (from, pass) =
+            if is_over { (0, self.pass + 1) } else { (self.expected as usize, self.pass) };
+        let waiting = self.states[from..].iter().zip(&self.plan.blocks()[from..]);
+        let waiting = waiting.filter(move |(state, _)| !state.is_live && state.pass < pass);
+        waiting.map(|(_, block)| block).take(AHEAD as usize)
     }
 
     /// Tells that a step of the program begins, which is what the plan describes: the first block
@@ -257,36 +299,43 @@ impl PlanCursor {
 
     /// Expects all blocks again, from `block` on.
     fn begin_pass(&mut self, block: u32) {
-        for state in &mut self.states {
-            *state = match *state {
-                BlockState::Live | BlockState::Kept => BlockState::Kept,
-                BlockState::Waiting | BlockState::Freed => BlockState::Waiting,
-            };
+        if self.pass == u32::MAX {
+            // After as many passes the count begins again, and no block counts as placed.
+            self.states.iter_mut().for_each(|state| state.pass = 0);
+            self.pass = 1;
         }
-        self.stale.fill(false);
-        (self.expected, self.placed_to, self.is_first_pass) = (block, None, false);
+        self.pass += 1;
+        (self.expected, self.placed_to) = (block, None);
+    }
+
+    /// Returns whether a block was not placed in this pass and is not live.
+    fn is_waiting(&self, block: u32) -> bool {
+        let state = self.states[block as usize];
+        !state.is_live && state.pass < self.pass
     }
 
     /// Moves to the next block that is not placed, and returns it.
     fn skip_placed(&mut self) -> u32 {
-        let placed = |state: &&BlockState| **state != BlockState::Waiting;
-        let skipped = self.states[self.expected as usize..].iter().take_while(placed).count();
-        // There are fewer than 2^32 blocks.
-        self.expected += skipped as u32;
+        let blocks = self.states.len() as u32;
+        while self.expected < blocks && !self.is_waiting(self.expected) {
+            self.expected += 1;
+        }
         self.expected
     }
 
     /// Returns a block of a size and stream near the expected one whose place is free: one that was
     /// left out before, or one of the next.
-    fn search(&self, key: Option<Key>) -> Result<u32, Miss> {
+    fn search(&mut self, key: Option<Key>) -> Result<u32, Miss> {
         let key = key.ok_or(Miss::Unknown)?;
         let mut miss = Miss::Unknown;
         let from = self.expected.saturating_sub(BEHIND);
-        for &block in self.expectation.blocks_from(key, from) {
-            if block >= self.expected.saturating_add(AHEAD) {
+        let to = self.expected.saturating_add(AHEAD);
+        for at in 0..self.expectation.blocks_from(key, from).len() {
+            let block = self.expectation.blocks_from(key, from)[at];
+            if block >= to {
                 break;
             }
-            if self.states[block as usize] == BlockState::Waiting {
+            if self.is_waiting(block) {
                 if self.is_free(block) {
                     return Ok(block);
                 }
@@ -296,22 +345,29 @@ impl PlanCursor {
         Err(miss)
     }
 
-    /// Returns whether no live block has addresses of this one.
-    fn is_free(&self, block: u32) -> bool {
-        let blocks = self.plan.blocks();
-        let place = &blocks[block as usize];
-        !self.live.iter().any(|&live| share_addresses(&blocks[live as usize], place))
+    /// Returns whether no live block has addresses of this one, whose last users are then those in
+    /// `followed`.
+    fn is_free(&mut self, block: u32) -> bool {
+        self.followed.clear();
+        self.last_users.of(block, self.plan.blocks(), &mut self.followed);
+        !self.followed.iter().any(|&user| self.states[user as usize].is_live)
     }
 
     /// Returns whether a block comes in the recorded order, so that no live block can have its
     /// addresses, and the order of the plan is the order of all their uses.
     fn is_in_order(&self, block: u32) -> bool {
-        let done = |&earlier: &u32| {
-            self.states[earlier as usize] == BlockState::Freed && !self.stale[earlier as usize]
+        let done = |&earlier: &u32, pass| {
+            let state = self.states[earlier as usize];
+            !state.is_live && !state.is_stale && state.pass == pass
         };
+        let expectation = &self.expectation;
         self.placed_to.is_none_or(|last| block > last)
-            && (self.is_first_pass || !self.expectation.has_unused(block))
-            && self.expectation.predecessors(block).iter().all(done)
+            && expectation.predecessors(block).iter().all(|earlier| done(earlier, self.pass))
+            && (self.pass == 1
+                || expectation
+                    .predecessors_in_loop(block)
+                    .iter()
+                    .all(|earlier| done(earlier, self.pass - 1)))
     }
 
     /// Makes a block live.
@@ -322,25 +378,21 @@ impl PlanCursor {
             self.expected = self.expected.max(block + 1);
             return Err(Miss::Overlap);
         }
-        let blocks = self.plan.blocks();
-        let place: PlannedBlock = blocks[block as usize];
-        if let Some(last) = self.placed_to.filter(|&last| last > block) {
+        if self.placed_to.is_some_and(|last| last > block) {
             // It comes late: blocks after it are no longer the last users of its addresses.
-            for later in block + 1..=last {
-                let is_placed =
-                    matches!(self.states[later as usize], BlockState::Live | BlockState::Freed);
-                if is_placed && share_addresses(&blocks[later as usize], &place) {
-                    self.stale[later as usize] = true;
-                }
+            for &later in self.followed.iter().filter(|&&later| later > block) {
+                self.states[later as usize].is_stale = true;
             }
         }
-        self.states[block as usize] = BlockState::Live;
-        // There are fewer live blocks than blocks.
-        self.live_at[block as usize] = self.live.len() as u32;
-        self.live.push(block);
+        self.states[block as usize] =
+            BlockState { pass: self.pass, is_live: true, is_stale: false };
+        self.live += 1;
+        self.last_users.record(block);
+        (self.last, self.is_recorded) = (block, recorded);
         self.placed_to = Some(self.placed_to.map_or(block, |last| last.max(block)));
         self.expected = self.expected.max(block + 1);
-        Ok(PlanAnswer::Hit { block, offset: place.offset, recorded })
+        let offset = self.plan.blocks()[block as usize].offset;
+        Ok(PlanAnswer::Hit { block, offset, recorded })
     }
 
     /// If the position is lost, looks for the last three allocations in the plan, moves there and
@@ -358,7 +410,7 @@ impl PlanCursor {
         } else {
             self.begin_pass(block);
         }
-        Some(block).filter(|&block| self.states[block as usize] == BlockState::Waiting)
+        Some(block).filter(|&block| self.is_waiting(block))
     }
 }
 

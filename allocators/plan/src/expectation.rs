@@ -39,8 +39,12 @@ pub(crate) struct Expectation {
     blocks_of: Lists,
     /// The last users of the addresses of each block.
     before: Lists,
-    /// Whether some of its addresses had no user.
-    unused: Vec<bool>,
+    /// If some of its addresses had no user: their last users at the end of the plan, which are
+    /// those before the block in the next pass.
+    before_in_loop: Lists,
+    /// The blocks whose uses no stream orders before those of a block, when the plan is followed
+    /// in a loop.
+    unordered: Lists,
     /// Each block with its key and those of the two before it, sorted.
     grams: Vec<([Key; 3], u32)>,
 }
@@ -62,15 +66,27 @@ impl Expectation {
         let mut blocks_of = Lists::default();
         lists.iter().for_each(|list| blocks_of.push(list));
         let (mut before, mut unused) = (Lists::default(), Vec::with_capacity(blocks.len()));
-        let checked = reuse::for_each_reuse(blocks, |_, earlier, has_unused| {
+        let owners = reuse::each_reuse(blocks, |_, earlier, has_unused| {
             before.push(earlier);
             unused.push(has_unused);
         });
-        debug_assert_eq!(checked, Ok(()), "a plan is checked when it is made");
+        debug_assert!(owners.is_ok(), "a plan is checked when it is made");
+        let before_in_loop = before_in_loop(blocks, &unused, &owners.unwrap_or_default());
+        let mut unordered = Lists::default();
+        let mut list = Vec::new();
+        for (number, block) in (0..).zip(blocks) {
+            list.clear();
+            let earlier = before.get(number).iter().chain(before_in_loop.get(number));
+            list.extend(earlier.copied().filter(|&earlier| {
+                let earlier = &blocks[earlier as usize];
+                earlier.stream != block.stream || earlier.shared
+            }));
+            unordered.push(&list);
+        }
         let gram = |(keys, block): (&[Key], u32)| ([keys[0], keys[1], keys[2]], block);
         let mut grams: Vec<_> = key_of.windows(3).zip(2..).map(gram).collect();
         grams.sort_unstable();
-        Self { keys, key_of, blocks_of, before, unused, grams }
+        Self { keys, key_of, blocks_of, before, before_in_loop, unordered, grams }
     }
 
     /// Returns the key of a size and stream, if the plan has it.
@@ -94,9 +110,15 @@ impl Expectation {
         self.before.get(block)
     }
 
-    /// Returns whether some of a block's addresses have no block before it.
-    pub(crate) fn has_unused(&self, block: u32) -> bool {
-        self.unused[block as usize]
+    /// Returns the last blocks of the pass before that had those of its addresses that no block
+    /// before it in the pass had.
+    pub(crate) fn predecessors_in_loop(&self, block: u32) -> &[u32] {
+        self.before_in_loop.get(block)
+    }
+
+    /// Returns those of all its predecessors that no stream orders before it.
+    pub(crate) fn unordered(&self, block: u32) -> &[u32] {
+        self.unordered.get(block)
     }
 
     /// Returns the block that ends three allocations of these keys: the next one from `block` on,
@@ -107,4 +129,24 @@ impl Expectation {
         let found = |at: usize| self.grams.get(at).filter(|gram| gram.0 == keys).map(|gram| gram.1);
         found(next).or_else(|| found(first))
     }
+}
+
+/// Returns, for each block with `unused` addresses, the last users of all its addresses at the end
+/// of the plan: the block itself, or later ones.
+fn before_in_loop(blocks: &[PlannedBlock], unused: &[bool], owners: &reuse::Owners) -> Lists {
+    let mut lists = Lists::default();
+    let mut list = Vec::new();
+    for (block, has_unused) in blocks.iter().zip(unused) {
+        list.clear();
+        if *has_unused {
+            let (start, end) = (block.offset, block.offset + block.bytes);
+            let reaches = owners.range(..start).next_back().filter(|(_, owner)| owner.0 > start);
+            let from = reaches.map_or(start, |(&from, _)| from);
+            list.extend(owners.range(from..end).map(|(_, &(_, owner))| owner));
+            list.sort_unstable();
+            list.dedup();
+        }
+        lists.push(&list);
+    }
+    lists
 }

@@ -16,8 +16,9 @@
 //! | `random` | repeatable random numbers |
 //! | `reuse` | which edges are needed, and the check that no live blocks overlap |
 //! | `plan` | the plan |
-//! | `cursor` | follows a plan while its program runs again |
+//! | `cursor` | follows a plan while its program runs again, in a loop or once |
 //! | `expectation` | what a plan says about its blocks, for a cursor |
+//! | `last_users` | which blocks used which addresses last, for a cursor |
 //! | `file` | plan files |
 //! | `checksum` | CRC-64 |
 //! | `limits` | what a plan may have at most |
@@ -59,6 +60,7 @@ mod cursor;
 mod error;
 mod expectation;
 mod file;
+mod last_users;
 mod limits;
 mod occupancy;
 mod plan;

@@ -12,11 +12,6 @@ pub(crate) struct Overlap {
     pub(crate) second: u32,
 }
 
-/// Returns whether two blocks have addresses in common.
-pub(crate) fn share_addresses(one: &PlannedBlock, other: &PlannedBlock) -> bool {
-    one.offset < other.offset + other.bytes && other.offset < one.offset + one.bytes
-}
-
 /// Returns the edges that blocks need, in ascending order of the later block and then of the
 /// earlier one.
 ///
@@ -44,10 +39,20 @@ pub(crate) fn edges(blocks: &[PlannedBlock]) -> Result<Vec<PlanEdge>, Overlap> {
 /// [`Overlap`], of the earliest block that has one.
 pub(crate) fn for_each_reuse(
     blocks: &[PlannedBlock],
-    mut visit: impl FnMut(u32, &[u32], bool),
+    visit: impl FnMut(u32, &[u32], bool),
 ) -> Result<(), Overlap> {
-    // The last block of each address: ranges that do not overlap, by their start.
-    let mut owners: BTreeMap<u64, (u64, u32)> = BTreeMap::new();
+    each_reuse(blocks, visit).map(drop)
+}
+
+/// The last block of each address: ranges that do not overlap, by their start.
+pub(crate) type Owners = BTreeMap<u64, (u64, u32)>;
+
+/// As [`for_each_reuse`], and returns the last block of each address.
+pub(crate) fn each_reuse(
+    blocks: &[PlannedBlock],
+    mut visit: impl FnMut(u32, &[u32], bool),
+) -> Result<Owners, Overlap> {
+    let mut owners = Owners::new();
     let (mut taken, mut before) = (Vec::new(), Vec::new());
     for (number, block) in (0_u32..).zip(blocks) {
         let (start, end) = (block.offset, block.offset + block.bytes);
@@ -77,5 +82,5 @@ pub(crate) fn for_each_reuse(
         visit(number, &before, had < block.bytes);
         owners.insert(start, (end, number));
     }
-    Ok(())
+    Ok(owners)
 }
