@@ -78,6 +78,14 @@ pub struct PoolStats {
     pub stream_waits: u64,
     /// How often the host waited for queued work (a count).
     pub host_waits: u64,
+    /// Allocations that the pool's plan has served (a count).
+    pub plan_hits: u64,
+    /// Allocations that it has not served while it was in use (a count).
+    pub plan_strays: u64,
+    /// Those of `plan_strays` whose place was still held, or not ordered (a count).
+    pub plan_overlaps: u64,
+    /// How often the position in the plan was lost and found again (a count).
+    pub plan_resynchronisations: u64,
 }
 
 impl Add for PoolStats {
@@ -106,6 +114,10 @@ impl Add for PoolStats {
             fences: self.fences + other.fences,
             stream_waits: self.stream_waits + other.stream_waits,
             host_waits: self.host_waits + other.host_waits,
+            plan_hits: self.plan_hits + other.plan_hits,
+            plan_strays: self.plan_strays + other.plan_strays,
+            plan_overlaps: self.plan_overlaps + other.plan_overlaps,
+            plan_resynchronisations: self.plan_resynchronisations + other.plan_resynchronisations,
         }
     }
 }

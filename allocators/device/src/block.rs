@@ -68,7 +68,7 @@ pub(crate) enum BlockOwner {
     /// A stream's cache in a caching pool.
     Cache(CacheRef),
     /// One of the driver's own allocators.
-    Driver(Box<DriverBlock>),
+    Driver(Arc<DriverBlock>),
 }
 
 /// The part of a block that returns it to its allocator.
@@ -77,6 +77,8 @@ pub(crate) struct DriverBlock {
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) streams: StreamPool,
     pub(crate) bytes: u64,
+    /// What the allocator knows the block by; 0 if its address suffices.
+    pub(crate) key: u64,
 }
 
 /// Releases freed blocks.
@@ -86,6 +88,12 @@ pub(crate) trait ReleaseBlock: Send + Sync {
     fn before_release(&self, _address: u64) {}
 
     fn release(&self, block: DeferredFree);
+
+    /// Releases a block of this key that has no uses and no extras, and no more to be done.
+    /// Returns whether it did.
+    fn release_idle(&self, _block: &DriverBlock, _request: PackedRequest) -> bool {
+        false
+    }
 
     /// Returns the handles behind a range of a live block, and the offset of the range in the
     /// first. `None` for memory that other processes cannot map.
@@ -111,6 +119,8 @@ impl DriverBlock {
         self.releaser.release(DeferredFree {
             address: extent.address,
             bytes: self.bytes,
+            requested: extent.request.bytes(),
+            key: self.key,
             tag: extent.request.tag(),
             generation,
             timeline: self.timeline.clone(),
@@ -136,7 +146,7 @@ impl Block {
     pub(crate) fn from_driver_block(
         address: u64,
         request: PackedRequest,
-        driver_block: DriverBlock,
+        driver_block: impl Into<Arc<DriverBlock>>,
         generation: u64,
     ) -> Self {
         let meta = if generation == 0 {
@@ -145,12 +155,7 @@ impl Block {
             LazyBox::new(BlockMeta { generation, ..BlockMeta::default() })
         };
         let extent = BlockExtent { address, request };
-        Self {
-            owner: BlockOwner::Driver(Box::new(driver_block)),
-            extent,
-            uses: UseList::new(),
-            meta,
-        }
+        Self { owner: BlockOwner::Driver(driver_block.into()), extent, uses: UseList::new(), meta }
     }
 
     /// Returns the block's extras, created on demand.
@@ -377,6 +382,10 @@ impl Block {
                 let token = BlockToken { cache_ref: *cache_ref, extent: self.extent };
                 cache_ref.cache.deallocate_with_meta(token, &mut self.uses, self.meta.take());
             }
+            BlockOwner::Driver(driver_block)
+                if self.uses.is_empty()
+                    && self.meta.is_none()
+                    && driver_block.releaser.release_idle(driver_block, self.extent.request) => {}
             BlockOwner::Driver(driver_block) => {
                 driver_block.releaser.before_release(self.extent.address);
                 let uses = self.uses.take(&driver_block.timeline);

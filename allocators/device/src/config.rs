@@ -3,7 +3,8 @@
 use crate::Debugging;
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
 use aquifer_driver::{Driver, ExportTypes};
-use std::{sync::Arc, time::Duration};
+use aquifer_plan::Plan;
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 /// How far a stream that has no room may take over memory of other streams' caches.
 ///
@@ -104,6 +105,29 @@ pub struct PoolConfig {
     /// Only on devices with virtual memory: elsewhere other streams take whole segments or
     /// nothing. Default: `u64::MAX`, which is no cap.
     pub stream_cache: u64,
+    /// The file of a plan: the pool serves the blocks of a recorded program at the places that
+    /// `aquifer plan` found for them. One range of exactly the plan's size, rounded up to the
+    /// device's granularity, is mapped and charged to the budget when the pool is opened. The rest
+    /// of the budget is for all other blocks.
+    ///
+    /// - A block that comes in the recorded order gets its place without a driver call. If another
+    ///   stream used the place before, the block's stream waits for it on the device.
+    /// - A block that the plan does not have, whose place is still held, or which would have to
+    ///   wait for another stream without a record of that, is allocated as in a pool without a
+    ///   plan.
+    /// - A plan that more than a fifth of the allocations miss, in each of two rounds in a row, is
+    ///   dropped for new blocks ([`Action::DropPlan`](aquifer_core::Action::DropPlan)). When no
+    ///   block lives in its range any more, trims and reclaims give the range back.
+    ///
+    /// [`PoolStats`](aquifer_core::PoolStats) has the counts. While a plan is in use, each
+    /// allocation takes the full path. Streams of the program take the places of those of the
+    /// record in the order in which their first blocks match. While a capture is announced, the
+    /// plan is not used.
+    ///
+    /// Not beside bypass or debugging. Default: the file that `AQUIFER_PLAN` names, or none.
+    pub plan: Option<PathBuf>,
+    /// A plan that has been read, in place of a file.
+    pub(crate) loaded_plan: Option<Arc<Plan>>,
     /// Other devices whose kernels may access the pool's memory: each mapping grants them access.
     /// Copies between devices do not need it ([`Stream::copy`](aquifer_stream::Stream::copy)).
     ///
@@ -148,6 +172,8 @@ impl Default for PoolConfig {
             release_threshold: u64::MAX,
             warm_reserve: 0,
             stream_cache: u64::MAX,
+            plan: None,
+            loaded_plan: None,
             peers: Vec::new(),
             export: ExportTypes::NONE,
             shareable: false,
@@ -165,6 +191,14 @@ impl PoolConfig {
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
         Self { budget: Some(budget), ..Self::default() }
+    }
+
+    /// Sets a plan that has been read or made, in place of the file of
+    /// [`plan`](PoolConfig::plan).
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_plan(self, plan: Arc<Plan>) -> Self {
+        Self { loaded_plan: Some(plan), ..self }
     }
 
     /// Returns what memory that is not asked to be exportable is created for.

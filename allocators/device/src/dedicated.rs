@@ -184,6 +184,11 @@ impl DedicatedPool {
         self.step
     }
 
+    /// Returns whether events are recorded.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.recorder.is_some()
+    }
+
     pub(crate) fn is_plain(&self) -> bool {
         self.plain
     }

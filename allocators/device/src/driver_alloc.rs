@@ -266,6 +266,7 @@ impl<S: DriverSource> DriverAllocator<S> {
             timeline,
             streams: self.streams.clone(),
             bytes: request.size(),
+            key: 0,
         };
         let packed = PackedRequest::new(request.size(), request.owner());
         let mut block = Block::from_driver_block(address, packed, driver_block, generation);

@@ -10,6 +10,8 @@
 //! - `AQUIFER_DEBUG` lists the checks of every pool: any of `poison`, `canaries`, `quarantine`,
 //!   `overlap`, `leaks` and `backtraces`, separated by commas, or `all` for the first five.
 //!   `quarantine=AMOUNT` sets its size, `64MiB` if it is not given. Default: nothing.
+//! - `AQUIFER_PLAN` names a plan file for every pool without a plan of its own
+//!   ([`PoolConfig::plan`](crate::PoolConfig::plan)). Default: none.
 //!
 //! With `AQUIFER_DEBUG`, findings are also written to the standard error stream, unless the program
 //! has a hook.
@@ -21,6 +23,7 @@ use aquifer_core::{MemoryError, Result};
 use std::{
     env,
     io::{self, Write},
+    path::PathBuf,
 };
 
 /// The settings from the environment.
@@ -29,12 +32,14 @@ pub(crate) struct Environment {
     pub(crate) bypass: bool,
     pub(crate) nvtx: bool,
     pub(crate) debug: Debugging,
+    pub(crate) plan: Option<PathBuf>,
 }
 
 impl Environment {
     pub(crate) fn read() -> Result<Self> {
         let (bypass, nvtx) = (switch("AQUIFER_BYPASS")?, switch("AQUIFER_NVTX")?);
-        Ok(Self { bypass, nvtx, debug: debug()? })
+        let plan = env::var_os("AQUIFER_PLAN").filter(|path| !path.is_empty()).map(PathBuf::from);
+        Ok(Self { bypass, nvtx, debug: debug()?, plan })
     }
 }
 

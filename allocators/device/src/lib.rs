@@ -163,6 +163,8 @@
 //! | free memory between parkable blocks | no | handles that lie wholly under it, once its work is done | `cached` |
 //! | live block of a graph | no | no | `live` and `graphs` |
 //! | free memory of graphs | no, only captures reuse it | no, not while a graph may use it | `graphs` |
+//! | live block of a [plan](PoolConfig::plan) | no | no | `live` |
+//! | free memory of a plan's range | no | no; the whole range once the plan is dropped and no block of it lives | `cached` |
 //! | retiring: dropped stable blocks, decommitted elements, memory of ended graphs | no | once its work is done and no registration keeps the address | `pending` |
 //! | stranded: the driver has refused the release | no | the release is tried again | `pending` |
 //!
@@ -242,6 +244,7 @@ mod pages;
 mod park;
 mod peaks;
 mod physical;
+mod planned;
 mod pool;
 mod pool_core;
 mod publisher;

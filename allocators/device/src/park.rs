@@ -219,7 +219,7 @@ impl PoolCore {
             cache.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>())
         });
         let dedicated =
-            self.dedicated.holdings().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
+            self.holdings_beside_caches().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
         cached.chain(dedicated).sum()
     }
 }

@@ -19,6 +19,7 @@ use crate::{
     direct::Direct,
     environment::Environment,
     physical::{Physical, mapped::Mapped, segments::Segments},
+    planned,
     pool_core::PoolCore,
     request::ValidateRequest,
     stream_cache::{CacheHost, close::sweep_released},
@@ -89,7 +90,8 @@ enum AllocPath {
 
 impl DevicePool {
     /// Opens a pool on `device`. Reserves addresses on devices with virtual memory. Takes no memory
-    /// but the [warm reserve](PoolConfig::warm_reserve).
+    /// but the [warm reserve](PoolConfig::warm_reserve) and the range of a
+    /// [plan](PoolConfig::plan).
     ///
     /// # Errors
     /// - [`MemoryError::BadSetting`] for a budget of 0 bytes, a handle size that is not a power of
@@ -97,6 +99,8 @@ impl DevicePool {
     ///   and for debugging or a reserve that bypass excludes.
     /// - [`MemoryError::Unsupported`] for an export or a retention that the device does not
     ///   support.
+    /// - [`MemoryError::BadSetting`] for a [plan](PoolConfig::plan) that cannot be read, or beside
+    ///   debugging or bypass; [`MemoryError::OutOfMemory`] if its range does not fit.
     /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
@@ -110,6 +114,10 @@ impl DevicePool {
         if config.bypass {
             config.debug.beside_bypass()?;
         }
+        if config.plan.is_none() {
+            config.plan = environment.plan;
+        }
+        let plan = planned::load(&mut config)?;
         let debug = config.debug.clone();
         let driver_error = |e| MemoryError::driver(device, e);
         let info = driver.device_info(device).map_err(driver_error)?;
@@ -183,6 +191,9 @@ impl DevicePool {
             None => Arc::new(direct),
         });
         core.register();
+        if let Some(plan) = plan {
+            planned::open(&core, plan)?;
+        }
         core.warm(warm)?;
         let alloc_path = if debug.is_on() {
             let (driver, streams, recorder) =
@@ -514,6 +525,7 @@ impl Drop for PoolHandle {
         if let Some(AllocPath::Checked(checked)) = &self.alloc_path {
             checked.close();
         }
+        self.core.hooks().for_each(|hook| hook.close());
         let pass = self.core.scratch.begin();
         let host: Arc<dyn CacheHost> = self.core.clone();
         for cache in self.core.caches(&pass) {

@@ -30,8 +30,8 @@ use crate::{
     stream_cache::{StreamCache, recycle::IdleCache},
 };
 use aquifer_core::{
-    Budget, DeviceId, Result,
-    budget::{HookRegistration, Leased},
+    Budget, DeviceId, PoolStats, Result,
+    budget::{Holding, HookRegistration, Leased},
     error::TenantHolding,
     scratch::Scratch,
 };
@@ -121,6 +121,28 @@ pub(crate) trait PoolHook: Any + Send + Sync {
     ) -> Result<Option<Block>> {
         Ok(None)
     }
+
+    /// Allocates a block for a request that belongs to no other feature, if this one has a place
+    /// for it. The request has been checked.
+    fn allocate_any(
+        &self,
+        _core: &PoolCore,
+        _stream: &Stream,
+        _request: Request,
+    ) -> Result<Option<Block>> {
+        Ok(None)
+    }
+
+    /// Adds what the feature holds besides dedicated memory. Called with no lock held.
+    fn add_to(&self, _stats: &mut PoolStats) {}
+
+    /// Returns what each tag holds besides dedicated memory.
+    fn holdings(&self) -> Vec<Holding> {
+        Vec::new()
+    }
+
+    /// Ends the feature when the pool is closed. Blocks may live.
+    fn close(&self) {}
 
     /// Polls the work that freed blocks depend on. Never blocks.
     fn poll(&self) -> Result<()> {
@@ -295,7 +317,19 @@ impl PoolCore {
                 return Ok(Some(block));
             }
         }
+        for hook in self.hooks() {
+            if let Some(block) = hook.allocate_any(self, stream, request)? {
+                return Ok(Some(block));
+            }
+        }
         Ok(None)
+    }
+
+    /// Returns what tags hold outside of the caches.
+    pub(crate) fn holdings_beside_caches(&self) -> Vec<Holding> {
+        let mut all = self.dedicated.holdings();
+        self.hooks().for_each(|hook| all.extend(hook.holdings()));
+        all
     }
 }
 

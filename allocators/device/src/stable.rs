@@ -209,6 +209,7 @@ impl DevicePool {
             timeline: stream.timeline().clone(),
             streams: self.streams().clone(),
             bytes: span.bytes,
+            key: 0,
         };
         Block::from_driver_block(
             span.address,

@@ -167,6 +167,11 @@ impl PlanCursor {
         self.counters
     }
 
+    /// Returns the number of live blocks.
+    pub fn live(&self) -> u32 {
+        self.live
+    }
+
     /// Returns whether the plan was dropped. Every further allocation is a stray.
     pub fn is_dropped(&self) -> bool {
         self.bad_steps >= BAD_STEPS
@@ -248,16 +253,23 @@ impl PlanCursor {
         was_live
     }
 
-    /// Takes the last hit back, because the block cannot be used: it counts as an overlap, and as
-    /// freed. No later block relies on the plan's order behind it.
-    pub fn cancel(&mut self) {
-        if self.free(self.last) {
-            self.states[self.last as usize].is_stale = true;
+    /// Takes a hit back, because the block cannot be used: it counts as an overlap, and as freed.
+    /// No later block relies on the plan's order behind it.
+    pub fn cancel(&mut self, block: u32) {
+        if self.free(block) {
+            self.states[block as usize].is_stale = true;
             self.counters.hits -= 1;
             self.counters.strays += 1;
             self.counters.overlaps += 1;
             self.step_strays += 1;
         }
+    }
+
+    /// Removes an edge from what [`PlanCursor::followed`] returns, so that tests can show that
+    /// something objects. Returns whether there was one.
+    #[doc(hidden)]
+    pub fn remove_edge(&mut self, edge: crate::PlanEdge) -> bool {
+        self.expectation.remove_edge(edge)
     }
 
     /// Tells that a stream of the plan is another one of the program from here on. No later block

@@ -1,6 +1,9 @@
 //! What a plan says about its blocks, arranged for a cursor.
 
-use crate::{block::PlannedBlock, reuse};
+use crate::{
+    block::{PlanEdge, PlannedBlock},
+    reuse,
+};
 use std::collections::HashMap;
 
 /// The number of a size and stream.
@@ -119,6 +122,19 @@ impl Expectation {
     /// Returns those of all its predecessors that no stream orders before it.
     pub(crate) fn unordered(&self, block: u32) -> &[u32] {
         self.unordered.get(block)
+    }
+
+    /// Removes an edge from what [`Expectation::unordered`] returns.
+    pub(crate) fn remove_edge(&mut self, edge: PlanEdge) -> bool {
+        let before = self.unordered.all.len();
+        let mut rest = Lists::default();
+        for after in 0..self.key_of.len() as u32 {
+            let list = self.unordered.get(after).iter().copied();
+            let kept: Vec<_> = list.filter(|&before| PlanEdge { before, after } != edge).collect();
+            rest.push(&kept);
+        }
+        self.unordered = rest;
+        self.unordered.all.len() < before
     }
 
     /// Returns the block that ends three allocations of these keys: the next one from `block` on,

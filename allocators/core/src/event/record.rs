@@ -32,6 +32,9 @@ pub enum Action {
     /// What a device has in use beyond the memory of a pool, by the driver's count: before the
     /// pool's growth or failure, if it has changed since it was last recorded.
     Outside,
+    /// A pool has dropped its plan, because more than a fifth of the allocations missed it in each
+    /// of two steps in a row.
+    DropPlan,
 }
 
 /// The kind of a block, by the way its memory is held.
@@ -129,7 +132,8 @@ pub struct Event {
     pub address: u64,
     /// Bytes: the requested size for allocations, frees and completions, the limit for
     /// [`Limit`](Action::Limit) (`u64::MAX` if there is none), what is in use for
-    /// [`Outside`](Action::Outside), otherwise the size taken or released.
+    /// [`Outside`](Action::Outside), the bytes of the plan's range for
+    /// [`DropPlan`](Action::DropPlan), otherwise the size taken or released.
     pub bytes: u64,
     /// The kind of memory.
     pub kind: BlockKind,

@@ -220,7 +220,7 @@ impl fmt::Debug for RingSink {
     }
 }
 
-const ACTIONS: [Action; 11] = [
+const ACTIONS: [Action; 12] = [
     Action::Allocate,
     Action::Free,
     Action::Complete,
@@ -232,6 +232,7 @@ const ACTIONS: [Action; 11] = [
     Action::Finding,
     Action::Limit,
     Action::Outside,
+    Action::DropPlan,
 ];
 
 /// Packs an event into five words: time, address, bytes, location, and the rest.

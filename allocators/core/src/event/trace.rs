@@ -34,8 +34,10 @@
 //!     driver's count of used bytes less the pool's physical memory. Written before a `g` or an
 //!     `x` of the pool if it has changed. The driver counts what other programs, contexts and
 //!     libraries hold, and the other pools of this program. Older files have no such lines.
+//!   - `p`: the pool dropped its plan, which no longer matches. The bytes are those of its range.
+//!     Older files have no such lines.
 //! - `id`: the number of the block, from 1 on and unique. 0 in lines that are about no block: `g`,
-//!   `s`, `m`, `x`, `v`, `l` and `o`.
+//!   `s`, `m`, `x`, `v`, `l`, `o` and `p`.
 //! - `bytes`: the requested bytes, the same in each line of a block. Never 0, except in `v` and
 //!   `o`, and in `l` if there is no limit any more.
 //! - `stream`: the stream's number in its pool. In `a` it is the stream of the allocation, in `f`
@@ -223,6 +225,7 @@ impl State {
                 self.write_mark(&Event { bytes, ..*event }, 'l');
             }
             Action::Outside => self.write_mark(event, 'o'),
+            Action::DropPlan => self.write_mark(event, 'p'),
             Action::Allocate | Action::Adopt => {}
         }
     }

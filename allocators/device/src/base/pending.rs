@@ -174,6 +174,10 @@ fn poll(work: impl Iterator<Item = (Arc<Timeline>, u64)>) -> Result<()> {
 pub(crate) struct DeferredFree {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+    /// Bytes that were requested.
+    pub(crate) requested: u64,
+    /// What its allocator knows it by; 0 if its address suffices.
+    pub(crate) key: u64,
     /// The tag of the request.
     pub(crate) tag: Tag,
     pub(crate) generation: u64,

@@ -198,6 +198,7 @@ impl<F: Foreign> Adopted<F> {
             timeline,
             streams: streams.clone(),
             bytes: range.bytes,
+            key: 0,
         };
         let block = Block::from_driver_block(
             range.address,

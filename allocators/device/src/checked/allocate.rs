@@ -107,6 +107,7 @@ impl CheckedPool {
             timeline: owner_stream,
             streams: self.streams.clone(),
             bytes,
+            key: 0,
         };
         Ok(Block::from_driver_block(
             address,

@@ -56,6 +56,7 @@ impl BlockSource for OverlappingSource {
             timeline,
             streams,
             bytes: request.size(),
+            key: 0,
         };
         Ok(Block::from_driver_block(
             address + 512,

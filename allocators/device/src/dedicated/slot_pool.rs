@@ -199,6 +199,7 @@ impl DedicatedPool {
             timeline: timeline.clone(),
             streams: streams.clone(),
             bytes: range.len,
+            key: 0,
         };
         let block = Block::from_driver_block(
             range.start,

@@ -30,7 +30,7 @@ impl DevicePool {
             .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
         let direct = self.bypass_source().map_or(0, |direct| direct.held_by(tag));
-        cached + direct + core.dedicated.holdings().iter().map(of).sum::<u64>()
+        cached + direct + core.holdings_beside_caches().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.

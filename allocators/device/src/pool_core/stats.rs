@@ -28,5 +28,6 @@ impl PoolCore {
         stats.physical += held.now();
         stats.peak_physical += held.peak();
         self.counters.add_to(stats);
+        self.hooks().for_each(|hook| hook.add_to(stats));
     }
 }

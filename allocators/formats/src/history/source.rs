@@ -130,7 +130,9 @@ fn of_events(
             RowAction::Move => MarkKind::Move,
             RowAction::Fail => MarkKind::Fail,
             RowAction::Finding => MarkKind::Finding,
+            RowAction::DropPlan => MarkKind::User,
         };
+        let text = if parsed.action == RowAction::DropPlan { "plan dropped" } else { &parsed.tag };
         let mark = HistoryMark {
             time: now.1,
             row: short(row),
@@ -138,7 +140,7 @@ fn of_events(
             bytes,
             address: parsed.address,
             device_free: None,
-            text: builder.texts.intern(&parsed.tag),
+            text: builder.texts.intern(text),
         };
         builder.mark(mark).map_err(at)?;
     }

@@ -52,6 +52,8 @@ pub(crate) enum RowAction {
     Limit,
     /// `o`
     Outside,
+    /// `p`
+    DropPlan,
 }
 
 /// The fields of a valid row.
@@ -132,11 +134,12 @@ impl Columns {
             "v" => RowAction::Finding,
             "l" => RowAction::Limit,
             "o" => RowAction::Outside,
+            "p" => RowAction::DropPlan,
             _ => {
                 return Err(Fault::Field {
                     name: "op",
                     found: op.to_owned(),
-                    expected: "a, f, c, g, s, m, x, v, l or o",
+                    expected: "a, f, c, g, s, m, x, v, l, o or p",
                 });
             }
         };

@@ -93,7 +93,7 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
         ("t_us,op,id,bytes,stream\nx,a,1,5,0\n", "row 2: t_us is \"x\""),
         (
             "t_us,op,id,bytes,stream\n0,z,1,5,0\n",
-            "row 2: op is \"z\", not a, f, c, g, s, m, x, v, l or o",
+            "row 2: op is \"z\", not a, f, c, g, s, m, x, v, l, o or p",
         ),
         ("t_us,op,id,bytes,stream\n0,a,one,5,0\n", "row 2: id is \"one\""),
         ("t_us,op,id,bytes,stream\n0,a,1,5,-1\n", "row 2: stream is \"-1\""),

@@ -292,8 +292,7 @@ fn a_loop_hits_in_each_round_and_blocks_that_stay_keep_their_places() {
 fn a_round_of_a_loop_follows_the_round_before_by_its_last_users_on_other_streams() {
     let block =
         |first, stream| PlanBlock { bytes: 512, first, end: first + 1, stream, shared: false };
-    let plan =
-        Plan::make(&[block(0, 0), block(2, 1), block(4, 1)], &tries(1)).expect("a plan");
+    let plan = Plan::make(&[block(0, 0), block(2, 1), block(4, 1)], &tries(1)).expect("a plan");
     assert_eq!(plan.top(), 512, "all three have the same addresses");
     let mut cursor = PlanCursor::new(plan);
     for _ in 0..3 {
@@ -322,7 +321,7 @@ fn nothing_relies_on_the_order_behind_a_cancelled_block_or_a_replaced_stream() {
     };
     assert_eq!(next(&mut cursor), (0, true, vec![]));
     assert!(matches!(cursor.allocate(512, 0), PlanAnswer::Hit { block: 1, .. }));
-    cursor.cancel();
+    cursor.cancel(1);
     let counters = cursor.counters();
     assert_eq!((counters.hits, counters.strays, counters.overlaps), (1, 1, 1));
     assert_eq!(next(&mut cursor), (2, false, vec![1]));

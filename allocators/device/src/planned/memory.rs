@@ -1,0 +1,365 @@
+//! The range of a plan, its blocks, and when their places can be taken again.
+
+use super::{bindings::StreamBindings, leftovers::Leftovers};
+use crate::{
+    Adoption, Block, Request,
+    base::{
+        dependencies::StreamDeps,
+        extent::PackedRequest,
+        pending::{DeferredFree, PartsWork},
+        usage::{LiveUsage, TagHoldings},
+    },
+    block::DriverBlock,
+    dedicated::{DedicatedPool, Span},
+    pool_core::{PoolCore, counters::count},
+};
+use aquifer_core::{Action, PoolStats, Tag, budget::Holding, event::BlockKind};
+use aquifer_driver::Ownership;
+use aquifer_plan::{PlanAnswer, PlanCursor};
+use aquifer_stream::{Stream, StreamPool, Timeline};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The memory of a plan. The pool's hook and the live blocks hold references.
+pub(super) struct PlannedMemory {
+    pub(super) dedicated: Arc<DedicatedPool>,
+    pub(super) span: Arc<Span>,
+    streams: StreamPool,
+    /// Whether a stream may wait on the device for another one.
+    waits: bool,
+    state: Mutex<State>,
+}
+
+pub(super) struct State {
+    pub(super) cursor: PlanCursor,
+    pub(super) places: Box<[Place]>,
+    pub(super) streams: StreamBindings,
+    /// Freed blocks that streams still use of which the plan does not know.
+    pub(super) held: Vec<DeferredFree>,
+    pub(super) usage: LiveUsage,
+    pub(super) by_tag: TagHoldings,
+    /// Bytes of the blocks in `held`.
+    pub(super) pending: u64,
+    /// Whether the pool is closed.
+    is_closed: bool,
+    /// Whether the range was given back.
+    pub(super) is_released: bool,
+}
+
+/// A block of the plan: what its owner holds, and the work of its last life.
+#[derive(Default)]
+pub(super) struct Place {
+    /// Made at its first life, and used again while its stream is the same.
+    block: Option<Arc<DriverBlock>>,
+    /// The epoch of its stream that covers its own work.
+    pub(super) epoch: u64,
+    /// Other work that a later block at its addresses has to follow.
+    pub(super) more: Option<Box<PartsWork>>,
+}
+
+/// Work that is not known to be done, on streams other than the one that asks.
+type Unfinished = StreamDeps;
+
+impl Place {
+    /// Adds the work that `timeline` has to wait for.
+    fn add_unfinished(&mut self, timeline: &Arc<Timeline>, unfinished: &mut Unfinished) {
+        let mut add = |on: &Arc<Timeline>, epoch| {
+            if !Arc::ptr_eq(on, timeline) && !on.is_done(epoch) {
+                unfinished.push((on.clone(), epoch));
+            }
+        };
+        if let Some(block) = &self.block {
+            add(&block.timeline, self.epoch);
+        }
+        if let Some(more) = &mut self.more {
+            if more.is_over() {
+                self.more = None;
+            } else {
+                more.queued().for_each(|(on, epoch)| add(&on, epoch));
+            }
+        }
+    }
+
+    /// An iterator over the work of its last life.
+    fn work(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> {
+        let own = self.block.iter().map(|block| (block.timeline.clone(), self.epoch));
+        own.chain(self.more.iter().flat_map(|more| more.queued()))
+    }
+}
+
+impl PlannedMemory {
+    pub(super) fn new(core: &PoolCore, span: Arc<Span>, cursor: PlanCursor) -> Arc<Self> {
+        let blocks = cursor.plan().blocks().len();
+        Arc::new(Self {
+            dedicated: core.dedicated.clone(),
+            span,
+            streams: core.streams().clone(),
+            waits: core.config.adoption == Adoption::Wait,
+            state: Mutex::new(State {
+                cursor,
+                places: std::iter::repeat_with(Place::default).take(blocks).collect(),
+                streams: StreamBindings::default(),
+                held: Vec::new(),
+                usage: core.live_usage(),
+                by_tag: TagHoldings::default(),
+                pending: 0,
+                is_closed: false,
+                is_released: false,
+            }),
+        })
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the bytes of the range.
+    pub(super) fn bytes(&self) -> u64 {
+        self.span.bytes
+    }
+
+    /// Allocates a block at its place in the plan. Returns `None` for a stray. Makes no driver call
+    /// unless the block follows work of another stream, or a place is still held.
+    pub(super) fn allocate(
+        self: &Arc<Self>,
+        core: &PoolCore,
+        stream: &Stream,
+        request: &Request,
+    ) -> Option<Block> {
+        let timeline = stream.timeline();
+        let mut left = Leftovers::default();
+        let (found, has_held) = {
+            let mut guard = self.state();
+            let state = &mut *guard;
+            if !state.held.is_empty() {
+                self.collect_held(state, &mut left);
+            }
+            let found = match self.find(state, timeline, request, &mut left) {
+                Some((number, unfinished)) if unfinished.is_empty() => {
+                    Some(Ok(self.make_block(state, stream, number, request, &mut left)))
+                }
+                other => other.map(Err),
+            };
+            (found, !state.held.is_empty())
+        };
+        let block = match found {
+            Some(Ok(block)) => Some(block),
+            Some(Err((number, unfinished))) => {
+                let is_ordered = order(core, timeline, &unfinished);
+                let mut guard = self.state();
+                let state = &mut *guard;
+                if is_ordered {
+                    Some(self.make_block(state, stream, number, request, &mut left))
+                } else {
+                    self.cancel(state, number, timeline, unfinished, &mut left);
+                    None
+                }
+            }
+            None => {
+                if has_held {
+                    // So that the next block finds the place. Held blocks stay held after an error.
+                    let _ = self.poll();
+                }
+                None
+            }
+        };
+        left.finish(&self.dedicated);
+        block
+    }
+
+    /// Places a request. Returns the block of the plan, which is live then, and the work of other
+    /// streams that its own has to wait for.
+    fn find(
+        self: &Arc<Self>,
+        state: &mut State,
+        timeline: &Arc<Timeline>,
+        request: &Request,
+        left: &mut Leftovers,
+    ) -> Option<(u32, Unfinished)> {
+        let number = state.streams.find(timeline).or_else(|| {
+            let bound = state.streams.bind(timeline, request.size(), &mut state.cursor)?;
+            left.timelines.extend(bound.1);
+            Some(bound.0)
+        });
+        // No block of a plan has no bytes: a stream that is in no plan counts as a stray.
+        let (bytes, number) = number.map_or((0, 0), |number| (request.size(), number));
+        let answer = state.cursor.allocate(bytes, number);
+        let PlanAnswer::Hit { block, offset, recorded } = answer else { return None };
+        let mut unfinished = Unfinished::new();
+        for &followed in state.cursor.followed() {
+            state.places[followed as usize].add_unfinished(timeline, &mut unfinished);
+        }
+        let is_aligned = (self.span.address + offset).is_multiple_of(request.alignment());
+        let may_wait = recorded && self.waits;
+        if !is_aligned || !(unfinished.is_empty() || may_wait) {
+            self.cancel(state, block, timeline, unfinished, left);
+            return None;
+        }
+        Some((block, unfinished))
+    }
+
+    /// Takes a placed block back. A later block at its addresses has to follow what it follows.
+    fn cancel(
+        self: &Arc<Self>,
+        state: &mut State,
+        number: u32,
+        timeline: &Arc<Timeline>,
+        unfinished: Unfinished,
+        left: &mut Leftovers,
+    ) {
+        let bytes = state.cursor.plan().blocks()[number as usize].bytes;
+        drop(self.template(&mut state.places[number as usize], number, bytes, timeline, left));
+        let place = &mut state.places[number as usize];
+        place.epoch = timeline.open();
+        let more = PartsWork { own: unfinished, ..PartsWork::default() };
+        place.more = (!more.own.is_empty()).then(|| Box::new(more));
+        state.cursor.cancel(number);
+    }
+
+    /// Returns what the owners of a block of the plan hold.
+    fn template(
+        self: &Arc<Self>,
+        place: &mut Place,
+        number: u32,
+        bytes: u64,
+        timeline: &Arc<Timeline>,
+        left: &mut Leftovers,
+    ) -> Arc<DriverBlock> {
+        match &place.block {
+            Some(block) if Arc::ptr_eq(&block.timeline, timeline) => block.clone(),
+            _ => {
+                let block = Arc::new(DriverBlock {
+                    releaser: self.clone(),
+                    timeline: timeline.clone(),
+                    streams: self.streams.clone(),
+                    bytes,
+                    key: u64::from(number),
+                });
+                left.blocks.extend(place.block.replace(block.clone()));
+                block
+            }
+        }
+    }
+
+    /// Makes the block of a place.
+    fn make_block(
+        self: &Arc<Self>,
+        state: &mut State,
+        stream: &Stream,
+        number: u32,
+        request: &Request,
+        left: &mut Leftovers,
+    ) -> Block {
+        let planned = state.cursor.plan().blocks()[number as usize];
+        let (address, bytes) = (self.span.address + planned.offset, planned.bytes);
+        let (requested, tag) = (request.size(), request.owner());
+        let place = &mut state.places[number as usize];
+        let driver_block = self.template(place, number, bytes, stream.timeline(), left);
+        place.more = None;
+        state.usage.record_alloc(bytes, requested);
+        let holding = state.by_tag.of_mut(tag);
+        holding.bytes += requested;
+        holding.blocks += 1;
+        let generation = self.dedicated.generation();
+        let live = Ownership::Live { stream: stream.raw(), generation };
+        self.dedicated.notify_observer(generation, address, bytes, live);
+        left.events.extend(self.event(Action::Allocate, stream.number(), address, requested, tag));
+        Block::from_driver_block(
+            address,
+            PackedRequest::new(requested, tag),
+            driver_block,
+            generation,
+        )
+    }
+
+    pub(super) fn event(
+        &self,
+        action: Action,
+        stream: u32,
+        address: u64,
+        bytes: u64,
+        tag: Tag,
+    ) -> Option<(aquifer_core::event::EventTicket, aquifer_core::Event)> {
+        self.dedicated.event(BlockKind::Cached, action, stream, address, bytes, tag)
+    }
+
+    /// Returns whether the plan no longer matches.
+    pub(super) fn is_dropped(&self) -> bool {
+        self.state().cursor.is_dropped()
+    }
+
+    pub(super) fn add_to(&self, stats: &mut PoolStats) {
+        let state = self.state();
+        state.usage.add_to(stats);
+        if !state.is_released {
+            stats.pending += state.pending;
+            stats.cached += self.span.bytes - state.usage.live() - state.pending;
+        }
+        let counters = state.cursor.counters();
+        stats.plan_hits += counters.hits;
+        stats.plan_strays += counters.strays;
+        stats.plan_overlaps += counters.overlaps;
+        stats.plan_resynchronisations += counters.resynchronisations;
+    }
+
+    pub(super) fn holdings(&self) -> Vec<Holding> {
+        self.state().by_tag.iter().filter(|holding| holding.bytes > 0).copied().collect()
+    }
+
+    /// Makes no more blocks. The range is given back when no block lives in it.
+    pub(super) fn close(&self) {
+        self.state().is_closed = true;
+        self.retire();
+    }
+
+    /// Gives the range to those that retire, if the plan is dropped or the pool is closed, and no
+    /// block lives in it. Returns whether it did so now.
+    pub(super) fn retire(&self) -> bool {
+        let mut left = Leftovers::default();
+        let is_retired = self.retire_if_unused(&mut self.state(), &mut left);
+        left.finish(&self.dedicated);
+        is_retired
+    }
+
+    /// Returns whether the range can be given back: the plan is dropped, and no block lives.
+    pub(super) fn is_unused(&self) -> bool {
+        self.state().is_unused()
+    }
+
+    /// As [`PlannedMemory::retire`], under the lock.
+    pub(super) fn retire_if_unused(&self, state: &mut State, left: &mut Leftovers) -> bool {
+        if !state.is_unused() {
+            return false;
+        }
+        state.is_released = true;
+        let mut work = PartsWork::default();
+        for place in &mut state.places {
+            work.own.extend(place.work().filter(|(on, epoch)| !on.is_done(*epoch)));
+            left.blocks.extend(place.block.take());
+            work.uses.extend(place.more.take().map(|more| more.uses).unwrap_or_default());
+        }
+        work.own = crate::base::dependencies::latest(work.own.into_vec()).into();
+        left.timelines.extend(state.streams.take());
+        self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
+        self.span.retire_whole(work, None);
+        self.dedicated.enqueue_retiring(&self.span);
+        true
+    }
+}
+
+impl State {
+    fn is_unused(&self) -> bool {
+        (self.is_closed || self.cursor.is_dropped()) && !self.is_released && self.cursor.live() == 0
+    }
+}
+
+/// Makes a stream wait on the device for work of others. Returns whether all of it is ordered.
+fn order(core: &PoolCore, timeline: &Timeline, work: &Unfinished) -> bool {
+    timeline.waits_unasked()
+        && work.iter().all(|(other, epoch)| {
+            other.is_waited_for_unasked(*epoch)
+                && timeline.wait_for(other, *epoch).is_ok_and(|queued| {
+                    count(&core.counters.stream_waits, u64::from(queued));
+                    true
+                })
+        })
+}

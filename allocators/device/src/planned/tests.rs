@@ -1,0 +1,394 @@
+//! Pools with a plan, on a simulated device whose oracle checks every reuse.
+#![allow(clippy::unwrap_used, reason = "in tests")]
+
+use super::open_cursor;
+use crate::{Adoption, Block, DevicePool, PoolConfig, Request};
+use aquifer_core::{
+    Action, Budget, MemoryError, PoolStats, Recorder, event::RingSink, random::SplitMix64,
+};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange,
+    sim::{Sim, SimKernel},
+};
+use aquifer_plan::{NEVER, Plan, PlanBlock, PlanCursor, PlanEdge, PlanOptions};
+use aquifer_stream::Stream;
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+
+const MIB: u64 = 1 << 20;
+
+/// A pool whose budget is the plan's range and `more`.
+struct Rig {
+    sim: Sim,
+    budget: Budget,
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    plan: Arc<Plan>,
+}
+
+impl Rig {
+    fn new(blocks: &[PlanBlock], streams: usize, more: u64) -> Self {
+        Self::with(blocks, streams, more, |_| ())
+    }
+
+    fn with(
+        blocks: &[PlanBlock],
+        streams: usize,
+        more: u64,
+        set: impl FnOnce(&mut PoolConfig),
+    ) -> Self {
+        let plan = plan(blocks);
+        let sim = Sim::h200(1).stepped();
+        let budget = Budget::new("the device", plan.top().next_multiple_of(2 * MIB) + more);
+        let mut config = PoolConfig::with_budget(budget.clone()).with_plan(plan.clone());
+        set(&mut config);
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+        let streams = (0..streams).map(|_| pool.stream().unwrap()).collect();
+        Self { sim, budget, pool, streams, plan }
+    }
+
+    fn range_bytes(&self) -> u64 {
+        self.plan.top().next_multiple_of(2 * MIB)
+    }
+
+    /// Runs a program once. Blocks that it does not free stay in `kept`.
+    fn run(&self, blocks: &[PlanBlock], kept: &mut BTreeMap<usize, Block>) {
+        let mut acts: Vec<_> = (0..blocks.len()).map(|n| (blocks[n].first, n, true)).collect();
+        acts.extend((0..blocks.len()).map(|n| (blocks[n].end, n, false)));
+        acts.sort_unstable();
+        for (step, number, is_first) in acts {
+            let facts = blocks[number];
+            if is_first && !kept.contains_key(&number) {
+                let stream = &self.streams[facts.stream as usize];
+                let block = self.pool.alloc(stream, Request::bytes(facts.bytes)).unwrap();
+                self.write(stream, &block);
+                if facts.shared {
+                    let other = &self.streams[(facts.stream as usize + 1) % self.streams.len()];
+                    let used = block.prepare(other, Access::Write).unwrap();
+                    self.write(other, &block);
+                    used.finish().unwrap();
+                }
+                kept.insert(number, block);
+            } else if !is_first && step != NEVER {
+                kept.remove(&number);
+            }
+        }
+    }
+
+    fn write(&self, stream: &Stream, block: &Block) {
+        let range =
+            DeviceRange { device: block.device(), address: block.address(), bytes: block.bytes() };
+        self.sim.launch(stream.raw(), SimKernel::new("write").writes(range, None)).unwrap();
+    }
+
+    fn calls(&self) -> u64 {
+        self.sim.driver().calls().made().iter().map(|(_, count)| count).sum()
+    }
+
+    #[track_caller]
+    fn assert_silent(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+
+    /// Checks what holds at any time.
+    #[track_caller]
+    fn assert_adds_up(&self) {
+        let PoolStats { live, cached, pending, physical, .. } = self.pool.stats();
+        assert_eq!(live + cached + pending, physical);
+        assert_eq!(self.budget.used(), physical);
+    }
+
+    /// Drops everything, and checks that nothing is left.
+    #[track_caller]
+    fn end(self) {
+        let Self { sim, budget, pool, streams, .. } = self;
+        streams.iter().for_each(|stream| stream.synchronize().unwrap());
+        drop((streams, pool));
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        assert_eq!((budget.used(), sim.outstanding().handles), (0, 0));
+    }
+}
+
+fn plan(blocks: &[PlanBlock]) -> Arc<Plan> {
+    let mut options = PlanOptions::default();
+    options.tries = 4;
+    Arc::new(Plan::make(blocks, &options).unwrap())
+}
+
+fn block(bytes: u64, first: u32, end: u32, stream: u32) -> PlanBlock {
+    PlanBlock { bytes, first, end, stream, shared: false }
+}
+
+/// A random program on streams, of which some blocks are used by a second one.
+fn program(seed: u64, count: u32, streams: u32) -> Vec<PlanBlock> {
+    let mut random = SplitMix64::new(seed);
+    let mut below = |end: u64| random.next_u64() % end;
+    let block = |number| PlanBlock {
+        bytes: 1 + below(100_000),
+        first: number * 2,
+        end: (number + below(30) as u32) * 2 + 1,
+        stream: below(u64::from(streams)) as u32,
+        shared: streams > 1 && below(4) == 0,
+    };
+    (0..count).map(block).collect()
+}
+
+#[test]
+fn a_loop_on_one_stream_hits_always_and_makes_no_driver_call() {
+    let mut blocks = program(1, 300, 1);
+    blocks[0].end = NEVER;
+    let rig = Rig::new(&blocks, 1, 2 * MIB);
+    assert_eq!(rig.pool.stats().physical, rig.range_bytes());
+    let mut kept = BTreeMap::new();
+    rig.run(&blocks, &mut kept);
+    let before = rig.calls();
+    for _ in 0..3 {
+        rig.run(&blocks, &mut kept);
+    }
+    assert_eq!(rig.calls() - before, 0);
+    let stats = rig.pool.stats();
+    assert_eq!((stats.plan_hits, stats.plan_strays), (300 + 3 * 299, 0));
+    assert_eq!(
+        (stats.stream_waits, stats.growths, stats.live),
+        (0, 1, blocks[0].bytes.next_multiple_of(512))
+    );
+    rig.assert_adds_up();
+    drop(kept);
+    rig.end();
+}
+
+/// Returns whether the oracle objects to a program under its plan without one of the edges.
+fn objects_without(blocks: &[PlanBlock], streams: usize, edge: PlanEdge) -> bool {
+    let plan = plan(blocks);
+    let mut cursor = PlanCursor::new((*plan).clone());
+    assert!(cursor.remove_edge(edge));
+    let sim = Sim::h200(1).stepped();
+    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
+    open_cursor(pool.core(), cursor).unwrap();
+    let streams = (0..streams).map(|_| pool.stream().unwrap()).collect();
+    let rig = Rig { sim, budget: pool.budget().clone(), pool, streams, plan };
+    rig.run(blocks, &mut BTreeMap::new());
+    assert_eq!(rig.pool.stats().plan_hits, blocks.len() as u64);
+    !rig.sim.violations().is_empty()
+}
+
+#[test]
+fn reuse_across_streams_waits_for_the_recorded_edges() {
+    for seed in 0..20 {
+        let blocks = program(seed, 120, 3);
+        let rig = Rig::new(&blocks, 3, 2 * MIB);
+        assert!(!rig.plan.edges().is_empty());
+        let mut kept = BTreeMap::new();
+        for _ in 0..3 {
+            rig.run(&blocks, &mut kept);
+            rig.assert_adds_up();
+        }
+        let stats = rig.pool.stats();
+        assert_eq!((stats.plan_hits, stats.plan_strays), (360, 0));
+        assert!(stats.stream_waits > 0);
+        rig.assert_silent();
+        rig.end();
+    }
+}
+
+#[test]
+fn the_oracle_objects_to_a_plan_with_one_edge_removed() {
+    // One place, taken in turn by two streams, and used by a second one at the end.
+    let mut blocks: Vec<_> = (0..5).map(|n| block(MIB, n * 2, n * 2 + 1, n % 2)).collect();
+    blocks[3].shared = true;
+    let edges = plan(&blocks).edges().to_vec();
+    assert_eq!(edges.len(), 4);
+    for edge in edges {
+        // The use of the fourth by the stream of the fifth orders the two already.
+        assert_eq!(objects_without(&blocks, 2, edge), edge.before != 3, "{edge:?}");
+    }
+    // Some edges of random programs are implied by others.
+    let mut objections = 0;
+    for seed in 0..6 {
+        let blocks = program(seed, 120, 3);
+        let edges = plan(&blocks).edges()[..12].to_vec();
+        objections += edges.iter().filter(|&&edge| objects_without(&blocks, 3, edge)).count();
+    }
+    assert!(objections >= 15, "{objections} of 72 missing edges were found");
+}
+
+#[test]
+fn a_place_that_a_stream_still_uses_without_a_record_is_held_until_the_use_is_over() {
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0), block(MIB, 4, 5, 0)];
+    let rig = Rig::new(&blocks, 2, 8 * MIB);
+    let [own, other] = [&rig.streams[0], &rig.streams[1]];
+    let first = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    let address = first.address();
+    let used = first.prepare(other, Access::Write).unwrap();
+    rig.write(other, &first);
+    used.finish().unwrap();
+    drop(first);
+    let second = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    assert_ne!(second.address(), address);
+    let stats = rig.pool.stats();
+    assert_eq!((stats.plan_hits, stats.plan_overlaps, stats.pending), (1, 1, MIB));
+    rig.assert_adds_up();
+    other.synchronize().unwrap();
+    rig.pool.poll().unwrap();
+    let third = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    assert_eq!((third.address(), rig.pool.stats().pending), (address, 0));
+    rig.write(own, &third);
+    drop((second, third));
+    rig.end();
+}
+
+#[test]
+fn a_block_out_of_order_goes_elsewhere_rather_than_wait_for_another_stream() {
+    // The third takes the place of the second, and the second that of the first.
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1), block(2 * MIB, 4, 5, 0)];
+    let rig = Rig::new(&blocks, 2, 8 * MIB);
+    let [own, other] = [&rig.streams[0], &rig.streams[1]];
+    let first = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    rig.write(own, &first);
+    let address = first.address();
+    drop(first);
+    let second = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
+    assert_eq!(second.address(), address, "the edge is recorded");
+    rig.write(other, &second);
+    drop(second);
+    // The first again, which the plan expects only after the third.
+    let again = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    assert_ne!(again.address(), address);
+    assert_eq!((rig.pool.stats().plan_hits, rig.pool.stats().plan_strays), (2, 1));
+    drop(again);
+    rig.end();
+}
+
+#[test]
+fn streams_that_never_wait_for_each_other_take_no_place_that_another_one_uses() {
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1)];
+    for (adoption, hits) in [(Adoption::Wait, 2), (Adoption::DoneOnly, 1), (Adoption::Never, 1)] {
+        let rig = Rig::with(&blocks, 2, 8 * MIB, |config| config.adoption = adoption);
+        rig.run(&blocks, &mut BTreeMap::new());
+        let stats = rig.pool.stats();
+        assert_eq!((stats.plan_hits, stats.plan_overlaps), (hits, 2 - hits), "{adoption:?}");
+        rig.assert_adds_up();
+        rig.end();
+    }
+}
+
+#[test]
+fn an_order_that_the_driver_refuses_sends_the_block_elsewhere_and_harms_no_later_one() {
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1), block(MIB, 4, 5, 1)];
+    let rig = Rig::new(&blocks, 2, 8 * MIB);
+    let [own, other] = [&rig.streams[0], &rig.streams[1]];
+    let first = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
+    rig.write(own, &first);
+    let address = first.address();
+    drop(first);
+    rig.sim.fail(Call::StreamWaitEvent, 1, 999);
+    let second = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
+    assert_ne!(second.address(), address);
+    // The third is of the same stream as the second, behind which the plan has no edge.
+    let third = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
+    rig.write(other, &third);
+    rig.assert_silent();
+    assert_eq!(rig.pool.stats().plan_hits, 1);
+    drop((second, third));
+    rig.end();
+}
+
+#[test]
+fn a_plan_that_is_missed_too_often_is_dropped_with_an_event_and_its_range_given_back() {
+    let blocks: Vec<_> = (0..10).map(|n| block(MIB, n * 2, n * 2 + 1, 0)).collect();
+    let ring = Arc::new(RingSink::new(1024));
+    let rig = Rig::with(&blocks, 1, 8 * MIB, |config| {
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+    });
+    let stream = &rig.streams[0];
+    let kept = rig.pool.alloc(stream, Request::bytes(MIB)).unwrap();
+    for _ in 0..25 {
+        drop(rig.pool.alloc(stream, Request::bytes(3000)).unwrap());
+    }
+    let dropped: Vec<_> =
+        ring.take().into_iter().filter(|event| event.action == Action::DropPlan).collect();
+    assert_eq!(dropped.iter().map(|event| event.bytes).collect::<Vec<_>>(), [rig.range_bytes()]);
+    let stats = rig.pool.stats();
+    assert_eq!(stats.plan_hits + stats.plan_strays, 21, "it counts no more");
+    stream.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(0).unwrap(), 2 * MIB, "what the strays were served from");
+    assert_eq!(rig.pool.stats().physical, rig.range_bytes());
+    rig.assert_adds_up();
+    drop(kept);
+    rig.assert_adds_up();
+    assert_eq!(rig.pool.trim(0).unwrap(), rig.range_bytes());
+    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+    rig.end();
+}
+
+#[test]
+fn blocks_outlive_their_pool_and_the_last_one_gives_the_range_back() {
+    let blocks = program(5, 40, 2);
+    let rig = Rig::new(&blocks, 2, 2 * MIB);
+    let mut kept = BTreeMap::new();
+    let unfreed: Vec<_> = blocks.iter().map(|b| PlanBlock { end: NEVER, ..*b }).collect();
+    let first = unfreed[..5].to_vec();
+    rig.run(&first, &mut kept);
+    let Rig { sim, budget, pool, streams, .. } = rig;
+    drop(pool);
+    assert!(budget.used() > 0);
+    streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    drop((kept, streams));
+    assert_eq!((budget.used(), sim.outstanding().handles), (0, 0));
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn a_stream_takes_the_place_of_one_that_has_ended() {
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0), block(MIB, 4, 5, 0)];
+    let rig = Rig::new(&blocks, 1, 8 * MIB);
+    let first = rig.pool.stream().unwrap();
+    let held = rig.pool.alloc(&first, Request::bytes(MIB)).unwrap();
+    rig.write(&first, &held);
+    drop(held);
+    drop(first);
+    // Nothing orders the new stream behind the old one, whose work is not done.
+    let second = rig.pool.alloc(&rig.streams[0], Request::bytes(MIB)).unwrap();
+    rig.write(&rig.streams[0], &second);
+    rig.assert_silent();
+    drop(second);
+    rig.streams[0].synchronize().unwrap();
+    rig.end();
+}
+
+#[test]
+fn a_plan_that_cannot_be_used_is_an_error_of_the_pool_and_takes_nothing() {
+    let blocks = [block(16 * MIB, 0, 1, 0)];
+    let sim = Sim::h200(1);
+    let open = |set: &dyn Fn(&mut PoolConfig)| {
+        let mut config = PoolConfig::with_budget(Budget::new("the device", 8 * MIB));
+        set(&mut config);
+        DevicePool::open(sim.driver(), DeviceId(0), config).map(drop)
+    };
+    let bad = |set: &dyn Fn(&mut PoolConfig)| match open(set) {
+        Err(MemoryError::BadSetting { name: "plan", value, .. }) => value,
+        other => unreachable!("{other:?}"),
+    };
+    let missing = bad(&|config| config.plan = Some(PathBuf::from("/no/such.plan")));
+    assert!(missing.starts_with("/no/such.plan: "), "{missing}");
+    let path = std::env::temp_dir().join(format!("no-plan-{}", std::process::id()));
+    std::fs::write(&path, "a trace").unwrap();
+    let wrong = bad(&|config| config.plan = Some(path.clone()));
+    assert!(wrong.starts_with(&path.display().to_string()), "{wrong}");
+    std::fs::remove_file(&path).unwrap();
+    let planned = |set: &dyn Fn(&mut PoolConfig)| {
+        bad(&|config| {
+            *config = config.clone().with_plan(plan(&blocks));
+            set(config);
+        })
+    };
+    planned(&|config| config.bypass = true);
+    planned(&|config| config.debug.canaries = true);
+    let too_large = open(&|config| *config = config.clone().with_plan(plan(&blocks)));
+    assert!(
+        matches!(too_large, Err(MemoryError::OutOfMemory(_) | MemoryError::TooLarge { .. })),
+        "{too_large:?}"
+    );
+    assert_eq!(sim.outstanding().handles, 0);
+}
