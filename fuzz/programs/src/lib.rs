@@ -20,6 +20,7 @@ pub mod park;
 mod peaks;
 pub mod pinned;
 pub mod placement;
+pub mod plan;
 pub mod pressure;
 pub mod program;
 mod rig;

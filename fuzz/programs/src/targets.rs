@@ -2,7 +2,7 @@
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, pressure, stable, stager,
+    placement, plan, pressure, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,7 +15,7 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 18] = [
+pub const TARGETS: [Target; 19] = [
     Target { name: "adapters", run: adapters::run },
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
@@ -30,6 +30,7 @@ pub const TARGETS: [Target; 18] = [
     Target { name: "park", run: |bytes| _ = park::run(bytes) },
     Target { name: "pinned", run: pinned::run },
     Target { name: "placement", run: placement::run },
+    Target { name: "plan", run: plan::run },
     Target { name: "pressure", run: pressure::run },
     Target { name: "retaining", run: device::run_retaining },
     Target { name: "stable", run: stable::run },

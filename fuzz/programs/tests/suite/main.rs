@@ -16,6 +16,7 @@ mod mixed;
 mod park;
 mod pinned;
 mod placement;
+mod plan;
 mod pressure;
 mod regressions;
 mod stable;
