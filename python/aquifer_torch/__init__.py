@@ -148,7 +148,11 @@ def _opened(settings: dict[str, Any]) -> Library:
 
 
 def install(companion: bool = True, **settings: Any) -> None:
-    """Makes aquifer the allocator of all CUDA tensors of this process. To be called before PyTorch's first use of CUDA.
+    """Makes aquifer the allocator of all CUDA tensors of this process.
+
+    Best before PyTorch's first use of CUDA. Afterwards, tensors and graphs that are there stay in the native allocator's memory
+    until they are freed, beside the limit; statistics and snapshots do not have them. No other thread may allocate meanwhile,
+    and no stream may capture.
 
     Settings are those of setup(). With `companion=False` nothing is compiled, and PyTorch's own
     CUDAPluggableAllocator calls the library: then a request that cannot be served is a null pointer that the next kernel
@@ -162,7 +166,10 @@ def install(companion: bool = True, **settings: Any) -> None:
     if _installed:
         raise AlreadyInitialised("aquifer_torch.install() was called before")
     if torch.cuda.is_initialized():
-        raise AlreadyInitialised("install() comes before PyTorch's first use of CUDA, which has been")
+        if not companion:
+            raise AlreadyInitialised("install(companion=False) comes before PyTorch's first use of CUDA, which has been")
+        if torch.cuda.is_current_stream_capturing():
+            raise AlreadyInitialised("the current stream is capturing a graph, whose memory is another allocator's")
     if companion:
         from . import companion as cpp
 

@@ -1,16 +1,15 @@
 // PyTorch's allocator for the whole process, over the functions of libaquifer_ffi.
 //
-// torch.cuda.memory.CUDAPluggableAllocator calls an allocator by two function pointers. That leaves five things undone,
-// which are what this file is for:
-//   - what has no memory answers with null, which a kernel then writes to: here it raises torch.OutOfMemoryError, with the
-//     library's account of who holds what;
-//   - graph captures and memory pools are announced by a std::function, which C has not;
-//   - statistics, cacheInfo (cuDNN's benchmark mode asks it) and the memory fraction are refused;
-//   - so are history, snapshots and trackers, and the states of pools that CUDA graph trees bring back;
-//   - every pair goes through a mutex and a hash map that remember sizes, which the library knows itself.
-// So this is a subclass that overrides those and sets the hooks for everything else.
+// torch.cuda.memory.CUDAPluggableAllocator calls an allocator by two function pointers. This subclass adds what that lacks:
+//   - A request that cannot be served raises torch.OutOfMemoryError with the library's account of the holders. Otherwise it is
+//     a null pointer, which the next kernel writes to.
+//   - Graph captures and memory pools, which PyTorch announces by a std::function.
+//   - Statistics, cacheInfo (for cuDNN's benchmark mode) and the memory fraction.
+//   - History, snapshots and trackers, and the states of pools that CUDA graph trees restore.
+//   - A pair of calls without the mutex and the hash map in which PyTorch stores the sizes of blocks.
 //
-// aquifer_torch compiles it on the user's machine, against the PyTorch there, and loads it by ctypes: the functions at the end.
+// The wheel has it compiled against several versions of PyTorch. For others aquifer_torch compiles it at first use. It is loaded
+// by ctypes, which calls the function at the end.
 
 #include "aquifer.h"
 
@@ -30,6 +29,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <unordered_map>
@@ -171,6 +171,8 @@ class History {
    public:
     // Whether there is a record or a tracker.
     bool watches() const { return watching.load(std::memory_order_relaxed); }
+    // Whether it has the stack of a live block, also of a record that has ended.
+    bool remembers() const { return remembering.load(std::memory_order_relaxed); }
     bool records() const { return recording.load(std::memory_order_relaxed); }
 
     void set(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
@@ -185,7 +187,6 @@ class History {
             entries.clear();
             annotations.clear();
         }
-        if (!enabled) live.clear();
         recording = enabled;
         watching = enabled || !trackers.empty();
     }
@@ -200,10 +201,13 @@ class History {
         auto [level, context] = gather(RecordContext::STATE);
         {
             const std::lock_guard<std::mutex> lock(mutex);
-            if (recording) live[memory] = {context, rounded(size), device, stream};
+            if (recording) {
+                live[memory] = {context, size, device, stream};
+                remembering = true;
+            }
         }
         if (level < RecordContext::ALLOC) context = nullptr;
-        record("alloc", TraceEntry::ALLOC, memory, rounded(size), device, stream, std::move(context));
+        record("alloc", TraceEntry::ALLOC, memory, size, device, stream, std::move(context));
     }
 
     // Called before the free, since the address may be another block's right after it. `size` and `device` are used for a
@@ -216,8 +220,10 @@ class History {
             if (found != live.end()) {
                 block = std::move(found->second);
                 live.erase(found);
+                remembering = !live.empty();
             }
         }
+        if (!watches()) return;
         auto context = gather(RecordContext::ALL).context;
         record("free_requested", TraceEntry::FREE_REQUESTED, memory, block.size, block.device, block.stream, context);
         record("free_completed", TraceEntry::FREE_COMPLETED, memory, block.size, block.device, block.stream, std::move(context));
@@ -236,20 +242,28 @@ class History {
         annotations.push_back(std::move(entry));
     }
 
+    // No two blocks of this pool are in one segment.
+    void separate(MempoolId_t pool) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        separated.insert(pool);
+    }
+
     // The state of all devices, or of one pool.
     SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) {
         const DeviceIndex devices = c10::cuda::device_count();
         SnapshotInfo state{};
         state.device_traces.resize(devices);
         std::unordered_map<void*, std::shared_ptr<GatheredContext>> contexts;
+        std::set<MempoolId_t> apart;
         {
             const std::lock_guard<std::mutex> lock(mutex);
             for (const auto& [memory, block] : live) contexts.emplace(memory, block.context);
+            apart = separated;
         }
         if (with_traces) add_traces(devices, state);
         for (DeviceIndex device = 0; device < devices; ++device) {
             const auto blocks = pool == MempoolId_t{0, 0} ? blocks_of_device(device) : blocks_of_pool(device, pool);
-            add_segments(device, blocks, contexts, state.segments);
+            add_segments(device, blocks, contexts, apart, state.segments);
             // Only the next snapshot has this entry, as with the native allocator.
             if (records()) record("snapshot", TraceEntry::SNAPSHOT, nullptr, 0, device, nullptr, nullptr);
         }
@@ -335,13 +349,18 @@ class History {
         }
     }
 
-    // A run of blocks of one stream and pool, each where the last one ends, is a segment. Free memory belongs to none.
+    // A run of blocks of one stream and pool, each where the last one ends, is a segment. So is a block that has a segment of
+    // its own natively: one of 10 MiB and more, or of a pool `apart`. Free memory belongs to none.
     static void add_segments(DeviceIndex device, const std::vector<aq_torch_block>& blocks,
                              const std::unordered_map<void*, std::shared_ptr<GatheredContext>>& contexts,
-                             std::vector<SegmentInfo>& segments) {
+                             const std::set<MempoolId_t>& apart, std::vector<SegmentInfo>& segments) {
+        const auto is_alone = [&](const aq_torch_block& block) {
+            return block.bytes >= 10 << 20 || apart.count({block.first, block.second}) != 0;
+        };
         const aq_torch_block* before = nullptr;
         for (const auto& block : blocks) {
-            const bool follows = before != nullptr && before->address + rounded(before->bytes) == block.address &&
+            const bool follows = before != nullptr && !is_alone(block) && !is_alone(*before) &&
+                before->address + rounded(before->bytes) == block.address &&
                 before->stream == block.stream && before->first == block.first && before->second == block.second;
             if (!follows) {
                 SegmentInfo segment{};
@@ -368,7 +387,7 @@ class History {
         }
     }
 
-    std::atomic<bool> watching{false}, recording{false};
+    std::atomic<bool> watching{false}, recording{false}, remembering{false};
     std::mutex mutex;
     CreateContextFn context_recorder = nullptr;
     RecordContext record_context = RecordContext::NEVER;
@@ -376,8 +395,10 @@ class History {
     std::unordered_set<std::string> skipped;
     std::deque<TraceEntry> entries;
     std::deque<AnnotationEntry> annotations;
+    // Blocks that were allocated under a record, until they are freed.
     std::unordered_map<void*, Live> live;
     std::vector<AllocatorTraceTracker> trackers;
+    std::set<MempoolId_t> separated;
     c10::ApproximateClockToUnixTimeConverter clock;
 };
 
@@ -415,7 +436,7 @@ C10_NOINLINE void tell_of_free(void* memory) {
         const DeviceIndex device = current_device();
         size_t size = 0;
         aq.aq_torch_base_alloc(memory, &size);
-        if (history().watches()) history().freed(memory, size, device);
+        if (history().watches() || history().remembers()) history().freed(memory, size, device);
         tell_tools(memory, size, device, false);
     } catch (const std::exception& thrown) {
         std::fprintf(stderr, "aquifer: a free was not recorded: %s\n", thrown.what());
@@ -423,11 +444,82 @@ C10_NOINLINE void tell_of_free(void* memory) {
 }
 
 bool frees_are_told() {
-    return history().watches() || c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace() != nullptr;
+    return history().watches() || history().remembers() || c10::memoryProfilingEnabled() ||
+        c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
+// Memory of the driver itself, while torch.cuda.caching_allocator_enable(False) is set. It is outside of the limit.
+class Uncached {
+   public:
+    // Whether all memory comes from here.
+    std::atomic<bool> serves{false};
+
+    void* allocate(size_t size) {
+        void* memory = nullptr;
+        const cudaError_t refused = cudaMalloc(&memory, size);
+        if (refused == cudaErrorMemoryAllocation) {
+            // It would be the next kernel's error as well.
+            (void)cudaGetLastError();
+            const std::string text = "CUDA out of memory. Tried to allocate " + bytes_text(size) + " without a cache.";
+            TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+        }
+        C10_CUDA_CHECK(refused);
+        const std::lock_guard<std::mutex> lock(mutex);
+        blocks.insert(memory);
+        holds.store(true);
+        return memory;
+    }
+
+    // Frees a block that has come from here, which waits for the device. Returns whether it has.
+    bool free(void* memory) {
+        if (C10_LIKELY(!holds.load(std::memory_order_relaxed))) return false;
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (blocks.erase(memory) == 0) return false;
+            holds.store(!blocks.empty());
+        }
+        const cudaError_t refused = cudaFree(memory);
+        if (refused != cudaSuccess) std::fprintf(stderr, "aquifer: memory was not freed: %s\n", cudaGetErrorString(refused));
+        return true;
+    }
+
+   private:
+    std::atomic<bool> holds{false};
+    std::mutex mutex;
+    std::unordered_set<void*> blocks;
+};
+
+// Never destroyed: tensors are freed until the process ends.
+Uncached& uncached() {
+    static Uncached& the_uncached = *new Uncached;
+    return the_uncached;
+}
+
+// The bytes that have been requested so far, by device. Threads have several counters, so that they rarely meet at one.
+class Requested {
+   public:
+    void add(DeviceIndex device, uint64_t bytes) {
+        static std::atomic<unsigned> threads{0};
+        thread_local const unsigned mine = threads.fetch_add(1, std::memory_order_relaxed) % COUNTERS;
+        counters[device][mine].bytes.fetch_add(bytes, std::memory_order_relaxed);
+    }
+    uint64_t sum(DeviceIndex device) const {
+        uint64_t sum = 0;
+        for (const Counter& counter : counters[device]) sum += counter.bytes.load(std::memory_order_relaxed);
+        return sum;
+    }
+
+   private:
+    static constexpr unsigned COUNTERS = 8;
+    struct alignas(64) Counter {
+        std::atomic<uint64_t> bytes{0};
+    };
+    Counter counters[C10_COMPILE_TIME_MAX_GPUS][COUNTERS];
+};
+Requested requested;
+
 aq_status free_block(void* memory) {
-    if (memory == nullptr) return AQ_OK;
+    if (memory == nullptr || C10_UNLIKELY(uncached().free(memory))) return AQ_OK;
     if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
     return aq.aq_torch_free(memory, 0, -1, nullptr);
 }
@@ -438,7 +530,7 @@ void drop(void* memory) {
     if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
 }
 
-// Who wants to be told before there is an error for lack of memory: they stay for good, as PyTorch has it.
+// Observers of out-of-memory errors. As in PyTorch, they stay until the process ends.
 std::mutex observers_mutex;
 std::vector<OutOfMemoryObserver> observers;
 
@@ -481,6 +573,7 @@ C10_NOINLINE bool run_free_memory_callbacks() {
 }
 
 void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
+    if (C10_UNLIKELY(uncached().serves.load(std::memory_order_relaxed))) return uncached().allocate(size);
     void* memory = nullptr;
     const auto bytes = static_cast<ptrdiff_t>(size);
     aq_status status = aq.aq_torch_malloc(bytes, device, stream, &memory);
@@ -489,6 +582,7 @@ void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
         status = aq.aq_torch_malloc(bytes, device, stream, &memory);
     }
     if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device, stream);
+    requested.add(device, size);
     tell_of_alloc(memory, size, device, stream);
     return memory;
 }
@@ -566,18 +660,22 @@ bool is_same(const aq_torch_block& a, const aq_torch_block& b) {
 
 // Functions that PyTorch's versions declare differently are not marked `override`: where one does not match, PyTorch's
 // own refusal stands.
+//
+// `previous` is PyTorch's own allocator if it was in use before. What is not ours is its memory, which stays valid.
 struct Aquifer final : CUDAPluggableAllocator {
-    Aquifer()
+    explicit Aquifer(CUDAAllocator* previous)
         : CUDAPluggableAllocator(
               [](size_t size, int device, cudaStream_t stream) {
                   return take(size, static_cast<DeviceIndex>(device), stream);
               },
-              [](void* memory, size_t, int, cudaStream_t) { drop(memory); }) {
+              [](void* memory, size_t, int, cudaStream_t) { drop(memory); }),
+          previous(previous) {
         set_init_fn([](int devices) { check(aq.aq_torch_init(devices)); });
-        set_reset_fn([] {
+        set_reset_fn([previous] {
             // Also of a MemPool's destructor.
             const aq_status status = aq.aq_torch_reset();
             if (status != AQ_OK) report("memory was not given back", status);
+            if (previous != nullptr) previous->emptyCache();
         });
         set_memory_fraction_fn([](double fraction, int device) {
             const std::string invalid = "invalid fraction: " + std::to_string(fraction) + ". Please set within [0, 1]";
@@ -586,8 +684,9 @@ struct Aquifer final : CUDAPluggableAllocator {
             check(aq.aq_set_limit(runtime(), static_cast<uint32_t>(device), bytes, nullptr));
             fraction_of(static_cast<DeviceIndex>(device)) = {fraction, bytes};
         });
-        set_base_alloc_fn([](void* memory, size_t* size) {
+        set_base_alloc_fn([previous](void* memory, size_t* size) {
             void* base = aq.aq_torch_base_alloc(memory, size);
+            if (base == nullptr && previous != nullptr) return previous->getBaseAllocation(memory, size);
             const std::string said = base == nullptr ? aq.aq_last_error() : "";
             TORCH_CHECK(base != nullptr, said);
             return base;
@@ -604,9 +703,13 @@ struct Aquifer final : CUDAPluggableAllocator {
         set_end_allocate_to_pool_fn([](int device, MempoolId_t id) {
             check(aq.aq_torch_pool_end(device, id.first, id.second));
         });
-        set_release_pool([](int device, MempoolId_t id) {
+        set_release_pool([previous](int device, MempoolId_t id) {
             // Of a graph's destructor, or a MemPool's.
             const aq_status status = aq.aq_torch_pool_release(device, id.first, id.second);
+            if (status == AQ_ERROR_BAD_ARGUMENT && previous != nullptr) {
+                previous->releasePool(static_cast<DeviceIndex>(device), id);
+                return;
+            }
             if (status != AQ_OK) report("a pool was not released", status);
         });
     }
@@ -627,7 +730,14 @@ struct Aquifer final : CUDAPluggableAllocator {
         return size == 0 ? nullptr : take(size, current_device(), stream);
     }
     void raw_delete(void* memory) override {
-        check(free_block(memory));
+        const aq_status status = free_block(memory);
+        if (status == AQ_ERROR_FOREIGN_BLOCK && previous != nullptr) previous->raw_delete(memory);
+        else check(status);
+    }
+    void recordStream(const c10::DataPtr& memory, c10::cuda::CUDAStream stream) override {
+        CUDAPluggableAllocator::recordStream(memory, stream);
+        // It leaves out what is not its own.
+        if (C10_UNLIKELY(previous != nullptr)) previous->recordStream(memory, stream);
     }
 
     DeviceStats getDeviceStats(DeviceIndex device) override {
@@ -640,25 +750,37 @@ struct Aquifer final : CUDAPluggableAllocator {
         const uint64_t active = from.live + from.pending;
         // Blocks are counted, but not how many there have been at once.
         set(to.allocation, from.blocks, from.blocks);
-        const Counts reset = counts_at_reset(device);
-        to.allocation[0].allocated = static_cast<int64_t>(from.allocations - reset.allocations);
-        to.allocation[0].freed = static_cast<int64_t>(from.frees - reset.frees);
         set(to.active, from.blocks, from.blocks);
         set(to.allocated_bytes, from.live, from.peak_live);
         set(to.active_bytes, active, std::max(active, from.peak_live));
         set(to.requested_bytes, from.requested, from.peak_requested);
         set(to.reserved_bytes, from.physical, from.peak_physical);
         set(to.inactive_split_bytes, from.cached, from.cached);
-        to.num_ooms = static_cast<int64_t>(from.failures - reset.failures);
-        to.num_device_alloc = static_cast<int64_t>(from.growths - reset.growths);
+        const Counts now = counts_of(device, from), reset = counts_at_reset(device);
+        const auto accumulate = [](auto& stat, uint64_t allocated, uint64_t freed) {
+            stat[0].allocated = static_cast<int64_t>(allocated);
+            stat[0].freed = static_cast<int64_t>(freed);
+        };
+        accumulate(to.allocation, now.allocations - reset.allocations, now.frees - reset.frees);
+        accumulate(to.active, now.allocations - reset.allocations, now.frees - reset.frees);
+        // All in requested sizes.
+        for (auto* bytes : {&to.allocated_bytes, &to.active_bytes, &to.requested_bytes}) {
+            accumulate(*bytes, now.requested - reset.requested, now.freed - reset.freed);
+        }
+        accumulate(to.reserved_bytes, now.taken - reset.taken, now.released - reset.released);
+        to.num_ooms = static_cast<int64_t>(now.failures - reset.failures);
+        to.num_device_alloc = static_cast<int64_t>(now.growths - reset.growths);
         return to;
     }
     void resetAccumulatedStats(DeviceIndex device) override {
-        const aq_stats now = stats_of(device);
+        const Counts now = counts_of(device, stats_of(device));
         const std::lock_guard<std::mutex> lock(resets_mutex);
         if (resets.size() <= static_cast<size_t>(device)) resets.resize(device + 1);
-        resets[device] = {now.allocations, now.frees, now.failures, now.growths};
+        resets[device] = now;
     }
+    // Until it is enabled again, all memory is the driver's own.
+    void enable(bool value) override { uncached().serves.store(!value); }
+    bool isEnabled() const override { return !uncached().serves.load(); }
     // Memory of any size comes together from free parts, so the largest block is all that is not in use.
     void cacheInfo(DeviceIndex device, size_t* largest) override {
         const aq_stats stats = stats_of(device);
@@ -718,6 +840,7 @@ struct Aquifer final : CUDAPluggableAllocator {
         for (const auto& wanted : state->blocks) {
             if (live.count(wanted.address) != 0) continue;
             check(aq.aq_torch_pool_place(device, &wanted));
+            requested.add(device, wanted.bytes);
             tell_of_alloc(pointer_to(wanted.address), wanted.bytes, device, static_cast<cudaStream_t>(wanted.stream));
         }
         for (const auto& wanted : state->blocks) {
@@ -741,8 +864,8 @@ struct Aquifer final : CUDAPluggableAllocator {
         TORCH_CHECK(!allocator, "a MemPool with an allocator of its own needs PyTorch's own allocator underneath");
         check(aq.aq_torch_pool_retain(device, id.first, id.second));
     }
-    // A block takes its own size, so none is split.
-    void setNoSplit(DeviceIndex, MempoolId_t) {}
+    // A block takes its own size, so none is split. Only snapshots differ.
+    void setNoSplit(DeviceIndex, MempoolId_t id) { history().separate(id); }
     // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
     void setUseOnOOM(DeviceIndex device, MempoolId_t id, bool use) {
         const aq_status status = aq.aq_torch_pool_use_on_oom(device, id.first, id.second, use ? 1 : 0);
@@ -753,7 +876,7 @@ struct Aquifer final : CUDAPluggableAllocator {
     int getPoolUseCount(DeviceIndex device, MempoolId_t id) {
         int uses = 0;
         check(aq.aq_torch_pool_uses(device, id.first, id.second, &uses));
-        return uses;
+        return uses == 0 && previous != nullptr ? previous->getPoolUseCount(device, id) : uses;
     }
 
     // torch.multiprocessing: a tensor's block stays in place until it is freed, which PyTorch's reference counts put off until
@@ -761,17 +884,29 @@ struct Aquifer final : CUDAPluggableAllocator {
     ShareableHandle shareIpcHandle(void* memory) override {
         ShareableHandle shared{0, std::string(AQ_TORCH_SHARE_BYTES, '\0')};
         size_t offset = 0;
-        check(aq.aq_torch_share(memory, &shared.handle[0], &offset));
+        const aq_status status = aq.aq_torch_share(memory, &shared.handle[0], &offset);
+        if (status == AQ_ERROR_FOREIGN_BLOCK && previous != nullptr) return previous->shareIpcHandle(memory);
+        check(status);
         shared.offset = static_cast<ptrdiff_t>(offset);
         return shared;
     }
     std::shared_ptr<void> getIpcDevPtr(std::string handle) override { return received().open(handle, current_device()); }
 
    private:
-    // What the library counts from its beginning, as it was when PyTorch's counters were set to zero.
+    CUDAAllocator* const previous;
+
+    // What is counted from the beginning. Bytes `taken` from the driver, and `released` to it.
     struct Counts {
         uint64_t allocations = 0, frees = 0, failures = 0, growths = 0;
+        uint64_t requested = 0, freed = 0, taken = 0, released = 0;
     };
+    static Counts counts_of(DeviceIndex device, const aq_stats& from) {
+        // Blocks that others hold in the library's pool are live, and were not requested here.
+        const uint64_t total = std::max(requested.sum(device), from.requested);
+        return {from.allocations, from.frees, from.failures, from.growths,
+                total, total - from.requested, from.physical + from.reaped, from.reaped};
+    }
+    // As they were when PyTorch's counters were set to zero.
     Counts counts_at_reset(DeviceIndex device) {
         const std::lock_guard<std::mutex> lock(resets_mutex);
         return static_cast<size_t>(device) < resets.size() ? resets[device] : Counts{};
@@ -817,6 +952,18 @@ extern "C" __attribute__((visibility("default"))) int aquifer_companion_install(
 #define AQUIFER_FIND(name) find(library, #name, aq.name);
         AQUIFER_CALLS(AQUIFER_FIND)
 #undef AQUIFER_FIND
-        torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(std::make_shared<Aquifer>());
+        auto& current = c10::cuda::CUDACachingAllocator::allocator;
+        CUDAAllocator* const previous = current.load();
+        if (!previous->initialized()) {
+            torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(std::make_shared<Aquifer>(nullptr));
+            return;
+        }
+        // Any other keeps no account of which memory is its own.
+        TORCH_CHECK(previous->name() == "native", "PyTorch's allocator is already initialized, and is not its native one");
+        // Never destroyed: tensors are freed until the process ends.
+        auto* const ours = new Aquifer(previous);
+        previous->emptyCache();
+        ours->init(c10::cuda::device_count());
+        current.store(ours);
     });
 }

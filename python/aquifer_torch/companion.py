@@ -180,10 +180,10 @@ def load_pinned() -> ctypes.CDLL:
 def install(companion: ctypes.CDLL, library: str) -> None:
     """Makes the library at this path PyTorch's allocator, by a companion that load() returned.
 
-    AlreadyInitialised, where PyTorch's allocator is in use; CompanionError.
+    AlreadyInitialised, where another allocator than PyTorch's native one is in use; CompanionError.
     """
     text = ctypes.create_string_buffer(4096)
     answer = companion.aquifer_companion_install(library.encode(), text, ctypes.c_size_t(len(text)))
     if answer:
         said = text.value.decode(errors="replace")
-        raise AlreadyInitialised(f"install() comes before PyTorch's first use of CUDA: {said}") if answer == 1 else CompanionError(said)
+        raise AlreadyInitialised(said) if answer == 1 else CompanionError(said)

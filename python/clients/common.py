@@ -9,34 +9,38 @@ import statistics as stat
 import sys
 import time
 
-ALLOCATORS = ("native", "expandable", "cudaMallocAsync", "aquifer")
+ALLOCATORS = ("native", "expandable", "cudaMallocAsync")
 
 
 def start(program: str):
-    """Reads the command line, chooses the allocator, and answers with (arguments, torch). Nothing has touched CUDA yet."""
+    """Reads the command line, chooses the allocator, and answers with (arguments, torch). Nothing has touched CUDA yet.
+
+    Under `python -m aquifer_torch` the allocator is aquifer, and the program needs no line for it.
+    """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--allocator", choices=ALLOCATORS, default="aquifer")
-    parser.add_argument("--limit", type=int, help="bytes that aquifer may hold at most")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="native", help="of PyTorch's own")
     parser.add_argument("--steps", type=int, help="how many, in place of the program's own number")
     arguments = parser.parse_args()
     arguments.program = program
     settings = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
+    if "AQUIFER_TORCH" in os.environ:
+        arguments.allocator = "aquifer"
     if arguments.allocator in settings:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = settings[arguments.allocator]
     else:
         os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # A rank of several sees its own device only. PyTorch reads the variable when it first uses CUDA.
+    if "LOCAL_RANK" in os.environ:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(n) for n in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(os.environ["LOCAL_RANK"])]
     import torch
 
     if not torch.cuda.is_available():
         print(json.dumps({"program": program, "skipped": "PyTorch sees no CUDA device"}))
         sys.exit(0)
-    if arguments.allocator == "aquifer":
-        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-        import aquifer_torch
-
-        aquifer_torch.install(**({"limit": arguments.limit} if arguments.limit else {"limit": 0.95}))
     torch.manual_seed(20)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -44,6 +48,12 @@ def start(program: str):
     # Memory is not filled for the sake of determinism: a program that reads what it has not written is to be found out.
     torch.utils.deterministic.fill_uninitialized_memory = False
     return arguments, torch
+
+
+def resident_peak():
+    """The most bytes that this process has had resident."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 class Run:
@@ -73,7 +83,6 @@ class Run:
         line = {
             "program": arguments.program,
             "allocator": arguments.allocator,
-            "limit": arguments.limit,
             "steps": len(self.times),
             "outputs": self.outputs.hexdigest(),
             "last": self.shown[-3:],
@@ -85,6 +94,8 @@ class Run:
             "peak_requested": found.get("requested_bytes.all.peak", 0),
             "peak_reserved": found["reserved_bytes.all.peak"],
             "allocations": found.get("allocation.all.allocated", 0),
+            "peak_pinned": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
+            "peak_host": resident_peak(),
         }
         if arguments.allocator == "aquifer":
             import aquifer_torch

@@ -3,13 +3,17 @@
     python python/clients/compare.py [PROGRAM ...] [--steps N] [--repeat N] [--json FILE] [--no-limit]
 
 Each run is a process of its own. What a program puts out (losses, tokens) must be the same under every allocator, to the bit.
+The programs know nothing of aquifer: they run on it by `python -m aquifer_torch`. `ddp_train` and `fsdp_train` need two devices,
+and run only where they are named.
 aquifer runs once without a limit that matters and once under 1.02 times the most that the native allocator had allocated
-at once. Less than four minutes for all of it on an H200. Steps wait for the processor as much as for the device, so times of
+at once (1.06 times for programs with CUDA graphs). Less than four minutes for all of it on an H200. Steps wait for the processor as much as for the device, so times of
 one run go up and down by a tenth: --repeat keeps the quickest of several. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
 
 step      ms, the middle of the last two thirds of the steps; mean: their mean
 reserved  MB, the most that the allocator held from the driver, as it says itself
 NVML      MB, the most that the device had in use, less what it had before: contexts, modules and libraries as well
+pinned    MB, the most pinned memory that was held, as the allocator says itself
+host      MB, the most that the program had resident, without its workers (of several ranks, the first)
 """
 
 import argparse
@@ -23,8 +27,14 @@ import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-PROGRAMS = ("llama_train", "resnet_train", "serve_mixed")
+PROGRAMS = ("llama_train", "resnet_train", "serve_mixed", "loader_train")
+# How many ranks a program has, each with a device of its own.
+RANKS = {"ddp_train": 2, "fsdp_train": 2}
 MARGIN = 1.02
+# Free memory of CUDA graphs serves graphs alone, so these need more.
+MARGINS = {"loader_train": 1.06, "ddp_train": 1.06}
+# Seconds for one run.
+PATIENCE = 150
 
 
 class Memory(ctypes.Structure):
@@ -87,20 +97,26 @@ class Peak:
 
 def run(program, allocator, nvml, steps=None, limit=None):
     """Runs a program, and answers with its report, or with {"failed": why}."""
-    command = [sys.executable, str(HERE / f"{program}.py"), "--allocator", allocator]
+    command = [sys.executable]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    if allocator == "aquifer":
+        command += ["-m", "aquifer_torch", "--limit", str(limit or 0.95)]
+    if program in RANKS:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[program])]
+    command += [str(HERE / f"{program}.py")]
+    command += ["--allocator", allocator] if allocator != "aquifer" else []
     command += ["--steps", str(steps)] if steps else []
-    command += ["--limit", str(limit)] if limit else []
     begun = time.monotonic()
     with Peak(nvml) as peak:
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
         except subprocess.TimeoutExpired:
-            return {"failed": "it ran for more than 120 s"}
+            return {"failed": f"it ran for more than {PATIENCE} s"}
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if ran.returncode or not lines:
         return {"failed": f"exit {ran.returncode}: {ran.stderr.strip()[-1500:] or ran.stdout.strip()[-500:]}"}
     report = json.loads(lines[-1])
-    report.update(nvml=peak.bytes(), wall_s=time.monotonic() - begun)
+    report.update(nvml=peak.bytes(), wall_s=time.monotonic() - begun, limit=limit)
     return report
 
 
@@ -124,7 +140,7 @@ def main():
             if "limited" in name:
                 if arguments.no_limit or "native" not in same:
                     continue
-                limit = int(same["native"]["peak_allocated"] * MARGIN)
+                limit = int(same["native"]["peak_allocated"] * MARGINS.get(program, MARGIN))
             runs = [run(program, allocator, nvml, arguments.steps, limit) for _ in range(arguments.repeat)]
             # The quickest, unless one has failed or says something else.
             said = {one.get("outputs") for one in runs}
@@ -149,12 +165,12 @@ def main():
             bad.append(f"{program} puts out different numbers: {outputs}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
-    print("| program | allocator | step ms | mean ms | of native | peak allocated MB | reserved MB | reserved / allocated | NVML MB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| program | allocator | step ms | mean ms | of native | peak allocated MB | reserved MB | reserved / allocated | NVML MB | pinned MB | host MB |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     native = {}
     for row in rows:
         if "failed" in row:
-            print(f"| {row['program']} | {row['name']} | failed | | | | | | |")
+            print(f"| {row['program']} | {row['name']} | failed | | | | | | | | |")
             continue
         if row["name"] == "native":
             native[row["program"]] = row
@@ -162,7 +178,8 @@ def main():
         print(
             f"| {row['program']} | {row['name']} | {row['step_ms']:.2f} | {row['mean_ms']:.2f} | {row['step_ms'] / base['step_ms']:.3f} "
             f"| {mb(row['peak_allocated'])} | {mb(row['peak_reserved'])} "
-            f"| {row['peak_reserved'] / base['peak_allocated']:.3f} | {mb(row['nvml'])} |"
+            f"| {row['peak_reserved'] / base['peak_allocated']:.3f} | {mb(row['nvml'])} | {mb(row['peak_pinned'])} "
+            f"| {mb(row['peak_host'])} |"
         )
     for line in bad:
         print(f"NOT SO: {line}")

@@ -87,6 +87,44 @@ def accumulated_counts_begin_anew():
 
 
 @of("history")
+def accumulated_bytes_count_requests_and_begin_anew():
+    kept = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.reset_accumulated_memory_stats()
+    for _ in range(4):
+        torch.empty(MIB + 1, dtype=torch.uint8, device="cuda")
+    del kept
+    stats = torch.cuda.memory_stats()
+    for name in ("allocated_bytes", "active_bytes", "requested_bytes"):
+        assert stats[f"{name}.all.allocated"] == 4 * (MIB + 1), (name, stats[f"{name}.all.allocated"])
+        assert stats[f"{name}.all.freed"] == 7 * MIB + 4, (name, stats[f"{name}.all.freed"])
+    reserved = stats["reserved_bytes.all.current"]
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    returned = reserved - stats["reserved_bytes.all.current"]
+    assert stats["reserved_bytes.all.freed"] - stats["reserved_bytes.all.allocated"] >= returned - 4 * MIB, stats
+
+
+@of("history")
+def live_blocks_keep_their_stacks_when_the_history_ends():
+    torch.cuda.memory._record_memory_history(stacks="python")
+    kept = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
+    gone = torch.empty(6 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.memory._record_memory_history(enabled=None)
+    address = gone.data_ptr()
+    del gone
+    later = torch.empty(6 * MIB, dtype=torch.uint8, device="cuda")
+    assert later.data_ptr() == address
+    blocks = {
+        block["address"]: block["frames"]
+        for segment in torch.cuda.memory._snapshot()["segments"]
+        for block in segment["blocks"]
+    }
+    assert any(frame["name"] == "live_blocks_keep_their_stacks_when_the_history_ends" for frame in blocks[kept.data_ptr()])
+    # Another block at the address of one that was recorded has no stack.
+    assert blocks[later.data_ptr()] == []
+
+
+@of("history")
 def the_profiler_reports_memory():
     from torch.profiler import ProfilerActivity, profile
 

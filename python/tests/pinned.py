@@ -121,7 +121,7 @@ def copies_on_many_streams_and_threads_keep_their_bytes():
 @of("pinned")
 def a_data_loader_with_workers_yields_its_data_in_aquifers_memory():
     data = torch.utils.data.TensorDataset(torch.arange(4096).repeat(64, 1).T.contiguous())
-    loader = torch.utils.data.DataLoader(data, batch_size=64, num_workers=2, pin_memory=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=64, num_workers=8, pin_memory=True)
     before = drained()
     seen = 0
     for (batch,) in loader:
@@ -132,6 +132,54 @@ def a_data_loader_with_workers_yields_its_data_in_aquifers_memory():
     assert seen == 4096
     del batch, on_device, loader
     assert drained() == before, (before, requested())
+
+
+class Failing(torch.utils.data.Dataset):
+    """Batches of 4 MiB. The worker that is asked for `bad` ends without a word, or runs out of memory."""
+
+    def __init__(self, bad, dies):
+        self.bad, self.dies = bad, dies
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            if self.dies:
+                os._exit(9)
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return torch.full((MIB,), float(index))
+
+
+@of("pinned")
+def a_loader_whose_worker_fails_raises_and_its_pinned_memory_comes_back():
+    before = drained()
+    for dies, words in ((False, "allocate"), (True, "exited unexpectedly")):
+        loader = torch.utils.data.DataLoader(Failing(20, dies), batch_size=1, num_workers=8, pin_memory=True)
+        with raises(RuntimeError, words):
+            for batch in loader:
+                batch.to("cuda", non_blocking=True)
+        del loader, batch
+        assert drained() == before, (dies, before, requested())
+
+
+@of("pinned")
+def a_loader_whose_batches_do_not_fit_raises_and_the_next_loader_works():
+    before, (limit, used) = drained(), aquifer_torch.pinned_limit()
+    torch._C._host_emptyCache()
+    aquifer_torch.set_pinned_limit(aquifer_torch.pinned_limit()[1] + 2 * MIB)
+    try:
+        with raises(RuntimeError, "pinned memory"):
+            for batch in torch.utils.data.DataLoader(Failing(-1, False), batch_size=1, num_workers=2, pin_memory=True):
+                pass
+    finally:
+        aquifer_torch.set_pinned_limit(limit)
+    count = 0
+    for batch in torch.utils.data.DataLoader(Failing(-1, False), batch_size=1, num_workers=2, pin_memory=True):
+        assert batch.is_pinned() and float(batch[0, 0]) == count
+        count += 1
+    del batch
+    assert count == 64 and drained() == before, (before, requested())
 
 
 @of("pinned")
@@ -287,6 +335,31 @@ def an_interpreter_that_ends_with_pinned_memory_alive_ends_well():
     target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     torch.cuda._sleep(SPIN)
     target.copy_(held, non_blocking=True)
+
+
+@of("everything_exit")
+def an_interpreter_that_ends_with_everything_alive_ends_well():
+    global held
+    aquifer_torch.install_pinned(pinned_limit=1024 * MIB)
+    host = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    side = torch.cuda.Stream()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+    with torch.cuda.graph(graph):
+        inside = torch.ones(MIB, device="cuda") * 2
+    with torch.cuda.use_mem_pool(pool):
+        apart = torch.empty(MIB, device="cuda")
+    step = torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")
+    for _ in range(3):
+        result = step(inside[: 1 << 16].view(256, 256).clone())
+    torch.cuda.memory._record_memory_history()
+    threads = [threading.Thread(target=lambda: torch.empty(MIB, device="cuda")) for _ in range(4)]
+    [thread.start() for thread in threads]
+    with torch.cuda.stream(side):
+        target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(SPIN)
+        target.copy_(host, non_blocking=True)
+        graph.replay()
+    held = [host, side, graph, inside, pool, apart, step, result, target, threads]
 
 
 # ---- an unchanged program ------------------------------------------------------------------------------------------------

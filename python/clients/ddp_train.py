@@ -1,0 +1,36 @@
+"""Trains one model on several devices over NCCL (DistributedDataParallel), in CUDA graph trees, from data loaders.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 python/clients/ddp_train.py
+"""
+
+from common import Run, start
+
+arguments, torch = start("ddp_train")
+import torch.distributed as dist  # noqa: E402  (CUDA's allocator is chosen above)
+from trained import Model, loader  # noqa: E402
+
+dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+rank, ranks = dist.get_rank(), dist.get_world_size()
+model = torch.nn.parallel.DistributedDataParallel(Model().cuda())
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+compiled = torch.compile(model, mode="reduce-overhead")
+run, steps = Run(arguments, torch), arguments.steps or 60
+batches = iter(loader(steps, 4, rank, ranks))
+
+
+def step():
+    x, y = (part.cuda(non_blocking=True) for part in next(batches))
+    loss = torch.nn.functional.mse_loss(compiled(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses = [torch.empty_like(loss) for _ in range(ranks)]
+    dist.all_gather(losses, loss.detach())
+    return torch.stack(losses)
+
+
+for _ in range(steps):
+    run.step(step)
+if rank == 0:
+    run.report()
+dist.destroy_process_group()
