@@ -51,6 +51,8 @@ use std::{
 
 /// The environment variable that disables NUMA handling.
 pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
+/// The variable by which an administrator limits the memory of MPS clients.
+const MPS_VARIABLE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 
 /// The topology of the machine, as the kernel described it at one moment.
 ///
@@ -106,7 +108,7 @@ impl Topology {
         };
         let mut topology = Self::read_with(Path::new("/"), numa)?;
         topology.mps_limit =
-            env::var_os(caps::MPS_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+            env::var_os(MPS_VARIABLE).map(|value| value.to_string_lossy().into_owned());
         Ok(topology)
     }
 

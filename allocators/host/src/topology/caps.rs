@@ -1,16 +1,14 @@
 //! Caps on memory that administrators set for this process: control groups and MPS.
 
 use super::{
-    Found, PciAddress, Provenance, Topology, TopologyError,
+    Found, MPS_VARIABLE, PciAddress, Provenance, Topology, TopologyError,
     files::{file, wrong_number},
     groups,
 };
 use aquifer_driver::DeviceInfo;
 use std::path::Path;
 
-/// The variable by which an administrator limits the memory of MPS clients.
-pub(super) const MPS_VARIABLE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
-/// The form of its values.
+/// The form of the values of [`MPS_VARIABLE`].
 const MPS_FORM: &str = "ordinals with limits, such as 0=1G,1=512MB";
 
 impl Topology {
