@@ -21,7 +21,7 @@ from .groups import placement_group, remove_placement_group
 from .leases import Lease, lease, share
 from .memory import GPU_MEMORY, MIB, PINNED_MEMORY, Memory, labels, machine, needs, resources
 from .node import POLICIES, Ticket, node, start
-from .pinned import arrives_pinned, pinned_empty
+from .pinned import arrives_pinned
 
 __all__ = [
     "Account",
@@ -42,7 +42,6 @@ __all__ = [
     "machine",
     "needs",
     "node",
-    "pinned_empty",
     "placement_group",
     "remove_placement_group",
     "resources",
