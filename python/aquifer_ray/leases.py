@@ -20,6 +20,9 @@ from .errors import LeaseRefused, NotAssigned
 from .memory import GPU_MEMORY, MIB, Memory
 from .node import Ticket, node
 
+# How long a worker waits in turn before it asks again, in seconds.
+ASK_AGAIN = 5.0
+
 # Leases of this process that have not ended.
 _live: weakref.WeakSet[Lease] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -100,19 +103,28 @@ def _end_leaked(task: str | None) -> None:
 
 
 def _ticket(size: int, resource: str, part: int | None, wait: float, priority: int, since: float) -> tuple[Any, Ticket]:
+    """Waits in turn for a promise, as `since` and the priority order the requests. Returns the node's actor with it."""
     import ray
 
     actor = node()
     group = groups.of_this_worker(resource, part)
-    if group is None:
-        answer = actor.place.remote(size, resource, wait, priority, since)
-    else:
-        answer = actor.place_in_group.remote(group.key, group.part, group.sizes, size, resource, wait, priority, since)
-    try:
-        ticket: Ticket = ray.get(answer)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    return actor, ticket
+    deadline = time.monotonic() + wait
+    while True:
+        # In pieces, so that the place of a worker that has died is soon no longer kept.
+        left = max(0.0, deadline - time.monotonic())
+        terms = (resource, min(left, ASK_AGAIN), priority, since)
+        if group is None:
+            answer = actor.place.remote(size, *terms)
+        else:
+            answer = actor.place_in_group.remote(group.key, group.part, group.sizes, size, *terms)
+        try:
+            ticket: Ticket = ray.get(answer)
+            return actor, ticket
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, LeaseRefused):
+                raise error.cause from None
+            if time.monotonic() >= deadline:
+                raise LeaseRefused(f"not within {wait:.1f} s: {error.cause}") from None
 
 
 def _join(memory: Memory, size: int, deadline: float, priority: int) -> Member:

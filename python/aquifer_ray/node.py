@@ -179,7 +179,7 @@ class Node:
         try:
             return await asyncio.wait_for(waiting.granted, wait)
         except (TimeoutError, asyncio.TimeoutError):
-            raise LeaseRefused(f"not within {wait:.1f} s: {self._described(request)}") from None
+            raise LeaseRefused(self._described(request)) from None
         finally:
             if waiting in self.waiting:
                 self.waiting.remove(waiting)

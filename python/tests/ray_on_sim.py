@@ -92,13 +92,13 @@ class Clustered(unittest.TestCase):
         cls.cluster = Cluster(initialize_head=True, head_node_args=head)
         cls.addClassCleanup(cls.cluster.shutdown)
         pair = cls.cluster.add_node(num_cpus=4, object_store_memory=STORE, resources={"aquifer_gpu_mem": 200}, labels={"aquifer-gpus": "2"})
-        one = cls.cluster.add_node(num_cpus=4, object_store_memory=STORE, resources={"aquifer_gpu_mem": 300})
+        one = cls.cluster.add_node(num_cpus=4, object_store_memory=STORE, resources={"aquifer_gpu_mem": 300, "aquifer_pinned_mem": 64})
         ray.init(address=cls.cluster.address, log_to_driver=False)
         cls.addClassCleanup(ray.shutdown)
         cls.pair, cls.one = pair.node_id, one.node_id
         memories = {
             cls.pair: [cls.memory("left", 100), cls.memory("right", 100)],
-            cls.one: [cls.memory("whole", 300)],
+            cls.one: [cls.memory("whole", 300), Memory("host", 64 * MIB, aquifer_ray.PINNED_MEMORY, cls.folder)],
         }
         aquifer_ray.start(memories)
 
@@ -141,6 +141,28 @@ class Clustered(unittest.TestCase):
         killed = time.monotonic()
         wait_for(lambda: self.claimed(name) == 0, lambda: figures(name, self.folder))
         self.assertLess(time.monotonic() - killed, 5)
+
+    def test_pinned_memory_is_leased_beside_a_device(self):
+        holder = Holder.options(num_cpus=0, **needs(10 * MIB, pinned=40 * MIB)).remote()
+        names = [ray.get(holder.lease.remote(resource=resource)) for resource in needs(1, 1)["resources"]]
+        self.assertEqual((names, self.claimed("whole"), self.claimed("host")), (["whole", "host"], 10, 40))
+        accounts = {account.resource: account for account in aquifer_ray.accounts() if account.node_id == self.one}
+        self.assertEqual(accounts[aquifer_ray.PINNED_MEMORY].leased, 40 * MIB)
+
+    def test_a_worker_that_dies_while_it_waits_delays_others_briefly(self):
+        holders = [self.holder(60, self.pair) for _ in range(2)]
+        ray.get([holder.lease.remote() for holder in holders])
+        first, second = self.holder(50, self.pair), self.holder(30, self.pair)
+        process = ray.get(first.process.remote())
+        waiting = first.lease.remote()
+        self.assertEqual(ray.wait([waiting], timeout=0.5)[0], [])
+        os.kill(process, signal.SIGKILL)
+        begun = time.monotonic()
+        # Each device has room for 30, and one of them is kept for the dead worker.
+        third = self.holder(30, self.pair)
+        names = ray.get([second.lease.remote(), third.lease.remote()], timeout=PATIENCE)
+        self.assertEqual(set(names), {"left", "right"})
+        self.assertLess(time.monotonic() - begun, 15)
 
     def test_an_actor_that_leaks_gives_all_back_at_its_end(self):
         holder = self.holder(90, self.one)
