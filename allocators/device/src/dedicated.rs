@@ -311,22 +311,27 @@ impl DedicatedPool {
         align: u64,
         funds: Funds<'_>,
     ) -> Result<Arc<Span>, HandleError> {
-        let charge = funds.charge(bytes).map_err(HandleError::Budget)?;
         if self.plain {
-            let _relaxed = Relaxed::enter(&*self.driver);
-            let address = self.driver.mem_alloc(self.device, bytes).map_err(HandleError::Driver)?;
-            self.held.add(bytes);
-            return Ok(Arc::new(Span::whole(
-                self.span_context(),
-                kind,
-                address,
-                bytes,
-                charge,
-                &self.held,
-            )));
+            return self.allocate_whole(kind, bytes, funds);
         }
+        let charge = funds.charge(bytes).map_err(HandleError::Budget)?;
         let handle = self.handle(charge, self.export)?;
         self.map_span(kind, handle, bytes, align).map_err(HandleError::Driver)
+    }
+
+    /// Allocates memory for a block of `bytes` as one allocation of the driver.
+    pub(crate) fn allocate_whole(
+        &self,
+        kind: BlockKind,
+        bytes: u64,
+        funds: Funds<'_>,
+    ) -> Result<Arc<Span>, HandleError> {
+        let charge = funds.charge(bytes).map_err(HandleError::Budget)?;
+        let _relaxed = Relaxed::enter(&*self.driver);
+        let address = self.driver.mem_alloc(self.device, bytes).map_err(HandleError::Driver)?;
+        self.held.add(bytes);
+        let context = self.span_context();
+        Ok(Arc::new(Span::whole(context, kind, address, bytes, charge, &self.held)))
     }
 
     /// Maps one whole handle at addresses of its own. On failure nothing stays mapped, except for

@@ -10,8 +10,9 @@
 //! driver is notified of each, and reports a move under it.
 //!
 //! Such a block costs driver calls, some 30 µs or more, and whole handles, usually of 2 MiB, so use
-//! it for long-lived buffers. On devices without virtual memory mapping, and in bypass mode without
-//! exports, it is its own `cuMemAlloc`, which cannot be exported.
+//! it for long-lived buffers. On devices without virtual memory mapping, in bypass mode without
+//! exports, and on request ([`DevicePool::alloc_stable_legacy`]) it is its own `cuMemAlloc`, which
+//! cannot be exported, and which every transport accepts.
 
 mod error;
 mod export;
@@ -104,7 +105,37 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
-        self.stable_block(stream, request, None)
+        self.stable_block(stream, request, None, self.core().dedicated.is_plain())
+    }
+
+    /// Allocates a block whose memory never moves as one allocation of the driver (`cuMemAlloc`),
+    /// charged to the same budget. Transports between processes that refuse mapped memory accept
+    /// it: legacy CUDA IPC, UCX's `cuda_ipc` without a fabric, `ncclCommRegister`. It cannot be
+    /// exported or [shared](DevicePool::share).
+    ///
+    /// Its release, at a slow path or trim after its last use and registration, waits for the whole
+    /// device (`cuMemFree`). If there is no room, it behaves as [`DevicePool::alloc_stable`].
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let stream = pool.stream()?;
+    /// let mapped = pool.alloc_stable(&stream, Request::bytes(1 << 20))?;
+    /// let legacy = pool.alloc_stable_legacy(&stream, Request::bytes(1 << 20))?;
+    /// assert!(!mapped.is_legacy_ipc_capable()? && legacy.is_legacy_ipc_capable()?);
+    /// let registered = legacy.register();     // with NCCL, for example, until this is dropped
+    /// # drop(registered);
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc`]; [`MemoryError::BadAlignment`] beyond
+    /// [`BLOCK_ALIGN`](crate::BLOCK_ALIGN). In each case nothing has changed.
+    #[track_caller]
+    pub fn alloc_stable_legacy(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
+        let _site = site::enter();
+        self.stable_block(stream, request, None, true)
     }
 
     /// Like [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. If `held` has
@@ -122,8 +153,10 @@ impl DevicePool {
     ) -> Result<StableBlock> {
         let _site = site::enter();
         let bytes = self.core().dedicated.round_up(request.checked()?.size());
-        self.core()
-            .with_reservation(held, bytes, |funds| self.stable_block(stream, request, Some(funds)))
+        let is_legacy = self.core().dedicated.is_plain();
+        self.core().with_reservation(held, bytes, |funds| {
+            self.stable_block(stream, request, Some(funds), is_legacy)
+        })
     }
 
     #[track_caller]
@@ -132,22 +165,31 @@ impl DevicePool {
         stream: &Stream,
         request: Request,
         held: Option<&Mutex<Reservation>>,
+        is_legacy: bool,
     ) -> Result<StableBlock> {
         let request = request.checked()?;
         self.check_stream(stream)?;
         let core = self.core();
         let dedicated = &core.dedicated;
-        if dedicated.is_plain() && request.alignment() > crate::BLOCK_ALIGN {
+        if is_legacy && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = core.charge_tag(stream, &request)?;
         dedicated.reap_nonblocking();
-        let bytes = dedicated.round_up(request.size());
-        let span = core.with_room(BlockKind::Stable, bytes, request.owner(), held, |funds| {
-            dedicated.allocate_span(BlockKind::Stable, bytes, request.alignment(), funds)
-        })?;
+        let (kind, owner) = (BlockKind::Stable, request.owner());
+        let span = if is_legacy {
+            let bytes = request.size().next_multiple_of(crate::BLOCK_ALIGN);
+            core.with_room(kind, bytes, owner, held, |funds| {
+                dedicated.allocate_whole(kind, bytes, funds)
+            })
+        } else {
+            let bytes = dedicated.round_up(request.size());
+            core.with_room(kind, bytes, owner, held, |funds| {
+                dedicated.allocate_span(kind, bytes, request.alignment(), funds)
+            })
+        }?;
         let mut stable = self.stable(stream, span, request, false);
         stable.block.count_for_tag(of_tag);
         Ok(stable)
@@ -244,6 +286,17 @@ impl StableBlock {
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.block.device()
+    }
+
+    /// Returns whether every transport between processes accepts its memory, as the driver says
+    /// (`CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`). See
+    /// [`DevicePool::alloc_stable_legacy`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn is_legacy_ipc_capable(&self) -> Result<bool> {
+        let capable = self.dedicated.driver.is_legacy_ipc_capable(self.device(), self.address());
+        capable.map_err(|e| self.dedicated.driver_error(e))
     }
 
     /// Returns it as a block, to prepare and record uses.

@@ -72,6 +72,8 @@ calls! {
     Unmap = "cuMemUnmap",
     SetAccess = "cuMemSetAccess",
     HandleExport = "cuMemExportToShareableHandle",
+    DmaBufExport = "cuMemGetHandleForAddressRange",
+    PointerAttribute = "cuPointerGetAttribute",
     HandleImport = "cuMemImportFromShareableHandle",
     HostAlloc = "cuMemHostAlloc",
     HostFree = "cuMemFreeHost",

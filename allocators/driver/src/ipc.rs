@@ -130,6 +130,25 @@ pub unsafe trait Ipc: Debug + Send + Sync {
     /// Invalid value for memory that was not created for it.
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle>;
 
+    /// Returns whether `cuIpcGetMemHandle`, and with it every transport between processes, accepts
+    /// the memory at an address of the device
+    /// (`CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`). Memory of [`Memory::mem_alloc`] is
+    /// accepted, and mapped memory is not.
+    ///
+    /// [`Memory::mem_alloc`]: crate::Memory::mem_alloc
+    ///
+    /// # Errors
+    /// Invalid value for an address that the driver does not know.
+    fn is_legacy_ipc_capable(&self, device: DeviceId, address: u64) -> Result<bool>;
+
+    /// Exports a range as a dma-buf, which drivers of network cards and disks map
+    /// (`cuMemGetHandleForAddressRange`). The range consists of whole pages of the host, and lies
+    /// in one allocation or mapping.
+    ///
+    /// # Errors
+    /// Not supported (801) if the driver, the device or the kernel cannot do it. Invalid value.
+    fn dma_buf_export(&self, device: DeviceId, address: u64, bytes: u64) -> Result<OwnedFd>;
+
     /// Creates a handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`).
     /// It is released like a handle that was created here. The caller still owns the descriptor.
     ///

@@ -298,6 +298,63 @@ fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() 
 }
 
 #[test]
+fn a_legacy_block_is_one_allocation_beside_mapped_ones_under_the_same_budget() {
+    let rig = exporting(16);
+    let s = rig.stream();
+    let mut mapped = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    let mut legacy = rig.pool.alloc_stable_legacy(&s, Request::bytes(3 * MIB + 1)).unwrap();
+    assert_eq!(mapped.is_legacy_ipc_capable(), Ok(false));
+    assert_eq!(legacy.is_legacy_ipc_capable(), Ok(true));
+    assert_eq!(rig.budget.used(), 4 * MIB + 3 * MIB + 512);
+    assert_eq!((rig.pool.stats().physical, rig.sim.outstanding().allocations), (7 * MIB + 512, 1));
+    fill(&s, &mut mapped, 1);
+    fill(&s, &mut legacy, 2);
+    assert!(read(&s, &mapped).iter().all(|&byte| byte == 1));
+    assert!(read(&s, &legacy).iter().all(|&byte| byte == 2));
+    assert!(matches!(legacy.export(), Err(MemoryError::Unsupported { .. })));
+    assert!(rig.pool.share(legacy.block(), "").is_err());
+    let aligned = Request::bytes(MIB).align(4096);
+    assert!(matches!(
+        rig.pool.alloc_stable_legacy(&s, aligned),
+        Err(MemoryError::BadAlignment { align: 4096 })
+    ));
+    // A registration keeps it in place beyond its free, and beyond others' need.
+    let token = legacy.register();
+    drop(legacy);
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    assert!(rig.pool.alloc_stable_legacy(&s, Request::bytes(10 * MIB)).is_err());
+    drop(token);
+    // Free memory of caches and freed allocations make room, as for mapped blocks.
+    drop(rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
+    drop(rig.pool.alloc_stable_legacy(&s, Request::bytes(12 * MIB)).unwrap());
+    drop(mapped);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.budget.used(), rig.sim.outstanding().allocations), (0, 0));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_legacy_block_whose_allocation_or_free_fails_changes_nothing_and_is_retried() {
+    let rig = Rig::on(Sim::h200(1), 16, |config| config.wait = Duration::ZERO);
+    let s = rig.stream();
+    let before = rig.sim.outstanding();
+    rig.sim.fail(Call::MemAlloc, 1, 999);
+    let refused = rig.pool.alloc_stable_legacy(&s, Request::bytes(MIB)).unwrap_err();
+    assert!(matches!(refused, MemoryError::Driver(e) if e.code == 999), "{refused:?}");
+    assert_eq!((rig.budget.used(), rig.sim.outstanding()), (0, before));
+    drop(rig.pool.alloc_stable_legacy(&s, Request::bytes(MIB)).unwrap());
+    s.synchronize().unwrap();
+    rig.sim.fail(Call::MemFree, 1, 999);
+    assert!(rig.pool.trim(0).is_err());
+    assert_eq!(rig.budget.used(), MIB);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+    rig.assert_silent();
+}
+
+#[test]
 fn with_exports_bypass_still_maps_handles() {
     let rig = Rig::on(Sim::h200(1), 16, |config| {
         config.bypass = true;

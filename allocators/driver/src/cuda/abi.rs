@@ -50,6 +50,10 @@ pub(super) enum Attribute {
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
 pub(super) const POINTER_DEVICE: u32 = 9;
+/// `CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`
+pub(super) const POINTER_LEGACY_IPC: u32 = 10;
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`
+pub(super) const RANGE_DMA_BUF_FD: c_uint = 1;
 
 /// `CU_STREAM_NON_BLOCKING`
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
@@ -326,6 +330,8 @@ same_value! {
     Attribute::CapabilityMinor => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
     Attribute::MemoryPools => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
     POINTER_DEVICE => sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    RANGE_DMA_BUF_FD => sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
+    POINTER_LEGACY_IPC => sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
     STREAM_NON_BLOCKING => sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
     EVENT_DISABLE_TIMING => sys::CUevent_flags::CU_EVENT_DISABLE_TIMING,
     CAPTURE_GLOBAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,

@@ -130,6 +130,10 @@ function_table! {
     );
     handle_import = "cuMemImportFromShareableHandle"(handle: *mut u64, shareable: *mut c_void, kind: c_uint);
 
+    range_handle = "cuMemGetHandleForAddressRange"(
+        handle: *mut c_void, address: u64, bytes: usize, kind: c_uint, flags: c_ulonglong,
+    );
+
     host_alloc = "cuMemHostAlloc"(address: *mut *mut c_void, bytes: usize, flags: c_uint);
     host_free = "cuMemFreeHost"(address: *mut c_void);
     host_register = "cuMemHostRegister_v2"(address: *mut c_void, bytes: usize, flags: c_uint);

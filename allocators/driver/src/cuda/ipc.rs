@@ -3,7 +3,9 @@
 
 use super::{
     CudaDriver,
-    abi::{AllocationProperties, HANDLE_FABRIC, HANDLE_POSIX_FD},
+    abi::{
+        AllocationProperties, HANDLE_FABRIC, HANDLE_POSIX_FD, POINTER_LEGACY_IPC, RANGE_DMA_BUF_FD,
+    },
 };
 use crate::{Call, DeviceId, ExportTypes, FabricHandle, Ipc, PhysicalHandle, Result};
 use std::{
@@ -52,6 +54,30 @@ unsafe impl Ipc for CudaDriver {
         })?;
         // SAFETY: 1. The driver has just created it for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
+    }
+
+    fn is_legacy_ipc_capable(&self, device: DeviceId, address: u64) -> Result<bool> {
+        let mut capable = 0_u32;
+        self.call(Call::PointerAttribute, device, |functions| {
+            let value = (&raw mut capable).cast();
+            // SAFETY: 1. `capable` is as large as the attribute. An unknown address is refused.
+            unsafe { (functions.pointer_attribute)(value, POINTER_LEGACY_IPC, address) }
+        })?;
+        Ok(capable != 0)
+    }
+
+    fn dma_buf_export(&self, device: DeviceId, address: u64, bytes: u64) -> Result<OwnedFd> {
+        let mut fd: c_int = -1;
+        self.call(Call::DmaBufExport, device, |functions| {
+            let handle = (&raw mut fd).cast();
+            // SAFETY: 1. `fd` has the size of this handle type. A range that is no memory is
+            // refused.
+            unsafe {
+                (functions.range_handle)(handle, address, bytes as usize, RANGE_DMA_BUF_FD, 0)
+            }
+        })?;
+        // SAFETY: 1. The driver has just opened it for the caller.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {

@@ -154,6 +154,13 @@ impl AddressSpace {
         self.reservation_containing(address).map(|reservation| reservation.device)
     }
 
+    /// Returns whether an address of a device lies in one allocation of the driver that is not of
+    /// its pools. `None` if nothing is reserved there.
+    pub(crate) fn is_plain_allocation(&self, device: DeviceId, address: u64) -> Option<bool> {
+        let found = self.reservation_containing(address).filter(|found| found.device == device)?;
+        Some(matches!(found.purpose, ReservationPurpose::Allocation { pool: false, .. }))
+    }
+
     /// Returns whether a range lies in one reservation of [`ReservationPurpose::Range`].
     pub(crate) fn is_in_range_reservation(&self, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes) else { return false };

@@ -133,7 +133,7 @@ impl Costs {
         }
         match call {
             Call::HandleCreate => interpolate(self.create, bytes),
-            Call::HandleExport | Call::HandleImport => 10_000,
+            Call::HandleExport | Call::HandleImport | Call::DmaBufExport => 10_000,
             Call::HandleRelease => interpolate(self.release, bytes),
             Call::Map => interpolate(self.map, bytes),
             Call::Unmap => interpolate(self.unmap, bytes),
@@ -174,6 +174,7 @@ impl Costs {
             | Call::PoolTrim => 10_000,
             Call::DeviceCount
             | Call::DeviceInfo
+            | Call::PointerAttribute
             | Call::DriverVersion
             | Call::StreamPriorities
             | Call::PoolUsage

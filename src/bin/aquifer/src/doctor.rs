@@ -8,6 +8,7 @@
 //! | `findings` | the conclusions: what a program gets, and warnings with their fixes |
 //! | `places` | the conclusions on host memory of each node and device |
 //! | `ledgers` | memory that processes share |
+//! | `transports` | ways to other processes, devices and machines, by trying each |
 //! | `screen` | the page, and JSON |
 
 mod diagnosis;
@@ -18,6 +19,7 @@ mod ledgers;
 mod places;
 mod probe;
 mod screen;
+mod transports;
 
 pub(crate) use diagnosis::Diagnosis;
 

@@ -146,6 +146,20 @@ unsafe impl Ipc for Machine {
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 
+    fn is_legacy_ipc_capable(&self, device: DeviceId, address: u64) -> Result<bool> {
+        let call = Call::PointerAttribute;
+        let state = self.enter(call, Some(device))?;
+        let capable = state.space.is_plain_allocation(device, address);
+        capable.ok_or_else(|| error_of(call)(codes::INVALID_VALUE))
+    }
+
+    /// Refused: no other driver could map simulated memory.
+    fn dma_buf_export(&self, device: DeviceId, _address: u64, _bytes: u64) -> Result<OwnedFd> {
+        let call = Call::DmaBufExport;
+        drop(self.enter(call, Some(device))?);
+        Err(error_of(call)(codes::NOT_SUPPORTED))
+    }
+
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let call = Call::HandleExport;
         let mut state = self.enter(call, Some(handle.device()))?;

@@ -1,5 +1,6 @@
 //! The data that the driver and the kernel report.
 
+use super::transports::{self, Transport, TransportTrial};
 use aquifer_console::gpu::{Gpus, NoUsableGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
 use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
@@ -32,6 +33,8 @@ pub(crate) struct Gpu {
     /// The most that administrators let this process take of its memory, or the error in what they
     /// have set.
     pub(crate) cap: Option<Result<Found<u64>, TopologyError>>,
+    /// What came of trying each way to other processes, devices and machines.
+    pub(crate) transports: Vec<(Transport, TransportTrial)>,
 }
 
 impl Facts {
@@ -57,6 +60,7 @@ impl Gpu {
         let memory_node = host.and_then(|host| host.memory_near_device(&info).ok());
         let own = host.map(|host| host.memory_of_device(&info));
         let cap = host.map(|host| host.device_cap(&info));
-        Self { info, memory, node, memory_node, own, cap }
+        let transports = transports::attempt_all(driver, &info);
+        Self { info, memory, node, memory_node, own, cap, transports }
     }
 }

@@ -5,6 +5,7 @@ use super::{
     finding::Finding,
     places,
     probe::Probe,
+    transports,
 };
 use aquifer_core::Bytes;
 use aquifer_host::topology::{ThpMode, Topology};
@@ -67,6 +68,9 @@ fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
         "a caching pool of plain segments"
     };
     findings.push(Finding::gets(format!("memory of {device}: {segments}{most}")));
+    let [works, refused] = transports::lines(info, &gpu.transports);
+    findings.extend(works.map(Finding::gets));
+    findings.extend(refused.map(Finding::limit));
     if !info.virtual_memory {
         findings.push(Finding::accept(format!(
             "{device} has no virtual memory management, as under WSL: memory cannot move, so a tight budget holds less"
@@ -199,7 +203,15 @@ mod tests {
         (info.virtual_memory, info.async_pools, info.granularity) = (true, true, 2 << 20);
         let memory = Some(MemoryInfo { free: 150_000_000_000, total: 150_754_820_096 });
         let node = Some(Found::known(NodeId(0), Provenance::Nobody));
-        Gpu { info, memory, memory_node: node.clone(), node, own: None, cap: None }
+        Gpu {
+            info,
+            memory,
+            memory_node: node.clone(),
+            node,
+            own: None,
+            cap: None,
+            transports: Vec::new(),
+        }
     }
 
     fn warnings(gpu: &Gpu) -> Vec<String> {
@@ -223,7 +235,7 @@ mod tests {
             all.into_iter().map(|f| (f.kind, f.says)).collect::<Vec<_>>()
         };
         gpu.cap = Some(host.clone().with_mps_limit("0=64G").device_cap(&gpu.info));
-        let says = "gpu0: this process can take at most 64.00 GiB, by environment variable \
+        let says = "device 0: this process can take at most 64.00 GiB, by environment variable \
                     CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
         assert!(shown(&gpu).contains(&(Kind::Limit, says.to_owned())), "{:?}", shown(&gpu));
         gpu.cap = Some(host.with_mps_limit("64G").device_cap(&gpu.info));

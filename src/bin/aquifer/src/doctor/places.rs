@@ -300,6 +300,7 @@ mod tests {
                 memory_node: host.memory_near_device(&info).ok(),
                 own: Some(host.memory_of_device(&info)),
                 cap: None,
+                transports: Vec::new(),
                 info,
             };
             let mut all = Vec::new();

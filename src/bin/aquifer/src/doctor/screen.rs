@@ -6,6 +6,7 @@ use super::{
     finding::{Finding, Kind, gigabytes},
     ledgers,
     probe::{PROBE_BYTES, Probe, Target},
+    transports::TransportTrial,
 };
 use aquifer_console::{figures::Count, json, layout::wrap};
 use aquifer_core::Bytes;
@@ -292,6 +293,10 @@ fn device_json(gpu: &Gpu) -> Value {
         "granularity_bytes": info.granularity,
         "async_pools": info.async_pools,
         "integrated": info.integrated,
+        "transports": gpu.transports.iter().map(|(way, trial)| json!({
+            "name": way.name(),
+            "works": *trial == TransportTrial::Works,
+        })).collect::<Vec<_>>(),
         "peers": info.peers.iter().map(|peer| peer.0).collect::<Vec<_>>(),
     })
 }
@@ -362,6 +367,7 @@ mod tests {
             memory_node: None,
             own: None,
             cap: None,
+            transports: Vec::new(),
         };
         assert!(!device(&gpu(&info)).contains("reach"));
         assert_eq!(device_json(&gpu(&info))["peers"], json!([]));
