@@ -43,8 +43,22 @@ __all__ = [
     "needs",
     "node",
     "placement_group",
+    "register_transport",
     "remove_placement_group",
     "resources",
     "share",
     "start",
 ]
+
+
+def register_transport() -> str:
+    """Registers the transport of CUDA tensors between actors of a node with Ray, and returns its name:
+    @ray.method(tensor_transport=NAME). Before the actors are created, in the process that creates them. All of them use
+    aquifer_torch.install(). Ray calls the interface alpha; it is that of Ray 2.60."""
+    import torch
+    from ray.experimental.rdt import register_tensor_transport
+
+    from .transport import NAME, HandleTransport
+
+    register_tensor_transport(NAME, ["cuda"], HandleTransport, torch.Tensor)
+    return NAME

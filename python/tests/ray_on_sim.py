@@ -23,10 +23,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.experimental.rdt import register_tensor_transport  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy  # noqa: E402
 
 import aquifer_ray  # noqa: E402
 from aquifer_ray import MIB, Memory, needs  # noqa: E402
+from aquifer_ray.transport import HandleTransport  # noqa: E402
 from aquifer_torch.ledger import Member, figures  # noqa: E402
 
 STORE = 80 << 20
@@ -78,6 +80,85 @@ def lease_and_look(seed, folder, size):
             open(f"{folder}/killed-{seed}", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
     return lease.memory.name
+
+
+class SimTensor:
+    """Memory of the process's simulated device, which is host memory."""
+
+    def __init__(self, size):
+        import ctypes
+
+        import aquifer_torch
+
+        self.library = aquifer_torch.Library()
+        memory = ctypes.c_void_p()
+        self.library.aq_torch_malloc(size, 0, None, ctypes.byref(memory))
+        self.address, self.size, self.device = memory.value, size, "cuda"
+
+    def __del__(self):
+        self.library.aq_torch_free(self.address, 0, -1, None)
+
+    def write(self, content):
+        import ctypes
+
+        ctypes.memmove(self.address, content, len(content))
+        return self
+
+    def read(self):
+        import ctypes
+
+        return ctypes.string_at(self.address, self.size)
+
+
+class SimTensors:
+    """What TorchTensors does, for the above."""
+
+    device_type = "cuda"
+
+    @staticmethod
+    def describe(tensor):
+        return tensor.address, tensor.size, (tensor.size,), "u1"
+
+    @staticmethod
+    def device():
+        return 0
+
+    @staticmethod
+    def copy(address, size, shape, dtype, target):
+        import ctypes
+
+        return SimTensor(size).write(ctypes.string_at(address, size))
+
+
+class SimTransport(HandleTransport):
+    tensors = SimTensors
+
+
+# Before the actors that use it.
+register_tensor_transport("AQUIFER", ["cuda"], SimTransport, SimTensor)
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """An actor with a simulated device, that sends and receives."""
+
+    def __init__(self):
+        import aquifer_torch
+
+        self.library = aquifer_torch.setup(driver=1, sim_memory=64 * MIB)
+
+    @ray.method(tensor_transport="AQUIFER")
+    def send(self, contents):
+        return [SimTensor(len(content)).write(content) for content in contents]
+
+    def receive(self, tensors):
+        return [tensor.read() for tensor in tensors]
+
+    def live(self):
+        return self.library.stats(0)["live"]
+
+    def process(self):
+        return os.getpid()
 
 
 class Clustered(unittest.TestCase):
@@ -286,6 +367,20 @@ class Clustered(unittest.TestCase):
         self.cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: self.claimed("lost") == 0, lambda: figures("lost", self.folder))
         wait_for(lambda: ray.cluster_resources()["aquifer_gpu_mem"] == 500, ray.cluster_resources)
+
+    def test_tensors_go_from_actor_to_actor_by_their_handles(self):
+        sender, receiver = (Peer.options(scheduling_strategy=on(self.pair)).remote() for _ in range(2))
+        contents = [bytes([seed]) * size for seed, size in ((1, 3 * MIB + 7), (2, 4096), (3, 5))]
+        sent = sender.send.remote(contents)
+        for _ in range(2):
+            self.assertEqual(ray.get(receiver.receive.remote(sent), timeout=PATIENCE), contents)
+        self.assertGreater(ray.get(sender.live.remote()), 3 * MIB)
+        # What was received is the receiver's own, and what was sent is freed with Ray's last reference.
+        del sent
+        wait_for(lambda: ray.get([sender.live.remote(), receiver.live.remote()]) == [0, 0], lambda: ray.get(sender.live.remote()))
+        far = Peer.options(scheduling_strategy=on(self.one)).remote()
+        with self.assertRaisesRegex(Exception, "sends tensors within a node"):
+            ray.get(far.receive.remote(sender.send.remote(contents)), timeout=PATIENCE)
 
     def test_arrays_arrive_in_pinned_memory(self):
         import numpy

@@ -149,6 +149,33 @@ def counts_descriptors(to, back):
 
 
 @of("shared")
+def what_rays_transport_maps_is_copied_to_the_bit():
+    """The part of aquifer_ray's transport that needs a GPU, within one process."""
+    import ctypes
+
+    from aquifer_ray.torch_tensors import TorchTensors
+    from aquifer_torch.ledger import library
+
+    before = live()
+    whole = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+    for sent in (whole, whole[5:1003], whole.to(torch.bfloat16).reshape(256, -1), whole > 7, whole[3]):
+        address, size, shape, dtype = TorchTensors.describe(sent)
+        handle, offset, mapped = ctypes.create_string_buffer(32), ctypes.c_size_t(), ctypes.c_void_p()
+        library().aq_torch_share(address, handle, ctypes.byref(offset))
+        library().aq_torch_receive(TorchTensors.device(), handle, 32, ctypes.byref(mapped))
+        came = TorchTensors.copy(mapped.value + offset.value, size, shape, dtype, None)
+        target = torch.empty_like(came)
+        assert TorchTensors.copy(mapped.value + offset.value, size, shape, dtype, target) is target
+        library().aq_torch_close(mapped)
+        assert came.dtype == sent.dtype and came.shape == sent.shape
+        assert torch.equal(came, sent) and torch.equal(target, sent), sent.dtype
+    with raises(ValueError, "contiguous"):
+        TorchTensors.describe(whole.reshape(1024, -1).t())
+    del whole, sent, came, target
+    assert comes_down_to(before)
+
+
+@of("shared")
 def tensors_go_both_ways_between_spawned_processes_and_their_memory_comes_back():
     for method in ("spawn", "forkserver"):
         settle()
