@@ -20,7 +20,7 @@ from .errors import LeaseRefused, NoMemory, NotAssigned
 from .groups import placement_group, remove_placement_group
 from .leases import Lease, lease, share
 from .memory import GPU_MEMORY, MIB, PINNED_MEMORY, Memory, labels, machine, needs, resources
-from .node import POLICIES, Ticket, node, start
+from .node import POLICIES, Ticket, node_actor, start
 from .pinned import arrives_pinned
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "lease",
     "machine",
     "needs",
-    "node",
+    "node_actor",
     "placement_group",
     "register_transport",
     "remove_placement_group",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .memory import GPU_MEMORY, MIB, PINNED_MEMORY
-from .node import node
+from .node import node_actor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def accounts() -> list[Account]:
         if not any(declared.values()):
             continue
         node_id = known["NodeID"]
-        figures = ray.get(node(node_id).figures.remote())
+        figures = ray.get(node_actor(node_id).figures.remote())
         for resource, units in declared.items():
             if not units:
                 continue

@@ -18,7 +18,7 @@ from aquifer_torch.library import Library
 from . import groups
 from .errors import LeaseRefused, NotAssigned
 from .memory import GPU_MEMORY, MIB, Memory
-from .node import Ticket, node
+from .node import Ticket, node_actor
 
 # How long a worker waits in turn before it asks again, in seconds.
 ASK_AGAIN = 5.0
@@ -106,7 +106,7 @@ def _ticket(size: int, resource: str, part: int | None, wait: float, priority: i
     """Waits in turn for a promise, as `since` and the priority order the requests. Returns the node's actor with it."""
     import ray
 
-    actor = node()
+    actor = node_actor()
     group = groups.of_this_worker(resource, part)
     deadline = time.monotonic() + wait
     while True:

@@ -23,7 +23,7 @@ from .placing import POLICIES, Request, Room
 if TYPE_CHECKING:
     import ray
 
-__all__ = ["Node", "POLICIES", "Ticket", "node", "start"]
+__all__ = ["Node", "POLICIES", "Ticket", "node_actor", "start"]
 
 NAMESPACE = "aquifer"
 # How long a promise is kept for a worker that has not claimed, and for the workers of a group, which are still to start.
@@ -225,7 +225,7 @@ class Node:
         return ticket
 
 
-def node(
+def node_actor(
     node_id: str | None = None, memories: list[Memory] | None = None, policy: str = "most_free"
 ) -> ray.actor.ActorHandle[Node]:
     """Returns the actor of a node, by default of this one, which is created if it does not exist."""
@@ -274,7 +274,7 @@ def start(
         node_id = known["NodeID"]
         declares = known["Alive"] and any(resource.startswith("aquifer_") for resource in known["Resources"])
         if declares if memories is None else node_id in memories:
-            found[node_id] = node(node_id, None if memories is None else memories[node_id], policy)
+            found[node_id] = node_actor(node_id, None if memories is None else memories[node_id], policy)
     for actor in found.values():
         try:
             ray.get(actor.known.remote())

@@ -338,7 +338,7 @@ class Clustered(unittest.TestCase):
     def test_the_death_of_the_nodes_actor_ends_no_lease(self):
         holder, later = self.holder(50, self.one), self.holder(50, self.one)
         ray.get(holder.lease.remote())
-        actor = aquifer_ray.node(self.one)
+        actor = aquifer_ray.node_actor(self.one)
         os.kill(ray._private.state.actors(actor._actor_id.hex())["Pid"], signal.SIGKILL)
         self.assertEqual(self.claimed("whole"), 50)
         self.assertEqual(ray.get(later.lease.remote(), timeout=PATIENCE), "whole")
