@@ -19,10 +19,9 @@ pub use aquifer_core::{
     PoolStats, Request, Tag, impl_allocator, tagged,
 };
 pub use aquifer_device::{
-    Adopted, Allocating, Block, Debugging, Dependencies, DeviceArena, DeviceBuffer, DevicePages,
-    DevicePool, DeviceSlice, DeviceSliceMut, Direct, FailureCallback, Graph, GraphPool, Log, Park,
-    Parkable, PoolConfig, RangeSource, Reserved, Resource, SourcePool, StableBlock, StreamOrdered,
-    Tenant,
+    Adopted, Block, Debugging, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool,
+    DeviceSlice, DeviceSliceMut, Direct, FailureCallback, Graph, GraphPool, Log, Park, Parkable,
+    PoolConfig, RangeSource, Reserved, Resource, SourcePool, StableBlock, StreamOrdered, Tenant,
 };
 pub use aquifer_driver::{Access, DeviceRange, Driver, Operand, OperandMut, RawStream, Typed};
 pub use aquifer_global::Global;
@@ -45,8 +44,7 @@ pub mod budget {
     pub use aquifer_core::{
         Charge, Reservation,
         budget::{
-            BudgetLease, Figures, HookRegistration, Leased, Level, LevelChange, Levels, Offer,
-            Reclaim, Room,
+            BudgetLease, HookRegistration, Leased, Level, LevelChange, Levels, Offer, Reclaim, Room,
         },
     };
 }

@@ -16,6 +16,7 @@
 //! | `group` | several leases, all or none |
 //! | `waiting` | waiting until there is room: queues, wake-ups, deadlines |
 //! | `placing` | [`Placing`]: how one request waits; `grouping`, below `group`, how a group does |
+//! | `source` | [`DeviceSource`], [`LedgerDevices`]: devices that are not this process's |
 //! | `error` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
 //! # Input of a policy
@@ -34,6 +35,7 @@ mod lease;
 mod placing;
 mod policy;
 mod request;
+mod source;
 mod waiting;
 
 pub use candidate::Candidate;
@@ -45,6 +47,8 @@ pub use lease::Lease;
 pub use placing::Placing;
 pub use policy::Policy;
 pub use request::{Group, Near, PlacementRequest};
+pub(crate) use source::memory_of;
+pub use source::{DeviceSource, LedgerDevices};
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::DevicePool;

@@ -585,7 +585,7 @@ impl Runtime {
     pub fn ledger_of_device(&self, index: usize) -> Result<(String, u64)> {
         let info = self.device(index)?.info();
         let driver = self.driver().ok_or_else(|| self.missing(info.device.0))?;
-        Ok((sharing::memory_of(driver, info).to_string(), info.memory))
+        Ok((crate::placement::memory_of(driver, info).to_string(), info.memory))
     }
 
     /// Returns the name and the capacity in bytes of the [ledger](crate::guide::sharing) by which

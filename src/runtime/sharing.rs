@@ -1,5 +1,6 @@
 //! Which memory a runtime shares with other processes, and by which ledgers.
 
+use crate::placement::memory_of;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::Topology;
@@ -27,19 +28,6 @@ fn refused(error: &LedgerError) -> MemoryError {
         name: "a shared memory",
         value: error.to_string(),
         expected: "a ledger that this process can join",
-    }
-}
-
-/// Returns which memory a device's ledger is for. Simulated devices are not those of the machine.
-pub(super) fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMemory {
-    let ordinal = info.device.0;
-    if driver.clone().simulator().is_some() {
-        return LedgerMemory::Simulated(ordinal);
-    }
-    match (info.uuid, &info.pci_address) {
-        (Some(uuid), _) => LedgerMemory::Uuid(uuid),
-        (None, Some(address)) => LedgerMemory::Address(address.clone()),
-        (None, None) => LedgerMemory::Ordinal(ordinal),
     }
 }
 

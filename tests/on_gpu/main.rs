@@ -23,3 +23,4 @@ mod pressure;
 mod sharing;
 mod stable;
 mod stager;
+mod trading;

@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod bursts;
+mod by_ledger;
 mod groups;
 mod health;
 mod waits;
