@@ -45,7 +45,7 @@ pub struct Workload {
 }
 
 /// All kinds.
-pub const WORKLOADS: [Workload; 8] = [
+pub const WORKLOADS: [Workload; 9] = [
     Workload {
         name: "growing-kv",
         about: "caches of sequences move into blocks 1.25 to 2 times larger while others end: breaks reuse by \
@@ -93,6 +93,12 @@ pub const WORKLOADS: [Workload; 8] = [
         about: "one training step again and again: breaks whatever still calls the driver when nothing new is \
                  asked",
         play: workloads::steady,
+    },
+    Workload {
+        name: "sharded",
+        about: "training steps that gather sharded layers on a second stream and free them there while the first \
+                 still uses them: breaks reuse that waits for a stream, and grows caches of both without end",
+        play: workloads::sharded,
     },
 ];
 

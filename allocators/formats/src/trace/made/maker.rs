@@ -84,6 +84,20 @@ impl Maker {
         Ok(())
     }
 
+    /// Frees a block that another stream still uses, until [`Maker::complete`].
+    pub(super) fn free_in_use(&mut self, held: MadeBlock) -> Result<MadeBlock, Fault> {
+        self.row += 1;
+        self.builder.free(self.row, Name::Id(held.id), held.bytes, held.stream)?;
+        self.live -= held.bytes;
+        Ok(held)
+    }
+
+    /// Ends the use of a freed block by another stream.
+    pub(super) fn complete(&mut self, held: MadeBlock) -> Result<(), Fault> {
+        self.row += 1;
+        self.builder.complete(self.row, Name::Id(held.id), held.bytes, held.stream)
+    }
+
     /// Frees all blocks in reverse order.
     pub(super) fn free_all(
         &mut self,

@@ -35,6 +35,7 @@ fn every_workload_is_the_same_each_time_and_everywhere() {
         ("dying-streams", 40, 16_000, 1_610_573_301, 0x350e_921f_38dd_7be8),
         ("edge", 1, 12_064, 2_151_681_024, 0xc1f1_e6d7_0e48_3c2b),
         ("steady", 1, 30_912, 3_000_786_944, 0x25d1_a2b1_f0ae_49c0),
+        ("sharded", 2, 8_568, 1_249_513_792, 0x5b60_677e_ad8e_ddf6),
     ];
     assert_eq!(table.len(), WORKLOADS.len());
     for ((name, streams, operations, peak, expected), workload) in table.into_iter().zip(&WORKLOADS)

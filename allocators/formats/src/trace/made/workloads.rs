@@ -246,3 +246,90 @@ pub(super) fn steady(m: &mut Maker) -> Result<(), Fault> {
     }
     Ok(())
 }
+
+/// Shards of all layers, and training steps that gather each layer on a second stream, one ahead of
+/// its use. The first stream still uses a gathered layer, and the second one a gradient, when it is
+/// freed.
+pub(super) fn sharded(m: &mut Maker) -> Result<(), Fault> {
+    const LAYERS: usize = 24;
+    /// Weights of a layer, each gathered into a block of its own.
+    const PARTS: usize = 9;
+    /// A shard is this part of a weight.
+    const RANKS: u64 = 8;
+    const COMPUTE: u64 = 0;
+    const GATHER: u64 = 1;
+    /// The sizes in a layer, the same in each step.
+    struct Layer {
+        parts: Vec<u64>,
+        activations: Vec<u64>,
+        scratch: u64,
+    }
+    let mut sizes = |count: usize, low: u64, high: u64| -> Vec<u64> {
+        (0..count).map(|_| m.between(low, high) & !511).collect()
+    };
+    let layers: Vec<Layer> = (0..LAYERS)
+        .map(|_| {
+            let mut activations = sizes(2, MIB, 6 * MIB);
+            activations.extend(sizes(6, 512, 300 * KIB));
+            let scratch = sizes(1, 20 * MIB, 70 * MIB)[0];
+            Layer { parts: sizes(PARTS, 4 * MIB, 12 * MIB), activations, scratch }
+        })
+        .collect();
+    let all = |m: &mut Maker, bytes: &[u64], stream| {
+        bytes.iter().map(|&bytes| m.allocate(bytes, stream)).collect::<Result<Vec<_>, _>>()
+    };
+    // Weights and two moments of the optimizer.
+    for part in layers.iter().flat_map(|layer| &layer.parts) {
+        for _ in 0..3 {
+            m.allocate(part / RANKS, COMPUTE)?;
+        }
+    }
+    for _ in 0..m.steps(3) {
+        // Freed blocks whose use on the other stream is not over.
+        let mut in_use: VecDeque<MadeBlock> = VecDeque::new();
+        let mut release = |m: &mut Maker, blocks: Vec<MadeBlock>, keep: usize| {
+            for block in blocks {
+                in_use.push_back(m.free_in_use(block)?);
+            }
+            while in_use.len() > keep
+                && let Some(oldest) = in_use.pop_front()
+            {
+                m.complete(oldest)?;
+            }
+            Ok(())
+        };
+        let mut activations = Vec::new();
+        let mut gathered = all(m, &layers[0].parts, GATHER)?;
+        for (at, layer) in layers.iter().enumerate() {
+            let next = layers.get(at + 1).map_or(Ok(Vec::new()), |l| all(m, &l.parts, GATHER))?;
+            activations.push(all(m, &layer.activations, COMPUTE)?);
+            let scratch = m.allocate(layer.scratch, COMPUTE)?;
+            m.free(scratch)?;
+            release(m, std::mem::replace(&mut gathered, next), PARTS)?;
+        }
+        let mut reduced = Vec::new();
+        gathered = all(m, &layers[LAYERS - 1].parts, GATHER)?;
+        for (at, layer) in layers.iter().enumerate().rev() {
+            let next = match at.checked_sub(1) {
+                Some(before) => all(m, &layers[before].parts, GATHER)?,
+                None => Vec::new(),
+            };
+            let gradients = all(m, &layer.parts, COMPUTE)?;
+            let scratch = m.allocate(layer.scratch, COMPUTE)?;
+            m.free_all(activations.pop().unwrap_or_default())?;
+            m.free(scratch)?;
+            for part in &layer.parts {
+                reduced.push((m.allocate(part / RANKS, GATHER)?, part / 2));
+            }
+            release(m, gradients, usize::MAX)?;
+            release(m, std::mem::replace(&mut gathered, next), PARTS)?;
+        }
+        release(m, Vec::new(), 0)?;
+        for (shard, bytes) in reduced {
+            let update = m.allocate(bytes, COMPUTE)?;
+            m.free_on(shard, COMPUTE)?;
+            m.free(update)?;
+        }
+    }
+    Ok(())
+}
