@@ -1,22 +1,56 @@
 //! What the planned memory drops and reports once its lock is released.
 
-use crate::{base::pending::DeferredFree, block::DriverBlock, dedicated::DedicatedPool};
+use crate::{
+    base::{lazy_box::LazyBox, pending::DeferredFree},
+    block::DriverBlock,
+    dedicated::DedicatedPool,
+};
 use aquifer_core::event::{Event, EventTicket};
 use aquifer_stream::Timeline;
 use std::sync::Arc;
 
-/// Values whose drop may call the driver or foreign code, and events.
+/// Values whose drop may call the driver or foreign code, and events. Most operations have none.
+pub(super) struct Leftovers(LazyBox<Lists>);
+
 #[derive(Default)]
-pub(super) struct Leftovers {
-    pub(super) frees: Vec<DeferredFree>,
-    pub(super) blocks: Vec<Arc<DriverBlock>>,
-    pub(super) timelines: Vec<Arc<Timeline>>,
-    pub(super) events: Vec<(EventTicket, Event)>,
+struct Lists {
+    frees: Vec<DeferredFree>,
+    blocks: Vec<Arc<DriverBlock>>,
+    timelines: Vec<Arc<Timeline>>,
+    events: Vec<(EventTicket, Event)>,
 }
 
 impl Leftovers {
+    pub(super) fn new() -> Self {
+        Self(LazyBox::NONE)
+    }
+
+    pub(super) fn add_free(&mut self, free: DeferredFree) {
+        self.0.get_or_default().frees.push(free);
+    }
+
+    pub(super) fn add_block(&mut self, block: Option<Arc<DriverBlock>>) {
+        if let Some(block) = block {
+            self.0.get_or_default().blocks.push(block);
+        }
+    }
+
+    pub(super) fn add_timeline(&mut self, timeline: Option<Arc<Timeline>>) {
+        if let Some(timeline) = timeline {
+            self.0.get_or_default().timelines.push(timeline);
+        }
+    }
+
+    pub(super) fn add_event(&mut self, event: Option<(EventTicket, Event)>) {
+        if let Some(event) = event {
+            self.0.get_or_default().events.push(event);
+        }
+    }
+
     /// Sends the events, and drops the rest. Called with no lock held.
-    pub(super) fn finish(self, dedicated: &DedicatedPool) {
-        dedicated.send(self.events);
+    pub(super) fn finish(mut self, dedicated: &DedicatedPool) {
+        if !self.0.is_none() {
+            dedicated.send(std::mem::take(&mut self.0.get_or_default().events));
+        }
     }
 }

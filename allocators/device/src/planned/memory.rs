@@ -63,8 +63,12 @@ impl Place {
     /// Adds the work that `timeline` has to wait for.
     fn add_unfinished(&mut self, timeline: &Arc<Timeline>, unfinished: &mut Unfinished) {
         let mut add = |on: &Arc<Timeline>, epoch| {
-            if !Arc::ptr_eq(on, timeline) && !on.is_done(epoch) {
-                unfinished.push((on.clone(), epoch));
+            if Arc::ptr_eq(on, timeline) || on.is_done(epoch) {
+                return;
+            }
+            match unfinished.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
+                Some((_, last)) => *last = epoch.max(*last),
+                None => unfinished.push((on.clone(), epoch)),
             }
         };
         if let Some(block) = &self.block {
@@ -126,7 +130,7 @@ impl PlannedMemory {
         request: &Request,
     ) -> Option<Block> {
         let timeline = stream.timeline();
-        let mut left = Leftovers::default();
+        let mut left = Leftovers::new();
         let (found, has_held) = {
             let mut guard = self.state();
             let state = &mut *guard;
@@ -177,7 +181,7 @@ impl PlannedMemory {
     ) -> Option<(u32, Unfinished)> {
         let number = state.streams.find(timeline).or_else(|| {
             let bound = state.streams.bind(timeline, request.size(), &mut state.cursor)?;
-            left.timelines.extend(bound.1);
+            left.add_timeline(bound.1);
             Some(bound.0)
         });
         // No block of a plan has no bytes: a stream that is in no plan counts as a stray.
@@ -234,7 +238,7 @@ impl PlannedMemory {
                     bytes,
                     key: u64::from(number),
                 });
-                left.blocks.extend(place.block.replace(block.clone()));
+                left.add_block(place.block.replace(block.clone()));
                 block
             }
         }
@@ -262,7 +266,7 @@ impl PlannedMemory {
         let generation = self.dedicated.generation();
         let live = Ownership::Live { stream: stream.raw(), generation };
         self.dedicated.notify_observer(generation, address, bytes, live);
-        left.events.extend(self.event(Action::Allocate, stream.number(), address, requested, tag));
+        left.add_event(self.event(Action::Allocate, stream.number(), address, requested, tag));
         Block::from_driver_block(
             address,
             PackedRequest::new(requested, tag),
@@ -314,7 +318,7 @@ impl PlannedMemory {
     /// Gives the range to those that retire, if the plan is dropped or the pool is closed, and no
     /// block lives in it. Returns whether it did so now.
     pub(super) fn retire(&self) -> bool {
-        let mut left = Leftovers::default();
+        let mut left = Leftovers::new();
         let is_retired = self.retire_if_unused(&mut self.state(), &mut left);
         left.finish(&self.dedicated);
         is_retired
@@ -334,11 +338,11 @@ impl PlannedMemory {
         let mut work = PartsWork::default();
         for place in &mut state.places {
             work.own.extend(place.work().filter(|(on, epoch)| !on.is_done(*epoch)));
-            left.blocks.extend(place.block.take());
+            left.add_block(place.block.take());
             work.uses.extend(place.more.take().map(|more| more.uses).unwrap_or_default());
         }
         work.own = crate::base::dependencies::latest(work.own.into_vec()).into();
-        left.timelines.extend(state.streams.take());
+        state.streams.take().into_iter().for_each(|on| left.add_timeline(Some(on)));
         self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
         self.span.retire_whole(work, None);
         self.dedicated.enqueue_retiring(&self.span);
@@ -354,9 +358,11 @@ impl State {
 
 /// Makes a stream wait on the device for work of others. Returns whether all of it is ordered.
 fn order(core: &PoolCore, timeline: &Timeline, work: &Unfinished) -> bool {
-    timeline.waits_unasked()
+    // A stream that captures is refused by the wait itself, which calls the driver only if nothing
+    // has ordered the two before.
+    !timeline.is_isolated()
         && work.iter().all(|(other, epoch)| {
-            other.is_waited_for_unasked(*epoch)
+            !other.is_isolated()
                 && timeline.wait_for(other, *epoch).is_ok_and(|queued| {
                     count(&core.counters.stream_waits, u64::from(queued));
                     true

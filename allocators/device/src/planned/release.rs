@@ -15,6 +15,7 @@ use crate::{
     physical::handle::Handle,
 };
 use aquifer_core::{Action, Result, Tag};
+use aquifer_plan::PlanCursor;
 use aquifer_stream::Timeline;
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ impl ReleaseBlock for PlannedMemory {
         if block.timeline.fences_at_once() || self.dedicated.is_recorded() {
             return false;
         }
-        let mut left = Leftovers::default();
+        let mut left = Leftovers::new();
         {
             let mut guard = self.state();
             let state = &mut *guard;
@@ -42,7 +43,7 @@ impl ReleaseBlock for PlannedMemory {
         let users = block.users();
         let stream = block.timeline.number();
         block.work.fence_at_once();
-        let mut left = Leftovers::default();
+        let mut left = Leftovers::new();
         {
             let mut guard = self.state();
             let state = &mut *guard;
@@ -50,17 +51,9 @@ impl ReleaseBlock for PlannedMemory {
             self.dedicated.notify_observer(block.generation, block.address, block.bytes, owner);
             let requested = block.requested;
             state.count_free(block.bytes, requested, block.tag);
-            left.events.extend(self.event(
-                Action::Free,
-                stream,
-                block.address,
-                requested,
-                block.tag,
-            ));
+            left.add_event(self.event(Action::Free, stream, block.address, requested, block.tag));
             let mut block = block;
-            let is_shared = state.cursor.plan().blocks()[block.key as usize].shared;
-            let is_over = block.work.uses.are_over();
-            if is_over || is_shared && !block.work.uses.has_open() && block.until_free.is_none() {
+            if is_complete(&state.cursor, &mut block) {
                 self.complete(state, block, &mut left);
             } else {
                 state.pending += block.bytes;
@@ -87,20 +80,14 @@ impl PlannedMemory {
         place.more = (!more.uses.is_empty()).then(|| Box::new(more));
         state.cursor.free(block.key as u32);
         let (stream, address) = (block.timeline.number(), block.address);
-        left.events.extend(self.event(
-            Action::Complete,
-            stream,
-            address,
-            block.requested,
-            block.tag,
-        ));
-        left.frees.push(block);
+        left.add_event(self.event(Action::Complete, stream, address, block.requested, block.tag));
+        left.add_free(block);
     }
 
     /// Frees the places of held blocks whose uses are over. Makes no driver call.
     pub(super) fn collect_held(&self, state: &mut State, left: &mut Leftovers) {
         let mut over = Vec::new();
-        over.extend(state.held.extract_if(.., |block| block.work.uses.are_over()));
+        over.extend(state.held.extract_if(.., |block| is_complete(&state.cursor, block)));
         for block in over {
             state.pending -= block.bytes;
             self.complete(state, block, left);
@@ -116,7 +103,7 @@ impl PlannedMemory {
         for (timeline, epoch) in self.held_work() {
             outcome = outcome.and(timeline.fence(epoch).and_then(|_| timeline.poll()));
         }
-        let mut left = Leftovers::default();
+        let mut left = Leftovers::new();
         {
             let mut guard = self.state();
             let state = &mut *guard;
@@ -134,10 +121,21 @@ impl PlannedMemory {
         work.filter(|(timeline, epoch)| !timeline.is_done(*epoch)).collect()
     }
 
-    /// Gives the range back to the driver if the plan is dropped and no block lives in it.
+    /// Polls held blocks, and gives the range back to the driver if the plan is dropped and no
+    /// block lives in it.
     pub(super) fn release_unused(&self) -> Released {
+        // Held blocks stay held after an error, and the next attempt meets it again.
+        let _ = self.poll();
         if self.retire() { self.dedicated.reap_span(&self.span) } else { Released::default() }
     }
+}
+
+/// Returns whether the place of a freed block can be taken again: its uses are over, or the plan
+/// knows of them, and a later block can wait for them.
+fn is_complete(cursor: &PlanCursor, block: &mut DeferredFree) -> bool {
+    let is_shared = cursor.plan().blocks()[block.key as usize].shared;
+    let uses = &mut block.work.uses;
+    uses.are_over() || is_shared && !uses.has_open() && block.until_free.is_none()
 }
 
 impl State {
