@@ -19,6 +19,7 @@
 //! | `error` | errors |
 
 pub(crate) mod builder;
+mod changed;
 mod compressed;
 pub(crate) mod error;
 pub(crate) mod events;

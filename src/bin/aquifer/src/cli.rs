@@ -124,6 +124,12 @@ pub(crate) struct Replay {
     /// Search for the smallest budget that completes the trace, and verify it
     #[arg(long)]
     pub(crate) fit: bool,
+    /// Plan that the pool follows, made by `aquifer plan`
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["fit", "streams"])]
+    pub(crate) plan: Option<PathBuf>,
+    /// Change N of 100 allocations: one more, one less, another size, or later
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) change: Option<u32>,
     /// Number of timed rounds with the same allocator; the first one fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,

@@ -41,17 +41,31 @@ mod work;
 
 pub(crate) use report::ReplayReport;
 
-use crate::{cli, trace_file};
+use crate::{
+    cli::{self, Allocator},
+    trace_file,
+};
 use aquifer_console::{
     place::{DeviceChoice, NoPlace, Place},
     progress::ProgressLine,
 };
 use aquifer_core::{Bytes, MemoryError};
 use aquifer_formats::trace::{Trace, TraceError};
+use aquifer_plan::{Plan, PlanFileError};
 use bench::{Checked, ReplayBench};
 use engine::Order;
 use report::{Round, Search};
-use std::{fmt, io, num::NonZeroU32, path::PathBuf};
+use std::{
+    fmt,
+    fs::File,
+    io::{self, BufReader},
+    num::NonZeroU32,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// The seed of the changes to a trace, so that all replays change the same allocations.
+const CHANGES: u64 = 7;
 
 /// Parses the rows of a trace in a test.
 #[cfg(test)]
@@ -81,6 +95,15 @@ pub(crate) enum ReplayError {
         /// The device's display name.
         title: String,
     },
+    /// The plan cannot be read.
+    Plan {
+        /// The file.
+        path: PathBuf,
+        /// The error in it.
+        error: PlanFileError,
+    },
+    /// Only the pool follows a plan.
+    PlanNeedsPool,
     /// The allocator or its streams could not be created.
     Setup(MemoryError),
     /// The snapshot file cannot be written.
@@ -100,6 +123,8 @@ impl fmt::Display for ReplayError {
                     Bytes(*memory)
                 )
             }
+            Self::Plan { path, error } => write!(f, "{}: {error}", path.display()),
+            Self::PlanNeedsPool => f.write_str("only the pool follows a plan: --allocator pool"),
             Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
             Self::Snapshot(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
         }
@@ -113,7 +138,8 @@ impl std::error::Error for ReplayError {
             Self::Place(e) => Some(e),
             Self::Setup(e) => Some(e),
             Self::Snapshot(_, e) => Some(e),
-            Self::Budget { .. } => None,
+            Self::Plan { error, .. } => Some(error),
+            Self::Budget { .. } | Self::PlanNeedsPool => None,
         }
     }
 }
@@ -132,13 +158,22 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         Some(streams) => trace.split(streams),
         None => trace,
     };
+    let trace = match args.change {
+        Some(per_cent) => trace.changed(per_cent, CHANGES),
+        None => trace,
+    };
+    let plan = args.plan.as_deref().map(read_plan).transpose()?;
+    if plan.is_some() && args.allocator != Allocator::Pool {
+        return Err(ReplayError::PlanNeedsPool);
+    }
     let place = Place::choose(args.device).map_err(ReplayError::Place)?;
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
     if let Some(asked) = budget.filter(|&asked| asked > place.memory()) {
         return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
-    let bench = ReplayBench { trace: &trace, place: &place, allocator: args.allocator, order };
+    let (plan, allocator) = (plan.as_ref(), args.allocator);
+    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan };
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     progress.phase("timing:");
@@ -169,13 +204,19 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     Ok(report)
 }
 
+fn read_plan(path: &Path) -> Result<Arc<Plan>, ReplayError> {
+    let error = |error| ReplayError::Plan { path: path.to_owned(), error };
+    let file = File::open(path).map_err(|e| error(PlanFileError::Io(e)))?;
+    Plan::read_from(BufReader::new(file)).map(Arc::new).map_err(error)
+}
+
 fn describe(
     args: &cli::Replay,
     bench: &ReplayBench<'_>,
     budget: Option<u64>,
     checked: Checked,
 ) -> ReplayReport {
-    let ReplayBench { trace, place, allocator, order } = *bench;
+    let ReplayBench { trace, place, allocator, order, .. } = *bench;
     ReplayReport {
         trace: args.trace.display().to_string(),
         device: place.name(),
@@ -189,6 +230,8 @@ fn describe(
         frees: trace.frees,
         streams: trace.streams,
         split: args.streams,
+        plan: checked.plan,
+        change: args.change,
         snapshot: trace.snapshot,
         device_index: args.device_index,
         peak_live: trace.peak_live,

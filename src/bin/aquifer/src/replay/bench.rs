@@ -2,7 +2,7 @@
 
 use super::{
     engine::{Engine, Order, Played, streams_needed},
-    report::{ReplayFailure, Timing},
+    report::{PlanMatch, ReplayFailure, Timing},
     stamp::Stamped,
     tally::Tally,
     uses::{EndOldest, OpenUses},
@@ -20,6 +20,7 @@ use aquifer_device::{
     StreamOrdered,
 };
 use aquifer_formats::trace::Trace;
+use aquifer_plan::Plan;
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
@@ -34,6 +35,8 @@ pub(crate) struct ReplayBench<'a> {
     pub(crate) allocator: Allocator,
     /// Whether the allocator learns which streams use a block.
     pub(crate) order: Order,
+    /// The plan that the pool follows.
+    pub(crate) plan: Option<&'a Arc<Plan>>,
 }
 
 /// The result of a checked pass.
@@ -55,6 +58,8 @@ pub(crate) struct Checked {
     pub(crate) early: u64,
     /// Bytes still held after all blocks were freed and the pool was trimmed.
     pub(crate) leaked: u64,
+    /// How far the plan matched, if there is one.
+    pub(crate) plan: Option<PlanMatch>,
 }
 
 /// The result of a timed pass.
@@ -146,6 +151,7 @@ impl ReplayBench<'_> {
             crossings,
             early,
             leaked,
+            plan: self.plan.map(|_| PlanMatch::of(&first)),
         })
     }
 
@@ -219,7 +225,11 @@ impl ReplayBench<'_> {
         };
         let mut pass = pass?;
         let left = at_rest(placer.resource(), &streams)?;
-        pass.leaked = left.physical.max(left.live + left.pending);
+        // The range of a plan stays until its pool is closed.
+        let range =
+            self.plan.map_or(0, |plan| plan.top().next_multiple_of(self.place.granularity()));
+        let held = left.physical - range.min(left.cached).min(left.physical);
+        pass.leaked = held.max(left.live + left.pending);
         // Dropping the allocator is checked too.
         drop((streams, relieved, placer));
         pass.verdict = work.verdict()?;
@@ -244,6 +254,9 @@ impl ReplayBench<'_> {
                 config.budget = budget;
                 config.streams = config.streams.max(count);
                 config.recorder = recorder;
+                if let Some(plan) = self.plan {
+                    config = config.with_plan(plan.clone());
+                }
                 let pool = DevicePool::open(driver.clone(), *device, config)?;
                 let streams = pool.streams().clone();
                 (Placer::Pool(pool), streams)

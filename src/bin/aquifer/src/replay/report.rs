@@ -6,6 +6,7 @@ use super::{
 };
 use crate::cli::Allocator;
 use aquifer_console::json;
+use aquifer_core::PoolStats;
 use aquifer_formats::trace::{SnapshotFacts, TraceAccount, TraceDevice};
 use serde_json::{Value, json};
 
@@ -36,6 +37,10 @@ pub(crate) struct ReplayReport {
     pub(crate) streams: u32,
     /// The number of streams the trace was distributed over, or none if it was played as recorded.
     pub(crate) split: Option<u32>,
+    /// How far the plan matched in one round from empty, if there is a plan.
+    pub(crate) plan: Option<PlanMatch>,
+    /// How many of a hundred allocations were changed.
+    pub(crate) change: Option<u32>,
     /// Facts about the trace if it is a PyTorch snapshot.
     pub(crate) snapshot: Option<SnapshotFacts>,
     /// The requested device of the snapshot, or none for the one with the most events.
@@ -74,6 +79,36 @@ pub(crate) struct ReplayReport {
     pub(crate) of_device: Option<u32>,
     /// Notes on the trace for the reader.
     pub(crate) notes: Vec<String>,
+}
+
+/// How far a plan matched, in counts of allocations.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PlanMatch {
+    pub(crate) hits: u64,
+    pub(crate) strays: u64,
+    pub(crate) overlaps: u64,
+    pub(crate) resynchronisations: u64,
+}
+
+impl PlanMatch {
+    pub(crate) fn of(stats: &PoolStats) -> Self {
+        Self {
+            hits: stats.plan_hits,
+            strays: stats.plan_strays,
+            overlaps: stats.plan_overlaps,
+            resynchronisations: stats.plan_resynchronisations,
+        }
+    }
+
+    fn to_json(self) -> Value {
+        let Self { hits, strays, overlaps, resynchronisations } = self;
+        json!({
+            "hits": hits,
+            "strays": strays,
+            "overlaps": overlaps,
+            "resynchronisations": resynchronisations,
+        })
+    }
 }
 
 /// Where and why a trace stopped.
@@ -284,6 +319,8 @@ impl ReplayReport {
             ("frees", json!(self.frees)),
             ("streams", json!(self.streams)),
             ("split", json!(self.split)),
+            ("changed_per_cent", json!(self.change)),
+            ("plan", json!(self.plan.map(PlanMatch::to_json))),
             ("snapshot", self.snapshot.map_or(Value::Null, of_snapshot)),
             ("device_of_trace", json!(self.of_device)),
             ("memory", self.memory.iter().map(of_memory).collect()),

@@ -53,9 +53,10 @@ impl ReplayReport {
         let split = self.split.map_or(String::new(), |streams| {
             format!(", split over {}", Of(streams.into(), "stream"))
         });
+        let change = self.change.map_or(String::new(), |of| format!(", {of} % changed"));
         clip(
             &format!(
-                "on the {}, {}{split}{budget}{order}",
+                "on the {}, {}{split}{change}{budget}{order}",
                 self.device_title,
                 named(self.allocator)
             ),
@@ -120,6 +121,18 @@ impl ReplayReport {
             (None, None) => times(worst),
         };
         row(lines, "peak physical", &Bytes(worst).to_string(), &remark);
+        if let Some(plan) = self.plan {
+            let all = plan.hits + plan.strays;
+            let hits = format!("{:.1} %", plan.hits as f64 / all.max(1) as f64 * 100.0);
+            let remark = format!(
+                "{} of {}; {}, {}",
+                Count(plan.hits),
+                Of(all, "allocation"),
+                Of(plan.overlaps, "overlap"),
+                Of(plan.resynchronisations, "resynchronisation"),
+            );
+            row(lines, "plan hits", &hits, &remark);
+        }
         match &self.fit {
             Some(Search::Found(fit)) => {
                 let ratio = fit.bytes as f64 / self.peak_live.max(1) as f64;
@@ -258,6 +271,9 @@ impl ReplayReport {
         }
         if let Some(streams) = self.split {
             words.push(format!("--streams {streams}"));
+        }
+        if let Some(per_cent) = self.change {
+            words.push(format!("--change {per_cent}"));
         }
         match &self.fit {
             Some(Search::Found(fit)) => words.push(format!("--budget {}", fit.bytes)),

@@ -181,3 +181,55 @@ fn a_plan_is_replaced_only_by_a_whole_one() {
     assert!(Plan::read_from(fs::File::open(&file).expect("the plan")).is_ok());
     assert_eq!(fs::read_dir(&folder.0).expect("the folder").count(), 1);
 }
+
+fn replay(arguments: &[&str]) -> Output {
+    let mut program = program();
+    program.args(["replay", "--device", "sim", "--repeat", "1"]).args(arguments);
+    program.stdin(Stdio::null()).output().expect("the program starts")
+}
+
+#[test]
+fn a_replay_under_its_plan_hits_always_and_fits_into_the_plan_and_a_changed_one_hits_less() {
+    let folder = Folder::new();
+    let (trace, file) = (data("serve_mixed.csv.xz"), folder.path("serve.plan"));
+    let made = plan(&[&trace, "-o", &file, "--seconds", "1", "--json"]);
+    let top = number(&json(&made)["top_bytes"]);
+    let flags = [trace.as_str(), "--plan", &file, "--json"];
+    let budget = (top.next_multiple_of(2 << 20)).to_string();
+    let output = replay(&[&flags[..], &["--budget", &budget]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let value = json(&output);
+    let counts = |value: &serde_json::Value| {
+        ["hits", "strays", "overlaps", "resynchronisations"]
+            .map(|name| number(&value["plan"][name]))
+    };
+    assert_eq!(counts(&value), [12_000, 0, 0, 0]);
+    assert_eq!(number(&value["leaked_bytes"]), 0);
+    let memory_calls = value["rounds"][0]["memory_calls"].as_u64();
+    assert_eq!(memory_calls, Some(0), "all memory was mapped before");
+
+    let output = replay(&[&flags[..], &["--change", "5"]].concat());
+    let value = json(&output);
+    let [hits, strays, overlaps, _] = counts(&value);
+    assert!(hits > 9_000 && strays > 100 && overlaps <= strays, "{value}");
+    assert_eq!(number(&value["leaked_bytes"]), 0);
+    let output = replay(&flags[..3]);
+    let screen = said(&text(&output.stdout));
+    assert!(screen.contains("plan hits 100.0 % 12,000 of 12,000 allocations;"), "{screen}");
+}
+
+#[test]
+fn a_plan_that_cannot_be_followed_is_an_error_of_one_line() {
+    let folder = Folder::new();
+    let (trace, none) = (folder.path("small.csv"), folder.path("none.plan"));
+    fs::write(&trace, SMALL).expect("a trace");
+    let wrong = replay(&[&trace, "--plan", &trace]);
+    let missing = replay(&[&trace, "--plan", &none]);
+    assert!(plan(&[&trace, "-o", &none]).status.success());
+    let direct = replay(&[&trace, "--plan", &none, "--allocator", "direct"]);
+    for (output, expected) in [(wrong, &*trace), (missing, &*none), (direct, "only the pool")] {
+        let said = text(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{said}");
+        assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+    }
+}

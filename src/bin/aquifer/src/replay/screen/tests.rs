@@ -62,6 +62,8 @@ fn clean() -> ReplayReport {
         early_completions: 0,
         violations: Violations::default(),
         leaked: 0,
+        plan: None,
+        change: None,
         fit: None,
         memory: Vec::new(),
         of_device: None,
