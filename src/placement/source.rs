@@ -35,7 +35,7 @@ impl Policy {
     /// use aquifer::{Driver, PlacementRequest, Policy, placement::LedgerDevices, sim::Sim};
     /// # let folder = std::env::temp_dir().join(format!("aquifer-place-doc-{}", std::process::id()));
     /// let node = LedgerDevices::join(&Sim::h200(2).driver(), Some(&folder))?;
-    /// let place = PlacementRequest::bytes(100 << 30);
+    /// let place = PlacementRequest::bytes(10 << 30);
     /// let (first, held) = Policy::MostFree.place_in(&node, &place, 0)?;
     /// let (second, _held) = Policy::MostFree.place_in(&node, &place, 1)?;
     /// assert_ne!(first, second);
@@ -103,8 +103,8 @@ pub struct LedgerDevices {
 }
 
 /// Bytes of a device that are claimed for a placement, returned by [`Policy::place_in`] over
-/// [`LedgerDevices`]. They are released when this is dropped, and
-/// by the kernel when the process dies.
+/// [`LedgerDevices`]. They are released when this is dropped, and by the kernel when the process
+/// dies.
 #[derive(Debug)]
 pub struct LedgerHold {
     member: Arc<Member>,

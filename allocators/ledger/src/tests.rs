@@ -277,6 +277,23 @@ fn use_by_others_is_subtracted_from_the_capacity() {
     member.claim(80).unwrap();
 }
 
+/// It neither answers nor uses what it has claimed.
+#[test]
+fn a_member_that_claims_all_and_never_uses_it_delays_others_no_longer_than_their_deadline() {
+    let scratch = Scratch::new("hoarder");
+    let (hoarder, other) = (scratch.join(Share::new()), scratch.join(Share::new().guarantee(60)));
+    hoarder.claim(100).unwrap();
+    let begun = Instant::now();
+    let refused = other.claim_by(60, begun + Duration::from_millis(30)).unwrap_err();
+    assert!((30..5000).contains(&begun.elapsed().as_millis()));
+    assert_eq!((refused.others, refused.room(), refused.is_final()), (100, 0, false));
+    assert_eq!(hoarder.claimed(), 100, "nothing is taken by force");
+    // The ledger shows its claim, which ends with it.
+    assert_eq!(other.ledger().figures().members[0].claimed, 100);
+    drop(hoarder);
+    other.claim(60).unwrap();
+}
+
 #[test]
 fn noise_in_a_slot_is_repaired_by_its_owner() {
     let scratch = Scratch::new("noise");
