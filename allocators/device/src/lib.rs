@@ -93,8 +93,7 @@
 //!
 //! "New memory" is what is missing at the best place: a block goes to where the fewest handles are
 //! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
-//! created. Spare handles, which the pool holds and has mapped nowhere, come before new ones,
-//! unless one new handle would replace four or more of them.
+//! created. Spare handles, which the pool holds and has mapped nowhere, come before new ones.
 //!
 //! What a stream without room takes:
 //!

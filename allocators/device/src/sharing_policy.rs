@@ -29,7 +29,7 @@
 //!   shared free list, at the lowest ready address. They then lie side by side and leave large
 //!   holes, and small blocks stay in their own caches.
 
-use crate::base::policy_params::{POLICY, eighths};
+use crate::base::policy_params::{eighths, policy};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -80,7 +80,7 @@ pub(crate) struct SharingPolicy {
     spacious: AtomicBool,
     /// At most a third of the held memory is idle.
     ample: AtomicBool,
-    /// Nearly all of the budget is in use: see [`POLICY`].
+    /// Nearly all of the budget is in use: see [`policy`].
     tight: AtomicBool,
     /// There is more than one stream.
     several_streams: AtomicBool,
@@ -114,22 +114,22 @@ impl SharingPolicy {
     /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
     /// list.
     pub(crate) fn min_shared_extent(&self) -> u64 {
-        if self.shares_all() { 0 } else { POLICY.large_block }
+        if self.shares_all() { 0 } else { policy().large_block }
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
     /// cache may have room, and even if that stream has just freed a block of this size.
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
-        bytes > POLICY.own_cache_max
+        bytes > policy().own_cache_max
             && (self.shares_all()
-                || bytes >= POLICY.large_block && self.surplus.load(Ordering::Relaxed))
+                || bytes >= policy().large_block && self.surplus.load(Ordering::Relaxed))
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
     /// the shared free list. For smaller blocks, cutting single units is not worth it.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
-        self.shares_all() || self.sharing && bytes >= POLICY.medium_block
+        self.shares_all() || self.sharing && bytes >= policy().medium_block
     }
 
     /// Returns the choice among otherwise equal places for a block.
@@ -150,12 +150,12 @@ impl SharingPolicy {
             (true, true) if !again && !self.prefers_shared(bytes) => new,
             (true, false)
                 if !again
-                    && bytes < POLICY.large_block
-                    && held < eighths(high, POLICY.reuse_all_from) =>
+                    && bytes < policy().large_block
+                    && held < eighths(high, policy().reuse_all_from) =>
             {
                 new
             }
-            _ if held < eighths(high, POLICY.compact_from) => GrowthOrder::ReuseFirst,
+            _ if held < eighths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
             _ => GrowthOrder::CompactFirst,
         }
     }
@@ -169,7 +169,7 @@ impl SharingPolicy {
     /// Returns whether a block of `bytes` should search other streams' memory because what is held
     /// was enough before.
     fn should_reuse(&self, bytes: u64) -> bool {
-        bytes >= POLICY.medium_block
+        bytes >= policy().medium_block
             && self.several_streams.load(Ordering::Relaxed)
             && self.fits_peak(bytes)
     }
@@ -194,27 +194,29 @@ impl SharingPolicy {
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = match self.shares_all() {
-            true => eighths(limit, POLICY.separate_below),
-            false => eighths(limit, POLICY.share_above),
+            true => eighths(limit, policy().separate_below),
+            false => eighths(limit, policy().share_above),
         };
         let held = |stream: &&CacheFootprint| stream.live + stream.free;
         let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
-        let holders =
-            streams.iter().filter(|stream| held(stream) > used / POLICY.holder_part.max(2 * some));
+        let holders = streams
+            .iter()
+            .filter(|stream| held(stream) > used / policy().holder_part.max(2 * some));
         let all_shared = self.sharing && used > border && holders.count() > 1;
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (
-            used <= eighths(limit, POLICY.spacious_up_to),
-            free <= eighths(live, POLICY.ample_idle),
+            used <= eighths(limit, policy().spacious_up_to),
+            free <= eighths(live, policy().ample_idle),
         );
-        let tight = limit.saturating_sub(used) + free < limit / POLICY.tight_part;
+        let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
         self.held.store(live + free, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        let surplus =
-            self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, POLICY.surplus);
+        let surplus = self.sharing
+            && streams.len() > 1
+            && live + free >= eighths(peak_live, policy().surplus);
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
         let flags = [
@@ -236,6 +238,7 @@ impl SharingPolicy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::policy_params::POLICY;
 
     const MIB: u64 = 1 << 20;
     const MEDIUM: u64 = POLICY.medium_block;

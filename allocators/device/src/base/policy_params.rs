@@ -6,74 +6,105 @@
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// The thresholds of the pool's policies. Sizes are in bytes. Each line names what the value
-/// trades.
-pub(crate) struct PolicyParams {
+/// Defines [`PolicyParams`], and [`POLICY`] with the values.
+macro_rules! policy_params {
+    ($($(#[doc = $doc:literal])+ $name:ident: $value:expr,)+) => {
+        /// The thresholds of the pool's policies. Sizes are in bytes. Each line names what the
+        /// value trades.
+        pub(crate) struct PolicyParams {
+            $($(#[doc = $doc])+ pub(crate) $name: u64,)+
+        }
+
+        /// The thresholds that all pools use.
+        pub(crate) const POLICY: PolicyParams = PolicyParams { $($name: $value,)+ };
+
+        #[cfg(feature = "sweep")]
+        impl PolicyParams {
+            /// Sets a threshold by its name. Returns whether there is one of that name.
+            fn set(&mut self, name: &str, value: u64) -> bool {
+                match name {
+                    $(stringify!($name) => self.$name = value,)+
+                    _ => return false,
+                }
+                true
+            }
+        }
+    };
+}
+
+policy_params! {
     /// Up to this size, blocks always come from the stream's own cache: fewer slow paths against
     /// tighter packing.
-    pub(crate) own_cache_max: u64,
+    own_cache_max: 64 * KIB,
     /// From this size on, blocks reuse other streams' memory instead of new memory, if as much has
     /// been in use before: less held memory against the cost of the search.
-    pub(crate) medium_block: u64,
+    medium_block: 8 * MIB,
     /// From this size on, blocks are worth searching the other streams' memory whenever much of it
     /// is idle. For smaller ones the search costs more than it saves, and streams that allocate at
     /// the same time would take the same ranges from each other forever.
-    pub(crate) large_block: u64,
+    large_block: 16 * MIB,
     /// Streams share free memory from these eighths of the budget in use: packing against waits.
-    pub(crate) share_above: u64,
+    share_above: 4,
     /// Sharing streams separate again below these eighths: the hysteresis that keeps a loop at the
     /// border from oscillating.
-    pub(crate) separate_below: u64,
+    separate_below: 3,
     /// A stream counts as one of several that share if it holds more than this part of all memory,
     /// or more than half of an equal share if there are many streams: a small stream beside a
     /// large one keeps its fast path.
-    pub(crate) holder_part: u64,
+    holder_part: 8,
     /// Memory is spacious up to these eighths of the budget in use: streams stay apart against
     /// less held memory.
-    pub(crate) spacious_up_to: u64,
+    spacious_up_to: 4,
     /// Memory is ample while at most these eighths of the live bytes are idle: growth against
     /// waits for other streams.
-    pub(crate) ample_idle: u64,
+    ample_idle: 4,
     /// Large blocks come from the shared free list once these eighths of the high-water mark are
     /// held: large holes against slow paths.
-    pub(crate) surplus: u64,
+    surplus: 10,
     /// Handles move before memory grows once these eighths of the high-water mark are held: less
     /// held memory against moves.
-    pub(crate) compact_from: u64,
+    compact_from: 14,
     /// Blocks that are not large also reuse other streams' memory once these eighths of the
     /// high-water mark are held.
-    pub(crate) reuse_all_from: u64,
+    reuse_all_from: 16,
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
-    pub(crate) tight_part: u64,
+    tight_part: 32,
     /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one
     /// block pins grows.
-    pub(crate) largest_handle: u64,
+    largest_handle: 64 * MIB,
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
-    pub(crate) headroom_parts: u64,
-    /// One new handle is preferred to this many spare ones: fewer mappings against a driver call.
-    pub(crate) handles_replaced: u64,
+    headroom_parts: 4096,
 }
 
-/// The thresholds that all pools use.
-pub(crate) const POLICY: PolicyParams = PolicyParams {
-    own_cache_max: 64 * KIB,
-    medium_block: 8 * MIB,
-    large_block: 16 * MIB,
-    share_above: 4,
-    separate_below: 3,
-    holder_part: 8,
-    spacious_up_to: 4,
-    ample_idle: 4,
-    surplus: 10,
-    compact_from: 14,
-    reuse_all_from: 16,
-    tight_part: 32,
-    largest_handle: 64 * MIB,
-    headroom_parts: 4096,
-    handles_replaced: 4,
-};
+/// Returns the thresholds in use.
+#[cfg(not(feature = "sweep"))]
+#[inline]
+pub(crate) const fn policy() -> &'static PolicyParams {
+    &POLICY
+}
+
+/// Returns the thresholds in use: those that `AQUIFER_SWEEP` names, as `name=value,…`, and else
+/// those of [`POLICY`].
+///
+/// # Panics
+/// If it names no threshold or no number. A sweep of the wrong values would prove nothing.
+#[cfg(feature = "sweep")]
+pub(crate) fn policy() -> &'static PolicyParams {
+    static SWEPT: std::sync::LazyLock<PolicyParams> = std::sync::LazyLock::new(|| {
+        let mut params = POLICY;
+        let text = std::env::var("AQUIFER_SWEEP").unwrap_or_default();
+        for part in text.split(',').filter(|part| !part.is_empty()) {
+            let set = part.split_once('=').is_some_and(|(name, value)| {
+                value.parse().is_ok_and(|value| params.set(name, value))
+            });
+            assert!(set, "AQUIFER_SWEEP has no threshold {part:?}");
+        }
+        params
+    });
+    &SWEPT
+}
 
 /// Returns so many eighths of `bytes`, rounded down.
 #[inline]

@@ -61,7 +61,7 @@ mod unmapping;
 mod warm;
 
 use super::{handle::HeldBytes, shared_free::SharedFreeList, slots::Slots, window::Grid};
-use crate::base::policy_params::POLICY;
+use crate::base::policy_params::policy;
 use aquifer_core::{Budget, DeviceId, MemoryError, Result, scratch::Scratch};
 use aquifer_driver::{Driver, ExportTypes};
 use aquifer_heap::{Config, Range};
@@ -155,7 +155,7 @@ impl Mapped {
             base,
             bytes,
             slot,
-            max_handle_slots: if fixed { 1 } else { (POLICY.largest_handle / slot).max(1) },
+            max_handle_slots: if fixed { 1 } else { (policy().largest_handle / slot).max(1) },
             compact,
             export,
             budget,
@@ -206,7 +206,7 @@ impl Mapped {
     /// pins is small compared to the rest, and handles become small near the limit.
     fn largest_handle(&self, live: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
-        let slots = (left / POLICY.headroom_parts / self.slot).clamp(1, self.max_handle_slots);
+        let slots = (left / policy().headroom_parts / self.slot).clamp(1, self.max_handle_slots);
         1 << slots.ilog2()
     }
 

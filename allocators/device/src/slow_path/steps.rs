@@ -3,10 +3,9 @@
 //! Each step but [`Step::Wait`] is a search. Besides the caches that it names, every search sees
 //! the shared free list, with the free memory of streams that have no lease and the memory that was
 //! mapped ahead of need. It takes the place where the fewest slots are missing. What is missing
-//! there is backed by spare handles first, which are held but mapped nowhere, unless one new handle
-//! would replace four or more of them. New handles come after them. So a step that may grow uses
-//! warmed memory before it creates a handle. The exception is a block that [grows as a whole]:
-//! [`GROW`] then looks at unclaimed addresses only.
+//! there is backed by spare handles first, which are held but mapped nowhere. New handles come
+//! after them. So a step that may grow uses warmed memory before it creates a handle. The exception
+//! is a block that [grows as a whole]: [`GROW`] then looks at unclaimed addresses only.
 //!
 //! Two settings and the stream itself restrict the lists:
 //!

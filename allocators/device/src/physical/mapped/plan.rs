@@ -3,7 +3,6 @@
 
 use super::{Mapped, claim::Claim, free_ranges::ReclaimedMapping};
 use crate::{
-    base::policy_params::POLICY,
     physical::{
         handle::{Funds, Handle, HandleError},
         options::{PlaceOptions, PlaceOutcome, Readiness},
@@ -254,14 +253,7 @@ impl Mapped {
         for &(mut first, mut left) in &claim.window.missing {
             while left > 0 {
                 let mut wanted = left.min(claim.largest);
-                let fitting = plan.largest_within(left * self.slot);
-                let suitable = |at: &usize| {
-                    let unmapped = &plan.unmapped[*at];
-                    // A new handle would be one mapping instead of four or more.
-                    unmapped.busy
-                        || unmapped.handle.bytes() * POLICY.handles_replaced > wanted * self.slot
-                };
-                let unmapped = match fitting.filter(suitable) {
+                let unmapped = match plan.largest_within(left * self.slot) {
                     Some(at) => plan.unmapped.swap_remove(at),
                     None => loop {
                         match self.create_handle(wanted, plan, funds, outcome) {
