@@ -227,7 +227,8 @@ fn two_processes_share_a_block_by_name_and_one_keeps_it_when_the_other_is_killed
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(owner.stdout.take().unwrap()));
     let mut served = || {
         let line = lines.find_map(|line| {
-            line.unwrap().split_once("serves ").map(|(_, generation)| generation.to_owned())
+            // Behind the name of the test, which the harness prints on the same line.
+            line.unwrap().rsplit_once("serves ").map(|(_, generation)| generation.to_owned())
         });
         line.unwrap().parse::<u64>().unwrap()
     };
