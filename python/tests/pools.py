@@ -140,6 +140,8 @@ def pools_are_used_within_each_other_and_all_memory_comes_back():
             take()
         take()
     assert all((x == value).all().item() for value, x in made)
+    # The innermost serves, until it ends.
+    assert [sum(len(segment["blocks"]) for segment in pool.snapshot()) for pool in pools] == [2, 2, 1]
     made.clear()
     pools.clear()
     gc.collect()

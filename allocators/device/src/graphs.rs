@@ -236,7 +236,7 @@ impl GraphPool {
     /// thread and with no lock held. It must not allocate from this pool. It must also return
     /// `true` for streams that join the capture, possibly before it is called for any other stream
     /// of it. For example, it can compare the number of the capture. If several announcements
-    /// include a stream, the oldest applies.
+    /// include a stream, the newest applies.
     ///
     /// # Errors
     /// None so far.

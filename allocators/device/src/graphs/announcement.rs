@@ -68,8 +68,8 @@ impl Announcements {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the memory for blocks of this stream, if an announcement covers its work. The oldest
-    /// announcement applies. Queries the driver.
+    /// Returns the memory for blocks of this stream, if an announcement covers its work. The newest
+    /// announcement applies, so that they can be nested. Queries the driver.
     fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<GraphMemory>, Capture)>> {
         // The filters are foreign code and run without the lock.
         let open = self.lock().clone();
@@ -77,11 +77,12 @@ impl Announcements {
             let covers = |a: &&Arc<Announcement>| {
                 a.covers_eager && a.streams.includes(stream.timeline(), Capture::EAGER)
             };
-            return Ok(open.iter().find(covers).map(|a| a.serve(Capture::EAGER)));
+            return Ok(open.iter().rev().find(covers).map(|a| a.serve(Capture::EAGER)));
         };
-        let started = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
-        let found =
-            started.or_else(|| open.iter().find(|a| a.streams.includes(stream.timeline(), id)));
+        let covers = |a: &&Arc<Announcement>| {
+            a.capture.load(Ordering::Relaxed) == id || a.streams.includes(stream.timeline(), id)
+        };
+        let found = open.iter().rev().find(covers);
         Ok(found.map(|announcement| {
             announcement.capture.store(id, Ordering::Relaxed);
             announcement.serve(id)

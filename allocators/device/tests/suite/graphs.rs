@@ -130,6 +130,32 @@ fn captures_are_announced_by_a_filter_over_handles_and_blocks_go_by_address() {
 }
 
 #[test]
+fn of_nested_announcements_the_newest_applies_until_it_ends() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let (outer, inner) = (rig.pool.graph_pool().unwrap(), rig.pool.graph_pool().unwrap());
+    let blocks = || (outer.stats().blocks, inner.stats().blocks);
+    let around = outer.announce_all_where(|_| true).unwrap();
+    let mut held = vec![alloc(&rig, &s, 4096)];
+    assert_eq!(blocks(), (1, 0));
+    let within = inner.announce_all_where(|_| true).unwrap();
+    held.push(alloc(&rig, &s, 4096));
+    assert_eq!(blocks(), (1, 1), "eager work");
+    begin(&s, CaptureMode::Global);
+    held.push(alloc(&rig, &s, 4096));
+    assert_eq!(blocks(), (1, 2), "captured work");
+    drop(within);
+    // The capture goes on, and so does the announcement around it.
+    held.push(alloc(&rig, &s, 4096));
+    assert_eq!(blocks(), (2, 2));
+    drop(captured(&rig, &s, around));
+    held.push(alloc(&rig, &s, 4096));
+    assert_eq!(blocks(), (2, 2), "no announcement is open");
+    drop(held);
+    rig.assert_silent();
+}
+
+#[test]
 fn a_stream_alone_reuses_what_it_freed_in_its_capture() {
     for rig in kinds() {
         let (s, u) = (rig.stream(), rig.stream());

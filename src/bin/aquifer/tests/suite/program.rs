@@ -126,7 +126,7 @@ fn help_and_version_are_no_mistakes() {
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
 /// or null.
-const FIELDS: [(&str, char); 29] = [
+const FIELDS: [(&str, char); 31] = [
     ("trace", 's'),
     ("device", 's'),
     ("allocator", 's'),
@@ -135,6 +135,8 @@ const FIELDS: [(&str, char); 29] = [
     ("frees", 'n'),
     ("streams", 'n'),
     ("split", 'n'),
+    ("changed_per_cent", 'n'),
+    ("plan", '?'),
     ("snapshot", '?'),
     ("peak_live_bytes", 'n'),
     ("peak_physical_bytes", 'n'),
@@ -171,7 +173,8 @@ const FIT: [&str; 8] = [
 ];
 
 /// Fields that may be null.
-const NULL: [&str; 8] = [
+const NULL: [&str; 9] = [
+    "changed_per_cent",
     "device_of_trace",
     "ns_per_op",
     "modelled_driver_ns",
